@@ -1,0 +1,191 @@
+"""``coat-vlm eval``, ``score`` and ``generate``: the only commands that reach ``coat_eval``."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coat_vlm.commands.command import Commands, command, complain, say
+
+if TYPE_CHECKING:
+    from coat_data.sample import Sample
+
+
+def add(commands: Commands) -> None:
+    """Declare ``eval``, ``score`` and ``generate``."""
+    _add_eval(commands)
+    _add_score(commands)
+    _add_generate(commands)
+
+
+def _add_eval(commands: Commands) -> None:
+    parser = command(
+        commands,
+        "eval",
+        _eval,
+        "answer the questions of an evaluation set with a model, and score the answers",
+        """\
+  coat-vlm eval --run runs/quickstart        # all evaluation sets of the run's recipe
+  coat-vlm eval --model runs/quickstart/sft/model --task yes_no --data my_set --out my_set/out
+""",
+    )
+    parser.add_argument(
+        "--run", type=Path, help="run folder; exit status 1 if a required figure is missed"
+    )
+    parser.add_argument("--model", type=Path, help="model folder, e.g. RUN/sft/model")
+    parser.add_argument("--task", help="yes_no, multiple_choice or short_answer")
+    parser.add_argument("--data", type=Path, help="folder with questions.jsonl")
+    parser.add_argument("--out", type=Path, help="gets predictions.jsonl and report.json")
+    parser.add_argument("--media-root", type=Path, help="where image paths start; default --data")
+    parser.add_argument("--batch-size", type=int, default=32, help="default 32")
+    parser.add_argument("--max-new-tokens", type=int, default=16, help="longest answer; default 16")
+    parser.add_argument("--limit", type=int, help="only the first questions")
+
+
+def _eval(args: argparse.Namespace) -> int:
+    single = {f"--{name}": getattr(args, name) for name in ("model", "task", "data", "out")}
+    given = [flag for flag, value in single.items() if value is not None]
+    if args.run is not None:
+        if given:
+            raise ValueError(f"--run takes the model and the sets from the run; drop {given[0]}")
+        return _eval_run(args)
+    missing = [flag for flag in single if flag not in given]
+    if missing:
+        raise ValueError(f"missing {', '.join(missing)} (or give --run RUN_DIR instead)")
+    return _eval_set(args)
+
+
+def _eval_run(args: argparse.Namespace) -> int:
+    from coat_eval import evaluate_run, format_table
+    from coat_vlm.recipe_file import load_recipe
+
+    unmet = evaluate_run(
+        args.run,
+        batch_size=args.batch_size,
+        max_new_tokens=args.max_new_tokens,
+        limit=args.limit,
+    )
+    eval_json = json.loads((args.run / "eval.json").read_text(encoding="utf-8"))
+    say(format_table(eval_json, load_recipe(str(args.run / "recipe.yaml"))))
+    for miss in unmet:
+        complain(f"missed: {miss}")
+    return 1 if unmet else 0
+
+
+def _eval_set(args: argparse.Namespace) -> int:
+    from coat_eval import evaluate, get_task
+    from coat_vlm.generate import load
+
+    task = get_task(args.task)
+    model, processor = load(args.model)
+    report = evaluate(
+        model,
+        processor,
+        task,
+        args.data,
+        args.out,
+        model_dir=args.model,
+        media_root=args.media_root,
+        batch_size=args.batch_size,
+        max_new_tokens=args.max_new_tokens,
+        limit=args.limit,
+    )
+    say(json.dumps(report["metrics"], indent=2))
+    return 0
+
+
+def _add_score(commands: Commands) -> None:
+    parser = command(
+        commands,
+        "score",
+        _score,
+        "score a file of predictions; needs no model and no images",
+        """\
+  coat-vlm score --task yes_no --data my_set --predictions predictions.jsonl --out report.json
+""",
+    )
+    parser.add_argument("--task", required=True, help="yes_no, multiple_choice or short_answer")
+    parser.add_argument("--data", type=Path, required=True, help="folder with questions.jsonl")
+    parser.add_argument("--predictions", type=Path, required=True, help="one JSON row per answer")
+    parser.add_argument("--out", type=Path, required=True, help="report to write")
+    parser.add_argument("--limit", type=int, help="only the first questions")
+    parser.add_argument(
+        "--allow-missing", action="store_true", help="count missing predictions as wrong"
+    )
+
+
+def _score(args: argparse.Namespace) -> int:
+    from coat_eval import get_task, score_file
+
+    report = score_file(
+        get_task(args.task),
+        args.data,
+        args.predictions,
+        args.out,
+        limit=args.limit,
+        allow_missing=args.allow_missing,
+    )
+    say(json.dumps(report["metrics"], indent=2))
+    return 0
+
+
+def _add_generate(commands: Commands) -> None:
+    parser = command(
+        commands,
+        "generate",
+        _generate,
+        "answer a prompt about images and videos",
+        """\
+  coat-vlm generate --model runs/quickstart/sft/model --image a.png --prompt "Is there a circle?"
+  coat-vlm generate --model CKPT --image a.png --image b.png --prompt "What differs?"
+  coat-vlm generate --model CKPT --video clip.mp4 --prompt "What happens?" --max-new-tokens 64
+""",
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, help="model folder, e.g. RUN/sft/model"
+    )
+    for kind in ("image", "video"):
+        parser.add_argument(
+            f"--{kind}",
+            dest="media",
+            action="append",
+            type=lambda path, kind=kind: (kind, Path(path)),
+            metavar="FILE",
+            help=f"{kind} to show; may be repeated, shown in the order given",
+        )
+    parser.add_argument("--prompt", required=True, help="the question")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from coat_vlm.generate import generate, load
+
+    model, processor = load(args.model)
+    sample = prompt_sample(args.prompt, args.media or [])
+    say(generate(model, processor, [sample], args.max_new_tokens)[0])
+    return 0
+
+
+def prompt_sample(prompt: str, files: Sequence[tuple[str, Path]]) -> "Sample":
+    """The prompt as a row of a LLaVA file would have it, read by the same reader.
+
+    Args:
+        prompt: the question. It may say with ``<image>`` and ``<video>`` where the files stand;
+            otherwise they come first, in the order given, each on a line of its own.
+        files: (``image`` or ``video``, path).
+
+    Raises:
+        DataError: other placeholders than files.
+    """
+    from coat_data.readers.llava import to_sample
+
+    if not any(f"<{kind}>" in prompt for kind, _ in files):
+        prompt = "".join(f"<{kind}>\n" for kind, _ in files) + prompt
+    row = {
+        "image": [str(path) for kind, path in files if kind == "image"],
+        "video": [str(path) for kind, path in files if kind == "video"],
+        # A sample needs an answer; generation does not look at it.
+        "conversations": [{"from": "human", "value": prompt}, {"from": "gpt", "value": "-"}],
+    }
+    return to_sample(row, row_number=0, source="--prompt", media_root=Path.cwd())

@@ -1,0 +1,276 @@
+"""Recipes: one YAML file, read into frozen dataclasses; unknown keys are errors.
+
+A recipe names the model, the data of each stage and how each stage trains. ``load_recipe`` reads a
+file (or a built-in recipe by name), applies dotted overrides such as ``stages.sft.max_steps=10``
+and returns a :class:`Recipe`. This module is a leaf: it imports no other room of the project.
+"""
+
+import dataclasses
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+_STRICT = ConfigDict(extra="forbid")
+
+Precision = Literal["fp32", "bf16"]
+ModuleName = Literal["vision", "projector", "language"]
+StageName = Literal["align", "pretrain", "sft"]
+ProjectorType = Literal["linear", "mlp2x_gelu", "mlp_downsample", "mlp_downsample_3x3_fix"]
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+MODULES: tuple[ModuleName, ...] = ("vision", "projector", "language")
+STAGES: tuple[StageName, ...] = ("align", "pretrain", "sft")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+class VisionConfig:
+    """The vision tower: pretrained by name or folder, or from scratch by its own config."""
+
+    library: Literal["transformers", "open_clip"] = "transformers"
+    """Which library builds the tower."""
+    name_or_path: str | None = None
+    """Hub id or local folder; its pretrained weights are kept. Exclusive with ``config``."""
+    config: dict[str, Any] | None = None
+    """A from-scratch tower: keys of the library's config, with ``model_type`` for transformers."""
+    select_layer: int = -2
+    """Which hidden state feeds the projector; -1 is the last layer's output, -2 the one before."""
+    select_feature: Literal["patch", "cls_patch"] = "patch"
+    """``patch`` drops a class token, ``cls_patch`` keeps everything the tower returns."""
+
+    def __post_init__(self) -> None:
+        _exactly_one("model.vision", name_or_path=self.name_or_path, config=self.config)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+class ProjectorConfig:
+    """The map from vision features to the language model's embedding space."""
+
+    type: ProjectorType = "mlp_downsample"
+    """VILA's projector names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+class LanguageConfig:
+    """The causal language model: pretrained by name or folder, or from scratch by its config."""
+
+    name_or_path: str | None = None
+    """Hub id or local folder; its pretrained weights are kept. Exclusive with ``config``."""
+    config: dict[str, Any] | None = None
+    """A from-scratch model: ``model_type`` (llama, mistral, qwen2, qwen3, ...) and config keys."""
+
+    def __post_init__(self) -> None:
+        _exactly_one("model.language", name_or_path=self.name_or_path, config=self.config)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+class TokenizerConfig:
+    """The tokenizer: an existing one, or a byte-level BPE trained on the recipe's own texts."""
+
+    name_or_path: str | None = None
+    """Hub id or folder; defaults to ``model.language.name_or_path``."""
+    train_vocab_size: Positive | None = None
+    """Train a byte-level BPE of this size on the texts of all stages (from-scratch models)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+class ImageConfig:
+    """How an image becomes the tower's input."""
+
+    mode: Literal["resize", "pad"] = "resize"
+    """``resize`` to a square; ``pad`` to a square with the mean colour first (VILA's names)."""
+    augment: Literal["none", "crop_flip"] = "none"
+    """Training only: a random crop of the image padded by 1/8, and a horizontal flip."""
+    num_video_frames: Positive = 8
+    """Frames taken uniformly from a video, each handled as an image."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+class ModelConfig:
+    """The composed model."""
+
+    vision: VisionConfig
+    language: LanguageConfig
+    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    image: ImageConfig = field(default_factory=ImageConfig)
+    template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] = "chatml"
+    """Chat template of the model (a stage may use another, e.g. ``plain`` for align)."""
+    max_length: Positive = 2048
+    """Longest sequence in tokens, image tokens included; a longer sample is a bad sample."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Attention implementation passed to transformers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+class SourceConfig:
+    """One data source of a mixture."""
+
+    name: str
+    """Name in logs, tables and validation losses."""
+    path: str
+    """LLaVA JSON or JSONL file, or a folder written by ``coat-vlm data ingest``."""
+    media_root: str | None = None
+    """Folder that relative media paths start from; defaults to the folder of ``path``."""
+    repeat: Annotated[float, Field(gt=0.0)] | None = None
+    """Passes over this source per epoch (default 1); fractions allowed. Exclusive with weight."""
+    weight: Annotated[float, Field(gt=0.0)] | None = None
+    """Share of the samples of an epoch, relative to the other sources' weights."""
+
+    def __post_init__(self) -> None:
+        if self.repeat is not None and self.weight is not None:
+            raise ValueError(
+                f"source {self.name!r}: both repeat={self.repeat} and weight={self.weight} are "
+                "set; keep repeat (passes per epoch) or weight (share of an epoch)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+class ModuleTraining:
+    """Whether and how fast one module of the model learns in a stage."""
+
+    train: bool
+    """False freezes the module (it is also put in evaluation mode)."""
+    lr: Annotated[float, Field(gt=0.0)] | None = None
+    """Peak learning rate; required when ``train`` is true, refused when it is false."""
+
+    def __post_init__(self) -> None:
+        if self.train and self.lr is None:
+            raise ValueError("train is true but lr is missing; give this module a peak lr")
+        if not self.train and self.lr is not None:
+            raise ValueError(
+                f"lr={self.lr} has no effect because train is false; remove one of them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+class StageConfig:
+    """One training stage."""
+
+    data: list[SourceConfig]
+    """The training mixture."""
+    val_data: list[SourceConfig] = field(default_factory=list)
+    """Validation sources; each one's loss is reported at the end and every eval_every_steps."""
+    vision: ModuleTraining = field(default_factory=lambda: ModuleTraining(train=False))
+    projector: ModuleTraining = field(default_factory=lambda: ModuleTraining(train=False))
+    language: ModuleTraining = field(default_factory=lambda: ModuleTraining(train=False))
+    template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] | None = None
+    """Chat template of this stage; the model's when absent."""
+    batch_size: Positive
+    """Samples per optimizer step, over all ranks and micro-batches."""
+    micro_batch_size: Positive
+    """Samples per forward pass on one rank; must divide batch_size / world size."""
+    epochs: Annotated[float, Field(gt=0.0)] | None = None
+    """Length in passes over the mixture. Exclusive with max_steps."""
+    max_steps: Positive | None = None
+    """Length in optimizer steps. Exclusive with epochs."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after warmup; cosine and linear end at min_lr_ratio."""
+    warmup_ratio: Fraction = 0.03
+    """Share of the steps in which the learning rate rises linearly from zero."""
+    min_lr_ratio: Fraction = 0.0
+    """Final learning rate over the peak."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """Decoupled weight decay of matrices; norms, biases and embeddings have none."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    """AdamW's epsilon."""
+    grad_clip: Annotated[float, Field(ge=0.0)] = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    eval_every_steps: NonNegative = 0
+    """Validation interval; 0 validates at the end only."""
+    save_every_steps: NonNegative = 0
+    """Checkpoint interval; 0 saves at the end only."""
+    max_bad_samples: NonNegative = 0
+    """Bad samples that may be replaced and listed before the run stops."""
+
+    def __post_init__(self) -> None:
+        _exactly_one("stage", epochs=self.epochs, max_steps=self.max_steps)
+        if not any(self.module(name).train for name in MODULES):
+            raise ValueError("no module trains; set train: true and lr for at least one module")
+        if self.schedule == "constant" and self.min_lr_ratio:
+            raise ValueError(
+                "min_lr_ratio has no effect with schedule: constant; remove one of them"
+            )
+        if self.eval_every_steps and not self.val_data:
+            raise ValueError("eval_every_steps has no effect without val_data; add val_data")
+
+    def module(self, name: ModuleName) -> ModuleTraining:
+        """The training settings of module ``name``."""
+        return {"vision": self.vision, "projector": self.projector, "language": self.language}[name]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+class EvalSetConfig:
+    """One evaluation set, run by ``coat-vlm eval --run``."""
+
+    task: Literal["yes_no", "multiple_choice", "short_answer"]
+    """How answers are extracted and scored."""
+    path: str
+    """Folder with questions.jsonl (and, usually, the images)."""
+    media_root: str | None = None
+    """Folder that relative image paths start from; defaults to ``path``."""
+    require: dict[str, float] = field(default_factory=dict)
+    """Smallest allowed value of a metric, in percent; ``coat-vlm eval --run`` fails below it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+class TrackingConfig:
+    """Where metrics go besides metrics.jsonl, which is always written."""
+
+    tensorboard: bool = True
+    """Write event files to RUN/tensorboard."""
+    wandb_project: str | None = None
+    """Weights & Biases project; needs the wandb extra."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+class Recipe:
+    """A whole run: model, stages in order, evaluation sets."""
+
+    name: str
+    """Name in the report and of the default output folder."""
+    output_dir: str
+    """The run folder."""
+    model: ModelConfig
+    stages: dict[StageName, StageConfig]
+    """The stages to run; they always run in the order align, pretrain, sft."""
+    eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
+    """Evaluation sets by name."""
+    init_from: str | None = None
+    """Composed checkpoint folder to start from instead of ``model``'s initial weights."""
+    seed: int = 0
+    """Seed of initialisation, data order and augmentation."""
+    precision: Precision = "bf16"
+    """``bf16``: BF16 weights and arithmetic with FP32 master weights; ``fp32``: all FP32."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """DeepSpeed ZeRO stage."""
+    num_workers: NonNegative = 2
+    """Data loading processes per rank; 0 loads in the training process."""
+    save_total_limit: Positive = 2
+    """Checkpoints kept per stage; older ones are deleted after a new one is complete."""
+    log_every_steps: Positive = 10
+    """Interval of the printed log line; metrics.jsonl has every step."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError(f"recipe {self.name!r} has no stages; add at least one of {STAGES}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as plain YAML-ready data."""
+        return dataclasses.asdict(self)
+
+
+def _exactly_one(where: str, **options: object) -> None:
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) != 1:
+        names = " or ".join(options)
+        got = " and ".join(given) if given else "neither"
+        raise ValueError(f"{where}: exactly one of {names} is needed, got {got}")

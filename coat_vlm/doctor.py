@@ -1,0 +1,325 @@
+"""``coat-vlm doctor``: what is installed, what will run here, what will not, and what to do.
+
+Every line is found out by asking the machine: codecs are looked up in the libraries, an image and a
+video are written and read back through the functions that training uses. A line is ``ok``, ``note``
+(works, with a limit worth knowing) or ``BROKEN`` (something that training or evaluation needs).
+Everything but torch is imported inside the check that needs it, so that a broken library is a line
+of the report and not its end.
+"""
+
+import io
+import logging
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+PACKAGES = (
+    "coat-vlm",
+    "torch",
+    "torchvision",
+    "triton",
+    "transformers",
+    "deepspeed",
+    "open_clip_torch",
+    "datasets",
+    "pillow",
+    "av",
+)
+VIDEO_CODECS = ("h264", "hevc", "vp9", "av1")
+IMAGE_FORMATS = {"jpg": "JPEG", "zlib": "PNG", "webp": "WebP"}
+SMALL_SHARED_MEMORY = 1 << 30
+FP8_CAPABILITY = (8, 9)
+BF16_CAPABILITY = (8, 0)
+_REINSTALL = "make the environment anew as the README's section Install says"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor's report."""
+
+    state: Literal["ok", "note", "BROKEN"]
+    subject: str
+    detail: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        """The line as printed, the remedy below it."""
+        line = f"  {self.state:<7} {self.subject:<22} {self.detail}"
+        return f"{line}\n{'':33}-> {self.remedy}" if self.remedy else line
+
+
+def versions() -> Iterator[Finding]:
+    """Python and the libraries that decide what runs."""
+    yield Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}")
+    for name in PACKAGES:
+        try:
+            yield Finding("ok", name, version(name))
+        except PackageNotFoundError:
+            missing_is_fine = name == "triton" and platform.system() != "Linux"
+            yield Finding(
+                "note" if missing_is_fine else "BROKEN",
+                name,
+                "not installed",
+                "" if missing_is_fine else _REINSTALL,
+            )
+    yield Finding("ok", "torch built for", f"CUDA {torch.version.cuda}" if _cuda_build() else "CPU")
+
+
+def hardware() -> Iterator[Finding]:
+    """GPUs with compute capability, cores, memory, shared memory."""
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        detail = f"{gpu.name}, sm{gpu.major}{gpu.minor}, {_gib(gpu.total_memory)}"
+        yield Finding("ok", f"GPU {index}", detail)
+    if not torch.cuda.is_available():
+        yield _no_gpu()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Finding("ok", "CPU", f"{cores} cores, {_gib(memory)} of memory")
+    if Path("/dev/shm").is_dir():
+        yield shared_memory(shutil.disk_usage("/dev/shm").total)
+
+
+def shared_memory(size: int) -> Finding:
+    """Whether ``size`` bytes of /dev/shm suffice for data loading processes."""
+    if size >= SMALL_SHARED_MEMORY:
+        return Finding("ok", "shared memory", _gib(size))
+    return Finding(
+        "note",
+        "shared memory",
+        f"{_gib(size)}: data loading processes may die with a bus error",
+        "start the container with --shm-size=8g, or train with num_workers=0",
+    )
+
+
+def decoders() -> Iterator[Finding]:
+    """Image formats of Pillow, video codecs of PyAV, and one file of each kind read back."""
+    try:
+        import av
+        from PIL import features
+    except ImportError as error:
+        yield Finding("BROKEN", "Pillow or PyAV", str(error), _REINSTALL)
+        return
+    for key, name in IMAGE_FORMATS.items():
+        found = bool(features.check(key))
+        remedy = "" if found else f"install a Pillow built with {name}, or convert such images"
+        yield Finding("ok" if found else "note", f"{name} images", _yes(found), remedy)
+    for codec in VIDEO_CODECS:
+        found = codec in av.codecs_available
+        remedy = "" if found else "install PyAV from PyPI: pip install --force-reinstall av"
+        yield Finding("ok" if found else "note", f"{codec} video", _yes(found), remedy)
+    with tempfile.TemporaryDirectory() as folder:
+        yield _attempt("reading an image", lambda: _read_image_back(Path(folder)))
+        yield _attempt("reading a video", lambda: _read_video_back(Path(folder)))
+
+
+def distributed() -> Iterator[Finding]:
+    """Communication backends of torch.distributed."""
+    if not torch.distributed.is_available():
+        yield Finding("BROKEN", "torch.distributed", "missing from this torch", "install it anew")
+        return
+    gloo = torch.distributed.is_gloo_available()
+    yield Finding("ok" if gloo else "BROKEN", "gloo (CPU processes)", _yes(gloo))
+    if _cuda_build():
+        nccl = torch.distributed.is_nccl_available()
+        remedy = "" if nccl else "install torch's CUDA build for Linux"
+        yield Finding("ok" if nccl else "BROKEN", "NCCL (GPUs)", _yes(nccl), remedy)
+
+
+def abilities() -> Iterator[Finding]:
+    """What will run on this machine and what will not."""
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        yield bf16_on_gpu(capability)
+        yield fp8(capability)
+    else:
+        yield Finding("ok", "FP32 training", "on the CPU; small models only")
+        yield bf16_on_cpu(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        yield fp8(None)
+    yield _attempt("transformers models", _import_transformers)
+    yield _attempt("open_clip towers", _import_open_clip)
+    yield _attempt("DeepSpeed", _import_deepspeed)
+    yield _wandb()
+
+
+def bf16_on_gpu(capability: tuple[int, int]) -> Finding:
+    """Whether a GPU of this compute capability computes in BF16."""
+    if capability >= BF16_CAPABILITY:
+        return Finding("ok", "BF16 training", "native on this GPU")
+    detail = f"sm{capability[0]}{capability[1]} has no BF16 units"
+    return Finding("note", "BF16 training", detail, "train with precision=fp32")
+
+
+def bf16_on_cpu(supported: bool) -> Finding:
+    """Whether BF16 on this CPU is fast (oneDNN kernels) or emulated."""
+    detail = (
+        "runs on the CPU, usually slower than FP32" if supported else "emulated on this CPU: slow"
+    )
+    return Finding("note", "BF16 training", detail, "train with precision=fp32, or on a GPU")
+
+
+def fp8(capability: tuple[int, int] | None) -> Finding:
+    """Whether FP8 can run: the hardware's side of it, as this version has no FP8 yet."""
+    if capability is None:
+        detail = "not in this version; will need a GPU of sm89 or newer"
+    elif capability >= FP8_CAPABILITY:
+        detail = f"not in this version; this GPU (sm{capability[0]}{capability[1]}) has FP8 units"
+    else:
+        detail = f"not in this version; sm{capability[0]}{capability[1]} is too old, sm89 is needed"
+    return Finding("note", "FP8 training", detail, "train with precision=bf16")
+
+
+def run_doctor() -> int:
+    """Print the report.
+
+    Returns:
+        0, or 1 when something that training or evaluation needs is broken.
+    """
+    sections: dict[str, Callable[[], Iterator[Finding]]] = {
+        "Versions": versions,
+        "Hardware": hardware,
+        "Decoders": decoders,
+        "Processes": distributed,
+        "What will run": abilities,
+    }
+    broken = 0
+    for title, findings in sections.items():
+        print(title)
+        for finding in findings():
+            broken += finding.state == "BROKEN"
+            print(finding)
+    print(f"{broken} broken" if broken else "Nothing is broken.")
+    return 1 if broken else 0
+
+
+def _cuda_build() -> bool:
+    return torch.version.cuda is not None
+
+
+def _no_gpu() -> Finding:
+    if _cuda_build():
+        return Finding(
+            "note",
+            "GPU",
+            f"none found by torch for CUDA {torch.version.cuda}",
+            "if there is one, compare the driver's CUDA version in nvidia-smi with torch's",
+        )
+    if shutil.which("nvidia-smi"):
+        remedy = "reinstall torch for CUDA: pip install --force-reinstall -c constraints.txt torch"
+        return Finding("note", "GPU", "this torch is a CPU build, it can use none", remedy)
+    return Finding("note", "GPU", "none; everything runs on the CPU")
+
+
+def _attempt(subject: str, action: Callable[[], str]) -> Finding:
+    try:
+        return Finding("ok", subject, action())
+    except Exception as error:  # whatever fails is the finding
+        detail = f"{type(error).__name__}: {error}"
+        return Finding("BROKEN", subject, detail, _REINSTALL)
+
+
+def _read_image_back(folder: Path) -> str:
+    from PIL import Image
+
+    from coat_data.image import open_image
+
+    path = folder / "image.jpg"
+    Image.new("RGB", (32, 24), "red").save(path)
+    image = open_image(path)
+    if image.size != (32, 24):
+        raise ValueError(f"wrote an image of 32 x 24, read {image.size}")
+    return "a JPEG written and read back"
+
+
+def _read_video_back(folder: Path) -> str:
+    from coat_data.sample import Media
+    from coat_data.video import read_frames
+
+    path = folder / "video.mp4"
+    path.write_bytes(encode_video(num_frames=10))
+    frames = read_frames(Media(kind="video", path=str(path)), 4)
+    if len(frames) != 4 or frames[0].size != (64, 48):
+        raise ValueError(f"wrote 10 frames of 64 x 48, read {[frame.size for frame in frames]}")
+    return "an H.264 clip written, 4 frames read back"
+
+
+def encode_video(num_frames: int, size: tuple[int, int] = (64, 48)) -> bytes:
+    """An H.264 MP4 of ``num_frames`` grey frames that grow brighter.
+
+    Args:
+        num_frames: Frames at 10 per second.
+        size: Width and height in pixels, both even.
+
+    Returns:
+        The encoded file.
+    """
+    import av
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = size[0], size[1], "yuv420p"
+        for index in range(num_frames):
+            level = 255 * index // num_frames
+            frame = av.VideoFrame.from_image(Image.new("RGB", size, (level, level, level)))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def _import_open_clip() -> str:
+    import open_clip
+    import torchvision
+
+    name = f"open_clip {open_clip.__version__} with torchvision {torchvision.__version__}"
+    try:
+        torch.ops.torchvision.roi_pool  # noqa: B018 - the lookup is the test
+    except AttributeError:
+        # The wheel's compiled half needs CUDA; coat_vlm.torchvision_ops declares what is missing.
+        return f"{name}, without its compiled ops (none is needed)"
+    return name
+
+
+def _import_transformers() -> str:
+    from transformers import Qwen2ForCausalLM, SiglipVisionModel
+
+    return f"{Qwen2ForCausalLM.__name__} and {SiglipVisionModel.__name__} import"
+
+
+def _import_deepspeed() -> str:
+    # On a machine without a GPU DeepSpeed warns of that, in the middle of this report.
+    logging.disable(logging.WARNING)
+    try:
+        from deepspeed.accelerator import get_accelerator
+
+        accelerator = get_accelerator()
+    finally:
+        logging.disable(logging.NOTSET)
+    return f"imports; it will use: {accelerator.device_name() if accelerator else 'nothing'}"
+
+
+def _wandb() -> Finding:
+    try:
+        return Finding("ok", "Weights & Biases", version("wandb"))
+    except PackageNotFoundError:
+        remedy = "pip install -e '.[wandb]' if you set tracking.wandb_project"
+        return Finding(
+            "note", "Weights & Biases", "not installed; metrics.jsonl needs none", remedy
+        )
+
+
+def _yes(found: bool) -> str:
+    return "yes" if found else "no"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

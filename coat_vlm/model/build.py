@@ -1,0 +1,198 @@
+"""Builds the composed model of a recipe, from scratch or from pretrained parts."""
+
+import copy
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    CLIPVisionModel,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    SiglipVisionModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from coat_vlm.config import LanguageConfig, ModelConfig, VisionConfig
+from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig
+from coat_vlm.model.open_clip_tower import build_open_clip, load_open_clip
+from coat_vlm.model.pretrained import load_weights, read_config
+from coat_vlm.model.projector import Projector, build_projector
+from coat_vlm.model.vision import VisionTower
+from coat_vlm.model.vlm import CoatVlm
+
+VISION_MODELS = {"siglip_vision_model": SiglipVisionModel, "clip_vision_model": CLIPVisionModel}
+"""Towers of transformers by model type; ``siglip`` and ``clip`` checkpoints contain one."""
+
+# Older names of RoPE settings, which transformers' configurations still take.
+_LEGACY_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+
+
+def build_model(
+    model: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | None = None
+) -> CoatVlm:
+    """The model of a recipe: each part from its checkpoint or, by its config, from random weights.
+
+    Random weights come from torch's global generator, in the order tower, language model,
+    projector: the same seed gives the same model. The embeddings grow to the tokenizer's size where
+    they are smaller (new rows drawn around the old ones' mean, as transformers does) and are never
+    cut: the padded vocabularies of published models stay.
+
+    Args:
+        model: the recipe's model section.
+        tokenizer: the tokenizer, with ``<image>`` among its tokens.
+        dtype: dtype of all weights; FP32 when absent, whatever the checkpoints hold.
+
+    Raises:
+        ValueError: a checkpoint or configuration is of another kind, incomplete or contradictory.
+    """
+    dtype = dtype or torch.float32
+    image_token_id = tokenizer.get_vocab().get(IMAGE_TOKEN)
+    if image_token_id is None:
+        raise ValueError(
+            f"the tokenizer has no {IMAGE_TOKEN} token; add it with "
+            "coat_vlm.processor.prepare_tokenizer before building the model"
+        )
+    vision_config, backbone = _vision(model.vision, dtype, model.attention)
+    vision_config.dtype = dtype
+    language = _language(model.language, tokenizer, dtype, model.attention)
+    config = CoatVlmConfig(
+        vision_config=vision_config,
+        text_config=language.config,
+        projector_type=model.projector.type,
+        select_layer=model.vision.select_layer,
+        select_feature=model.vision.select_feature,
+        image_token_id=image_token_id,
+        attn_implementation=model.attention,
+        dtype=dtype,
+    )
+    tower = VisionTower(config, backbone).to(dtype)
+    width = language.config.hidden_size
+    projector = build_projector(model.projector.type, tower.hidden_size, width)
+    return _compose(config, tower, projector.to(dtype), language, tokenizer)
+
+
+def _compose(
+    config: CoatVlmConfig,
+    tower: VisionTower,
+    projector: Projector,
+    language: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> CoatVlm:
+    # A frame without memory or random numbers, into which the real parts go.
+    with torch.device("meta"):
+        composed = CoatVlm(config)
+    composed.vision_tower = tower
+    composed.projector = projector
+    composed.language_model = language
+    composed.config.text_config = language.config
+    suppressed = composed.generation_config.suppress_tokens
+    generation = copy.deepcopy(language.generation_config)
+    assert generation is not None
+    generation.suppress_tokens = suppressed
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        # A published model's own choice stays: it may stop at several tokens.
+        if getattr(generation, name) is None:
+            setattr(generation, name, getattr(tokenizer, name))
+    composed.generation_config = generation
+    return composed
+
+
+def _vision(
+    vision: VisionConfig, dtype: torch.dtype, attention: str
+) -> tuple[PretrainedConfig, nn.Module]:
+    """Configuration and complete tower."""
+    if vision.library == "open_clip":
+        if vision.name_or_path is not None:
+            return load_open_clip(vision.name_or_path)
+        return build_open_clip(vision.config or {})
+    if vision.name_or_path is not None:
+        return _pretrained_tower(vision.name_or_path, dtype, attention)
+    config = _config_from("model.vision.config", vision.config or {}, tuple(VISION_MODELS))
+    model_class = VISION_MODELS[config.model_type]
+    tower = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
+    return config, tower
+
+
+def _pretrained_tower(
+    path: str, dtype: torch.dtype, attention: str
+) -> tuple[PretrainedConfig, nn.Module]:
+    where = "model.vision.name_or_path"
+    found = read_config(where, path).model_type
+    wanted = {"siglip": "siglip_vision_model", "clip": "clip_vision_model"}.get(found, found)
+    if wanted not in VISION_MODELS:
+        raise ValueError(
+            f"{where}={path!r} is a checkpoint of model_type {found!r}; allowed: siglip, clip, "
+            f"{', '.join(VISION_MODELS)}; for an open_clip folder set "
+            "model.vision.library=open_clip"
+        )
+    tower = load_weights(
+        VISION_MODELS[wanted], where, path, dtype=dtype, attn_implementation=attention
+    )
+    return tower.config, tower
+
+
+def _language(
+    language: LanguageConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    attention: str,
+) -> PreTrainedModel:
+    if language.name_or_path is None:
+        values = dict(language.config or {})
+        values["vocab_size"] = max(values.get("vocab_size", 0), len(tokenizer))
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            values.setdefault(name, getattr(tokenizer, name))
+        allowed = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        config = _config_from("model.language.config", values, allowed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    where = "model.language.name_or_path"
+    _check_causal(where, language.name_or_path, read_config(where, language.name_or_path))
+    model = load_weights(
+        AutoModelForCausalLM,
+        where,
+        language.name_or_path,
+        dtype=dtype,
+        attn_implementation=attention,
+    )
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:  # pyright: ignore[reportIndexIssue]
+        model.resize_token_embeddings(len(tokenizer))
+    return model
+
+
+def _check_causal(where: str, path: str, config: PretrainedConfig) -> None:
+    expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    architectures = config.architectures or [expected]
+    if expected not in architectures or getattr(config, "vision_config", None) is not None:
+        hint = "; to continue from a composed checkpoint set init_from"
+        raise ValueError(
+            f"{where}={path!r} is a checkpoint of model_type {config.model_type!r} "
+            f"({', '.join(map(str, architectures))}), not a causal language model; allowed: models "
+            "of AutoModelForCausalLM such as llama, mistral, qwen2, qwen3 (class ...ForCausalLM)"
+            f"{hint if config.model_type == CoatVlmConfig.model_type else ''}"
+        )
+
+
+def _config_from(
+    where: str, values: Mapping[str, Any], allowed: tuple[str, ...]
+) -> PretrainedConfig:
+    """A transformers configuration from a recipe's keys, all of which must be known to it."""
+    values = dict(values)
+    model_type = values.pop("model_type", None)
+    if model_type not in allowed:
+        close = difflib.get_close_matches(str(model_type), allowed, n=1)
+        examples = ", ".join(close or (allowed if len(allowed) < 5 else ("llama", "qwen2", "...")))
+        raise ValueError(f"{where}: model_type is {model_type!r}; allowed: {examples}")
+    config_class = CONFIG_MAPPING[model_type]
+    known = {*dir(config_class()), *_LEGACY_KEYS}
+    for key in values:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"{where}: {model_type} has no setting {key!r}{hint}")
+    return config_class(**values)

@@ -1,0 +1,200 @@
+"""Configuration of the composed model: one config.json that holds the parts' own configurations."""
+
+import os
+from typing import Any
+
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    SiglipVisionConfig,
+)
+
+from coat_vlm.model.projector import block_size, projected_tokens
+
+IMAGE_TOKEN = "<image>"
+"""Placeholder in the token sequence; an image has ``tokens_per_image`` of them."""
+
+SELECT_FEATURES = ("patch", "cls_patch")
+
+
+class OpenClipVisionConfig(PretrainedConfig):
+    """Configuration of an open_clip tower: open_clip's own ``vision_cfg`` and what follows from it.
+
+    Args:
+        vision_cfg: open_clip's configuration of the image tower.
+        quick_gelu: whether the tower uses QuickGELU (OpenAI's weights do).
+        hidden_size: width of the features.
+        image_size: side of the square input in pixels.
+        patch_size: side of a patch in pixels.
+        num_hidden_layers: blocks of the complete tower.
+        num_prefix_tokens: class and register tokens before the patches.
+        image_mean: mean per colour channel that the weights expect, of values in [0, 1].
+        image_std: standard deviation per colour channel.
+        **kwargs: fields of ``PretrainedConfig``.
+    """
+
+    model_type = "coat_open_clip_vision"
+    base_config_key = "vision_config"
+
+    def __init__(
+        self,
+        vision_cfg: dict[str, Any] | None = None,
+        quick_gelu: bool = False,
+        hidden_size: int = 768,
+        image_size: int = 224,
+        patch_size: int = 16,
+        num_hidden_layers: int = 12,
+        num_prefix_tokens: int = 1,
+        image_mean: list[float] | None = None,
+        image_std: list[float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.vision_cfg = vision_cfg
+        self.quick_gelu = quick_gelu
+        self.hidden_size = hidden_size
+        self.image_size = image_size
+        self.patch_size = patch_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_prefix_tokens = num_prefix_tokens
+        self.image_mean = image_mean
+        self.image_std = image_std
+        super().__init__(**kwargs)
+
+
+class CoatVlmConfig(PretrainedConfig):
+    """Configuration of :class:`coat_vlm.model.vlm.CoatVlm`.
+
+    Args:
+        vision_config: the tower's configuration (transformers SigLIP or CLIP vision, or
+            :class:`OpenClipVisionConfig`), as an object or a dict with ``model_type``. It describes
+            the complete tower; the layers after ``select_layer`` are not built.
+        text_config: the causal language model's configuration, likewise.
+        projector_type: one of ``coat_vlm.model.projector.PROJECTOR_TYPES``.
+        select_layer: index into the tower's hidden states (0 is the embeddings' output, -1 the last
+            block's, before the final norm, -2 the one before).
+        select_feature: ``patch`` drops class and register tokens, ``cls_patch`` keeps them.
+        image_token_id: id of the placeholder that image features replace.
+        **kwargs: fields of ``PretrainedConfig``.
+
+    Raises:
+        ValueError: a value is not allowed, alone or with the others.
+    """
+
+    model_type = "coat_vlm"
+    # transformers declares it as a property of the class and reads it as a dict.
+    sub_configs = {"vision_config": AutoConfig, "text_config": AutoConfig}  # noqa: RUF012 # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+
+    def __init__(
+        self,
+        vision_config: PretrainedConfig | dict[str, Any] | None = None,
+        text_config: PretrainedConfig | dict[str, Any] | None = None,
+        projector_type: str = "mlp_downsample",
+        select_layer: int = -2,
+        select_feature: str = "patch",
+        image_token_id: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        # Given to the base class, an absent choice would erase that of the parts' configurations.
+        attention = kwargs.pop("attn_implementation", None)
+        super().__init__(**kwargs)
+        # transformers builds a configuration without arguments to find defaults.
+        self.vision_config = _sub_config(vision_config or SiglipVisionConfig())
+        self.text_config = _sub_config(text_config or Qwen2Config())
+        self.projector_type = projector_type
+        self.select_layer = select_layer
+        self.select_feature = select_feature
+        self.image_token_id = image_token_id
+        if attention is not None:
+            self._attn_implementation = attention  # reaches the parts' configurations too
+        self._check()
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Class and register tokens that the complete tower puts before the patches."""
+        vision = self.vision_config
+        if vision.model_type == "clip_vision_model":
+            return 1
+        return getattr(vision, "num_prefix_tokens", 0)
+
+    @property
+    def tokens_per_image(self) -> int:
+        """Placeholders in the token sequence, and projected features, of one image."""
+        grid = self.vision_config.image_size // self.vision_config.patch_size
+        tokens = projected_tokens(self.projector_type, grid)
+        return tokens + (self.num_prefix_tokens if self.select_feature == "cls_patch" else 0)
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read config.json of a composed checkpoint.
+
+        Raises:
+            ValueError: there is none, or it is another kind of model's.
+        """
+        name = os.fspath(pretrained_model_name_or_path)
+        problem = None
+        try:
+            config, rest = super().get_config_dict(name, **kwargs)
+        except OSError as error:
+            config, rest, problem = {}, {}, error
+        if not config:
+            raise ValueError(
+                f"no config.json of a coat_vlm checkpoint at {name!r}; give the folder that "
+                "training wrote (RUN/<stage>/model)"
+            ) from problem
+        if config.get("model_type") != cls.model_type:
+            raise ValueError(
+                f"{name!r} is not a coat_vlm checkpoint: its model_type is "
+                f"{config.get('model_type')!r}, needed is {cls.model_type!r}; to start from a "
+                "vision tower or a language model, name it in the recipe "
+                "(model.vision.name_or_path, model.language.name_or_path)"
+            )
+        return config, rest
+
+    def _check(self) -> None:
+        block = block_size(self.projector_type)
+        kept_layers(self.vision_config.num_hidden_layers, self.select_layer)
+        if self.select_feature not in SELECT_FEATURES:
+            raise ValueError(
+                f"unknown select_feature {self.select_feature!r}; "
+                f"allowed: {', '.join(SELECT_FEATURES)}"
+            )
+        if block > 1 and self.select_feature == "cls_patch" and self.num_prefix_tokens:
+            raise ValueError(
+                f"projector {self.projector_type} needs a square grid of patches, and "
+                f"select_feature=cls_patch keeps {self.num_prefix_tokens} class token(s) of this "
+                "tower; use select_feature=patch, or projector linear or mlp2x_gelu"
+            )
+        if not 0 <= self.image_token_id < self.text_config.vocab_size:
+            raise ValueError(
+                f"image_token_id {self.image_token_id} is outside the language model's vocabulary "
+                f"of {self.text_config.vocab_size}; resize its embeddings to the tokenizer"
+            )
+
+
+def kept_layers(num_layers: int, select_layer: int) -> int:
+    """Number of leading blocks needed for hidden state ``select_layer`` of ``num_layers`` blocks.
+
+    Hidden states are counted as transformers does: index 0 is the embeddings' output, index i the
+    output of block i, and negative indices count from the end.
+
+    Raises:
+        ValueError: there is no such block output.
+    """
+    index = select_layer if select_layer >= 0 else num_layers + 1 + select_layer
+    if not 1 <= index <= num_layers:
+        raise ValueError(
+            f"select_layer={select_layer} is no output of the tower's {num_layers} blocks; "
+            f"allowed: 1 to {num_layers}, or -1 (the last) to -{num_layers}"
+        )
+    return index
+
+
+def _sub_config(config: PretrainedConfig | dict[str, Any]) -> PretrainedConfig:
+    if isinstance(config, PretrainedConfig):
+        return config
+    values = dict(config)
+    return CONFIG_MAPPING[values.pop("model_type")](**values)

@@ -1,0 +1,105 @@
+"""Reads configurations and weights of transformers checkpoints, with errors that say what to do."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+
+def read_config(where: str, path: str) -> PretrainedConfig:
+    """The configuration of a checkpoint.
+
+    Args:
+        where: the recipe key, for the error.
+        path: folder or Hub id.
+
+    Raises:
+        ValueError: there is no config.json that transformers understands.
+    """
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{where}={path!r} has no configuration that transformers can read: {error}; needed is "
+            "a folder with config.json and weights, or a Hub id"
+        ) from error
+
+
+def load_weights(
+    model_class: Any, where: str, path: str, *, dtype: torch.dtype, **kwargs: Any
+) -> PreTrainedModel:
+    """A model with all its weights from a checkpoint, safetensors or ``weights_only`` pickles.
+
+    Weights in the checkpoint that the model has no place for (a text tower beside the vision tower)
+    are left out in silence.
+
+    Args:
+        model_class: a transformers model class or Auto class.
+        where: the recipe key, for the error.
+        path: folder or Hub id.
+        dtype: dtype of the loaded weights.
+        **kwargs: passed to ``from_pretrained``.
+
+    Raises:
+        ValueError: files are missing or damaged, or weights are missing or of another shape.
+    """
+    name = f"{where}={path!r}"
+    with _errors_only(), readable_errors(name):
+        model, info = model_class.from_pretrained(
+            path, dtype=dtype, output_loading_info=True, weights_only=True, **kwargs
+        )
+    check_complete(info, name)
+    return model
+
+
+@contextmanager
+def readable_errors(name: str) -> Iterator[None]:
+    """Turn the errors of missing, damaged and misfitting files into one that names the checkpoint.
+
+    Args:
+        name: the checkpoint, for the error.
+
+    Raises:
+        ValueError: the weights could not be read.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        raise ValueError(
+            f"{name}: the weights cannot be loaded: {error}; check that all files of the "
+            "checkpoint are there, complete, and hold nothing but weights"
+        ) from error
+
+
+def check_complete(loading_info: Mapping[str, Any], name: str) -> None:
+    """Refuse a model of which some weights did not come from its checkpoint.
+
+    Args:
+        loading_info: what ``from_pretrained(output_loading_info=True)`` returns.
+        name: the checkpoint, for the error.
+
+    Raises:
+        ValueError: weights are missing or have another shape.
+    """
+    wrong = sorted(map(str, [*loading_info["missing_keys"], *loading_info["mismatched_keys"]]))
+    if wrong:
+        raise ValueError(
+            f"{name}: {len(wrong)} weights are missing or of another shape, first {wrong[0]}; they "
+            "would be random: use a checkpoint that holds the whole model"
+        )
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Keep transformers' load report quiet; what matters in it is checked here."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)

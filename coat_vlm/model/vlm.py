@@ -1,0 +1,276 @@
+"""The composed model: vision tower, projector and causal language model as one PreTrainedModel.
+
+A sequence holds ``config.tokens_per_image`` placeholders (``config.image_token_id``) per image;
+their embeddings are replaced by the image's projected features, images in order (LLaVA, Liu et al.
+2023, arXiv:2304.08485, section 4.1). Everything after that is the language model's own forward.
+"""
+
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from coat_vlm.config import ModuleName
+from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.model.pretrained import check_complete, readable_errors
+from coat_vlm.model.projector import build_projector
+from coat_vlm.model.vision import VisionTower
+
+IGNORE_INDEX = -100
+
+
+class CoatVlm(PreTrainedModel, GenerationMixin):
+    """Vision tower -> projector -> any causal language model of transformers.
+
+    ``save_pretrained``, ``from_pretrained``, ``AutoModel``, ``AutoModelForImageTextToText`` and
+    ``generate`` work as for transformers' own models.
+    """
+
+    config_class = CoatVlmConfig
+    main_input_name = "input_ids"
+    input_modalities = ["image", "text"]  # noqa: RUF012
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    # The language model adds its own entries to both.
+    _no_split_modules = ["VisionTower"]  # noqa: RUF012 - as transformers declares it
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+
+    def __init__(self, config: CoatVlmConfig) -> None:
+        super().__init__(config)
+        self.vision_tower = VisionTower(config)
+        self.projector = build_projector(
+            config.projector_type, config.vision_config.hidden_size, config.text_config.hidden_size
+        )
+        self.language_model = AutoModelForCausalLM.from_config(config.text_config)
+        # A generated placeholder would ask for an image that does not exist.
+        self.generation_config.suppress_tokens = [config.image_token_id]
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *args: Any,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a composed checkpoint; arguments as in transformers.
+
+        Raises:
+            ValueError: it is another kind of model, files are missing or damaged, or weights are
+                missing or of another shape.
+        """
+        name = os.fspath(pretrained_model_name_or_path)
+        with readable_errors(name):
+            loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+        model, info = loaded
+        check_complete(info, name)
+        return (model, info) if output_loading_info else model
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The language model's token embeddings."""
+        return self.language_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the language model's token embeddings."""
+        self.language_model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The language model's output layer."""
+        return self.language_model.get_output_embeddings()
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the language model's output layer."""
+        self.language_model.set_output_embeddings(new_embeddings)
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits, and the loss when labels are given.
+
+        Args:
+            input_ids: (B, T) token ids with image placeholders.
+            attention_mask: (B, T), 1 for tokens, 0 for padding; or what the language model takes.
+            position_ids: (B, T) positions; counted by the language model when absent.
+            pixel_values: (N, 3, S, S), the images of all rows in order; None or N = 0 for none.
+            inputs_embeds: (B, T, H) instead of input_ids; then images must already be in them.
+            labels: (B, T) target ids, not shifted; -100 is not trained.
+            past_key_values: the language model's cache.
+            num_items_in_batch: what the summed loss is divided by (the trained tokens of all
+                micro-batches and ranks); this batch's trained tokens when absent.
+            logits_to_keep: compute only this many last logits (0: all); not with labels.
+            **kwargs: passed to the language model.
+
+        Returns:
+            loss (scalar, FP32) and logits (B, T, vocabulary) in the model's dtype.
+
+        Raises:
+            ValueError: placeholders and images do not match, or arguments contradict each other.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds, and not both")
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            raise ValueError("the loss needs all logits; give labels or logits_to_keep, not both")
+        if input_ids is not None:
+            inputs_embeds = self.embed(input_ids, pixel_values)
+        elif _count(pixel_values):
+            raise ValueError("pixel_values need input_ids to say where images go; pass input_ids")
+        if self.training:
+            kwargs.setdefault("use_cache", False)  # a cache would only hold memory
+        kwargs["return_dict"] = True
+        outputs = self.language_model(
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+        loss = None
+        if labels is not None:
+            loss = next_token_loss(outputs.logits, labels, num_items_in_batch)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=outputs.logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def embed(
+        self, input_ids: torch.LongTensor, pixel_values: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Token embeddings (B, T, H) with projected image features at the placeholders.
+
+        In training mode a batch without images sends a zero image through tower and projector and
+        adds it times zero: under data parallelism every rank must use the same parameters in every
+        step, and their gradients are then exact zeros.
+
+        Raises:
+            ValueError: the number of placeholders is not ``tokens_per_image`` times that of images.
+        """
+        is_image = input_ids == self.config.image_token_id
+        num_images = _count(pixel_values)
+        self._check_placeholders(int(is_image.sum()), num_images)
+        # Any valid id will do where image features go; the placeholder's own row stays untouched.
+        embeds = self.get_input_embeddings()(input_ids.masked_fill(is_image, 0))
+        if num_images:
+            features = self.projector(self.vision_tower(pixel_values))
+            return embeds.masked_scatter(is_image.unsqueeze(-1), features.to(embeds.dtype))
+        if self.training:
+            size = self.vision_tower.image_size
+            zero_image = embeds.new_zeros(1, 3, size, size)
+            return embeds + self.projector(self.vision_tower(zero_image)).sum().to(embeds.dtype) * 0
+        return embeds
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.LongTensor,
+        *args: Any,
+        pixel_values: torch.Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Inputs of one generation step: with a cache, images only in the first."""
+        inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
+            input_ids, *args, is_first_iteration=is_first_iteration, **kwargs
+        )
+        if is_first_iteration or not kwargs.get("use_cache", True):
+            inputs["pixel_values"] = pixel_values
+        return inputs
+
+    def _expand_inputs_for_generation(
+        self,
+        expand_size: int = 1,
+        is_encoder_decoder: bool = False,
+        input_ids: torch.LongTensor | None = None,
+        **model_kwargs: Any,
+    ) -> tuple[torch.LongTensor, dict[str, Any]]:
+        # transformers would repeat each image; a row's images must be repeated together.
+        images = model_kwargs.pop("pixel_values", None)
+        if _count(images) and expand_size > 1 and input_ids is not None:
+            placeholders = (input_ids == self.config.image_token_id).sum(1)
+            rows = images.split((placeholders // self.config.tokens_per_image).tolist())
+            images = torch.cat([row.repeat(expand_size, 1, 1, 1) for row in rows])
+        expanded_ids, model_kwargs = super()._expand_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
+            expand_size, is_encoder_decoder, input_ids, **model_kwargs
+        )
+        return expanded_ids, {**model_kwargs, "pixel_values": images}
+
+    def _init_weights(self, module: nn.Module) -> None:
+        # Towers and language models initialise their own; the projector keeps torch's defaults, as
+        # VILA's does, where transformers would draw from N(0, 0.02).
+        pass
+
+    def _check_placeholders(self, num_placeholders: int, num_images: int) -> None:
+        per_image = self.config.tokens_per_image
+        if num_placeholders != num_images * per_image:
+            raise ValueError(
+                f"input_ids hold {num_placeholders} image placeholders (id "
+                f"{self.config.image_token_id}) but pixel_values hold {num_images} images, which "
+                f"make {num_images * per_image} features ({per_image} each); give {per_image} "
+                "placeholders per image, as the processor does, and check that no sequence was cut"
+            )
+
+
+def next_token_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    num_items_in_batch: int | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Cross-entropy of the next token in FP32, summed and divided, as transformers' causal LM loss.
+
+    Only logits at trained positions are converted to FP32. Without any trained token the loss is 0
+    with a graph, so that a rank without targets still takes part in the backward pass.
+
+    Args:
+        logits: (B, T, V).
+        labels: (B, T), not shifted; -100 is not trained.
+        num_items_in_batch: divisor; the number of trained tokens when absent.
+
+    Returns:
+        Scalar, FP32.
+    """
+    targets = labels[:, 1:].to(logits.device)
+    trained = targets != IGNORE_INDEX
+    total = F.cross_entropy(logits[:, :-1][trained].float(), targets[trained], reduction="sum")
+    if num_items_in_batch is None:
+        num_items_in_batch = trained.sum()
+    return total / torch.as_tensor(num_items_in_batch, device=total.device).clamp(min=1)
+
+
+def module_parameters(model: CoatVlm) -> dict[ModuleName, nn.Module]:
+    """The model's parts by the names that recipes use."""
+    return {
+        "vision": model.vision_tower,
+        "projector": model.projector,
+        "language": model.language_model,
+    }
+
+
+def count_parameters(module: nn.Module, trainable_only: bool = False) -> int:
+    """Number of parameters, shared ones once; complete sizes also where ZeRO-3 has split them."""
+    parameters = (p for p in module.parameters() if p.requires_grad or not trainable_only)
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+
+
+def _count(images: torch.Tensor | None) -> int:
+    return 0 if images is None else images.shape[0]

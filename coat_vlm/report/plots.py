@@ -1,0 +1,177 @@
+"""Training curves of one stage as SVG images inside ``data:`` addresses.
+
+The background is transparent and the axes are mid-grey, so that the curves can be read on a light
+and on a dark page. Only matplotlib's object interface is used: no global figure, no global style.
+"""
+
+import base64
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from coat_vlm.report.run_folder import StageLog
+
+GREY = "#808691"
+COLOURS = ("#3b82f6", "#e07b39", "#2e9e6b", "#a066d3", "#d6455d", "#8a7a2f")
+MAX_POINTS = 1200
+"""More steps than this are averaged in bins: the curve looks the same and the file stays small."""
+SMOOTHING_SHARE = 50
+"""The smoothed curves average over about 1/50 of the stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One picture and what it says without being seen."""
+
+    title: str
+    address: str
+    """``data:image/svg+xml;base64,...``"""
+    wide: bool
+
+
+Draw = Callable[[Axes, StageLog], None]
+
+
+def stage_plots(stage: StageLog) -> list[Plot]:
+    """Loss with validation points, learning rate, gradient norm, throughput, data wait, memory.
+
+    A curve whose values are absent from the log is left out.
+    """
+    drawn: list[tuple[str, Draw, bool, str]] = [
+        ("loss", _draw_loss, True, "loss"),
+        ("learning rate", _draw_lr, False, "lr"),
+        ("gradient norm", _draw_grad_norm, False, "grad_norm"),
+        ("tokens/s", _draw_rate("tokens_per_s"), False, "tokens_per_s"),
+        ("samples/s", _draw_rate("samples_per_s"), False, "samples_per_s"),
+        ("waiting for data, % of step", _draw_wait, False, "data_wait_s"),
+        ("peak memory, GiB", _draw_memory, False, "peak_memory_mb"),
+    ]
+    return [
+        Plot(title, _render(stage, draw, wide), wide)
+        for title, draw, wide, key in drawn
+        if any(row.get(key) is not None for row in stage.steps)
+    ]
+
+
+def _draw_loss(axes: Axes, stage: StageLog) -> None:
+    _plot_noisy(axes, *_series(stage.steps, lambda row: row.get("loss")))
+    sources = dict.fromkeys(name for row in stage.validations for name in row.get("losses") or {})
+    for number, source in enumerate(sources):
+        points, values = _series(stage.validations, _loss_of(source))
+        colour = COLOURS[1 + number % (len(COLOURS) - 1)]
+        axes.plot(
+            points, values, "o-", color=colour, markersize=4, linewidth=1, label=f"val {source}"
+        )
+    axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
+
+
+def _draw_lr(axes: Axes, stage: StageLog) -> None:
+    names = dict.fromkeys(name for row in stage.steps for name in row.get("lr") or {})
+    for number, name in enumerate(names):
+        steps, values = _series(stage.steps, _lr_of(name))
+        # Modules often share a rate: dashes of different length let the lower line show through.
+        style = ("-", (0, (5, 4)), (0, (1, 4)))[number % 3]
+        axes.plot(steps, values, color=COLOURS[number % len(COLOURS)], linestyle=style, label=name)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=False)
+    axes.yaxis.get_offset_text().set_color(GREY)
+    axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
+
+
+def _draw_wait(axes: Axes, stage: StageLog) -> None:
+    _plot_noisy(axes, *_series(stage.steps, _wait_share))
+    axes.set_ylim(bottom=0)
+
+
+def _draw_memory(axes: Axes, stage: StageLog) -> None:
+    steps, mebibytes = _series(stage.steps, lambda row: row.get("peak_memory_mb"))
+    axes.plot(steps, mebibytes / 1024, color=COLOURS[0], linewidth=1.4)
+    axes.set_ylim(bottom=0)
+
+
+def _draw_grad_norm(axes: Axes, stage: StageLog) -> None:
+    steps, norms = _series(stage.steps, lambda row: row.get("grad_norm"))
+    _plot_noisy(axes, steps, norms)
+    finite = norms[np.isfinite(norms)]
+    if finite.size and finite.min() > 0 and finite.max() > 20 * finite.min():
+        axes.set_yscale("log")
+
+
+def _draw_rate(key: str) -> Draw:
+    def draw(axes: Axes, stage: StageLog) -> None:
+        _plot_noisy(axes, *_series(stage.steps, lambda row: row.get(key)))
+        axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
+        axes.set_ylim(bottom=0)
+
+    return draw
+
+
+def _plot_noisy(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
+    """The values in a faint line and their moving average over it, labelled ``train``."""
+    axes.plot(steps, values, color=COLOURS[0], linewidth=0.8, alpha=0.35)
+    window = max(1, len(values) // SMOOTHING_SHARE)
+    axes.plot(steps, _smooth(values, window), color=COLOURS[0], linewidth=1.6, label="train")
+
+
+def _loss_of(source: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda row: (row.get("losses") or {}).get(source)
+
+
+def _lr_of(module: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda row: (row.get("lr") or {}).get(module)
+
+
+def _wait_share(row: Mapping[str, Any]) -> float | None:
+    if row.get("data_wait_s") is None or not row.get("step_s"):
+        return None
+    return 100 * row["data_wait_s"] / row["step_s"]
+
+
+def _series(
+    rows: Sequence[Mapping[str, Any]], value: Callable[[Mapping[str, Any]], float | None]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values as float arrays of at most MAX_POINTS; absent values are NaN."""
+    steps = np.array([row["step"] for row in rows], dtype=float)
+    values = np.array([_number(value(row)) for row in rows], dtype=float)
+    size = math.ceil(len(steps) / MAX_POINTS)
+    starts = np.arange(0, len(steps), max(size, 1))
+    lengths = np.diff(np.append(starts, len(steps)))
+    return np.add.reduceat(steps, starts) / lengths, np.add.reduceat(values, starts) / lengths
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Centred moving average over ``window`` values, over fewer at the ends; NaN is passed over."""
+    finite = np.isfinite(values)
+    kernel = np.ones(window)
+    total = np.convolve(np.where(finite, values, 0.0), kernel, mode="same")
+    weight = np.convolve(finite.astype(float), kernel, mode="same")
+    return np.divide(total, weight, out=np.full_like(total, np.nan), where=weight > 0)
+
+
+def _render(stage: StageLog, draw: Draw, wide: bool) -> str:
+    # Text stays text (smaller files, sharp at any zoom) in whatever sans-serif font the reader has.
+    with mpl.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}):
+        figure = Figure(figsize=(9.2, 2.9) if wide else (3.6, 2.0), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        draw(axes, stage)
+        axes.set_xlabel("step", color=GREY)
+        axes.tick_params(colors=GREY, which="both")
+        axes.grid(color=GREY, alpha=0.25, linewidth=0.5)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,1 @@
+"""Training: recipes on DeepSpeed, with checkpoints that continue exactly."""

@@ -1,0 +1,62 @@
+"""Checks in the first step that every module that should train gets a gradient."""
+
+from types import TracebackType
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from coat_vlm.config import MODULES, ModuleName, StageConfig
+from coat_vlm.model.vlm import CoatVlm, module_parameters
+
+
+class GradientWatch:
+    """Notes which modules a backward pass reaches.
+
+    Hooks see the gradients before ZeRO takes them away. A module counts as reached when one of its
+    parameters is.
+
+    Args:
+        model: the model.
+        stage: what trains.
+        active: False does nothing.
+    """
+
+    def __init__(self, model: CoatVlm, stage: StageConfig, active: bool) -> None:
+        self._trained: list[ModuleName] = [
+            name for name in MODULES if active and stage.module(name).train
+        ]
+        self._model = model
+        self._reached: set[str] = set()
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> "GradientWatch":
+        parts = module_parameters(self._model)
+        for name in self._trained:
+            for parameter in parts[name].parameters():
+                if parameter.requires_grad:
+                    self._handles.append(parameter.register_hook(self._note(name)))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def check(self, stage_name: str) -> None:
+        """Raise ValueError if a module that should train was not reached."""
+        missed = [name for name in self._trained if name not in self._reached]
+        if missed:
+            raise ValueError(
+                f"stage {stage_name}: {', '.join(missed)} should train but got no gradient in the "
+                "first step; check that the data has images and that nothing detaches them"
+            )
+
+    def _note(self, name: str):
+        def hook(_gradient: torch.Tensor) -> None:
+            self._reached.add(name)
+
+        return hook

@@ -1,0 +1,258 @@
+"""The training loop of one stage.
+
+One optimizer step: load its micro-batches; sum their trained tokens over all micro-batches and
+ranks; run forward and backward, each micro-batch's summed loss divided by that number; let
+DeepSpeed average, clip and step. So the gradient is that of the mean loss per trained token of the
+whole batch, however it is split over micro-batches and ranks.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from tqdm import tqdm
+
+from coat_data.collate import Batch
+from coat_data.encode import IGNORE_INDEX
+from coat_data.loader import LoadedBatch
+from coat_vlm.config import StageConfig
+from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.optim import lr_factor
+from coat_vlm.train.engine import set_train_mode
+from coat_vlm.train.gradients import GradientWatch
+from coat_vlm.train.interrupt import Interrupts
+from coat_vlm.train.metrics import Metrics
+from coat_vlm.train.sources import StageData
+from coat_vlm.train.world import World
+
+
+class Stopped(SystemExit):
+    """Training saved a checkpoint after a signal and leaves with this status."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StageRun:
+    """Everything the loop of one stage works on."""
+
+    name: str
+    stage: StageConfig
+    engine: DeepSpeedEngine
+    model: CoatVlm
+    """The engine's module."""
+    data: StageData
+    world: World
+    metrics: Metrics
+    run_dir: Path
+    total_steps: int
+    clip_here: bool
+    """Clip gradients in the loop; DeepSpeed does it otherwise."""
+    save: Callable[[int, int], None]
+    """Saves a checkpoint, given the step and the bad samples so far."""
+    log_every_steps: int
+    step: int = 0
+    """Finished steps."""
+    bad_samples: int = 0
+    """Rows replaced so far, over all ranks."""
+
+    def train(self) -> None:
+        """Run the remaining steps, validating and saving on the way and at the end.
+
+        Raises:
+            DataError: a row is bad, or more than ``max_bad_samples`` are.
+            ValueError: the loss is not finite, nothing in a batch is trained, or a module that
+                should train gets no gradient.
+            Stopped: after a signal, when the checkpoint is saved.
+        """
+        batches = self.data.loader.steps(self.step)
+        bar = tqdm(
+            total=self.total_steps,
+            initial=self.step,
+            desc=self.name,
+            unit="step",
+            disable=not self.world.is_main,
+            mininterval=1.0,
+        )
+        with Interrupts() as interrupts, bar:
+            try:
+                while self.step < self.total_steps:
+                    started = time.perf_counter()
+                    micro_batches = next(batches)
+                    data_wait = time.perf_counter() - started
+                    row = self._step(micro_batches, interrupts.received)
+                    stop = row.pop("stop")
+                    self._report(row, started, data_wait, bar)
+                    self._between_steps(stop, interrupts)
+            finally:
+                batches.close()
+
+    def validate(self) -> None:
+        """Mean loss per trained token of every validation source, over all ranks."""
+        self.engine.eval()
+        losses = {}
+        for name in self.data.validation:
+            total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+            tokens = 0
+            with torch.no_grad():
+                for loaded in self.data.validation_batches(name):
+                    total += self._loss(loaded.batch, divisor=1).double()
+                    tokens += _trained(loaded.batch)
+            loss, count = self.world.sum([total.item(), tokens])
+            losses[name] = round(loss / max(1.0, count), 6)
+        row = {"kind": "val", "stage": self.name, "step": self.step, "losses": losses}
+        self.metrics.write(row)
+
+    def _step(self, micro_batches: list[LoadedBatch], stop_requested: bool) -> dict[str, Any]:
+        """One optimizer step; what is known of it only here."""
+        tokens, all_tokens, samples, bad, stop = self.world.sum(
+            [
+                sum(_trained(loaded.batch) for loaded in micro_batches),
+                sum(int(loaded.batch["attention_mask"].sum()) for loaded in micro_batches),
+                sum(loaded.num_samples for loaded in micro_batches),
+                sum(len(loaded.bad) for loaded in micro_batches),
+                float(stop_requested),
+            ]
+        )
+        self._note_bad(micro_batches, int(bad))
+        if not tokens:
+            raise ValueError(
+                f"stage {self.name}, step {self.step + 1}: no token of this batch is trained; "
+                "check the template and the answers of the data"
+            )
+        lr = self._set_lr()
+        set_train_mode(self.model, self.stage)
+        # DeepSpeed divides by the micro-batches (backward) and by the ranks (averaging).
+        undo_averaging = len(micro_batches) * self.world.size
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        norm: float | None = None
+        for number, loaded in enumerate(micro_batches):
+            loss = self._loss(loaded.batch, divisor=tokens)
+            total += loss.detach().double()
+            with GradientWatch(self.model, self.stage, active=self.step == 0) as watch:
+                self.engine.backward(loss * undo_averaging)
+            if self.step == 0 and number == 0:
+                watch.check(self.name)
+            if self.clip_here and number == len(micro_batches) - 1:
+                norm = self._clip()
+            self.engine.step()
+        if not self.clip_here:
+            norm = self.engine.get_global_grad_norm()
+        (loss_value,) = self.world.sum([total.item()])
+        self.step += 1
+        self._check_finite(loss_value)
+        return {
+            "loss": loss_value,
+            "grad_norm": None if norm is None else float(norm),
+            "lr": lr,
+            "trained_tokens": int(tokens),
+            "tokens": int(all_tokens),
+            "samples": int(samples),
+            "stop": stop > 0,
+        }
+
+    def _loss(self, batch: Batch, divisor: float) -> torch.Tensor:
+        inputs = {name: value.to(self.world.device) for name, value in batch.items()}  # pyright: ignore[reportAttributeAccessIssue]
+        return self.engine(**inputs, num_items_in_batch=divisor).loss
+
+    def _clip(self) -> float:
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        limit = self.stage.grad_clip or math.inf
+        return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+
+    def _set_lr(self) -> dict[str, float]:
+        """Set this step's learning rates; returns them by module."""
+        factor = lr_factor(
+            self.step,
+            self.total_steps,
+            round(self.stage.warmup_ratio * self.total_steps),
+            self.stage.schedule,
+            self.stage.min_lr_ratio,
+        )
+        rates = {}
+        optimizer: Any = self.engine.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+            rates[group["module"]] = group["lr"]
+        return rates
+
+    def _report(
+        self, row: dict[str, Any], started: float, data_wait: float, bar: "tqdm[Any]"
+    ) -> None:
+        seconds = time.perf_counter() - started
+        tokens, samples = row.pop("tokens"), row.pop("samples")
+        self.metrics.write(
+            {
+                "kind": "step",
+                "stage": self.name,
+                "step": self.step,
+                "total_steps": self.total_steps,
+                **row,
+                "tokens_per_s": round(tokens / seconds, 1),
+                "samples_per_s": round(samples / seconds, 2),
+                "step_s": round(seconds, 4),
+                "data_wait_s": round(data_wait, 4),
+                "peak_memory_mb": round(_peak_memory_mb(self.world.device), 1),
+                "bad_samples": self.bad_samples,
+            }
+        )
+        bar.update()
+        if self.step % self.log_every_steps == 0 or self.step == self.total_steps:
+            bar.set_postfix(loss=f"{row['loss']:.4f}", samples_s=f"{samples / seconds:.0f}")
+
+    def _between_steps(self, stop: bool, interrupts: Interrupts) -> None:
+        at_end = self.step == self.total_steps
+        validate_every, save_every = self.stage.eval_every_steps, self.stage.save_every_steps
+        if self.data.validation and (at_end or _due(self.step, validate_every)):
+            self.validate()
+        if stop or at_end or _due(self.step, save_every):
+            self.save(self.step, self.bad_samples)
+        if stop and not at_end:
+            # Another rank may have got the signal; launchers only ask that the status is not 0.
+            raise Stopped(interrupts.exit_status)
+
+    def _note_bad(self, micro_batches: list[LoadedBatch], number: int) -> None:
+        """List replaced rows; stop when there are too many."""
+        self.bad_samples += number
+        bad = [bad for loaded in micro_batches for bad in loaded.bad]
+        if bad:
+            with (self.run_dir / "bad_samples.jsonl").open("a", encoding="utf-8") as file:
+                for sample in bad:
+                    row = {"stage": self.name, "where": sample.where, "problem": sample.problem}
+                    file.write(json.dumps({**row, "position": sample.position}) + "\n")
+        if self.bad_samples > self.stage.max_bad_samples:
+            raise ValueError(
+                f"stage {self.name}: {self.bad_samples} bad samples, max_bad_samples is "
+                f"{self.stage.max_bad_samples}; they are listed in "
+                f"{self.run_dir / 'bad_samples.jsonl'}; mend the data or raise max_bad_samples"
+            )
+
+    def _check_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"stage {self.name}, step {self.step}: the loss is {loss}; lower the learning "
+                "rates or raise warmup_ratio, and continue from the last checkpoint with --resume "
+                "auto"
+            )
+
+
+def _trained(batch: Batch) -> int:
+    """Tokens with a target; the first of a row predicts nothing."""
+    return int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _peak_memory_mb(device: torch.device) -> float:
+    """Largest memory so far in MB: allocated on the GPU, or the process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6

@@ -1,0 +1,83 @@
+"""Writes a stage's final model as a Hugging Face folder."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+from coat_vlm.config import Recipe
+from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.processor import CoatVlmProcessor
+from coat_vlm.train.folder import write_folder
+from coat_vlm.train.world import World
+
+
+def save_model(
+    target: Path,
+    model: CoatVlm,
+    processor: CoatVlmProcessor,
+    recipe: Recipe,
+    stage: str,
+    step: int,
+    world: World,
+) -> None:
+    """Save weights, tokenizer, processor and training.json, whole or not at all.
+
+    Weights have the dtype of training (BF16 for ``precision: bf16``); frozen ones are included.
+
+    Args:
+        target: the folder.
+        model: the engine's module, split over ranks at ZeRO stage 3.
+        processor: saved beside the model.
+        recipe: named in training.json.
+        stage: the stage that ends here.
+        step: its last step.
+        world: the processes of the run.
+
+    Raises:
+        OSError: the folder could not be written; an earlier one is untouched.
+    """
+    split = recipe.zero_stage == 3
+    parameters = list(model.parameters())
+    with GatheredParameters(parameters) if split else nullcontext():
+        state = None
+        if world.is_main:
+            # Copies: at stage 3 the gathered weights are gone when the context ends.
+            state = {
+                name: tensor.detach().to("cpu", copy=split)
+                for name, tensor in model.state_dict().items()
+            }
+
+    def write(temporary: Path) -> None:
+        if not world.is_main:
+            return
+        model.save_pretrained(temporary, state_dict=_share_tied(state, model))
+        processor.save_pretrained(temporary)
+        training = {
+            "recipe": recipe.name,
+            "stage": stage,
+            "step": step,
+            "precision": recipe.precision,
+            "zero_stage": recipe.zero_stage,
+            "world_size": world.size,
+            "seed": recipe.seed,
+        }
+        text = json.dumps(training, indent=1)
+        (temporary / "training.json").write_text(text, encoding="utf-8")
+
+    write_folder(target, world, write)
+
+
+def _share_tied(
+    state: dict[str, torch.Tensor] | None, model: torch.nn.Module
+) -> dict[str, torch.Tensor]:
+    """Let names of one parameter (tied embeddings) share one tensor, so that it is saved once."""
+    assert state is not None
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in state:
+            original = first.setdefault(id(parameter), name)
+            state[name] = state[original]
+    return state

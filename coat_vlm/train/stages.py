@@ -1,0 +1,255 @@
+"""Runs a recipe: its stages in order, each on the model that the one before it left."""
+
+import gc
+import shutil
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from coat_vlm.config import MODULES, STAGES, Recipe, StageName
+from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
+from coat_vlm.processor import CoatVlmProcessor, build_processor, prepare_tokenizer, train_tokenizer
+from coat_vlm.recipe_file import load_recipe, save_recipe
+from coat_vlm.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
+from coat_vlm.train.engine import build_engine, clips_itself, set_trainable
+from coat_vlm.train.folder import problem_with
+from coat_vlm.train.loop import StageRun
+from coat_vlm.train.metrics import Metrics, rewind
+from coat_vlm.train.model_folder import save_model
+from coat_vlm.train.sources import StageData, open_data, texts
+from coat_vlm.train.world import World, start_world
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+_MAY_CHANGE = {"num_workers", "save_total_limit", "log_every_steps", "tracking", "eval_sets"}
+"""Recipe keys that a resumed run may change: they do not touch the training itself."""
+
+
+def run_recipe(
+    recipe: Recipe, *, resume: bool, only_stage: str | None = None, overwrite: bool = False
+) -> Path:
+    """Train the stages of a recipe.
+
+    Args:
+        recipe: what to train.
+        resume: continue from the newest whole checkpoint; finished stages are skipped.
+        only_stage: run this stage only, on the previous stage's model in the run folder.
+        overwrite: delete an earlier run in the output folder first.
+
+    Returns:
+        The last stage's model folder.
+
+    Raises:
+        ValueError: the recipe, a checkpoint or the run folder does not fit, or training failed.
+        DataError: the data is bad.
+        OSError: something could not be saved.
+    """
+    names = _stage_names(recipe, only_stage)
+    world = start_world()
+    run_dir = Path(recipe.output_dir)
+    _claim(
+        run_dir, recipe, world, resume=resume, chained=only_stage is not None, overwrite=overwrite
+    )
+    world.barrier()
+    model_dir = run_dir
+    for name in names:
+        model_dir = run_dir / name / "model"
+        if resume and problem_with(model_dir) is None:
+            _say(world, f"stage {name} is finished: {model_dir}")
+            continue
+        _run_stage(recipe, name, run_dir, world, resume=resume)
+    return model_dir
+
+
+def _stage_names(recipe: Recipe, only_stage: str | None) -> list[StageName]:
+    names: list[StageName] = [name for name in STAGES if name in recipe.stages]
+    if only_stage is None:
+        return names
+    if only_stage not in names:
+        raise ValueError(f"--stage {only_stage}: the recipe has the stages {', '.join(names)}")
+    return [name for name in names if name == only_stage]
+
+
+def _claim(
+    run_dir: Path, recipe: Recipe, world: World, *, resume: bool, chained: bool, overwrite: bool
+) -> None:
+    """Prepare the run folder, or say why this run may not use it."""
+    saved = run_dir / "recipe.yaml"
+    if world.is_main and overwrite and saved.is_file():
+        shutil.rmtree(run_dir)
+    world.barrier()
+    if saved.is_file():
+        if not (resume or chained):
+            raise ValueError(
+                f"{run_dir} already holds a run; continue it with --resume auto, replace it with "
+                "--overwrite, or give another folder with output_dir=..."
+            )
+        _check_same(load_recipe(str(saved)), recipe, saved)
+    world.barrier()
+    if world.is_main:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        save_recipe(recipe, saved)
+
+
+def _check_same(old: Recipe, new: Recipe, path: Path) -> None:
+    before, after = old.to_dict(), new.to_dict()
+    changed = [key for key in after if key not in _MAY_CHANGE and before[key] != after[key]]
+    if changed:
+        details = "; ".join(f"{key}: {before[key]!r} -> {after[key]!r}" for key in changed)
+        raise ValueError(
+            f"the recipe differs from {path}, which this run continues: {details}; restore these "
+            "keys, or start a new run in another output_dir"
+        )
+
+
+def _run_stage(
+    recipe: Recipe, name: StageName, run_dir: Path, world: World, *, resume: bool
+) -> None:
+    started = time.perf_counter()
+    stage = recipe.stages[name]
+    torch.manual_seed(recipe.seed)
+    model, processor = _model_for(recipe, name, run_dir, world)
+    set_trainable(model, stage)
+    data = open_data(recipe, stage, processor, world)
+    total_steps = data.total_steps(stage)
+    overview = _overview(recipe, name, model, world)
+    _print_tables(world, recipe, name, model, data, total_steps)
+    engine = build_engine(model, recipe, stage, world)
+    torch.manual_seed(recipe.seed + world.rank)  # dropout differs between ranks
+    checkpoints = run_dir / name / "checkpoints"
+
+    def progress(step: int, bad_samples: int) -> Progress:
+        return Progress(
+            stage=name,
+            step=step,
+            world_size=world.size,
+            zero_stage=recipe.zero_stage,
+            precision=recipe.precision,
+            bad_samples=bad_samples,
+        )
+
+    def save(step: int, bad_samples: int) -> None:
+        here = progress(step, bad_samples)
+        save_checkpoint(checkpoints, engine, here, world, recipe.save_total_limit)
+
+    done = progress(0, 0)
+    checkpoint = latest_checkpoint(checkpoints) if resume else None
+    if checkpoint is not None:
+        done = load_checkpoint(checkpoint, engine, done, world)
+        _say(world, f"stage {name} continues from {checkpoint}")
+    if world.is_main and resume:
+        rewind(run_dir, name, done.step)
+    metrics = Metrics(run_dir, recipe.tracking, recipe.name, enabled=world.is_main)
+    metrics.write({"kind": "stage", "status": "start", **overview})
+    run = StageRun(
+        name=name,
+        stage=stage,
+        engine=engine,
+        model=model,
+        data=data,
+        world=world,
+        metrics=metrics,
+        run_dir=run_dir,
+        total_steps=total_steps,
+        clip_here=clips_itself(recipe),
+        save=save,
+        log_every_steps=recipe.log_every_steps,
+        step=done.step,
+        bad_samples=done.bad_samples,
+    )
+    try:
+        run.train()
+        save_model(run_dir / name / "model", model, processor, recipe, name, run.step, world)
+        wall = round(time.perf_counter() - started, 2)
+        metrics.write({"kind": "stage", "status": "end", **overview, "wall_s": wall})
+    finally:
+        metrics.close()
+        engine.destroy()
+    gc.collect()
+
+
+def _model_for(
+    recipe: Recipe, name: StageName, run_dir: Path, world: World
+) -> tuple[CoatVlm, CoatVlmProcessor]:
+    """The model and processor that a stage starts from."""
+    dtype = DTYPES[recipe.precision]
+    earlier = [stage for stage in STAGES[: STAGES.index(name)] if stage in recipe.stages]
+    start = run_dir / earlier[-1] / "model" if earlier else recipe.init_from
+    if earlier and problem_with(run_dir / earlier[-1] / "model") is not None:
+        raise ValueError(
+            f"stage {name} starts from {start}, and {problem_with(Path(str(start)))}; train the "
+            f"stage {earlier[-1]} first"
+        )
+    if start is not None:
+        model = CoatVlm.from_pretrained(
+            str(start), dtype=dtype, attn_implementation=recipe.model.attention
+        )
+        return model, CoatVlmProcessor.from_pretrained(str(start))
+    tokenizer = _tokenizer(recipe, run_dir, world)
+    model = build_model(recipe.model, tokenizer, dtype)
+    return model, build_processor(recipe.model, tokenizer, cast(CoatVlmConfig, model.config))
+
+
+def _tokenizer(recipe: Recipe, run_dir: Path, world: World) -> PreTrainedTokenizerBase:
+    settings = recipe.model.tokenizer
+    if settings.train_vocab_size is not None:
+        folder = run_dir / "tokenizer"
+        if world.is_main:
+            train_tokenizer(texts(recipe), settings.train_vocab_size).save_pretrained(folder)
+        world.barrier()
+        return prepare_tokenizer(AutoTokenizer.from_pretrained(folder))
+    name = settings.name_or_path or recipe.model.language.name_or_path
+    if name is None:
+        raise ValueError(
+            "no tokenizer: set model.tokenizer.name_or_path, or model.tokenizer.train_vocab_size "
+            "to train one on the recipe's texts"
+        )
+    return prepare_tokenizer(AutoTokenizer.from_pretrained(name))
+
+
+def _overview(recipe: Recipe, name: str, model: CoatVlm, world: World) -> dict[str, Any]:
+    parts = module_parameters(model)
+    device = "cpu"
+    if world.device.type == "cuda":
+        device = torch.cuda.get_device_name(world.device)
+    return {
+        "stage": name,
+        "trainable": {part: count_parameters(parts[part], trainable_only=True) for part in MODULES},
+        "total": {part: count_parameters(parts[part]) for part in MODULES},
+        "world_size": world.size,
+        "device": device,
+        "zero_stage": recipe.zero_stage,
+        "precision": recipe.precision,
+        "versions": {
+            package: version(package) for package in ("torch", "transformers", "deepspeed")
+        },
+    }
+
+
+def _print_tables(
+    world: World, recipe: Recipe, name: StageName, model: CoatVlm, data: StageData, total_steps: int
+) -> None:
+    stage = recipe.stages[name]
+    samples = total_steps * stage.batch_size
+    _say(world, f"\nstage {name}: {total_steps} steps of {stage.batch_size} samples")
+    _say(world, f"  {'module':<12}{'parameters':>14}  {'trains':<8}peak lr")
+    parts = module_parameters(model)
+    for part in MODULES:
+        training = stage.module(part)
+        lr = f"{training.lr:g}" if training.lr is not None else "-"
+        trains = "yes" if training.train else "frozen"
+        _say(world, f"  {part:<12}{count_parameters(parts[part]):>14,}  {trains:<8}{lr}")
+    _say(world, f"  {'source':<20}{'rows':>10}{'per epoch':>12}{'passes':>10}")
+    for share in data.shares:
+        passes = samples / data.epoch_size * share.passes
+        _say(world, f"  {share.name:<20}{share.rows:>10,}{share.samples:>12,}{passes:>10.2f}")
+
+
+def _say(world: World, text: str) -> None:
+    if world.is_main:
+        tqdm.write(text)

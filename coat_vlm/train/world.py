@@ -1,0 +1,79 @@
+"""The processes of a run: their ranks, their device, and sums over them."""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among the data parallel processes."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sum each value over all ranks, in FP64."""
+        total = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        return self.sum([float(flag)])[0] > 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.sum([0.0])
+
+
+def start_world() -> World:
+    """Join the processes that torchrun, deepspeed or SLURM started; one process needs no launcher.
+
+    Raises:
+        ValueError: a rank has no GPU of its own.
+    """
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+
+    # On a CPU DeepSpeed compiles a shared-memory all-reduce at every first start (20 to 50 s, and
+    # an error without a compiler); plain gloo does.
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(_free_port())
+    local_rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()}; start "
+                "as many processes per node as there are GPUs"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        if size > 1:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,77 @@
+"""The data room: readers, ingestion, mixtures, encoding and loading of samples.
+
+Names are imported on first use, so that ``import coat_data`` does not load torch or a decoder. Two
+functions share their module's name and are imported from there: ``coat_data.ingest.ingest`` and
+``coat_data.collate.collate``.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from coat_data.sample import DataError, Media, Part, Sample, Turn
+
+if TYPE_CHECKING:
+    from coat_data.chat import ChatTemplate, Segment, get_template
+    from coat_data.cifar import convert_cifar10
+    from coat_data.collate import Batch
+    from coat_data.dataset import SampleDataset
+    from coat_data.encode import IGNORE_INDEX, EncodedSample, Encoder
+    from coat_data.image import ImageTransform, open_image
+    from coat_data.loader import BadSample, LoadedBatch, TrainLoader, val_batches
+    from coat_data.mixture import Mixture, SourceShare
+    from coat_data.nlvr import convert_nlvr
+    from coat_data.scenes import make_scenes
+    from coat_data.shards import Manifest
+    from coat_data.video import read_frames
+
+__all__ = [
+    "IGNORE_INDEX",
+    "BadSample",
+    "Batch",
+    "ChatTemplate",
+    "DataError",
+    "EncodedSample",
+    "Encoder",
+    "ImageTransform",
+    "LoadedBatch",
+    "Manifest",
+    "Media",
+    "Mixture",
+    "Part",
+    "Sample",
+    "SampleDataset",
+    "Segment",
+    "SourceShare",
+    "TrainLoader",
+    "Turn",
+    "convert_cifar10",
+    "convert_nlvr",
+    "get_template",
+    "make_scenes",
+    "open_image",
+    "read_frames",
+    "val_batches",
+]
+
+_NAMES_BY_MODULE = {
+    "chat": ("ChatTemplate", "Segment", "get_template"),
+    "cifar": ("convert_cifar10",),
+    "collate": ("Batch",),
+    "dataset": ("SampleDataset",),
+    "encode": ("IGNORE_INDEX", "EncodedSample", "Encoder"),
+    "image": ("ImageTransform", "open_image"),
+    "loader": ("BadSample", "LoadedBatch", "TrainLoader", "val_batches"),
+    "mixture": ("Mixture", "SourceShare"),
+    "nlvr": ("convert_nlvr",),
+    "scenes": ("make_scenes",),
+    "shards": ("Manifest",),
+    "video": ("read_frames",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module on first use (PEP 562)."""
+    for module, names in _NAMES_BY_MODULE.items():
+        if name in names:
+            return getattr(import_module(f"coat_data.{module}"), name)
+    raise AttributeError(f"module 'coat_data' has no attribute {name!r}")

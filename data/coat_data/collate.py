@@ -1,0 +1,60 @@
+"""Pads encoded samples to one length and stacks them into a batch."""
+
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
+import torch
+
+from coat_data.encode import IGNORE_INDEX, EncodedSample
+
+
+class Batch(TypedDict):
+    """One micro-batch of B samples of up to T tokens with N images in all."""
+
+    input_ids: torch.Tensor
+    """(B, T) int64."""
+    attention_mask: torch.Tensor
+    """(B, T) int64: 1 on tokens, 0 on padding."""
+    labels: torch.Tensor
+    """(B, T) int64, not shifted; IGNORE_INDEX where nothing is trained."""
+    pixel_values: torch.Tensor
+    """(N, 3, H, W) float32, the images of all samples in order; N is 0 without images."""
+
+
+def collate(
+    samples: Sequence[EncodedSample],
+    *,
+    pad_token_id: int,
+    padding_side: Literal["left", "right"] = "right",
+) -> Batch:
+    """The batch of ``samples``, padded to the longest.
+
+    Args:
+        samples: at least one; their images have one size.
+        pad_token_id: fills ``input_ids``; its label is IGNORE_INDEX, its attention 0.
+        padding_side: ``right`` for training, ``left`` for generation.
+
+    Raises:
+        ValueError: there are no samples, or the padding side is unknown.
+    """
+    if not samples:
+        raise ValueError("a batch needs at least one sample, got none")
+    if padding_side not in ("left", "right"):
+        raise ValueError(f"padding_side is {padding_side!r}; allowed: left, right")
+    length = max(len(sample.input_ids) for sample in samples)
+    shape = (len(samples), length)
+    input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
+    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    labels = torch.full(shape, IGNORE_INDEX, dtype=torch.int64)
+    for row, sample in enumerate(samples):
+        used = len(sample.input_ids)
+        span = slice(length - used, length) if padding_side == "left" else slice(0, used)
+        input_ids[row, span] = sample.input_ids
+        attention_mask[row, span] = 1
+        labels[row, span] = sample.labels
+    return Batch(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        labels=labels,
+        pixel_values=torch.cat([sample.pixel_values for sample in samples]),
+    )

@@ -1,0 +1,177 @@
+"""The order of training: which row of which source stands at each position.
+
+Positions 0, 1, 2, ... run through epoch after epoch. Everything is a pure function of the seed and
+the position, so a run can start anywhere, on any number of ranks, and see what it would have seen.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+
+class Stream(IntEnum):
+    """Uses of a seed that must not draw the same numbers."""
+
+    EPOCH_ORDER = 0
+    PARTIAL_PASS = 1
+    SOURCE_PASS = 2
+    AUGMENTATION = 3
+    REPLACEMENT = 4
+
+
+def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:
+    """The random generator of one use and key, such as a position; equal keys draw equally."""
+    return np.random.default_rng([seed, stream, *key])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceShare:
+    """What one source contributes to an epoch."""
+
+    name: str
+    rows: int
+    samples: int
+    """Samples per epoch."""
+
+    @property
+    def passes(self) -> float:
+        """Passes over the source per epoch."""
+        return self.samples / self.rows
+
+
+class Mixture:
+    """A seeded, endless sequence of (source, row) over several sources.
+
+    With repeats, an epoch is a permutation of ``repeat`` copies of each source; a fraction of a
+    copy is a random part of the source, drawn anew each epoch. With weights, an epoch has as many
+    samples as all sources together, shared out by weight (largest remainder); each source is then
+    read in passes, shuffled anew and continued over epochs, so that its rows are seen equally
+    often.
+
+    Attributes:
+        epoch_size: samples per epoch.
+
+    Args:
+        sizes: rows of each source.
+        repeats: passes per epoch of each source; None is 1.
+        weights: relative share of each source; for all sources or for none.
+        seed: at least 0.
+        names: names of the sources in messages.
+
+    Raises:
+        ValueError: a source has no rows or no samples in an epoch, a repeat or weight is not a
+            positive number, only some sources have a weight, or a weight comes with a repeat.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        repeats: Sequence[float | None],
+        weights: Sequence[float | None],
+        seed: int,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self._names = list(names or (f"source {number}" for number in range(len(sizes))))
+        self._sizes = list(sizes)
+        self._seed = seed
+        self._check(repeats, weights)
+        given = [weight for weight in weights if weight is not None]
+        self._weighted = bool(given)
+        if given:
+            self._samples = _shares(sum(sizes), given)
+        else:
+            self._samples = [
+                round(size * (1 if repeat is None else repeat))
+                for size, repeat in zip(sizes, repeats, strict=True)
+            ]
+        for name, size, samples in zip(self._names, sizes, self._samples, strict=True):
+            if not samples:
+                raise ValueError(
+                    f"{name}: none of its {size} rows is in an epoch; raise its repeat or weight, "
+                    "or remove it"
+                )
+        self.epoch_size = sum(self._samples)
+        self._starts = np.cumsum([0, *self._samples])
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+        self._rows = np.empty(0, dtype=np.int64)
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """The source's index and the row in it that stand at ``position`` (0 or greater)."""
+        epoch, index = divmod(position, self.epoch_size)
+        if epoch != self._epoch:
+            self._draw(epoch)
+        place = self._order[index]
+        source = int(np.searchsorted(self._starts, place, side="right")) - 1
+        return source, int(self._rows[place])
+
+    def accounting(self) -> list[SourceShare]:
+        """Rows, samples per epoch and passes per epoch of each source, in order."""
+        return [
+            SourceShare(name=name, rows=rows, samples=samples)
+            for name, rows, samples in zip(self._names, self._sizes, self._samples, strict=True)
+        ]
+
+    def _check(self, repeats: Sequence[float | None], weights: Sequence[float | None]) -> None:
+        if not len(self._names) == len(self._sizes) == len(repeats) == len(weights) > 0:
+            raise ValueError(
+                f"{len(self._sizes)} sizes, {len(self._names)} names, {len(repeats)} repeats and "
+                f"{len(weights)} weights; give one of each for every source (at least one)"
+            )
+        if self._seed < 0:
+            raise ValueError(f"seed={self._seed} is negative; choose 0 or greater")
+        if None in weights and set(weights) != {None}:
+            missing = [name for name, w in zip(self._names, weights, strict=True) if w is None]
+            raise ValueError(
+                f"{', '.join(missing)}: no weight, but other sources have one; give every source a "
+                "weight or none"
+            )
+        for name, size, repeat, weight in zip(
+            self._names, self._sizes, repeats, weights, strict=True
+        ):
+            if size < 1:
+                raise ValueError(f"{name}: has no rows; remove it or check its path")
+            if repeat is not None and weight is not None:
+                raise ValueError(f"{name}: repeat={repeat} and weight={weight}; keep one of them")
+            for what, value in (("repeat", repeat), ("weight", weight)):
+                if value is not None and not (value > 0 and math.isfinite(value)):
+                    raise ValueError(f"{name}: {what}={value} must be greater than 0 and finite")
+
+    def _draw(self, epoch: int) -> None:
+        """Draw the epoch: ``_rows`` lists it source by source, ``_order`` shuffles that list."""
+        draw = self._continued_passes if self._weighted else self._repeated
+        sources = range(len(self._sizes))
+        self._rows = np.concatenate([draw(source, epoch) for source in sources])
+        self._order = generator(self._seed, Stream.EPOCH_ORDER, epoch).permutation(self.epoch_size)
+        self._epoch = epoch
+
+    def _repeated(self, source: int, epoch: int) -> np.ndarray:
+        copies, rest = divmod(self._samples[source], self._sizes[source])
+        rows = np.tile(np.arange(self._sizes[source]), copies)
+        if rest:
+            rng = generator(self._seed, Stream.PARTIAL_PASS, source, epoch)
+            rows = np.concatenate([rows, rng.permutation(self._sizes[source])[:rest]])
+        return rows
+
+    def _continued_passes(self, source: int, epoch: int) -> np.ndarray:
+        size, samples = self._sizes[source], self._samples[source]
+        first, skipped = divmod(epoch * samples, size)
+        last = (epoch * samples + samples - 1) // size
+        passes = [
+            generator(self._seed, Stream.SOURCE_PASS, source, number).permutation(size)
+            for number in range(first, last + 1)
+        ]
+        return np.concatenate(passes)[skipped : skipped + samples]
+
+
+def _shares(total: int, weights: Sequence[float]) -> list[int]:
+    """``total`` shared out by weight: floors, then the largest remainders get one more each."""
+    exact = [total * weight / math.fsum(weights) for weight in weights]
+    shares = [math.floor(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: (shares[i] - exact[i], i))
+    for index in by_remainder[: total - sum(shares)]:
+        shares[index] += 1
+    return shares

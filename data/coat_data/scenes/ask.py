@@ -1,0 +1,184 @@
+"""Questions about a scene, chosen so that none can be answered from the ones before it.
+
+Several questions may share a row, hence an image: the model then reads the earlier questions and
+answers. :func:`ask` keeps the later ones worth asking:
+
+* "How many shapes are there?" only comes first, because every shape named before would give the
+  answer a lower bound.
+* "How many red shapes are there?" only names a colour that was not said before.
+* "Is there a red circle?" only names a colour and a shape that were not said before, and is only
+  asked where a yes and both kinds of no are possible, so that what was said does not tell which.
+  It is asked once: the kinds alternate, so a second answer would follow from the first.
+* "What color is the circle?" is not asked after a presence question about the circle, nor when its
+  answer is a colour that was counted before.
+* Nothing is asked twice.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from coat_data.conversations import SHORT_ANSWER_SUFFIX
+from coat_data.scenes.captions import NUMBER_WORDS
+from coat_data.scenes.scene import COLORS, SEEN, Pair, Scene, SceneObject
+
+Kind = Literal["color", "count", "position", "presence"]
+T = TypeVar("T")
+
+KINDS: tuple[Kind, ...] = ("color", "count", "position", "presence")
+
+PresenceKind = Literal["yes", "binding", "random"]
+PRESENCE_CYCLE: tuple[PresenceKind, ...] = ("yes", "binding", "yes", "random")
+"""Half yes; half of the noes combine a colour and a shape that are there, on different objects."""
+
+ABSENT_COLOR = 0.25
+"""Chance that a counting question names a colour that is not in the scene."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question, its answer, and what the two of them mention."""
+
+    kind: Kind
+    question: str
+    answer: str
+    color: str | None = None
+    shape: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The question as the model reads it, in training and test alike."""
+        return self.question + SHORT_ANSWER_SUFFIX
+
+
+def color_of(thing: SceneObject) -> Asked:
+    """What color is the circle?"""
+    question = f"What color is the {thing.shape}?"
+    return Asked("color", question, thing.color, thing.color, thing.shape)
+
+
+def position_of(thing: SceneObject) -> Asked:
+    """Where is the circle?"""
+    return Asked("position", f"Where is the {thing.shape}?", thing.position, shape=thing.shape)
+
+
+def count_all(scene: Scene) -> Asked:
+    """How many shapes are there?"""
+    return Asked("count", "How many shapes are there?", NUMBER_WORDS[len(scene.objects)])
+
+
+def count_color(scene: Scene, color: str) -> Asked:
+    """How many red shapes are there?"""
+    number = sum(thing.color == color for thing in scene.objects)
+    question = f"How many {color} shapes are there?"
+    return Asked("count", question, NUMBER_WORDS[number], color)
+
+
+def presence_of(scene: Scene, pair: Pair) -> Asked:
+    """Is there a red circle?"""
+    color, shape = pair
+    article = "an" if color[0] in "aeiou" else "a"
+    answer = "yes" if pair in scene.pairs else "no"
+    return Asked("presence", f"Is there {article} {color} {shape}?", answer, color, shape)
+
+
+def presence_options(scene: Scene, pairs: Collection[Pair]) -> dict[PresenceKind, list[Pair]]:
+    """The pairs among ``pairs`` that a presence question of each kind could name.
+
+    ``yes``: in the scene; ``binding``: colour and shape in the scene, but not together;
+    ``random``: at least one of them not in the scene.
+    """
+    colors = {thing.color for thing in scene.objects}
+    shapes = {thing.shape for thing in scene.objects}
+    options: dict[PresenceKind, list[Pair]] = {"yes": [], "binding": [], "random": []}
+    present = scene.pairs
+    for pair in sorted(pairs):
+        if pair in present:
+            options["yes"].append(pair)
+        elif pair[0] in colors and pair[1] in shapes:
+            options["binding"].append(pair)
+        else:
+            options["random"].append(pair)
+    return options
+
+
+def pick(rng: np.random.Generator, options: Sequence[T]) -> T:
+    """One of ``options``, all equally likely."""
+    return options[int(rng.integers(len(options)))]
+
+
+def ask(
+    scene: Scene,
+    rng: np.random.Generator,
+    presence_cycle: Iterator[PresenceKind],
+    num_questions: int,
+) -> list[Asked]:
+    """Up to ``num_questions`` training questions; fewer where the rules leave no more.
+
+    Args:
+        scene: what is asked about.
+        rng: source of chance.
+        presence_cycle: gives the kind of each presence question, over all scenes.
+        num_questions: how many to ask, of all four kinds in turn, in random order.
+    """
+    asked: list[Asked] = []
+    for _ in range(num_questions):
+        for index in rng.permutation(len(KINDS)):
+            if len(asked) == num_questions:
+                return asked
+            question = _next(KINDS[index], scene, rng, presence_cycle, asked)
+            if question is not None:
+                asked.append(question)
+    return asked
+
+
+def _next(
+    kind: Kind,
+    scene: Scene,
+    rng: np.random.Generator,
+    presence_cycle: Iterator[PresenceKind],
+    asked: list[Asked],
+) -> Asked | None:
+    if kind == "presence":
+        return _next_presence(scene, rng, presence_cycle, asked)
+    if kind == "count":
+        return next_count(scene, rng, asked)
+    if kind == "color":
+        counted = {one.color for one in asked if one.kind == "count"}
+        named = {one.shape for one in asked if one.kind in ("color", "presence")}
+        askable = [t for t in scene.objects if t.color not in counted and t.shape not in named]
+        return color_of(pick(rng, askable)) if askable else None
+    named = {one.shape for one in asked if one.kind == "position"}
+    askable = [thing for thing in scene.objects if thing.shape not in named]
+    return position_of(pick(rng, askable)) if askable else None
+
+
+def _next_presence(
+    scene: Scene,
+    rng: np.random.Generator,
+    presence_cycle: Iterator[PresenceKind],
+    asked: list[Asked],
+) -> Asked | None:
+    if any(one.kind == "presence" for one in asked):
+        return None
+    colors, shapes = {one.color for one in asked}, {one.shape for one in asked}
+    pairs = [pair for pair in SEEN if pair[0] not in colors and pair[1] not in shapes]
+    options = presence_options(scene, pairs)
+    if not all(options.values()):
+        return None
+    # Taking the kind from the cycle only now keeps the answer independent of the scene.
+    return presence_of(scene, pick(rng, options[next(presence_cycle)]))
+
+
+def next_count(scene: Scene, rng: np.random.Generator, asked: Sequence[Asked] = ()) -> Asked | None:
+    """A counting question that ``asked`` does not give away; None if there is none."""
+    if not asked and rng.random() < 0.5:
+        return count_all(scene)
+    said = {one.color for one in asked}
+    present = [thing.color for thing in scene.objects if thing.color not in said]
+    absent = sorted(set(COLORS) - said - {thing.color for thing in scene.objects})
+    if not present or not absent:
+        return None
+    return count_color(scene, pick(rng, absent if rng.random() < ABSENT_COLOR else present))

@@ -1,0 +1,184 @@
+"""Chat templates as segments, against layouts written out by hand and transformers' rendering."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from coat_data.chat import VICUNA_SYSTEM, Segment, get_template
+from coat_data.sample import Part, Turn
+
+IMAGE = Part("image")
+
+
+def turns(*said: str | tuple, system: str | None = None) -> list[Turn]:
+    """Alternating user and assistant turns; a tuple is several parts."""
+    first = [Turn("system", (Part("text", system),))] if system is not None else []
+    for number, words in enumerate(said):
+        words = words if isinstance(words, tuple) else (words,)
+        parts = tuple(Part("text", w) if isinstance(w, str) else w for w in words)
+        first.append(Turn("assistant" if number % 2 else "user", parts))
+    return first
+
+
+def written(segments: list[Segment]) -> str:
+    """Segments as one string: trained ones in [[ ]], images as <I>."""
+    shown = []
+    for kind, text, trained in segments:
+        text = f"<{kind[0].upper()}>" if kind in ("image", "video") else text
+        shown.append(f"[[{text}]]" if trained else text)
+    return "".join(shown)
+
+
+def test_plain_keeps_media_and_answers(make_tokenizer):
+    template = get_template("plain", make_tokenizer("llama2_first"))
+    conversation = turns((IMAGE, "\nDescribe."), "A dog.", "More?", "No.", system="Be kind.")
+    assert written(template.render(conversation)) == "<s><I>[[A dog.]][[</s>]][[No.]][[</s>]]"
+    prompt = template.render(conversation[:2], add_generation_prompt=True)
+    assert written(prompt) == "<s><I>"
+
+
+def test_vicuna_is_llavas_layout(make_tokenizer):
+    template = get_template("vicuna_v1", make_tokenizer("llama2_always"))
+    conversation = turns((IMAGE, "\nWhat?"), "A dog.", "More?", "No.")
+    assert written(template.render(conversation)) == (
+        f"<s>{VICUNA_SYSTEM} USER: <I>\nWhat? ASSISTANT: [[A dog.]][[</s>]]"
+        "USER: More? ASSISTANT: [[No.]][[</s>]]"
+    )
+    prompt = template.render(turns("Hi", system="Be kind."), add_generation_prompt=True)
+    assert written(prompt) == "<s>Be kind. USER: Hi ASSISTANT: "
+
+
+def test_chatml_has_no_default_system_turn(make_tokenizer):
+    template = get_template("chatml", make_tokenizer("qwen2"))
+    conversation = turns(("See ", IMAGE, " and ", Part("video")), "A dog.", system="Be kind.")
+    assert written(template.render(conversation[1:])) == (
+        "<|im_start|>user\nSee <I> and <V><|im_end|>\n"
+        "<|im_start|>assistant\n[[A dog.]][[<|im_end|>]]\n"
+    )
+    prompt = template.render(conversation[:2], add_generation_prompt=True)
+    assert written(prompt) == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nSee <I> and <V><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+OWN = {
+    "qwen2": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+    "<I>What?<|im_end|>\n<|im_start|>assistant\n[[A dog.]][[<|im_end|>]]\n<|im_start|>user\n"
+    "More?<|im_end|>\n<|im_start|>assistant\n[[No.]][[<|im_end|>]]\n",
+    "qwen3": "<|im_start|>user\n<I>What?<|im_end|>\n<|im_start|>assistant\n"
+    "[[A dog.]][[<|im_end|>]]\n<|im_start|>user\nMore?<|im_end|>\n<|im_start|>assistant\n"
+    "<think>\n\n</think>\n\n[[No.]][[<|im_end|>]]\n",
+    "llama3": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n<I>What?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n[[A dog.]][[<|eot_id|>]]"
+    "<|start_header_id|>user<|end_header_id|>\n\nMore?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n[[No.]][[<|eot_id|>]]",
+    "llama2_first": "<s>[INST] <I>What? [/INST] [[A dog.]][[ </s>]]"
+    "<s>[INST] More? [/INST] [[No.]][[ </s>]]",
+    "mistral_first": "<s>[INST] <I>What? [/INST][[A dog.]][[</s>]]"
+    "[INST] More? [/INST][[No.]][[</s>]]",
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_tokenizers_own_template(make_tokenizer, name: str):
+    template = get_template("tokenizer", make_tokenizer(name))
+    conversation = turns((IMAGE, "What?"), "A dog.", "More?", "No.")
+    assert written(template.render(conversation)) == OWN[name]
+
+
+def test_own_template_writes_what_transformers_writes(tokenizer: PreTrainedTokenizerFast):
+    """For words that no template strips."""
+    conversation = turns("What?", "A dog.", "More?", "No.")
+    messages = [{"role": turn.role, "content": turn.text} for turn in conversation]
+    template = get_template("tokenizer", tokenizer)
+    for cut in (2, 4):
+        rendered = template.render(conversation[:cut])
+        expected = tokenizer.apply_chat_template(messages[:cut], tokenize=False)
+        assert "".join(segment.text for segment in rendered) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama3", "mistral_first"])
+def test_own_generation_prompt_is_transformers(make_tokenizer, name: str):
+    tokenizer = make_tokenizer(name)
+    conversation = turns("What?", "A dog.", "More?")
+    messages = [{"role": turn.role, "content": turn.text} for turn in conversation]
+    rendered = get_template("tokenizer", tokenizer).render(conversation, add_generation_prompt=True)
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert "".join(segment.text for segment in rendered) == expected
+    assert not rendered[-1].trained
+
+
+def test_system_turn_may_be_written_into_the_first_question(make_tokenizer):
+    template = get_template("tokenizer", make_tokenizer("llama2_always"))
+    assert written(template.render(turns("Hi", "Ho", system="Be kind."))) == (
+        "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST] [[Ho]][[ </s>]]"
+    )
+
+
+def test_newline_eaten_by_an_end_token_is_left_out(make_tokenizer):
+    """Phi's end token swallows the white space behind it when the whole text is tokenized."""
+    tokenizer = make_tokenizer("qwen2")
+    fake = SimpleNamespace(
+        name_or_path="phi",
+        chat_template="x",
+        special_tokens_map={"eos_token": "<|im_end|>"},
+        added_tokens_decoder={
+            index: AddedToken(token.content, rstrip=token.content == "<|im_end|>")
+            for index, token in tokenizer.added_tokens_decoder.items()
+        },
+        apply_chat_template=tokenizer.apply_chat_template,
+    )
+    rendered = get_template("tokenizer", cast(Any, fake)).render(turns("a", "b", "c", "d"))
+    text = "".join(segment.text for segment in rendered)
+    assert text.endswith(
+        "assistant\nb<|im_end|><|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>"
+    )
+
+
+def with_template(tokenizer: PreTrainedTokenizerFast, jinja: str) -> PreTrainedTokenizerFast:
+    tokenizer.chat_template = jinja
+    return tokenizer
+
+
+CONTENTS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+
+
+def test_answer_without_an_end_is_ended_by_eos(make_tokenizer):
+    template = get_template("tokenizer", with_template(make_tokenizer("qwen2"), CONTENTS))
+    assert written(template.render(turns("a", "b"))) == "user: a\nassistant: [[b]][[<|im_end|>]]"
+    with pytest.raises(ValueError, match=r"'tiny'.*after an answer.*vicuna_v1"):
+        template.render(turns("a", "b", "c", "d"))
+
+
+@pytest.mark.parametrize(
+    ("jinja", "problem"),
+    [
+        ("{{ messages[-1].content }}<|im_end|>", "text of a user turn 0 times"),
+        ("{{ messages[0].content * 2 }}{{ messages[1].content }}", "text of a user turn 2 times"),
+        ("{{ raise_exception('no images please') }}", "no images please"),
+        ("{{ messages[1].content }}<|im_end|>{{ messages[0].content | reverse }}", "order of the"),
+    ],
+)
+def test_unusable_templates_are_explained(make_tokenizer, jinja: str, problem: str):
+    template = get_template("tokenizer", with_template(make_tokenizer("qwen2"), jinja))
+    with pytest.raises(ValueError, match=rf"chat template of 'tiny'.*{problem}.*set template to"):
+        template.render(turns(("q", IMAGE, IMAGE) if "reverse" in jinja else "q", "a"))
+
+
+def test_what_a_template_needs_is_checked_first(make_tokenizer):
+    llama = make_tokenizer("llama2_first")
+    with pytest.raises(ValueError, match=r"'fancy'.*plain, vicuna_v1, chatml, tokenizer"):
+        get_template("fancy", llama)
+    with pytest.raises(ValueError, match=r"<\|im_start\|>.*'tiny'.*set template"):
+        get_template("chatml", llama)
+    llama.chat_template = None
+    with pytest.raises(ValueError, match=r"'tiny' has no chat template.*vicuna_v1"):
+        get_template("tokenizer", llama)
+    llama.eos_token = None
+    for name in ("plain", "vicuna_v1"):
+        with pytest.raises(ValueError, match=rf"'{name}'.*eos_token"):
+            get_template(name, llama)

@@ -1,0 +1,336 @@
+"""Token ids, labels and pixels: what is trained, what is parsed, and where the images are."""
+
+import pickle
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from coat_data.chat import get_template
+from coat_data.encode import IGNORE_INDEX, EncodedSample, Encoder
+from coat_data.image import ImageTransform
+from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_data.tokens import PieceTokenizer
+
+TRANSFORM = ImageTransform(8, (0.5,) * 3, (0.5,) * 3)
+ANSWERS = [
+    "A dog.",
+    "Two lines.\n\nAnd a third one\n",
+    " spaces around  ",
+    "caf\u00e9 \u4f60\u597d \U0001f600 na\u00efve",
+    "I write <|im_end|> and </s> and <image> and <|eot_id|>",
+    "USER: no ASSISTANT: yes [/INST] <|im_start|>user\nhi",
+    "<s><tool><unk><|begin_of_text|>",
+    "</s>",
+    "42",
+]
+
+
+def sample(*said: str | tuple, system: str | None = None, media: tuple = ()) -> Sample:
+    turns = [Turn("system", (Part("text", system),))] if system is not None else []
+    for number, words in enumerate(said):
+        words = words if isinstance(words, tuple) else (words,)
+        parts = tuple(Part("text", w) if isinstance(w, str) else w for w in words)
+        turns.append(Turn("assistant" if number % 2 else "user", parts))
+    return Sample(id="x", turns=tuple(turns), media=media, source="rows.json", row=7)
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerFast, template: str, **options) -> Encoder:
+    return Encoder(
+        tokenizer,
+        get_template(template, tokenizer),
+        TRANSFORM,
+        image_token_id=cast(int, tokenizer.convert_tokens_to_ids("<image>")),
+        **{"tokens_per_image": 4, **options},
+    )
+
+
+def trained_runs(encoded: EncodedSample) -> list[list[int]]:
+    """The runs of consecutive trained tokens."""
+    runs, before = [], False
+    for label in encoded.labels.tolist():
+        if label != IGNORE_INDEX:
+            runs += [] if before else [[]]
+            runs[-1].append(label)
+        before = label != IGNORE_INDEX
+    return runs
+
+
+def templates_of(tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
+    """Templates that work with the tokenizer, and the end of an answer in each."""
+    eos = str(tokenizer.eos_token)
+    found = {"plain": eos, "vicuna_v1": eos, "tokenizer": eos}
+    if eos == "<|im_end|>":
+        found["chatml"] = eos
+    if "<<SYS>>" in str(tokenizer.chat_template):
+        found["tokenizer"] = " </s>"
+    return found
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_exactly_the_answer_and_its_end_are_trained(
+    tokenizer: PreTrainedTokenizerFast, answer: str
+):
+    nasty = "What </s> is <image> <|im_end|>\nASSISTANT: this?"
+    conversation = sample(nasty, answer, "And USER: this?", "Yes.", "So?", answer)
+    for name, end in templates_of(tokenizer).items():
+        encoded = encoder_of(tokenizer, name)(conversation)
+        trained = encoded.labels != IGNORE_INDEX
+        assert torch.equal(encoded.labels[trained], encoded.input_ids[trained])
+        runs = trained_runs(encoded)
+        if name == "plain":  # answers stand side by side
+            runs = [run for joined in runs for run in split_after(joined, joined[-1])]
+        expected = [unspaced(tokenizer, said + end) for said in (answer, "Yes.", answer)]
+        assert [shown(tokenizer, run) for run in runs] == expected, name
+
+
+def shown(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    """The text of ``ids``; SentencePiece does not show a space in front."""
+    return unspaced(tokenizer, str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
+
+
+def unspaced(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
+    return text.lstrip(" ") if tokenizer.bos_token == "<s>" else text
+
+
+def split_after(ids: list[int], end: int) -> list[list[int]]:
+    runs: list[list[int]] = [[]]
+    for index in ids:
+        runs[-1].append(index)
+        if index == end:
+            runs.append([])
+    return runs[:-1]
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_all_that_was_said_can_be_read_back(tokenizer: PreTrainedTokenizerFast, answer: str):
+    """Every space included, in every place: the ids are the rendered conversation."""
+    conversation = sample("What?", answer, " So </s>?\n", answer)
+    for name in templates_of(tokenizer):
+        segments = get_template(name, tokenizer).render(conversation.turns)
+        ids = encoder_of(tokenizer, name)(conversation).input_ids.tolist()
+        text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        expected = "".join(segment.text for segment in segments)
+        # In the template's own text SentencePiece begins anew after "<s>".
+        assert text.replace("<s> ", "<s>") == expected, name
+
+
+@pytest.mark.parametrize("text", [*ANSWERS, "<|im_start|>", "a<image>b", "\n", " "])
+def test_words_never_become_special_tokens(tokenizer: PreTrainedTokenizerFast, text: str):
+    specials = {"<tool>", *tokenizer.all_special_tokens} - {str(tokenizer.unk_token)}
+    ids = PieceTokenizer(tokenizer).text(text)
+    assert not specials & set(tokenizer.convert_ids_to_tokens(ids))
+    # Decoding SentencePiece drops the first space.
+    assert tokenizer.decode([*PieceTokenizer(tokenizer).text("x"), *ids]) == "x" + text
+
+
+def test_special_tokens_in_words_keep_the_number_of_special_tokens(
+    tokenizer: PreTrainedTokenizerFast,
+):
+    """The template's own special tokens are one each, whatever is said."""
+    for name in templates_of(tokenizer):
+        encode = encoder_of(tokenizer, name)
+        said = ("hm", "hm", "hm", "hm")
+        wild = ("<s><|im_start|>", "<|im_end|></s>", "<image><tool>", "<|eot_id|>")
+        count = [
+            sum(int(i) in tokenizer.all_special_ids for i in encode(sample(*words)).input_ids)
+            for words in (said, wild)
+        ]
+        assert count[0] == count[1] > 0
+
+
+def test_ids_equal_transformers_chat_template(tokenizer: PreTrainedTokenizerFast):
+    """For a conversation of ordinary words, tokenized as one string by transformers."""
+    conversation = sample("What is in the image?", "A red circle.", "How many?", "Three, two.")
+    messages = [{"role": turn.role, "content": turn.text} for turn in conversation.turns]
+    encoded = encoder_of(tokenizer, "tokenizer")(conversation)
+    expected = cast(
+        list[int], tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    )
+    assert tokenizer.convert_ids_to_tokens(
+        encoded.input_ids.tolist()
+    ) == tokenizer.convert_ids_to_tokens(expected)
+
+
+@pytest.mark.parametrize("name", ["llama2_first", "llama2_always", "llama2_prepend"])
+def test_vicuna_equals_tokenizing_the_whole_text(make_tokenizer, name: str):
+    """As LLaVA does it: one text, one begin-of-text token in front."""
+    tokenizer = make_tokenizer(name)
+    encoded = encoder_of(tokenizer, "vicuna_v1")(sample("What?", "A dog."))
+    system = (
+        "A chat between a curious user and an artificial intelligence assistant. The assistant "
+        "gives helpful, detailed, and polite answers to the user's questions."
+    )
+    expected = tokenizer(f"{system} USER: What? ASSISTANT: A dog.</s>").input_ids
+    assert encoded.input_ids.tolist() == expected
+    assert expected.count(tokenizer.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("name", ["llama2_first", "llama2_always", "llama2_prepend"])
+def test_no_space_is_invented_in_the_middle(make_tokenizer, name: str):
+    """A SentencePiece tokenizer puts a space before each text that it is given on its own."""
+    tokenizer = make_tokenizer(name)
+    image = Media(kind="image", path="unused")
+    encode = encoder_of(tokenizer, "vicuna_v1")
+    encode._pixels = lambda *_: torch.empty(1, 3, 8, 8)  # pyright: ignore[reportAttributeAccessIssue]
+    encoded = encode(sample(("look", Part("image"), "here\nnow"), "a\nb", media=(image,)))
+    text = tokenizer.decode(encoded.input_ids, clean_up_tokenization_spaces=False)
+    assert "USER: look<image><image><image><image>here\nnow ASSISTANT: a\nb</s>" in text
+
+
+@pytest.mark.parametrize("system", [None, "Be kind."])
+def test_prompt_is_the_beginning_of_the_training_tokens(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, system: str | None
+):
+    if "raise_exception" in str(tokenizer.chat_template):
+        system = None  # Mistral's template refuses a system turn
+    Image.new("RGB", (9, 9), "red").save(tmp_path / "a.png")
+    media = (Media(kind="image", path=str(tmp_path / "a.png")),) * 2
+    first = (Part("image"), "\nWhat? ")
+    asked = ("See", Part("image"), "and <image>?")
+    for answer in ("A dog.", " x", "\n\ny", "\u4f60"):
+        whole = sample(first, "Yes.", asked, answer, system=system, media=media)
+        for name, end in templates_of(tokenizer).items():
+            encode = encoder_of(tokenizer, name)
+            full, prompt = encode(whole), encode.prompt(whole)
+            length = len(prompt.input_ids)
+            assert full.input_ids[:length].tolist() == prompt.input_ids.tolist()
+            assert prompt.labels.eq(IGNORE_INDEX).all()
+            rest = full.labels[length:].tolist()
+            assert rest[0] != IGNORE_INDEX
+            answered = [label for label in rest if label != IGNORE_INDEX]
+            assert shown(tokenizer, answered) == unspaced(tokenizer, answer + end)
+            assert torch.equal(prompt.pixel_values, full.pixel_values)
+            assert encode.prompt(sample(first, media=media[:1])).pixel_values.shape[0] == 1
+
+
+def test_images_stand_where_they_were(make_tokenizer, tmp_path: Path):
+    tokenizer = make_tokenizer("qwen2")
+    paths = [tmp_path / f"{colour}.png" for colour in ("red", "lime")]
+    for path in paths:
+        Image.new("RGB", (30, 20), path.stem).save(path)
+    media = tuple(Media(kind="image", path=str(path)) for path in paths)
+    conversation = sample(
+        ("a", Part("image"), "b"), "c", (Part("image"), "<image>"), "d", media=media
+    )
+    encoded = encoder_of(tokenizer, "chatml")(conversation)
+    text = tokenizer.decode(encoded.input_ids)
+    assert text == (
+        "<|im_start|>user\na" + "<image>" * 4 + "b<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
+        "<|im_start|>user\n" + "<image>" * 5 + "<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n"
+    )
+    assert (encoded.input_ids == tokenizer.convert_tokens_to_ids("<image>")).sum() == 8
+    red, lime = [1.0, -1.0, -1.0], [-1.0, 1.0, -1.0]
+    assert encoded.pixel_values[:, :, 4, 4].tolist() == [red, lime]
+    assert encoded.input_ids.dtype == encoded.labels.dtype == torch.int64
+
+
+def test_video_frames_are_images(make_tokenizer, tmp_path: Path):
+    folder = tmp_path / "frames"
+    folder.mkdir()
+    for number in range(6):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
+    tokenizer = make_tokenizer("qwen2")
+    conversation = sample((Part("video"), "?"), "a", media=(Media(kind="video", path=str(folder)),))
+    for asked, given in ((3, 3), (100, 6)):
+        encode = encoder_of(tokenizer, "chatml", num_video_frames=asked)
+        encoded = encode(conversation)
+        assert (encoded.input_ids == tokenizer.convert_tokens_to_ids("<image>")).sum() == 4 * given
+        assert encoded.pixel_values.shape == (given, 3, 8, 8)
+    reds = ((encoded.pixel_values[:, 0, 0, 0] * 0.5 + 0.5) * 255).round().tolist()
+    assert reds == [0, 1, 2, 3, 4, 5]
+
+
+def test_frames_of_a_video_are_augmented_alike(make_tokenizer, tmp_path: Path):
+    tokenizer = make_tokenizer("qwen2")
+    noise = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    for number in range(3):
+        Image.fromarray(noise).save(tmp_path / f"{number}.png")
+    transform = ImageTransform(8, (0.5,) * 3, (0.5,) * 3, augment="crop_flip")
+    template = get_template("chatml", tokenizer)
+    encode = Encoder(tokenizer, template, transform, tokens_per_image=1, image_token_id=3)
+    conversation = sample((Part("video"),), "a", media=(Media(kind="video", path=str(tmp_path)),))
+    seen = set()
+    for seed in range(20):
+        frames = encode(conversation, np.random.default_rng(seed)).pixel_values
+        assert torch.equal(frames[0], frames[1])
+        assert torch.equal(frames[0], frames[2])
+        seen.add(frames[0].numpy().tobytes())
+    assert len(seen) > 5
+
+
+def test_text_only_has_no_pixels(make_tokenizer):
+    encoded = encoder_of(make_tokenizer("qwen2"), "chatml")(sample("a", "b"))
+    assert encoded.pixel_values.shape == (0, 3, 8, 8)
+
+
+def test_too_long_is_an_error_with_counts(make_tokenizer, tmp_path: Path):
+    tokenizer = make_tokenizer("qwen2")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    media = (Media(kind="image", path=str(tmp_path / "a.png")),) * 3
+    conversation = sample((Part("image"), Part("image"), Part("image")), "a", media=media)
+    length = len(encoder_of(tokenizer, "chatml")(conversation).input_ids)
+    assert len(encoder_of(tokenizer, "chatml", max_length=length)(conversation).input_ids) == length
+    with pytest.raises(DataError, match=rf"rows\.json:7: {length} tokens \(3 images of 4 .* 12, "):
+        encoder_of(tokenizer, "chatml", max_length=length - 1)(conversation)
+
+
+@pytest.mark.parametrize(
+    ("conversation", "problem"),
+    [
+        (sample(("a", Part("image")), "b"), r"\['image'\] but the files are \[\]"),
+        (sample("a", "b", media=(Media(kind="image", path="x"),)), r"\[\] but the files"),
+        (sample("a"), "no answer"),
+        (
+            sample((Part("image"),), "b", media=(Media(kind="image", path="none.png"),)),
+            r"none\.png: no such file",
+        ),
+        (
+            sample((Part("video"),), "b", media=(Media(kind="video", path="none.mp4"),)),
+            r"none\.mp4: no such file",
+        ),
+    ],
+)
+def test_data_errors_name_the_row(make_tokenizer, conversation: Sample, problem: str):
+    with pytest.raises(DataError, match=rf"rows\.json:7.*{problem}"):
+        encoder_of(make_tokenizer("qwen2"), "chatml")(conversation)
+
+
+def test_prompt_needs_a_question(make_tokenizer):
+    with pytest.raises(DataError, match=r"rows\.json:7.*no question"):
+        encoder_of(make_tokenizer("qwen2"), "chatml").prompt(sample(system="Be kind."))
+
+
+def test_vocabulary_pieces_that_spell_special_tokens():
+    """Unigram models hold their control tokens as pieces, and prefer the longest piece."""
+    vocab = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("\u2581", -2.0)]
+    vocab += [(letter, -3.0) for letter in "abc</>s"]
+    backend = Tokenizer(models.Unigram(vocab, unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    pieces = PieceTokenizer(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(pieces.text("a</s>b<s>")) == list("a</s>b<s>")
+    assert pieces.literal("a</s>") == tokenizer.convert_tokens_to_ids(["a", "</s>"])
+
+
+def test_slow_tokenizers_are_refused():
+    class Slow:
+        name_or_path = "old"
+
+    with pytest.raises(ValueError, match=r"'old' is not a fast tokenizer.*tokenizer\.json"):
+        PieceTokenizer(Slow())  # pyright: ignore[reportArgumentType]
+
+
+def test_encoder_can_be_sent_to_a_worker(tokenizer: PreTrainedTokenizerFast):
+    conversation = sample("What?", "A dog.")
+    encode = encoder_of(tokenizer, "tokenizer")
+    copy = pickle.loads(pickle.dumps(encode))
+    assert torch.equal(copy(conversation).input_ids, encode(conversation).input_ids)

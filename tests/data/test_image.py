@@ -1,0 +1,200 @@
+"""Image opening and transforms, against transformers' PIL image processors and plain NumPy."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from coat_data.image import ImageTransform, open_image
+from coat_data.sample import DataError, Media
+
+HALF = (0.5, 0.5, 0.5)
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def noise(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8)
+    return Image.fromarray(values, "RGBA").convert(mode)
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+def opened(data: bytes) -> Image.Image:
+    return open_image(Media(kind="image", path="some/picture", data=data))
+
+
+@pytest.mark.parametrize("size", [(224, 224), (31, 77), (500, 20), (1, 1), (640, 480)])
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "CMYK"])
+def test_resize_equals_siglip(size: tuple[int, int], mode: str):
+    image = noise(*size).convert(mode)
+    form = "TIFF" if mode == "CMYK" else "PNG"
+    reference = SiglipImageProcessorPil(size={"height": 56, "width": 56})
+    expected = reference(image, return_tensors="pt").pixel_values[0]
+    actual = ImageTransform(56, HALF, HALF)(opened(encoded(image, form)))
+    assert actual.dtype == torch.float32
+    assert actual.shape == (3, 56, 56)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparent_pixels_are_laid_over_white(mode: str):
+    stored = noise(20, 10, mode="RGBA").convert(mode)
+    data = encoded(stored)
+    with Image.open(io.BytesIO(data)) as reopened:
+        values = np.asarray(reopened.convert("RGBA")).astype(float)
+    opacity = values[:, :, 3:] / 255
+    expected = values[:, :, :3] * opacity + 255 * (1 - opacity)
+    assert opacity.min() < 1
+    actual = np.asarray(opened(data))
+    assert np.abs(actual - expected).max() <= 1  # Pillow composites in integers
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_resize_equals_clip_with_a_square_size(seed: int):
+    width, height = np.random.default_rng(seed).integers(1, 400, 2).tolist()
+    image = noise(width, height, seed=seed)
+    reference = CLIPImageProcessorPil(size={"height": 48, "width": 48}, do_center_crop=False)
+    expected = reference(image, return_tensors="pt").pixel_values[0]
+    actual = ImageTransform(48, CLIP_MEAN, CLIP_STD)(image)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
+
+
+def test_resample_is_used():
+    image = noise(90, 70)
+    reference = SiglipImageProcessorPil(size={"height": 32, "width": 32}, resample=2)
+    expected = reference(image, return_tensors="pt").pixel_values[0]
+    bilinear = ImageTransform(32, HALF, HALF, resample=Image.Resampling.BILINEAR)
+    assert torch.equal(bilinear(image), expected)
+    assert not torch.equal(ImageTransform(32, HALF, HALF)(image), expected)
+
+
+@pytest.mark.parametrize("size", [(40, 20), (21, 40), (30, 30)])
+def test_pad_puts_the_image_in_the_middle_of_the_mean_colour(size: tuple[int, int]):
+    image, side = noise(*size), max(size)
+    square = np.empty((side, side, 3), dtype=np.uint8)
+    square[:] = (122, 116, 104)  # int(255 * CLIP_MEAN)
+    top, left = (side - size[1]) // 2, (side - size[0]) // 2
+    square[top : top + size[1], left : left + size[0]] = np.asarray(image)
+    expected = ImageTransform(24, CLIP_MEAN, CLIP_STD)(Image.fromarray(square))
+    actual = ImageTransform(24, CLIP_MEAN, CLIP_STD, mode="pad")(image)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(orientation: int):
+    """A picture with red at the top left, stored the way a camera held differently stores it."""
+    upright = Image.new("RGB", (32, 16), "blue")
+    upright.paste("red", (0, 0, 16, 8))
+    undo = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
+    }
+    stored = upright.transpose(undo[orientation]) if orientation in undo else upright
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    actual = opened(encoded(stored, "PNG", exif=exif))
+    assert actual.size == (32, 16)
+    assert np.array_equal(np.asarray(actual), np.asarray(upright))
+
+
+def test_opens_paths_and_media(tmp_path: Path):
+    path = tmp_path / "a.png"
+    noise(5, 4).save(path)
+    for given in (path, str(path), Media(kind="image", path=str(path))):
+        assert np.array_equal(np.asarray(open_image(given)), np.asarray(noise(5, 4)))
+
+
+def crop_flip_by_padding(image: Image.Image, down: int, right: int, flip: bool) -> np.ndarray:
+    """Pad by an eighth with the mean colour (127), crop, after a flip."""
+    values = np.asarray(image)
+    values = np.fliplr(values) if flip else values
+    padded = np.pad(values, ((4, 4), (4, 4), (0, 0)), constant_values=127)
+    return padded[4 - down : 36 - down, 4 - right : 36 - right]
+
+
+def test_crop_flip_gives_every_crop_and_nothing_else():
+    image = noise(32, 32)
+    transform = ImageTransform(32, HALF, HALF, augment="crop_flip")
+    plain = ImageTransform(32, HALF, HALF)
+    possible = {
+        plain(Image.fromarray(crop_flip_by_padding(image, down, right, flip))).numpy().tobytes()
+        for down in range(-4, 5)
+        for right in range(-4, 5)
+        for flip in (False, True)
+    }
+    rng = np.random.default_rng(0)
+    seen = {transform(image, rng).numpy().tobytes() for _ in range(2000)}
+    assert seen == possible
+
+
+def test_augmentation_follows_the_generator_and_needs_one():
+    image = noise(32, 32)
+    transform = ImageTransform(32, HALF, HALF, augment="crop_flip")
+    first = [transform(image, np.random.default_rng(seed)) for seed in range(5)]
+    again = [transform(image, np.random.default_rng(seed)) for seed in range(5)]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert torch.equal(transform(image), ImageTransform(32, HALF, HALF)(image))
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "text", "folder", "header"])
+def test_unreadable_images_name_the_path(tmp_path: Path, damage: str):
+    path = tmp_path / "bad.jpg"
+    whole = encoded(noise(64, 64), "JPEG")
+    content = {"empty": b"", "truncated": whole[:-200], "text": b"<html>", "header": whole[:10]}
+    if damage == "folder":
+        path.mkdir()
+    elif damage in content:
+        path.write_bytes(content[damage])
+    with pytest.raises(DataError, match=r"bad\.jpg") as raised:
+        open_image(path)
+    assert raised.value.where == str(path)
+    assert raised.value.remedy
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about the damage
+@pytest.mark.parametrize("form", ["PNG", "GIF", "WEBP", "TIFF", "BMP"])
+def test_damage_never_shows_another_error(form: str):
+    """Every truncation of a file either still decodes or is a DataError."""
+    whole = encoded(noise(16, 16), form)
+    failed = 0
+    for length in range(0, len(whole), 7):
+        try:
+            opened(whole[:length])
+        except DataError:
+            failed += 1
+    assert failed > 5
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_decompression_bombs_are_refused(monkeypatch: pytest.MonkeyPatch):
+    data = encoded(Image.new("L", (100, 30)))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 3000)
+    assert opened(data).size == (100, 30)
+    for limit in (2999, 100):  # Pillow warns above the limit and refuses above twice the limit
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        with pytest.raises(DataError, match="some/picture"):
+            opened(data)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"mode": "crop"}, {"augment": "flip"}, {"size": 0}, {"std": (0.5, 0, 0.5)}, {"mean": (0.5,)}],
+)
+def test_bad_settings_are_refused(settings: dict):
+    with pytest.raises(ValueError, match=r"allowed|need"):
+        ImageTransform(**{"size": 8, "mean": HALF, "std": HALF, **settings})

@@ -1,0 +1,328 @@
+import errno
+import hashlib
+import json
+import pickle
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from datasets import config
+from PIL import Image
+
+from coat_data.dataset import SampleDataset
+from coat_data.ingest import ingest
+from coat_data.sample import DataError, Sample
+from coat_data.shards import Manifest
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def make_images(folder: Path, number: int, size: int = 8) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(number):
+        pixels = np.random.default_rng(index).integers(256, size=(size, size, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+
+
+def rows_of(number: int) -> list[dict[str, Any]]:
+    """Rows with 0, 1 and 2 images in turn."""
+    return [
+        {
+            "id": index,
+            "image": [f"{(index + n) % number}.png" for n in range(index % 3)],
+            "conversations": [
+                {"from": "human", "value": "<image>" * (index % 3) + f"\nWhich? \u2028 {index}"},
+                {"from": "gpt", "value": f"Number {index}, an <image>"},
+            ],
+        }
+        for index in range(number)
+    ]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    make_images(tmp_path / "images", 10)
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps(rows_of(10)))
+    return path
+
+
+def run(source: Path, name: str = "out", **options: Any) -> tuple[Path, Manifest]:
+    out = source.parent / name
+    options = {"media_root": source.parent / "images", "progress": False, **options}
+    return out, ingest(source, out, **options)
+
+
+def samples(dataset: SampleDataset) -> list[Sample]:
+    return [dataset[index] for index in range(len(dataset))]
+
+
+def hidden(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_folder_holds_the_samples_of_the_file(source: Path) -> None:
+    out, manifest = run(source, shard_rows=4)
+    names = ["manifest.json", "part-00000.parquet", "part-00001.parquet", "part-00002.parquet"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    expected = samples(SampleDataset(source, source.parent / "images"))
+    assert samples(SampleDataset(out)) == expected
+    assert [shard.rows for shard in manifest.shards] == [4, 4, 2]
+    assert [shard.sha256 for shard in manifest.shards] == [sha256(out / name) for name in names[1:]]
+    written = json.loads((out / "manifest.json").read_text())
+    assert (written["format"], written["rows"], written["bad_samples"]) == (
+        "coat-vlm-samples",
+        10,
+        0,
+    )
+    assert (written["source"], written["source_sha256"]) == (str(source), sha256(source))
+    assert (written["media_root"], written["embedded"]) == (str(source.parent / "images"), False)
+    stored = pq.read_table(out / names[1]).to_pylist()
+    assert [[media["path"] for media in row["media"]] for row in stored] == [
+        [], ["1.png"], ["2.png", "3.png"], []
+    ]  # fmt: skip
+
+
+def test_the_media_root_can_move_and_paths_outside_it_stay(source: Path) -> None:
+    elsewhere = source.parent / "elsewhere"
+    make_images(elsewhere, 1)
+    rows = rows_of(2)
+    rows[1]["image"] = [str(elsewhere / "0.png")]
+    source.write_text(json.dumps([*rows, *rows_of(2)]))
+    out, _ = run(source)
+    moved = SampleDataset(out, elsewhere, name="moved")
+    assert moved.name == "moved"
+    assert moved[1].media[0].path == str(elsewhere / "0.png")
+    assert moved[3].media[0].path == str(elsewhere / "1.png")
+
+
+def test_embedded_media_need_no_files(source: Path) -> None:
+    images = source.parent / "images"
+    out, manifest = run(source, embed_media=True)
+    expected = (images / "2.png").read_bytes()
+    images.rename(source.parent / "gone")
+    assert manifest.embedded
+    assert SampleDataset(out)[2].media[0].data == expected
+    assert SampleDataset(out)[2].media[0].path == str(images / "2.png")
+
+
+def spoil(source: Path) -> None:
+    """Rows 1, 2, 4 and 6 become bad, each in its own way."""
+    rows = rows_of(10)
+    whole = (source.parent / "images/1.png").read_bytes()
+    (source.parent / "images/1.png").write_bytes(whole[: len(whole) // 2])
+    rows[2]["image"] = ["absent.png", "3.png"]
+    rows[4]["conversations"][0]["value"] = "<image><image>"
+    rows[6]["conversations"][1]["value"] = ""
+    rows[5]["image"] = rows[8]["image"] = ["5.png", "6.png"]
+    source.write_text("\n".join(json.dumps(row) for row in rows))
+
+
+def test_bad_rows_stop_the_ingest_and_are_named(source: Path) -> None:
+    spoil(source)
+    for allowed in (0, 3):
+        with pytest.raises(DataError) as caught:
+            run(source, max_bad_samples=allowed)
+        message = str(caught.value)
+        assert f"4 of 10 rows are bad, {allowed} allowed" in message
+        for row, problem in ((1, "1.png"), (2, "absent.png"), (4, "2 <image>"), (6, "empty")):
+            line = next(line for line in message.split("\n") if f"{source}:{row}" in line)
+            assert problem in line
+            assert " -> " in line
+    assert not (source.parent / "out").exists()
+    assert hidden(source.parent) == []
+
+
+def test_allowed_bad_rows_are_left_out_and_listed(source: Path) -> None:
+    spoil(source)
+    out, manifest = run(source, max_bad_samples=4)
+    assert (manifest.rows, manifest.bad_samples) == (6, 4)
+    listed = [json.loads(line) for line in (out / "bad_samples.jsonl").read_text().splitlines()]
+    assert [row["where"].split(":")[1] for row in listed] == ["1", "2", "4", "6"]
+    assert all(row["problem"] and row["remedy"] for row in listed)
+    kept = samples(SampleDataset(out))
+    assert [sample.id for sample in kept] == ["0", "3", "5", "7", "8", "9"]
+    assert kept[2].where == f"{source}:5"  # the row of the source, not of the folder
+
+
+def test_media_checks_can_be_left_out(source: Path) -> None:
+    spoil(source)
+    _, manifest = run(source, max_bad_samples=2, check_media=False)
+    assert manifest.bad_samples == 2
+    with pytest.raises(DataError, match=r"absent\.png: unreadable: No such file"):
+        run(source, "b", max_bad_samples=2, check_media=False, embed_media=True)
+
+
+def test_inputs_that_cannot_be_ingested(source: Path, tmp_path: Path) -> None:
+    source.write_text("[]")
+    with pytest.raises(DataError, match="there are no rows"):
+        run(source)
+    source.write_text('[{"id": 1}]')
+    with pytest.raises(DataError, match="1 of 1 rows are bad"):
+        run(source, max_bad_samples=1)
+    with pytest.raises(DataError, match="is a folder"):
+        ingest(tmp_path / "images", tmp_path / "out")
+    with pytest.raises(DataError, match="media_root is not a folder"):
+        run(source, media_root=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="shard_rows=0"):
+        run(source, shard_rows=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_existing_folder_is_replaced_only_on_request_and_as_a_whole(source: Path) -> None:
+    out, _ = run(source)
+    source.write_text(json.dumps(rows_of(3)))
+    with pytest.raises(ValueError, match="exists already"):
+        run(source)
+    assert len(SampleDataset(out)) == 10
+    run(source, overwrite=True)
+    assert len(SampleDataset(out)) == 3
+    source.write_text('[{"id": 1}]')
+    with pytest.raises(DataError):
+        run(source, overwrite=True)
+    assert len(SampleDataset(out)) == 3
+    with pytest.raises(ValueError, match="is not an ingested folder"):
+        run(source, "images", overwrite=True)
+    assert len(list((source.parent / "images").iterdir())) == 10
+    assert hidden(source.parent) == []
+
+
+def test_a_replacement_that_fails_at_the_end_brings_the_old_folder_back(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, _ = run(source)
+    rename = Path.rename
+
+    def fail_on_last(path: Path, target: Path) -> Path:
+        if path.name.endswith(".new"):
+            raise OSError(errno.EIO, "disk gone")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_on_last)
+    with pytest.raises(OSError, match="disk gone"):
+        run(source, overwrite=True)
+    assert len(SampleDataset(out)) == 10
+
+
+def test_videos_are_checked(source: Path) -> None:
+    rows = rows_of(2)
+    for row, name in zip(rows, ("frames", "absent.mp4"), strict=True):
+        row["image"], row["video"] = None, name
+        row["conversations"][0]["value"] = "What happens?"
+    make_images(source.parent / "images/frames", 3)
+    source.write_text(json.dumps(rows))
+    with pytest.raises(DataError, match="1 of 2 rows are bad") as caught:
+        run(source)
+    assert f"{source}:1: {source.parent}/images/absent.mp4" in str(caught.value)
+    with pytest.raises(DataError, match="frames: unreadable: Is a directory"):
+        run(source, embed_media=True)
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """Writing a file beyond 100 kB fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_full_disk_leaves_nothing_behind(
+    source: Path, exists: bool, request: pytest.FixtureRequest
+) -> None:
+    if exists:
+        run(source)
+    make_images(source.parent / "images", 10, size=300)
+    request.getfixturevalue("small_files")
+    with pytest.raises(OSError, match="too large") as caught:
+        run(source, embed_media=True, overwrite=True)
+    assert caught.value.errno == errno.EFBIG
+    assert (source.parent / "out").exists() == exists
+    if exists:
+        assert len(SampleDataset(source.parent / "out")) == 10
+    assert hidden(source.parent) == []
+
+
+def test_an_interrupt_leaves_nothing_behind(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(media: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("coat_data.ingest.open_image", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(source)
+    assert not (source.parent / "out").exists()
+    assert hidden(source.parent) == []
+
+
+def test_damaged_folders_are_refused(source: Path) -> None:
+    out, _ = run(source, shard_rows=5)
+    shard, manifest = out / "part-00001.parquet", out / "manifest.json"
+    whole, text = shard.read_bytes(), manifest.read_text()
+
+    shard.write_bytes(whole[:-1])
+    with pytest.raises(DataError, match=f"part-00001.parquet: .* has {len(whole) - 1} bytes"):
+        SampleDataset(out)
+    shard.write_bytes(b"PAR1" + bytes(len(whole) - 4))
+    with pytest.raises(DataError, match="a shard cannot be read"):
+        SampleDataset(out)
+    shard.unlink()
+    with pytest.raises(DataError, match=r"part-00001\.parquet: this shard is missing"):
+        SampleDataset(out)
+    shard.write_bytes(whole)
+    assert len(SampleDataset(out)) == 10
+
+    for broken, problem in (
+        (text.replace('"rows": 10', '"rows": 11'), "hold 10 rows, the manifest says 11"),
+        (text.replace('"version": 1', '"version": 99'), "version 99"),
+        (text.replace('"rows": 10,', ""), "is not a manifest"),
+        (text[:50], "is not a manifest"),
+        ("[]", "is not a manifest"),
+    ):
+        manifest.write_text(broken)
+        with pytest.raises(DataError, match=problem):
+            SampleDataset(out)
+    manifest.unlink()
+    with pytest.raises(DataError, match=r"no manifest\.json"):
+        SampleDataset(out)
+    with pytest.raises(DataError, match="no such file or folder"):
+        SampleDataset(source.parent / "absent")
+
+
+def test_opening_needs_no_network_and_writes_to_the_cache_only(
+    source: Path, private_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    out, _ = run(source, "with [1] * and ?")
+    files = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert not private_cache.exists()
+    assert len(samples(SampleDataset(out))) == 10
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == files
+    assert any(private_cache.rglob("*.arrow"))
+
+
+def test_datasets_can_be_sent_to_workers(source: Path) -> None:
+    out, _ = run(source)
+    for dataset in (SampleDataset(source, source.parent / "images"), SampleDataset(out)):
+        assert samples(pickle.loads(pickle.dumps(dataset))) == samples(dataset)
+        assert dataset[np.int64(3)] == dataset[3]  # pyright: ignore[reportArgumentType]
+        for index in (-1, 10):
+            with pytest.raises(IndexError, match=f"row {index} of 10"):
+                dataset[index]

@@ -1,0 +1,265 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coat_data.readers.llava import read_rows, to_sample
+from coat_data.sample import DataError, Media, Part, Sample, Turn
+
+ROOT = Path("/media")
+
+
+def read(row: Any) -> Sample:
+    return to_sample(row, row_number=7, source="file.json", media_root=ROOT)
+
+
+def talk(*texts: str, **fields: Any) -> dict[str, Any]:
+    """A row in which human and gpt take turns."""
+    speakers = ["human", "gpt"] * len(texts)
+    said = [{"from": who, "value": text} for who, text in zip(speakers, texts, strict=False)]
+    return {"id": "a", **fields, "conversations": said}
+
+
+def parts(row: Any, turn: int = 0) -> list[str]:
+    """The parts of a turn: text as it is, media as [kind]."""
+    return [
+        part.text if part.kind == "text" else f"[{part.kind}]"
+        for part in read(row).turns[turn].parts
+    ]
+
+
+def refused(row: Any, *words: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read(row)
+    assert caught.value.where == "file.json:7"
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_documented_row() -> None:
+    row = talk("<image>\nWhat colour is the bus?", "Red.", image="coco/a.jpg")
+    assert read(row) == Sample(
+        id="a",
+        turns=(
+            Turn("user", (Part("image"), Part("text", "\nWhat colour is the bus?"))),
+            Turn("assistant", (Part("text", "Red."),)),
+        ),
+        media=(Media(kind="image", path="/media/coco/a.jpg"),),
+        source="file.json",
+        row=7,
+    )
+
+
+@pytest.mark.parametrize(("given", "expected"), [("x", "x"), (33471, "33471"), (None, "7")])
+def test_ids(given: object, expected: str) -> None:
+    assert read(talk("q", "a", id=given)).id == expected
+    row = talk("q", "a")
+    del row["id"]
+    assert read(row).id == "7"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"image": ["a.jpg", "/elsewhere/b.jpg"]},
+        {"images": ["a.jpg", "/elsewhere/b.jpg"]},
+        {"images": [{"path": "a.jpg"}, {"path": "/elsewhere/b.jpg", "bytes": None}]},
+        {"image": None, "images": ["a.jpg", "/elsewhere/b.jpg"], "video": None, "videos": []},
+    ],
+)
+def test_several_images_keep_their_places_in_every_turn(fields: dict[str, Any]) -> None:
+    row = talk("Is <image> like", "No", "<image>this?\n", "Yes", **fields)
+    assert [media.path for media in read(row).media] == ["/media/a.jpg", "/elsewhere/b.jpg"]
+    assert parts(row, 0) == ["Is ", "[image]", " like"]
+    assert parts(row, 2) == ["[image]", "this?\n"]
+
+
+def test_media_without_a_placeholder_comes_first() -> None:
+    assert parts(talk("What?", "A bus", image="a.jpg")) == ["[image]", "\nWhat?"]
+    two = talk("What?", "A bus", "And?", "A car", image=["a.jpg", "b.jpg"])
+    assert parts(two) == ["[image]", "\n", "[image]", "\nWhat?"]
+    assert parts(two, 2) == ["And?"]
+    assert parts(talk("What?", "A bus", video="a.mp4")) == ["[video]", "\nWhat?"]
+    both = talk("What?", "A bus", video="a.mp4", image="a.jpg")
+    assert parts(both) == ["[image]", "\n", "[video]", "\nWhat?"]
+    system = talk("What?", "A bus", image="a.jpg")
+    system["conversations"].insert(0, {"from": "system", "value": "Look at <image>."})
+    assert parts(system, 0) == ["Look at <image>."]
+    assert parts(system, 1) == ["[image]", "\nWhat?"]
+
+
+def test_placeholders_that_are_text() -> None:
+    assert parts(talk("What is <image> in HTML?", "A tag")) == ["What is <image> in HTML?"]
+    row = talk("<image>\nWhich tag?", "It is <image>, not <video>", image="a.jpg")
+    assert parts(row, 1) == ["It is <image>, not <video>"]
+    assert len(read(row).media) == 1
+    assert parts(talk("<image> and <video>?", "x", image="a.jpg")) == ["[image]", " and <video>?"]
+    assert parts(talk("<video> and <image>?", "x", video="a.mp4")) == ["[video]", " and <image>?"]
+    assert parts(talk("q <Image> <image >", "a", image="a")) == ["[image]", "\nq <Image> <image >"]
+
+
+@pytest.mark.parametrize("token", ["<image>", "<video>"])
+def test_either_placeholder_stands_for_a_video(token: str) -> None:
+    row = talk(f"See {token}\nWhat happens?", "Rain", video="frames/17")
+    assert parts(row) == ["See ", "[video]", "\nWhat happens?"]
+    assert read(row).media == (Media(kind="video", path="/media/frames/17"),)
+
+
+def test_images_and_videos_in_the_order_of_their_placeholders() -> None:
+    row = talk("<video> <image><image>", "x", image=["a.jpg", "b.jpg"], video="c.mp4")
+    assert [media.path for media in read(row).media] == [
+        "/media/c.mp4",
+        "/media/a.jpg",
+        "/media/b.jpg",
+    ]
+    assert [media.kind for media in read(row).media] == ["video", "image", "image"]
+    assert parts(row) == ["[video]", " ", "[image]", "[image]"]
+
+
+def test_role_names_and_unknown_fields() -> None:
+    row = {
+        "conversations": [
+            {"from": "system", "value": "Be brief."},
+            {"from": "user", "value": "q"},
+            {"from": "assistant", "value": "a", "loss": True},
+        ],
+        "model": "gpt-4",
+        "metadata": {"x": 1},
+    }
+    assert [turn.role for turn in read(row).turns] == ["system", "user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (talk("<image><image>", "a", image="a.jpg"), ["2 <image>", "1 image"]),
+        (talk("<image>", "a", image=["a.jpg", "b.jpg"]), ["1 <image>", "2 image"]),
+        (talk("<image><video>", "a", video="a.mp4", image=["a", "b"]), ["1 <image>", "2 image"]),
+        (talk("<video><video>", "a", video="a.mp4"), ["2 <video>", "1 video"]),
+        (talk("q", " \n"), ["answer in turn 1 is empty"]),
+        (talk("q"), ["no answer"]),
+        (talk(), ["no answer"]),
+        (talk("q", "a", image=""), ["image '' is not a path"]),
+        (talk("q", "a", image="a\0.jpg"), ["is not a path"]),
+        (talk("q", "a", image=3), ["image is int"]),
+        (talk("q", "a", images=[{"bytes": "x"}]), ["images is null"]),
+        (talk("q", "a", image="a", images=["a"]), ["both image and images"]),
+        (talk("q", "a", id=[1]), ["id is list"]),
+        (talk("q", "half \ud83d"), ["conversations[1].value", "broken character"]),
+        ({"messages": []}, ["no field conversations", "fields: messages"]),
+        ({"conversations": None}, ["conversations is null, not a list"]),
+        ({"conversations": "hello"}, ["conversations is str, not a list"]),
+        ({"conversations": ["hello"]}, ["conversations[0] is str, not an object"]),
+        ({"conversations": [{"from": "bot", "value": "x"}]}, ["'bot'", "human"]),
+        ({"conversations": [{"value": "x"}]}, ["conversations[0].from is null"]),
+        ({"conversations": [{"from": "human"}]}, ["conversations[0].value is null"]),
+        ([1, 2], ["the row is list, not an object"]),
+        (None, ["the row is null"]),
+    ],
+)
+def test_bad_rows_are_named(row: Any, words: list[str]) -> None:
+    refused(row, *words)
+
+
+@pytest.mark.parametrize("fields", [{}, {"image": "a.jpg"}])
+def test_a_conversation_must_start_with_a_human(fields: dict[str, Any]) -> None:
+    gpt_first = talk("q", "a", **fields)
+    gpt_first["conversations"].insert(0, {"from": "gpt", "value": "Hello"})
+    refused(gpt_first, "turn 0 is spoken by assistant", "start with a human turn")
+    gpt_only = {"conversations": [{"from": "gpt", "value": "Hello"}], **fields}
+    refused(gpt_only, "start with a human turn")
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(), max_size=5)
+    | st.sampled_from(["human", "gpt", "<image>", "<video>\n<image>", "a.jpg", "hi"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["from", "value", "path", "x"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+TEXTS = st.lists(
+    st.sampled_from(["<image>", "<video>", "\n", "q", "\xe9\u2028", "\ud800"]), max_size=5
+)
+TURNS = st.fixed_dictionaries(
+    {"from": st.sampled_from(["human", "gpt", "system", "user"]), "value": TEXTS.map("".join)}
+)
+MEDIA = st.sampled_from([None, "a", ["a", "b"], [{"path": "a"}], [], ""])
+TALKS = st.lists(TEXTS.map("".join), max_size=4).map(lambda texts: talk(*texts)["conversations"])
+ROWS = VALUES | st.fixed_dictionaries(
+    {"conversations": TALKS | st.lists(TURNS | VALUES, max_size=5) | VALUES},
+    optional={"id": VALUES, "image": MEDIA | VALUES, "images": MEDIA, "video": MEDIA | VALUES},
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(ROWS)
+def test_any_row_gives_a_good_sample_or_a_data_error(row: Any) -> None:
+    try:
+        sample = read(row)
+    except DataError as error:
+        where = error.where
+    else:
+        where = sample.check().where
+        pieces = [part for turn in sample.turns for part in turn.parts]
+        shown = _flat("".join(part.text or f"<{part.kind}>" for part in pieces))
+        said = _flat("".join(turn["value"] for turn in row["conversations"]))
+        added = "@\n" * len(sample.media)  # where the row had no placeholders
+        assert said in (shown, shown.replace(added, "", 1))
+    assert where == "file.json:7"
+
+
+def _flat(text: str) -> str:
+    return text.replace("<image>", "@").replace("<video>", "@")
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_bytes(text.encode())
+    return path
+
+
+def test_json_and_jsonl_give_the_same_rows(tmp_path: Path) -> None:
+    rows = [talk("q\u2028\x85\xe9", "a"), {"x": [1, None]}]
+    array = write(tmp_path / "a.json", "\ufeff \n" + json.dumps(rows, indent=1, ensure_ascii=False))
+    lines = "\r\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    jsonl = write(tmp_path / "a.jsonl", f"\n{lines}\n\n")
+    assert read_rows(array) == rows
+    assert read_rows(jsonl) == rows
+    assert read_rows(write(tmp_path / "b.json", json.dumps(rows[0]))) == rows[:1]
+    assert read_rows(write(tmp_path / "c.json", "[]")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ('[{"a": 1},\n {"a": }]', ":2"),
+        ('[{"a": 1},\n {"a": 2},\n', ":3"),
+        ('{"a": 1}\n\n{"a"\n{"a": 3}\n', ":3"),
+        ('{"a": 1}\n{"a": 2} trailing\n', ":2"),
+        ('{"a": 1}\n' + "[" * 100_000, ":2"),
+        ("[" * 100_000, ":1"),
+        ('{"a": ' + "9" * 10_000 + "}", ":1"),
+        ("id,image\n1,a.jpg", ":1"),
+    ],
+)
+def test_json_that_does_not_parse_names_the_line(tmp_path: Path, text: str, where: str) -> None:
+    path = write(tmp_path / "a.json", text)
+    with pytest.raises(DataError) as caught:
+        read_rows(path)
+    assert caught.value.where == f"{path}{where}"
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        read_rows(tmp_path / "absent.json")
+    (tmp_path / "latin.json").write_bytes('[{"id": "\xe9"}]'.encode("latin-1"))
+    with pytest.raises(DataError, match="byte 9 is not UTF-8"):
+        read_rows(tmp_path / "latin.json")

@@ -1,0 +1,285 @@
+import json
+import multiprocessing
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coat_data.dataset import SampleDataset
+from coat_data.encode import IGNORE_INDEX, EncodedSample
+from coat_data.loader import BadSample, LoadedBatch, TrainLoader, val_batches
+from coat_data.mixture import Mixture
+from coat_data.sample import DataError, Sample
+
+PAD = 0
+
+
+class NumberEncoder:
+    """Encodes a sample as its id, 1 to 3 times, and a pixel drawn by the augmentation."""
+
+    def __init__(self, bad: set[int] | None = None) -> None:
+        self.bad = bad or set()
+        self.seen: list[int] = []
+
+    def __call__(self, sample: Sample, rng: np.random.Generator | None) -> EncodedSample:
+        number = int(sample.id)
+        self.seen.append(number)
+        if number in self.bad:
+            raise DataError(f"{sample.where}: {number}.png", "no such file", "fix the path")
+        ids = torch.full((1 + number % 3,), number)
+        pixel = torch.tensor(-1.0 if rng is None else rng.random())
+        return EncodedSample(input_ids=ids, labels=ids, pixel_values=pixel.reshape(1, 1, 1, 1))
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[SampleDataset]:
+    """Two sources, whose rows have the ids 100, 101, ... and 200, 201, ..."""
+    return [write(tmp_path / "100.json", 100, 20), write(tmp_path / "200.json", 200, 31)]
+
+
+def write(path: Path, first: int, size: int) -> SampleDataset:
+    talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    rows = [{"id": first + row, "conversations": talk} for row in range(size)]
+    path.write_text(json.dumps(rows))
+    return SampleDataset(path)
+
+
+def mixture_of(sources: list[SampleDataset], *repeats: float) -> Mixture:
+    return Mixture([len(source) for source in sources], repeats, [None] * len(sources), seed=3)
+
+
+def loader(sources: list[SampleDataset], encoder: Any = None, **options: Any) -> TrainLoader:
+    chosen: dict[str, Any] = {
+        "batch_size": 12, "micro_batch_size": 2, "rank": 0, "world_size": 1, "num_workers": 0,
+        "seed": 7, "replace_bad": False, "pad_token_id": PAD, **options,
+    }  # fmt: skip
+    return TrainLoader(sources, mixture_of(sources, 2, 1), encoder or NumberEncoder(), **chosen)
+
+
+def content(loaded: LoadedBatch) -> list[tuple[int, float]]:
+    """(id, augmentation) of each sample."""
+    batch = loaded.batch
+    assert len(batch["input_ids"]) == max(1, loaded.num_samples)
+    numbers, pixels = batch["input_ids"][:, 0].tolist(), batch["pixel_values"].flatten().tolist()
+    return list(zip(numbers, pixels, strict=True))
+
+
+def global_steps(
+    sources: list[SampleDataset], encoder: Any, world: int, first: int, number: int, **options: Any
+) -> list[list[tuple[int, float]]]:
+    """The samples of whole optimizer steps, put together from all ranks."""
+    loaders = [
+        loader(sources, encoder, rank=rank, world_size=world, **options) for rank in range(world)
+    ]
+    ranks = [list(islice(one.steps(first), number)) for one in loaders]
+    return [
+        [
+            item
+            for micro_batches in zip(*(rank[step] for rank in ranks), strict=True)
+            for loaded in micro_batches
+            for item in content(loaded)
+        ]
+        for step in range(number)
+    ]
+
+
+@pytest.mark.parametrize(("world", "micro"), [(1, 12), (1, 3), (2, 2), (3, 4), (3, 2), (6, 1)])
+@pytest.mark.parametrize("bad", [set(), {103, 110, 204, 205, 206}])
+def test_any_number_of_ranks_holds_the_same_samples(
+    sources: list[SampleDataset], world: int, micro: int, bad: set[int]
+) -> None:
+    encoder = NumberEncoder(bad)
+    options = {"replace_bad": bool(bad)}
+    expected = global_steps(sources, encoder, 1, 4, 5, micro_batch_size=2, **options)
+    steps = global_steps(sources, encoder, world, 4, 5, micro_batch_size=micro, **options)
+    assert steps == expected
+    assert [len(step) for step in steps] == [12] * 5
+
+
+def test_the_order_is_the_mixtures(sources: list[SampleDataset]) -> None:
+    mixture = mixture_of(sources, 2, 1)
+    steps = global_steps(sources, NumberEncoder(), 1, 0, 12)
+    seen = [number for step in steps for number, _ in step]
+    located = [mixture.locate(position) for position in range(144)]
+    assert seen == [100 * (source + 1) + row for source, row in located]
+    counts = Counter(seen[: mixture.epoch_size])
+    assert counts == {**dict.fromkeys(range(100, 120), 2), **dict.fromkeys(range(200, 231), 1)}
+
+
+def test_each_position_has_its_own_augmentation(sources: list[SampleDataset]) -> None:
+    steps = global_steps(sources, NumberEncoder(), 1, 0, 12)
+    pixels = [pixel for step in steps for _, pixel in step]
+    assert len(set(pixels)) == len(pixels)
+    other = global_steps(sources, NumberEncoder(), 1, 0, 1, seed=8)[0]
+    assert [number for number, _ in other] == [number for number, _ in steps[0]]
+    assert {pixel for _, pixel in other}.isdisjoint(pixels)
+
+
+def same(first: list[LoadedBatch], second: list[LoadedBatch]) -> bool:
+    return len(first) == len(second) and all(
+        a.bad == b.bad
+        and a.num_samples == b.num_samples
+        and all(torch.equal(a.batch[key], b.batch[key]) for key in a.batch)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_workers_change_nothing(sources: list[SampleDataset], num_workers: int) -> None:
+    encoder = NumberEncoder({101, 202, 210})
+    here = loader(sources, encoder, replace_bad=True).steps(2)
+    there = loader(sources, encoder, replace_bad=True, num_workers=num_workers).steps(2)
+    for _ in range(8):  # into the second epoch
+        assert same(next(here), next(there))
+    there.close()
+    assert not multiprocessing.active_children()
+
+
+def test_a_restart_continues_and_reads_nothing_earlier(sources: list[SampleDataset]) -> None:
+    whole = list(islice(loader(sources).steps(0), 12))
+    encoder = NumberEncoder()
+    rest = list(islice(loader(sources, encoder).steps(7), 5))
+    assert all(same(a, b) for a, b in zip(whole[7:], rest, strict=True))
+    assert len(encoder.seen) == 5 * 12
+    far = NumberEncoder()
+    next(loader(sources, far).steps(10**7))
+    assert len(far.seen) == 12
+
+
+def test_the_global_random_state_is_left_alone(sources: list[SampleDataset]) -> None:
+    for num_workers in (0, 1):
+        before = torch.random.get_rng_state()
+        next(loader(sources, num_workers=num_workers).steps(0))
+        assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_bad_row_is_raised_as_it_is(sources: list[SampleDataset], num_workers: int) -> None:
+    bad = 200 + mixture_row(sources, 1)
+    steps = loader(sources, NumberEncoder({bad}), num_workers=num_workers).steps(0)
+    with pytest.raises(DataError) as caught:
+        list(islice(steps, 12))
+    error = caught.value
+    assert error.where.endswith(f"200.json:{bad - 200}: {bad}.png")
+    assert (error.problem, error.remedy) == ("no such file", "fix the path")
+    assert "Traceback" not in str(error)
+
+
+def mixture_row(sources: list[SampleDataset], source: int) -> int:
+    """A row of ``source`` that stands in the third step."""
+    mixture = mixture_of(sources, 2, 1)
+    return next(row for found, row in map(mixture.locate, range(24, 36)) if found == source)
+
+
+def test_a_bad_row_of_the_file_is_raised_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[{"id": 1, "conversations": [{"from": "gpt", "value": "a"}]}]')
+    steps = loader([SampleDataset(path), write(tmp_path / "b.json", 200, 3)]).steps(0)
+    with pytest.raises(DataError, match=r"a\.json:0: turn 0 is spoken by assistant"):
+        list(islice(steps, 2))
+
+
+def test_bad_rows_are_replaced_and_listed(sources: list[SampleDataset]) -> None:
+    bad = {*range(100, 120, 2), 203}
+    plain = global_steps(sources, NumberEncoder(), 1, 0, 12)
+    steps = list(islice(loader(sources, NumberEncoder(bad), replace_bad=True).steps(0), 12))
+    used = [item for step in steps for loaded in step for item in content(loaded)]
+    listed: list[BadSample] = [item for step in steps for loaded in step for item in loaded.bad]
+    positions = {item.position for item in listed}
+    assert all(item.problem == "no such file" and ".json:" in item.where for item in listed)
+    for position, (item, expected) in enumerate(
+        zip(used, [item for step in plain for item in step], strict=True)
+    ):
+        assert item[0] not in bad
+        assert (position in positions) == (expected[0] in bad)
+        if position not in positions:
+            assert item == expected
+    replacements = Counter(used[position][0] for position in positions)
+    assert len(replacements) > len(positions) / 3  # drawn all over, not the neighbour each time
+    assert len(listed) > len(positions)  # replacements were bad too, and are listed
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_it_gives_up_when_everything_is_bad(sources: list[SampleDataset], num_workers: int) -> None:
+    encoder = NumberEncoder({*range(100, 120), *range(200, 231)})
+    steps = loader(sources, encoder, replace_bad=True, num_workers=num_workers).steps(0)
+    with pytest.raises(DataError, match="all 16 rows drawn to replace it are bad"):
+        next(steps)
+    assert num_workers or len(encoder.seen) == 17
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 12, "micro_batch_size": 5}, r"batch_size=12 is not .* 5 \* 1 = 5; make "
+         "batch_size 10 or 15, or micro_batch_size one of 1, 2, 3, 4, 6, 12"),
+        ({"batch_size": 12, "micro_batch_size": 4, "world_size": 2}, "8 or 16, or micro_batch_size "
+         "one of 1, 2, 3, 6"),
+        ({"batch_size": 13, "micro_batch_size": 4, "world_size": 2}, "make batch_size 8 or 16$"),
+        ({"batch_size": 2, "micro_batch_size": 4}, "make batch_size 4, or micro"),
+        ({"batch_size": 0}, "must be at least 1"),
+        ({"rank": 1}, "rank=1 is not in 0 to world_size - 1 = 0"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_divide(
+    sources: list[SampleDataset], options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        loader(sources, **options)
+
+
+def test_a_mixture_of_other_data_is_refused(sources: list[SampleDataset]) -> None:
+    with pytest.raises(ValueError, match=r"sources with \[31, 20\] rows, the datasets have \[20"):
+        TrainLoader(
+            sources,
+            mixture_of(sources[::-1], 1, 1),
+            NumberEncoder(),
+            batch_size=1,
+            micro_batch_size=1,
+            rank=0,
+            world_size=1,
+            num_workers=0,
+            seed=0,
+            replace_bad=False,
+            pad_token_id=0,
+        )
+
+
+def validation(
+    dataset: SampleDataset, encoder: Any, world: int, **options: Any
+) -> list[list[LoadedBatch]]:
+    options = {"batch_size": 4, "world_size": world, "pad_token_id": PAD, **options}
+    return [list(val_batches(dataset, encoder, rank=rank, **options)) for rank in range(world)]
+
+
+@pytest.mark.parametrize("size", [1, 4, 13, 16, 17])
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_validation_sees_each_row_once(tmp_path: Path, size: int, world: int) -> None:
+    dataset = write(tmp_path / "val.json", 100, size)
+    ranks = validation(dataset, NumberEncoder(), world)
+    assert len({len(batches) for batches in ranks}) == 1
+    seen = [item for batches in ranks for loaded in batches if loaded.num_samples
+            for item in content(loaded)]  # fmt: skip
+    assert sorted(seen) == [(number, -1.0) for number in range(100, 100 + size)]
+    for batches in ranks:
+        for loaded in batches:
+            ignored = bool((loaded.batch["labels"] == IGNORE_INDEX).all())
+            assert ignored == (loaded.num_samples == 0)
+            assert len(loaded.batch["pixel_values"]) > 0
+
+
+def test_validation_with_bad_rows(tmp_path: Path) -> None:
+    dataset = write(tmp_path / "val.json", 100, 10)
+    encoder = NumberEncoder({100, 104, 105, 106, 107})
+    with pytest.raises(DataError, match=r"val\.json:0: 100\.png: no such file"):
+        validation(dataset, encoder, 1)
+    for num_workers in (0, 2):
+        (batches,) = validation(dataset, encoder, 1, skip_bad=True, num_workers=num_workers)
+        assert [loaded.num_samples for loaded in batches] == [3, 0, 2]
+        assert [item.position for loaded in batches for item in loaded.bad] == [0, 4, 5, 6, 7]
+    with pytest.raises(DataError, match="val: no row is good"):
+        validation(dataset, NumberEncoder(set(range(100, 110))), 1, skip_bad=True)

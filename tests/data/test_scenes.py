@@ -1,0 +1,381 @@
+"""The scenes dataset, judged from its files: objects are found again in the pixels."""
+
+import colorsys
+import json
+import re
+from collections import Counter
+from itertools import chain, product
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from coat_data.sample import DataError
+from coat_data.scenes import make_scenes
+from coat_data.scenes.draw import coverage
+from coat_data.scenes.scene import draw_scene
+
+CELL = 16
+NAMES = [
+    "top left",
+    "top",
+    "top right",
+    "left",
+    "center",
+    "right",
+    "bottom left",
+    "bottom",
+    "bottom right",
+]
+WORDS = ["zero", "one", "two", "three", "four", "five"]
+COLORS = ["black", "blue", "cyan", "green", "orange", "purple", "red", "yellow"]
+SHAPES = ["circle", "cross", "diamond", "square", "star", "triangle"]
+# Written down again here: recipes and results depend on these very pairs being held out.
+HELD_OUT = {
+    *[("red", "star"), ("green", "circle"), ("blue", "triangle"), ("yellow", "cross")],
+    *[("purple", "square"), ("orange", "diamond"), ("cyan", "star"), ("black", "circle")],
+}
+SUFFIX = "\nAnswer the question using a single word or phrase."
+SIZES = {"num_train": 160, "num_test": 80, "num_val": 24, "progress": False}
+
+
+def color_name(rgb):
+    hue, saturation, value = colorsys.rgb_to_hsv(*(channel / 255 for channel in rgb))
+    if value < 0.25 or saturation < 0.2:
+        return "black"
+    degrees = (hue * 360 + 10) % 360  # so that reds do not wrap around
+    limits = [(20, "red"), (50, "orange"), (80, "yellow"), (160, "green"), (215, "cyan")]
+    limits += [(260, "blue"), (360, "purple")]
+    return next(name for limit, name in limits if degrees < limit)
+
+
+def shape_name(alpha):
+    """The shape of a cell's coverage (16, 16), by area, balance and the width of its top."""
+    rows, columns = np.nonzero(alpha > 0.15)
+    box = alpha[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+    height = len(box)
+    fill = box.sum() / box.size
+    if box[0].mean() > 0.25:  # a flat top; a round or pointed one fills less of the first row
+        return "square" if fill > 0.9 else "circle" if fill > 0.65 else "cross"
+    center = (box.sum(axis=1) * (np.arange(height) + 0.5)).sum() / box.sum() / height
+    if center > 0.58:
+        return "triangle"
+    return "circle" if fill > 0.65 else "diamond" if fill > 0.45 else "star"
+
+
+def look(path):
+    """The objects of an image, from its pixels: {cell: (colour, shape)}."""
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        assert image.mode == "RGB"
+        pixels = np.asarray(image, dtype=float)
+    background = np.median(pixels.reshape(-1, 3), axis=0)
+    found = {}
+    for cell in range(9):
+        top, left = cell // 3 * CELL, cell % 3 * CELL
+        difference = pixels[top : top + CELL, left : left + CELL] - background
+        distance = np.linalg.norm(difference, axis=-1)
+        if distance.max() > 60:
+            paint = np.median(difference[distance > 0.9 * distance.max()], axis=0)
+            alpha = (difference @ paint / (paint @ paint)).clip(0, 1)
+            found[cell] = (color_name(paint + background), shape_name(alpha))
+    return found
+
+
+def answer(question, objects):
+    """What a careful viewer answers; None when the question makes no sense for these objects."""
+    cells = {shape: cell for cell, (_, shape) in objects.items()}
+    if match := re.fullmatch(r"What color is the (\w+)\?", question):
+        return objects[cells[match[1]]][0] if match[1] in cells else None
+    if match := re.fullmatch(r"Where is the (\w+)\?", question):
+        return NAMES[cells[match[1]]] if match[1] in cells else None
+    if match := re.fullmatch(r"Is there an? (\w+) (\w+)\?", question):
+        return "yes" if (match[1], match[2]) in objects.values() else "no"
+    if question == "How many shapes are there?":
+        return WORDS[len(objects)]
+    [counted] = re.findall(r"^How many (\w+) shapes are there\?$", question)
+    return WORDS[sum(color == counted for color, _ in objects.values())]
+
+
+def turns(row):
+    said = row["conversations"]
+    assert [turn["from"] for turn in said] == ["human", "gpt"] * (len(said) // 2)
+    pairs = [(a["value"], b["value"]) for a, b in zip(said[::2], said[1::2], strict=True)]
+    assert pairs[0][0].startswith("<image>\n")
+    assert "<image>" not in "".join(text for pair in pairs[1:] for text in pair)
+    return [(human.removeprefix("<image>\n"), gpt) for human, gpt in pairs]
+
+
+def read_json(path):
+    return json.loads(path.read_text(encoding="ascii"))
+
+
+def read_eval(out, name):
+    lines = (out / "eval" / name / "questions.jsonl").read_text(encoding="ascii").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scenes") / "out"
+    make_scenes(folder, seed=3, **SIZES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(out):
+    """{image path below the folder: objects found in its pixels}."""
+    return {str(path.relative_to(out)): look(path) for path in out.glob("images/*/*.png")}
+
+
+def test_summary_counts_what_was_written(out, tmp_path):
+    summary = make_scenes(tmp_path / "again", seed=3, **SIZES)
+    for name, number in summary.items():
+        path = out / name
+        if name.startswith("images/"):
+            assert len(list(path.glob("*.png"))) == number
+        elif name.startswith("eval/"):
+            assert len(read_eval(out, path.name)) == number
+        else:
+            assert len(read_json(path)) == number
+    assert summary["images/train"] == summary["captions.json"] == summary["questions.json"] == 160
+    assert summary["eval/presence"] == summary["eval/color"] == 80
+
+
+def test_scenes_are_as_described(seen):
+    assert len(seen) == 160 + 80 + 24
+    assert Counter(len(objects) for objects in seen.values()).keys() == {2, 3, 4, 5}
+    repeated = 0
+    for objects in seen.values():
+        colors, shapes = zip(*objects.values(), strict=True)
+        assert len(set(shapes)) == len(shapes)
+        repeated += len(set(colors)) < len(colors)
+    assert 0.2 * len(seen) < repeated < 0.8 * len(seen)
+
+
+def test_every_training_answer_is_what_the_pixels_show(out, seen):
+    kinds = Counter()
+    for file in ("questions.json", "questions_val.json"):
+        for row in read_json(out / file):
+            for question, said in turns(row):
+                assert question.endswith(SUFFIX)
+                assert said == answer(question.removesuffix(SUFFIX), seen[row["image"]])
+                kinds[question.split()[0]] += 1
+    assert min(kinds[word] for word in ("What", "Where", "How", "Is")) > 80
+
+
+@pytest.mark.parametrize("name", ["color", "count", "position", "presence"])
+def test_every_test_answer_is_what_the_pixels_show(out, seen, name):
+    rows = read_eval(out, name)
+    assert len({row["question_id"] for row in rows}) == len(rows) == 80
+    for row in rows:
+        assert row["image"].startswith("images/test/")
+        assert row["text"].endswith(SUFFIX)
+        assert row["answer"] == answer(row["text"].removesuffix(SUFFIX), seen[row["image"]])
+
+
+@pytest.mark.parametrize("file", ["captions.json", "captions_val.json"])
+def test_captions_tell_every_object(out, seen, file):
+    styles = set()
+    for row in read_json(out / file):
+        [(instruction, text)] = turns(row)
+        styles.add(instruction)
+        found = [
+            (c, s, p)
+            for c, s, p in re.findall(r"an? (\w+) (\w+) (?:at|in) the ([a-z ]+)", text.lower())
+        ]
+        found += [
+            (c, s, p)
+            for s, c, p in re.findall(r"The (\w+) is (\w+), (?:at|in) the ([a-z ]+)", text)
+        ]
+        objects = seen[row["image"]]
+        assert sorted(found) == sorted((c, s, NAMES[cell]) for cell, (c, s) in objects.items())
+        if instruction.startswith("Count"):
+            assert text.split()[0].lower() == WORDS[len(objects)]
+        order = [(NAMES.index(place), shape) for _, shape, place in found]
+        by_shape = instruction == "Describe each shape."
+        assert order == sorted(order, key=lambda one: one[1] if by_shape else one[0])
+    assert len(styles) == 3
+
+
+def test_held_out_pairs_are_for_the_test_only(out, seen):
+    for image, objects in seen.items():
+        if not image.startswith("images/test/"):
+            assert not HELD_OUT & set(objects.values()), image
+    files = ["captions.json", "questions.json", "captions_val.json", "questions_val.json"]
+    texts = "".join((out / file).read_text() for file in files)
+    for color, shape in product(COLORS, SHAPES):
+        named = f"{color} {shape}" in texts or f"{shape} is {color}" in texts
+        assert named == ((color, shape) not in HELD_OUT), (color, shape)
+
+
+def test_category_says_whether_the_pair_asked_about_is_held_out(out, seen):
+    for name in ("color", "position", "presence"):
+        for row in read_eval(out, name):
+            words = row["text"].split("?")[0].split()
+            colors = {shape: color for color, shape in seen[row["image"]].values()}
+            color = words[-2] if name == "presence" else colors[words[-1]]
+            held_out = (color, words[-1]) in HELD_OUT
+            assert row["category"] == ("held_out" if held_out else "seen")
+    for row in read_eval(out, "count"):
+        held_out = bool(HELD_OUT & set(seen[row["image"]].values()))
+        assert row["category"] == ("held_out" if held_out else "seen")
+
+
+def presence_kind(question, objects):
+    color, shape = question.split("?")[0].split()[-2:]
+    if (color, shape) in objects.values():
+        return "yes"
+    bound = any(color == one for one, _ in objects.values()) and any(
+        shape == one for _, one in objects.values()
+    )
+    return "binding" if bound else "random"
+
+
+def test_presence_is_balanced_and_half_of_the_noes_swap_the_binding(out, seen):
+    kinds = Counter()
+    for row in read_eval(out, "presence"):
+        kinds[row["category"], presence_kind(row["text"], seen[row["image"]])] += 1
+    for category in ("seen", "held_out"):
+        assert [kinds[category, kind] for kind in ("yes", "binding", "random")] == [20, 10, 10]
+    kinds = Counter(
+        presence_kind(question, seen[row["image"]])
+        for row in read_json(out / "questions.json")
+        for question, _ in turns(row)
+        if question.startswith("Is there")
+    )
+    assert abs(kinds["yes"] - kinds["binding"] - kinds["random"]) <= 1
+    assert abs(kinds["binding"] - kinds["random"]) <= 1
+    assert kinds["yes"] > 40
+
+
+def test_no_two_scenes_have_the_same_objects(seen):
+    assert len({frozenset(objects.items()) for objects in seen.values()}) == len(seen)
+
+
+def test_a_scene_drawn_again_is_passed_over(tmp_path, monkeypatch):
+    drawn = []
+
+    def draw_each_twice(*arguments):
+        drawn.append(drawn[-1] if len(drawn) % 2 else draw_scene(*arguments))
+        return drawn[-1]
+
+    monkeypatch.setattr("coat_data.scenes.make.draw_scene", draw_each_twice)
+    make_scenes(tmp_path / "out", **SIZES)
+    scenes = [look(path) for path in (tmp_path / "out").glob("images/*/*.png")]
+    assert len({frozenset(objects.items()) for objects in scenes}) == len(scenes) == 264
+
+
+def one_step(objects):
+    """The scenes that differ in one object: replaced, moved, taken away or added."""
+    free = [cell for cell in range(9) if cell not in objects]
+    changed = [objects | {free[0]: pair} for pair in product(COLORS, SHAPES)]
+    for cell in objects:
+        rest = {one: pair for one, pair in objects.items() if one != cell}
+        changed.append(rest)
+        changed += [rest | {place: objects[cell]} for place in free]
+        changed += [rest | {cell: pair} for pair in product(COLORS, SHAPES)]
+    for scene in changed:
+        shapes = [shape for _, shape in scene.values()]
+        if 2 <= len(shapes) <= 5 and len(set(shapes)) == len(shapes):
+            yield scene
+
+
+def test_no_turn_can_be_answered_from_the_turns_before_it(out, seen):
+    checked = 0
+    for row in read_json(out / "questions.json"):
+        objects = seen[row["image"]]
+        asked = [(question.removesuffix(SUFFIX), said) for question, said in turns(row)]
+        assert len({question for question, _ in asked}) == len(asked)
+        for number, (question, said) in enumerate(asked):
+            two_steps = (two for one in one_step(objects) for two in one_step(one))
+            checked += number > 0
+            # Another possible scene gives the same answers so far, and another one now.
+            assert any(
+                answer(question, other) not in (said, None)
+                and all(answer(before, other) == heard for before, heard in asked[:number])
+                for other in chain(one_step(objects), two_steps)
+            ), (asked, number)
+    assert checked > 500
+
+
+@pytest.mark.parametrize("questions_per_row", [1, 4])
+def test_questions_are_cut_into_rows(out, tmp_path, questions_per_row):
+    make_scenes(tmp_path / "out", seed=3, questions_per_row=questions_per_row, **SIZES)
+    together = [turn for row in read_json(out / "questions.json") for turn in turns(row)]
+    rows = read_json(tmp_path / "out" / "questions.json")
+    assert [turn for row in rows for turn in turns(row)] == together
+    assert max(len(turns(row)) for row in rows) == questions_per_row
+    assert len({row["id"] for row in rows}) == len(rows)
+
+
+def contents(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_the_seed_decides_every_byte(out, tmp_path):
+    make_scenes(tmp_path / "same", seed=3, **SIZES)
+    make_scenes(tmp_path / "other", seed=4, **SIZES)
+    assert contents(tmp_path / "same") == contents(out)
+    first, other = contents(out), contents(tmp_path / "other")
+    assert first.keys() == other.keys()
+    assert not {name for name in first if first[name] == other[name]}
+
+
+@pytest.mark.parametrize("size", [9, 13, 40])
+def test_shapes_cover_their_geometric_area(size):
+    outer, inner = 0.525, 0.21
+    areas = {
+        "square": 1.0,
+        "circle": np.pi / 4,
+        "triangle": 0.5,
+        "diamond": 0.5,
+        "cross": 2 * 0.36 - 0.36**2,
+        "star": 5 * outer * inner * np.sin(np.pi / 5),
+    }
+    for shape, area in areas.items():
+        assert coverage(shape, size).mean() == pytest.approx(area, abs=0.05), shape
+
+
+def test_larger_images(tmp_path):
+    make_scenes(tmp_path / "out", num_train=2, num_test=8, num_val=1, image_size=96, progress=False)
+    with Image.open(tmp_path / "out/images/train/000001.png") as image:
+        assert image.size == (96, 96)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"num_test": 100}, "num_test=100.*multiple of 8"),
+        ({"num_train": 0}, "num_train=0"),
+        ({"image_size": 50}, "image_size=50.*multiple of 3"),
+        ({"image_size": 33}, "image_size=33.*at least 36"),
+        ({"questions_per_row": 0}, "questions_per_row=0"),
+    ],
+)
+def test_bad_settings_are_named(tmp_path, setting, message):
+    with pytest.raises(ValueError, match=message):
+        make_scenes(tmp_path / "out", **(SIZES | setting))
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten(tmp_path):
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(DataError, match=f"{tmp_path}: already exists and is not empty"):
+        make_scenes(tmp_path, **SIZES)
+    assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch, error):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr("coat_data.scenes.make.write_questions", fail)
+    with pytest.raises((KeyboardInterrupt, OSError)):
+        make_scenes(tmp_path / "out", **SIZES)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,258 @@
+"""Frames of tiny clips made here, against reading every frame of the clip in order."""
+
+from fractions import Fraction
+from pathlib import Path
+from typing import cast
+
+import av
+import numpy as np
+import pytest
+from av.video.stream import VideoStream
+from PIL import Image
+
+from coat_data import video
+from coat_data.sample import DataError, Media
+from coat_data.video import read_frames
+
+
+def picture(number: int, size: tuple[int, int] = (64, 48)) -> np.ndarray:
+    """A gradient with a bar whose place tells the frame's number."""
+    width, height = size
+    values = np.zeros((height, width, 3), dtype=np.uint8)
+    values[:, :, 0] = np.linspace(0, 255, width, dtype=np.uint8)
+    values[:, :, 1] = 5 * number % 256
+    values[:, (3 * number) % width :, 2] = 200
+    return values
+
+
+def make_clip(
+    path: Path,
+    num_frames: int,
+    codec: str = "libx264",
+    *,
+    stamps: list[int] | None = None,
+    options: dict[str, str] | None = None,
+    container_options: dict[str, str] | None = None,
+) -> Path:
+    """A clip at 10 frames per second, or with time stamps in tenths of a second."""
+    with av.open(str(path), "w", options=container_options or {}) as container:
+        stream = cast(VideoStream, container.add_stream(codec, rate=10, options=options or {}))
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 10)
+        for number in range(num_frames):
+            frame = av.VideoFrame.from_ndarray(picture(number), format="rgb24")
+            frame.pts = stamps[number] if stamps else number
+            frame.time_base = Fraction(1, 10)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def all_frames(path: Path) -> tuple[list[float], list[Image.Image]]:
+    """Times and pictures of every frame, by plain sequential decoding."""
+    with av.open(str(path)) as container:
+        frames = list(container.decode(container.streams.video[0]))
+    return [frame.time for frame in frames], [frame.to_image() for frame in frames]
+
+
+def numbers_of(frames: list[Image.Image], every: list[Image.Image]) -> list[int]:
+    """Which frames of the clip these are."""
+    known = {image.tobytes(): number for number, image in enumerate(every)}
+    assert len(known) == len(every)
+    return [known[frame.tobytes()] for frame in frames]
+
+
+def read(path: Path, num_frames: int) -> list[Image.Image]:
+    return read_frames(Media(kind="video", path=str(path)), num_frames)
+
+
+CLIPS = {
+    "h264.mp4": ("libx264", {"g": "12", "bf": "2"}),
+    "h264_long_groups.mp4": ("libx264", {"g": "250", "bf": "3"}),
+    "open_gop.mp4": ("libx264", {"g": "10", "bf": "3", "x264-params": "open-gop=1:scenecut=0"}),
+    "vp9.webm": ("libvpx-vp9", {"g": "15", "deadline": "realtime"}),
+    "mpeg4.avi": ("mpeg4", {"g": "8", "qscale": "2"}),
+    "h264.mkv": ("libx264", {"g": "20"}),
+    "h264.ts": ("libx264", {"g": "10", "bf": "2"}),
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("num_frames", [1, 4, 7])
+def test_frames_are_those_on_screen_in_the_middle_of_equal_spans(
+    tmp_path: Path, name: str, num_frames: int
+):
+    codec, options = CLIPS[name]
+    path = make_clip(tmp_path / name, 40, codec, options=options)
+    times, every = all_frames(path)
+    assert len(every) == 40
+    middles = [times[0] + 4.0 * (i + 0.5) / num_frames for i in range(num_frames)]
+    expected = [max(k for k, t in enumerate(times) if t <= m + 1e-6) for m in middles]
+    assert numbers_of(read(path, num_frames), every) == expected
+
+
+def test_variable_frame_rate_is_uniform_in_time_not_in_frames(tmp_path: Path):
+    stamps = [*range(20), *range(20, 120, 10)]  # 2 s at 10 fps, then 10 s at 1 fps
+    path = make_clip(tmp_path / "vfr.mp4", 30, stamps=stamps, options={"bf": "0"})
+    times, every = all_frames(path)
+    chosen = [times[k] for k in numbers_of(read(path, 4), every)]
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        assert stream.duration
+        assert stream.time_base
+        duration = float(stream.duration * stream.time_base)
+    assert duration == pytest.approx(12, abs=1)
+    for i, time in enumerate(chosen):
+        assert time == max(t for t in times if t <= duration * (i + 0.5) / 4)
+
+
+def test_groups_of_pictures_that_are_not_needed_are_not_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = make_clip(tmp_path / "a.mp4", 400, options={"g": "10", "bf": "0", "sc_threshold": "0"})
+    decoded = 0
+    original = video._decoded_packets
+
+    def counted(*arguments):
+        nonlocal decoded
+        for frame in original(*arguments):
+            decoded += 1
+            yield frame
+
+    monkeypatch.setattr(video, "_decoded_packets", counted)
+    assert len(read(path, 4)) == 4
+    assert decoded < 100
+
+
+@pytest.mark.parametrize("name", ["h264.mp4", "h264_long_groups.mp4", "vp9.webm", "h264.ts"])
+def test_seeking_gives_the_same_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    codec, options = CLIPS[name]
+    path = make_clip(tmp_path / name, 300, codec, options=options)
+    expected = [frame.tobytes() for frame in read(path, 5)]
+    seeks = []
+    original = video._seek
+    monkeypatch.setattr(video, "_SEEK_SECONDS", 4.0)
+    monkeypatch.setattr(video, "_seek", lambda *args: (seeks.append(args[2]), original(*args)))
+    assert [frame.tobytes() for frame in read(path, 5)] == expected
+    assert len(seeks) == (0 if "long_groups" in name else 4)  # keyframes 25 s apart: none to reach
+
+
+def test_short_clips_give_each_frame_once(tmp_path: Path):
+    path = make_clip(tmp_path / "short.mp4", 3)
+    _, every = all_frames(path)
+    assert numbers_of(read(path, 8), every) == [0, 1, 2]
+    path = make_clip(tmp_path / "one.mp4", 1)
+    assert len(read(path, 8)) == 1
+
+
+def test_clips_in_memory(tmp_path: Path):
+    path = make_clip(tmp_path / "a.mp4", 12)
+    media = Media(kind="video", path="row 3", data=path.read_bytes())
+    expected = [frame.tobytes() for frame in read(path, 3)]
+    assert [frame.tobytes() for frame in read_frames(media, 3)] == expected
+
+
+@pytest.mark.parametrize(
+    ("quarters", "matrix"), [(1, (0, -1, 1, 0)), (3, (0, 1, -1, 0)), (2, (-1, 0, 0, -1))]
+)
+def test_rotation_is_applied(tmp_path: Path, quarters: int, matrix: tuple[int, ...]):
+    """The display matrix of the track header, written by hand: quarter turns counterclockwise."""
+    path = make_clip(tmp_path / "a.mp4", 5)
+    _, every = all_frames(path)
+    data = bytearray(path.read_bytes())
+    start = data.index(b"tkhd") + 44  # type, flags, five fields of 4 bytes, 16 bytes
+    a, b, c, d = matrix
+    fields = [a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30]
+    data[start : start + 36] = b"".join(field.to_bytes(4, "big", signed=True) for field in fields)
+    path.write_bytes(data)
+    expected = np.rot90(np.asarray(every[2]), quarters)
+    assert np.array_equal(np.asarray(read(path, 1)[0]), expected)
+
+
+def test_folder_of_frames(tmp_path: Path):
+    for number in range(10):
+        Image.fromarray(picture(number)).save(tmp_path / f"{number:03}.png")
+    (tmp_path / "notes.txt").write_text("not a frame")
+    every = [Image.fromarray(picture(number)) for number in range(10)]
+    assert numbers_of(read(tmp_path, 5), every) == [1, 3, 5, 7, 9]
+    assert numbers_of(read(tmp_path, 1), every) == [5]
+    assert numbers_of(read(tmp_path, 64), every) == list(range(10))
+
+
+def test_gif_frames_that_paint_over_the_one_before(tmp_path: Path):
+    images = []
+    canvas = Image.new("RGB", (32, 32), "white")
+    for number in range(8):
+        canvas = canvas.copy()
+        canvas.paste(
+            ("red", "green", "blue", "black")[number % 4], (4 * number, 0, 4 * number + 4, 9)
+        )
+        images.append(canvas)
+    path = tmp_path / "a.gif"
+    images[0].save(path, save_all=True, append_images=images[1:], duration=100, loop=0)
+    for frame, number in zip(read(path, 4), (1, 3, 5, 7), strict=True):
+        assert np.abs(np.asarray(frame).astype(int) - np.asarray(images[number])).max() <= 2
+
+
+def test_truncated_clip_gives_its_readable_part(tmp_path: Path):
+    path = make_clip(tmp_path / "a.mp4", 60, container_options={"movflags": "faststart"})
+    _, every = all_frames(path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 6 // 10])
+    numbers = numbers_of(read(path, 6)[:-1], every)
+    assert numbers == [5, 15, 25][: len(numbers)]
+    assert numbers
+
+
+def test_damage_in_the_middle_is_passed_over(tmp_path: Path):
+    path = make_clip(
+        tmp_path / "a.mp4", 60, options={"g": "10"}, container_options={"movflags": "faststart"}
+    )
+    data = bytearray(path.read_bytes())
+    middle = len(data) * 6 // 10
+    data[middle : middle + 300] = bytes(300)
+    path.write_bytes(data)
+    assert len(read(path, 6)) >= 4
+
+
+def test_clip_without_times(tmp_path: Path):
+    """A raw stream has neither a duration nor time stamps; it is uniform in frames."""
+    path = make_clip(tmp_path / "a.h264", 20, options={"bf": "2"})
+    with av.open(str(path)) as container:
+        every = [frame.to_image() for frame in container.decode(video=0)]
+    assert numbers_of(read(path, 4), every) == [2, 7, 12, 17]
+    assert numbers_of(read(path, 64), every) == list(range(20))
+
+
+def test_clip_without_a_duration(tmp_path: Path):
+    """What a camera that was switched off in the middle leaves: a stream never closed."""
+    path = make_clip(tmp_path / "a.mkv", 20, options={"bf": "0"}, container_options={"live": "1"})
+    _, every = all_frames(path)
+    with av.open(str(path)) as container:
+        assert container.duration is None
+    assert numbers_of(read(path, 4), every) == [2, 7, 11, 16]
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "text", "header", "audio"])
+def test_unreadable_videos_name_the_path(tmp_path: Path, damage: str):
+    path = tmp_path / "bad.mp4"
+    if damage == "audio":
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("aac", rate=16000)
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+            frame.sample_rate = 16000
+            container.mux(stream.encode(frame))
+            container.mux(stream.encode(None))
+    elif damage == "header":
+        path.write_bytes(make_clip(tmp_path / "good.mp4", 5).read_bytes()[:60])
+    elif damage != "missing":
+        path.write_bytes({"empty": b"", "text": b"<html>no</html>"}[damage])
+    with pytest.raises(DataError, match=r"bad\.mp4") as raised:
+        read(path, 4)
+    assert raised.value.where == str(path)
+
+
+def test_folder_without_frames_and_bad_number(tmp_path: Path):
+    with pytest.raises(DataError, match="no image files"):
+        read(tmp_path, 4)
+    with pytest.raises(ValueError, match="num_frames=0"):
+        read_frames(Media(kind="video", data=b""), 0)

@@ -1,0 +1,242 @@
+"""Training runs started as users start them: resume, signals, ranks, stages, full disks."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from coat_vlm.generate import load
+from coat_vlm.train.checkpoint import latest_checkpoint
+
+
+def tiny_recipe(data: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
+    """A recipe for ``tiny_data`` with one stage; ``changes`` replace its top-level keys."""
+    trains = {"train": True, "lr": 3e-3}
+    source = {"name": "tiny", "path": str(data / "data.json")}
+    recipe: dict[str, Any] = {
+        "name": "tiny",
+        "output_dir": str(output_dir),
+        "precision": "fp32",
+        "num_workers": 0,
+        "tracking": {"tensorboard": False},
+        "model": {
+            "vision": {
+                "config": {
+                    "model_type": "siglip_vision_model",
+                    "hidden_size": 16,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                    "intermediate_size": 32,
+                    "image_size": 16,
+                    "patch_size": 4,
+                },
+                "select_layer": -1,
+            },
+            "language": {
+                "config": {
+                    "model_type": "qwen2",
+                    "hidden_size": 32,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                    "num_key_value_heads": 1,
+                    "intermediate_size": 64,
+                    "max_position_embeddings": 128,
+                    "attention_dropout": 0.1,
+                }
+            },
+            "tokenizer": {"train_vocab_size": 280},
+            "image": {"augment": "crop_flip"},
+        },
+        "stages": {
+            "sft": {
+                "data": [source],
+                "val_data": [source],
+                "vision": trains,
+                "projector": trains,
+                "language": trains,
+                "batch_size": 8,
+                "micro_batch_size": 2,
+                "max_steps": 6,
+                "weight_decay": 0.01,
+            }
+        },
+    }
+    return {**recipe, **changes}
+
+
+def write_recipe(recipe: dict[str, Any], path: Path) -> Path:
+    """Write a recipe as YAML."""
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def losses(run_dir: Path, stage: str = "sft") -> list[float]:
+    """The training losses in metrics.jsonl by step."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "step" and row["stage"] == stage]
+    assert [row["step"] for row in steps] == list(range(1, len(steps) + 1))
+    return [row["loss"] for row in steps]
+
+
+TRAIN = [sys.executable, "-m", "coat_vlm.cli", "train"]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def train(
+    recipe: dict[str, Any], tmp_path: Path, *options: str, ranks: int = 1, **popen: Any
+) -> subprocess.CompletedProcess[str]:
+    path = write_recipe(recipe, tmp_path / "recipe.yaml")
+    launcher = TRAIN
+    if ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        launcher = [sys.executable, *torchrun, "-m", "coat_vlm.cli", "train"]
+    return subprocess.run(
+        [*launcher, str(path), *options],
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        **popen,
+    )
+
+
+def no_dropout(recipe: dict[str, Any]) -> dict[str, Any]:
+    recipe["model"]["language"]["config"]["attention_dropout"] = 0.0
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def one_rank(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("one_rank")
+    done = train(no_dropout(tiny_recipe(tiny_data, folder / "run")), folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return losses(folder / "run")
+
+
+def test_accumulation_does_not_change_the_losses(
+    one_rank: list[float], tiny_data: Path, tmp_path: Path
+) -> None:
+    recipe = no_dropout(tiny_recipe(tiny_data, tmp_path / "run"))
+    recipe["stages"]["sft"]["micro_batch_size"] = 8
+    done = train(recipe, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert losses(tmp_path / "run") == pytest.approx(one_rank, rel=2e-5)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_two_ranks_give_the_losses_of_one(
+    one_rank: list[float], tiny_data: Path, tmp_path: Path, zero_stage: int
+) -> None:
+    recipe = no_dropout(tiny_recipe(tiny_data, tmp_path / "run", zero_stage=zero_stage))
+    done = train(recipe, tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "run") == pytest.approx(one_rank, rel=2e-5)
+    model, _ = load(tmp_path / "run" / "sft" / "model")
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("zero_stage", "num_workers"), [(0, 0), (2, 2)])
+def test_a_signal_saves_and_resume_continues_bit_exactly(
+    tiny_data: Path, tmp_path: Path, zero_stage: int, num_workers: int
+) -> None:
+    whole = tiny_recipe(tiny_data, tmp_path / "whole", zero_stage=zero_stage)
+    whole["stages"]["sft"]["max_steps"] = 40
+    assert train(whole, tmp_path).returncode == 0
+    broken = {**whole, "output_dir": str(tmp_path / "broken"), "num_workers": num_workers}
+    path = write_recipe(broken, tmp_path / "recipe.yaml")
+    process = subprocess.Popen([*TRAIN, str(path)], env=ENV, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "broken" / "metrics.jsonl"
+    while not metrics.is_file() or metrics.read_text().count('"step_s"') < 5:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 75
+    checkpoint = latest_checkpoint(tmp_path / "broken" / "sft" / "checkpoints")
+    assert checkpoint is not None
+    assert len(losses(tmp_path / "broken")) < 40
+    done = train(broken, tmp_path, "--resume", "auto")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+
+
+def test_stages_chain_and_frozen_modules_stay(tiny_data: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tiny_data, tmp_path / "run")
+    align = {**recipe["stages"]["sft"], "max_steps": 2}
+    align["vision"] = align["language"] = {"train": False}
+    recipe["stages"] = {"align": align, "sft": {**recipe["stages"]["sft"], "max_steps": 2}}
+    done = train(recipe, tmp_path, "--stage", "sft")
+    assert done.returncode == 2
+    assert "train the stage align first" in done.stderr
+    done = train(recipe, tmp_path, "--overwrite")
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    starts = [row for row in rows if row.get("status") == "start"]
+    assert [row["stage"] for row in starts] == ["align", "sft"]
+    assert starts[0]["trainable"]["language"] == starts[0]["trainable"]["vision"] == 0
+    assert starts[0]["trainable"]["projector"] == starts[0]["total"]["projector"] > 0
+    validations = [row for row in rows if row["kind"] == "val"]
+    assert [list(row["losses"]) for row in validations] == [["tiny"], ["tiny"]]
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(tiny_data: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tiny_data, tmp_path / "run")
+    recipe["stages"]["sft"].update(max_steps=2, save_every_steps=1)
+    assert train(recipe, tmp_path).returncode == 0
+    checkpoints = tmp_path / "run" / "sft" / "checkpoints"
+    before = latest_checkpoint(checkpoints)
+    (tmp_path / "run" / "sft" / "model" / "manifest.json").unlink()
+    for path in sorted(checkpoints.glob("step-*"))[1:]:
+        (path / "manifest.json").unlink()  # as if it was cut off while being written
+
+    def limit_files() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    done = train(recipe, tmp_path, "--resume", "auto", preexec_fn=limit_files)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "could not be saved" in done.stderr
+    assert "is not used" in done.stderr
+    usable = latest_checkpoint(checkpoints)
+    assert before is not None
+    assert usable == before.with_name("step-00000001")
+
+
+def test_bad_rows_stop_the_run_or_are_listed(tiny_data: Path, tmp_path: Path) -> None:
+    rows = json.loads((tiny_data / "data.json").read_text())
+    rows[4]["image"] = "missing.png"
+    bad = tiny_data / "bad.json"
+    bad.write_text(json.dumps(rows))
+    recipe = tiny_recipe(tiny_data, tmp_path / "run")
+    recipe["stages"]["sft"].update(data=[{"name": "bad", "path": str(bad)}], max_steps=3)
+    done = train(recipe, tmp_path)
+    assert done.returncode == 2
+    assert "bad.json:4" in done.stderr
+    assert "missing.png" in done.stderr
+    assert "Traceback" not in done.stderr
+    recipe["stages"]["sft"]["max_bad_samples"] = 5
+    done = train(recipe, tmp_path, "--overwrite")
+    assert done.returncode == 0, done.stderr[-2000:]
+    (listed,) = (tmp_path / "run" / "bad_samples.jsonl").read_text().splitlines()
+    assert "bad.json:4" in json.loads(listed)["where"]
+
+
+def test_an_earlier_run_is_not_overwritten_by_accident(tiny_data: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tiny_data, tmp_path / "run")
+    recipe["stages"]["sft"]["max_steps"] = 1
+    assert train(recipe, tmp_path).returncode == 0
+    done = train(recipe, tmp_path)
+    assert done.returncode == 2
+    assert "--resume auto" in done.stderr
+    recipe["seed"] = 5
+    done = train(recipe, tmp_path, "--resume", "auto")
+    assert done.returncode == 2
+    assert "seed: 0 -> 5" in done.stderr

@@ -1,0 +1,125 @@
+"""Hand-worked cases; POPE's come from reading its rule word by word (strip, '.', ',', ' ')."""
+
+import pytest
+
+from coat_eval.extract import choice_letter, mentions_yes_or_no, short_answer, yes_no
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Yes", "yes"),
+        ("No", "no"),
+        ("no", "no"),
+        ("not", "no"),
+        ("No.", "no"),
+        ("No, there is no dog.", "no"),
+        ("Yes, no doubt", "no"),
+        ("I do not see a dog.", "no"),
+        ("The answer is: no", "no"),
+        ("Yes. But there is no cat.", "yes"),  # only the part before the first period counts
+        ("3. No", "yes"),
+        ("NO", "yes"),  # the words are case-sensitive
+        ("Not sure", "yes"),
+        ("No!", "yes"),  # other punctuation sticks to the word
+        ("no?", "yes"),
+        ('"No"', "yes"),
+        ("**No**", "yes"),
+        ("I cannot see one", "yes"),
+        ("There isn't a dog.", "yes"),
+        ("Yes\nNo", "yes"),  # newlines do not separate words
+        ("noodles", "yes"),
+        ("", "yes"),
+        ("No\n", "no"),  # stripped first, as LLaVA does
+        ("  no ", "no"),
+        ("no,", "no"),
+        ("no ,yes", "no"),
+    ],
+)
+def test_pope_rule(text: str, expected: str):
+    assert yes_no(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("Yes", True), ("NO!", True), ("not there", True), ("nothing", False), ("", False)],
+)
+def test_blind_yes_is_recognised(text: str, expected: bool):
+    assert mentions_yes_or_no(text) is expected
+
+
+NUMBERS = ["One", "Two", "Three", "Four"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("B", "B"),
+        ("b", "B"),
+        (" B\n", "B"),
+        ("B.", "B"),
+        ("(B)", "B"),
+        ("B)", "B"),
+        ("B. Two", "B"),
+        ("(A) One", "A"),
+        ("C: Three", "C"),
+        ("**C**", "C"),
+        ("The answer is B", "B"),
+        ("The answer is B.", "B"),
+        ("The correct answer is **D**.", "D"),
+        ("Answer: (C)", "C"),
+        ("Option C", "C"),
+        ("I think it is C, really", "C"),
+        ("A is right", "A"),
+        ("One", "A"),
+        ("two.", "B"),
+        ("three towels", "C"),
+        ("It shows four", "D"),
+        ("The answer is two", "B"),
+        ("A single tower, so two", "B"),  # an article is no letter
+        ("I see four of them", "D"),
+        ("A is wrong. The answer is C", "C"),
+        ("Both A and B", None),
+        ("C or D", None),
+        ("I see One or Two", None),
+        ("B. Two, or C", "B"),
+        ("E", None),
+        ("The answer is E", None),
+        ("Apples", None),
+        ("Anyone", None),  # "one" inside a word
+        ("", None),
+    ],
+)
+def test_choice_letter(text: str, expected: str | None):
+    assert choice_letter(text, NUMBERS) == expected
+
+
+def test_an_options_own_text_beats_a_letter_in_it():
+    assert choice_letter("plan A", ["plan B", "plan A"]) == "B"
+    assert choice_letter("A cat", ["A dog", "A cat"]) == "B"
+
+
+def test_equal_options_cannot_be_told_apart_by_text():
+    assert choice_letter("red", ["red", "red", "blue"]) is None
+
+
+def test_letters_end_with_the_choices():
+    assert choice_letter("C", ["left", "right"]) is None
+    assert choice_letter("F", ["a", "b", "c", "d", "e", "f"]) == "F"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Red", "red"),
+        (" red.\n", "red"),
+        ("Red .", "red"),
+        ("U.S.", "u.s"),
+        ("t-shirt", "t-shirt"),
+        ("a red ball", "a red ball"),
+        (" . ", ""),
+        ("yes!", "yes!"),
+    ],
+)
+def test_short_answer(text: str, expected: str):
+    assert short_answer(text) == expected

@@ -1,0 +1,271 @@
+"""The runner with a scripted model: order, resuming, mismatches and the run folder."""
+
+import json
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from coat_data.sample import DataError, Sample
+from coat_eval import evaluate, evaluate_run, format_table, get_task, run, runner
+from coat_vlm.recipe_file import load_recipe
+
+ANSWERS = ["yes" if number % 2 else "no" for number in range(10)]
+
+
+class Script:
+    """Stands in for the model: answers from the question's text, and remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+        self.stop_after: int | None = None
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+
+    def answer(self, _model: object, _encoder: object, prompts: list[str], _max: int) -> list[str]:
+        if self.stop_after is not None and len(self.asked) == self.stop_after:
+            raise KeyboardInterrupt
+        self.asked.append(prompts)
+        return ["Yes" if "odd" in prompt else "No" for prompt in prompts]
+
+
+def first_texts(samples: list[Sample]) -> list[str]:
+    return [sample.turns[0].text for sample in samples]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    script = Script()
+    monkeypatch.setattr(runner, "generate_batch", script.answer)
+    monkeypatch.setattr(runner, "PromptEncoder", lambda _: first_texts)
+    return script
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Ten questions whose texts grow longer; the last is text of its own category."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "set").mkdir()
+    write_questions(tmp_path / "set")
+    return tmp_path
+
+
+def write_questions(folder: Path, mark: str = "!") -> None:
+    rows = [
+        {
+            "question_id": f"q{number}",
+            "text": mark * (20 - number) + ("odd" if number % 2 else "even"),
+            "answer": answer,
+            "category": "end" if number == 9 else "begin",
+        }
+        for number, answer in enumerate(ANSWERS)
+    ]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def go(folder: Path, script: Script, **options: Any) -> dict:
+    return evaluate(
+        script,  # pyright: ignore[reportArgumentType]
+        SimpleNamespace(),  # pyright: ignore[reportArgumentType]
+        get_task("yes_no"),
+        folder / "set",
+        folder / "out",
+        **{"model_dir": folder / "model", "batch_size": 3, "progress": False, **options},
+    )
+
+
+def ids(folder: Path) -> list[str]:
+    lines = (folder / "out" / "predictions.jsonl").read_text().splitlines()
+    return [json.loads(line)["question_id"] for line in lines]
+
+
+def test_every_question_once_in_batches_of_similar_length(folder: Path, script: Script):
+    report = go(folder, script)
+    lengths = [[len(text) for text in batch] for batch in script.asked]
+    assert [len(batch) for batch in lengths] == [3, 3, 3, 1]
+    assert list(chain(*lengths)) == sorted(chain(*lengths))
+    assert sorted(ids(folder)) == [f"q{number}" for number in range(10)]
+    assert report["metrics"]["accuracy"] == 100.0
+    assert (report["n"], report["dtype"], report["device"]) == (10, "float32", "cpu")
+    assert report["model"] == str(folder / "model")
+    assert json.loads((folder / "out" / "report.json").read_text()) == report
+
+
+def test_a_killed_run_goes_on_without_repeating_or_losing(folder: Path, script: Script):
+    script.stop_after = 2
+    with pytest.raises(KeyboardInterrupt):
+        go(folder, script)
+    assert len(ids(folder)) == 6
+    first = script.asked
+    script.asked, script.stop_after = [], None
+    report = go(folder, script)
+    assert [len(batch) for batch in script.asked] == [3, 1]
+    assert not set(chain(*first)) & set(chain(*script.asked))
+    assert sorted(ids(folder)) == [f"q{number}" for number in range(10)]
+    assert report["metrics"]["accuracy"] == 100.0
+
+
+def test_a_line_cut_off_in_the_middle_is_asked_again(folder: Path, script: Script):
+    go(folder, script)
+    path = folder / "out" / "predictions.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    script.asked = []
+    assert go(folder, script)["n"] == 10
+    assert [len(batch) for batch in script.asked] == [1]
+
+
+def test_a_finished_run_is_scored_again_without_asking(folder: Path, script: Script):
+    first = go(folder, script)
+    script.asked = []
+    again = go(folder, script)
+    assert script.asked == []
+    assert first["metrics"] == again["metrics"]
+
+
+def test_a_limit_can_be_raised_later(folder: Path, script: Script):
+    assert go(folder, script, limit=4)["n"] == 4
+    assert sorted(ids(folder)) == ["q0", "q1", "q2", "q3"]
+    script.asked = []
+    assert go(folder, script)["n"] == 10
+    assert sum(len(batch) for batch in script.asked) == 6
+
+
+def other_model(folder: Path) -> dict:
+    (folder / "model" / "config.json").write_text('{"other": 1}')
+    return {}
+
+
+def other_questions(folder: Path) -> dict:
+    write_questions(folder / "set", mark="?")
+    return {}
+
+
+def other_length(_: Path) -> dict:
+    return {"max_new_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (other_model, "model_sha256"),
+        (other_questions, "questions_sha256"),
+        (other_length, "max_new_tokens"),
+    ],
+)
+def test_predictions_of_something_else_are_refused_or_replaced(
+    folder: Path, script: Script, change: Callable[[Path], dict], named: str
+):
+    go(folder, script)
+    options = change(folder)
+    before = (folder / "out" / "predictions.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=f"was made with another {named};"):
+        go(folder, script, **options)
+    assert (folder / "out" / "predictions.jsonl").read_bytes() == before
+    script.asked = []
+    go(folder, script, **options, on_mismatch="overwrite")
+    assert sum(len(batch) for batch in script.asked) == 10
+    assert len(ids(folder)) == 10
+
+
+def unreadable(samples: list[Sample]) -> list:
+    raise DataError("set/questions.jsonl:1", "the image is truncated", "replace it")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_image_is_a_data_error_from_a_worker_too(
+    folder: Path, script: Script, monkeypatch: pytest.MonkeyPatch, num_workers: int
+):
+    monkeypatch.setattr(runner, "PromptEncoder", lambda _: unreadable)
+    with pytest.raises(DataError, match="the image is truncated") as error:
+        go(folder, script, num_workers=num_workers)
+    assert error.value.where == "set/questions.jsonl:1"
+
+
+RECIPE = """\
+name: r
+output_dir: r
+model:
+  vision: {{config: {{model_type: siglip_vision_model}}}}
+  language: {{config: {{model_type: qwen2}}}}
+stages:
+  sft:
+    data: [{{name: a, path: a.json}}]
+    batch_size: 2
+    micro_batch_size: 1
+    max_steps: 1
+    language: {{train: true, lr: 0.001}}
+num_workers: 0
+eval_sets:
+  presence: {{task: yes_no, path: {folder}/set, require: {require}}}
+"""
+
+
+@pytest.fixture
+def run_dir(folder: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (folder / "sft").mkdir()
+    (folder / "model").rename(folder / "sft" / "model")
+    require(folder, "{accuracy: 100, begin.f1: 50}")
+    monkeypatch.setattr(run, "load", lambda *_: (script, SimpleNamespace()))
+    return folder
+
+
+def require(folder: Path, entries: str) -> None:
+    (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, require=entries))
+
+
+def test_a_run_that_meets_its_requirements(run_dir: Path):
+    assert evaluate_run(run_dir, progress=False) == []
+    written = json.loads((run_dir / "eval.json").read_text())
+    assert written["precision"] == "bf16"
+    assert written["presence"]["accuracy"] == 100.0
+    assert (run_dir / "eval" / "presence" / "report.json").is_file()
+
+
+def test_a_run_that_misses_one(run_dir: Path, script: Script, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        runner, "generate_batch", lambda _m, _p, prompts, _n: ["Yes"] * len(prompts)
+    )
+    (missed,) = evaluate_run(run_dir, progress=False)
+    assert str(missed) == "presence: accuracy is 50.00, required 100.00"
+    table = format_table(
+        json.loads((run_dir / "eval.json").read_text()), load_recipe(str(run_dir / "recipe.yaml"))
+    )
+    assert [line.split() for line in table.splitlines()] == [
+        ["set", "task", "metric", "value", "chance", "majority", "required"],
+        ["presence", "yes_no", "f1", "66.67", "50.00", "66.67", "-"],
+        ["presence", "yes_no", "accuracy", "50.00", "50.00", "50.00", "100.00", "missed"],
+        ["presence", "yes_no", "begin.f1", "61.54", "47.06", "61.54", "50.00", "ok"],
+    ]
+
+
+def test_a_model_trained_again_replaces_old_predictions(run_dir: Path, script: Script):
+    evaluate_run(run_dir, progress=False)
+    (run_dir / "sft" / "model" / "config.json").write_text('{"again": 1}')
+    script.asked = []
+    evaluate_run(run_dir, progress=False)
+    assert sum(len(batch) for batch in script.asked) == 10
+
+
+def test_a_misspelt_requirement_is_found_before_anything_is_asked(run_dir: Path, script: Script):
+    require(run_dir, "{acuracy: 1}")
+    with pytest.raises(ValueError, match="no metric 'acuracy'; did you mean 'accuracy'"):
+        evaluate_run(run_dir, progress=False)
+    assert script.asked == []
+
+
+def test_a_stage_that_has_not_finished(run_dir: Path):
+    (run_dir / "sft" / "model" / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="stage 'sft' of this run has not finished"):
+        evaluate_run(run_dir, progress=False)
+
+
+def test_a_recipe_without_evaluation_sets(run_dir: Path):
+    text = (run_dir / "recipe.yaml").read_text().partition("eval_sets")[0]
+    (run_dir / "recipe.yaml").write_text(text)
+    with pytest.raises(ValueError, match="has no eval_sets"):
+        evaluate_run(run_dir, progress=False)

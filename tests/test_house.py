@@ -1,0 +1,216 @@
+"""The house rules that no other tool checks: sizes, rooms, words, docstrings, and the README."""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from coat_vlm.cli import build_parser, parse
+from coat_vlm.recipe_file import builtin_recipes, load_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("coat_vlm", "kernels/coat_kernels", "data/coat_data", "eval/coat_eval")
+ROOMS = ("kernels", "data", "eval", "scripts", "tests")
+NOT_OURS = {".git", ".venv", "runs", "build", "dist"}
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def our_files() -> list[Path]:
+    """What git has or would add; without git, everything outside of NOT_OURS."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode == 0:
+        paths = [ROOT / line for line in listed.stdout.splitlines()]
+    else:
+        paths = [p for p in ROOT.rglob("*") if not NOT_OURS & set(p.relative_to(ROOT).parts)]
+    return [path for path in paths if path.is_file()]
+
+
+FILES = our_files()
+SOURCES = [path for path in FILES if path.suffix == ".py"]
+
+
+def test_the_files_were_found():
+    assert ROOT / "coat_vlm" / "config.py" in SOURCES
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_python_file_passes_400_lines(path: Path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+def test_the_makefile_stays_short():
+    assert len((ROOT / "Makefile").read_text().splitlines()) <= 40
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_room_folders_are_not_packages(room: str):
+    assert not (ROOT / room / "__init__.py").exists()
+
+
+def test_only_ascii():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in FILES
+        if path.suffix in {".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".jinja", ""}
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if not line.isascii()
+    ]
+    assert wrong == []
+
+
+# Assembled from pieces so that this file does not contain what it looks for.
+FORBIDDEN = re.compile(
+    "|".join(
+        [
+            "/" + "work/",
+            "/" + "root/",
+            "/" + "home/[a-z]",
+            r"\.\./" + "shared",
+            "FIX" + "ME",
+            "XX" + "X",
+            "TO" + r"DO(?!\()",
+            r"breakpoint" + r"\(",
+            r"set_" + r"trace\(",
+            "make_" + "block_ptr",
+        ]
+    )
+)
+
+
+def test_no_forbidden_words():
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in FILES
+        if path.name not in {"LICENSE", ".pre-commit-config.yaml", "CONTRIBUTING.md"}
+        for number, line in enumerate(
+            path.read_text(encoding="utf-8", errors="ignore").splitlines(), start=1
+        )
+        if FORBIDDEN.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["see /" + "work/x", "TO" + "DO: later", "break" + "point()"],
+    ids=["path", "todo", "stop"],
+)
+def test_the_forbidden_words_are_recognised(path: str):
+    assert FORBIDDEN.search(path)
+
+
+def undocumented(tree: ast.AST, name: str) -> list[str]:
+    """Public definitions without a docstring, nested classes and methods included."""
+    missing = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.name.startswith("_") or _documented_elsewhere(node):
+                continue
+            if ast.get_docstring(node) is None:
+                missing.append(f"{name}.{node.name}")
+            if isinstance(node, ast.ClassDef):
+                missing += undocumented(node, f"{name}.{node.name}")
+    return missing
+
+
+def _documented_elsewhere(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
+    setter = any(decorator.endswith(".setter") for decorator in decorators)
+    return setter or bool(decorators & {"override", "overload"})
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in SOURCES if str(path.relative_to(ROOT)).startswith(PACKAGES)],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_public_names_have_docstrings(path: Path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if path.name != "__init__.py" or tree.body:
+        assert ast.get_docstring(tree), f"{path} has no module docstring"
+    assert undocumented(tree, path.stem) == []
+
+
+def test_a_missing_docstring_is_found():
+    assert undocumented(ast.parse("class A:\n    'doc'\n    def b(self): pass"), "m") == ["m.A.b"]
+
+
+def code_lines(language: str) -> list[str]:
+    """Lines of the README's code blocks, comments and continuation joined away."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line]
+
+
+@pytest.mark.parametrize("script", ["scripts/quickstart", "scripts/test", ".ci/run"])
+def test_commands_are_executable(script: str):
+    assert os.access(ROOT / script, os.X_OK)
+    assert (ROOT / script).read_text().startswith("#!/usr/bin/env bash\n")
+
+
+def test_ci_runs_the_readmes_test_command():
+    assert "./scripts/test" in code_lines("bash")
+    assert "./scripts/quickstart" in code_lines("bash")
+    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "./scripts/test </dev/null"
+
+
+README_COMMANDS = [
+    shlex.split(line[line.index("coat-vlm ") :], comments=True)[1:]
+    for line in code_lines("bash")
+    if "coat-vlm " in line and not line.startswith(("conda ", "pip "))
+]
+
+
+def test_the_readme_shows_every_command():
+    shown = {words[0] for words in README_COMMANDS}
+    assert shown == {"train", "recipes", "eval", "score", "generate", "report", "data", "doctor"}
+
+
+@pytest.mark.parametrize("words", README_COMMANDS, ids=" ".join)
+def test_readme_commands_parse(words: list[str]):
+    assert callable(parse(words).handler)
+
+
+@pytest.mark.parametrize("words", sorted({tuple(w[:1]) for w in README_COMMANDS}), ids=" ".join)
+def test_every_command_has_help(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_info:
+        build_parser().parse_args([*words, "--help"])
+    assert exit_info.value.code == 0
+    assert "usage: coat-vlm" in capsys.readouterr().out
+
+
+def test_links_of_the_documents_lead_somewhere():
+    for document in [path for path in FILES if path.suffix == ".md"]:
+        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_paths_of_the_readmes_table_exist():
+    table = README[README.index("### Where to change what") : README.index("## Troubleshooting")]
+    for path in re.findall(r"`((?:coat_vlm|kernels|data|eval|tests)/[\w/.]*)`", table):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("name", builtin_recipes())
+def test_builtin_recipes_load(name: str, monkeypatch: pytest.MonkeyPatch):
+    text = (ROOT / "coat_vlm" / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
+    for variable in re.findall(r"\$\{(\w+)\}", text):
+        monkeypatch.setenv(variable, "data")
+    assert load_recipe(name).name == name
+
+
+def test_the_readmes_recipe_loads(tmp_path: Path):
+    path = tmp_path / "my_recipe.yaml"
+    path.write_text("\n".join(code_lines("yaml")))
+    recipe = load_recipe(str(path))
+    assert list(recipe.stages) == ["align", "sft"]

@@ -1,0 +1,133 @@
+"""The shell scripts, run with stand-ins for the programs they start."""
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "scripts"
+
+
+def run_bash(
+    command: str, folder: Path, programs: Mapping[str, str], **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command with ``programs`` (name -> bash body) first on the PATH."""
+    for name, body in programs.items():
+        program = folder / name
+        program.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        program.chmod(0o755)
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env={"PATH": f"{folder}:{os.environ['PATH']}", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.iterdir()), ids=lambda path: path.name)
+def test_scripts_are_bash(script: Path):
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+
+
+def test_a_machine_without_a_fitting_python_gets_a_message(tmp_path: Path):
+    old: dict[str, str] = dict.fromkeys(
+        ["python3.13", "python3.12", "python3.11", "python3"], "exit 1"
+    )
+    done = run_bash("source scripts/_env.sh; find_python", tmp_path, old)
+    assert done.returncode == 1
+    assert "No Python 3.11 or newer" in done.stderr
+
+
+def test_a_shim_of_a_python_that_is_not_installed_is_passed_over(tmp_path: Path):
+    programs = {"python3.13": "exit 127", "python3.12": "exit 0"}
+    done = run_bash("source scripts/_env.sh; find_python", tmp_path, programs)
+    assert done.stdout.strip() == "python3.12"
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [("echo 'GPU 0: NVIDIA H200'", True), ("echo 'NVIDIA-SMI has failed'; exit 9", False)],
+)
+def test_a_gpu_is_recognised(body: str, found: bool, tmp_path: Path):
+    done = run_bash("source scripts/_env.sh; has_gpu", tmp_path, {"nvidia-smi": body})
+    assert (done.returncode == 0) == found
+
+
+def test_the_pinned_versions_are_read_from_constraints(tmp_path: Path):
+    done = run_bash("source scripts/_env.sh; pinned torch; pinned torchvision", tmp_path, {})
+    expected = re.findall(r"^torch(?:vision)?==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)
+    assert done.stdout.split() == expected
+    assert len(expected) == 2
+
+
+@pytest.mark.parametrize(
+    ("launcher", "expected"),
+    [
+        ("torchrun", "--standalone --nproc-per-node 2 --no-python coat-vlm"),
+        ("deepspeed", "--num_gpus 2 {folder}/coat-vlm"),
+    ],
+)
+def test_one_node_uses_every_gpu(launcher: str, expected: str, tmp_path: Path):
+    programs = {
+        "nvidia-smi": "echo 'GPU 0: x'; echo 'GPU 1: x'",
+        "torchrun": 'echo "torchrun $*"',
+        "deepspeed": 'echo "deepspeed $*"',
+        "coat-vlm": "exit 1",
+    }
+    done = run_bash(
+        "scripts/train_one_node.sh my.yaml seed=1", tmp_path, programs, LAUNCHER=launcher
+    )
+    wanted = expected.format(folder=tmp_path)
+    assert done.stdout.strip() == f"{launcher} {wanted} train my.yaml seed=1 --resume auto"
+
+
+def test_several_nodes_take_their_hostfile(tmp_path: Path):
+    programs = {"deepspeed": 'echo "$*"', "coat-vlm": "exit 1"}
+    done = run_bash("scripts/train_multi_node.sh hosts my.yaml", tmp_path, programs)
+    assert (
+        done.stdout.strip() == f"--hostfile hosts {tmp_path}/coat-vlm train my.yaml --resume auto"
+    )
+    assert run_bash("scripts/train_multi_node.sh", tmp_path, programs).returncode == 2
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(75, True), (0, False), (1, False)])
+def test_slurm_requeues_after_a_signal_only(status: int, requeued: bool, tmp_path: Path):
+    programs = {
+        "scontrol": 'if [ "$1" = requeue ]; then echo "requeue $2"; else echo node-a; fi',
+        # The real srun starts one task per GPU with these variables set.
+        "srun": 'shift 2; SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NTASKS=4 exec "$@"',
+        "coat-vlm": f'echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR: $*"; exit {status}',
+    }
+    done = run_bash(
+        "bash scripts/train_slurm.sbatch my.yaml seed=1",
+        tmp_path,
+        programs,
+        SLURM_JOB_ID="7",
+        SLURM_JOB_NODELIST="node-[a-b]",
+    )
+    assert done.returncode == status
+    assert done.stdout.splitlines()[0] == "3 1 4 node-a: train my.yaml seed=1 --resume auto"
+    assert ("requeue 7" in done.stdout) == requeued
+
+
+def test_the_quickstart_reports_even_when_figures_are_missed(tmp_path: Path):
+    calls = tmp_path / "calls"
+    programs = {"coat-vlm": f'echo "$*" >>{calls}; [ "$1" != eval ]'}
+    # make_environment is replaced: this test is about what follows it.
+    script = (SCRIPTS / "quickstart").read_text().replace("make_environment\n", "true\n", 1)
+    script = script.replace('cd "$(dirname "${BASH_SOURCE[0]}")/.."', f"cd {ROOT}")
+    (tmp_path / "quickstart").write_text(script)
+    done = run_bash(f"bash {tmp_path}/quickstart --precision bf16 seed=1", tmp_path, programs)
+    assert done.returncode == 1
+    assert calls.read_text().splitlines() == [
+        "data make scenes --out runs/quickstart-data --reuse",
+        "train quickstart --precision bf16 seed=1 output_dir=runs/quickstart --overwrite",
+        "eval --run runs/quickstart",
+        "report runs/quickstart",
+    ]

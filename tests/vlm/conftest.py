@@ -1,0 +1,88 @@
+"""Tiny models and a tokenizer: large enough to be wrong, small enough to be fast."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_vlm.config import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from coat_vlm.model import build_model
+
+_TOWER = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+}
+_LANGUAGE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+_OPEN_CLIP = {
+    "clip": {"image_size": 28, "patch_size": 7, "width": 24, "layers": 3, "head_width": 12},
+    # timm's smallest SigLIP-like ViT: no class token, attention pooling.
+    "timm": {"image_size": 32, "timm_model_name": "vit_tiny_patch16_224", "timm_pool": "avg"},
+}
+
+
+def _vision(kind="siglip", **changes):
+    return {"model_type": f"{kind}_vision_model"} | _TOWER | changes
+
+
+def _language(kind="qwen2", **changes):
+    values = {"model_type": kind} | _LANGUAGE | changes
+    return values if kind != "qwen2" else {k: v for k, v in values.items() if k != "head_dim"}
+
+
+def _recipe(
+    vision: Any = None,
+    language: Any = None,
+    projector: Any = "mlp_downsample",
+    attention: Any = "sdpa",
+    **tower: Any,
+):
+    tower.setdefault("config", vision or _vision())
+    return ModelConfig(
+        vision=VisionConfig(**tower),
+        language=LanguageConfig(config=language or _language()),
+        projector=ProjectorConfig(type=projector),
+        attention=attention,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    """60 words; 0 is padding, 1 the end token, 2 the image placeholder."""
+    words = ["<pad>", "<eos>", "<image>", *(f"w{index}" for index in range(57))]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        extra_special_tokens={"image_token": "<image>"},
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_tokenizer):
+    """Functions that make tiny configurations, recipes and models."""
+
+    def model(*args, seed=0, **kwargs):
+        torch.manual_seed(seed)
+        return build_model(_recipe(*args, **kwargs), tiny_tokenizer).eval()
+
+    return SimpleNamespace(
+        vision=_vision, language=_language, recipe=_recipe, model=model, open_clip=_OPEN_CLIP
+    )

@@ -1,0 +1,334 @@
+import json
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    CLIPConfig,
+    CLIPModel,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    LlamaModel,
+    PreTrainedTokenizerFast,
+    SiglipConfig,
+    SiglipModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+from coat_vlm.config import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from coat_vlm.model import CoatVlm, build_model
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+TEXT: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 40,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tiny, tmp_path_factory):
+    """Tiny checkpoints in the official layouts, by name, and the models that were saved."""
+    torch.manual_seed(11)
+    tower = {k: v for k, v in tiny.vision().items() if k != "model_type"}
+    models = {
+        "siglip": SiglipModel(SiglipConfig(vision_config=tower, text_config=TEXT)),
+        "clip": CLIPModel(CLIPConfig(vision_config=tower, text_config=TEXT)),
+        "siglip_vision": SiglipVisionModel(SiglipVisionConfig(**tower)),
+        "clip_vision": CLIPVisionModel(CLIPVisionConfig(**tower)),
+        "clip_text": CLIPTextModel(CLIPTextConfig(**TEXT)),
+        "bert": BertForMaskedLM(BertConfig(**TEXT)),
+    }
+    for family in FAMILIES:
+        config = AutoConfig.for_model(**tiny.language(family, vocab_size=60))
+        models[family] = AutoModelForCausalLM.from_config(config)
+    models["llama_base"] = LlamaModel(models["llama"].config)
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for name, model in models.items():
+        model.eval().save_pretrained(folder / name)
+    return folder, models
+
+
+def build(
+    tiny, tokenizer, vision=None, language=None, projector: Any = "mlp2x_gelu", **kwargs
+) -> Any:
+    recipe = ModelConfig(
+        vision=VisionConfig(name_or_path=str(vision)) if vision else tiny.recipe().vision,
+        language=LanguageConfig(name_or_path=str(language)) if language else tiny.recipe().language,
+        projector=ProjectorConfig(type=projector),
+    )
+    return build_model(recipe, tokenizer, **kwargs).eval()
+
+
+@pytest.mark.parametrize("name", ["siglip", "clip", "siglip_vision", "clip_vision"])
+def test_a_pretrained_tower_keeps_its_weights(tiny, tiny_tokenizer, checkpoints, name):
+    folder, models = checkpoints
+    model = build(tiny, tiny_tokenizer, vision=folder / name)
+    whole = models[name] if "vision" in name else models[name].vision_model
+    images = torch.randn(2, 3, 28, 28)
+    with torch.no_grad():
+        wanted = whole(images, output_hidden_states=True).hidden_states[-2]
+        found = model.vision_tower(images)
+    torch.testing.assert_close(found, wanted[:, 1:] if "clip" in name else wanted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pretrained_language_model_keeps_its_weights(tiny, tiny_tokenizer, checkpoints, family):
+    folder, models = checkpoints
+    model = build(tiny, tiny_tokenizer, language=folder / family)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, models[family](ids).logits)
+    assert model.config.text_config.model_type == family
+
+
+def test_a_published_vision_checkpoint_of_older_transformers(
+    tiny, tiny_tokenizer, checkpoints, tmp_path
+):
+    """Vision-only folders written by transformers 4 have keys with a prefix."""
+    folder, models = checkpoints
+    weights = load_file(folder / "siglip_vision" / "model.safetensors")
+    old = {f"vision_model.{name}": weight for name, weight in weights.items()}
+    save_file(old, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = (folder / "siglip_vision" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    model = build(tiny, tiny_tokenizer, vision=tmp_path)
+    wanted = models["siglip_vision"].embeddings.patch_embedding.weight
+    assert torch.equal(model.vision_tower.model.embeddings.patch_embedding.weight, wanted)
+
+
+def test_an_open_clip_folder(tiny, tiny_tokenizer, tmp_path):
+    model_cfg = {
+        "embed_dim": 16,
+        "vision_cfg": tiny.open_clip["clip"],
+        "text_cfg": {"context_length": 8, "vocab_size": 32, "width": 16, "heads": 2, "layers": 1},
+    }
+    source: Any = open_clip.CLIP(**model_cfg).eval()
+    text = json.dumps({"model_cfg": model_cfg, "preprocess_cfg": {}})
+    (tmp_path / "open_clip_config.json").write_text(text)
+    torch.save(source.state_dict(), tmp_path / "open_clip_pytorch_model.bin")
+    model = tiny.model(library="open_clip", config=None, name_or_path=str(tmp_path))
+    ours = model.vision_tower.model.visual
+    assert len(ours.transformer.resblocks) == 2
+    wanted = source.visual.state_dict()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in ours.state_dict().items())
+    model.save_pretrained(tmp_path / "composed")
+    loaded = CoatVlm.from_pretrained(tmp_path / "composed")
+    assert torch.equal(loaded.vision_tower.model.visual.conv1.weight, source.visual.conv1.weight)
+
+
+def test_a_timm_tower_whose_size_is_not_that_of_its_configuration(tiny, tmp_path):
+    """open_clip builds the size of the timm model's name, whatever its configuration says."""
+    model_cfg = {
+        "embed_dim": 16,
+        "custom_text": True,
+        "vision_cfg": tiny.open_clip["timm"],
+        "text_cfg": {"context_length": 8, "vocab_size": 32, "width": 16, "heads": 2, "layers": 1},
+    }
+    source: Any = open_clip.CustomTextCLIP(**{k: v for k, v in model_cfg.items() if k[0] != "c"})
+    text = json.dumps({"model_cfg": model_cfg})
+    (tmp_path / "open_clip_config.json").write_text(text)
+    save_file(source.state_dict(), tmp_path / "open_clip_model.safetensors")
+    model = tiny.model(library="open_clip", config=None, name_or_path=str(tmp_path))
+    assert model.vision_tower.image_size == 224
+    wanted = source.visual.trunk.pos_embed
+    assert torch.equal(model.vision_tower.model.visual.pos_embed, wanted)
+    model.save_pretrained(tmp_path / "composed")
+    loaded = CoatVlm.from_pretrained(tmp_path / "composed")
+    assert torch.equal(loaded.vision_tower.model.visual.pos_embed, wanted)
+
+
+def test_the_same_seed_gives_the_same_model(tiny):
+    first, second, other = (tiny.model(seed=seed).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["projector.layers.2.weight"], other["projector.layers.2.weight"])
+    name = "language_model.model.embed_tokens.weight"
+    assert not torch.equal(first[name], other[name])
+
+
+def test_nothing_is_left_without_memory(tiny):
+    model = tiny.model()
+    tensors = [*model.parameters(), *model.buffers()]
+    assert all(tensor.device.type == "cpu" for tensor in tensors)
+    assert model.language_model.config is model.config.text_config
+    assert model.vision_tower.model.config is model.config.vision_config
+
+
+def larger(tokenizer, extra):
+    copied = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        extra_special_tokens={"image_token": "<image>"},
+    )
+    copied.add_tokens([f"new{index}" for index in range(extra)])
+    return copied
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_grow_to_the_tokenizer(tiny, tiny_tokenizer, tmp_path, tied):
+    config = AutoConfig.for_model(**tiny.language("qwen2", vocab_size=50, tie_word_embeddings=tied))
+    source: Any = AutoModelForCausalLM.from_config(config)
+    source.save_pretrained(tmp_path)
+    model = build(tiny, tiny_tokenizer, language=tmp_path)
+    for table, old in [
+        (model.get_input_embeddings().weight, source.get_input_embeddings().weight),
+        (model.get_output_embeddings().weight, source.get_output_embeddings().weight),
+    ]:
+        assert table.shape[0] == 60
+        assert torch.equal(table[:50], old)
+        # New rows stand at the old ones' mean.
+        assert (table[50:] - old.mean(0)).abs().max() < 0.02 < old.abs().max()
+    assert model.config.text_config.vocab_size == 60
+    weight = model.get_input_embeddings().weight
+    assert (weight is model.get_output_embeddings().weight) == tied
+
+
+def test_a_padded_vocabulary_stays(tiny, tiny_tokenizer, tmp_path):
+    config = AutoConfig.for_model(**tiny.language("qwen2", vocab_size=128))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = build(tiny, tiny_tokenizer, language=tmp_path)
+    assert model.get_input_embeddings().weight.shape[0] == 128
+    assert model.config.text_config.vocab_size == 128
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, 65), (10, 65), (80, 80)])
+def test_a_new_language_model_has_room_for_the_tokenizer(tiny, tiny_tokenizer, given, wanted):
+    language = tiny.language() if given is None else tiny.language(vocab_size=given)
+    model: Any = build_model(tiny.recipe(language=language), larger(tiny_tokenizer, 5))
+    assert model.get_input_embeddings().weight.shape[0] == wanted
+    assert model.generation_config.eos_token_id == 1
+    assert model.generation_config.pad_token_id == 0
+
+
+def test_a_published_models_end_tokens_stay(tiny, tiny_tokenizer, checkpoints, tmp_path):
+    model = checkpoints[1]["qwen2"]
+    model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    built = build(tiny, tiny_tokenizer, language=tmp_path)
+    assert built.generation_config.eos_token_id == [7, 8]
+    assert built.generation_config.suppress_tokens == [2]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+def test_all_weights_have_one_dtype(tiny, tiny_tokenizer, checkpoints, tmp_path, dtype):
+    folder, _ = checkpoints
+    AutoModelForCausalLM.from_pretrained(folder / "qwen2").bfloat16().save_pretrained(tmp_path)
+    model = build(tiny, tiny_tokenizer, folder / "siglip", tmp_path, dtype=dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype or torch.float32}
+    model.save_pretrained(tmp_path / "composed")
+    loaded = CoatVlm.from_pretrained(tmp_path / "composed")
+    assert {p.dtype for p in loaded.parameters()} == {dtype or torch.float32}
+
+
+def test_building_says_nothing_about_the_unused_text_tower(
+    tiny, tiny_tokenizer, checkpoints, caplog, capfd
+):
+    build(tiny, tiny_tokenizer, vision=checkpoints[0] / "siglip")
+    assert "UNEXPECTED" not in caplog.text + "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "message"),
+    [
+        ("vision", "qwen2", "model.vision.name_or_path=.*qwen2.* 'qwen2'; allowed: siglip, clip"),
+        ("vision", "clip_text", "'clip_text_model'; allowed: siglip, clip"),
+        ("language", "clip_text", "model.language.name_or_path=.*'clip_text_model'.*llama"),
+        ("language", "siglip", "'siglip' .SiglipModel., not a causal language model"),
+        ("language", "bert", "'bert' .BertForMaskedLM., not a causal language model"),
+        ("language", "llama_base", "'llama' .LlamaModel., not a causal language model"),
+        ("vision", "nothing", "nothing.* no configuration that transformers can read"),
+        ("language", "nothing", "nothing.* no configuration that transformers can read"),
+    ],
+)
+def test_checkpoints_of_another_kind(tiny, tiny_tokenizer, checkpoints, part, name, message):
+    folder, _ = checkpoints
+    (folder / "nothing").mkdir(exist_ok=True)
+    with pytest.raises(ValueError, match=message):
+        build(tiny, tiny_tokenizer, **{part: folder / name})
+
+
+def test_a_composed_checkpoint_is_no_language_model(tiny, tiny_tokenizer, tmp_path):
+    tiny.model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"'coat_vlm'.*to continue .* set init_from"):
+        build(tiny, tiny_tokenizer, language=tmp_path)
+
+
+@pytest.mark.parametrize("part", ["vision", "language"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "incomplete", "reshaped"])
+def test_damaged_checkpoints(tiny, tiny_tokenizer, checkpoints, tmp_path, part, damage):
+    folder, _ = checkpoints
+    source = folder / {"vision": "siglip", "language": "qwen2"}[part]
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    file = tmp_path / "model.safetensors"
+    weights = load_file(source / "model.safetensors")
+    victim = next(name for name in sorted(weights) if "layers.1.mlp" in name and "text" not in name)
+    if damage == "incomplete":
+        weights.pop(victim)
+    if damage == "reshaped":
+        weights[victim] = weights[victim][:-1].contiguous()
+    if damage != "gone":
+        save_file(weights, file, metadata={"format": "pt"})
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=rf"model.{part}.name_or_path=.*{tmp_path.name}"):
+        build(tiny, tiny_tokenizer, **{part: tmp_path})
+
+
+def test_pickles_that_are_more_than_weights_are_refused(
+    tiny, tiny_tokenizer, checkpoints, tmp_path
+):
+    source = checkpoints[0] / "qwen2"
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    weights = dict(load_file(source / "model.safetensors"), surprise=build)
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"the weights cannot be loaded"):
+        build(tiny, tiny_tokenizer, language=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"vision": {"model_type": "vit"}},
+            "vision.config: model_type is 'vit'; allowed: sig",
+        ),
+        ({"vision": {"hidden_size": 8}}, "model_type is None; allowed: siglip_vision_model, clip"),
+        ({"language": {"model_type": "qwen22"}}, "'qwen22'; allowed: qwen2"),
+        (
+            {"language": {"model_type": "qwen2", "hiden_size": 8}},
+            "no setting 'hiden_size'; did you mean hidden_size",
+        ),
+    ],
+)
+def test_configurations_that_cannot_be_built(tiny, tiny_tokenizer, changes, message):
+    with pytest.raises(ValueError, match=message):
+        build_model(tiny.recipe(**changes), tiny_tokenizer)
+
+
+def test_rope_settings_reach_the_language_model(tiny, tiny_tokenizer):
+    language = tiny.language("qwen2", rope_theta=1e6)
+    model: Any = build_model(tiny.recipe(language=language), tiny_tokenizer)
+    assert model.config.text_config.rope_parameters["rope_theta"] == 1e6
+
+
+def test_a_tokenizer_without_the_image_token(tiny, tiny_tokenizer):
+    plain = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer.backend_tokenizer)
+    vocabulary = {w: i for w, i in plain.get_vocab().items() if w != "<image>"}
+    plain.get_vocab = lambda: vocabulary
+    with pytest.raises(ValueError, match=r"no <image> token.*prepare_tokenizer"):
+        build_model(tiny.recipe(), plain)

@@ -1,0 +1,211 @@
+"""The command line: what it passes on, how it ends, what a user sees of a mistake."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coat_data.sample import DataError
+from coat_vlm import cli
+from coat_vlm.cli import main, parse
+from coat_vlm.commands import data, train
+from coat_vlm.commands.evaluate import prompt_sample
+
+
+def failing_train(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def handler(_: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(train, "_train", handler)
+
+
+def test_overrides_may_stand_behind_options():
+    args = parse(["train", "quickstart", "seed=1", "--precision", "bf16", "a.b=2", "--overwrite"])
+    assert args.recipe == "quickstart"
+    assert args.overrides == ["seed=1", "a.b=2"]
+    assert args.precision == "bf16"
+    assert args.overwrite
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "quickstart", "--overwite"],
+        ["train", "quickstart", "--stage", "sft", "--typo=1"],
+        ["report", "runs/x", "seed=1"],
+        ["nonsense"],
+        [],
+    ],
+)
+def test_wrong_arguments_end_with_status_2(words: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as exit_info:
+        parse(words)
+    assert exit_info.value.code == 2
+    assert "usage: coat-vlm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--local_rank=3", "train", "quickstart"], ["train", "quickstart", "--local-rank", "3"]],
+    ids=["deepspeed", "torch.distributed"],
+)
+def test_a_launchers_rank_is_accepted(words: list[str]):
+    assert parse(words).recipe == "quickstart"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("unknown key 'lrr'; did you mean 'lr'?"), "did you mean 'lr'?"),
+        (DataError("a.json:7", "no image", "add it"), "a.json:7: no image -> add it"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "x.yaml"), "x.yaml"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (torch.OutOfMemoryError("tried 9 GiB"), "Lower micro_batch_size"),
+    ],
+    ids=["key", "data", "file", "disk", "memory"],
+)
+def test_a_users_mistake_is_one_message(
+    error: Exception,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    failing_train(monkeypatch, error)
+    assert main(["train", "quickstart"]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "Traceback" not in printed
+    assert main(["train", "quickstart", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
+    failing_train(monkeypatch, KeyError("ours"))
+    with pytest.raises(KeyError):
+        main(["train", "quickstart"])
+
+
+def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    failing_train(monkeypatch, KeyboardInterrupt())
+    assert main(["train", "quickstart"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_errors_name_the_rank_and_results_come_from_rank_0_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    failing_train(monkeypatch, ValueError("seen by one rank"))
+    assert main(["train", "quickstart"]) == 2
+    assert main(["recipes"]) == 0
+    printed = capsys.readouterr()
+    assert "[rank 3] seen by one rank" in printed.err
+    assert printed.out == ""
+
+
+def test_recipes_lists_and_prints_the_builtin_ones(capsys: pytest.CaptureFixture[str]):
+    assert main(["recipes"]) == 0
+    assert "quickstart" in capsys.readouterr().out
+    assert main(["recipes", "quickstart"]) == 0
+    assert "stages:" in capsys.readouterr().out
+    assert main(["recipes", "nosuch"]) == 2
+    assert "quickstart" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--task", "yes_no", "--data", "d"], "missing --model, --out"),
+        (["--run", "r", "--task", "yes_no"], "drop --task"),
+        (["--task", "yesno", "--data", "d", "--model", "m", "--out", "o"], "yes_no"),
+    ],
+)
+def test_eval_says_what_is_missing(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["eval", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_generate_shows_the_files_in_the_order_given():
+    args = parse(
+        [
+            "generate",
+            "--model",
+            "m",
+            "--video",
+            "a",
+            "--image",
+            "b",
+            "--video",
+            "c",
+            "--prompt",
+            "p",
+        ]
+    )
+    sample = prompt_sample(args.prompt, args.media)
+    assert [(one.kind, Path(one.path or "").name) for one in sample.media] == [
+        ("video", "a"),
+        ("image", "b"),
+        ("video", "c"),
+    ]
+    assert sample.turns[0].text == "\n\n\np"
+
+
+def test_a_prompt_may_say_where_the_images_stand():
+    sample = prompt_sample("Is <image> like <image>?", [("image", Path("a")), ("image", Path("b"))])
+    assert [part.text or part.kind for part in sample.turns[0].parts] == [
+        "Is ",
+        "image",
+        " like ",
+        "image",
+        "?",
+    ]
+
+
+def test_a_prompt_with_too_many_placeholders_is_an_error():
+    with pytest.raises(DataError, match="placeholder"):
+        prompt_sample("<image> and <image>", [("image", Path("a"))])
+
+
+def test_scenes_are_made_once_and_anew_for_other_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "scenes"
+    words = ["data", "make", "scenes", "--out", str(out), "--num-train", "3", "--num-val", "2"]
+    words += ["--num-test", "8"]
+    assert main(words) == 0
+    made = (out / data.MADE_FILE).stat().st_mtime_ns
+    assert main(words) == 2, "without --reuse nothing of the user's is touched"
+    assert main([*words, "--reuse"]) == 0
+    assert (out / data.MADE_FILE).stat().st_mtime_ns == made
+    assert "is there already" in capsys.readouterr().out
+    assert main([*words, "--reuse", "--seed", "1"]) == 0
+    assert (out / data.MADE_FILE).stat().st_mtime_ns > made
+
+
+def test_reuse_never_deletes_a_folder_it_did_not_make(tmp_path: Path):
+    kept = tmp_path / "thesis.txt"
+    kept.write_text("mine")
+    assert main(["data", "make", "scenes", "--out", str(tmp_path), "--reuse"]) == 2
+    assert kept.read_text() == "mine"
+
+
+def test_the_installed_command_runs_and_survives_a_closed_pipe():
+    command = str(Path(sys.executable).parent / "coat-vlm")
+    shown = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("coat-vlm ")
+    reading, writing = os.pipe()
+    os.close(reading)
+    closed = subprocess.run(
+        [command, "recipes"], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert closed.returncode == cli.PIPE_CLOSED
+    assert closed.stderr == ""

@@ -1,0 +1,327 @@
+"""The processor: settings from recipes and checkpoints, saving, and inputs for generation."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    CLIPVisionConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    SiglipVisionConfig,
+)
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_vlm.config import ImageConfig, LanguageConfig, ModelConfig, VisionConfig
+from coat_vlm.model.configuration import CoatVlmConfig, OpenClipVisionConfig
+from coat_vlm.processor import (
+    IMAGE_TOKEN,
+    CoatVlmProcessor,
+    build_processor,
+    prepare_tokenizer,
+    train_tokenizer,
+)
+
+TEXTS = ["What is in the image? A red circle.", "How many shapes are there? Three."] * 5
+SHAPES = [f"shape {i} is {colour}" for i in range(50) for colour in ("red", "green", "blue")]
+SETTINGS: dict[str, Any] = {"num_hidden_layers": 3, "image_size": 28, "patch_size": 7}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(TEXTS, 320)
+
+
+@pytest.fixture
+def processor(tokenizer: PreTrainedTokenizerFast) -> CoatVlmProcessor:
+    return CoatVlmProcessor(
+        tokenizer,
+        image_size=28,
+        image_mean=(0.1, 0.2, 0.3),
+        image_std=(0.4, 0.5, 0.6),
+        image_mode="pad",
+        image_augment="crop_flip",
+        image_resample=2,
+        tokens_per_image=4,
+        num_video_frames=3,
+        max_length=200,
+        template="vicuna_v1",
+    )
+
+
+def picture(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def photo_sample(path: Path) -> Sample:
+    picture().save(path)
+    turns = (
+        Turn("user", (Part("image"), Part("text", "\nWhat is in the image?"))),
+        Turn("assistant", (Part("text", "A red circle."),)),
+    )
+    return Sample(id="x", turns=turns, media=(Media(kind="image", path=str(path)),))
+
+
+@pytest.mark.parametrize("loader", [CoatVlmProcessor, AutoProcessor])
+def test_saving_and_loading_keeps_everything(
+    processor: CoatVlmProcessor, tmp_path: Path, loader: type
+):
+    processor.save_pretrained(tmp_path / "model")
+    model_type = json.dumps({"model_type": "coat_vlm"})
+    (tmp_path / "model" / "config.json").write_text(model_type)  # what AutoProcessor looks at
+    loaded = loader.from_pretrained(tmp_path / "model")
+    assert isinstance(loaded, CoatVlmProcessor)
+    assert {k: v for k, v in loaded.to_dict().items() if k != "tokenizer"} == processor.to_dict()
+    sample = photo_sample(tmp_path / "a.png")
+    for train in (True, False):
+        for template in (None, "chatml", "tokenizer", "plain"):
+            expected = processor.encoder(train=train, template=template)
+            actual = loaded.encoder(train=train, template=template)
+            one, other = (e(sample, np.random.default_rng(1)) for e in (expected, actual))
+            assert torch.equal(one.input_ids, other.input_ids)
+            assert torch.equal(one.labels, other.labels)
+            assert torch.equal(one.pixel_values, other.pixel_values)
+
+
+def test_saved_settings_are_readable_json(processor: CoatVlmProcessor, tmp_path: Path):
+    processor.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "processor_config.json").read_text())
+    assert saved["image_mean"] == [0.1, 0.2, 0.3]
+    assert saved["template"] == "vicuna_v1"
+    assert saved["tokens_per_image"] == 4
+    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab()[IMAGE_TOKEN] >= 0
+
+
+def test_settings_reach_the_encoder(processor: CoatVlmProcessor, tmp_path: Path):
+    sample = photo_sample(tmp_path / "a.png")
+    encode, evaluate = processor.encoder(train=True), processor.encoder(train=False)
+    plain = evaluate(sample, np.random.default_rng(0))
+    image_id = processor.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    assert (plain.input_ids == image_id).sum() == 4
+    assert plain.pixel_values.shape == (1, 3, 28, 28)
+    corner = (torch.tensor([25, 51, 76]) / 255 - torch.tensor([0.1, 0.2, 0.3])) / torch.tensor(
+        [0.4, 0.5, 0.6]
+    )
+    torch.testing.assert_close(plain.pixel_values[0, :, 0, 0], corner)  # the padding's mean colour
+    seen = {encode(sample, np.random.default_rng(s)).pixel_values.sum().item() for s in range(9)}
+    assert len(seen) > 5
+    assert "USER: " in processor.tokenizer.decode(plain.input_ids)
+    words = Turn("user", (Part("text", "circle " * 300),))
+    with pytest.raises(DataError, match="max_length=200"):
+        evaluate(Sample(id="x", turns=(words, sample.turns[1])))
+
+
+def test_unknown_template_and_missing_image_token():
+    with pytest.raises(ValueError, match="'fancy'"):
+        CoatVlmProcessor(train_tokenizer(TEXTS, 300), template="fancy").encoder(train=False)
+    with pytest.raises(ValueError, match=r"no <image> token.*prepare_tokenizer"):
+        CoatVlmProcessor(other_tokenizer()).encoder(train=False)
+
+
+def other_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of 300 tokens that knows neither <image> nor padding."""
+    core = train_tokenizer(TEXTS, 300).backend_tokenizer.to_str().replace(IMAGE_TOKEN, "<other>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(core), eos_token="<|im_end|>"
+    )
+
+
+def recipe(vision: VisionConfig, image: ImageConfig | None = None) -> ModelConfig:
+    language = LanguageConfig(config={"model_type": "qwen2"})
+    return ModelConfig(
+        vision=vision, language=language, image=image or ImageConfig(), max_length=99
+    )
+
+
+def composed(vision: SiglipVisionConfig | CLIPVisionConfig | OpenClipVisionConfig) -> CoatVlmConfig:
+    return CoatVlmConfig(vision_config=vision, text_config=Qwen2Config(vocab_size=400))
+
+
+@pytest.mark.parametrize(
+    ("vision", "mean", "std"),
+    [
+        (SiglipVisionConfig(**SETTINGS), [0.5] * 3, [0.5] * 3),
+        (
+            CLIPVisionConfig(**SETTINGS),
+            [0.48145466, 0.4578275, 0.40821073],
+            [0.26862954, 0.26130258, 0.27577711],
+        ),
+        (
+            OpenClipVisionConfig(**SETTINGS),
+            [0.48145466, 0.4578275, 0.40821073],
+            [0.26862954, 0.26130258, 0.27577711],
+        ),
+        (
+            OpenClipVisionConfig(**SETTINGS, image_mean=[0.1, 0.2, 0.3], image_std=[0.3, 0.2, 0.1]),
+            [0.1, 0.2, 0.3],
+            [0.3, 0.2, 0.1],
+        ),
+    ],
+    ids=["siglip", "clip", "open_clip", "open_clip_own"],
+)
+def test_from_scratch_settings(tokenizer, vision, mean: list[float], std: list[float]):
+    image = ImageConfig(mode="pad", augment="crop_flip", num_video_frames=5)
+    config = composed(vision)
+    built = build_processor(recipe(VisionConfig(config={}), image), tokenizer, config)
+    assert built.image_mean == pytest.approx(mean)
+    assert built.image_std == pytest.approx(std)
+    assert built.image_size == 28
+    assert built.tokens_per_image == config.tokens_per_image == 4  # 4 x 4 patches, in 2 x 2 blocks
+    assert (built.image_mode, built.image_augment, built.num_video_frames) == (
+        "pad",
+        "crop_flip",
+        5,
+    )
+    assert (built.max_length, built.template) == (99, "chatml")
+
+
+def test_pretrained_tower_brings_its_own_settings(tokenizer, tmp_path: Path):
+    reference = SiglipImageProcessorPil(
+        size={"height": 28, "width": 28},
+        image_mean=[0.2, 0.3, 0.4],
+        image_std=[0.7, 0.8, 0.9],
+        resample=2,
+    )
+    reference.save_pretrained(tmp_path)
+    vision = VisionConfig(name_or_path=str(tmp_path))
+    built = build_processor(recipe(vision), tokenizer, composed(SiglipVisionConfig(**SETTINGS)))
+    image = picture()
+    expected = reference(image, return_tensors="pt").pixel_values
+    assert torch.equal(built(images=image, text="What?")["pixel_values"], expected)
+
+
+def test_tower_without_preprocessor_config_warns(
+    tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    vision = VisionConfig(name_or_path=str(tmp_path))
+    built = build_processor(recipe(vision), tokenizer, composed(SiglipVisionConfig(**SETTINGS)))
+    assert built.image_mean == [0.5, 0.5, 0.5]
+    assert "no preprocessor_config.json" in caplog.text
+
+
+def test_question_equals_the_training_prompt(processor: CoatVlmProcessor, tmp_path: Path):
+    sample = photo_sample(tmp_path / "a.png")
+    prompt = processor.encoder(train=False).prompt(sample)
+    path, pil = tmp_path / "a.png", Image.open(tmp_path / "a.png")
+    messages = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "text": None, "image": str(path)},
+                {"type": "text", "text": "\nWhat is in the image?", "image": None},
+            ],
+        }
+    ]
+    for inputs in (
+        processor(images=path, text="What is in the image?"),
+        processor(images=[pil], text="<image>\nWhat is in the image?"),
+        processor(images=path.read_bytes(), text=["What is in the image?"][0]),
+        processor(images=[[str(path)]], text=["What is in the image?"]),
+        processor(messages=messages),
+        processor(messages=[messages]),
+    ):
+        assert set(inputs) == {"input_ids", "attention_mask", "pixel_values"}
+        assert inputs["input_ids"].tolist() == [prompt.input_ids.tolist()]
+        assert inputs["attention_mask"].all()
+        assert torch.equal(inputs["pixel_values"], prompt.pixel_values)
+    assert processor(images=path, text="?").to(dtype=torch.bfloat16)["pixel_values"].dtype == (
+        torch.bfloat16
+    )
+
+
+def test_rows_are_left_padded_and_images_in_order(processor: CoatVlmProcessor):
+    images = [None, picture(seed=1), [picture(seed=2), picture(seed=3)]]
+    texts = ["Hi", "What is it?", "First <image> and then <image>?"]
+    inputs = processor(images=images, text=texts)  # pyright: ignore[reportArgumentType]
+    alone = [processor(images=own, text=text) for own, text in zip(images, texts, strict=True)]  # pyright: ignore[reportArgumentType]
+    for row, single in enumerate(alone):
+        used = inputs["attention_mask"][row].bool()
+        assert inputs["input_ids"][row][used].tolist() == single["input_ids"][0].tolist()
+        assert used.tolist() == sorted(used.tolist())
+    expected = torch.cat([single["pixel_values"] for single in alone])
+    assert torch.equal(inputs["pixel_values"], expected)
+    assert expected.shape[0] == 3
+    assert (inputs["input_ids"][~inputs["attention_mask"].bool()] == 0).all()
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "RGB", "I;16"])
+def test_pil_images_equal_their_files(processor: CoatVlmProcessor, tmp_path: Path, mode: str):
+    image = picture().convert("L").convert("I").point(lambda v: v) if mode == "I;16" else picture()
+    image = image.convert(mode)
+    image.save(tmp_path / "a.tiff")
+    from_file = processor(images=tmp_path / "a.tiff", text="?")["pixel_values"]
+    assert torch.equal(processor(images=image, text="?")["pixel_values"], from_file)
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        ({}, "either text or messages"),
+        ({"text": "a", "messages": []}, "either text or messages"),
+        ({"text": "<image> <image>", "images": [picture()]}, "2 <image> but 1 images"),
+        ({"text": ["a", "b"], "images": [picture()]}, "2 prompts but 1 entries"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "role 'bot'; allowed"),
+        ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "allowed types"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "more image parts"),
+        ({"messages": [{"role": "user", "content": "a"}], "images": [picture()]}, "1 more than"),
+        ({"text": "a", "images": "none.png"}, r"none\.png"),
+    ],
+)
+def test_wrong_calls_are_explained(processor: CoatVlmProcessor, call: dict, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        processor(**call)
+
+
+def test_trained_tokenizer(tokenizer: PreTrainedTokenizerFast):
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2, 3]) == [
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<image>",
+    ]
+    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|endoftext|>", "<|im_end|>")
+    assert len(train_tokenizer(TEXTS, 280)) == 280
+    text = "caf\u00e9 \u4f60\u597d \n  x"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("What is in the image?")) < 12
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
+    )
+    assert rendered == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    with pytest.raises(ValueError, match="train_vocab_size=100 is too small"):
+        train_tokenizer(TEXTS, 100)
+
+
+def test_training_a_tokenizer_is_deterministic():
+    """In another process, whose hashes of strings differ."""
+    code = (
+        "import sys; from coat_vlm.tokenizer import train_tokenizer;"
+        f"sys.stdout.write(train_tokenizer({SHAPES!r}, 400).backend_tokenizer.to_str())"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "12"}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
+    assert result.stdout == train_tokenizer(iter(SHAPES), 400).backend_tokenizer.to_str()
+
+
+def test_prepare_tokenizer_adds_what_is_missing_once():
+    tokenizer = other_tokenizer()
+    assert prepare_tokenizer(tokenizer) is tokenizer
+    assert tokenizer.convert_ids_to_tokens([300, 301]) == [IMAGE_TOKEN, "<pad>"]
+    assert tokenizer.pad_token_id == 301
+    assert tokenizer.encode("a<image>", add_special_tokens=False)[-1] == 300
+    assert tokenizer.decode([300], skip_special_tokens=True) == ""
+    size = len(tokenizer)
+    assert len(prepare_tokenizer(tokenizer)) == size

@@ -1,0 +1,130 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coat_vlm.model.projector import (
+    PROJECTOR_TYPES,
+    SpaceToDepth,
+    build_projector,
+    projected_tokens,
+)
+
+C, H = 6, 10
+
+
+def blocks_by_loops(features, block):
+    """Space-to-depth of (P, C), written down patch by patch."""
+    grid = math.isqrt(len(features))
+    tokens = []
+    for top in range(0, grid, block):
+        for left in range(0, grid, block):
+            patches = []
+            for row in range(top, top + block):
+                for column in range(left, left + block):
+                    inside = row < grid and column < grid
+                    patch = features[row * grid + column] if inside else torch.zeros(C)
+                    patches.append(patch)
+            tokens.append(torch.cat(patches))
+    return torch.stack(tokens)
+
+
+def expected(kind, projector, features):
+    """The projector of one image (P, C), from its weights by name and torch's functions."""
+    weights = dict(projector.named_parameters())
+
+    def linear(x, name):
+        return F.linear(x, weights[f"layers.{name}weight"], weights[f"layers.{name}bias"])
+
+    def norm(x, name):
+        weight, bias = weights[f"layers.{name}.weight"], weights[f"layers.{name}.bias"]
+        centred = x - x.mean(-1, keepdim=True)
+        variance = centred.square().mean(-1, keepdim=True)
+        return centred / (variance + 1e-5).sqrt() * weight + bias
+
+    if kind == "linear":
+        return linear(features, "")
+    if kind == "mlp2x_gelu":
+        return linear(F.gelu(linear(features, "0.")), "2.")
+    if kind == "mlp_downsample":
+        x = norm(blocks_by_loops(features, 2), 1)
+        return linear(F.gelu(linear(x, "2.")), "4.")
+    x = norm(blocks_by_loops(features, 3), 1)
+    x = norm(F.gelu(linear(x, "2.")), 4)
+    return linear(F.gelu(linear(x, "5.")), "7.")
+
+
+@pytest.mark.parametrize("grid", [1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("kind", PROJECTOR_TYPES)
+def test_projector_is_vilas(kind, grid):
+    torch.manual_seed(grid)
+    projector = build_projector(kind, C, H)
+    with torch.no_grad():  # norms that do something
+        for parameter in projector.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    features = torch.randn(2, grid * grid, C)
+    output = projector(features)
+    assert output.shape == (2, projected_tokens(kind, grid), H)
+    for image in range(2):
+        torch.testing.assert_close(
+            output[image], expected(kind, projector, features[image]), rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("block", [2, 3])
+@pytest.mark.parametrize("grid", [1, 2, 3, 4, 5, 7])
+def test_blocks_are_row_major_and_padded_at_the_bottom_and_the_right(block, grid):
+    features = torch.randn(3, grid * grid, C)
+    output = SpaceToDepth(block)(features)
+    for image in range(3):
+        assert torch.equal(output[image], blocks_by_loops(features[image], block))
+
+
+def test_token_counts_of_published_models():
+    assert projected_tokens("mlp_downsample", 32) == 256  # NVILA, 448 pixels in patches of 14
+    assert projected_tokens("mlp_downsample_3x3_fix", 32) == 121  # NVILA-Lite
+    assert projected_tokens("mlp_downsample", 27) == 196  # VILA-1.5, 384 pixels in patches of 14
+    assert projected_tokens("mlp2x_gelu", 24) == 576  # LLaVA-1.5, 336 pixels in patches of 14
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes"),
+    [
+        ("linear", {"layers": (H, C)}),
+        ("mlp2x_gelu", {"layers.0": (H, C), "layers.2": (H, H)}),
+        (
+            "mlp_downsample",
+            {"layers.1": (4 * C,), "layers.2": (H, 4 * C), "layers.4": (H, H)},
+        ),
+        (
+            "mlp_downsample_3x3_fix",
+            {
+                "layers.1": (9 * C,),
+                "layers.2": (3 * C, 9 * C),
+                "layers.4": (3 * C,),
+                "layers.5": (H, 3 * C),
+                "layers.7": (H, H),
+            },
+        ),
+    ],
+)
+def test_parameter_names_and_shapes_are_vilas(kind, shapes):
+    projector = build_projector(kind, C, H)
+    found = {name: tuple(p.shape) for name, p in projector.named_parameters()}
+    expected_shapes = {}
+    for name, shape in shapes.items():
+        expected_shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    assert found == expected_shapes
+
+
+def test_an_unknown_type_names_the_allowed_ones():
+    with pytest.raises(ValueError, match=r"'mlp3x'.*mlp2x_gelu"):
+        build_projector("mlp3x", C, H)
+    with pytest.raises(ValueError, match=r"'mlp3x'.*mlp2x_gelu"):
+        projected_tokens("mlp3x", 4)
+
+
+def test_a_class_token_is_refused_where_a_square_is_needed():
+    with pytest.raises(ValueError, match=r"17 features per image.*select_feature=patch"):
+        build_projector("mlp_downsample", C, H)(torch.randn(1, 17, C))

@@ -1,0 +1,279 @@
+"""The report of a complete run, of a crashed one and of one that has not begun."""
+
+import base64
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from coat_vlm.report import write_report
+from coat_vlm.report.evaluation import baseline, evaluation_rows
+from coat_vlm.report.run_folder import StageLog, read_run_folder
+from coat_vlm.report.samples import choose, sample_cards
+from coat_vlm.report.stages import count, duration
+
+RECIPE = """\
+name: tiny <b>run</b>
+precision: bf16
+seed: 3
+stages:
+  sft:
+    data: [{name: scenes, path: x.json}]
+    batch_size: 8
+    vision: {train: false}
+    language: {train: true, lr: 0.001}
+eval_sets:
+  presence: {task: yes_no, path: p, require: {accuracy: 75, f1: 50}}
+"""
+
+
+def step(number: int, loss: float) -> dict:
+    return {
+        "kind": "step",
+        "stage": "sft",
+        "step": number,
+        "total_steps": 4,
+        "loss": loss,
+        "grad_norm": 1.0,
+        "lr": {"language": 1e-3},
+        "tokens_per_s": 1000.0,
+        "samples_per_s": 10.0,
+        "step_s": 2.0,
+        "data_wait_s": 0.5,
+        "peak_memory_mb": 2048.0,
+        "bad_samples": 0,
+        "time": 1.7e9 + number,
+    }
+
+
+START = {
+    "kind": "stage",
+    "stage": "sft",
+    "status": "start",
+    "trainable": {"vision": 0, "projector": 0, "language": 1500},
+    "total": {"vision": 700, "projector": 20, "language": 1500},
+    "world_size": 2,
+    "device": "cpu",
+    "precision": "bf16",
+    "versions": {"torch": "9.9.9"},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    write_training(tmp_path)
+    folder = tmp_path / "eval" / "presence"
+    folder.mkdir(parents=True)
+    Image.new("RGB", (600, 300), "red").save(tmp_path / "red.png")
+    items = [
+        item(number, correct=number % 3 > 0, image=str(tmp_path / "red.png"))
+        for number in range(30)
+    ]
+    (folder / "items.jsonl").write_text("".join(json.dumps(one) + "\n" for one in items))
+    values = {"accuracy": 66.67, "f1": 60.0, "chance": 50.0, "majority": 55.0, "f1_chance": 47.0}
+    metrics = {**values, **{f"near.{metric}": value for metric, value in values.items()}}
+    report = {
+        "task": "yes_no",
+        "headline": "f1",
+        "metrics": metrics,
+        "n": 30,
+        "n_unparsed": 2,
+        "categories": {"near": 30},
+    }
+    (folder / "report.json").write_text(json.dumps(report))
+    (tmp_path / "eval.json").write_text(json.dumps({"precision": "bf16", "presence": metrics}))
+    return tmp_path
+
+
+def write_training(folder: Path) -> None:
+    (folder / "recipe.yaml").write_text(RECIPE)
+    rows = [START, *(step(n, 5.0 - n) for n in (1, 2, 3, 4))]
+    rows.append({"kind": "val", "stage": "sft", "step": 4, "losses": {"scenes": 1.25}})
+    rows.append({"kind": "stage", "stage": "sft", "status": "end", "wall_s": 9.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def item(number: int, *, correct: bool, image: str) -> dict:
+    return {
+        "question_id": str(number),
+        "category": "near",
+        "question": f"Question {number}?",
+        "media": [{"kind": "image", "path": image}],
+        "reference": "yes",
+        "prediction": "Yes" if correct else "<script>alert(1)</script>",
+        "extracted": "yes",
+        "correct": correct,
+    }
+
+
+class Page(HTMLParser):
+    """Collects texts, and the addresses and tags that could load something."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.text = " ".join(" ".join(self.texts).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for key, value in attrs if key in {"src", "href", "srcset"}]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_a_complete_run_shows_its_numbers(run: Path):
+    path = write_report(run)
+    assert path == run / "report.html"
+    page = Page(path)
+    for text in (
+        "tiny <b>run</b>",
+        "2 x cpu",
+        "torch 9.9.9",
+        "frozen",
+        "1.5 K",
+        "4 of 4",
+        "scenes 1.2500",
+        "2.00 GiB",
+        "25.0% of the time",
+        "2 answers could not be parsed",
+        "presence by category",
+    ):
+        assert text in page.text, text
+    assert "presence yes_no f1 60.00 47.00 - 50.00 ok" in page.text
+    assert "presence yes_no accuracy 66.67 50.00 55.00 75.00 missed" in page.text
+    assert "Not complete" not in page.text
+
+
+def test_the_file_loads_nothing_and_runs_nothing(run: Path):
+    path = write_report(run)
+    page = Page(path)
+    assert page.addresses
+    assert all(address.startswith("data:image/") for address in page.addresses)
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    assert "@import" not in path.read_text()
+    assert "url(" not in path.read_text()
+    assert "<script>alert(1)</script>" in page.text  # shown as text
+
+
+def test_plots_are_svg_of_every_curve(run: Path):
+    pictures = [a for a in Page(write_report(run)).addresses if a.startswith("data:image/svg")]
+    svgs = [base64.b64decode(address.partition(",")[2]).decode() for address in pictures]
+    assert len(svgs) == 7
+    assert "val scenes" in svgs[0]
+    assert all(svg.count("</svg>") == 1 for svg in svgs)
+
+
+def test_samples_are_small_pictures_half_of_them_wrong(run: Path):
+    cards = sample_cards(run / "eval" / "presence")
+    assert [card.correct for card in cards].count(False) == 6
+    assert len(cards) == 12
+    picture = base64.b64decode(cards[0].images[0].partition(",")[2])
+    assert Image.open(io.BytesIO(picture)).size == (256, 128)
+    tags = re.findall(r'class="card sample (\w+)"', write_report(run).read_text())
+    assert sorted(tags) == ["right"] * 6 + ["wrong"] * 6
+
+
+def test_a_missing_image_is_named_on_its_card(run: Path):
+    (run / "red.png").unlink()
+    assert "red.png" in Page(write_report(run)).text.partition("Sample answers")[2]
+
+
+def test_a_crashed_run_says_what_is_missing(tmp_path: Path):
+    write_training(tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()[:4]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "st']))
+    text = Page(write_report(tmp_path)).text
+    assert "Not complete" in text
+    assert "metrics.jsonl has 1 unreadable lines" in text
+    assert "stage sft is not finished: step 3 of 4" in text
+    assert "not evaluated yet" in text
+    assert "presence yes_no f1 - - - 50.00 not run" in text
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [(RECIPE, "training has not started"), ("name: [", "recipe.yaml cannot be read")],
+)
+def test_a_run_that_has_not_begun(tmp_path: Path, recipe: str, message: str):
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    assert message in Page(write_report(tmp_path)).text
+
+
+def test_metrics_without_a_recipe(tmp_path: Path):
+    write_training(tmp_path)
+    (tmp_path / "recipe.yaml").unlink()
+    text = Page(write_report(tmp_path)).text
+    assert "recipe.yaml is not there" in text
+    assert "4 of 4" in text
+
+
+def test_another_folder_is_refused(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="is not a run folder"):
+        write_report(tmp_path)
+
+
+def test_a_step_repeated_after_a_resume_counts_once(tmp_path: Path):
+    write_training(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        for row in (START, step(3, 0.5), step(4, 0.25)):
+            file.write(json.dumps(row) + "\n")
+    (log,) = read_run_folder(tmp_path).stages
+    assert [row["loss"] for row in log.steps] == [4.0, 3.0, 0.5, 0.25]
+    assert log.end is None
+
+
+def test_long_runs_are_averaged_in_equal_bins():
+    from coat_vlm.report.plots import MAX_POINTS, _series
+
+    rows = [{"step": number, "loss": float(number)} for number in range(3 * MAX_POINTS)]
+    steps, values = _series(rows, lambda row: row["loss"])
+    assert np.array_equal(values, np.arange(MAX_POINTS) * 3.0 + 1.0)
+    assert np.array_equal(steps, values)
+
+
+def test_a_stage_without_values_has_no_plots():
+    from coat_vlm.report.plots import stage_plots
+
+    assert stage_plots(StageLog(name="sft", steps=[{"step": 1}])) == []
+    nan = StageLog(name="sft", steps=[{"step": 1, "loss": float("nan"), "grad_norm": None}])
+    assert [plot.title for plot in stage_plots(nan)] == ["loss"]
+
+
+@pytest.mark.parametrize(
+    ("correct", "wrong", "expected"), [(90, 10, 6), (2, 90, 10), (90, 2, 2), (3, 2, 2)]
+)
+def test_choosing_samples(correct: int, wrong: int, expected: int):
+    flags = [True] * correct + [False] * wrong
+    chosen = choose(flags, 12)
+    assert len(chosen) == len(set(chosen)) == min(12, correct + wrong)
+    assert sum(not flags[index] for index in chosen) == expected
+
+
+def test_baselines_belong_to_their_metric():
+    values = {"chance": 50.0, "f1_chance": 66.0, "far.chance": 25.0, "accuracy": 1.0}
+    assert baseline(values, "accuracy", "chance") == 50.0
+    assert baseline(values, "f1", "chance") == 66.0
+    assert baseline(values, "far.accuracy", "chance") == 25.0
+    assert baseline(values, "recall", "chance") is None
+
+
+def test_a_required_metric_has_its_own_row():
+    sets = {"a": {"task": "yes_no", "require": {"near.f1": 50.0}}}
+    rows = evaluation_rows(
+        {"precision": "bf16", "a": {"f1": 40.0, "near.f1": 49.9}}, sets, {"a": "f1"}
+    )
+    assert [(row.metric, row.verdict) for row in rows] == [("f1", ""), ("near.f1", "missed")]
+
+
+def test_units_in_words():
+    assert [duration(s) for s in (45, 185, 7620)] == ["45 s", "3 min 05 s", "2 h 07 min"]
+    assert [count(n) for n in (950, 12_300, 20_100_000)] == ["950", "12.3 K", "20.1 M"]

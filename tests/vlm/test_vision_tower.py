@@ -1,0 +1,244 @@
+import copy
+import json
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+import torch.utils.checkpoint
+from safetensors.torch import save_file
+from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
+
+from coat_vlm.model.configuration import CoatVlmConfig, kept_layers
+from coat_vlm.model.open_clip_tower import build_open_clip, load_open_clip
+from coat_vlm.model.vision import VisionTower
+
+CLASSES = {
+    "siglip": (SiglipVisionConfig, SiglipVisionModel),
+    "clip": (CLIPVisionConfig, CLIPVisionModel),
+}
+KINDS = ["siglip", "clip", "open_clip", "timm"]
+
+
+def make(kind, tiny, select_layer=-2, select_feature="patch", **changes) -> tuple[Any, Any]:
+    """A tower and an untouched copy of the complete model that it was cut from."""
+    torch.manual_seed(0)
+    if kind in CLASSES:
+        config_class, model_class = CLASSES[kind]
+        vision = config_class(**tiny.vision(kind, **changes))
+        model = model_class(vision).eval()
+        whole = copy.deepcopy(model)
+    else:
+        values = tiny.open_clip["clip" if kind == "open_clip" else "timm"] | changes
+        torch.manual_seed(1)
+        whole: Any = open_clip.model._build_vision_tower(
+            8, open_clip.CLIPVisionCfg(**values)
+        ).eval()
+        if kind == "timm":
+            whole.trunk.set_input_size((32, 32))
+        vision, model = build_open_clip({"vision_cfg": values})
+        source = whole.trunk if kind == "timm" else whole
+        missing = model.visual.load_state_dict(source.state_dict(), strict=False).missing_keys
+        assert missing == []
+    config = CoatVlmConfig(
+        vision_config=vision,
+        projector_type="linear",
+        select_layer=select_layer,
+        select_feature=select_feature,
+    )
+    return VisionTower(config, model).eval(), whole
+
+
+def hidden_states(kind, whole, images):
+    """All hidden states (N, prefix + P, C), by each library's own way to return them."""
+    if kind in CLASSES:
+        return list(whole(images, output_hidden_states=True).hidden_states)
+    if kind == "open_clip":
+        embedded = whole._embeds(images)
+        out = whole.forward_intermediates(
+            images, intermediates_only=True, output_fmt="NLC", output_extra_tokens=True
+        )
+        pairs = zip(out["image_intermediates_prefix"], out["image_intermediates"], strict=True)
+        return [embedded, *(torch.cat(pair, dim=1) for pair in pairs)]
+    pairs = whole.trunk.forward_intermediates(
+        images, intermediates_only=True, output_fmt="NLC", return_prefix_tokens=True
+    )
+    return [None, *(torch.cat((prefix, patches), dim=1) for patches, prefix in pairs)]
+
+
+@pytest.mark.parametrize("select_layer", [-1, -2, 1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_are_the_librarys_hidden_state(kind, select_layer, tiny):
+    tower, whole = make(kind, tiny, select_layer, "cls_patch")
+    images = torch.randn(2, 3, tower.image_size, tower.image_size)
+    with torch.no_grad():
+        wanted = hidden_states(kind, whole, images)[select_layer]
+        features = tower(images)
+    torch.testing.assert_close(features, wanted, rtol=0, atol=1e-6)
+    assert features.shape == (2, tower.num_patches, tower.hidden_size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"), [("siglip", 0), ("clip", 1), ("open_clip", 1), ("timm", 1)]
+)
+def test_patch_drops_the_class_token_only(kind, prefix, tiny):
+    patch, _ = make(kind, tiny, select_feature="patch")
+    everything, _ = make(kind, tiny, select_feature="cls_patch")
+    images = torch.randn(2, 3, patch.image_size, patch.image_size)
+    with torch.no_grad():
+        assert torch.equal(patch(images), everything(images)[:, prefix:])
+    grid = patch.image_size // patch.patch_size
+    assert patch.num_patches == grid * grid
+    assert everything.num_patches == grid * grid + prefix
+
+
+@pytest.mark.parametrize("select_layer", [-1, -2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_trainable_parameter_gets_a_gradient(kind, select_layer, tiny):
+    tower, _ = make(kind, tiny, select_layer)
+    tower.train()
+    size = tower.image_size
+    tower(torch.randn(2, 3, size, size)).square().sum().backward()
+    without = [n for n, p in tower.named_parameters() if p.requires_grad and p.grad is None]
+    assert without == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trailing_layers_norm_and_head_are_gone(kind, tiny):
+    tower, _ = make(kind, tiny, -2)
+    names = " ".join(dict(tower.named_parameters()))
+    for part in ("post_layernorm", "head.", "ln_post", "proj_out", "layers.2.", "resblocks.2."):
+        assert part not in names
+    last = 12 if kind == "timm" else 3
+    assert f".{last - 2}." in names
+    assert f".{last - 1}." not in names
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_checkpointing_gives_the_same_gradients(kind, tiny):
+    tower, _ = make(kind, tiny)
+    tower.train()
+    images = torch.randn(2, 3, tower.image_size, tower.image_size)
+    tower(images).square().sum().backward()
+    plain = [p.grad.clone() for p in tower.parameters()]
+    tower.zero_grad()
+    switches = [m for m in tower.modules() if hasattr(m, "gradient_checkpointing")]
+    assert switches
+    for module in switches:
+        module.gradient_checkpointing = True
+        module._gradient_checkpointing_func = lambda f, *a: torch.utils.checkpoint.checkpoint(
+            f, *a, use_reentrant=False
+        )
+    tower(images).square().sum().backward()
+    for parameter, gradient in zip(tower.parameters(), plain, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_are_cast_to_the_towers_dtype(kind, tiny):
+    tower, _ = make(kind, tiny)
+    features = tower.bfloat16()(torch.randn(1, 3, tower.image_size, tower.image_size))
+    assert features.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_of_another_size_are_refused(kind, tiny):
+    tower, _ = make(kind, tiny)
+    wrong = tower.image_size + tower.patch_size
+    with pytest.raises(ValueError, match=rf"{wrong}, {wrong}\).*{tower.image_size}"):
+        tower(torch.randn(1, 3, wrong, wrong))
+
+
+def test_select_layer_counts_as_transformers_does():
+    assert [kept_layers(4, index) for index in (-1, -2, -4, 1, 4)] == [4, 3, 1, 1, 4]
+    for index in (0, 5, -5):
+        with pytest.raises(ValueError, match=rf"select_layer={index} .* 4 blocks"):
+            kept_layers(4, index)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "size", "patch", "layers", "prefix"),
+    [
+        ("ViT-B-16-SigLIP", 768, 224, 16, 12, 0),
+        ("ViT-SO400M-14-SigLIP-384", 1152, 384, 14, 27, 0),
+        ("ViT-L-14-336", 1024, 336, 14, 24, 1),
+    ],
+)
+def test_open_clip_towers_by_name(name, width, size, patch, layers, prefix):
+    with torch.device("meta"):  # the published sizes, without their memory
+        config, _ = build_open_clip({"model_name": name})
+    assert config.hidden_size == width
+    assert (config.image_size, config.patch_size) == (size, patch)
+    assert (config.num_hidden_layers, config.num_prefix_tokens) == (layers, prefix)
+
+
+@pytest.fixture
+def open_clip_folder(tiny, tmp_path):
+    """An official open_clip folder, and the model whose weights it holds."""
+    model_cfg = {
+        "embed_dim": 16,
+        "quick_gelu": True,
+        "vision_cfg": tiny.open_clip["clip"],
+        "text_cfg": {"context_length": 8, "vocab_size": 32, "width": 16, "heads": 2, "layers": 1},
+    }
+    torch.manual_seed(3)
+    model = open_clip.CLIP(**model_cfg).eval()
+    preprocess = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+    text = json.dumps({"model_cfg": model_cfg, "preprocess_cfg": preprocess})
+    (tmp_path / "open_clip_config.json").write_text(text)
+    save_file(model.state_dict(), tmp_path / "open_clip_model.safetensors")
+    return tmp_path, model
+
+
+def test_an_open_clip_folder_keeps_its_weights(open_clip_folder):
+    folder, model = open_clip_folder
+    vision, backbone = load_open_clip(str(folder))
+    assert vision.quick_gelu
+    assert vision.image_mean == [0.1, 0.2, 0.3]
+    assert vision.image_std == [0.4, 0.5, 0.6]
+    config = CoatVlmConfig(
+        vision_config=vision, projector_type="linear", select_feature="cls_patch"
+    )
+    images = torch.randn(2, 3, 28, 28)
+    with torch.no_grad():
+        wanted = hidden_states("open_clip", model.visual, images)[-2]
+        torch.testing.assert_close(VisionTower(config, backbone).eval()(images), wanted)
+
+
+def test_an_open_clip_folder_without_weights_is_refused(open_clip_folder):
+    folder, _ = open_clip_folder
+    (folder / "open_clip_model.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"{folder.name}.*needed is a folder"):
+        load_open_clip(str(folder))
+
+
+def test_an_open_clip_folder_without_configuration_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"open_clip_config\.json"):
+        load_open_clip(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ViT-B-16", r"does not say which weights.*ViT-B-16/openai.*model_name: ViT-B-16"),
+        ("ViT-L-14-336/laion9b", r"does not say which weights.*ViT-L-14-336/openai"),
+        ("ViT-B-16-SigLYP", r"no model 'ViT-B-16-SigLYP'.*ViT-B-16-SigLIP"),
+    ],
+)
+def test_open_clip_names_that_say_too_little(name, message):
+    with pytest.raises(ValueError, match=message):
+        load_open_clip(name)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_name": "ViT-B-61"}, "no model 'ViT-B-61'.*ViT-B-16"),
+        ({"vision_cfg": {"widht": 8}}, "widht.*allowed keys.*width"),
+        ({"embed_dim": 8}, r"needs vision_cfg or model_name, got \['embed_dim'\]"),
+        ({"vision_cfg": {"layers": [1, 1, 1, 1], "width": 8}}, "ModifiedResNet.*allowed: ViT"),
+    ],
+)
+def test_open_clip_configurations_that_cannot_be_built(config, message):
+    with pytest.raises(ValueError, match=message):
+        build_open_clip(config)

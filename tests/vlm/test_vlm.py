@@ -1,0 +1,289 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+from coat_vlm.model import CoatVlmConfig, count_parameters, module_parameters
+from coat_vlm.model.vlm import next_token_loss
+
+IMAGE = 2
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+
+
+def sequence(*parts, num_tokens=4):
+    """Token ids; an ``IMAGE`` among the parts stands for a whole image's placeholders."""
+    ids = []
+    for part in parts:
+        ids += [IMAGE] * num_tokens if part == IMAGE else [part]
+    return torch.tensor([ids])
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return tiny.model()
+
+
+@pytest.fixture
+def training(tiny):
+    return tiny.model(vision=tiny.vision("clip")).train()
+
+
+@pytest.fixture
+def images():
+    return torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("feature", ["patch", "cls_patch"])
+def test_logits_and_loss_are_llavas(tiny, images, feature):
+    """An independent composition of the same parts: transformers' own LLaVA."""
+    ours = tiny.model(
+        vision=tiny.vision("clip"),
+        language=tiny.language("llama", vocab_size=60),
+        projector="mlp2x_gelu",
+        select_feature=feature,
+    )
+    config = LlavaConfig(
+        vision_config=tiny.vision("clip"),
+        text_config=ours.config.text_config,
+        image_token_index=IMAGE,
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default" if feature == "patch" else "full",
+    )
+    llava = LlavaForConditionalGeneration(config).eval()
+    tower, projector, language = ours.vision_tower, ours.projector, ours.language_model
+    loaded = llava.model.vision_tower.load_state_dict(tower.model.state_dict(), strict=False)
+    assert all(
+        "layers.2." in key or "post_layernorm" in key or "position_ids" in key
+        for key in loaded.missing_keys
+    )
+    llava.model.multi_modal_projector.linear_1.load_state_dict(projector.layers[0].state_dict())
+    llava.model.multi_modal_projector.linear_2.load_state_dict(projector.layers[2].state_dict())
+    llava.model.language_model.load_state_dict(language.model.state_dict())
+    llava.lm_head.load_state_dict(language.lm_head.state_dict())
+
+    tokens = ours.config.tokens_per_image
+    assert tokens == (16 if feature == "patch" else 17)
+    ids = torch.cat(
+        [
+            sequence(5, IMAGE, 7, 8, 9, num_tokens=tokens),
+            sequence(5, 6, 7, IMAGE, 9, num_tokens=tokens),
+        ]
+    )
+    labels = ids.masked_fill(ids == IMAGE, -100)
+    with torch.no_grad():
+        wanted = llava(input_ids=ids, pixel_values=images, labels=labels)
+        output = ours(input_ids=ids, pixel_values=images, labels=labels)
+        swapped = ours(input_ids=ids, pixel_values=images.flip(0))
+    torch.testing.assert_close(output.logits, wanted.logits)
+    torch.testing.assert_close(output.loss, wanted.loss)
+    assert not torch.allclose(swapped.logits, wanted.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_alone_is_the_language_models_own(tiny, family):
+    model = tiny.model(language=tiny.language(family))
+    assert model.language_model.config.model_type == family
+    ids = sequence(5, 6, 7, 8, 9)
+    for mode in (model.eval(), model.train()):
+        with torch.no_grad():
+            assert torch.equal(mode(ids).logits, model.language_model(ids).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_image_features_replace_the_placeholders(tiny, images, family):
+    model = tiny.model(language=tiny.language(family))
+    ids = sequence(5, IMAGE, 6, IMAGE, 7)
+    with torch.no_grad():
+        features = model.projector(model.vision_tower(images)).flatten(0, 1)
+        embeds = model.get_input_embeddings()(ids)
+        for source, position in enumerate([*range(1, 5), *range(6, 10)]):
+            embeds[0, position] = features[source]
+        wanted = model.language_model(inputs_embeds=embeds).logits
+        assert torch.equal(model(ids, pixel_values=images).logits, wanted)
+
+
+def test_the_placeholder_embedding_does_not_matter(tiny, images):
+    model = tiny.model()
+    ids = sequence(5, IMAGE, IMAGE, 7)
+    with torch.no_grad():
+        before = model(ids, pixel_values=images).logits
+        tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        assert not tied
+        model.get_input_embeddings().weight[IMAGE] = float("nan")
+        assert torch.equal(model(ids, pixel_values=images).logits, before)
+        model.config.image_token_id = -200  # LLaVA's, which no table of embeddings has
+        ids = ids.masked_fill(ids == IMAGE, -200)
+        assert torch.equal(model(ids, pixel_values=images).logits, before)
+
+
+@pytest.mark.parametrize("num_items", [None, 3, torch.tensor(7)])
+def test_loss_is_the_language_models_own(model, num_items):
+    ids = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
+    labels = torch.tensor([[-100, 6, -100, 8, 9], [-100, -100, -100, 6, -100]])
+    with torch.no_grad():
+        ours = model(ids, labels=labels, num_items_in_batch=num_items).loss
+        wanted = model.language_model(ids, labels=labels, num_items_in_batch=num_items).loss
+        logits = model(ids).logits
+    torch.testing.assert_close(ours, wanted)
+    by_hand = sum(
+        -F.log_softmax(logits[row, column - 1], dim=-1)[label]
+        for row, column, label in [(0, 1, 6), (0, 3, 8), (0, 4, 9), (1, 3, 6)]
+    )
+    torch.testing.assert_close(ours, by_hand / (4 if num_items is None else int(num_items)))
+
+
+def test_loss_is_fp32_under_bf16_logits():
+    generator = torch.Generator().manual_seed(0)
+    logits = (8 * torch.randn(2, 40, 60, generator=generator)).bfloat16()
+    labels = torch.randint(60, (2, 40), generator=generator)
+    loss = next_token_loss(logits, labels)
+    assert loss.dtype == torch.float32
+    exact = F.cross_entropy(logits[:, :-1].double().flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("num_items", [None, 0, 5])
+def test_loss_without_trained_tokens_is_zero_with_a_graph(training, num_items):
+    ids = sequence(5, 6, 7)
+    loss = training(ids, labels=torch.full_like(ids, -100), num_items_in_batch=num_items).loss
+    assert loss.item() == 0.0
+    loss.backward()
+    gradients = [parameter.grad for parameter in training.parameters()]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("pixel_values", [None, torch.zeros(0, 3, 28, 28)])
+def test_training_without_images_gives_exact_zero_gradients(training, pixel_values):
+    ids = sequence(5, 6, 7, 8)
+    training(ids, labels=ids, pixel_values=pixel_values).loss.backward()
+    for part in (training.vision_tower, training.projector):
+        assert all(p.grad is not None and not p.grad.any() for p in part.parameters())
+    assert all(p.grad.any() for p in training.language_model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["siglip", "clip", "open_clip"])
+def test_every_parameter_gets_a_gradient_from_an_image(tiny, images, kind):
+    vision = (
+        {"library": "open_clip", "config": {"vision_cfg": tiny.open_clip["clip"]}}
+        if kind == "open_clip"
+        else {"config": tiny.vision(kind)}
+    )
+    model = tiny.model(**vision).train()
+    ids = sequence(5, IMAGE, 6, IMAGE, 7, 8)
+    model(ids, pixel_values=images, labels=ids.masked_fill(ids == IMAGE, -100)).loss.backward()
+    # Keys' biases shift all scores of a query alike and so have no gradient but rounding.
+    without = [name for name, p in model.named_parameters() if p.grad is None]
+    zero = [n for n, p in model.named_parameters() if not p.grad.any() and "k_proj.bias" not in n]
+    assert without == []
+    assert zero == []
+
+
+def test_evaluation_without_images_leaves_the_tower_alone(model):
+    calls = []
+    handle = model.vision_tower.register_forward_hook(lambda *_: calls.append(1))
+    model(sequence(5, 6, 7))
+    handle.remove()
+    assert not calls
+
+
+def test_training_keeps_no_cache(training):
+    ids = sequence(5, 6, 7)
+    assert training(ids).past_key_values is None
+    assert training.eval()(ids).past_key_values is not None
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize(
+    ("parts", "count", "message"),
+    [
+        ((5, IMAGE, 6), 2, "4 image placeholders .* 2 images, which make 8 features"),
+        ((5, IMAGE, IMAGE, 6), 1, "8 image placeholders .* 1 images, which make 4 features"),
+        ((5, 6), 1, "0 image placeholders .* 1 images"),
+        ((5, IMAGE, 6), 0, "4 image placeholders .* 0 images"),
+        ((5, IMAGE, 6), None, r"4 image placeholders .* 0 images.*give 4 placeholders per image"),
+    ],
+)
+def test_placeholders_and_images_must_match(model, images, mode, parts, count, message):
+    pixel_values = None if count is None else images[:count]
+    model.train(mode)
+    with pytest.raises(ValueError, match=message):
+        model(sequence(*parts), pixel_values=pixel_values)
+    model.eval()
+
+
+def test_arguments_that_contradict_each_other(model, images):
+    ids = sequence(5, 6)
+    embeds = model.get_input_embeddings()(ids)
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model(ids, inputs_embeds=embeds)
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match="pixel_values need input_ids"):
+        model(inputs_embeds=embeds, pixel_values=images)
+    with pytest.raises(ValueError, match="labels or logits_to_keep"):
+        model(ids, labels=ids, logits_to_keep=1)
+
+
+def test_logits_to_keep(model):
+    ids = sequence(5, 6, 7, 8)
+    with torch.no_grad():
+        full = model(ids).logits
+        torch.testing.assert_close(model(ids, logits_to_keep=2).logits, full[:, -2:])
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(training, images):
+    ids = sequence(5, IMAGE, 6, IMAGE, 7, 8)
+    labels = ids.masked_fill(ids == IMAGE, -100)
+    training(ids, pixel_values=images, labels=labels).loss.backward()
+    plain = {name: p.grad.clone() for name, p in training.named_parameters()}
+    training.zero_grad()
+    training.gradient_checkpointing_enable()
+    layers = [
+        *training.vision_tower.model.encoder.layers,
+        *training.language_model.model.layers,
+    ]
+    assert all(layer.gradient_checkpointing for layer in layers)
+    training(ids, pixel_values=images, labels=labels).loss.backward()
+    for name, parameter in training.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain[name])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_attention_implementation_reaches_all_parts(tiny, images, attention):
+    model = tiny.model(attention=attention)
+    for part in (model, model.vision_tower.model, model.language_model):
+        assert part.config._attn_implementation == attention
+    ids = sequence(5, IMAGE, 6, IMAGE, 7)
+    with torch.no_grad():
+        wanted = tiny.model(attention="sdpa")(ids, pixel_values=images).logits
+        torch.testing.assert_close(model(ids, pixel_values=images).logits, wanted)
+
+
+def test_parts_by_name_cover_the_model(model):
+    parts = module_parameters(model)
+    assert list(parts) == ["vision", "projector", "language"]
+    total = sum(count_parameters(part) for part in parts.values())
+    assert total == sum(parameter.numel() for parameter in model.parameters())
+    assert count_parameters(parts["projector"]) == 2 * 96 + 96 * 32 + 32 + 32 * 32 + 32
+
+
+def test_frozen_parameters_are_not_counted_as_trainable(tiny):
+    model = tiny.model()
+    model.projector.layers[2].requires_grad_(False)
+    assert count_parameters(model.projector, trainable_only=True) == 2 * 96 + 32 * 32 + 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"projector_type": "mlp9"}, "unknown projector type 'mlp9'.*linear"),
+        ({"select_layer": -4}, "select_layer=-4 .* 3 blocks"),
+        ({"select_feature": "cls"}, "select_feature 'cls'; allowed: patch, cls_patch"),
+        ({"select_feature": "cls_patch"}, "needs a square grid.*linear or mlp2x_gelu"),
+        ({"image_token_id": 60}, "image_token_id 60 is outside .* of 60"),
+    ],
+)
+def test_configurations_that_cannot_work(tiny, changes, message):
+    text = tiny.language(vocab_size=60)
+    with pytest.raises(ValueError, match=message):
+        CoatVlmConfig(vision_config=tiny.vision("clip"), text_config=text, **changes)

@@ -1,0 +1,209 @@
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from coat_vlm.model import CoatVlm, CoatVlmConfig
+
+IMAGE = 2
+KINDS = ["siglip", "clip", "open_clip", "timm"]
+LOADERS = [CoatVlm, AutoModel, AutoModelForImageTextToText]
+
+
+def make(tiny, kind, **kwargs):
+    vision = (
+        {"config": tiny.vision(kind)}
+        if kind in ("siglip", "clip")
+        else {
+            "library": "open_clip",
+            "config": {"vision_cfg": tiny.open_clip["clip" if kind == "open_clip" else "timm"]},
+        }
+    )
+    return tiny.model(**vision, **kwargs)
+
+
+def same_weights(left, right):
+    ours, theirs = left.state_dict(), right.state_dict()
+    return list(ours) == list(theirs) and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+def logits(model):
+    count, size = model.config.tokens_per_image, model.vision_tower.image_size
+    ids = torch.tensor([[5, *[IMAGE] * count, 6, 7]])
+    generator = torch.Generator().manual_seed(0)
+    pixel_values = torch.randn(1, 3, size, size, generator=generator)
+    with torch.no_grad():
+        return model(ids, pixel_values=pixel_values).logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_save_and_load_is_bit_equal(tiny, tmp_path, kind):
+    model = make(tiny, kind)
+    model.save_pretrained(tmp_path)
+    for loader in LOADERS:
+        loaded = loader.from_pretrained(tmp_path)
+        assert type(loaded) is CoatVlm
+        assert not loaded.training
+        assert same_weights(loaded, model)
+        assert torch.equal(logits(loaded), logits(model))
+        assert loaded.config.to_dict() | {"_name_or_path": None} == (
+            model.config.to_dict() | {"_name_or_path": None}
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loader", LOADERS)
+def test_loading_in_bf16(tiny, tmp_path, kind, loader):
+    model = make(tiny, kind)
+    model.save_pretrained(tmp_path)
+    loaded = loader.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert same_weights(loaded, model.to(torch.bfloat16))
+    assert logits(loaded).dtype == torch.bfloat16
+
+
+def test_a_bf16_checkpoint_loads_in_bf16(tiny, tmp_path):
+    model = make(tiny, "siglip").to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded = CoatVlm.from_pretrained(tmp_path)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert same_weights(loaded, model)
+
+
+def test_a_sharded_checkpoint(tiny, tmp_path):
+    model = make(tiny, "clip")
+    model.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
+    assert same_weights(CoatVlm.from_pretrained(tmp_path), model)
+
+
+def test_tied_embeddings_are_saved_once_and_stay_tied(tiny, tmp_path):
+    model = make(tiny, "siglip", language=tiny.language("qwen2", tie_word_embeddings=True))
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+    assert "language_model.lm_head.weight" not in names
+    loaded = CoatVlm.from_pretrained(tmp_path)
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert torch.equal(logits(loaded), logits(model))
+    with torch.no_grad():
+        loaded.get_input_embeddings().weight[7] += 1
+    assert torch.equal(
+        loaded.language_model.lm_head.weight[7], loaded.language_model.model.embed_tokens.weight[7]
+    )
+
+
+def test_untied_embeddings_stay_apart(tiny, tmp_path):
+    model = make(tiny, "siglip", language=tiny.language("qwen2", tie_word_embeddings=False))
+    model.save_pretrained(tmp_path)
+    loaded = CoatVlm.from_pretrained(tmp_path)
+    assert loaded.get_output_embeddings().weight is not loaded.get_input_embeddings().weight
+    assert same_weights(loaded, model)
+
+
+def test_the_configuration_is_one_file(tiny, tmp_path):
+    model = make(tiny, "clip", projector="mlp_downsample_3x3_fix")
+    model.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["model_type"] == "coat_vlm"
+    assert values["vision_config"]["model_type"] == "clip_vision_model"
+    assert values["vision_config"]["num_hidden_layers"] == 3  # the complete tower's
+    assert values["text_config"]["model_type"] == "qwen2"
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(config, CoatVlmConfig)
+    assert config.tokens_per_image == 4
+    assert config.projector_type == "mlp_downsample_3x3_fix"
+
+
+def test_generation_settings_are_kept(tiny, tmp_path):
+    model = make(tiny, "clip")
+    model.save_pretrained(tmp_path)
+    generation = CoatVlm.from_pretrained(tmp_path).generation_config
+    assert generation.eos_token_id == 1
+    assert generation.pad_token_id == 0
+    assert generation.suppress_tokens == [IMAGE]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_attention_implementation_can_be_chosen_at_loading(tiny, tmp_path, attention):
+    make(tiny, "clip").save_pretrained(tmp_path)
+    loaded = CoatVlm.from_pretrained(tmp_path, attn_implementation=attention)
+    for part in (loaded, loaded.vision_tower.model, loaded.language_model):
+        assert part.config._attn_implementation == attention
+
+
+def test_embeddings_can_be_resized_in_the_composed_model(tiny, tmp_path):
+    model = make(tiny, "clip")
+    model.resize_token_embeddings(64)
+    assert model.config.text_config.vocab_size == 64
+    assert model.language_model.config.vocab_size == 64
+    model.save_pretrained(tmp_path)
+    assert same_weights(CoatVlm.from_pretrained(tmp_path), model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_made_from_its_configuration_alone(tiny, kind):
+    """Random weights, each part by its own library's rules, all trainable."""
+    config = make(tiny, kind).config
+    torch.manual_seed(4)
+    first: Any = CoatVlm(config)
+    torch.manual_seed(4)
+    assert same_weights(CoatVlm(config), first)
+    assert all(p.isfinite().all() for p in first.parameters())
+    bound = first.projector.layers[2].in_features ** -0.5  # torch's default, not N(0, 0.02)
+    largest = first.projector.layers[2].weight.abs().max().item()
+    assert 0.9 * bound < largest <= bound
+    built = make(tiny, kind)
+    for (name, ours), (_, theirs) in zip(
+        first.vision_tower.named_parameters(), built.vision_tower.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours.std(), theirs.std(), rtol=0.5, atol=0.02, msg=name)
+
+
+def test_another_kind_of_checkpoint_is_refused(tiny, tmp_path):
+    LlamaForCausalLM(LlamaConfig(**tiny.language("llama", vocab_size=60))).save_pretrained(tmp_path)
+    for load in (CoatVlm.from_pretrained, CoatVlmConfig.from_pretrained):
+        with pytest.raises(ValueError, match=rf"{tmp_path.name}.* model_type is 'llama'.*coat_vlm"):
+            load(tmp_path)
+
+
+def test_a_folder_without_configuration_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=rf"{tmp_path.name}.*give the folder that training wrote"):
+        CoatVlm.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_with_missing_weights_is_refused(tiny, tmp_path):
+    make(tiny, "clip").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["select_layer"] = -1  # one block more than the file holds
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"weights are missing.*vision_tower\.model\.encoder"):
+        CoatVlm.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_a_damaged_checkpoint_is_refused(tiny, tmp_path, damage):
+    make(tiny, "clip").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        file.unlink()
+    with pytest.raises(ValueError, match=rf"{tmp_path.name}: the weights cannot be loaded"):
+        CoatVlm.from_pretrained(tmp_path)
+
+
+def test_the_loading_report_can_be_had(tiny, tmp_path):
+    make(tiny, "clip").save_pretrained(tmp_path)
+    _, info = CoatVlm.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]

@@ -1,0 +1,104 @@
+import pytest
+import torch
+
+IMAGE, PAD = 2, 0
+NEW = 6
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def model(tiny, request):
+    """Sharper than a random model: its choices are no near-ties and depend on all tokens."""
+    model = tiny.model(language=tiny.language(request.param), vision=tiny.vision("clip"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    return model
+
+
+@pytest.fixture(scope="module")
+def images():
+    return torch.randn(3, 3, 28, 28, generator=torch.Generator().manual_seed(5))
+
+
+def tokens(*parts):
+    return [token for part in parts for token in ([IMAGE] * 4 if part == IMAGE else [part])]
+
+
+@torch.no_grad()
+def greedy_by_hand(model, ids, pixel_values):
+    """The whole sequence anew for every token, without a cache."""
+    ids = torch.tensor([ids])
+    for _ in range(NEW):
+        logits = model(ids, pixel_values=pixel_values, use_cache=False).logits[0, -1]
+        logits[IMAGE] = -float("inf")
+        ids = torch.cat([ids, logits.argmax().view(1, 1)], dim=1)
+        if ids[0, -1] == model.generation_config.eos_token_id:
+            break
+    return ids[0].tolist()
+
+
+def generate(model, ids, pixel_values, **kwargs):
+    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD} | kwargs
+    return model.generate(input_ids=torch.tensor(ids), pixel_values=pixel_values, **settings)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generation_equals_a_greedy_loop(model, images, use_cache):
+    for ids, pixel_values in [
+        (tokens(5, IMAGE, 7, 8), images[:1]),
+        (tokens(IMAGE, 5, IMAGE, 6, 9), images[1:]),
+        (tokens(5, 7, 8), None),
+        (tokens(5, 7, 8), images[:0]),
+    ]:
+        wanted = greedy_by_hand(model, ids, pixel_values)
+        found = generate(model, [ids], pixel_values, use_cache=use_cache)[0].tolist()
+        assert found == wanted
+
+
+def test_generation_depends_on_the_image(model, images):
+    outputs = {
+        tuple(generate(model, [tokens(5, IMAGE, 7)], images[i : i + 1])[0].tolist())
+        for i in range(3)
+    }
+    assert len(outputs) > 1
+
+
+def test_a_left_padded_batch_equals_single_runs(model, images):
+    rows = [tokens(5, IMAGE, 7, 8, 9), tokens(5, 6), tokens(IMAGE, 5, IMAGE, 6)]
+    single = [
+        generate(model, [row], pixel_values)[0, len(row) :].tolist()
+        for row, pixel_values in zip(rows, [images[:1], None, images[1:]], strict=True)
+    ]
+    longest = max(map(len, rows))
+    ids = [[PAD] * (longest - len(row)) + row for row in rows]
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    batch = generate(model, ids, images, attention_mask=mask)[:, longest:].tolist()
+    for found, wanted in zip(batch, single, strict=True):
+        assert found[: len(wanted)] == wanted
+        assert set(found[len(wanted) :]) <= {PAD}
+
+
+def test_beams_keep_each_rows_images_together(model, images):
+    rows = [tokens(IMAGE, 5, IMAGE, 6), [PAD, *tokens(7, 8, 9, IMAGE, 4, 5)]]
+    mask = (torch.tensor(rows) != PAD).long()
+    both = generate(model, rows, images, num_beams=3, attention_mask=mask)
+    first = generate(model, rows[:1], images[:2], num_beams=3, attention_mask=mask[:1])
+    second = generate(model, rows[1:], images[2:], num_beams=3, attention_mask=mask[1:])
+    assert both[0, : first.shape[1]].tolist() == first[0].tolist()
+    assert both[1, : second.shape[1]].tolist() == second[0].tolist()
+
+
+def test_the_placeholder_is_never_generated(model, images):
+    head = model.get_output_embeddings()
+    before = head.weight.detach().clone()
+    ids = tokens(5, IMAGE, 7)
+    with torch.no_grad():
+        hidden = model.language_model.model(
+            inputs_embeds=model.embed(torch.tensor([ids]), images[:1])
+        ).last_hidden_state[0, -1]
+        head.weight[IMAGE] = 100 * hidden  # by far the likeliest next token
+        assert model(torch.tensor([ids]), pixel_values=images[:1]).logits[0, -1].argmax() == IMAGE
+        output = generate(model, [ids], images[:1])
+        head.weight.copy_(before)
+    assert IMAGE not in output[0, len(ids) :].tolist()
