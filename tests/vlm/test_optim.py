@@ -1,0 +1,61 @@
+"""Schedules against transformers' own, and parameter groups."""
+
+import pytest
+import torch
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+
+from coat_vlm.config import ModuleTraining, SourceConfig, StageConfig
+from coat_vlm.model import CoatVlm, module_parameters
+from coat_vlm.optim import lr_factor, param_groups
+from coat_vlm.train.engine import set_trainable
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reference"),
+    [("cosine", get_cosine_schedule_with_warmup), ("linear", get_linear_schedule_with_warmup)],
+)
+def test_schedules_after_warmup_equal_transformers(schedule, reference):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = reference(optimizer, num_warmup_steps=10, num_training_steps=50)
+    for step in range(50):
+        if step >= 10:
+            assert lr_factor(step, 50, 10, schedule) == pytest.approx(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+
+
+def test_warmup_starts_above_zero_and_ends_at_the_peak():
+    factors = [lr_factor(step, 20, 4, "constant") for step in range(6)]
+    assert factors == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert lr_factor(19, 20, 0, "linear", min_lr_ratio=0.5) == pytest.approx(0.525)
+
+
+def test_groups_hold_every_trained_parameter_once(tiny):
+    model: CoatVlm = tiny.model()
+    stage = StageConfig(
+        data=[SourceConfig(name="a", path="a.json")],
+        projector=ModuleTraining(train=True, lr=1e-3),
+        language=ModuleTraining(train=True, lr=1e-4),
+        batch_size=1,
+        micro_batch_size=1,
+        max_steps=1,
+        weight_decay=0.1,
+    )
+    set_trainable(model, stage)
+    groups = param_groups(model, stage)
+    assert {(group["module"], group["peak_lr"]) for group in groups} == {
+        ("projector", 1e-3),
+        ("language", 1e-4),
+    }
+    ids = [id(parameter) for group in groups for parameter in group["params"]]
+    parts = module_parameters(model)
+    wanted = [*parts["projector"].parameters(), *parts["language"].parameters()]
+    assert sorted(ids) == sorted(id(parameter) for parameter in wanted)
+    for group in groups:
+        assert group["lr"] == 0.0
+        for parameter in group["params"]:
+            if parameter.ndim == 1:
+                assert group["weight_decay"] == 0.0
+    embeddings = model.get_input_embeddings().weight
+    (owner,) = [g for g in groups if any(parameter is embeddings for parameter in g["params"])]
+    assert owner["weight_decay"] == 0.0

@@ -1,0 +1,93 @@
+"""Recipes: what loads, what is refused and how the message reads."""
+
+from pathlib import Path
+
+import pytest
+
+from coat_vlm.recipe_file import builtin_recipes, load_recipe, save_recipe
+
+MINIMAL = """\
+name: small
+output_dir: runs/small
+model:
+  vision: {config: {model_type: siglip_vision_model}}
+  language: {config: {model_type: qwen2}}
+stages:
+  sft:
+    data: [{name: a, path: "${DATA}/a.json"}]
+    projector: {train: true, lr: 1.0e-3}
+    batch_size: 8
+    micro_batch_size: 2
+    max_steps: 5
+"""
+
+
+@pytest.fixture
+def recipe_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DATA", "/my/data")
+    path = tmp_path / "small.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_overrides_and_variables(recipe_path: Path) -> None:
+    recipe = load_recipe(
+        str(recipe_path), ["seed=3", "stages.sft.projector.lr=0.5", "stages.sft.data.0.name=b"]
+    )
+    assert recipe.seed == 3
+    assert recipe.stages["sft"].projector.lr == 0.5
+    assert recipe.stages["sft"].data[0].name == "b"
+    assert recipe.stages["sft"].data[0].path == "/my/data/a.json"
+    assert recipe.stages["sft"].vision.train is False
+
+
+def test_a_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(str(recipe_path))
+    save_recipe(recipe, tmp_path / "saved.yaml")
+    assert load_recipe(str(tmp_path / "saved.yaml")) == recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stages.sft.projector.lrr=1", "stages.sft.projector.lr?"),
+        ("stages.sft.max_step=1", "did you mean stages.sft.max_steps?"),
+        ("prescision=bf16", "did you mean precision?"),
+        ("model.image.mod=pad", "did you mean model.image.mode?"),
+        ("stages.sft.data.0.pth=x", "did you mean stages.sft.data.0.path?"),
+        ("precision=fp8", "precision: input should be 'fp32' or 'bf16', got 'fp8'"),
+        ("stages.sft.vision.lr=1", "stages.sft.vision.train: this key is missing"),
+        ("stages.sft.vision={train: false, lr: 1}", "has no effect because train is false"),
+        ("stages.sft.epochs=2", "exactly one of epochs or max_steps"),
+        ("stages.sft.eval_every_steps=2", "no effect without val_data"),
+        ("stages.sft.batch_size=-8", "stages.sft.batch_size: input should be greater than 0"),
+        ("stages.sft.data.4.path=x", "expected an index below 1, got '4'"),
+        ("seed", "expected key=value"),
+    ],
+)
+def test_a_wrong_key_is_named(recipe_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        load_recipe(str(recipe_path), [override])
+    assert message in str(caught.value)
+
+
+def test_wrong_files(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="did you mean quickstart"):
+        load_recipe("quickstrat")
+    recipe_path.write_text(MINIMAL + "name: again\n")
+    with pytest.raises(ValueError, match="'name' stands twice"):
+        load_recipe(str(recipe_path))
+    recipe_path.write_text("- a\n")
+    with pytest.raises(ValueError, match="a recipe is a mapping"):
+        load_recipe(str(recipe_path))
+    recipe_path.write_text(MINIMAL)
+    monkeypatch.delenv("DATA")
+    with pytest.raises(ValueError, match="environment variable DATA"):
+        load_recipe(str(recipe_path))
+
+
+def test_the_built_in_recipes_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REAL_PHOTOS", "/photos")
+    assert {"quickstart", "real_photos"} <= set(builtin_recipes())
+    for name in builtin_recipes():
+        assert load_recipe(name).name == name
