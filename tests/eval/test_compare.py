@@ -1,0 +1,164 @@
+"""Comparing runs, against figures worked out by hand and scikit-like formulas written again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from coat_eval.compare import compare_runs, format_comparison
+from coat_eval.curves import draw_curves
+from coat_vlm.cli import main
+
+RECIPE: dict[str, Any] = {
+    "name": "tiny",
+    "output_dir": "runs/tiny",
+    "model": {
+        "vision": {"name_or_path": "tower"},
+        "language": {"name_or_path": "llm"},
+    },
+    "stages": {
+        "sft": {
+            "data": [{"name": "a", "path": "a.json"}],
+            "language": {"train": True, "lr": 1e-3},
+            "batch_size": 1,
+            "micro_batch_size": 1,
+            "max_steps": 4,
+        }
+    },
+    "eval_sets": {
+        "naming": {"task": "short_answer", "path": "naming"},
+        "presence": {"task": "yes_no", "path": "presence"},
+    },
+}
+
+
+def make_run(
+    folder: Path, naming: list[bool], presence: list[tuple[str, str]], loss: float
+) -> Path:
+    """A run folder with items (correct), (said, labelled), and four training steps."""
+    for name in ("naming", "presence"):
+        (folder / "eval" / name).mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    rows = [
+        {"question_id": f"n{i}", "correct": c, "extracted": "x", "reference": "x"}
+        for i, c in enumerate(naming)
+    ]
+    (folder / "eval/naming/items.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rows = [
+        {"question_id": f"p{i}", "correct": s == l, "extracted": s, "reference": l}
+        for i, (s, l) in enumerate(presence)
+    ]
+    # Predictions come in the order of prompt length, so the files' orders differ.
+    (folder / "eval/presence/items.jsonl").write_text("\n".join(map(json.dumps, reversed(rows))))
+    metrics = [
+        {"kind": "step", "stage": "sft", "step": step, "loss": loss + 4 - step}
+        for step in range(1, 5)
+    ]
+    metrics.append({"kind": "val", "stage": "sft", "step": 4, "losses": {"a": loss + 0.5}})
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics)))
+    return folder
+
+
+def f1(pairs: list[tuple[str, str]]) -> float:
+    tp = sum(pair == ("yes", "yes") for pair in pairs)
+    precision = tp / sum(said == "yes" for said, _ in pairs)
+    recall = tp / sum(label == "yes" for _, label in pairs)
+    return 100 * 2 * precision * recall / (precision + recall)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[list[Path], list[Path], dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    labels = ["yes" if v else "no" for v in rng.random(200) < 0.5]
+    naming, presence, folders = [], [], []
+    for number in range(4):
+        right = rng.random(200) < (0.7 if number < 2 else 0.8)
+        swap = {"yes": "no", "no": "yes"}
+        pairs = [(l if r else swap[l], l) for r, l in zip(right, labels, strict=True)]
+        naming.append([bool(r) for r in right])
+        presence.append(pairs)
+        folders.append(make_run(tmp_path / str(number), naming[-1], pairs, 0.1 * (number + 1)))
+    return folders[:2], folders[2:], {"naming": naming, "presence": presence}
+
+
+def test_means_and_differences(runs: tuple[list[Path], list[Path], dict[str, Any]]) -> None:
+    first, second, data = runs
+    rows = {row.name: row for row in compare_runs(first, second)}
+    expected = [100 * float(np.mean(flags)) for flags in data["naming"]]
+    assert rows["naming"].first == pytest.approx(expected[:2])
+    assert rows["naming"].second == pytest.approx(expected[2:])
+    assert rows["naming"].difference == pytest.approx(
+        float(np.mean(expected[2:]) - np.mean(expected[:2]))
+    )
+    expected = [f1(pairs) for pairs in data["presence"]]
+    assert rows["presence"].first + rows["presence"].second == pytest.approx(expected)
+    assert rows["sft training"].first == pytest.approx([0.1, 0.2])
+    assert rows["sft validation a"].second == pytest.approx([0.8, 0.9])
+
+
+def test_the_interval_is_that_of_paired_differences(
+    runs: tuple[list[Path], list[Path], dict[str, Any]],
+) -> None:
+    first, second, data = runs
+    rows = {row.name: row for row in compare_runs(first, second)}
+    flags = np.array(data["naming"], float)
+    gaps = 100 * (flags[2:].mean(0) - flags[:2].mean(0))
+    half = 1.96 * gaps.std(ddof=1) / np.sqrt(gaps.size)
+    low, high = rows["naming"].interval or (0.0, 0.0)
+    assert low == pytest.approx(gaps.mean() - half, abs=0.6)
+    assert high == pytest.approx(gaps.mean() + half, abs=0.6)
+
+
+def test_pairing_narrows_the_interval_of_equal_runs(tmp_path: Path) -> None:
+    flags = [True, False] * 50
+    pairs = [("yes", "yes"), ("no", "yes")] * 50
+    a = make_run(tmp_path / "a", flags, pairs, 1.0)
+    b = make_run(tmp_path / "b", flags, pairs, 1.0)
+    for row in compare_runs([a], [b]):
+        assert row.difference == 0
+        assert row.interval in (None, (0.0, 0.0))
+
+
+def test_other_items_do_not_compare(tmp_path: Path) -> None:
+    a = make_run(tmp_path / "a", [True], [("yes", "yes")], 1.0)
+    b = make_run(tmp_path / "b", [True, True], [("yes", "yes")], 1.0)
+    with pytest.raises(ValueError, match="answered 2 items"):
+        compare_runs([a], [b])
+    (b / "eval/naming/items.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match="coat-vlm eval --run"):
+        compare_runs([a], [b])
+
+
+def test_the_command_prints_a_table_and_draws(
+    runs: tuple[list[Path], list[Path], dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, second, _ = runs
+    picture = tmp_path / "loss.svg"
+    arguments = [*map(str, first), "--with", *map(str, second), "--plot", str(picture)]
+    assert main(["compare", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "| presence f1 |" in out
+    assert "95% interval" in out
+    assert picture.read_text().count("<path") > 4
+    assert main(["compare", str(first[0])]) == 0
+    assert "difference" not in capsys.readouterr().out
+
+
+def test_a_single_group_has_no_interval(
+    runs: tuple[list[Path], list[Path], dict[str, Any]],
+) -> None:
+    table = format_comparison(compare_runs(runs[0]))
+    assert "interval" not in table
+    assert "naming accuracy" in table
+
+
+def test_curves_need_a_known_ending(
+    runs: tuple[list[Path], list[Path], dict[str, Any]], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="xyz"):
+        draw_curves(runs[0], [], ("a", "b"), tmp_path / "loss.xyz")
