@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 
 _STRICT = ConfigDict(extra="forbid")
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "coat"]
 ModuleName = Literal["vision", "projector", "language"]
 StageName = Literal["align", "pretrain", "sft"]
 ProjectorType = Literal["linear", "mlp2x_gelu", "mlp_downsample", "mlp_downsample_3x3_fix"]
@@ -221,6 +221,43 @@ class EvalSetConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+class Fp8Config:
+    """What becomes FP8 under ``precision: coat``."""
+
+    vision: bool = True
+    """Encoder blocks of the vision tower (SigLIP and CLIP)."""
+    projector: bool = False
+    """Linear layers of the projector: few, and all image features pass through them."""
+    language: bool = True
+    """Decoder blocks of the language model (Llama, Mistral, Qwen2/2.5, Qwen3)."""
+    lm_head: bool = False
+    """The output layer."""
+    skip_first: NonNegative = 0
+    """Blocks at the beginning of the tower and of the language model that stay as they are."""
+    skip_last: NonNegative = 0
+    """Blocks at the end of the tower and of the language model that stay as they are."""
+    group_size: Literal[16, 32, 64, 128] = 16
+    """Channels that share a scale in the FP8 copies kept for the backward pass."""
+    optimizer: Literal["coat", "adamw"] = "coat"
+    """``coat``: AdamW with FP8 moments; ``adamw``: torch's, with FP32 moments."""
+    released_constants: bool = False
+    """Dynamic range expansion with the constants of the paper's released kernel."""
+    reference: bool = False
+    """Run the plain PyTorch arithmetic on a GPU without FP8 tensor cores (slow)."""
+
+    def __post_init__(self) -> None:
+        if self.released_constants and self.optimizer != "coat":
+            raise ValueError(
+                "fp8.released_constants has no effect with fp8.optimizer: adamw; remove one of them"
+            )
+        if not (self.vision or self.language or self.projector or self.lm_head):
+            raise ValueError(
+                "fp8 selects nothing: vision, language, projector and lm_head are all false; use "
+                "precision: bf16, or set one of them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
 class TrackingConfig:
     """Where metrics go besides metrics.jsonl, which is always written."""
 
@@ -248,7 +285,10 @@ class Recipe:
     seed: int = 0
     """Seed of initialisation, data order and augmentation."""
     precision: Precision = "bf16"
-    """``bf16``: BF16 weights and arithmetic with FP32 master weights; ``fp32``: all FP32."""
+    """``coat``: FP8 linear layers, kept activations and optimizer states, the rest as in bf16;
+    ``bf16``: BF16 weights and arithmetic with FP32 master weights; ``fp32``: all FP32."""
+    fp8: Fp8Config | None = None
+    """What ``precision: coat`` makes FP8; its defaults when absent."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage."""
     num_workers: NonNegative = 2
@@ -262,6 +302,11 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.stages:
             raise ValueError(f"recipe {self.name!r} has no stages; add at least one of {STAGES}")
+        if self.fp8 is not None and self.precision != "coat":
+            raise ValueError(
+                f"fp8 has no effect with precision: {self.precision}; set precision: coat, or "
+                "remove fp8"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as plain YAML-ready data."""

@@ -142,8 +142,7 @@ def abilities() -> Iterator[Finding]:
         yield fp8(capability)
     else:
         yield Finding("ok", "FP32 training", "on the CPU; small models only")
-        yield bf16_on_cpu(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        yield fp8(None)
+        yield low_precision_on_cpu()
     yield _attempt("transformers models", _import_transformers)
     yield _attempt("open_clip towers", _import_open_clip)
     yield _attempt("DeepSpeed", _import_deepspeed)
@@ -158,23 +157,22 @@ def bf16_on_gpu(capability: tuple[int, int]) -> Finding:
     return Finding("note", "BF16 training", detail, "train with precision=fp32")
 
 
-def bf16_on_cpu(supported: bool) -> Finding:
-    """Whether BF16 on this CPU is fast (oneDNN kernels) or emulated."""
-    detail = (
-        "runs on the CPU, usually slower than FP32" if supported else "emulated on this CPU: slow"
+def low_precision_on_cpu() -> Finding:
+    """What BF16 and FP8 mean on a CPU (``coat_vlm/fp8/arithmetic.py``)."""
+    return Finding(
+        "ok",
+        "BF16 and FP8 training",
+        "on the CPU with FP32 storage and the same rounding points; slower than FP32",
     )
-    return Finding("note", "BF16 training", detail, "train with precision=fp32, or on a GPU")
 
 
-def fp8(capability: tuple[int, int] | None) -> Finding:
-    """Whether FP8 can run: the hardware's side of it, as this version has no FP8 yet."""
-    if capability is None:
-        detail = "not in this version; will need a GPU of sm89 or newer"
-    elif capability >= FP8_CAPABILITY:
-        detail = f"not in this version; this GPU (sm{capability[0]}{capability[1]}) has FP8 units"
-    else:
-        detail = f"not in this version; sm{capability[0]}{capability[1]} is too old, sm89 is needed"
-    return Finding("note", "FP8 training", detail, "train with precision=bf16")
+def fp8(capability: tuple[int, int]) -> Finding:
+    """Whether a GPU of this compute capability multiplies FP8 matrices."""
+    name = f"sm{capability[0]}{capability[1]}"
+    if capability >= FP8_CAPABILITY:
+        return Finding("ok", "FP8 training", f"native on this GPU ({name})")
+    remedy = "train with precision=bf16, or fp8.reference=true for the slow reference arithmetic"
+    return Finding("note", "FP8 training", f"{name} has no FP8 units, sm89 has", remedy)
 
 
 def run_doctor() -> int:

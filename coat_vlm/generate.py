@@ -14,6 +14,8 @@ import torch
 from coat_data.collate import Batch, collate
 from coat_data.encode import IGNORE_INDEX, Encoder
 from coat_data.sample import Part, Sample, Turn
+from coat_vlm.config import Fp8Config
+from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.processor import CoatVlmProcessor
 
@@ -35,6 +37,7 @@ def load(
     model_dir: str | Path,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    fp8: Fp8Config | None = None,
 ) -> tuple[CoatVlm, CoatVlmProcessor]:
     """The model, in evaluation mode, and the processor of a checkpoint folder.
 
@@ -42,16 +45,19 @@ def load(
         model_dir: folder written by training (``RUN/<stage>/model``).
         device: where the model goes; the first GPU if there is one, else the CPU.
         dtype: dtype of the weights; by default the checkpoint's on a GPU and FP32 on a CPU.
+        fp8: convert these blocks to FP8, as in training with ``precision: coat``.
 
     Raises:
         FileNotFoundError: the folder or its config.json does not exist.
-        ValueError: the folder holds another kind of model.
+        ValueError: the folder holds another kind of model, or FP8 does not fit it or the GPU.
     """
     folder = Path(model_dir)
     _check_checkpoint(folder)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     wanted = dtype or (torch.float32 if place.type == "cpu" else "auto")
     model = CoatVlm.from_pretrained(folder, dtype=wanted, local_files_only=True)
+    if fp8 is not None:
+        arithmetic_of("coat", fp8, place).apply(model)
     return model.to(place).eval(), CoatVlmProcessor.from_pretrained(folder)
 
 

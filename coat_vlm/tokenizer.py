@@ -1,6 +1,7 @@
 """Tokenizers: one trained on the recipe's own texts, and the tokens that any other one needs."""
 
 from collections.abc import Iterable
+from itertools import chain, cycle
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -49,7 +50,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    # The template writes a role before each text, so the roles count among what is written.
+    roles = cycle(("user", "assistant"))
+    backend.train_from_iterator(chain.from_iterable(zip(texts, roles, strict=False)), trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token=PAD_TOKEN, eos_token=END_TOKEN
     )

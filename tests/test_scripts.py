@@ -118,7 +118,13 @@ def test_slurm_requeues_after_a_signal_only(status: int, requeued: bool, tmp_pat
 
 def test_the_quickstart_reports_even_when_figures_are_missed(tmp_path: Path):
     calls = tmp_path / "calls"
-    programs = {"coat-vlm": f'echo "$*" >>{calls}; [ "$1" != eval ]'}
+    # Two cores without a GPU: two processes, which torchrun starts.
+    programs = {
+        "coat-vlm": f'echo "$*" >>{calls}; [ "$1" != eval ]',
+        "torchrun": f'echo "torchrun $1 $2 $3 $4" >>{calls}; shift 4; exec "$@"',
+        "nproc": "echo 2",
+        "nvidia-smi": "exit 1",
+    }
     # make_environment is replaced: this test is about what follows it.
     script = (SCRIPTS / "quickstart").read_text().replace("make_environment\n", "true\n", 1)
     script = script.replace('cd "$(dirname "${BASH_SOURCE[0]}")/.."', f"cd {ROOT}")
@@ -127,6 +133,7 @@ def test_the_quickstart_reports_even_when_figures_are_missed(tmp_path: Path):
     assert done.returncode == 1
     assert calls.read_text().splitlines() == [
         "data make scenes --out runs/quickstart-data --reuse",
+        "torchrun --standalone --nproc-per-node 2 --no-python",
         "train quickstart --precision bf16 seed=1 output_dir=runs/quickstart --overwrite",
         "eval --run runs/quickstart",
         "report runs/quickstart",

@@ -34,7 +34,9 @@ def add(commands: Commands) -> None:
         "--overwrite", action="store_true", help="delete an earlier run in the output folder first"
     )
     parser.add_argument(
-        "--precision", choices=["fp32", "bf16"], help="the same as precision=fp32 or bf16"
+        "--precision",
+        choices=["fp32", "bf16", "coat"],
+        help="the same as precision=fp32, bf16 or coat (FP8)",
     )
     add_launcher_rank(parser)
 

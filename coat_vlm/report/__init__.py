@@ -11,6 +11,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from coat_vlm.report.evaluation import category_tables, evaluation_rows, percent_text
+from coat_vlm.report.fp8 import fp8_sections
 from coat_vlm.report.plots import stage_plots
 from coat_vlm.report.run_folder import RunFolder, read_run_folder
 from coat_vlm.report.samples import sample_cards
@@ -60,6 +61,7 @@ def _content(run: RunFolder) -> dict[str, object]:
         "missing": run.missing,
         "recipe_text": run.recipe_text,
         "stages": stage_columns(run),
+        "fp8": fp8_sections(run),
         "plots": [(stage.name, stage_plots(stage)) for stage in run.stages if stage.steps],
         "results": evaluation_rows(run.eval_json, run.eval_sets, headlines),
         "categories": category_tables(run.reports),

@@ -24,6 +24,8 @@ class StageLog:
     """One row per optimizer step, in order; a step repeated after a resume counts once."""
     validations: list[dict[str, Any]] = field(default_factory=list)
     """One row per validation, in order."""
+    fp8: list[dict[str, Any]] = field(default_factory=list)
+    """What ``precision: coat`` measured, in order."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,6 +114,8 @@ def _read_metrics(path: Path, recipe: Mapping[str, Any], missing: list[str]) -> 
                 steps.setdefault(name, {})[int(row["step"])] = row
             case "val", _:
                 validations.setdefault(name, {})[int(row["step"])] = row
+            case "fp8", _:
+                log.fp8.append(row)
             case "stage", "start":
                 log.start, log.end = row, None
             case "stage", "end":

@@ -6,14 +6,17 @@ import deepspeed
 import torch
 
 from coat_vlm.config import MODULES, Recipe, StageConfig
+from coat_vlm.fp8 import Arithmetic, fp8_blocks
 from coat_vlm.model.vlm import CoatVlm, module_parameters
-from coat_vlm.optim import param_groups
+from coat_vlm.optim import CoatAdamW, param_groups
 from coat_vlm.train.world import World
 
 _NEVER = 10**9
 
 
-def deepspeed_config(recipe: Recipe, stage: StageConfig, world_size: int) -> dict[str, Any]:
+def deepspeed_config(
+    recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, world_size: int
+) -> dict[str, Any]:
     """DeepSpeed's configuration of one stage.
 
     Raises:
@@ -25,23 +28,22 @@ def deepspeed_config(recipe: Recipe, stage: StageConfig, world_size: int) -> dic
             f"batch_size={stage.batch_size} is not a multiple of micro_batch_size * ranks = "
             f"{stage.micro_batch_size} * {world_size}; change one of them"
         )
-    bf16 = recipe.precision == "bf16"
     return {
         "train_batch_size": stage.batch_size,
         "train_micro_batch_size_per_gpu": stage.micro_batch_size,
         "gradient_accumulation_steps": stage.batch_size // unit,
         # Stage 0 in FP32 has no wrapper that reports the norm: there the loop clips.
-        "gradient_clipping": 0.0 if clips_itself(recipe) else stage.grad_clip,
+        "gradient_clipping": 0.0 if clips_itself(recipe, arithmetic) else stage.grad_clip,
         "zero_optimization": {"stage": recipe.zero_stage},
         "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": bf16},
+        "bf16": {"enabled": arithmetic.bf16_weights},
         "steps_per_print": _NEVER,
     }
 
 
-def clips_itself(recipe: Recipe) -> bool:
+def clips_itself(recipe: Recipe, arithmetic: Arithmetic) -> bool:
     """Whether gradients are clipped by the loop, not by DeepSpeed."""
-    return recipe.zero_stage == 0 and recipe.precision == "fp32"
+    return recipe.zero_stage == 0 and not arithmetic.bf16_weights
 
 
 def set_trainable(model: CoatVlm, stage: StageConfig) -> None:
@@ -62,34 +64,49 @@ def set_train_mode(model: CoatVlm, stage: StageConfig) -> None:
             parts[name].eval()
 
 
+def build_optimizer(
+    model: CoatVlm, stage: StageConfig, arithmetic: Arithmetic, world: World
+) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters: with FP8 moments under ``precision: coat``."""
+    groups = param_groups(model, stage)
+    fp8 = arithmetic.fp8
+    if fp8 is not None and fp8.optimizer == "coat":
+        return CoatAdamW(
+            groups, lr=0.0, betas=stage.betas, eps=stage.eps, released=fp8.released_constants
+        )
+    fused = world.device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=0.0, betas=stage.betas, eps=stage.eps, fused=fused)
+
+
 def build_engine(
-    model: CoatVlm, recipe: Recipe, stage: StageConfig, world: World
+    model: CoatVlm, recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, world: World
 ) -> deepspeed.DeepSpeedEngine:
-    """The DeepSpeed engine of one stage, with AdamW over the trainable parameters.
+    """The DeepSpeed engine of one stage.
 
     Args:
-        model: the model, with the stage's modules made trainable (:func:`set_trainable`).
-        recipe: precision and ZeRO stage.
+        model: the model, with the stage's modules made trainable (:func:`set_trainable`) and its
+            blocks converted.
+        recipe: ZeRO stage.
+        arithmetic: the recipe's precision on this device.
         stage: batch sizes, optimizer settings.
         world: the processes of the run.
 
     Raises:
         ValueError: the batch sizes do not divide.
     """
-    optimizer = torch.optim.AdamW(
-        param_groups(model, stage),
-        lr=0.0,
-        betas=stage.betas,
-        eps=stage.eps,
-        fused=world.device.type == "cuda",
-    )
+    optimizer = build_optimizer(model, stage, arithmetic, world)
+    if recipe.zero_stage == 3:
+        # An FP8 block reads its submodules' weights itself, so ZeRO must gather a block as a whole.
+        blocks = {type(block) for _, block in fp8_blocks(model)}
+        if blocks:
+            deepspeed.utils.set_z3_leaf_modules(model, list(blocks))
     # cuDNN attention (torch 2.11's first choice on Hopper) gave NaN gradients at a sane loss in
     # training with short sequences (docs/results.md); the flash backend did not.
     torch.backends.cuda.enable_cudnn_sdp(False)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
-        config=deepspeed_config(recipe, stage, world.size),
+        config=deepspeed_config(recipe, stage, arithmetic, world.size),
         dist_init_required=False,
     )
     # At stage 0 in BF16 DeepSpeed takes a step on zero gradients to allocate the states. With lr 0

@@ -9,7 +9,8 @@ whole batch, however it is split over micro-batches and ranks.
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from coat_vlm.config import StageConfig
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import lr_factor
 from coat_vlm.train.engine import set_train_mode
+from coat_vlm.train.fp8_record import Fp8Record
 from coat_vlm.train.gradients import GradientWatch
 from coat_vlm.train.interrupt import Interrupts
 from coat_vlm.train.metrics import Metrics
@@ -55,6 +57,8 @@ class StageRun:
     save: Callable[[int, int], None]
     """Saves a checkpoint, given the step and the bad samples so far."""
     log_every_steps: int
+    fp8: Fp8Record | None = None
+    """Measures FP8 at the first and at the last step."""
     step: int = 0
     """Finished steps."""
     bad_samples: int = 0
@@ -84,12 +88,26 @@ class StageRun:
                     started = time.perf_counter()
                     micro_batches = next(batches)
                     data_wait = time.perf_counter() - started
-                    row = self._step(micro_batches, interrupts.received)
+                    with self._measured(micro_batches):
+                        row = self._step(micro_batches, interrupts.received)
                     stop = row.pop("stop")
                     self._report(row, started, data_wait, bar)
                     self._between_steps(stop, interrupts)
             finally:
                 batches.close()
+
+    @contextmanager
+    def _measured(self, micro_batches: list[LoadedBatch]) -> Iterator[None]:
+        """Measure FP8 around a step where that is due."""
+        if self.fp8 is None or self.step not in (0, self.total_steps - 1):
+            yield
+            return
+        if self.step == 0:
+            set_train_mode(self.model, self.stage)
+            self.fp8.footprint(self.model, micro_batches[0].batch)
+        with self.fp8.rates(self.step + 1):
+            yield
+        self.fp8.states(self.engine.client_optimizer, self.step)
 
     def validate(self) -> None:
         """Mean loss per trained token of every validation source, over all ranks."""

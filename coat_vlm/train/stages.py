@@ -12,19 +12,19 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from coat_vlm.config import MODULES, STAGES, Recipe, StageName
+from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
 from coat_vlm.processor import CoatVlmProcessor, build_processor, prepare_tokenizer, train_tokenizer
 from coat_vlm.recipe_file import load_recipe, save_recipe
 from coat_vlm.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
 from coat_vlm.train.engine import build_engine, clips_itself, set_trainable
 from coat_vlm.train.folder import problem_with
+from coat_vlm.train.fp8_record import Fp8Record
 from coat_vlm.train.loop import StageRun
 from coat_vlm.train.metrics import Metrics, rewind
 from coat_vlm.train.model_folder import save_model
 from coat_vlm.train.sources import StageData, open_data, texts
 from coat_vlm.train.world import World, start_world
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 _MAY_CHANGE = {"num_workers", "save_total_limit", "log_every_steps", "tracking", "eval_sets"}
 """Recipe keys that a resumed run may change: they do not touch the training itself."""
@@ -113,13 +113,17 @@ def _run_stage(
     started = time.perf_counter()
     stage = recipe.stages[name]
     torch.manual_seed(recipe.seed)
-    model, processor = _model_for(recipe, name, run_dir, world)
+    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device)
+    model, processor = _model_for(recipe, name, run_dir, arithmetic.dtype, world)
     set_trainable(model, stage)
+    conversion = arithmetic.apply(model)
+    if conversion is not None:
+        _say(world, f"\n{conversion}")
     data = open_data(recipe, stage, processor, world)
     total_steps = data.total_steps(stage)
     overview = _overview(recipe, name, model, world)
     _print_tables(world, recipe, name, model, data, total_steps)
-    engine = build_engine(model, recipe, stage, world)
+    engine = build_engine(model, recipe, stage, arithmetic, world)
     torch.manual_seed(recipe.seed + world.rank)  # dropout differs between ranks
     checkpoints = run_dir / name / "checkpoints"
 
@@ -156,9 +160,10 @@ def _run_stage(
         metrics=metrics,
         run_dir=run_dir,
         total_steps=total_steps,
-        clip_here=clips_itself(recipe),
+        clip_here=clips_itself(recipe, arithmetic),
         save=save,
         log_every_steps=recipe.log_every_steps,
+        fp8=None if conversion is None else Fp8Record(name, conversion, metrics.write),
         step=done.step,
         bad_samples=done.bad_samples,
     )
@@ -174,10 +179,9 @@ def _run_stage(
 
 
 def _model_for(
-    recipe: Recipe, name: StageName, run_dir: Path, world: World
+    recipe: Recipe, name: StageName, run_dir: Path, dtype: torch.dtype, world: World
 ) -> tuple[CoatVlm, CoatVlmProcessor]:
     """The model and processor that a stage starts from."""
-    dtype = DTYPES[recipe.precision]
     earlier = [stage for stage in STAGES[: STAGES.index(name)] if stage in recipe.stages]
     start = run_dir / earlier[-1] / "model" if earlier else recipe.init_from
     if earlier and problem_with(run_dir / earlier[-1] / "model") is not None:

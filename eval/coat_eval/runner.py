@@ -22,6 +22,7 @@ from coat_eval.item import Item
 from coat_eval.questions import QUESTIONS_FILE
 from coat_eval.score import REPORT_FILE, file_sha256, read_predictions, score_file, write_json
 from coat_eval.task import Task
+from coat_vlm.fp8 import fp8_blocks
 from coat_vlm.generate import PromptEncoder, generate_batch
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.processor import CoatVlmProcessor
@@ -93,7 +94,7 @@ def evaluate(
         "questions_sha256": file_sha256(Path(folder) / QUESTIONS_FILE),
         "model_sha256": folder_sha256(model_dir),
         "max_new_tokens": max_new_tokens,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": _dtype_name(model),
     }
     predictions_path = out_dir / PREDICTIONS_FILE
     done = _resume(out_dir, identity, on_mismatch)
@@ -135,6 +136,12 @@ def evaluate(
         limit=limit,
         extra=extra,
     )
+
+
+def _dtype_name(model: CoatVlm) -> str:
+    """The weights' dtype, and whether blocks compute in FP8."""
+    name = str(model.dtype).removeprefix("torch.")
+    return f"{name}, fp8 blocks" if fp8_blocks(model) else name
 
 
 def folder_sha256(folder: Path) -> str:

@@ -1,1 +1,64 @@
-"""The room for FP8 kernels in Triton; there are none yet (see kernels/README.md)."""
+"""FP8 kernels of COAT in Triton, with plain PyTorch references. Needs torch and triton only.
+
+Formats and the scale convention: ``formats.py``. Numerics of every op on one page: ``reference.py``
+and ``reference_adamw.py``. Each op is a ``torch.library`` op: Triton on CUDA, the reference on CPU.
+"""
+
+from coat_kernels.activation import (
+    ACTIVATIONS,
+    ActivationSaved,
+    activation_bwd,
+    activation_fwd,
+    activation_recompute,
+)
+from coat_kernels.adamw import GROUP, adamw_step, new_moment
+from coat_kernels.formats import (
+    E4M3,
+    E5M2,
+    GEMM_MULTIPLE,
+    GROUP_SIZES,
+    Format,
+    GroupScaled,
+    TensorScaled,
+)
+from coat_kernels.gemm import scaled_mm
+from coat_kernels.norm import NormSaved, norm_bwd, norm_fwd, norm_recompute
+from coat_kernels.quantize import (
+    dequantize_group,
+    quantize_group,
+    quantize_tensor,
+    quantize_tensor_both,
+    quantize_tensor_transposed,
+)
+from coat_kernels.registry import OPS, Op, use_reference
+
+__all__ = [
+    "ACTIVATIONS",
+    "E4M3",
+    "E5M2",
+    "GEMM_MULTIPLE",
+    "GROUP",
+    "GROUP_SIZES",
+    "OPS",
+    "ActivationSaved",
+    "Format",
+    "GroupScaled",
+    "NormSaved",
+    "Op",
+    "TensorScaled",
+    "activation_bwd",
+    "activation_fwd",
+    "activation_recompute",
+    "adamw_step",
+    "dequantize_group",
+    "new_moment",
+    "norm_bwd",
+    "norm_fwd",
+    "norm_recompute",
+    "quantize_group",
+    "quantize_tensor",
+    "quantize_tensor_both",
+    "quantize_tensor_transposed",
+    "scaled_mm",
+    "use_reference",
+]

@@ -144,11 +144,44 @@ def test_two_ranks_give_the_losses_of_one(
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("zero_stage", "num_workers"), [(0, 0), (2, 2)])
-def test_a_signal_saves_and_resume_continues_bit_exactly(
-    tiny_data: Path, tmp_path: Path, zero_stage: int, num_workers: int
+@pytest.fixture(scope="module")
+def one_coat_rank(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("one_coat_rank")
+    recipe = tiny_recipe(tiny_data, folder / "run", precision="coat")
+    done = train(no_dropout(recipe), folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "language_model.model.layers.0: FP8 decoder block" in done.stderr + done.stdout
+    return losses(folder / "run")
+
+
+def test_coat_follows_fp32_and_is_not_it(one_rank: list[float], one_coat_rank: list[float]) -> None:
+    assert one_coat_rank == pytest.approx(one_rank, rel=0.02)
+    assert one_coat_rank[0] != one_rank[0]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_coat_trains_on_two_ranks(
+    one_coat_rank: list[float], tiny_data: Path, tmp_path: Path, zero_stage: int
 ) -> None:
-    whole = tiny_recipe(tiny_data, tmp_path / "whole", zero_stage=zero_stage)
+    """FP8 scales are those of a rank's own tokens, so ranks agree to FP8's rounding only."""
+    recipe = tiny_recipe(
+        tiny_data, tmp_path / "run", zero_stage=zero_stage, precision="coat", fp8={"lm_head": False}
+    )
+    done = train(no_dropout(recipe), tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "run") == pytest.approx(one_coat_rank, rel=0.01)
+    model, _ = load(tmp_path / "run" / "sft" / "model")
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("precision", "zero_stage", "num_workers"),
+    [("fp32", 0, 0), ("fp32", 2, 2), ("coat", 0, 0), ("coat", 2, 0), ("coat", 3, 0)],
+)
+def test_a_signal_saves_and_resume_continues_bit_exactly(
+    tiny_data: Path, tmp_path: Path, precision: str, zero_stage: int, num_workers: int
+) -> None:
+    whole = tiny_recipe(tiny_data, tmp_path / "whole", zero_stage=zero_stage, precision=precision)
     whole["stages"]["sft"]["max_steps"] = 40
     assert train(whole, tmp_path).returncode == 0
     broken = {**whole, "output_dir": str(tmp_path / "broken"), "num_workers": num_workers}

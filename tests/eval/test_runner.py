@@ -17,10 +17,11 @@ from coat_vlm.recipe_file import load_recipe
 ANSWERS = ["yes" if number % 2 else "no" for number in range(10)]
 
 
-class Script:
+class Script(torch.nn.Module):
     """Stands in for the model: answers from the question's text, and remembers what was asked."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked: list[list[str]] = []
         self.stop_after: int | None = None
         self.device = torch.device("cpu")

@@ -277,3 +277,39 @@ def test_a_required_metric_has_its_own_row():
 def test_units_in_words():
     assert [duration(s) for s in (45, 185, 7620)] == ["45 s", "3 min 05 s", "2 h 07 min"]
     assert [count(n) for n in (950, 12_300, 20_100_000)] == ["950", "12.3 K", "20.1 M"]
+
+
+def test_fp8_is_shown_where_it_was_measured(run: Path):
+    assert "underflowed" not in write_report(run).read_text()
+    fp8 = {"kind": "fp8", "stage": "sft"}
+    name = "language_model.model.layers.0"
+    sizes = {"block": name, "fp8_bytes_per_token": 1500.0, "original_bytes_per_token": 4500.0}
+    early, late = (
+        {"gradient": {"values": 2000, "saturated": 0.001, "underflowed": share}}
+        for share in (0.5, 0.0125)
+    )
+    rows = [
+        {"status": "blocks", "converted": {name: "FP8 block"}, "skipped": {"lm_head": "a reason"}},
+        {"status": "footprint", "step": 1, "blocks": [sizes]},
+        {"status": "rates", "step": 1, "rates": early},
+        {"status": "rates", "step": 4, "rates": late},
+        {
+            "status": "states",
+            "step": 4,
+            "optimizer": "CoatAdamW",
+            "bytes": 2125,
+            "parameters": 1000,
+        },
+    ]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(fp8 | row) + "\n" for row in rows)
+    texts = " ".join(Page(write_report(run)).texts)
+    assert "1,500" in texts
+    assert "4,500" in texts
+    assert "3.00x" in texts
+    assert "2.125 bytes per parameter" in texts
+    assert "3.76x" in texts
+    assert "step 4" in texts
+    assert "1.2500" in texts
+    assert "50.0000" not in texts
+    assert "lm_head: left, a reason" in texts

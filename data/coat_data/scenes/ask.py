@@ -8,19 +8,18 @@ answers. :func:`ask` keeps the later ones worth asking:
 * "How many red shapes are there?" only names a colour that was not said before.
 * "Is there a red circle?" only names a colour and a shape that were not said before, and is only
   asked where a yes and both kinds of no are possible, so that what was said does not tell which.
-  It is asked once: the kinds alternate, so a second answer would follow from the first.
+  Each one's kind is drawn by itself, so an answer does not tell the next one.
 * "What color is the circle?" is not asked after a presence question about the circle, nor when its
   answer is a colour that was counted before.
 * Nothing is asked twice.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import numpy as np
 
-from coat_data.conversations import SHORT_ANSWER_SUFFIX
 from coat_data.scenes.captions import NUMBER_WORDS
 from coat_data.scenes.scene import COLORS, SEEN, Pair, Scene, SceneObject
 
@@ -30,11 +29,21 @@ T = TypeVar("T")
 KINDS: tuple[Kind, ...] = ("color", "count", "position", "presence")
 
 PresenceKind = Literal["yes", "binding", "random"]
-PRESENCE_CYCLE: tuple[PresenceKind, ...] = ("yes", "binding", "yes", "random")
-"""Half yes; half of the noes combine a colour and a shape that are there, on different objects."""
+PRESENCE_KINDS: tuple[PresenceKind, ...] = (
+    *("yes", "random", "yes", "binding"),
+    *("yes", "random", "yes", "random"),
+)
+"""Half yes; a quarter of the noes join a colour and a shape that are there, on different objects.
+Training draws from these, the test goes through them in turn."""
 
 ABSENT_COLOR = 0.25
 """Chance that a counting question names a colour that is not in the scene."""
+
+PRESENCE_FIRST = 0.5
+"""Chance that a row starts with presence questions: later turns seldom leave room for one."""
+
+MAX_PRESENCE = 2
+"""Presence questions in a row at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +55,6 @@ class Asked:
     answer: str
     color: str | None = None
     shape: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The question as the model reads it, in training and test alike."""
-        return self.question + SHORT_ANSWER_SUFFIX
 
 
 def color_of(thing: SceneObject) -> Asked:
@@ -112,7 +116,6 @@ def pick(rng: np.random.Generator, options: Sequence[T]) -> T:
 def ask(
     scene: Scene,
     rng: np.random.Generator,
-    presence_cycle: Iterator[PresenceKind],
     num_questions: int,
 ) -> list[Asked]:
     """Up to ``num_questions`` training questions; fewer where the rules leave no more.
@@ -120,29 +123,24 @@ def ask(
     Args:
         scene: what is asked about.
         rng: source of chance.
-        presence_cycle: gives the kind of each presence question, over all scenes.
         num_questions: how many to ask, of all four kinds in turn, in random order.
     """
     asked: list[Asked] = []
+    order = ["presence"] * MAX_PRESENCE if rng.random() < PRESENCE_FIRST else []
     for _ in range(num_questions):
-        for index in rng.permutation(len(KINDS)):
-            if len(asked) == num_questions:
-                return asked
-            question = _next(KINDS[index], scene, rng, presence_cycle, asked)
-            if question is not None:
-                asked.append(question)
+        order += [KINDS[index] for index in rng.permutation(len(KINDS))]
+    for kind in order:
+        if len(asked) == num_questions:
+            break
+        question = _next(kind, scene, rng, asked)
+        if question is not None:
+            asked.append(question)
     return asked
 
 
-def _next(
-    kind: Kind,
-    scene: Scene,
-    rng: np.random.Generator,
-    presence_cycle: Iterator[PresenceKind],
-    asked: list[Asked],
-) -> Asked | None:
+def _next(kind: str, scene: Scene, rng: np.random.Generator, asked: list[Asked]) -> Asked | None:
     if kind == "presence":
-        return _next_presence(scene, rng, presence_cycle, asked)
+        return _next_presence(scene, rng, asked)
     if kind == "count":
         return next_count(scene, rng, asked)
     if kind == "color":
@@ -155,21 +153,16 @@ def _next(
     return position_of(pick(rng, askable)) if askable else None
 
 
-def _next_presence(
-    scene: Scene,
-    rng: np.random.Generator,
-    presence_cycle: Iterator[PresenceKind],
-    asked: list[Asked],
-) -> Asked | None:
-    if any(one.kind == "presence" for one in asked):
+def _next_presence(scene: Scene, rng: np.random.Generator, asked: list[Asked]) -> Asked | None:
+    if sum(one.kind == "presence" for one in asked) == MAX_PRESENCE:
         return None
     colors, shapes = {one.color for one in asked}, {one.shape for one in asked}
     pairs = [pair for pair in SEEN if pair[0] not in colors and pair[1] not in shapes]
     options = presence_options(scene, pairs)
     if not all(options.values()):
         return None
-    # Taking the kind from the cycle only now keeps the answer independent of the scene.
-    return presence_of(scene, pick(rng, options[next(presence_cycle)]))
+    # Drawing the kind only now keeps the answer independent of the scene.
+    return presence_of(scene, pick(rng, options[pick(rng, PRESENCE_KINDS)]))
 
 
 def next_count(scene: Scene, rng: np.random.Generator, asked: Sequence[Asked] = ()) -> Asked | None:

@@ -7,6 +7,8 @@ Everything follows from the seed: a second run writes the same bytes. Layout of 
     captions_val.json  questions_val.json    the same for other scenes
     eval/{color,position,count}/questions.jsonl    short answers
     eval/presence/questions.jsonl                  yes or no, as many of each
+    eval/binding/questions.jsonl                   likewise; each no has its colour and its shape in
+                                                   the scene, on different objects
 
 Image paths start from the folder itself, so it is the media root of all files. No scene of the
 test, of validation or of training has the objects of another. Half of the test questions are about
@@ -14,9 +16,8 @@ training's (colour, shape) pairs (category ``seen``), half about pairs that occu
 image or text (category ``held_out``); a counting question takes its scene's category.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from coat_data.new_folder import new_folder
 from coat_data.questions import Question, write_questions
 from coat_data.scenes.ask import (
     KINDS,
-    PRESENCE_CYCLE,
+    PRESENCE_KINDS,
     Asked,
     PresenceKind,
     ask,
@@ -45,7 +46,7 @@ from coat_data.scenes.scene import ALL_PAIRS, GRID, HELD_OUT, SEEN, Scene, draw_
 
 MIN_IMAGE_SIZE = 36
 """Below this the shapes of a cell are too small to tell apart."""
-TEST_CYCLE = 2 * len(PRESENCE_CYCLE)
+TEST_CYCLE = 2 * len(PRESENCE_KINDS)
 """After so many test scenes every (category, kind of presence question) has occurred equally."""
 
 
@@ -66,7 +67,7 @@ def make_scenes(
     Args:
         out_dir: folder to make.
         num_train: training images, each with one caption row.
-        num_test: test images, each with one question in every evaluation folder; a multiple of 8.
+        num_test: test images, each with one question in every evaluation folder; a multiple of 16.
         num_val: validation images.
         seed: decides everything.
         image_size: width and height in pixels; a multiple of 3, at least 36.
@@ -207,12 +208,9 @@ def _question_rows(
     questions_per_image: int,
     questions_per_row: int,
 ) -> list[dict[str, Any]]:
-    presence_cycle: Iterator[PresenceKind] = cycle(PRESENCE_CYCLE)
     rows: list[dict[str, Any]] = []
     for number, scene in enumerate(scenes):
-        turns = [
-            (one.text, one.answer) for one in ask(scene, rng, presence_cycle, questions_per_image)
-        ]
+        turns = [(one.question, one.answer) for one in ask(scene, rng, questions_per_image)]
         for start in range(0, len(turns), questions_per_row):
             row_id = f"{number:06d}-{start // questions_per_row}"
             chunk = turns[start : start + questions_per_row]
@@ -221,14 +219,15 @@ def _question_rows(
 
 
 def _test_questions(scenes: Sequence[Scene], rng: np.random.Generator) -> dict[str, list[Question]]:
-    questions: dict[str, list[Question]] = {kind: [] for kind in KINDS}
+    """Questions by evaluation folder."""
+    questions: dict[str, list[Question]] = {name: [] for name in (*KINDS, "binding")}
     for number, scene in enumerate(scenes):
-        for one in _ask_test(scene, number, rng):
-            questions[one.kind].append(
+        for name, one in _ask_test(scene, number, rng).items():
+            questions[name].append(
                 Question(
-                    question_id=f"{one.kind}-{number:06d}",
+                    question_id=f"{name}-{number:06d}",
                     image=_image("test", number),
-                    text=one.text,
+                    text=one.question,
                     answer=one.answer,
                     category="held_out" if _is_held_out(number) else "seen",
                 )
@@ -236,13 +235,19 @@ def _test_questions(scenes: Sequence[Scene], rng: np.random.Generator) -> dict[s
     return questions
 
 
-def _ask_test(scene: Scene, number: int, rng: np.random.Generator) -> list[Asked]:
-    """One question of each kind, about a pair of the scene's category."""
+def _ask_test(scene: Scene, number: int, rng: np.random.Generator) -> dict[str, Asked]:
+    """One question for each evaluation folder, about a pair of the scene's category."""
     pairs = HELD_OUT if _is_held_out(number) else SEEN
     things = [thing for thing in scene.objects if thing.pair in pairs]
-    # number // 2 because neighbours differ in category.
-    presence_kind = PRESENCE_CYCLE[number // 2 % len(PRESENCE_CYCLE)]
-    pair = pick(rng, presence_options(scene, pairs)[presence_kind])
+    options = presence_options(scene, pairs)
+    turn = number // 2  # neighbours differ in category
+    presence_kind = PRESENCE_KINDS[turn % len(PRESENCE_KINDS)]
+    binding_kind: PresenceKind = "yes" if turn % 2 else "binding"
     count = next_count(scene, rng)
-    asked = [color_of(pick(rng, things)), position_of(pick(rng, things)), presence_of(scene, pair)]
-    return [*asked, count] if count else asked
+    asked = {
+        "color": color_of(pick(rng, things)),
+        "position": position_of(pick(rng, things)),
+        "presence": presence_of(scene, pick(rng, options[presence_kind])),
+        "binding": presence_of(scene, pick(rng, options[binding_kind])),
+    }
+    return {**asked, "count": count} if count else asked

@@ -1,0 +1,21 @@
+"""FP8 training of transformers models: :func:`convert` and what can be measured about it."""
+
+from coat_vlm.fp8.arithmetic import Arithmetic, arithmetic_of
+from coat_vlm.fp8.convert import ConversionReport, convert, fp8_blocks
+from coat_vlm.fp8.linear import Fp8Linear, linear, norm_linear
+from coat_vlm.fp8.mlp import norm_mlp
+from coat_vlm.fp8.monitor import Counts, watching
+
+__all__ = [
+    "Arithmetic",
+    "ConversionReport",
+    "Counts",
+    "Fp8Linear",
+    "arithmetic_of",
+    "convert",
+    "fp8_blocks",
+    "linear",
+    "norm_linear",
+    "norm_mlp",
+    "watching",
+]

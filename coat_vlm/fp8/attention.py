@@ -1,0 +1,49 @@
+"""What the FP8 blocks need of transformers' attention: its interface, called as its layers do."""
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> Tensor:
+    """Attention as configured in the model (sdpa, eager, flash, ...).
+
+    Args:
+        module: the attention module whose settings apply.
+        query: [B, heads, T, head_dim], in the model's dtype.
+        key: [B, key/value heads, S, head_dim].
+        value: likewise.
+        mask: what the model made for this implementation.
+        **kwargs: passed to the implementation.
+
+    Returns:
+        [B, T, heads * head_dim].
+    """
+    modeling = modeling_of(module)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(
+        module.config._attn_implementation, modeling.eager_attention_forward
+    )
+    out, _ = function(module, query, key, value, mask, **kwargs)
+    return out.reshape(*out.shape[:2], -1).contiguous()
+
+
+def modeling_of(module: nn.Module) -> Any:
+    """The modeling file of transformers that a module's class comes from."""
+    return sys.modules[type(module).__module__]
+
+
+def heads(x: Tensor, head_dim: int, norm: nn.Module | None = None) -> Tensor:
+    """[B, T, n * head_dim] as [B, n, T, head_dim], normed per head where the model does that."""
+    split = x.reshape(*x.shape[:-1], -1, head_dim)
+    if norm is not None:
+        split = norm(split)
+    return split.transpose(1, 2)
+
+
+def dropout_of(module: Any, probability: float) -> float:
+    """The attention dropout that applies now."""
+    return probability if module.training else 0.0

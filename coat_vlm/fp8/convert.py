@@ -1,0 +1,215 @@
+"""Turns a model's blocks into FP8 blocks, in place: parameters, names and checkpoints stay.
+
+    report = convert(model, Fp8Config())
+    print(report)
+
+A block's class is replaced by a subclass with another forward pass, so ``state_dict``,
+``save_pretrained``, ``generate`` and gradient checkpointing are those of the original model.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from coat_kernels import GEMM_MULTIPLE
+from coat_kernels.formats import check_group
+from coat_vlm.config import Fp8Config
+from coat_vlm.fp8 import decoder_block, encoder_block
+from coat_vlm.fp8.decoder_block import Fp8DecoderLayer
+from coat_vlm.fp8.encoder_block import GELUS, Fp8EncoderLayer
+from coat_vlm.fp8.linear import Fp8Linear
+
+Part = Literal["vision", "projector", "language"]
+
+_FP8_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+"""Original class -> its FP8 subclass; made once, so that equal layers have equal classes."""
+
+
+@dataclass(slots=True)
+class ConversionReport:
+    """What :func:`convert` did."""
+
+    converted: dict[str, str] = field(default_factory=dict)
+    """Module name -> what it is now."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Module name -> why it stays."""
+
+    def __str__(self) -> str:
+        lines = [f"FP8: {len(self.converted)} modules converted, {len(self.skipped)} left"]
+        lines += [f"  {name}: {what}" for name, what in _summed(self.converted)]
+        lines += [f"  {name}: left, {why}" for name, why in _summed(self.skipped)]
+        return "\n".join(lines)
+
+
+def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
+    """Convert the blocks that ``config`` selects.
+
+    Args:
+        model: a CoatVlm, or any transformers model with blocks of a known family: Llama, Mistral,
+            Qwen2/2.5, Qwen3 decoders, SigLIP and CLIP encoders.
+        config: which parts, which layers, which group size.
+
+    Returns:
+        What was converted, what was skipped and why.
+
+    Raises:
+        ValueError: a selected part has no block of a known family, a shape does not fit an FP8
+            GEMM, or the group size does not divide. The model is unchanged then.
+    """
+    report = ConversionReport()
+    chosen: list[tuple[nn.Module, type[nn.Module]]] = []
+    seen: set[Part] = set()
+    blocks = list(_blocks(model))
+    for part in ("vision", "language"):
+        of_part = [(name, module) for name, kind, module in blocks if kind == part]
+        for number, (name, module) in enumerate(of_part):
+            why = _left(config, part, number, len(of_part))
+            if why is not None:
+                report.skipped[name] = why
+                continue
+            what = _check_block(name, module, config.group_size)
+            seen.add(part)
+            chosen.append((module, _fp8_class(type(module))))
+            report.converted[name] = what
+    for name, module in _linears(model, config, report):
+        _check_linear(name, module)
+        chosen.append((module, Fp8Linear))
+        report.converted[name] = "FP8 linear"
+    _check_found(model, config, seen, blocks)
+    for module, kind in chosen:
+        module.__class__ = kind
+        if kind is not Fp8Linear:
+            setattr(module, "fp8_group_size", config.group_size)  # noqa: B010 - a new attribute
+    return report
+
+
+def fp8_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The converted blocks of a model, by name."""
+    kinds = tuple(_FP8_CLASSES.values())
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
+def original_class(block: nn.Module) -> type[nn.Module]:
+    """The class a converted block had before."""
+    return type(block).__mro__[2]  # after the FP8 class come the FP8 forward pass and the original
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[str, Part, nn.Module]]:
+    """Blocks of a known family, in order."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in decoder_block.SUPPORTED:
+            yield name, "language", module
+        elif kind in encoder_block.SUPPORTED:
+            yield name, "vision", module
+
+
+def _left(config: Fp8Config, part: Part, number: int, total: int) -> str | None:
+    """Why block ``number`` of ``total`` stays as it is; None if it does not."""
+    if not getattr(config, part):
+        return f"fp8.{part} is false"
+    if number < config.skip_first:
+        return f"among the first {config.skip_first} (fp8.skip_first)"
+    if number >= total - config.skip_last:
+        return f"among the last {config.skip_last} (fp8.skip_last)"
+    return None
+
+
+def _linears(
+    model: nn.Module, config: Fp8Config, report: ConversionReport
+) -> Iterator[tuple[str, nn.Linear]]:
+    """Single linear layers that the policy selects: the projector's and the output layer."""
+    for name, module in model.named_modules():
+        if type(module) is not nn.Linear:
+            continue
+        last = name.rpartition(".")[2]
+        if name.startswith("projector.") or ".projector." in name:
+            selected, key = config.projector, "projector"
+        elif last == "lm_head":
+            selected, key = config.lm_head, "lm_head"
+        else:
+            continue
+        if selected:
+            yield name, module
+        else:
+            report.skipped[name] = f"fp8.{key} is false"
+
+
+def _check_found(
+    model: nn.Module, config: Fp8Config, seen: set[Part], blocks: list[tuple[str, Part, nn.Module]]
+) -> None:
+    """Complain where the policy selects a part that has nothing to convert."""
+    composed = hasattr(model, "vision_tower") and hasattr(model, "language_model")
+    for part in ("vision", "language"):
+        present = any(kind == part for _, kind, _ in blocks)
+        if part in seen or not getattr(config, part) or (not composed and not present):
+            continue
+        if present:
+            raise ValueError(
+                f"fp8.skip_first={config.skip_first} and fp8.skip_last={config.skip_last} leave no "
+                f"{part} block to convert; lower them, or set fp8.{part}: false"
+            )
+        raise ValueError(
+            f"the {part} model has no block that FP8 knows; it knows "
+            f"{', '.join((*decoder_block.SUPPORTED, *encoder_block.SUPPORTED))}: set "
+            f"fp8.{part}: false, or use precision bf16"
+        )
+    if not seen and not blocks:
+        raise ValueError(
+            f"{type(model).__name__} has no block that FP8 knows; it knows "
+            f"{', '.join((*decoder_block.SUPPORTED, *encoder_block.SUPPORTED))}"
+        )
+
+
+def _check_block(name: str, module: nn.Module, group_size: int) -> str:
+    """Refuse shapes and activations without a kernel; says what the block becomes."""
+    for child, layer in module.named_modules():
+        if isinstance(layer, nn.Linear):
+            _check_linear(f"{name}.{child}", layer)
+            check_group(f"{name}.{child}", layer.in_features, group_size)
+    attention: Any = module.self_attn
+    activation = attention.config.hidden_act
+    encoder = type(module).__name__ in encoder_block.SUPPORTED
+    allowed = tuple(GELUS) if encoder else ("silu", "swish")
+    if activation not in allowed:
+        raise ValueError(
+            f"{name}: hidden_act {activation!r} has no FP8 kernel; allowed here: "
+            f"{', '.join(allowed)}: leave this part out (fp8.vision or fp8.language: false)"
+        )
+    return "FP8 encoder block" if encoder else "FP8 decoder block"
+
+
+def _check_linear(name: str, layer: nn.Linear) -> None:
+    K, N = layer.in_features, layer.out_features
+    if K % GEMM_MULTIPLE or N % GEMM_MULTIPLE:
+        raise ValueError(
+            f"{name}: weight [N, K] = [{N}, {K}]; FP8 GEMMs take multiples of {GEMM_MULTIPLE}: "
+            "change the layer's width, or leave this part in BF16 (fp8.vision, fp8.language, "
+            "fp8.projector or fp8.lm_head: false)"
+        )
+
+
+def _fp8_class(original: type[nn.Module]) -> type[nn.Module]:
+    if original not in _FP8_CLASSES:
+        encoder = original.__name__ in encoder_block.SUPPORTED
+        mixin = Fp8EncoderLayer if encoder else Fp8DecoderLayer
+        body = {"__module__": original.__module__}
+        _FP8_CLASSES[original] = type(f"Fp8{original.__name__}", (mixin, original), body)
+    return _FP8_CLASSES[original]
+
+
+def _summed(entries: dict[str, str]) -> list[tuple[str, str]]:
+    """One line per run of numbered modules with the same text: ``layers.0-7``."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for name, text in entries.items():
+        numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", name)
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", name, count=1)
+        groups.setdefault((pattern, text), []).append(int(numbers[0]) if numbers else 0)
+    lines = []
+    for (pattern, text), numbers in groups.items():
+        span = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        lines.append((pattern.replace("{}", span, 1), text))
+    return lines

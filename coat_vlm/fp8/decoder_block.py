@@ -1,0 +1,84 @@
+"""Decoder layers of Llama, Mistral, Qwen2/2.5 and Qwen3 with the FP8 flow; parameters stay theirs.
+
+    BF16 residual -> [RMSNorm -> FP8 -> q, k, v] -> BF16 rope and attention -> FP8 -> o_proj -> +
+    BF16 residual -> [RMSNorm -> FP8 -> gate, up -> SwiGLU -> FP8 -> down_proj] -> +
+
+A bracket is one autograd Function (``linear.py``, ``mlp.py``). Rotary embedding, attention and the
+residual stream stay in the model's dtype, as in the paper (arXiv 2410.19313, figure 2).
+"""
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from coat_vlm.fp8.attention import attend, dropout_of, heads, modeling_of
+from coat_vlm.fp8.linear import linear, norm_linear
+from coat_vlm.fp8.mlp import norm_mlp
+
+SUPPORTED = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+"""Classes of transformers that this forward pass reproduces."""
+
+
+class Fp8DecoderLayer:
+    """Mixed into a decoder layer's class in front of it; see :mod:`coat_vlm.fp8.convert`."""
+
+    fp8_group_size: int
+    """Groups of the kept FP8 copies."""
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,  # noqa: ARG002 - part of the layers' signature
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = False,  # noqa: ARG002 - likewise
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """[B, T, hidden] to the same, as the layer it replaces; attention weights are not kept.
+
+        Args:
+            hidden_states: the residual stream.
+            attention_mask: as the model makes it for its attention implementation.
+            position_ids: unused, as in the layers themselves.
+            past_key_values: the cache of generation, updated in place.
+            use_cache: unused, likewise.
+            position_embeddings: (cos, sin) of the rotary embedding.
+            **kwargs: passed to the attention implementation.
+        """
+        attention = self.self_attn
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        query, key, value = norm_linear(
+            hidden_states, self.input_layernorm, projections, self.fp8_group_size
+        )
+        query = heads(query, attention.head_dim, getattr(attention, "q_norm", None))
+        key = heads(key, attention.head_dim, getattr(attention, "k_norm", None))
+        value = heads(value, attention.head_dim)
+        assert position_embeddings is not None
+        query, key = modeling_of(attention).apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, attention.layer_idx)
+        # Mistral keeps its window in the configuration, Qwen in the module, Llama has none.
+        window = getattr(attention.config, "sliding_window", None)
+        out = attend(
+            attention,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout_of(attention, attention.attention_dropout),
+            scaling=attention.scaling,
+            sliding_window=getattr(attention, "sliding_window", window),
+            **kwargs,
+        )
+        hidden_states = hidden_states + linear(out, attention.o_proj)
+        mlp = self.mlp
+        return hidden_states + norm_mlp(
+            hidden_states,
+            self.post_attention_layernorm,
+            (mlp.gate_proj, mlp.up_proj),
+            mlp.down_proj,
+            "silu_mul",
+            self.fp8_group_size,
+        )

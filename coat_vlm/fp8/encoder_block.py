@@ -1,0 +1,70 @@
+"""Encoder layers of SigLIP and CLIP with the FP8 flow; parameters stay theirs.
+
+    BF16 residual -> [LayerNorm -> FP8 -> q, k, v] -> BF16 attention -> FP8 -> out_proj -> +
+    BF16 residual -> [LayerNorm -> FP8 -> fc1 -> GELU -> FP8 -> fc2] -> +
+
+A bracket is one autograd Function (``linear.py``, ``mlp.py``).
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from coat_vlm.fp8.attention import attend, dropout_of, heads
+from coat_vlm.fp8.linear import linear, norm_linear
+from coat_vlm.fp8.mlp import norm_mlp
+
+SUPPORTED = ("SiglipEncoderLayer", "CLIPEncoderLayer")
+"""Classes of transformers that this forward pass reproduces."""
+
+GELUS = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
+"""transformers' names (``ACT2FN``) -> the kernels'."""
+
+
+class Fp8EncoderLayer:
+    """Mixed into an encoder layer's class in front of it; see :mod:`coat_vlm.fp8.convert`."""
+
+    fp8_group_size: int
+    """Groups of the kept FP8 copies."""
+
+    def forward(
+        self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """[B, T, hidden] to the same, as the layer it replaces; attention weights are not kept.
+
+        Args:
+            hidden_states: the residual stream.
+            attention_mask: as the model makes it for its attention implementation.
+            **kwargs: passed to the attention implementation.
+        """
+        attention = self.self_attn
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        query, key, value = norm_linear(
+            hidden_states, self.layer_norm1, projections, self.fp8_group_size
+        )
+        out = attend(
+            attention,
+            heads(query, attention.head_dim),
+            heads(key, attention.head_dim),
+            heads(value, attention.head_dim),
+            attention_mask,
+            is_causal=attention.is_causal,
+            scaling=attention.scale,
+            dropout=dropout_of(attention, attention.dropout),
+            **kwargs,
+        )
+        hidden_states = hidden_states + linear(out, attention.out_proj)
+        mlp = self.mlp
+        return hidden_states + norm_mlp(
+            hidden_states,
+            self.layer_norm2,
+            (mlp.fc1,),
+            mlp.fc2,
+            GELUS[mlp.config.hidden_act],
+            self.fp8_group_size,
+        )

@@ -1,0 +1,216 @@
+"""FP8 linear layers: one alone, and one that starts with a norm.
+
+``linear`` keeps the FP8 codes of its input for the weight gradient (K bytes per token).
+``norm_linear`` fuses norm, quantization and the GEMMs of the layers that read the normed input; it
+keeps only the group-scaled FP8 copy of the norm's *input* (K + K / G bytes per token) and computes
+the normed input again in the backward pass.
+
+An FP8 tensor never crosses an autograd edge: torch would cast the gradient that comes back along
+that edge to unscaled FP8. Both Functions are high precision outside and FP8 inside.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coat_kernels import (
+    GroupScaled,
+    NormSaved,
+    TensorScaled,
+    norm_bwd,
+    norm_fwd,
+    norm_recompute,
+    quantize_tensor,
+)
+from coat_kernels.formats import padded
+from coat_vlm.fp8 import gemms, monitor
+from coat_vlm.fp8.gemms import LinearNeeds
+
+
+@dataclass(frozen=True, slots=True)
+class NormSettings:
+    """What a norm does, besides its parameters."""
+
+    eps: float
+    centered: bool
+    """LayerNorm; RMSNorm otherwise."""
+    group_size: int
+    """Groups of the FP8 copy of its input."""
+
+
+def norm_settings(norm: nn.Module, group_size: int) -> NormSettings:
+    """The settings of a LayerNorm or an RMSNorm module, with the model's own eps."""
+    if isinstance(norm, nn.LayerNorm):
+        return NormSettings(norm.eps, True, group_size)
+    return NormSettings(float(getattr(norm, "variance_epsilon")), False, group_size)  # noqa: B009
+
+
+def linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    """``layer(x)`` in FP8.
+
+    Args:
+        x: [..., K], FP32, BF16 or FP16.
+        layer: weight [N, K] and bias [N] or None; K and N multiples of 16.
+
+    Returns:
+        [..., N] in x's dtype.
+    """
+    return _Linear.apply(x, layer.weight, layer.bias)
+
+
+def norm_linear(
+    x: Tensor, norm: nn.Module, layers: Sequence[nn.Linear], group_size: int
+) -> tuple[Tensor, ...]:
+    """``layer(norm(x))`` of every layer, as one FP8 GEMM.
+
+    Args:
+        x: [..., K], FP32, BF16 or FP16.
+        norm: a LayerNorm, or an RMSNorm of a Llama, Mistral or Qwen model.
+        layers: weights [n_i, K], biases [n_i] or None.
+        group_size: groups of the FP8 copy of x.
+
+    Returns:
+        A [..., n_i] for each layer, in x's dtype.
+    """
+    settings = norm_settings(norm, group_size)
+    bias = getattr(norm, "bias", None)
+    y = _NormLinear.apply(x, norm.weight, bias, settings, *gemms.stack(layers))
+    return y.split([layer.out_features for layer in layers], -1)
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer whose GEMMs are FP8; its parameters are those of nn.Linear."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] to [..., N] in the input's dtype."""
+        return linear(input, self)
+
+
+def rows(x: Tensor) -> Tensor:
+    """[..., K] as a contiguous matrix [M, K]."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def transposed_codes(x: TensorScaled) -> TensorScaled:
+    """Codes [M, K] as [K, M'], tokens padded with zeros."""
+    M, K = x.q.shape
+    codes = x.q.new_zeros(K, padded(M), dtype=torch.uint8)
+    codes[:, :M] = x.q.view(torch.uint8).t()
+    return TensorScaled(codes.view(x.q.dtype), x.scale)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x2 = rows(x)
+        codes = quantize_tensor(x2)
+        monitor.observe("linear input", codes, x2)
+        y, weight_scale = gemms.forward(codes, [weight], bias, x.dtype)
+        keep = codes.q if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(keep, codes.scale, weight, bias, weight_scale)
+        ctx.shape = x.shape
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        q, scale, weight, bias, weight_scale = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        needs = LinearNeeds(wants_x, wants_weight, wants_bias)
+        dx, (dweight,), dbias = gemms.backward(
+            rows(grad_outputs[0]),
+            [weight],
+            weight_scale,
+            lambda: transposed_codes(TensorScaled(q, scale)),
+            needs,
+        )
+        return (
+            None if dx is None else dx.view(ctx.shape),
+            dweight,
+            None if dbias is None or bias is None else dbias.to(bias.dtype),
+        )
+
+
+class _NormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        settings: NormSettings,
+        *stacked: Tensor | None,
+    ) -> Tensor:
+        weights, bias = gemms.unstack(stacked)
+        codes, saved = normed(rows(x), norm_weight, norm_bias, settings)
+        y, weight_scale = gemms.forward(codes, weights, bias, x.dtype)
+        ctx.save_for_backward(*flat(saved), norm_weight, norm_bias, weight_scale, *stacked)
+        ctx.shape = x.shape
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors  # once: a checkpointed block refuses to unpack them again
+        *kept, norm_weight, norm_bias, weight_scale = tensors[:8]
+        stacked = tensors[8:]
+        half = len(stacked) // 2
+        weights = list(stacked[:half])
+        saved = unflat(kept)
+        wanted = ctx.needs_input_grad
+        needs = LinearNeeds(any(wanted[:3]), any(wanted[4 : 4 + half]), any(wanted[4 + half :]))
+        dnormed, dweights, dbias = gemms.backward(
+            rows(grad_outputs[0]),
+            weights,
+            weight_scale,
+            lambda: norm_recompute(saved, norm_weight, norm_bias),
+            needs,
+        )
+        dx, dnorm_weight, dnorm_bias = norm_gradients(dnormed, saved, norm_weight, norm_bias)
+        return (
+            None if dx is None else dx.view(ctx.shape),
+            dnorm_weight,
+            dnorm_bias,
+            None,
+            *dweights,
+            *gemms.split_bias_gradient(dbias, stacked),
+        )
+
+
+def normed(
+    x: Tensor, weight: Tensor, bias: Tensor | None, settings: NormSettings
+) -> tuple[TensorScaled, NormSaved]:
+    """The norm of x [M, K] in FP8, and what its backward pass needs."""
+    codes, saved = norm_fwd(
+        x,
+        weight,
+        bias,
+        settings.eps,
+        centered=settings.centered,
+        group_size=settings.group_size,
+    )
+    monitor.observe_group("norm input", saved.x, x)
+    monitor.observe_norm("norm output", codes, x, weight, bias, saved)
+    return codes, saved
+
+
+def norm_gradients(
+    dy: Tensor | None, saved: NormSaved, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, weight and bias, in the parameters' dtypes; None where dy is None."""
+    if dy is None:
+        return None, None, None
+    dx, dweight, dbias = norm_bwd(dy, saved, weight)
+    return dx, dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)
+
+
+def flat(saved: NormSaved) -> tuple[Tensor, ...]:
+    """The tensors of a NormSaved, for ``save_for_backward``."""
+    return (*saved.x, saved.rstd, saved.mean, saved.scale)
+
+
+def unflat(tensors: Sequence[Tensor]) -> NormSaved:
+    """The inverse of :func:`flat`."""
+    q, exponents, rstd, mean, scale = tensors
+    return NormSaved(GroupScaled(q, exponents), rstd, mean, scale)

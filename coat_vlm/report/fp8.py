@@ -1,0 +1,87 @@
+"""The report's FP8 section: what is FP8, the bytes kept against the original, saturation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from coat_vlm.report.run_folder import RunFolder, StageLog
+
+KINDS = {
+    "weight": "E4M3 per tensor",
+    "linear input": "E4M3 per tensor",
+    "norm output": "E4M3 per tensor",
+    "activation output": "E4M3 per tensor",
+    "gradient": "E5M2 per tensor",
+    "norm input": "E4M3 per group, kept",
+    "activation input": "E4M3 per group, kept",
+}
+"""What each kind of tensor is quantized to (docs/design.md has the picture)."""
+
+FP32_MOMENTS = 8.0
+"""Bytes per parameter of torch.optim.AdamW's two FP32 moments, what BF16 runs use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Section:
+    """What one stage says of its FP8."""
+
+    stage: str
+    converted: list[tuple[str, str]]
+    """(module, what it is now)."""
+    skipped: list[tuple[str, str]]
+    """(module, why it stays)."""
+    blocks: list[tuple[str, str, str, str]]
+    """(block, FP8 bytes per token, original bytes per token, their ratio)."""
+    states: str
+    """The optimizer's bytes per parameter in a sentence; empty before the first step."""
+    rates: list[tuple[str, str, str, str, str]]
+    """(kind, format, values, saturated, underflowed), at the last step that was counted."""
+    rates_step: int | None
+
+
+def fp8_sections(run: RunFolder) -> list[Fp8Section]:
+    """One section per stage that ran in FP8; empty for BF16 and FP32 runs."""
+    return [_section(stage) for stage in run.stages if stage.fp8]
+
+
+def _section(stage: StageLog) -> Fp8Section:
+    last: dict[str, Mapping[str, Any]] = {row["status"]: row for row in stage.fp8}
+    blocks = last.get("blocks", {})
+    rates = last.get("rates", {})
+    return Fp8Section(
+        stage=stage.name,
+        converted=list(blocks.get("converted", {}).items()),
+        skipped=list(blocks.get("skipped", {}).items()),
+        blocks=[_block(block) for block in last.get("footprint", {}).get("blocks", [])],
+        states=_states(last.get("states", {})),
+        rates=_rates(rates.get("rates", {})),
+        rates_step=rates.get("step"),
+    )
+
+
+def _block(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    fp8, original = row["fp8_bytes_per_token"], row["original_bytes_per_token"]
+    return row["block"], f"{fp8:,.0f}", f"{original:,.0f}", f"{original / fp8:.2f}x"
+
+
+def _states(row: Mapping[str, Any]) -> str:
+    if not row.get("parameters"):
+        return ""
+    each = row["bytes"] / row["parameters"]
+    return (
+        f"{row['optimizer']}: {each:.3f} bytes per parameter on this rank (measured), against "
+        f"{FP32_MOMENTS:.0f} with FP32 moments, {FP32_MOMENTS / each:.2f}x"
+    )
+
+
+def _rates(rates: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, str, str, str]]:
+    return [
+        (
+            kind,
+            KINDS.get(kind, ""),
+            f"{row['values']:,.0f}",
+            f"{100 * row['saturated']:.4f}",
+            f"{100 * row['underflowed']:.4f}",
+        )
+        for kind, row in sorted(rates.items())
+    ]

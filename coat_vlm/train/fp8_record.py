@@ -1,0 +1,79 @@
+"""What a run with ``precision: coat`` measures about its FP8 and writes to metrics.jsonl."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from coat_data.collate import Batch
+from coat_vlm.fp8 import ConversionReport, watching
+from coat_vlm.fp8.footprint import measure_footprint
+from coat_vlm.model.vlm import CoatVlm
+
+Write = Callable[[dict[str, Any]], None]
+
+
+class Fp8Record:
+    """Writes rows of kind ``fp8``; one per stage and process.
+
+    Args:
+        stage: the stage's name.
+        report: what was converted.
+        write: writes a row.
+    """
+
+    def __init__(self, stage: str, report: ConversionReport, write: Write) -> None:
+        self._stage = stage
+        self._write = write
+        self._write_row("blocks", 0, converted=report.converted, skipped=report.skipped)
+
+    def footprint(self, model: CoatVlm, batch: Batch) -> None:
+        """Measure the activations that each block keeps, on the first row of ``batch``."""
+        row = _first_row(batch, model.config.image_token_id, model.config.tokens_per_image)
+        device = next(model.parameters()).device
+        inputs = {name: value.to(device) for name, value in row.items()}
+        footprint = measure_footprint(model, lambda: model(**inputs))
+        blocks = [
+            {"block": name, "fp8_bytes_per_token": fp8, "original_bytes_per_token": original}
+            for name, fp8, original in footprint.blocks
+        ]
+        self._write_row("footprint", 1, blocks=blocks)
+
+    @contextmanager
+    def rates(self, step: int) -> Iterator[None]:
+        """Count saturated and underflowed values of what runs inside."""
+        with watching() as counts:
+            yield
+        self._write_row("rates", step, rates=counts.rates())
+
+    def states(self, optimizer: Any, step: int) -> None:
+        """Measure the optimizer's states on this process."""
+        tensors = [
+            value
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.ndim
+        ]
+        moments = [state["exp_avg"].numel() for state in optimizer.state.values() if state]
+        self._write_row(
+            "states",
+            step,
+            optimizer=type(optimizer).__name__,
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            parameters=sum(moments),
+        )
+
+    def _write_row(self, status: str, step: int, **values: Any) -> None:
+        self._write({"kind": "fp8", "stage": self._stage, "step": step, "status": status, **values})
+
+
+def _first_row(batch: Batch, image_token_id: int, tokens_per_image: int) -> dict[str, Tensor]:
+    rows: dict[str, Tensor] = {
+        "input_ids": batch["input_ids"][:1],
+        "attention_mask": batch["attention_mask"][:1],
+    }
+    images = int((rows["input_ids"] == image_token_id).sum()) // tokens_per_image
+    if images:
+        rows["pixel_values"] = batch["pixel_values"][:images]
+    return rows

@@ -1,0 +1,310 @@
+"""SwiGLU and GELU on what a GEMM wrote, keeping only an FP8 copy of it for the backward pass.
+
+    silu_mul     h = silu(gate) * up,  a = [gate | up]      (M, 2F) -> (M, F)
+    gelu         h = a * Phi(a)                             (M, F)  -> (M, F)
+    gelu_tanh    h = a * sigmoid(2 u),  u = sqrt(2 / pi) (a + 0.044715 a^3)
+    quick_gelu   h = a * sigmoid(1.702 a)
+
+``activation_stats`` reads a once: its group-scaled copy (kept: W + W / G bytes per token for a's
+width W) and h's amax. ``activation_apply`` reads a (forward) or the copy (backward) and writes h's
+per-tensor codes, row-major or transposed: h itself is never stored. ``activation_bwd`` gives da and
+its per-tensor scale. (1 + tanh(u)) / 2 = sigmoid(2 u) saves a tanh.
+Formulas: Hendrycks & Gimpel, arXiv 1606.08415; Shazeer, arXiv 2002.05202. Reference:
+``reference.activation_stats``, ``activation_apply``, ``activation_bwd``.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from coat_kernels import reference
+from coat_kernels.formats import (
+    E4M3,
+    E5M2,
+    Format,
+    GroupScaled,
+    TensorScaled,
+    check_group,
+    check_matrix,
+    format_of,
+    padded,
+)
+from coat_kernels.launch import BLOCK_M, BLOCK_N, TOKENS, launch, tiles
+from coat_kernels.quantize import empty_grouped, empty_layouts, new_amax
+from coat_kernels.registry import register
+from coat_kernels.tile import (
+    block_amax_bits,
+    load_grouped,
+    load_tile,
+    row_offsets,
+    store_codes,
+    store_grouped,
+)
+
+ACTIVATIONS = reference.ACTIVATIONS
+
+
+@triton.jit
+def _value_and_slope(a, KIND: tl.constexpr):
+    """Activation of one input and its derivative, KIND counting ACTIVATIONS."""
+    if KIND == 1:
+        cdf = 0.5 * (1.0 + tl.math.erf(a * 0.7071067811865476))
+        return a * cdf, cdf + a * tl.exp(-0.5 * a * a) * 0.3989422804014327
+    elif KIND == 2:
+        s = tl.sigmoid(1.5957691216057308 * (a + 0.044715 * a * a * a))
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * a * a)
+        return a * s, s + a * s * (1.0 - s) * slope
+    elif KIND == 3:
+        s = tl.sigmoid(1.702 * a)
+        return a * s, s + a * s * (1.0 - s) * 1.702
+    else:
+        s = tl.sigmoid(a)
+        return a * s, s + a * s * (1.0 - s)
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _activation_stats_kernel(
+    a_ptr, q_ptr, e_ptr, amax_bits_ptr,  # (M, W), (M, W) FP8, (M, W / GROUP), ()
+    M, F, W, tiles_n,
+    KIND: tl.constexpr, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)  # tiles are counted along the row first
+    o_m = row_offsets(pid // tiles_n, BLOCK_M)
+    i_n = pid % tiles_n * BLOCK_N
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    m_mn = (o_m[:, None] < M) & (o_n[None, :] < F)
+    a = load_tile(a_ptr, o_m, o_n, m_mn, W)
+    store_grouped(a, q_ptr, e_ptr, o_m, i_n, M, F, W, MAX, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
+    h, _ = _value_and_slope(a, KIND)
+    if KIND == 0:
+        up = load_tile(a_ptr + F, o_m, o_n, m_mn, W)
+        store_grouped(
+            up, q_ptr + F, e_ptr + F // GROUP, o_m, i_n, M, F, W, MAX, MAX_EXPONENT, GROUP,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        h *= up
+    tl.atomic_max(amax_bits_ptr, block_amax_bits(h))
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _activation_apply_kernel(
+    a_ptr, e_ptr, scale_ptr, q_ptr, qt_ptr,  # (M, W), (M, W / GROUP), (), (M, F), (F, M_PADDED)
+    M, F, W, M_PADDED, tiles_n,
+    KIND: tl.constexpr, GROUPED: tl.constexpr, MAX: tl.constexpr, ROWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)  # tiles are counted along the row first
+    o_m = row_offsets(pid // tiles_n, BLOCK_M)
+    i_n = pid % tiles_n * BLOCK_N
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    m_mn = (o_m[:, None] < M) & (o_n[None, :] < F)
+    if GROUPED:
+        a = load_grouped(a_ptr, e_ptr, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N)
+    else:
+        a = load_tile(a_ptr, o_m, o_n, m_mn, W)
+    h, _ = _value_and_slope(a, KIND)
+    if KIND == 0:
+        if GROUPED:
+            h *= load_grouped(
+                a_ptr + F, e_ptr + F // GROUP, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N
+            )
+        else:
+            h *= load_tile(a_ptr + F, o_m, o_n, m_mn, W)
+    inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
+    store_codes(h, inverse, q_ptr, qt_ptr, o_m, o_n, M, F, M_PADDED, MAX, ROWS, TRANSPOSED)
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _activation_bwd_kernel(
+    dh_ptr, a_ptr, e_ptr, da_ptr, amax_bits_ptr,  # (M, F), (M, W) FP8, (M, W / GROUP), (M, W), ()
+    M, F, W, tiles_n,
+    KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)  # tiles are counted along the row first
+    o_m = row_offsets(pid // tiles_n, BLOCK_M)
+    i_n = pid % tiles_n * BLOCK_N
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    m_mn = (o_m[:, None] < M) & (o_n[None, :] < F)
+    dh = load_tile(dh_ptr, o_m, o_n, m_mn, F)
+    a = load_grouped(a_ptr, e_ptr, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N)
+    h, slope = _value_and_slope(a, KIND)
+    da = dh * slope
+    amax_bits = 0
+    o = o_m[:, None] * W + o_n[None, :]
+    if KIND == 0:
+        up = load_grouped(a_ptr + F, e_ptr + F // GROUP, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N)
+        da = dh * up * slope
+        dup = (dh * h).to(da_ptr.dtype.element_ty)
+        tl.store(da_ptr + F + o, dup, mask=m_mn)
+        amax_bits = block_amax_bits(dup.to(tl.float32))
+    rounded = da.to(da_ptr.dtype.element_ty)
+    tl.store(da_ptr + o, rounded, mask=m_mn)
+    amax_bits = tl.maximum(amax_bits, block_amax_bits(rounded.to(tl.float32)))
+    tl.atomic_max(amax_bits_ptr, amax_bits)
+
+
+def _width(a: Tensor, kind: str) -> tuple[int, int, int]:
+    """M, F and W of the activation's input."""
+    M, W = a.shape
+    return M, W // 2 if kind == "silu_mul" else W, W
+
+
+def _activation_stats_triton(
+    a: Tensor, kind: str, group_size: int, fmt: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    form = format_of(fmt)
+    M, F, W = _width(a, kind)
+    q, exponents = empty_grouped(a, group_size, fmt)
+    amax = new_amax(a.device)
+    grid, tiles_n = tiles(M, F)
+    launch(
+        _activation_stats_kernel, (grid,),
+        a_ptr=a, q_ptr=q, e_ptr=exponents, amax_bits_ptr=amax.view(torch.int32), M=M, F=F, W=W,
+        tiles_n=tiles_n, KIND=ACTIVATIONS.index(kind), MAX=form.max,
+        MAX_EXPONENT=form.max_exponent, GROUP=group_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+    )  # fmt: skip
+    return q, exponents, reference.amax_to_scale(amax, fmt)
+
+
+def _activation_apply_triton(
+    a: Tensor, exponents: Tensor | None, kind: str, scale: Tensor, fmt: str, rows: bool,
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    form = format_of(fmt)
+    M, F, W = _width(a, kind)
+    q, qt = empty_layouts(M, F, form, rows, transposed, a.device)
+    grid, tiles_n = tiles(padded(M) if transposed else M, F)
+    launch(
+        _activation_apply_kernel, (grid,),
+        a_ptr=a, e_ptr=exponents, scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, F=F, W=W,
+        M_PADDED=padded(M), tiles_n=tiles_n, KIND=ACTIVATIONS.index(kind),
+        GROUPED=exponents is not None, MAX=form.max, ROWS=rows, TRANSPOSED=transposed,
+        GROUP=1 if exponents is None else W // exponents.shape[1],
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+    )  # fmt: skip
+    return q, qt
+
+
+def _activation_bwd_triton(
+    dh: Tensor, a: Tensor, exponents: Tensor, kind: str, fmt: str
+) -> tuple[Tensor, Tensor]:
+    M, F, W = _width(a, kind)
+    da = torch.empty(a.shape, dtype=dh.dtype, device=dh.device)
+    amax = new_amax(dh.device)
+    grid, tiles_n = tiles(M, F)
+    launch(
+        _activation_bwd_kernel, (grid,),
+        dh_ptr=dh, a_ptr=a, e_ptr=exponents, da_ptr=da, amax_bits_ptr=amax.view(torch.int32),
+        M=M, F=F, W=W, tiles_n=tiles_n, KIND=ACTIVATIONS.index(kind),
+        GROUP=W // exponents.shape[1], BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+    )  # fmt: skip
+    return da, reference.amax_to_scale(amax, fmt)
+
+
+_activation_stats = register(
+    "activation_stats",
+    triton=_activation_stats_triton,
+    reference=reference.activation_stats,
+    fake=lambda a, _kind, group_size, fmt: (
+        *empty_grouped(a, group_size, fmt),
+        a.new_empty((), dtype=torch.float32),
+    ),
+)
+_activation_apply = register(
+    "activation_apply",
+    triton=_activation_apply_triton,
+    reference=reference.activation_apply,
+    fake=lambda a, _exponents, kind, _scale, fmt, rows, transposed: empty_layouts(
+        a.shape[0], _width(a, kind)[1], format_of(fmt), rows, transposed, a.device
+    ),
+)
+_activation_bwd = register(
+    "activation_bwd",
+    triton=_activation_bwd_triton,
+    reference=reference.activation_bwd,
+    fake=lambda dh, a, _exponents, _kind, _fmt: (
+        dh.new_empty(a.shape),
+        dh.new_empty((), dtype=torch.float32),
+    ),
+)
+
+
+class ActivationSaved(NamedTuple):
+    """What an activation keeps for its backward pass."""
+
+    a: GroupScaled
+    """The input, [M, W]."""
+    scale: Tensor
+    """Per-tensor scale of the output, FP32 []."""
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in ACTIVATIONS:
+        raise ValueError(f"activation {kind!r} has no kernel; use one of {', '.join(ACTIVATIONS)}")
+
+
+def activation_fwd(
+    a: Tensor, kind: str, *, group_size: int, fmt: Format = E4M3
+) -> tuple[TensorScaled, ActivationSaved]:
+    """Activate and quantize per tensor.
+
+    Args:
+        a: FP32, BF16 or FP16, contiguous: [M, 2F] = [gate | up] for ``silu_mul``, else [M, F].
+        kind: one of ``ACTIVATIONS``.
+        group_size: group size of the copy of a that is kept; divides F.
+        fmt: format of the codes of h and of that copy.
+
+    Returns:
+        h's codes [M, F], and what backward needs.
+
+    Raises:
+        ValueError: the kind, shape, dtype or group size does not fit.
+    """
+    check_matrix("activation_fwd", "a", a)
+    _check_kind(kind)
+    if kind == "silu_mul" and a.shape[1] % 2:
+        raise ValueError(f"silu_mul: a has {a.shape[1]} columns; give [gate | up], an even number")
+    check_group("activation_fwd", _width(a, kind)[1], group_size)
+    q, exponents, scale = _activation_stats(a, kind, group_size, fmt.name)
+    h, _ = _activation_apply(a, None, kind, scale, fmt.name, True, False)
+    return TensorScaled(h, scale), ActivationSaved(GroupScaled(q, exponents), scale)
+
+
+def activation_recompute(saved: ActivationSaved, kind: str, fmt: Format = E4M3) -> TensorScaled:
+    """The activation's output again, from the FP8 copy, transposed [F, M'].
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    _check_kind(kind)
+    _, ht = _activation_apply(
+        saved.a.q, saved.a.exponents, kind, saved.scale, fmt.name, False, True
+    )
+    return TensorScaled(ht, saved.scale)
+
+
+def activation_bwd(
+    dh: Tensor, saved: ActivationSaved, kind: str, fmt: Format = E5M2
+) -> tuple[Tensor, Tensor]:
+    """Gradient of :func:`activation_fwd`'s input.
+
+    Args:
+        dh: gradient of h [M, F], contiguous.
+        saved: from the forward pass.
+        kind: the same kind.
+        fmt: the format that da will be quantized to.
+
+    Returns:
+        da in dh's dtype [M, W], and its per-tensor scale for ``fmt``, FP32 [].
+
+    Raises:
+        ValueError: dh is not a contiguous matrix of h's shape, or there is no such kind.
+    """
+    _check_kind(kind)
+    M, F, _ = _width(saved.a.q, kind)
+    check_matrix("activation_bwd", "dh", dh, (M, F))
+    return _activation_bwd(dh, saved.a.q, saved.a.exponents, kind, fmt.name)

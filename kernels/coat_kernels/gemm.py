@@ -1,0 +1,83 @@
+"""FP8 GEMM: y = (a @ b^T) * (a_scale * b_scale) + bias, both operands with rows along K.
+
+Hopper's FP8 tensor cores take both operands with K contiguous, hence the transposed copies that the
+quantize functions write: forward ``x [M, K], w [N, K]``; input gradient ``dy [M, N], w^T [K, N]``;
+weight gradient ``dy^T [N, M'], x^T [K, M']`` with tokens padded by zeros to M'. The kernel is
+cuBLASLt's through ``aten::_scaled_mm``, without fast accumulation by default: partial sums are
+promoted to FP32. On a CPU the codes are multiplied in FP32. A bias is rounded to the result's
+dtype, the only one that cuBLASLt's epilogue takes. Reference: ``reference.scaled_mm``.
+"""
+
+import torch
+from torch import Tensor
+
+from coat_kernels import reference
+from coat_kernels.formats import (
+    E5M2,
+    GEMM_MULTIPLE,
+    HIGH_PRECISION,
+    TensorScaled,
+    check_codes,
+    check_vector,
+)
+from coat_kernels.registry import register
+
+
+def _scaled_mm_cuda(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    if not a.numel() or not b.numel():
+        return reference.scaled_mm(a, a_scale, b, b_scale, bias, dtype)
+    fused = bias.to(dtype) if bias is not None and dtype != torch.float32 else None
+    y = torch.ops.aten._scaled_mm(a, b.t(), a_scale, b_scale, bias=fused, out_dtype=dtype)
+    return y if bias is None or fused is not None else y + bias
+
+
+_scaled_mm = register(
+    "scaled_mm",
+    triton=_scaled_mm_cuda,
+    reference=reference.scaled_mm,
+    fake=lambda a, _a_scale, b, _b_scale, _bias, dtype: a.new_empty(
+        (a.shape[0], b.shape[0]), dtype=dtype
+    ),
+)
+
+
+def scaled_mm(
+    a: TensorScaled, b: TensorScaled, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply FP8 matrices.
+
+    Args:
+        a: codes [M, K], any M; at most one operand is E5M2.
+        b: codes [N, K].
+        dtype: dtype of the result: FP32, BF16 or FP16.
+        bias: [N] or None.
+
+    Returns:
+        [M, N] in ``dtype``.
+
+    Raises:
+        ValueError: the inner dimensions differ, K or N is not a multiple of 16, both operands are
+            E5M2, or a dtype or layout is wrong.
+    """
+    check_codes("scaled_mm", "a", a.q)
+    check_codes("scaled_mm", "b", b.q)
+    (M, K), (N, K_b) = a.q.shape, b.q.shape
+    if K_b != K or K % GEMM_MULTIPLE or N % GEMM_MULTIPLE:
+        raise ValueError(
+            f"scaled_mm: a is [M, K] = [{M}, {K}] and b is [N, K] = [{N}, {K_b}]; K must be the "
+            f"same and K and N multiples of {GEMM_MULTIPLE}: pad the layer, or leave it in BF16"
+        )
+    if a.q.dtype == b.q.dtype == E5M2.dtype:
+        raise ValueError(
+            "scaled_mm: both operands are E5M2, which the tensor cores do not multiply; make "
+            "activations and weights E4M3"
+        )
+    if dtype not in HIGH_PRECISION:
+        raise ValueError(
+            f"scaled_mm: the result cannot be {dtype}; use one of "
+            f"{', '.join(map(str, HIGH_PRECISION))}"
+        )
+    check_vector("scaled_mm", "bias", bias, N)
+    return _scaled_mm(a.q, a.scale, b.q, b.scale, bias, dtype)

@@ -1,0 +1,344 @@
+"""RMSNorm and LayerNorm from high precision to FP8, keeping only an FP8 copy of the input.
+
+    y = (x - mean) * rstd * weight + bias,   rstd = 1 / sqrt(avg((x - mean)^2) + eps)
+
+RMSNorm has no mean and no bias. Two passes, because y's per-tensor scale needs all of y:
+
+* ``norm_stats`` reads x once: rstd, mean, x's group-scaled copy (all that backward keeps:
+  N + N / G bytes and one or two FP32 per token) and y's amax (the first stage of COAT's Group
+  Scaling, arXiv 2410.19313 section 4.2).
+* ``norm_apply`` reads x (forward) or its FP8 copy (backward) and writes y's codes, row-major for
+  the forward GEMM or transposed for the weight gradient. y itself is never stored.
+
+Backward (``norm_bwd``) works from the FP8 copy; weight and bias gradients are summed in FP32 in a
+fixed order (partial sums per block of rows, then one sum), so they are deterministic.
+Reference: ``reference.norm_stats``, ``norm_apply``, ``norm_bwd``.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from coat_kernels import reference
+from coat_kernels.formats import (
+    E4M3,
+    Format,
+    GroupScaled,
+    TensorScaled,
+    check_group,
+    check_matrix,
+    check_vector,
+    format_of,
+    padded,
+)
+from coat_kernels.launch import BLOCK_M, BLOCK_N, NUM_WARPS, TOKENS, cdiv, launch, tiles
+from coat_kernels.quantize import empty_grouped, empty_layouts, new_amax
+from coat_kernels.registry import register
+from coat_kernels.tile import (
+    block_amax_bits,
+    load_grouped,
+    load_tile,
+    row_offsets,
+    store_codes,
+    store_grouped,
+)
+
+ROW_ELEMENTS = 8192
+"""Elements of one tile; a tile holds whole rows."""
+
+MAX_PARTIALS = 264
+"""Blocks of rows whose weight gradients are summed apart: two per multiprocessor of an H200."""
+
+
+@triton.jit
+def _load_vector(ptr, o_n, N):
+    return tl.load(ptr + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _norm_stats_kernel(
+    x_ptr, weight_ptr, bias_ptr,  # (M, N), (N,), (N,) or null
+    q_ptr, e_ptr, rstd_ptr, mean_ptr, amax_bits_ptr,  # (M, N) FP8, (M, N / GROUP), (M,), (M,), ()
+    M, N, eps,
+    CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    o_m = row_offsets(tl.program_id(0), BLOCK_M)
+    o_n = tl.arange(0, BLOCK_N)
+    m_mn = (o_m[:, None] < M) & (o_n[None, :] < N)
+    x = load_tile(x_ptr, o_m, o_n, m_mn, N)
+    store_grouped(x, q_ptr, e_ptr, o_m, 0, M, N, N, MAX, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
+    middle = x
+    if CENTERED:
+        mean = tl.sum(x, axis=1) / N
+        tl.store(mean_ptr + o_m, mean, mask=o_m < M)
+        middle = tl.where(m_mn, x - mean[:, None], 0.0)
+    rstd = tl.math.rsqrt(tl.sum(middle * middle, axis=1) / N + eps)
+    tl.store(rstd_ptr + o_m, rstd, mask=o_m < M)
+    y = middle * rstd[:, None] * _load_vector(weight_ptr, o_n, N)
+    if HAS_BIAS:
+        y += _load_vector(bias_ptr, o_n, N)
+    tl.atomic_max(amax_bits_ptr, block_amax_bits(tl.where(m_mn, y, 0.0)))
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _norm_apply_kernel(
+    x_ptr, e_ptr, weight_ptr, bias_ptr, rstd_ptr, mean_ptr, scale_ptr,
+    q_ptr, qt_ptr,  # (M, N) and (N, M_PADDED) FP8
+    M, N, M_PADDED, tiles_n,
+    GROUPED: tl.constexpr, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    MAX: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)  # tiles are counted along the row first
+    o_m = row_offsets(pid // tiles_n, BLOCK_M)
+    i_n = pid % tiles_n * BLOCK_N
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    m_mn = (o_m[:, None] < M) & (o_n[None, :] < N)
+    if GROUPED:
+        x = load_grouped(x_ptr, e_ptr, o_m, i_n, M, N, N, GROUP, BLOCK_M, BLOCK_N)
+    else:
+        x = load_tile(x_ptr, o_m, o_n, m_mn, N)
+    rstd = tl.load(rstd_ptr + o_m, mask=o_m < M, other=0.0)
+    if CENTERED:
+        x -= tl.load(mean_ptr + o_m, mask=o_m < M, other=0.0)[:, None]
+    y = x * rstd[:, None] * _load_vector(weight_ptr, o_n, N)
+    if HAS_BIAS:
+        y += _load_vector(bias_ptr, o_n, N)
+    inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
+    store_codes(y, inverse, q_ptr, qt_ptr, o_m, o_n, M, N, M_PADDED, MAX, ROWS, TRANSPOSED)
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _norm_bwd_kernel(
+    dy_ptr, x_ptr, e_ptr, weight_ptr, rstd_ptr, mean_ptr,
+    dx_ptr, dweight_ptr, dbias_ptr,  # (M, N), (programs, N) FP32 partial sums
+    M, N, rows_per_program,
+    CENTERED: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    o_n = tl.arange(0, BLOCK_N)
+    weight = _load_vector(weight_ptr, o_n, N)
+    dweight = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    dbias = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start in range(0, rows_per_program, BLOCK_M):
+        row = pid.to(tl.int64) * rows_per_program + start
+        o_m = row + tl.arange(0, BLOCK_M)
+        m_mn = (o_m[:, None] < M) & (o_n[None, :] < N)
+        dy = load_tile(dy_ptr, o_m, o_n, m_mn, N)
+        x = load_grouped(x_ptr, e_ptr, o_m, 0, M, N, N, GROUP, BLOCK_M, BLOCK_N)
+        rstd = tl.load(rstd_ptr + o_m, mask=o_m < M, other=0.0)[:, None]
+        if CENTERED:
+            x -= tl.load(mean_ptr + o_m, mask=o_m < M, other=0.0)[:, None]
+        xhat = x * rstd  # beyond the last channel it need not be zero, but dy and g are
+        g = dy * weight
+        dx = g - xhat * (tl.sum(g * xhat, axis=1) / N)[:, None]
+        if CENTERED:
+            dx -= (tl.sum(g, axis=1) / N)[:, None]
+        dx *= rstd
+        tl.store(
+            dx_ptr + o_m[:, None] * N + o_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=m_mn
+        )
+        dweight += tl.sum(dy * xhat, axis=0)
+        dbias += tl.sum(dy, axis=0)
+    o = pid * N + o_n
+    tl.store(dweight_ptr + o, dweight, mask=o_n < N)
+    tl.store(dbias_ptr + o, dbias, mask=o_n < N)
+
+
+def _row_block(N: int) -> dict[str, int]:
+    """Launch options of a tile of whole rows: one row, or more up to ROW_ELEMENTS elements."""
+    block_n = max(128, 1 << (N - 1).bit_length())
+    return {
+        "BLOCK_N": block_n,
+        "BLOCK_M": max(1, min(64, ROW_ELEMENTS // block_n)),
+        "num_warps": NUM_WARPS if block_n <= ROW_ELEMENTS else 2 * NUM_WARPS,
+    }
+
+
+def _empty_stats(
+    x: Tensor, centered: bool, group_size: int, fmt: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised results of ``norm_stats``."""
+    M = x.shape[0]
+    rstd = x.new_empty((M,), dtype=torch.float32)
+    mean = x.new_empty((M if centered else 0,), dtype=torch.float32)
+    scale = x.new_empty((), dtype=torch.float32)
+    return *empty_grouped(x, group_size, fmt), rstd, mean, scale
+
+
+def _norm_stats_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, group_size: int,
+    fmt: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    form = format_of(fmt)
+    M, N = x.shape
+    q, exponents, rstd, mean, _ = _empty_stats(x, centered, group_size, fmt)
+    amax = new_amax(x.device)
+    block = _row_block(N)
+    launch(
+        _norm_stats_kernel, (cdiv(M, block["BLOCK_M"]),),
+        x_ptr=x, weight_ptr=weight, bias_ptr=bias, q_ptr=q, e_ptr=exponents, rstd_ptr=rstd,
+        mean_ptr=mean, amax_bits_ptr=amax.view(torch.int32), M=M, N=N, eps=eps, CENTERED=centered,
+        HAS_BIAS=bias is not None, MAX=form.max, MAX_EXPONENT=form.max_exponent, GROUP=group_size,
+        **block,
+    )  # fmt: skip
+    return q, exponents, rstd, mean, reference.amax_to_scale(amax, fmt)
+
+
+def _norm_apply_triton(
+    x: Tensor, exponents: Tensor | None, weight: Tensor, bias: Tensor | None, rstd: Tensor,
+    mean: Tensor, scale: Tensor, fmt: str, rows: bool, transposed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    form = format_of(fmt)
+    M, N = x.shape
+    q, qt = empty_layouts(M, N, form, rows, transposed, x.device)
+    grid, tiles_n = tiles(padded(M) if transposed else M, N)
+    launch(
+        _norm_apply_kernel, (grid,),
+        x_ptr=x, e_ptr=exponents, weight_ptr=weight, bias_ptr=bias, rstd_ptr=rstd, mean_ptr=mean,
+        scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, N=N, M_PADDED=padded(M), tiles_n=tiles_n,
+        GROUPED=exponents is not None, CENTERED=mean.numel() > 0, HAS_BIAS=bias is not None,
+        MAX=form.max, ROWS=rows, TRANSPOSED=transposed,
+        GROUP=1 if exponents is None else N // exponents.shape[1],
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+    )  # fmt: skip
+    return q, qt
+
+
+def _norm_apply_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    fmt, rows, transposed = rest[-3:]
+    return empty_layouts(x.shape[0], x.shape[1], format_of(fmt), rows, transposed, x.device)
+
+
+def _norm_bwd_triton(
+    dy: Tensor, x: Tensor, exponents: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    M, N = x.shape
+    block = _row_block(N)
+    tiles_m = max(1, cdiv(M, block["BLOCK_M"]))  # no rows: one program writes zero sums
+    tiles_per_program = cdiv(tiles_m, MAX_PARTIALS)
+    programs = cdiv(tiles_m, tiles_per_program)
+    dx = torch.empty_like(dy)
+    dweight, dbias = torch.empty((2, programs, N), dtype=torch.float32, device=dy.device)
+    launch(
+        _norm_bwd_kernel, (programs,),
+        dy_ptr=dy, x_ptr=x, e_ptr=exponents, weight_ptr=weight, rstd_ptr=rstd, mean_ptr=mean,
+        dx_ptr=dx, dweight_ptr=dweight, dbias_ptr=dbias, M=M, N=N,
+        rows_per_program=tiles_per_program * block["BLOCK_M"], CENTERED=mean.numel() > 0,
+        GROUP=N // exponents.shape[1], **block,
+    )  # fmt: skip
+    return dx, dweight.sum(0), dbias.sum(0)
+
+
+_norm_stats = register(
+    "norm_stats",
+    triton=_norm_stats_triton,
+    reference=reference.norm_stats,
+    fake=lambda x, _weight, _bias, _eps, *rest: _empty_stats(x, *rest),
+)
+_norm_apply = register(
+    "norm_apply",
+    triton=_norm_apply_triton,
+    reference=reference.norm_apply,
+    fake=_norm_apply_fake,
+)
+_norm_bwd = register(
+    "norm_bwd",
+    triton=_norm_bwd_triton,
+    reference=reference.norm_bwd,
+    fake=lambda dy, *_: (
+        torch.empty_like(dy),
+        dy.new_empty((dy.shape[1],), dtype=torch.float32),
+        dy.new_empty((dy.shape[1],), dtype=torch.float32),
+    ),
+)
+
+
+class NormSaved(NamedTuple):
+    """What a norm keeps for its backward pass."""
+
+    x: GroupScaled
+    """The input, [M, N]."""
+    rstd: Tensor
+    """FP32 [M]."""
+    mean: Tensor
+    """FP32 [M]; empty for RMSNorm."""
+    scale: Tensor
+    """Per-tensor scale of the output, FP32 []."""
+
+
+def norm_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    centered: bool,
+    group_size: int,
+    fmt: Format = E4M3,
+) -> tuple[TensorScaled, NormSaved]:
+    """RMSNorm, or LayerNorm when ``centered``, to per-tensor FP8.
+
+    Args:
+        x: FP32, BF16 or FP16 [M, N], contiguous.
+        weight: [N], any of these dtypes.
+        bias: [N] or None.
+        eps: the model's epsilon, inside the square root.
+        centered: subtract the mean (LayerNorm).
+        group_size: group size of the copy of x that is kept.
+        fmt: format of the codes of y and of that copy.
+
+    Raises:
+        ValueError: the shape, dtype or group size does not fit.
+    """
+    check_matrix("norm_fwd", "x", x)
+    check_group("norm_fwd", x.shape[1], group_size)
+    check_vector("norm_fwd", "weight", weight, x.shape[1])
+    check_vector("norm_fwd", "bias", bias, x.shape[1])
+    q, exponents, rstd, mean, scale = _norm_stats(
+        x, weight, bias, eps, centered, group_size, fmt.name
+    )
+    y, _ = _norm_apply(x, None, weight, bias, rstd, mean, scale, fmt.name, True, False)
+    saved = NormSaved(GroupScaled(q, exponents), rstd, mean, scale)
+    return TensorScaled(y, scale), saved
+
+
+def norm_recompute(
+    saved: NormSaved, weight: Tensor, bias: Tensor | None, fmt: Format = E4M3
+) -> TensorScaled:
+    """The norm's output again, from the FP8 copy, transposed [N, M'] for the weight gradient.
+
+    Raises:
+        ValueError: weight or bias does not fit.
+    """
+    check_vector("norm_recompute", "weight", weight, saved.x.q.shape[1])
+    check_vector("norm_recompute", "bias", bias, saved.x.q.shape[1])
+    _, qt = _norm_apply(
+        saved.x.q, saved.x.exponents, weight, bias, saved.rstd, saved.mean, saved.scale,
+        fmt.name, False, True,
+    )  # fmt: skip
+    return TensorScaled(qt, saved.scale)
+
+
+def norm_bwd(dy: Tensor, saved: NormSaved, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`norm_fwd`.
+
+    Args:
+        dy: gradient of the output [M, N], contiguous.
+        saved: from the forward pass.
+        weight: [N].
+
+    Returns:
+        dx [M, N] in dy's dtype, dweight FP32 [N], dbias FP32 [N] (to be ignored without a bias).
+
+    Raises:
+        ValueError: dy is not a contiguous matrix of x's shape, or weight does not fit.
+    """
+    M, N = saved.x.q.shape
+    check_matrix("norm_bwd", "dy", dy, (M, N))
+    check_vector("norm_bwd", "weight", weight, N)
+    return _norm_bwd(dy, saved.x.q, saved.x.exponents, weight, saved.rstd, saved.mean)

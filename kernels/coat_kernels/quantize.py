@@ -1,0 +1,261 @@
+"""Quantize per tensor (row-major and transposed) and per group; dequantize per group.
+
+    per tensor:  scale = max(amax(x) / max, 2^-126),  q = cast(x / scale)
+    per group:   e = smallest exponent that does not saturate,  q = cast(x * 2^(127 - e))
+
+Formats and the convention: ``formats.py``. The reference: ``reference.py``. Per tensor reads x
+twice (amax, then codes); per group once. Paper: arXiv 2410.19313, sections 4.1 (mixed granularity)
+and 4.2 (the amax of the first pass can come from the producer: ``norm.py``, ``activation.py``).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from coat_kernels import reference
+from coat_kernels.formats import (
+    E4M3,
+    Format,
+    GroupScaled,
+    TensorScaled,
+    check_group,
+    check_grouped,
+    check_matrix,
+    format_of,
+    padded,
+)
+from coat_kernels.launch import BLOCK_M, BLOCK_N, TOKENS, cdiv, launch, tiles
+from coat_kernels.registry import register
+from coat_kernels.tile import (
+    block_amax_bits,
+    load_grouped,
+    load_tile,
+    row_offsets,
+    store_codes,
+    store_grouped,
+)
+
+AMAX_ELEMENTS = 8192
+"""Elements per program of the pass that only looks for the largest magnitude."""
+
+
+@triton.jit
+def _amax_kernel(x_ptr, amax_bits_ptr, numel, BLOCK: tl.constexpr):
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + o, mask=o < numel, other=0.0).to(tl.float32)
+    tl.atomic_max(amax_bits_ptr, block_amax_bits(x[None, :]))  # order does not matter: exact
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _quantize_tensor_kernel(
+    x_ptr, scale_ptr,  # (M, N), ()
+    q_ptr, qt_ptr,  # (M, N) and (N, M_PADDED) FP8
+    M, N, M_PADDED, tiles_n,
+    MAX: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)  # tiles are counted along the row first
+    o_m = row_offsets(pid // tiles_n, BLOCK_M)
+    i_n = pid % tiles_n * BLOCK_N
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    x = load_tile(x_ptr, o_m, o_n, (o_m[:, None] < M) & (o_n[None, :] < N), N)
+    inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
+    store_codes(x, inverse, q_ptr, qt_ptr, o_m, o_n, M, N, M_PADDED, MAX, ROWS, TRANSPOSED)
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _quantize_group_kernel(
+    x_ptr, q_ptr, e_ptr,  # (M, N), (M, N) FP8, (M, N / GROUP) uint8
+    M, N, tiles_n,
+    MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)  # tiles are counted along the row first
+    o_m = row_offsets(pid // tiles_n, BLOCK_M)
+    i_n = pid % tiles_n * BLOCK_N
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    x = load_tile(x_ptr, o_m, o_n, (o_m[:, None] < M) & (o_n[None, :] < N), N)
+    store_grouped(x, q_ptr, e_ptr, o_m, i_n, M, N, N, MAX, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _dequantize_group_kernel(
+    q_ptr, e_ptr, x_ptr, M, N, tiles_n,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)  # tiles are counted along the row first
+    o_m = row_offsets(pid // tiles_n, BLOCK_M)
+    i_n = pid % tiles_n * BLOCK_N
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    x = load_grouped(q_ptr, e_ptr, o_m, i_n, M, N, N, GROUP, BLOCK_M, BLOCK_N)
+    m_mn = (o_m[:, None] < M) & (o_n[None, :] < N)
+    tl.store(x_ptr + o_m[:, None] * N + o_n[None, :], x.to(x_ptr.dtype.element_ty), mask=m_mn)
+
+
+def empty_layouts(
+    M: int, N: int, fmt: Format, rows: bool, transposed: bool, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Uninitialised codes [M, N] and [N, M']; a layout that is not asked for is empty."""
+    q = torch.empty((M, N) if rows else (0,), dtype=fmt.dtype, device=device)
+    qt = torch.empty((N, padded(M)) if transposed else (0,), dtype=fmt.dtype, device=device)
+    return q, qt
+
+
+def empty_grouped(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
+    """Uninitialised codes [M, N] and exponents [M, N / G] for a group-scaled copy of x."""
+    return (
+        x.new_empty(x.shape, dtype=format_of(fmt).dtype),
+        x.new_empty((x.shape[0], x.shape[1] // group_size), dtype=torch.uint8),
+    )
+
+
+def new_amax(device: torch.device) -> Tensor:
+    """A zero, FP32 [], that kernels raise to a largest magnitude through its bits."""
+    return torch.zeros((), dtype=torch.float32, device=device)
+
+
+def _tensor_scale_triton(x: Tensor, fmt: str) -> Tensor:
+    amax = new_amax(x.device)
+    launch(
+        _amax_kernel, (cdiv(x.numel(), AMAX_ELEMENTS),),
+        x_ptr=x, amax_bits_ptr=amax.view(torch.int32), numel=x.numel(), BLOCK=AMAX_ELEMENTS,
+    )  # fmt: skip
+    return reference.amax_to_scale(amax, fmt)
+
+
+def _quantize_tensor_triton(
+    x: Tensor, scale: Tensor, fmt: str, rows: bool, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    form = format_of(fmt)
+    M, N = x.shape
+    q, qt = empty_layouts(M, N, form, rows, transposed, x.device)
+    grid, tiles_n = tiles(padded(M) if transposed else M, N)
+    launch(
+        _quantize_tensor_kernel, (grid,),
+        x_ptr=x, scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, N=N, M_PADDED=padded(M),
+        tiles_n=tiles_n, MAX=form.max, ROWS=rows, TRANSPOSED=transposed,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+    )  # fmt: skip
+    return q, qt
+
+
+def _quantize_group_triton(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
+    form = format_of(fmt)
+    M, N = x.shape
+    q, exponents = empty_grouped(x, group_size, fmt)
+    grid, tiles_n = tiles(M, N)
+    launch(
+        _quantize_group_kernel, (grid,),
+        x_ptr=x, q_ptr=q, e_ptr=exponents, M=M, N=N, tiles_n=tiles_n, MAX=form.max,
+        MAX_EXPONENT=form.max_exponent, GROUP=group_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+    )  # fmt: skip
+    return q, exponents
+
+
+def _dequantize_group_triton(q: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    M, N = q.shape
+    x = torch.empty((M, N), dtype=dtype, device=q.device)
+    grid, tiles_n = tiles(M, N)
+    launch(
+        _dequantize_group_kernel, (grid,),
+        q_ptr=q, e_ptr=exponents, x_ptr=x, M=M, N=N, tiles_n=tiles_n,
+        GROUP=N // exponents.shape[1], BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+    )  # fmt: skip
+    return x
+
+
+_tensor_scale = register(
+    "tensor_scale",
+    triton=_tensor_scale_triton,
+    reference=reference.tensor_scale,
+    fake=lambda x, _fmt: x.new_empty((), dtype=torch.float32),
+)
+_quantize_tensor = register(
+    "quantize_tensor",
+    triton=_quantize_tensor_triton,
+    reference=reference.quantize_tensor,
+    fake=lambda x, _scale, fmt, rows, transposed: empty_layouts(
+        x.shape[0], x.shape[1], format_of(fmt), rows, transposed, x.device
+    ),
+)
+_quantize_group = register(
+    "quantize_group",
+    triton=_quantize_group_triton,
+    reference=reference.quantize_group,
+    fake=empty_grouped,
+)
+_dequantize_group = register(
+    "dequantize_group",
+    triton=_dequantize_group_triton,
+    reference=reference.dequantize_group,
+    fake=lambda q, _exponents, dtype: q.new_empty(q.shape, dtype=dtype),
+)
+
+
+def quantize_tensor(x: Tensor, fmt: Format = E4M3) -> TensorScaled:
+    """Quantize with one scale.
+
+    Args:
+        x: FP32, BF16 or FP16 [M, N], contiguous.
+        fmt: format of the codes.
+
+    Raises:
+        ValueError: x is not a contiguous matrix of such a dtype.
+    """
+    check_matrix("quantize_tensor", "x", x)
+    scale = _tensor_scale(x, fmt.name)
+    return TensorScaled(_quantize_tensor(x, scale, fmt.name, True, False)[0], scale)
+
+
+def quantize_tensor_both(
+    x: Tensor, fmt: Format = E4M3, scale: Tensor | None = None
+) -> tuple[TensorScaled, TensorScaled]:
+    """Quantize with one scale, row-major [M, N] and transposed [N, M'].
+
+    Tokens are padded with zeros to M', a multiple of 16, so that the transposed copy is an operand
+    of a GEMM over tokens (the weight gradient). ``scale`` [] replaces the one from x's amax.
+
+    Raises:
+        ValueError: x is not a contiguous matrix of a high-precision dtype.
+    """
+    check_matrix("quantize_tensor_both", "x", x)
+    used: Tensor = _tensor_scale(x, fmt.name) if scale is None else scale
+    q, qt = _quantize_tensor(x, used, fmt.name, True, True)
+    return TensorScaled(q, used), TensorScaled(qt, used)
+
+
+def quantize_tensor_transposed(x: Tensor, scale: Tensor, fmt: Format = E4M3) -> TensorScaled:
+    """Quantize at a given scale, transposed only: [N, M']; see :func:`quantize_tensor_both`.
+
+    Raises:
+        ValueError: x is not a contiguous matrix of a high-precision dtype.
+    """
+    check_matrix("quantize_tensor_transposed", "x", x)
+    return TensorScaled(_quantize_tensor(x, scale, fmt.name, False, True)[1], scale)
+
+
+def quantize_group(x: Tensor, group_size: int, fmt: Format = E4M3) -> GroupScaled:
+    """Quantize with a power-of-two scale per 1 x ``group_size`` group.
+
+    Args:
+        x: FP32, BF16 or FP16 [M, N], contiguous; N a multiple of ``group_size``.
+        group_size: 16, 32, 64 or 128.
+        fmt: format of the codes.
+
+    Raises:
+        ValueError: the shape, dtype or group size does not fit.
+    """
+    check_matrix("quantize_group", "x", x)
+    check_group("quantize_group", x.shape[1], group_size)
+    return GroupScaled(*_quantize_group(x, group_size, fmt.name))
+
+
+def dequantize_group(x: GroupScaled, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values of a group-scaled matrix [M, N], in ``dtype``: FP32, BF16 or FP16.
+
+    Raises:
+        ValueError: codes and exponents do not fit each other.
+    """
+    check_grouped("dequantize_group", "x", x)
+    return _dequantize_group(x.q, x.exponents, dtype)

@@ -1,0 +1,259 @@
+"""Every op in plain PyTorch, with the rounding points of the kernels: the page of numerics.
+
+All arithmetic is FP32. ``x`` may be FP32, BF16 or FP16; results named ``y`` come back in the dtype
+the docstring says. These functions are what runs on a CPU, and what the kernels are tested against:
+quantization bit for bit, everything that sums or exponentiates to a relative tolerance.
+
+Shapes: M tokens, N or K channels, G channels per group, M' tokens padded to a multiple of 16.
+"""
+
+import torch
+from torch import Tensor
+
+from coat_kernels.formats import E4M3, MIN_SCALE, Format, format_of, padded
+
+_EXPONENT_MASK = 0x7F800000
+_MANTISSA_MASK = 0x7FFFFF
+_MAX_MANTISSA = 0x600000
+_E4M3_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(E4M3.dtype).float()
+
+
+# quantize
+
+
+def cast(x: Tensor, fmt: Format) -> Tensor:
+    """FP32 to FP8: saturate, round to nearest even. NaN stays NaN. Overwrites x."""
+    # torch's cast to E5M2 overflows to infinity; the hardware's saturates.
+    return x.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+
+
+def to_float(q: Tensor) -> Tensor:
+    """FP8 codes as FP32, exact."""
+    if q.dtype != E4M3.dtype or q.device.type != "cpu":
+        return q.float()
+    # torch converts E4M3 one element at a time on a CPU; looking the 256 codes up is faster.
+    return _E4M3_VALUES.index_select(0, q.reshape(-1).view(torch.uint8).int()).view(q.shape)
+
+
+def tensor_scale(x: Tensor, fmt: str) -> Tensor:
+    """Per-tensor scale, FP32 []: max(amax(x) * fp32(1 / max), 2^-126), NaN if x has a NaN."""
+    if x.numel() == 0:
+        return torch.full((), MIN_SCALE, device=x.device)
+    low, high = torch.aminmax(x)  # both are NaN if x has one
+    return amax_to_scale(torch.maximum(-low, high).float(), fmt)
+
+
+def amax_to_scale(amax: Tensor, fmt: str) -> Tensor:
+    """The per-tensor scale of a largest magnitude, FP32 []."""
+    return (amax * (1.0 / format_of(fmt).max)).clamp_min(MIN_SCALE)
+
+
+def quantize_tensor(
+    x: Tensor, scale: Tensor, fmt: str, rows: bool, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    """Codes at a given scale: [M, N] and, zero-padded for a GEMM over tokens, [N, M']."""
+    return _layouts(x.float(), scale, format_of(fmt), rows, transposed)
+
+
+def _layouts(
+    x: Tensor, scale: Tensor, fmt: Format, rows: bool, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    q = cast(x * (1.0 / scale), fmt)
+    empty = q.new_empty(0)
+    if not transposed:
+        return (q if rows else empty), empty
+    qt = q.new_zeros(x.shape[1], padded(x.shape[0]))
+    qt[:, : x.shape[0]] = q.t()
+    return (q if rows else empty), qt
+
+
+def quantize_group(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
+    """Codes [M, N] and E8M0 exponents, uint8 [M, N / G]."""
+    form = format_of(fmt)
+    groups = x.float().unflatten(-1, (-1, group_size))
+    bits = groups.abs().amax(-1).view(torch.int32)  # a NaN is the largest
+    biased = (bits & _EXPONENT_MASK) >> 23
+    exponent = biased - form.max_exponent + ((bits & _MANTISSA_MASK) > _MAX_MANTISSA)
+    exponent = torch.where(biased == 255, 255, exponent.clamp_min(1))
+    inverse = _exponent_value(torch.where(exponent == 255, 255, 254 - exponent))
+    q = cast(groups * inverse.unsqueeze(-1), form)
+    return q.flatten(-2), exponent.to(torch.uint8)
+
+
+def dequantize_group(q: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values [M, N] in ``dtype``: q * 2^(e - 127)."""
+    group_size = q.shape[-1] // exponents.shape[-1]
+    groups = to_float(q).unflatten(-1, (-1, group_size))
+    scale = _exponent_value(exponents.to(torch.int32))
+    return groups.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def _exponent_value(exponent: Tensor) -> Tensor:
+    """2^(e - 127) in FP32, NaN for 255; e is int32 in [1, 255]."""
+    return (
+        torch.where(exponent == 255, 0x7FC00000, exponent << 23).to(torch.int32).view(torch.float32)
+    )
+
+
+# GEMM
+
+
+def scaled_mm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """(a [M, K] @ b [N, K]^T) * (a_scale * b_scale) + bias [N], FP32 inside, rounded to dtype.
+
+    The bias is rounded to ``dtype`` before it is added.
+    """
+    y = (to_float(a) @ to_float(b).t()).mul_(a_scale * b_scale)
+    if bias is not None:
+        y.add_(bias.to(dtype).float())
+    return y.to(dtype)
+
+
+# norms
+
+
+def _normalized(x: Tensor, rstd: Tensor, mean: Tensor | None) -> Tensor:
+    return (x if mean is None else x - mean[:, None]) * rstd[:, None]
+
+
+def norm_stats(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, group_size: int,
+    fmt: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """First pass of RMSNorm, or of LayerNorm when ``centered``.
+
+    Returns:
+        x's group-scaled codes [M, N] and exponents [M, N / G] (kept for backward), rstd FP32 [M],
+        mean FP32 [M] (empty without centering), and the per-tensor scale of y FP32 [].
+    """
+    x32 = x.float()
+    mean = x32.mean(-1) if centered else None
+    middle = x32 if mean is None else x32 - mean[:, None]
+    rstd = torch.rsqrt(middle.square().mean(-1) + eps)
+    y = norm_values(x32, weight, bias, rstd, mean)
+    q, exponents = quantize_group(x, group_size, fmt)
+    return q, exponents, rstd, x32.new_empty(0) if mean is None else mean, tensor_scale(y, fmt)
+
+
+def norm_values(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor, mean: Tensor | None
+) -> Tensor:
+    """FP32 [M, N]: (x - mean) * rstd * weight + bias."""
+    y = _normalized(x, rstd, mean).mul_(weight.float())
+    return y if bias is None else y.add_(bias.float())
+
+
+def norm_apply(
+    x: Tensor, exponents: Tensor | None, weight: Tensor, bias: Tensor | None, rstd: Tensor,
+    mean: Tensor, scale: Tensor, fmt: str, rows: bool, transposed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Second pass: y's per-tensor codes, [M, N] and/or [N, M'].
+
+    ``x`` is the input itself, or its group-scaled codes together with ``exponents``.
+    """
+    x32 = x.float() if exponents is None else dequantize_group(x, exponents, torch.float32)
+    y = norm_values(x32, weight, bias, rstd, mean if mean.numel() else None)
+    return _layouts(y, scale, format_of(fmt), rows, transposed)
+
+
+def norm_bwd(
+    dy: Tensor, x: Tensor, exponents: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a norm from its group-scaled input.
+
+    With xhat = (x - mean) * rstd and g = dy * weight, averages over the channels:
+    dx = rstd * (g - [centered] avg(g) - xhat * avg(g * xhat)),
+    dweight = sum over tokens of dy * xhat, dbias = sum over tokens of dy.
+
+    Returns:
+        dx [M, N] in dy's dtype, dweight FP32 [N], dbias FP32 [N].
+    """
+    centered = mean.numel() > 0
+    x32 = dequantize_group(x, exponents, torch.float32)
+    xhat = _normalized(x32, rstd, mean if centered else None)
+    dy32 = dy.float()
+    g = dy32 * weight.float()
+    dx = g - xhat * (g * xhat).mean(-1, keepdim=True)
+    if centered:
+        dx = dx - g.mean(-1, keepdim=True)
+    dx = dx * rstd[:, None]
+    return dx.to(dy.dtype), (dy32 * xhat).sum(0), dy32.sum(0)
+
+
+# activations
+
+
+ACTIVATIONS = ("silu_mul", "gelu", "gelu_tanh", "quick_gelu")
+"""``silu_mul`` takes [gate | up], the others one matrix."""
+
+
+_TANH_SLOPE = 1.5957691216057308
+"""2 sqrt(2 / pi)."""
+
+
+def _gate(a: Tensor, kind: str) -> Tensor:
+    """What the input is multiplied with: Phi(a) or a sigmoid."""
+    if kind == "gelu":
+        return 0.5 * (1.0 + torch.erf(a * 0.7071067811865476))
+    if kind == "gelu_tanh":
+        # 0.5 * (1 + tanh(u)) = sigmoid(2u)
+        return torch.sigmoid(_TANH_SLOPE * (a + 0.044715 * a * a * a))
+    return torch.sigmoid(1.702 * a if kind == "quick_gelu" else a)
+
+
+def _slope(a: Tensor, gate: Tensor, kind: str) -> Tensor:
+    """d(a * gate) / da."""
+    if kind == "gelu":
+        return gate + a * torch.exp(-0.5 * a * a) * 0.3989422804014327
+    inner = 1.702 if kind == "quick_gelu" else 1.0
+    if kind == "gelu_tanh":
+        inner = _TANH_SLOPE * (1.0 + 0.134145 * a * a)
+    return gate + a * gate * (1.0 - gate) * inner
+
+
+def activation_values(a: Tensor, kind: str) -> Tensor:
+    """FP32 [M, F] of a [M, 2F] (``silu_mul``) or [M, F]."""
+    if kind == "silu_mul":
+        a, up = a.float().chunk(2, -1)
+        return _gate(a, kind).mul_(a).mul_(up)
+    a = a.float()
+    return _gate(a, kind).mul_(a)
+
+
+def activation_stats(
+    a: Tensor, kind: str, group_size: int, fmt: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """First pass: a's group-scaled codes and exponents (kept for backward), and h's scale []."""
+    q, exponents = quantize_group(a, group_size, fmt)
+    return q, exponents, tensor_scale(activation_values(a, kind), fmt)
+
+
+def activation_apply(
+    a: Tensor, exponents: Tensor | None, kind: str, scale: Tensor, fmt: str, rows: bool,
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Second pass: h's per-tensor codes, [M, F] and/or [F, M']."""
+    a32 = a.float() if exponents is None else dequantize_group(a, exponents, torch.float32)
+    return _layouts(activation_values(a32, kind), scale, format_of(fmt), rows, transposed)
+
+
+def activation_bwd(
+    dh: Tensor, a: Tensor, exponents: Tensor, kind: str, fmt: str
+) -> tuple[Tensor, Tensor]:
+    """Gradient of the activation's input from its group-scaled copy.
+
+    Returns:
+        da in dh's dtype, of a's shape, and the per-tensor scale of da (as rounded to that dtype).
+    """
+    a32 = dequantize_group(a, exponents, torch.float32)
+    dh32 = dh.float()
+    if kind == "silu_mul":
+        a32, up = a32.chunk(2, -1)
+        gate = _gate(a32, kind)
+        da = torch.cat([dh32 * up * _slope(a32, gate, kind), dh32 * (a32 * gate)], -1)
+    else:
+        da = dh32 * _slope(a32, _gate(a32, kind), kind)
+    da = da.to(dh.dtype)
+    return da, tensor_scale(da, fmt)

@@ -1,0 +1,153 @@
+"""Compiles every kernel for Hopper without a GPU. Run by test_compile.py, without the interpreter.
+
+The ops are called on the examples with Triton's launch replaced by a note of its arguments; from
+these come the signatures. Usage: ``python compile_offline.py REPORT.json``.
+"""
+
+import ast
+import importlib
+import inspect
+import json
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import coat_kernels
+from coat_kernels import OPS
+from coat_kernels.testing import examples
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+}
+INSTRUCTIONS = ["cvt.rn.satfinite.e4m3x2.f32", "e4m3x2.f16x2 ", "mul.ftz", "mul.f32"]
+
+
+def every_jit_function() -> dict[str, Any]:
+    """Of all modules of the package, by name."""
+    found = {}
+    for module in pkgutil.iter_modules(coat_kernels.__path__):
+        members = vars(importlib.import_module(f"coat_kernels.{module.name}"))
+        found |= {name: value for name, value in members.items() if isinstance(value, JITFunction)}
+    return found
+
+
+def called_by(kernel: Any) -> set[str]:
+    """Names of the jit functions that a kernel uses, directly or not, and its own."""
+    reached, pending = set(), [kernel]
+    while pending:
+        function = pending.pop().fn
+        if function.__name__ in reached:
+            continue
+        reached.add(function.__name__)
+        names = {
+            n.id
+            for n in ast.walk(ast.parse(inspect.getsource(function)))
+            if isinstance(n, ast.Name)
+        }
+        used = [function.__globals__.get(name) for name in names]
+        pending += [value for value in used if isinstance(value, JITFunction)]
+    return reached
+
+
+def recorded_launches() -> list[tuple[str, Any, dict[str, Any]]]:
+    """Example, kernel and arguments of every launch that the examples lead to."""
+    launches: list[tuple[str, Any, dict[str, Any]]] = []
+    example = ""
+
+    def record(self: Any, *_: Any, **kwargs: Any) -> None:
+        launches.append((example, self, kwargs))
+
+    launcher: Any = JITFunction
+    launcher.run = record
+    for op in OPS:
+        # Every variant, in one dtype each; of the group sizes the smallest and the largest, of the
+        # second passes, which differ least, every third.
+        variants = [name for name in examples(op, columns=128) if name[-3:] not in {"-32", "-64"}]
+        variants = variants[::3] if op.endswith("_apply") else variants
+        for i, variant in enumerate(variants):
+            dtype = (torch.bfloat16, torch.float32)[i % 2]
+            example = f"{op} {variant} {dtype}"
+            if op != "scaled_mm":  # cuBLASLt's kernel
+                OPS[op].triton(*examples(op, 64, 128, dtype)[variant])
+    return launches
+
+
+def source_of(kernel: Any, arguments: dict[str, Any]) -> tuple[ASTSource, str]:
+    """What Triton would compile for these arguments, and a key that is equal for equal ones."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes = {}
+    for i, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        aligned = True
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+        elif isinstance(value, int):
+            signature[parameter.name] = "i32"
+            aligned = value % 16 == 0
+        else:
+            signature[parameter.name] = "fp32"
+            aligned = False
+        if aligned:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    key = f"{kernel.fn.__name__} {signature} {constants} {attributes}"
+    return ASTSource(kernel, signature, constants, attributes), key
+
+
+def compile_for(source: ASTSource, capability: int, num_warps: int) -> dict[str, Any]:
+    """What came out, or the error."""
+    target = GPUTarget("cuda", capability, 32)
+    try:
+        compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}\n{error.__cause__ or ''}"}
+    ptx = compiled.asm["ptx"]
+    return {
+        "cubin_bytes": len(compiled.asm["cubin"]),
+        "instructions": [instruction for instruction in INSTRUCTIONS if instruction in ptx],
+    }
+
+
+def main(report: Path) -> None:
+    """Write what every kernel compiled to."""
+    seen: set[str] = set()
+    refused: set[str] = set()
+    compiled = []
+    reached: set[str] = set()
+    for example, kernel, arguments in recorded_launches():
+        source, key = source_of(kernel, arguments)
+        if key in seen:
+            continue
+        seen.add(key)
+        reached |= called_by(kernel)
+        types = list(source.signature.values())
+        row: dict[str, Any] = {"kernel": kernel.fn.__name__, "example": example, "types": types}
+        row["sm_90"] = compile_for(source, 90, arguments["num_warps"])
+        if "*fp8e4nv" in types and kernel.fn.__name__ not in refused:
+            refused.add(kernel.fn.__name__)
+            row["sm_80"] = compile_for(source, 80, arguments["num_warps"])
+        compiled.append(row)
+    report.write_text(
+        json.dumps({"compiled": compiled, "unreached": sorted(set(every_jit_function()) - reached)})
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,98 @@
+"""Where kernels run in these tests (interpreter, or GPU with ``-m gpu``), and FP8 by definition."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coat_kernels import E4M3, OPS, Format
+from coat_kernels.testing import results
+
+Run = Callable[[str, Sequence[Any]], list[Tensor]]
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def run(request: pytest.FixtureRequest, poisoned_memory: None) -> Run:
+    """Runs the kernels of an op on arguments given on the CPU; results come back to the CPU."""
+    if request.param == "cuda":
+        return run_on_gpu
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run on the GPU here: pytest -m gpu")
+    return run_in_interpreter
+
+
+def run_in_interpreter(op: str, args: Sequence[Any]) -> list[Tensor]:
+    """The kernels' Python, one program after the other, on NumPy arrays."""
+    with np.errstate(all="ignore"):  # exp overflows on purpose: 1 / (1 + inf) = 0
+        return results(op, OPS[op].triton, args)
+
+
+def run_on_gpu(op: str, args: Sequence[Any]) -> list[Tensor]:
+    """As a user runs it: through torch's dispatcher, on CUDA tensors."""
+    on_gpu = [arg.cuda() if isinstance(arg, Tensor) else arg for arg in args]
+    return [result.cpu() for result in results(op, OPS[op].dispatch, on_gpu)]
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill new memory with 0xFF, NaN in every format, so what a kernel forgets to write shows."""
+
+    def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = allocate(*args, **kwargs)
+            storage: Any = tensor.untyped_storage()
+            storage.fill_(0xFF)
+            return tensor
+
+        return allocate_poisoned
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))
+
+
+class Grid:
+    """The values of both FP8 formats, written down from their definition (arXiv 2209.05433)."""
+
+    def values(self, fmt: Format) -> NDArray[np.float64]:
+        """Value of each of the 256 codes."""
+        exponent_bits, bias = (4, 7) if fmt == E4M3 else (5, 15)
+        mantissa_bits = 7 - exponent_bits
+        values = []
+        for code in range(128):
+            exponent, mantissa = code >> mantissa_bits, code & (2**mantissa_bits - 1)
+            fraction = mantissa / 2**mantissa_bits
+            if fmt == E4M3 and code == 127:
+                values.append(np.nan)
+            elif fmt != E4M3 and exponent == 31:
+                values.append(np.nan if mantissa else np.inf)
+            elif exponent == 0:
+                values.append(fraction * 2.0 ** (1 - bias))
+            else:
+                values.append((1 + fraction) * 2.0 ** (exponent - bias))
+        return np.array(values + [-value for value in values])
+
+    def nearest(self, x: NDArray[Any], fmt: Format) -> NDArray[np.uint8]:
+        """Code of the nearest value; of two equally near, the one with the even mantissa."""
+        with np.errstate(invalid="ignore"):  # signaling NaNs
+            flat = np.asarray(x, np.float64).reshape(-1)
+        positive = self.values(fmt)[:128]
+        positive = positive[np.isfinite(positive)]
+        saturated = np.minimum(np.abs(flat), positive.max())
+        distance = np.abs(saturated[:, None] - positive[None, :])
+        best = distance == distance.min(axis=1, keepdims=True)
+        # At most two neighbours are equally near; their codes are neighbours too, one of them even.
+        even = np.arange(positive.size) % 2 == 0
+        code = np.where(best.sum(1) == 2, (best & even).argmax(1), best.argmax(1))
+        code = np.where(np.isnan(flat), 127, code | np.where(np.signbit(flat), 128, 0))
+        return code.astype(np.uint8).reshape(np.shape(x))
+
+
+@pytest.fixture(scope="session")
+def grid() -> Grid:
+    """FP8 by definition, without torch."""
+    return Grid()

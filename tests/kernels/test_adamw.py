@@ -1,0 +1,258 @@
+"""AdamW with FP8 moments: against the paper's formulas in NumPy, torch's AdamW, and odd groups."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coat_kernels import E4M3, adamw_step, new_moment
+from coat_kernels.reference_adamw import decode, encode
+from coat_kernels.testing import assert_same_bits, code_steps, relative_rms
+
+Run = Callable[[str, Sequence[Any]], list[Tensor]]
+Moment = tuple[Tensor, Tensor, Tensor]
+RELEASED = pytest.mark.parametrize("released", [False, True], ids=["paper", "released"])
+LR, BETA1, BETA2, EPS, DECAY = 1e-2, 0.9, 0.999, 1e-8, 0.1
+
+OFF_BY_ONE = 0.002
+"""Share of codes that FP32 may round to the other neighbour than 64-bit mantissas do.
+
+0.0003 is seen: a group's smallest element can be what remains of (1 - beta1) g against beta1 m, and
+its relative error, however small, moves k and with it all codes of the group.
+"""
+
+
+class Paper:
+    """Section 3 of the paper, word for word, one group at a time, with 64-bit mantissas."""
+
+    def __init__(self, grid: Any, released: bool):
+        self.grid, self.released = grid, released
+
+    def k(self, group: NDArray[Any]) -> float:
+        """Equation 3, bounded for groups of equal elements."""
+        magnitudes = np.abs(group[group != 0])
+        ratio = magnitudes.max() / magnitudes.min()
+        fp8_range = 448 * 448 / 2 if self.released else 448 / 2.0**-9
+        k = np.log(fp8_range) / np.log(ratio) if ratio > 1 else np.inf
+        k = min(k, 64.0)
+        return np.floor(k * 16) / 16 if self.released else k
+
+    def encode(self, x: NDArray[Any]) -> tuple[NDArray[np.uint8], NDArray[Any], NDArray[Any]]:
+        codes, amax, ks = [], [], []
+        for start in range(0, x.size, 128):
+            group = x[start : start + 128].astype(np.longdouble)
+            k = self.k(group) if group.any() else 1.0
+            expanded = np.sign(group) * np.abs(group) ** k  # equation 2
+            scale = np.abs(expanded).max() / 448
+            codes.append(self.grid.nearest(expanded / scale if scale else expanded, E4M3))
+            amax.append(np.abs(group).max())
+            ks.append(k)
+        return np.concatenate(codes), np.array(amax), np.array(ks)
+
+    def decode(self, moment: Moment) -> NDArray[Any]:
+        q, amax, k = (t.double().numpy().astype(np.longdouble).reshape(-1) for t in moment)
+        amax, k = (np.repeat(t, 128)[: q.size] for t in (amax, k))
+        scale = amax**k / 448
+        return np.sign(q) * np.abs(q * scale) ** (1 / k)
+
+    def step(self, p: Tensor, g: Tensor, m: Moment, v: Moment, step: int) -> list[Any]:
+        """AdamW (arXiv 1711.05101, algorithm 2): p, and both moments encoded."""
+        p64, g64 = (t.double().numpy().reshape(-1) for t in (p, g))
+        m64 = BETA1 * self.decode(m) + (1 - BETA1) * g64
+        v64 = BETA2 * self.decode(v) + (1 - BETA2) * g64**2
+        m_hat, v_hat = m64 / (1 - BETA1**step), v64 / (1 - BETA2**step)
+        p64 = p64 - LR * DECAY * p64 - LR * m_hat / (np.sqrt(v_hat) + EPS)
+        return [p64, *self.encode(m64), *self.encode(v64)]
+
+
+def gradient(count: int, step: int) -> Tensor:
+    """Of very different size from group to group, and within groups."""
+    sizes = torch.Generator().manual_seed(count)
+    size = torch.exp2(8 * torch.randn(-(-count // 128), generator=sizes))
+    generator = torch.Generator().manual_seed(100 * count + step)
+    g = torch.randn(count, generator=generator) * size.repeat_interleave(128)[:count]
+    return g * torch.rand(count, generator=generator)
+
+
+@RELEASED
+@pytest.mark.parametrize("count", [1, 127, 128, 129, 1000])
+def test_steps_follow_the_paper(count: int, released: bool, run: Run, grid):
+    paper = Paper(grid, released)
+    p = torch.randn(count, generator=torch.Generator().manual_seed(count))
+    m, v = new_moment(p), new_moment(p)
+    off_by_one = []
+    for step in range(1, 7):
+        g = gradient(count, step)
+        expected = paper.step(p, g, m, v, step)
+        # Each step starts from the same codes: an early code on the other side of a tie would
+        # change all later ones.
+        args = (p, g, *m, *v, LR, BETA1, BETA2, EPS, DECAY, step, released)
+        p, *moments = run("adamw_step", args)
+        m, v = (moments[0], moments[1], moments[2]), (moments[3], moments[4], moments[5])
+        assert relative_rms(p, torch.from_numpy(np.float64(expected[0]))) < 1e-6
+        for moment, (codes, amax, k) in ((m, expected[1:4]), (v, expected[4:7])):
+            assert relative_rms(moment[1], torch.from_numpy(np.float64(amax))) < 1e-6
+            assert relative_rms(moment[2], torch.from_numpy(np.float64(k))) < 1e-3
+            steps = code_steps(moment[0], torch.from_numpy(codes))
+            assert steps.amax() <= 1
+            off_by_one.append(float(steps.float().mean()))
+    assert np.mean(off_by_one) <= OFF_BY_ONE, off_by_one
+
+
+@RELEASED
+def test_decoded_moments_are_within_half_a_step(released: bool, grid):
+    x = gradient(1000, 0)
+    moment = encode(x, released)
+    decoded = decode(*moment)
+    paper = torch.from_numpy(np.float64(Paper(grid, released).decode(moment)))
+    assert relative_rms(decoded, paper) < 1e-6
+    # 1 / 16 is half a step of a normal code; (1 + e)^(1 / k) divides it by k. Subnormals: the
+    # smallest codes are rounded to multiples of 2^-9, so check them in the space of codes.
+    k = moment[2].repeat_interleave(128)[:1000].double()
+    amax = moment[1].repeat_interleave(128)[:1000].double()
+    code = 448 * (x.double().abs() / amax) ** k
+    assert ((moment[0].double().abs() - code).abs() <= (code / 16).clamp_min(2**-10) * 1.001).all()
+    assert torch.equal(decoded.sign(), torch.where(moment[0].float() == 0, 0.0, x.sign()))
+
+
+def encoded_by_kernel(run: Run, x: Tensor, released: bool = False) -> tuple[Moment, Moment]:
+    """With both betas zero the moments after one step are exactly x and its square."""
+    p = torch.zeros_like(x)
+    args = (p, x, *new_moment(p), *new_moment(p), LR, 0.0, 0.0, EPS, 0.0, 1, released)
+    _, m_q, m_amax, m_k, v_q, v_amax, v_k = run("adamw_step", args)
+    return (m_q, m_amax, m_k), (v_q, v_amax, v_k)
+
+
+def test_k_is_bounded_and_released_k_is_a_multiple_of_one_sixteenth(run: Run):
+    x = torch.cat([torch.randn(128), 1 + torch.rand(128), torch.full((128,), 3.0)])
+    x[5] = 1e-30
+    for moment in encoded_by_kernel(run, x, released=True):
+        assert (moment[2] * 16 == (moment[2] * 16).round()).all()
+        assert moment[2].amin() >= 1 / 16
+        assert moment[2].amax() == 64
+    # The range of 448 * 448 / 2 instead of 448 / 2^-9, rounded down.
+    paper, released = (encoded_by_kernel(run, x, flag)[0][2] for flag in (False, True))
+    exact = paper[:2] * np.log(448 * 448 / 2) / np.log(448 / 2.0**-9)
+    assert released[:2].tolist() == (torch.floor(exact * 16) / 16).tolist()
+
+
+@RELEASED
+@pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-30, -7e18, 2.0**-149, 0.1])
+@pytest.mark.parametrize("count", [1, 128, 130])
+def test_constant_groups_are_exact(value: float, count: int, released: bool, run: Run):
+    """Where R = 1 and the paper's k is infinite; the sign of negative ones is kept."""
+    x = torch.full((count,), value)
+    m, v = encoded_by_kernel(run, x, released)
+    assert torch.equal(decode(*m), x)
+    assert torch.equal(decode(*v), x * x)
+
+
+@RELEASED
+def test_zeros_do_not_widen_the_range_of_a_group(released: bool, run: Run):
+    """Wherever they are, the first lane included."""
+    values = torch.rand(128, generator=torch.Generator().manual_seed(0)) + 0.5
+    zeros = torch.zeros(128, dtype=torch.bool)
+    zeros[[0, 17, 127]] = True
+    (q, amax, k), _ = encoded_by_kernel(run, values.masked_fill(zeros, 0.0), released)
+    alone_q, alone_amax, alone_k = encode(values[~zeros], released)
+    assert (amax, k) == (alone_amax, pytest.approx(alone_k, rel=1e-5))
+    assert not q.float()[zeros].any()
+    assert int(code_steps(q[~zeros], alone_q).amax()) <= 1
+
+
+@RELEASED
+def test_one_element_among_zeros_is_exact(released: bool, run: Run):
+    x = torch.zeros(256)
+    x[200] = -0.37
+    m, v = encoded_by_kernel(run, x, released)
+    assert torch.equal(decode(*m), x)
+    assert torch.equal(decode(*v), x * x)
+
+
+def test_groups_of_enormous_range_lose_only_what_is_far_below_their_largest(run: Run):
+    x = torch.cat([torch.full((64,), 1e30), torch.full((63,), 1e-5), torch.tensor([1e-10])])
+    m, _ = encoded_by_kernel(run, x)
+    decoded = decode(*m)
+    assert m[2].isfinite().all()
+    assert relative_rms(decoded, x) < 0.01
+    assert decoded.isfinite().all()
+    assert decoded[127] == 0  # below 2^-126 of the largest
+
+
+@RELEASED
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_bad_element_spoils_its_group_only(bad: float, released: bool, run: Run):
+    x = torch.randn(300, generator=torch.Generator().manual_seed(3))
+    x[:4] = 0.0
+    x[140] = bad
+    for moment in encoded_by_kernel(run, x, released):
+        decoded = decode(*moment)
+        assert decoded[128:256].isnan().all()
+        assert decoded[:128].isfinite().all()
+        assert decoded[256:].isfinite().all()
+    # The next step's decoding, in the kernel: parameters of the group become NaN, others do not.
+    p = torch.ones(300)
+    (m, v) = encoded_by_kernel(run, x, released)
+    args = (p, torch.ones(300), *m, *v, LR, BETA1, BETA2, EPS, DECAY, 2, released)
+    stepped = run("adamw_step", args)[0]
+    assert stepped[128:256].isnan().all()
+    assert stepped[:128].isfinite().all()
+    assert stepped[256:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_close_to_torchs_adamw(dtype: torch.dtype):
+    start = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(dtype)
+    p, exact = start.clone(), torch.nn.Parameter(start.float().clone())
+    m, v = new_moment(p), new_moment(p)
+    optimizer = torch.optim.AdamW([exact], lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY)
+    for step in range(1, 9):
+        g = gradient(1000, step).to(dtype)
+        exact.grad = g.float()
+        optimizer.step()
+        adamw_step(p, g, m, v, lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY, step=step)
+        travelled = exact.detach() - start.float()
+        rounding = step**0.5 * 2.0**-8 if dtype == torch.bfloat16 else 0.0
+        if step == 1:  # the moments are used before they are rounded to FP8
+            assert relative_rms(p, exact.detach()) < 1e-6 + rounding
+        # One rounding of m (half a step: at most 1 / 16, RMS 0.03, divided by k of about 2), and
+        # as much of v, per step, forgotten at the rate of 1 - BETA1.
+        error = (p.double() - exact.detach()).norm() / travelled.norm()
+        drift = rounding * float(start.norm() / travelled.norm())
+        assert error < 0.03 + drift, f"step {step}: {error:.3f} of the way"
+
+
+def test_the_second_moment_decays_at_the_rate_of_beta2(run: Run):
+    """1 - 0.999 taken in FP32 would be off by 1e-5, here visible in every element."""
+    p, g = torch.zeros(128), torch.ones(128)
+    args = (p, g, *new_moment(p), *new_moment(p), LR, BETA1, BETA2, EPS, DECAY, 1, False)
+    v_amax = run("adamw_step", args)[5]
+    assert v_amax.item() == pytest.approx(1 - BETA2, rel=1e-6)
+
+
+def test_any_shape_and_two_bytes_and_an_eighth_per_parameter():
+    p = torch.randn(3, 5, 7)
+    moment = new_moment(p)
+    assert moment[0].shape == p.shape
+    before = p.clone()
+    adamw_step(
+        p, torch.ones_like(p), moment, new_moment(p), lr=0.1, betas=(0.9, 0.95), eps=1e-8,
+        weight_decay=0.0, step=1,
+    )  # fmt: skip
+    torch.testing.assert_close(p, before - 0.1)
+    large = torch.zeros(128 * 8)
+    size = sum(t.numel() * t.element_size() for t in new_moment(large))
+    assert size == large.numel() * (1 + 8 / 128)
+
+
+def test_a_tensor_without_elements_is_left_alone():
+    p = torch.zeros(0, 4)
+    adamw_step(
+        p, p.clone(), new_moment(p), new_moment(p), lr=0.1, betas=(0.9, 0.95), eps=1e-8,
+        weight_decay=0.0, step=1,
+    )  # fmt: skip
+    assert_same_bits("p", p, torch.zeros(0, 4))

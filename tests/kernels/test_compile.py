@@ -1,0 +1,67 @@
+"""Every kernel compiles for Hopper, on a machine without a GPU; older GPUs are refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WRITES_CODES = {
+    "_quantize_tensor_kernel",
+    "_quantize_group_kernel",
+    "_norm_stats_kernel",
+    "_norm_apply_kernel",
+    "_activation_stats_kernel",
+    "_activation_apply_kernel",
+    "_adamw_kernel",
+}
+BIT_EXACT = {"_quantize_tensor_kernel", "_quantize_group_kernel", "_dequantize_group_kernel"}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What compile_offline.py found, in a process in which Triton compiles."""
+    folder = tmp_path_factory.mktemp("compiled")
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(folder / "cache"))
+    environment.pop("TRITON_INTERPRET", None)
+    script = Path(__file__).with_name("compile_offline.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder / "report.json")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_every_jit_function_is_compiled_by_some_example(report: dict[str, Any]):
+    assert report["unreached"] == [], "give an op an example that launches it"
+
+
+def test_every_kernel_compiles_for_sm_90(report: dict[str, Any]):
+    failed = [row for row in report["compiled"] if not row["sm_90"].get("cubin_bytes")]
+    assert failed == []
+    assert {row["kernel"] for row in report["compiled"]} >= WRITES_CODES | BIT_EXACT
+
+
+def test_e4m3_kernels_are_refused_for_sm_80(report: dict[str, Any]):
+    refused = {row["kernel"]: row["sm_80"] for row in report["compiled"] if "sm_80" in row}
+    assert refused.keys() == {row["kernel"] for row in report["compiled"]} - {"_amax_kernel"}
+    for outcome in refused.values():
+        assert "fp8e4nv not supported in this architecture" in outcome.get("error", "compiled")
+
+
+def test_codes_are_rounded_once_from_fp32_and_subnormals_are_not_flushed(report: dict[str, Any]):
+    for row in report["compiled"]:
+        instructions = row["sm_90"]["instructions"]
+        if row["kernel"] in WRITES_CODES and "*fp8e4nv" in row["types"]:
+            assert "cvt.rn.satfinite.e4m3x2.f32" in instructions, row
+        assert "e4m3x2.f16x2 " not in instructions, row
+        if row["kernel"] in BIT_EXACT:
+            assert "mul.ftz" not in instructions, row
+            assert "mul.f32" in instructions, row

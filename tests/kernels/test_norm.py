@@ -1,0 +1,177 @@
+"""Norms against torch's own in FP64: values, statistics, gradients; what makes them go wrong."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coat_kernels import (
+    E4M3,
+    GroupScaled,
+    NormSaved,
+    dequantize_group,
+    norm,
+    norm_bwd,
+    norm_fwd,
+    norm_recompute,
+    quantize_group,
+    reference,
+)
+from coat_kernels.testing import TOLERANCE, assert_same_bits, relative_rms
+
+Run = Callable[[str, Sequence[Any]], list[Tensor]]
+EPS = 1e-2
+"""Large enough to be seen against the variance of the smaller rows."""
+
+KINDS = pytest.mark.parametrize(
+    ("centered", "has_bias"), [(False, False), (True, True), (True, False)], ids=str
+)
+
+
+def inputs(has_bias: bool, rows: int = 37, columns: int = 80) -> tuple[Tensor, Tensor, Any]:
+    """An input that FP8 represents exactly, so that its copy is no source of error; parameters."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, columns, generator=generator) * 2 + 0.7
+    x[::3] /= 16
+    x = dequantize_group(quantize_group(x, 16))
+    weight = torch.rand(columns, generator=generator) + 0.5
+    return x, weight, torch.randn(columns, generator=generator) if has_bias else None
+
+
+def exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, centered: bool) -> Tensor:
+    """torch's, in the dtype of the arguments."""
+    if centered:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+    return F.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+@KINDS
+def test_values_and_statistics(centered: bool, has_bias: bool, run: Run):
+    x, weight, bias = inputs(has_bias)
+    x64 = x.double()
+    y64 = exact_norm(x64, weight.double(), None if bias is None else bias.double(), centered)
+    middle = x64 - x64.mean(-1, keepdim=True) if centered else x64
+    rstd64 = (middle.square().mean(-1) + EPS).rsqrt()
+
+    for body in (run, run_reference):
+        q, exponents, rstd, mean, scale = body(
+            "norm_stats", (x, weight, bias, EPS, centered, 16, "e4m3")
+        )
+        assert_same_bits("copy", dequantize_group(GroupScaled(q, exponents)), x)
+        assert relative_rms(rstd, rstd64) < 1e-6
+        assert relative_rms(mean, x64.mean(-1) if centered else torch.empty(0)) < 1e-6
+        torch.testing.assert_close(scale.double(), y64.abs().amax() / 448, rtol=1e-6, atol=0)
+
+        y = reference.norm_values(x, weight, bias, rstd, mean if centered else None)
+        assert relative_rms(y, y64) < 1e-6
+        for source in ((x, None), (q, exponents)):
+            args = (*source, weight, bias, rstd, mean, scale, "e4m3", True, True)
+            codes, transposed = body("norm_apply", args)
+            half_step = torch.maximum(y64.abs() * 2**-4, scale.double() * 2**-10)
+            assert (
+                (codes.double() * scale - y64).abs() <= half_step + 1e-6 * y64.abs().amax()
+            ).all()
+            assert_same_bits("transposed", transposed[:, :37].t().contiguous(), codes)
+            assert not transposed[:, 37:].float().any()
+
+
+def run_reference(op: str, args: Sequence[Any]) -> list[Tensor]:
+    result = getattr(reference, op)(*args)
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients(centered: bool, has_bias: bool, dtype: torch.dtype, run: Run):
+    x, weight, bias = inputs(has_bias)
+    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+    leaves = [t.double().requires_grad_() for t in (x, weight, *([bias] if has_bias else []))]
+    y64 = exact_norm(leaves[0], leaves[1], leaves[2] if has_bias else None, centered)
+    dx64, dweight64, *dbias64 = torch.autograd.grad(y64, leaves, dy.double())
+
+    q, exponents, rstd, mean, _ = reference.norm_stats(x, weight, bias, EPS, centered, 16, "e4m3")
+    for body in (run, run_reference):
+        dx, dweight, dbias = body("norm_bwd", (dy, q, exponents, weight, rstd, mean))
+        # One rounding to dtype: at most half a unit in the last place of each element.
+        rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+        assert relative_rms(dx, dx64) < rounding + TOLERANCE["norm_bwd", torch.float32]
+        assert relative_rms(dweight, dweight64) < 3e-6
+        if has_bias:
+            assert relative_rms(dbias, dbias64[0]) < 3e-6
+
+
+def test_layer_norm_keeps_its_precision_far_from_zero(run: Run):
+    """The mean of squares minus the square of the mean would leave nothing of the variance."""
+    x = 1000 + torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(64)
+    _, _, rstd, mean, _ = run("norm_stats", (x, ones, None, 1e-6, True, 16, "e4m3"))
+    assert relative_rms(mean, x.double().mean(-1)) < 1e-6
+    assert relative_rms(rstd, 1 / x.double().std(-1, correction=0)) < 1e-5
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_rows_of_zeros_give_the_bias_and_no_nan(centered: bool, run: Run):
+    weight, bias = torch.full((48,), 2.0), torch.full((48,), 0.5)
+    x = torch.zeros(3, 48)
+    q, exponents, rstd, mean, scale = run(
+        "norm_stats", (x, weight, bias, 1e-6, centered, 16, "e4m3")
+    )
+    torch.testing.assert_close(rstd, torch.full((3,), 1000.0))
+    codes, _ = run("norm_apply", (x, None, weight, bias, rstd, mean, scale, "e4m3", True, False))
+    torch.testing.assert_close(codes.float() * scale, torch.full((3, 48), 0.5))
+    dx, _, _ = run("norm_bwd", (torch.zeros(3, 48), q, exponents, weight, rstd, mean))
+    assert not dx.any()
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_the_bias_outside_of_the_matrix_does_not_count_for_the_scale(centered: bool, run: Run):
+    """In a tile that is partly outside, rows of zeros would have the bias as their output."""
+    x = torch.tensor([1.0, -1.0]).repeat(24)[None]
+    _, _, _, _, scale = run("norm_stats", (x, torch.ones(48), -x[0], 1e-12, centered, 16, "e4m3"))
+    assert scale < 1e-6 / 448
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_element_never_gives_plausible_numbers(bad: float, run: Run):
+    x = torch.randn(4, 48)
+    x[1, 3] = bad
+    weight = torch.ones(48)
+    q, exponents, rstd, mean, scale = run("norm_stats", (x, weight, None, 1e-6, True, 16, "e4m3"))
+    codes, transposed = run(
+        "norm_apply", (x, None, weight, None, rstd, mean, scale, "e4m3", True, True)
+    )
+    assert (codes.float() * scale).isnan().all()
+    assert not transposed[:, 4:].float().any()
+    dx, dweight, _ = run("norm_bwd", (torch.randn(4, 48), q, exponents, weight, rstd, mean))
+    assert dx[1].isnan().all()
+    assert dx[[0, 2, 3]].isfinite().all()
+    assert dweight.isnan().all()
+
+
+def test_weight_gradients_of_many_row_blocks(run: Run, monkeypatch: pytest.MonkeyPatch):
+    """Each program then sums over several tiles of rows, the last one partly outside."""
+    monkeypatch.setattr(norm, "MAX_PARTIALS", 2)
+    x, weight, _ = inputs(has_bias=False, rows=300, columns=48)
+    q, exponents, rstd, mean, _ = reference.norm_stats(x, weight, None, EPS, False, 16, "e4m3")
+    args = (torch.randn(x.shape), q, exponents, weight, rstd, mean)
+    dx, dweight, dbias = run("norm_bwd", args)
+    for actual, expected in zip((dx, dweight, dbias), reference.norm_bwd(*args), strict=True):
+        assert relative_rms(actual, expected) < TOLERANCE["norm_bwd", torch.float32]
+    assert_same_bits("again", run("norm_bwd", args)[1], dweight)
+
+
+@KINDS
+def test_public_functions_fit_together(centered: bool, has_bias: bool):
+    x, weight, bias = inputs(has_bias)
+    y, saved = norm_fwd(x, weight, bias, EPS, centered=centered, group_size=16)
+    assert isinstance(saved, NormSaved)
+    assert saved.mean.numel() == (37 if centered else 0)
+    assert saved.x.q.dtype == y.q.dtype == E4M3.dtype
+    again = norm_recompute(saved, weight, bias)
+    assert_same_bits("recomputed", again.q[:, :37].t().contiguous(), y.q)
+    assert again.scale == y.scale
+    dx, dweight, dbias = norm_bwd(torch.ones(37, 80, dtype=torch.bfloat16), saved, weight)
+    assert (dx.dtype, dweight.dtype, dbias.tolist()) == (torch.bfloat16, torch.float32, [37.0] * 80)

@@ -1,0 +1,118 @@
+"""Every op: kernel against reference in odd shapes, with poisoned outputs; schema and fakes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from coat_kernels import OPS, Op, use_reference
+from coat_kernels.testing import FP8, assert_matches, assert_same_bits, examples, results
+
+Run = Callable[[str, Sequence[Any]], list[Tensor]]
+
+# Tails in both directions, one row, no row, groups of 128, several tiles in both directions.
+MANY_ROWS = 1000
+SIZES = [
+    (63, 208, torch.float32),
+    (63, 208, torch.bfloat16),
+    (63, 208, torch.float16),
+    (1, 48, torch.bfloat16),
+    (MANY_ROWS, 80, torch.float32),
+    (0, 48, torch.bfloat16),
+    (17, 256, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("rows", "columns", "dtype"), SIZES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_kernel_matches_reference(op: str, rows: int, columns: int, dtype: torch.dtype, run: Run):
+    variants = list(examples(op, rows, columns, dtype).items())
+    # The interpreter takes its time; two variants show what only many tiles can show.
+    for variant, args in variants[-2:] if rows == MANY_ROWS else variants:
+        expected = results(op, OPS[op].reference, args)
+        try:
+            assert_matches(op, run(op, args), expected)
+        except AssertionError as error:
+            error.add_note(f"in the example {variant!r}")
+            raise
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op: str):
+    dispatch: Any = OPS[op].dispatch
+    for args in examples(op, rows=3, columns=32, dtype=torch.bfloat16).values():
+        # test_schema compares arguments with allclose, which FP8 tensors do not have; the test
+        # after this one compares their bits.
+        fp8 = any(isinstance(arg, Tensor) and arg.dtype in FP8 for arg in args)
+        checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+        torch.library.opcheck(
+            dispatch, args, test_utils=checks if fp8 else ["test_schema", *checks]
+        )
+
+
+@pytest.mark.parametrize("body", ["dispatch", "triton"])
+@pytest.mark.parametrize("op", OPS)
+def test_only_declared_arguments_change(op: str, body: str):
+    if body == "triton" and torch.cuda.is_available():
+        pytest.skip("the kernels take CUDA tensors here")
+    dispatch: Any = OPS[op].dispatch
+    schema = dispatch._opoverload._schema
+    for args in examples(op, rows=3, columns=32).values():
+        given = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+        with np.errstate(all="ignore"):
+            result = getattr(OPS[op], body)(*given)
+        for declared, before, after in zip(schema.arguments, args, given, strict=True):
+            if isinstance(before, Tensor) and not (
+                declared.alias_info is not None and declared.alias_info.is_write
+            ):
+                assert_same_bits(declared.name, after, before)
+        returned = [result] if isinstance(result, Tensor) else list(result or [])
+        inputs = {t.untyped_storage().data_ptr() for t in given if isinstance(t, Tensor)}
+        outputs = [t.untyped_storage().data_ptr() for t in returned if t.numel()]
+        assert len(set(outputs)) == len(outputs), "two results share memory"
+        assert not inputs & set(outputs), "a result shares an argument's memory"
+
+
+def test_every_op_has_examples():
+    with pytest.raises(ValueError, match="has no examples"):
+        examples("no_such_op")
+    for op in OPS:
+        assert examples(op, rows=2, columns=16)
+
+
+def test_the_reference_can_be_asked_for():
+    x = torch.empty(2, device="meta")  # stands for a GPU: a CPU tensor takes the reference anyway
+    op = Op("op", triton=print, reference=lambda _: "reference", dispatch=lambda _: "kernel")
+    use_reference(True)
+    try:
+        assert op(x) == "reference"
+    finally:
+        use_reference(False)
+    assert op(x) == "kernel"
+    assert op(torch.empty(2)) == "reference"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_references_run_on_a_gpu(op: str):
+    """For GPUs without FP8 tensor cores."""
+    for args in examples(op, dtype=torch.bfloat16).values():
+        on_gpu = [arg.cuda() if isinstance(arg, Tensor) else arg for arg in args]
+        got = [result.cpu() for result in results(op, OPS[op].reference, on_gpu)]
+        assert_matches(op, got, results(op, OPS[op].reference, args))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("op", OPS)
+def test_ops_run_on_the_device_of_their_tensors(op: str):
+    """With another device current, as in a model that is spread over several GPUs."""
+    for args in examples(op, rows=3, columns=32).values():
+        on_gpu = [arg.to("cuda:1") if isinstance(arg, Tensor) else arg for arg in args]
+        with torch.cuda.device(0):
+            got = results(op, OPS[op].dispatch, on_gpu)
+        assert {str(result.device) for result in got} == {"cuda:1"}
+        expected = results(op, OPS[op].reference, args)
+        assert_matches(op, [result.cpu() for result in got], expected)

@@ -1,0 +1,140 @@
+"""CoatAdamW as an optimizer: against torch's AdamW, and what it saves and loads."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from coat_vlm.optim import CoatAdamW
+
+
+def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 3))
+    x = torch.randn(256, 40)
+    return model, x, torch.randn(256, 3)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, steps: int
+) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_it_trains_like_adamw_with_fp32_moments() -> None:
+    settings = {"lr": 5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    curves = []
+    for kind in (torch.optim.AdamW, CoatAdamW):
+        model, x, y = problem()
+        curves.append(train(model, kind(model.parameters(), **settings), x, y, 100))
+    exact, fp8 = curves
+    assert exact[-1] < 0.5 * exact[0]
+    assert fp8 == pytest.approx(exact, rel=0.03, abs=5e-4)
+    assert fp8 != exact
+
+
+def test_the_first_step_is_adamws() -> None:
+    """From zero moments nothing has been rounded yet."""
+    model, x, y = problem()
+    twin = copy.deepcopy(model)
+    train(model, CoatAdamW(model.parameters(), lr=1e-2, weight_decay=0.1), x, y, 1)
+    train(twin, torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.1), x, y, 1)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_state_takes_two_and_an_eighth_bytes_per_parameter() -> None:
+    weight = nn.Parameter(torch.randn(128 * 64))
+    weight.grad = torch.randn_like(weight)
+    optimizer = CoatAdamW([weight])
+    optimizer.step()
+    tensors = [t for t in optimizer.state[weight].values() if isinstance(t, torch.Tensor)]
+    assert sum(t.numel() * t.element_size() for t in tensors) == 2.125 * weight.numel()
+    assert optimizer.state[weight]["exp_avg"].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saving_and_loading_continues_bit_exactly(dtype: torch.dtype) -> None:
+    model, x, y = problem()
+    model, x, y = model.to(dtype), x.to(dtype), y.to(dtype)
+    optimizer = CoatAdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, x, y, 5)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    expected = train(model, optimizer, x, y, 5)
+    again, _, _ = problem()
+    again = again.to(dtype)
+    again.load_state_dict(saved["model"])
+    resumed = CoatAdamW(again.parameters(), lr=1e-2)
+    resumed.load_state_dict(saved["optimizer"])
+    assert train(again, resumed, x, y, 5) == expected
+    for a, b in zip(optimizer.state.values(), resumed.state.values(), strict=True):
+        assert a["step"] == b["step"] == 10
+        for key in a.keys() - {"step"}:
+            assert a[key].dtype == b[key].dtype
+            assert torch.equal(a[key].view(torch.uint8), b[key].view(torch.uint8)), key
+
+
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    model, x, y = problem()
+    other = torch.optim.AdamW(model.parameters())
+    train(model, other, x, y, 1)
+    with pytest.raises(ValueError, match=r"lacks .*exp_avg_amax.*another optimizer"):
+        CoatAdamW(model.parameters()).load_state_dict(other.state_dict())
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    model, x, y = problem()
+    optimizer = CoatAdamW(model.parameters())
+    train(model, optimizer, x, y, 1)
+    state = optimizer.state_dict()
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:3]
+    with pytest.raises(ValueError, match=r"shape \(3, 40\), its parameter \(50, 40\)"):
+        CoatAdamW(model.parameters()).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": -1e-8}, {"weight_decay": -0.1}]
+)
+def test_settings_out_of_range(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"negative|below 1"):
+        CoatAdamW([nn.Parameter(torch.zeros(2))], **settings)  # pyright: ignore[reportArgumentType]
+
+
+def test_empty_states_that_deepspeed_leaves_are_filled() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = CoatAdamW([weight])
+    assert optimizer.state[weight] == {}
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert optimizer.state[weight]["step"] == 1
+
+
+def test_a_closure_is_called_with_gradients() -> None:
+    model, x, y = problem()
+    optimizer = CoatAdamW(model.parameters())
+
+    def closure() -> float:
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) > 0
+
+
+def test_sparse_gradients_are_refused() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="sparse"):
+        CoatAdamW(table.parameters()).step()

@@ -1,0 +1,340 @@
+"""FP8 blocks against the layers of transformers that they replace."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_vlm.config import Fp8Config
+from coat_vlm.fp8 import convert, linear, norm_mlp, watching
+
+TOKENS = 64
+DECODERS = {
+    "llama": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "mistral": (MistralConfig, {"sliding_window": 16}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 64}),
+}
+ENCODERS = {
+    "siglip": (SiglipVisionConfig, SiglipVisionModel, "gelu_pytorch_tanh"),
+    "siglip_erf": (SiglipVisionConfig, SiglipVisionModel, "gelu"),
+    "clip": (CLIPVisionConfig, CLIPVisionModel, "quick_gelu"),
+}
+
+
+def decoder(kind: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config_class, extra = DECODERS[kind]
+    settings: dict[str, Any] = {
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 768,
+        "vocab_size": 512,
+        "initializer_range": 0.06,
+    }
+    config = config_class(**{**settings, **extra, **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return randomized(model)
+
+
+def encoder(kind: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config_class, model_class, activation = ENCODERS[kind]
+    config = config_class(
+        hidden_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=768,
+        image_size=64,
+        patch_size=8,
+        hidden_act=activation,
+        **changes,
+    )
+    return randomized(model_class(config))
+
+
+def randomized(model: Any) -> Any:
+    """Biases and norm weights away from 0 and 1, so that ignoring one shows."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+        elif parameter.ndim == 1:
+            nn.init.normal_(parameter, mean=1.0, std=0.1)
+    return model
+
+
+def run_block(model: Any, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Output, input gradient and parameter gradients of a model's first block."""
+    x = x.clone().requires_grad_()
+    if hasattr(model, "model"):
+        block = model.model.layers[0]
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        embeddings = model.model.rotary_emb(x, positions)
+        mask = None
+        y = block(x, attention_mask=mask, position_embeddings=embeddings)
+    else:
+        block = model.encoder.layers[0]
+        y = block(x, None)
+    generator = torch.Generator().manual_seed(1)
+    y.backward(torch.randn(y.shape, generator=generator).to(y))
+    assert x.grad is not None
+    gradients = {n: p.grad for n, p in block.named_parameters() if p.grad is not None}
+    return y.detach(), x.grad, gradients
+
+
+def inputs(model: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(2, TOKENS, model.config.hidden_size, generator=generator)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", id="fp32_cpu"),
+        pytest.param("cuda", id="bf16_gpu", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("kind", [*DECODERS, *ENCODERS])
+def test_a_block_computes_what_the_original_computes_to_fp8_accuracy(
+    kind: str, device: str
+) -> None:
+    original = decoder(kind) if kind in DECODERS else encoder(kind)
+    original = original.to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+    converted = copy.deepcopy(original)
+    convert(converted, Fp8Config())
+    x = inputs(original).to(original.device, original.dtype)
+    y, dx, gradients = run_block(original, x)
+    y8, dx8, gradients8 = run_block(converted, x)
+    assert 1e-3 < relative(y8, y) <= 0.09
+    assert 1e-3 < relative(dx8, dx) <= 0.13
+    assert gradients8.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        # Softmax does not change when all keys move alike: that gradient is rounding noise.
+        if name != "self_attn.k_proj.bias":
+            assert relative(gradients8[name], gradient) <= 0.2, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("llama", "input_layernorm.variance_epsilon"),
+        ("siglip", "layer_norm1.eps"),
+        ("qwen2", "self_attn.q_proj.bias"),
+        ("llama", "self_attn.o_proj.bias"),
+        ("llama", "mlp.gate_proj.bias"),
+        ("llama", "mlp.down_proj.bias"),
+        ("qwen3", "self_attn.k_norm.weight"),
+        ("clip", "mlp.fc1.bias"),
+        ("siglip", "layer_norm2.bias"),
+    ],
+)
+def test_every_setting_of_the_model_is_used(kind: str, change: str) -> None:
+    """Eps, biases and head norms: a wrong one moves the FP8 block as it moves the original."""
+    original = decoder(kind) if kind in DECODERS else encoder(kind)
+    changed = copy.deepcopy(original)
+    block = changed.model.layers[0] if kind in DECODERS else changed.encoder.layers[0]
+    path, _, attribute = change.rpartition(".")
+    owner = block.get_submodule(path)
+    if attribute in ("bias", "weight"):
+        # The first half only: softmax ignores what is added to all keys.
+        half = getattr(owner, attribute).shape[0] // 2
+        with torch.no_grad():
+            getattr(owner, attribute)[:half].add_(2.0)
+    else:
+        setattr(owner, attribute, 1.0)
+    x = inputs(original)
+    difference = run_block(changed, x)[0] - run_block(original, x)[0]
+    for model in (original, changed):
+        convert(model, Fp8Config())
+    difference8 = run_block(changed, x)[0] - run_block(original, x)[0]
+    assert difference.norm() > 0
+    assert relative(difference8, difference) < 0.5
+
+
+def test_a_linear_layer_multiplies_the_rounded_operands() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(48, 32)
+    x = torch.randn(3, 5, 48, requires_grad=True)
+
+    def rounded(t: Tensor, dtype: torch.dtype, largest: float) -> Tensor:
+        scale = t.abs().max() * torch.tensor(1 / largest)
+        return (t * (1 / scale)).to(dtype).double() * scale.double()
+
+    x8 = rounded(x.detach(), torch.float8_e4m3fn, 448.0)
+    w8 = rounded(layer.weight.detach(), torch.float8_e4m3fn, 448.0)
+    dy = torch.randn(3, 5, 32)
+    dy8 = rounded(dy, torch.float8_e5m2, 57344.0)
+    y = linear(x, layer)
+    y.backward(dy)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert layer.bias.grad is not None
+    expected = x8 @ w8.t() + layer.bias.detach().double()
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad.double(), dy8 @ w8, rtol=1e-5, atol=1e-5)
+    expected_weight = dy8.reshape(-1, 32).t() @ x8.reshape(-1, 48)
+    torch.testing.assert_close(layer.weight.grad.double(), expected_weight, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.bias.grad, dy.sum((0, 1)))
+
+
+def test_frozen_weights_get_no_gradient_and_the_input_gradient_stays() -> None:
+    model = decoder("qwen2")
+    convert(model, Fp8Config())
+    x = inputs(model)
+    _, trained, _ = run_block(model, x)
+    model.requires_grad_(False)
+    _, frozen, gradients = run_block(model, x)
+    assert not any(gradient.abs().sum() for gradient in gradients.values() if gradient is None)
+    assert torch.equal(frozen, trained)
+
+
+def test_partly_frozen_linears_train_the_rest() -> None:
+    model = decoder("qwen2")
+    convert(model, Fp8Config())
+    block = model.model.layers[0]
+    block.self_attn.q_proj.requires_grad_(False)
+    block.mlp.down_proj.requires_grad_(False)
+    _, _, gradients = run_block(model, inputs(model))
+    assert "self_attn.q_proj.weight" not in gradients
+    assert "mlp.down_proj.weight" not in gradients
+    assert gradients["self_attn.k_proj.weight"].abs().sum() > 0
+    assert gradients["mlp.up_proj.weight"].abs().sum() > 0
+
+
+def test_checkpointing_gives_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    model = decoder("qwen2")
+    convert(model, Fp8Config())
+    ids = torch.randint(0, 512, (2, 16))
+    results = []
+    for enable in (False, True):
+        if enable:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        results.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, gradient in results[0].items():
+        assert torch.equal(gradient, results[1][name]), name
+
+
+def test_training_and_evaluation_compute_alike() -> None:
+    model = decoder("qwen2")
+    convert(model, Fp8Config())
+    ids = torch.arange(16)[None]
+    assert torch.equal(model.train()(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_numbers_do_not_become_good_ones(bad: float) -> None:
+    model = decoder("qwen2")
+    convert(model, Fp8Config())
+    block = model.model.layers[0]
+    x = torch.randn(1, 4, 256)
+    x[0, 2, 7] = bad
+    out = norm_mlp(
+        x,
+        block.post_attention_layernorm,
+        (block.mlp.gate_proj, block.mlp.up_proj),
+        block.mlp.down_proj,
+        "silu_mul",
+        16,
+    )
+    assert out[0, 2].isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 63])
+def test_any_number_of_tokens(tokens: int) -> None:
+    original = decoder("llama")
+    converted = copy.deepcopy(original)
+    convert(converted, Fp8Config())
+    x = inputs(original)[:1, :tokens]
+    y, dx, _ = run_block(original, x)
+    y8, dx8, _ = run_block(converted, x)
+    assert relative(y8, y) <= 0.09
+    assert relative(dx8, dx) <= 0.15
+
+
+def test_fewer_bytes_are_kept_for_the_backward_pass() -> None:
+    sizes = {}
+    for fp8 in (False, True):
+        model = decoder("qwen2").bfloat16()
+        if fp8:
+            convert(model, Fp8Config())
+        parameters = {p.data_ptr() for p in model.parameters()}
+        kept: dict[int, int] = {}
+
+        def keep(t: Tensor, kept: dict[int, int] = kept, own: set[int] = parameters) -> Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return t
+
+        x = inputs(model).bfloat16()
+        x.requires_grad_()
+        embeddings = model.model.rotary_emb(x, torch.arange(TOKENS)[None])
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            y = model.model.layers[0](x, attention_mask=None, position_embeddings=embeddings)
+        sizes[fp8] = sum(kept.values())
+        y.sum().backward()
+    assert sizes[True] < 0.6 * sizes[False]
+
+
+def test_the_monitor_counts_each_kind_of_tensor() -> None:
+    model = decoder("qwen2")
+    convert(model, Fp8Config())
+    x = inputs(model)
+    with watching() as counts:
+        run_block(model, x)
+    rates = counts.rates()
+    assert set(rates) == {
+        "weight",
+        "gradient",
+        "linear input",
+        "norm input",
+        "norm output",
+        "activation input",
+        "activation output",
+    }
+    assert rates["norm input"]["values"] == 2 * x.numel()
+    assert 0 < rates["norm output"]["saturated"] < 0.01
+    assert all(0 <= rate["underflowed"] < 0.5 for rate in rates.values())
+    # Powers of two across more than FP8's range: what is too small for the largest underflows.
+    layer = nn.Linear(32, 16)
+    with watching() as counts:
+        linear(torch.exp2(-torch.arange(32.0))[None], layer)
+    expected = int((torch.exp2(-torch.arange(32.0)) * 448 <= 2**-10).sum())
+    assert counts.rates()["linear input"]["underflowed"] == pytest.approx(expected / 32)
+
+
+def test_activation_names_are_those_of_transformers() -> None:
+    """The FP8 GELU of each encoder follows its hidden_act: checked against torch's functions."""
+    torch.manual_seed(0)
+    x = torch.randn(256)
+    from coat_kernels.reference import activation_values
+
+    quick = x * torch.sigmoid(1.702 * x)
+    torch.testing.assert_close(activation_values(x, "gelu"), F.gelu(x))
+    torch.testing.assert_close(activation_values(x, "gelu_tanh"), F.gelu(x, approximate="tanh"))
+    torch.testing.assert_close(activation_values(x, "quick_gelu"), quick)

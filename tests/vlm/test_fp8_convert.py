@@ -1,0 +1,176 @@
+"""What converting a model changes and what it leaves alone."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, SiglipVisionConfig
+
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_vlm.config import Fp8Config
+from coat_vlm.fp8 import Arithmetic, arithmetic_of, convert, fp8_blocks
+from coat_vlm.fp8.arithmetic import check_capability
+
+
+def llama(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 96,
+    }
+    return AutoModelForCausalLM.from_config(LlamaConfig(**{**settings, **changes}))
+
+
+def test_parameters_and_checkpoints_are_those_of_the_original(tmp_path: Path) -> None:
+    model = llama()
+    before = copy.deepcopy(model.state_dict())
+    report = convert(model, Fp8Config())
+    assert list(report.converted) == [f"model.layers.{i}" for i in range(4)]
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded).__name__ == "LlamaForCausalLM"
+    assert not fp8_blocks(loaded)
+    assert all(torch.equal(loaded.state_dict()[name], before[name]) for name in before)
+
+
+def test_generate_uses_its_cache() -> None:
+    model = llama().eval()
+    original = copy.deepcopy(model)
+    convert(model, Fp8Config())
+    ids = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(3))
+    settings = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    out = model.generate(ids, **settings, return_dict_in_generate=True, output_logits=True)
+    with torch.no_grad():
+        whole = model(out.sequences[:, :-1]).logits[:, -6:]
+        exact = original(out.sequences[:, :-1]).logits[:, -6:]
+    cached = torch.stack(out.logits, 1)
+    # Scales depend on the tokens of a call, so the two differ by FP8's rounding, no more.
+    assert 0 < (cached - whole).norm() < 1.5 * (whole - exact).norm() < 0.5 * exact.norm()
+
+
+def test_the_policy_selects_parts_and_layers() -> None:
+    report = convert(llama(), Fp8Config(skip_first=1, skip_last=1, lm_head=True))
+    assert list(report.converted) == ["model.layers.1", "model.layers.2", "lm_head"]
+    assert "fp8.skip_first" in report.skipped["model.layers.0"]
+    assert "fp8.skip_last" in report.skipped["model.layers.3"]
+    text = str(report)
+    assert "model.layers.1-2: FP8 decoder block" in text
+    assert "model.layers.3: left, among the last 1 (fp8.skip_last)" in text
+
+
+def test_the_parts_of_a_composed_model(tiny: Any) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    model = tiny.model(tiny.vision(**vision), tiny.language(intermediate_size=64))
+    report = convert(model, Fp8Config(projector=True))
+    parts = {name.split(".")[0] for name in report.converted}
+    assert parts == {"vision_tower", "projector", "language_model"}
+    model = tiny.model(tiny.vision(**vision), tiny.language(intermediate_size=64))
+    report = convert(model, Fp8Config(vision=False))
+    assert {name.split(".")[0] for name in report.converted} == {"language_model"}
+    assert "fp8.vision is false" in set(report.skipped.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 72, "num_attention_heads": 4}, "multiples of 16"),
+        ({"intermediate_size": 88}, "multiples of 16"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' has no FP8 kernel; allowed here: silu"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_changes(
+    changes: dict[str, Any], words: str
+) -> None:
+    model = llama(**changes)
+    with pytest.raises(ValueError, match=r"model\.layers\.0") as caught:
+        convert(model, Fp8Config())
+    assert words in str(caught.value)
+    assert not fp8_blocks(model)
+
+
+def test_a_group_size_that_does_not_divide_names_those_that_do() -> None:
+    with pytest.raises(ValueError, match="use 16 or 32 or 64"):
+        convert(llama(), Fp8Config(group_size=128))
+
+
+def test_an_unknown_architecture_is_named() -> None:
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no block .* LlamaDecoderLayer"):
+        convert(model, Fp8Config())
+
+
+def test_skipping_everything_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"leave no language block to convert"):
+        convert(llama(), Fp8Config(skip_first=2, skip_last=2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"optimizer": "adamw", "released_constants": True}, "released_constants has no effect"),
+        ({"vision": False, "language": False}, "fp8 selects nothing"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Fp8Config(**settings)
+
+
+def test_an_old_gpu_is_told_what_to_do() -> None:
+    check_capability((8, 9))
+    check_capability((9, 0))
+    with pytest.raises(ValueError, match=r"this GPU has 8\.0: train with precision=bf16") as caught:
+        check_capability((8, 0))
+    assert "fp8.reference=true" in str(caught.value)
+
+
+def test_precision_on_a_cpu() -> None:
+    cpu = torch.device("cpu")
+    assert arithmetic_of("fp32", None, cpu) == Arithmetic(torch.float32)
+    assert arithmetic_of("bf16", None, cpu) == Arithmetic(torch.float32, round_linears=True)
+    fp8 = Fp8Config(skip_last=1)
+    assert arithmetic_of("coat", fp8, cpu) == Arithmetic(torch.float32, fp8, True)
+
+
+def test_bf16_on_a_cpu_rounds_the_operands_and_the_result() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    x, dy = torch.randn(8, 64, requires_grad=True), torch.randn(8, 32)
+    weight, bias = (parameter.detach() for parameter in model.parameters())
+    Arithmetic(torch.float32, round_linears=True).apply(model)
+    y = model(x)
+    y.backward(dy)
+
+    def rounded(t: torch.Tensor) -> torch.Tensor:
+        return t.detach().bfloat16().float()
+
+    assert torch.equal(y, rounded(rounded(x) @ rounded(weight).t() + bias))
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, rounded(rounded(dy) @ rounded(weight)))
+    assert not torch.allclose(y, torch.nn.functional.linear(x, weight, bias), rtol=1e-5)
+
+
+def test_siglip_so400m_fits_the_default_groups() -> None:
+    """4304 channels divide by 16 and by no larger group."""
+    config = SiglipVisionConfig(
+        hidden_size=1152, intermediate_size=4304, num_attention_heads=16, num_hidden_layers=1
+    )
+    from transformers import SiglipVisionModel
+
+    with torch.device("meta"):
+        model = SiglipVisionModel(config)
+    assert list(convert(model, Fp8Config()).converted) == ["encoder.layers.0"]
+    with torch.device("meta"):
+        model = SiglipVisionModel(config)
+    with pytest.raises(ValueError, match=r"fc2: N = 4304 channels in groups of 32.*use 16$"):
+        convert(model, Fp8Config(group_size=32))
