@@ -286,7 +286,8 @@ class Recipe:
     """Seed of initialisation, data order and augmentation."""
     precision: Precision = "bf16"
     """``coat``: FP8 linear layers, kept activations and optimizer states, the rest as in bf16;
-    ``bf16``: BF16 weights and arithmetic with FP32 master weights; ``fp32``: all FP32."""
+    ``bf16``: BF16 weights and arithmetic with FP32 master weights; ``fp32``: all FP32. On a CPU the
+    first two keep FP32 weights and round in the linear layers (coat_vlm/fp8/arithmetic.py)."""
     fp8: Fp8Config | None = None
     """What ``precision: coat`` makes FP8; its defaults when absent."""
     zero_stage: Literal[0, 1, 2, 3] = 0

@@ -162,7 +162,7 @@ def low_precision_on_cpu() -> Finding:
     return Finding(
         "ok",
         "BF16 and FP8 training",
-        "on the CPU with FP32 storage and the same rounding points; slower than FP32",
+        "on the CPU with FP32 storage, rounded in the linear layers; slower than FP32",
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from coat_data.collate import Batch, collate
 from coat_data.encode import IGNORE_INDEX, Encoder
 from coat_data.sample import Part, Sample, Turn
-from coat_vlm.config import Fp8Config
+from coat_vlm.config import Fp8Config, Precision
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.processor import CoatVlmProcessor
@@ -37,6 +37,7 @@ def load(
     model_dir: str | Path,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    precision: Precision | None = None,
     fp8: Fp8Config | None = None,
 ) -> tuple[CoatVlm, CoatVlmProcessor]:
     """The model, in evaluation mode, and the processor of a checkpoint folder.
@@ -45,7 +46,9 @@ def load(
         model_dir: folder written by training (``RUN/<stage>/model``).
         device: where the model goes; the first GPU if there is one, else the CPU.
         dtype: dtype of the weights; by default the checkpoint's on a GPU and FP32 on a CPU.
-        fp8: convert these blocks to FP8, as in training with ``precision: coat``.
+        precision: compute as a run with this precision does on the device; plainly in the weights'
+            dtype when absent.
+        fp8: what ``coat`` converts; its defaults when absent.
 
     Raises:
         FileNotFoundError: the folder or its config.json does not exist.
@@ -56,8 +59,8 @@ def load(
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     wanted = dtype or (torch.float32 if place.type == "cpu" else "auto")
     model = CoatVlm.from_pretrained(folder, dtype=wanted, local_files_only=True)
-    if fp8 is not None:
-        arithmetic_of("coat", fp8, place).apply(model)
+    if precision is not None:
+        arithmetic_of(precision, fp8, place).apply(model)
     return model.to(place).eval(), CoatVlmProcessor.from_pretrained(folder)
 
 

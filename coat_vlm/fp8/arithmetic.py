@@ -58,8 +58,8 @@ class Arithmetic:
         """
         report = None
         if self.fp8 is not None:
-            use_reference(self.fp8.reference)
             report = convert(model, self.fp8)
+        use_reference(self.fp8 is not None and self.fp8.reference)
         if self.round_linears:
             inside = {id(m) for _, block in fp8_blocks(model) for m in block.modules()}
             for module in model.modules():

@@ -166,13 +166,19 @@ def _check_found(
 
 def _check_block(name: str, module: nn.Module, group_size: int) -> str:
     """Refuse shapes and activations without a kernel; says what the block becomes."""
-    for child, layer in module.named_modules():
-        if isinstance(layer, nn.Linear):
-            _check_linear(f"{name}.{child}", layer)
-            check_group(f"{name}.{child}", layer.in_features, group_size)
+    encoder = type(module).__name__ in encoder_block.SUPPORTED
+    for child in encoder_block.LINEARS if encoder else decoder_block.LINEARS:
+        layer = module.get_submodule(child)
+        if type(layer) is not nn.Linear:
+            raise ValueError(
+                f"{name}.{child} is a {type(layer).__name__}; an FP8 block reads the weights of "
+                "plain nn.Linear layers itself and would pass this one by: convert before wrapping "
+                "layers (adapters, quantization), or leave this part out"
+            )
+        _check_linear(f"{name}.{child}", layer)
+        check_group(f"{name}.{child}", layer.in_features, group_size)
     attention: Any = module.self_attn
     activation = attention.config.hidden_act
-    encoder = type(module).__name__ in encoder_block.SUPPORTED
     allowed = tuple(GELUS) if encoder else ("silu", "swish")
     if activation not in allowed:
         raise ValueError(

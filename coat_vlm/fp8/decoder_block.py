@@ -19,6 +19,12 @@ from coat_vlm.fp8.mlp import norm_mlp
 SUPPORTED = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Classes of transformers that this forward pass reproduces."""
 
+LINEARS = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
+"""The linear layers whose weights the forward pass reads."""
+
 
 class Fp8DecoderLayer:
     """Mixed into a decoder layer's class in front of it; see :mod:`coat_vlm.fp8.convert`."""
@@ -30,9 +36,9 @@ class Fp8DecoderLayer:
         self: Any,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,  # noqa: ARG002 - part of the layers' signature
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        use_cache: bool | None = False,  # noqa: ARG002 - likewise
+        use_cache: bool | None = False,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
@@ -41,9 +47,9 @@ class Fp8DecoderLayer:
         Args:
             hidden_states: the residual stream.
             attention_mask: as the model makes it for its attention implementation.
-            position_ids: unused, as in the layers themselves.
+            position_ids: passed to the attention implementation (packed sequences need them).
             past_key_values: the cache of generation, updated in place.
-            use_cache: unused, likewise.
+            use_cache: passed on, likewise.
             position_embeddings: (cos, sin) of the rotary embedding.
             **kwargs: passed to the attention implementation.
         """
@@ -54,7 +60,8 @@ class Fp8DecoderLayer:
         )
         query = heads(query, attention.head_dim, getattr(attention, "q_norm", None))
         key = heads(key, attention.head_dim, getattr(attention, "k_norm", None))
-        value = heads(value, attention.head_dim)
+        # Attention keeps its value, and a view of it would keep all that the GEMM wrote.
+        value = heads(value.clone(), attention.head_dim)
         assert position_embeddings is not None
         query, key = modeling_of(attention).apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:
@@ -70,6 +77,8 @@ class Fp8DecoderLayer:
             dropout=dropout_of(attention, attention.attention_dropout),
             scaling=attention.scaling,
             sliding_window=getattr(attention, "sliding_window", window),
+            position_ids=position_ids,
+            use_cache=use_cache,
             **kwargs,
         )
         hidden_states = hidden_states + linear(out, attention.o_proj)

@@ -25,6 +25,12 @@ GELUS = {
 }
 """transformers' names (``ACT2FN``) -> the kernels'."""
 
+LINEARS = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
+    *("mlp.fc1", "mlp.fc2"),
+)
+"""The linear layers whose weights the forward pass reads."""
+
 
 class Fp8EncoderLayer:
     """Mixed into an encoder layer's class in front of it; see :mod:`coat_vlm.fp8.convert`."""

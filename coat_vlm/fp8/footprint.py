@@ -66,15 +66,13 @@ def _kept(
 def _watched(block: nn.Module, footprint: BlockFootprint) -> Iterator[None]:
     """Count the storages that autograd keeps while ``block`` runs."""
     storages: dict[int, int] = {}
-    parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
     kept: list[Tensor] = []  # alive until counted: a freed storage's address is used again
     stack = ExitStack()
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage.nbytes()
-            kept.append(tensor)
+        storages[storage.data_ptr()] = storage.nbytes()
+        kept.append(tensor)
         return tensor
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -84,13 +82,15 @@ def _watched(block: nn.Module, footprint: BlockFootprint) -> Iterator[None]:
 
     def leave(*_: object) -> None:
         stack.close()
-        footprint.bytes += sum(storages.values())
+        # Looked up here: ZeRO-3 gathers the weights for the block and releases them after it.
+        parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
+        footprint.bytes += sum(size for at, size in storages.items() if at not in parameters)
         storages.clear()
         kept.clear()
 
     handles = [
         block.register_forward_pre_hook(enter, with_kwargs=True),
-        block.register_forward_hook(leave),
+        block.register_forward_hook(leave, prepend=True),
     ]
     try:
         yield

@@ -112,7 +112,7 @@ class _Linear(torch.autograd.Function):
         keep = codes.q if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(keep, codes.scale, weight, bias, weight_scale)
         ctx.shape = x.shape
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
@@ -148,7 +148,7 @@ class _NormLinear(torch.autograd.Function):
         y, weight_scale = gemms.forward(codes, weights, bias, x.dtype)
         ctx.save_for_backward(*flat(saved), norm_weight, norm_bias, weight_scale, *stacked)
         ctx.shape = x.shape
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:

@@ -61,7 +61,8 @@ def _section(stage: StageLog) -> Fp8Section:
 
 def _block(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
     fp8, original = row["fp8_bytes_per_token"], row["original_bytes_per_token"]
-    return row["block"], f"{fp8:,.0f}", f"{original:,.0f}", f"{original / fp8:.2f}x"
+    ratio = f"{original / fp8:.2f}x" if fp8 else "nothing is kept (frozen)"
+    return row["block"], f"{fp8:,.0f}", f"{original:,.0f}", ratio
 
 
 def _states(row: Mapping[str, Any]) -> str:

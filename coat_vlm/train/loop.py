@@ -108,6 +108,9 @@ class StageRun:
         with self.fp8.rates(self.step + 1):
             yield
         self.fp8.states(self.engine.client_optimizer, self.step)
+        if self.world.device.type == "cuda" and self.step < self.total_steps:
+            # Measuring runs the original blocks too: no part of what training needs.
+            torch.cuda.reset_peak_memory_stats(self.world.device)
 
     def validate(self) -> None:
         """Mean loss per trained token of every validation source, over all ranks."""

@@ -25,7 +25,7 @@ def save_model(
 ) -> None:
     """Save weights, tokenizer, processor and training.json, whole or not at all.
 
-    Weights have the dtype of training (BF16 for ``precision: bf16``); frozen ones are included.
+    Weights have the dtype of training (on a GPU BF16, unless ``precision: fp32``), frozen ones too.
 
     Args:
         target: the folder.

@@ -69,6 +69,12 @@ def compare_runs(first: Sequence[Path], second: Sequence[Path] = ()) -> list[Set
         flags = np.stack([answer.flags for answer in answers])
         rows.append(_compare_set(name, metric, flags, len(first)))
     losses = [_losses(run) for run in (*first, *second)]
+    for run, names in zip((*first, *second), losses, strict=True):
+        if names.keys() != losses[0].keys():
+            raise ValueError(
+                f"{run} has the losses {sorted(names)} and {first[0]} has {sorted(losses[0])}; "
+                "only runs of one recipe compare"
+            )
     for loss in losses[0]:
         values = [run[loss] for run in losses]
         rows.append(SetComparison(loss, "loss", values[: len(first)], values[len(first) :]))
@@ -78,6 +84,7 @@ def compare_runs(first: Sequence[Path], second: Sequence[Path] = ()) -> list[Set
 @dataclass(frozen=True, slots=True)
 class _Answers:
     ids: list[str]
+    """Question id and reference answer."""
     flags: Flags
     """[3, items]: correct, answered yes, labelled yes."""
 
@@ -89,7 +96,8 @@ def _answers(run: Path, name: str) -> _Answers:
     items = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     items.sort(key=lambda item: str(item["question_id"]))
     flags = [(i["correct"], i["extracted"] == "yes", i["reference"] == "yes") for i in items]
-    return _Answers([str(item["question_id"]) for item in items], np.array(flags, bool).T)
+    asked = [f"{item['question_id']}: {item['reference']}" for item in items]
+    return _Answers(asked, np.array(flags, bool).T)
 
 
 def _check_same_items(answers: Sequence[_Answers], runs: Sequence[Path], name: str) -> None:
@@ -108,10 +116,12 @@ def _compare_set(name: str, metric: str, flags: Flags, num_first: int) -> SetCom
     interval = None
     if num_first < len(flags):
         rng = np.random.default_rng(0)
-        # How often each item is drawn, per resample: figures are sums weighted with it.
-        weights = rng.multinomial(items, np.full(items, 1 / items), size=RESAMPLES)
-        drawn = _figure(metric, flags, weights.astype(float))
-        gaps = drawn[:, num_first:].mean(1) - drawn[:, :num_first].mean(1)
+        gaps = []
+        for _ in range(RESAMPLES):
+            # How often each item is drawn: figures are sums weighted with it.
+            weights = np.bincount(rng.integers(items, size=items), minlength=items)
+            drawn = _figure(metric, flags, weights[None].astype(float))[0]
+            gaps.append(drawn[num_first:].mean() - drawn[:num_first].mean())
         low, high = np.percentile(gaps, [2.5, 97.5])
         interval = (float(low), float(high))
     return SetComparison(

@@ -11,7 +11,7 @@ import torch
 from coat_eval.runner import evaluate
 from coat_eval.score import write_json
 from coat_eval.tasks import get_task
-from coat_vlm.config import STAGES, EvalSetConfig, Fp8Config, Recipe
+from coat_vlm.config import STAGES, EvalSetConfig, Recipe
 from coat_vlm.generate import load
 from coat_vlm.recipe_file import load_recipe
 from coat_vlm.report.evaluation import evaluation_rows, percent_text
@@ -71,9 +71,8 @@ def evaluate_run(
     for name, settings in recipe.eval_sets.items():
         _check_required_metrics(name, settings)
     model_dir = final_model_dir(run_dir, recipe)
-    # A model trained in FP8 is asked in FP8: training and evaluation share their arithmetic.
-    fp8 = (recipe.fp8 or Fp8Config()) if recipe.precision == "coat" else None
-    model, processor = load(model_dir, device, dtype, fp8)
+    # Training and evaluation share their arithmetic: a model trained in FP8 is asked in FP8.
+    model, processor = load(model_dir, device, dtype, recipe.precision, recipe.fp8)
     results: dict[str, dict[str, float]] = {}
     for name, settings in recipe.eval_sets.items():
         report = evaluate(

@@ -94,7 +94,7 @@ def evaluate(
         "questions_sha256": file_sha256(Path(folder) / QUESTIONS_FILE),
         "model_sha256": folder_sha256(model_dir),
         "max_new_tokens": max_new_tokens,
-        "dtype": _dtype_name(model),
+        "dtype": _dtype_name(model, batch_size),
     }
     predictions_path = out_dir / PREDICTIONS_FILE
     done = _resume(out_dir, identity, on_mismatch)
@@ -138,10 +138,10 @@ def evaluate(
     )
 
 
-def _dtype_name(model: CoatVlm) -> str:
-    """The weights' dtype, and whether blocks compute in FP8."""
+def _dtype_name(model: CoatVlm, batch_size: int) -> str:
+    """The weights' dtype; with FP8 blocks the batch size too, as a batch shares its scales."""
     name = str(model.dtype).removeprefix("torch.")
-    return f"{name}, fp8 blocks" if fp8_blocks(model) else name
+    return f"{name}, fp8 blocks, batches of {batch_size}" if fp8_blocks(model) else name
 
 
 def folder_sha256(folder: Path) -> str:

@@ -7,15 +7,21 @@ quantization bit for bit, everything that sums or exponentiates to a relative to
 Shapes: M tokens, N or K channels, G channels per group, M' tokens padded to a multiple of 16.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from coat_kernels.formats import E4M3, MIN_SCALE, Format, format_of, padded
 
-_EXPONENT_MASK = 0x7F800000
+_INFINITY = 0x7F800000
 _MANTISSA_MASK = 0x7FFFFF
 _MAX_MANTISSA = 0x600000
-_E4M3_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(E4M3.dtype).float()
+_CODES = torch.arange(256, dtype=torch.int32, device="cpu")
+_E4M3_VALUES = _CODES.to(torch.uint8).view(E4M3.dtype).float()
+_SCALES = (_CODES << 23).view(torch.float32).masked_fill(_CODES == 255, math.nan)
+_INVERSES = ((254 - _CODES) << 23).view(torch.float32).masked_fill(_CODES == 255, math.nan)
+"""E8M0 byte e -> 2^(e - 127), and -> 2^(127 - e); NaN for 255."""
 
 
 # quantize
@@ -32,7 +38,7 @@ def to_float(q: Tensor) -> Tensor:
     if q.dtype != E4M3.dtype or q.device.type != "cpu":
         return q.float()
     # torch converts E4M3 one element at a time on a CPU; looking the 256 codes up is faster.
-    return _E4M3_VALUES.index_select(0, q.reshape(-1).view(torch.uint8).int()).view(q.shape)
+    return _looked_up(_E4M3_VALUES, q.view(torch.uint8).int())
 
 
 def tensor_scale(x: Tensor, fmt: str) -> Tensor:
@@ -72,11 +78,11 @@ def quantize_group(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor
     form = format_of(fmt)
     groups = x.float().unflatten(-1, (-1, group_size))
     bits = groups.abs().amax(-1).view(torch.int32)  # a NaN is the largest
-    biased = (bits & _EXPONENT_MASK) >> 23
-    exponent = biased - form.max_exponent + ((bits & _MANTISSA_MASK) > _MAX_MANTISSA)
-    exponent = torch.where(biased == 255, 255, exponent.clamp_min(1))
-    inverse = _exponent_value(torch.where(exponent == 255, 255, 254 - exponent))
-    q = cast(groups * inverse.unsqueeze(-1), form)
+    # The sum carries into the exponent where the mantissa is above that of 1.75.
+    exponent = (bits + (_MANTISSA_MASK - _MAX_MANTISSA)) >> 23
+    exponent = exponent.sub_(form.max_exponent).clamp_(min=1)
+    exponent.masked_fill_(bits >= _INFINITY, 255)
+    q = cast(groups * _looked_up(_INVERSES, exponent).unsqueeze(-1), form)
     return q.flatten(-2), exponent.to(torch.uint8)
 
 
@@ -84,15 +90,13 @@ def dequantize_group(q: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor
     """Values [M, N] in ``dtype``: q * 2^(e - 127)."""
     group_size = q.shape[-1] // exponents.shape[-1]
     groups = to_float(q).unflatten(-1, (-1, group_size))
-    scale = _exponent_value(exponents.to(torch.int32))
+    scale = _looked_up(_SCALES, exponents.int())
     return groups.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
-def _exponent_value(exponent: Tensor) -> Tensor:
-    """2^(e - 127) in FP32, NaN for 255; e is int32 in [1, 255]."""
-    return (
-        torch.where(exponent == 255, 0x7FC00000, exponent << 23).to(torch.int32).view(torch.float32)
-    )
+def _looked_up(table: Tensor, index: Tensor) -> Tensor:
+    """``table[index]`` for an int32 index of any shape."""
+    return table.to(index.device).index_select(0, index.reshape(-1)).view(index.shape)
 
 
 # GEMM

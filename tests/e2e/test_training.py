@@ -164,9 +164,7 @@ def test_coat_trains_on_two_ranks(
     one_coat_rank: list[float], tiny_data: Path, tmp_path: Path, zero_stage: int
 ) -> None:
     """FP8 scales are those of a rank's own tokens, so ranks agree to FP8's rounding only."""
-    recipe = tiny_recipe(
-        tiny_data, tmp_path / "run", zero_stage=zero_stage, precision="coat", fp8={"lm_head": False}
-    )
+    recipe = tiny_recipe(tiny_data, tmp_path / "run", zero_stage=zero_stage, precision="coat")
     done = train(no_dropout(recipe), tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(tmp_path / "run") == pytest.approx(one_coat_rank, rel=0.01)

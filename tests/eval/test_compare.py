@@ -127,6 +127,14 @@ def test_other_items_do_not_compare(tmp_path: Path) -> None:
     b = make_run(tmp_path / "b", [True, True], [("yes", "yes")], 1.0)
     with pytest.raises(ValueError, match="answered 2 items"):
         compare_runs([a], [b])
+    c = make_run(tmp_path / "c", [True], [("no", "no")], 1.0)
+    with pytest.raises(ValueError, match="or other ones"):
+        compare_runs([a], [c])
+    d = make_run(tmp_path / "d", [True], [("yes", "yes")], 1.0)
+    metrics = (d / "metrics.jsonl").read_text()
+    (d / "metrics.jsonl").write_text(metrics.replace('"a"', '"other"'))
+    with pytest.raises(ValueError, match="validation other"):
+        compare_runs([a], [d])
     (b / "eval/naming/items.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match="coat-vlm eval --run"):
         compare_runs([a], [b])

@@ -179,7 +179,7 @@ def test_scenes_are_made_once_and_anew_for_other_settings(
 ):
     out = tmp_path / "scenes"
     words = ["data", "make", "scenes", "--out", str(out), "--num-train", "3", "--num-val", "2"]
-    words += ["--num-test", "16"]
+    words += ["--num-test", "8"]
     assert main(words) == 0
     made = (out / data.MADE_FILE).stat().st_mtime_ns
     assert main(words) == 2, "without --reuse nothing of the user's is touched"

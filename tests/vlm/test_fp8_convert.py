@@ -174,3 +174,36 @@ def test_siglip_so400m_fits_the_default_groups() -> None:
         model = SiglipVisionModel(config)
     with pytest.raises(ValueError, match=r"fc2: N = 4304 channels in groups of 32.*use 16$"):
         convert(model, Fp8Config(group_size=32))
+
+
+def test_a_wrapped_linear_is_refused() -> None:
+    """An adapter would be passed by without a word: the block reads the weights itself."""
+
+    class Adapted(torch.nn.Linear):
+        pass
+
+    model = llama()
+    model.model.layers[1].self_attn.v_proj = Adapted(64, 32)
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.v_proj is a Adapted"):
+        convert(model, Fp8Config())
+    assert not fp8_blocks(model)
+
+
+def test_attention_gets_what_the_original_layer_passes_on() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    heard: list[set[str]] = []
+
+    def spy(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        heard.append({name for name, given in kwargs.items() if given is not None})
+        return query.transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS["spy"] = spy
+    model = llama(num_hidden_layers=1)
+    model.config._attn_implementation = "spy"
+    ids = torch.arange(6)[None]
+    model(input_ids=ids, position_ids=ids)
+    convert(model, Fp8Config())
+    model(input_ids=ids, position_ids=ids)
+    assert heard[0] <= heard[1]
+    assert "position_ids" in heard[0]

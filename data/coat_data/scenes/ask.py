@@ -6,11 +6,13 @@ answers. :func:`ask` keeps the later ones worth asking:
 * "How many shapes are there?" only comes first, because every shape named before would give the
   answer a lower bound.
 * "How many red shapes are there?" only names a colour that was not said before.
+* "Is there a circle?" only names a shape that was not said before, and only comes before anything
+  was counted: with the number of shapes known, those named would tell of the others.
 * "Is there a red circle?" only names a colour and a shape that were not said before, and is only
   asked where a yes and both kinds of no are possible, so that what was said does not tell which.
-  Each one's kind is drawn by itself, so an answer does not tell the next one.
-* "What color is the circle?" is not asked after a presence question about the circle, nor when its
-  answer is a colour that was counted before.
+* Yes or no is drawn anew each time, so an answer does not tell the next one.
+* "What color is the circle?" is not asked after "Is there a red circle?", nor when its answer is a
+  colour that was counted before.
 * Nothing is asked twice.
 """
 
@@ -21,29 +23,26 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from coat_data.scenes.captions import NUMBER_WORDS
-from coat_data.scenes.scene import COLORS, SEEN, Pair, Scene, SceneObject
+from coat_data.scenes.scene import COLORS, SEEN, SHAPES, Pair, Scene, SceneObject
 
-Kind = Literal["color", "count", "position", "presence"]
+Kind = Literal["color", "count", "position", "presence", "binding"]
 T = TypeVar("T")
 
-KINDS: tuple[Kind, ...] = ("color", "count", "position", "presence")
+KINDS: tuple[Kind, ...] = ("color", "count", "position", "presence", "binding")
 
-PresenceKind = Literal["yes", "binding", "random"]
-PRESENCE_KINDS: tuple[PresenceKind, ...] = (
-    *("yes", "random", "yes", "binding"),
-    *("yes", "random", "yes", "random"),
-)
-"""Half yes; a quarter of the noes join a colour and a shape that are there, on different objects.
+BindingKind = Literal["yes", "swapped", "random"]
+BINDING_KINDS: tuple[BindingKind, ...] = ("yes", "swapped", "yes", "random")
+"""Half yes; half of the noes join a colour and a shape that are there, on different objects.
 Training draws from these, the test goes through them in turn."""
 
 ABSENT_COLOR = 0.25
 """Chance that a counting question names a colour that is not in the scene."""
 
 PRESENCE_FIRST = 0.5
-"""Chance that a row starts with presence questions: later turns seldom leave room for one."""
+"""Chance that a row starts with a presence question: later turns seldom leave room for one."""
 
 MAX_PRESENCE = 2
-"""Presence questions in a row at most."""
+"""Presence questions in a row at most: more would tell of the shapes that are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,32 +79,44 @@ def count_color(scene: Scene, color: str) -> Asked:
     return Asked("count", question, NUMBER_WORDS[number], color)
 
 
-def presence_of(scene: Scene, pair: Pair) -> Asked:
+def presence_of(scene: Scene, shape: str) -> Asked:
+    """Is there a circle?"""
+    answer = "yes" if any(thing.shape == shape for thing in scene.objects) else "no"
+    return Asked("presence", f"Is there a {shape}?", answer, shape=shape)
+
+
+def binding_of(scene: Scene, pair: Pair) -> Asked:
     """Is there a red circle?"""
     color, shape = pair
     article = "an" if color[0] in "aeiou" else "a"
     answer = "yes" if pair in scene.pairs else "no"
-    return Asked("presence", f"Is there {article} {color} {shape}?", answer, color, shape)
+    return Asked("binding", f"Is there {article} {color} {shape}?", answer, color, shape)
 
 
-def presence_options(scene: Scene, pairs: Collection[Pair]) -> dict[PresenceKind, list[Pair]]:
-    """The pairs among ``pairs`` that a presence question of each kind could name.
+def binding_options(scene: Scene, pairs: Collection[Pair]) -> dict[BindingKind, list[Pair]]:
+    """The pairs among ``pairs`` that a binding question of each kind could name.
 
-    ``yes``: in the scene; ``binding``: colour and shape in the scene, but not together;
+    ``yes``: in the scene; ``swapped``: colour and shape in the scene, but not together;
     ``random``: at least one of them not in the scene.
     """
     colors = {thing.color for thing in scene.objects}
     shapes = {thing.shape for thing in scene.objects}
-    options: dict[PresenceKind, list[Pair]] = {"yes": [], "binding": [], "random": []}
+    options: dict[BindingKind, list[Pair]] = {"yes": [], "swapped": [], "random": []}
     present = scene.pairs
     for pair in sorted(pairs):
         if pair in present:
             options["yes"].append(pair)
         elif pair[0] in colors and pair[1] in shapes:
-            options["binding"].append(pair)
+            options["swapped"].append(pair)
         else:
             options["random"].append(pair)
     return options
+
+
+def shapes_of(scene: Scene, present: bool) -> list[str]:
+    """The shapes that are in the scene, or those that are not, in a fixed order."""
+    there = {thing.shape for thing in scene.objects}
+    return [shape for shape in SHAPES if (shape in there) == present]
 
 
 def pick(rng: np.random.Generator, options: Sequence[T]) -> T:
@@ -123,10 +134,10 @@ def ask(
     Args:
         scene: what is asked about.
         rng: source of chance.
-        num_questions: how many to ask, of all four kinds in turn, in random order.
+        num_questions: how many to ask, of all five kinds in turn, in random order.
     """
     asked: list[Asked] = []
-    order = ["presence"] * MAX_PRESENCE if rng.random() < PRESENCE_FIRST else []
+    order: list[Kind] = ["presence"] if rng.random() < PRESENCE_FIRST else []
     for _ in range(num_questions):
         order += [KINDS[index] for index in rng.permutation(len(KINDS))]
     for kind in order:
@@ -138,14 +149,16 @@ def ask(
     return asked
 
 
-def _next(kind: str, scene: Scene, rng: np.random.Generator, asked: list[Asked]) -> Asked | None:
+def _next(kind: Kind, scene: Scene, rng: np.random.Generator, asked: list[Asked]) -> Asked | None:
     if kind == "presence":
         return _next_presence(scene, rng, asked)
+    if kind == "binding":
+        return _next_binding(scene, rng, asked)
     if kind == "count":
         return next_count(scene, rng, asked)
     if kind == "color":
         counted = {one.color for one in asked if one.kind == "count"}
-        named = {one.shape for one in asked if one.kind in ("color", "presence")}
+        named = {one.shape for one in asked if one.kind in ("color", "binding")}
         askable = [t for t in scene.objects if t.color not in counted and t.shape not in named]
         return color_of(pick(rng, askable)) if askable else None
     named = {one.shape for one in asked if one.kind == "position"}
@@ -154,15 +167,24 @@ def _next(kind: str, scene: Scene, rng: np.random.Generator, asked: list[Asked])
 
 
 def _next_presence(scene: Scene, rng: np.random.Generator, asked: list[Asked]) -> Asked | None:
-    if sum(one.kind == "presence" for one in asked) == MAX_PRESENCE:
+    kinds = [one.kind for one in asked]
+    if kinds.count("presence") == MAX_PRESENCE or "count" in kinds:
         return None
+    said = {one.shape for one in asked}
+    options = [[s for s in shapes_of(scene, there) if s not in said] for there in (True, False)]
+    if not all(options):
+        return None
+    return presence_of(scene, pick(rng, pick(rng, options)))
+
+
+def _next_binding(scene: Scene, rng: np.random.Generator, asked: list[Asked]) -> Asked | None:
     colors, shapes = {one.color for one in asked}, {one.shape for one in asked}
     pairs = [pair for pair in SEEN if pair[0] not in colors and pair[1] not in shapes]
-    options = presence_options(scene, pairs)
+    options = binding_options(scene, pairs)
     if not all(options.values()):
         return None
     # Drawing the kind only now keeps the answer independent of the scene.
-    return presence_of(scene, pick(rng, options[pick(rng, PRESENCE_KINDS)]))
+    return binding_of(scene, pick(rng, options[pick(rng, BINDING_KINDS)]))
 
 
 def next_count(scene: Scene, rng: np.random.Generator, asked: Sequence[Asked] = ()) -> Asked | None:

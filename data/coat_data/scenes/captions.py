@@ -8,7 +8,7 @@ _IN_READING_ORDER = "Describe the image."
 _BY_SHAPE = "Describe each shape."
 _COUNTED = "Count the shapes and describe them."
 
-CAPTION_SHARES = {_IN_READING_ORDER: 0.4, _BY_SHAPE: 0.4, _COUNTED: 0.2}
+CAPTION_SHARES = {_IN_READING_ORDER: 0.1, _BY_SHAPE: 0.8, _COUNTED: 0.1}
 """How often each instruction is used."""
 
 

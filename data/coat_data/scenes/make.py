@@ -6,14 +6,12 @@ Everything follows from the seed: a second run writes the same bytes. Layout of 
     captions.json  questions.json            training rows
     captions_val.json  questions_val.json    the same for other scenes
     eval/{color,position,count}/questions.jsonl    short answers
-    eval/presence/questions.jsonl                  yes or no, as many of each
-    eval/binding/questions.jsonl                   likewise; each no has its colour and its shape in
-                                                   the scene, on different objects
+    eval/{presence,binding}/questions.jsonl        yes or no, as many of each
 
 Image paths start from the folder itself, so it is the media root of all files. No scene of the
 test, of validation or of training has the objects of another. Half of the test questions are about
 training's (colour, shape) pairs (category ``seen``), half about pairs that occur in no training
-image or text (category ``held_out``); a counting question takes its scene's category.
+image or text (category ``held_out``); counting and presence questions take their scene's category.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,17 +26,18 @@ from coat_data.conversations import conversation, write_conversations
 from coat_data.new_folder import new_folder
 from coat_data.questions import Question, write_questions
 from coat_data.scenes.ask import (
+    BINDING_KINDS,
     KINDS,
-    PRESENCE_KINDS,
     Asked,
-    PresenceKind,
     ask,
+    binding_of,
+    binding_options,
     color_of,
     next_count,
     pick,
     position_of,
     presence_of,
-    presence_options,
+    shapes_of,
 )
 from coat_data.scenes.captions import CAPTION_SHARES, caption
 from coat_data.scenes.draw import draw_image
@@ -46,8 +45,8 @@ from coat_data.scenes.scene import ALL_PAIRS, GRID, HELD_OUT, SEEN, Scene, draw_
 
 MIN_IMAGE_SIZE = 36
 """Below this the shapes of a cell are too small to tell apart."""
-TEST_CYCLE = 2 * len(PRESENCE_KINDS)
-"""After so many test scenes every (category, kind of presence question) has occurred equally."""
+TEST_CYCLE = 2 * len(BINDING_KINDS)
+"""After so many test scenes every (category, kind of binding question) has occurred equally."""
 
 
 def make_scenes(
@@ -67,7 +66,7 @@ def make_scenes(
     Args:
         out_dir: folder to make.
         num_train: training images, each with one caption row.
-        num_test: test images, each with one question in every evaluation folder; a multiple of 16.
+        num_test: test images, each with one question in every evaluation folder; a multiple of 8.
         num_val: validation images.
         seed: decides everything.
         image_size: width and height in pixels; a multiple of 3, at least 36.
@@ -158,11 +157,11 @@ def _is_held_out(number: int) -> bool:
 
 
 def _draw_test_scene(rng: np.random.Generator, image_size: int, held_out: bool) -> Scene:
-    """A scene that allows every kind of presence question about pairs of its category."""
+    """A scene that allows every kind of binding question about pairs of its category."""
     while True:
         scene = draw_scene(rng, image_size, ALL_PAIRS if held_out else SEEN)
         # All three kinds must be possible in every scene, so that no kind has scenes of its own.
-        if all(presence_options(scene, HELD_OUT if held_out else SEEN).values()):
+        if all(binding_options(scene, HELD_OUT if held_out else SEEN).values()):
             return scene
 
 
@@ -220,7 +219,7 @@ def _question_rows(
 
 def _test_questions(scenes: Sequence[Scene], rng: np.random.Generator) -> dict[str, list[Question]]:
     """Questions by evaluation folder."""
-    questions: dict[str, list[Question]] = {name: [] for name in (*KINDS, "binding")}
+    questions: dict[str, list[Question]] = {name: [] for name in KINDS}
     for number, scene in enumerate(scenes):
         for name, one in _ask_test(scene, number, rng).items():
             questions[name].append(
@@ -239,15 +238,13 @@ def _ask_test(scene: Scene, number: int, rng: np.random.Generator) -> dict[str, 
     """One question for each evaluation folder, about a pair of the scene's category."""
     pairs = HELD_OUT if _is_held_out(number) else SEEN
     things = [thing for thing in scene.objects if thing.pair in pairs]
-    options = presence_options(scene, pairs)
     turn = number // 2  # neighbours differ in category
-    presence_kind = PRESENCE_KINDS[turn % len(PRESENCE_KINDS)]
-    binding_kind: PresenceKind = "yes" if turn % 2 else "binding"
+    binding_kind = BINDING_KINDS[turn % len(BINDING_KINDS)]
     count = next_count(scene, rng)
     asked = {
         "color": color_of(pick(rng, things)),
         "position": position_of(pick(rng, things)),
-        "presence": presence_of(scene, pick(rng, options[presence_kind])),
-        "binding": presence_of(scene, pick(rng, options[binding_kind])),
+        "presence": presence_of(scene, pick(rng, shapes_of(scene, present=turn % 2 == 0))),
+        "binding": binding_of(scene, pick(rng, binding_options(scene, pairs)[binding_kind])),
     }
     return {**asked, "count": count} if count else asked

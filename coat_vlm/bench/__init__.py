@@ -1,0 +1,1 @@
+"""Measurements that compare precisions; results stand in docs/results.md."""
