@@ -139,14 +139,16 @@ class CoatAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: the state is another optimizer's, or of other parameters.
         """
-        super().load_state_dict(state_dict)
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
-        for saved_id, parameter in zip(saved_ids, parameters, strict=True):
-            saved = state_dict["state"].get(saved_id)
+        states = [state_dict["state"].get(saved_id) for saved_id in saved_ids]
+        for saved, parameter in zip(states, parameters, strict=False):
+            if saved:
+                _check_state(saved, parameter)
+        super().load_state_dict(state_dict)  # raises where the groups or their sizes differ
+        for saved, parameter in zip(states, parameters, strict=True):
             if not saved:
                 continue
-            _check_state(saved, parameter)
             self.state[parameter] = {
                 "step": int(saved["step"]),
                 **{key: saved[key].detach().clone().to(parameter.device) for key in _STATE},

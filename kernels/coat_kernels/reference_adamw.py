@@ -17,7 +17,7 @@ group with this k is below 448 * 2^-17.8, so nothing underflows."""
 SMALLEST_RATIO = 2.0**-126
 """Smaller elements of a group, measured by its largest, count as zeros: FP32's smallest normal."""
 
-_CODES = torch.arange(128, dtype=torch.uint8).view(E4M3.dtype).float()
+_CODES = torch.arange(128, dtype=torch.uint8, device="cpu").view(E4M3.dtype).float()
 _LOG2_RATIO = (_CODES * (1.0 / E4M3.max)).log2()
 """log2(code / 448) of the 128 non-negative codes: looked up, as there are so few."""
 
