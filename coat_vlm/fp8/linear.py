@@ -167,11 +167,8 @@ class _NormLinear(torch.autograd.Function):
             lambda: norm_recompute(saved, norm_weight, norm_bias),
             needs,
         )
-        dx, dnorm_weight, dnorm_bias = norm_gradients(dnormed, saved, norm_weight, norm_bias)
         return (
-            None if dx is None else dx.view(ctx.shape),
-            dnorm_weight,
-            dnorm_bias,
+            *norm_gradients(dnormed, saved, norm_weight, norm_bias, ctx.shape),
             None,
             *dweights,
             *gemms.split_bias_gradient(dbias, stacked),
@@ -196,13 +193,14 @@ def normed(
 
 
 def norm_gradients(
-    dy: Tensor | None, saved: NormSaved, weight: Tensor, bias: Tensor | None
+    dy: Tensor | None, saved: NormSaved, weight: Tensor, bias: Tensor | None, shape: torch.Size
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias, in the parameters' dtypes; None where dy is None."""
+    """Gradients of x (of ``shape``), weight and bias, in their dtypes; None where dy is None."""
     if dy is None:
         return None, None, None
     dx, dweight, dbias = norm_bwd(dy, saved, weight)
-    return dx, dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)
+    dbias = None if bias is None else dbias.to(bias.dtype)
+    return dx.view(shape), dweight.to(weight.dtype), dbias
 
 
 def flat(saved: NormSaved) -> tuple[Tensor, ...]:

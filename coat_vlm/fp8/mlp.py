@@ -133,11 +133,8 @@ class _NormMlp(torch.autograd.Function):
                 wants_in,
                 da_scale,
             )
-        dx, dnorm_weight, dnorm_bias = norm_gradients(dnormed, saved, norm_weight, norm_bias)
         return (
-            None if dx is None else dx.view(ctx.shape),
-            dnorm_weight,
-            dnorm_bias,
+            *norm_gradients(dnormed, saved, norm_weight, norm_bias, ctx.shape),
             None,
             None,
             dweight_out,

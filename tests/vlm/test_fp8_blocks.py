@@ -1,6 +1,7 @@
 """FP8 blocks against the layers of transformers that they replace."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 )
 @pytest.mark.parametrize("kind", [*DECODERS, *ENCODERS])
 def test_a_block_computes_what_the_original_computes_to_fp8_accuracy(
-    kind: str, device: str
+    kind: str, device: str, record_property: Callable[[str, object], None]
 ) -> None:
     original = decoder(kind) if kind in DECODERS else encoder(kind)
     original = original.to(device, torch.float32 if device == "cpu" else torch.bfloat16)
@@ -126,13 +127,16 @@ def test_a_block_computes_what_the_original_computes_to_fp8_accuracy(
     x = inputs(original).to(original.device, original.dtype)
     y, dx, gradients = run_block(original, x)
     y8, dx8, gradients8 = run_block(converted, x)
-    assert 1e-3 < relative(y8, y) <= 0.09
-    assert 1e-3 < relative(dx8, dx) <= 0.13
     assert gradients8.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        # Softmax does not change when all keys move alike: that gradient is rounding noise.
-        if name != "self_attn.k_proj.bias":
-            assert relative(gradients8[name], gradient) <= 0.2, name
+    errors = {name: relative(gradients8[name], gradients[name]) for name in gradients}
+    # Softmax does not change when all keys move alike: that gradient is rounding noise.
+    errors.pop("self_attn.k_proj.bias", None)
+    errors |= {"output": relative(y8, y), "input": relative(dx8, dx)}
+    for name, error in errors.items():
+        record_property(name, f"{error:.4f}")  # docs/results.md has the table
+    assert 1e-3 < errors["output"] <= 0.09
+    assert 1e-3 < errors["input"] <= 0.13
+    assert max(errors.values()) <= 0.2, errors
 
 
 @pytest.mark.parametrize(
