@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from coat_vlm.train.allocator import keep_freed_memory
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -65,6 +67,7 @@ def start_world() -> World:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
+        keep_freed_memory()
         if size > 1:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     if not dist.is_initialized():

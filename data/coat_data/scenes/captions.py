@@ -1,37 +1,69 @@
-"""Captions that tie the colour, shape and position of every object together."""
+"""Captions that tie the colour, shape and position of every object together.
 
-from coat_data.scenes.scene import Scene, SceneObject
+A row is either a dense caption of the whole image, or a conversation that refers to every shape in
+turn ("Describe the star.") and gets its colour and place, or ``none``. In both a thing has to be
+found by its shape, and referring asks for it where a question will: that is what carries over to
+answering questions.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from coat_data.scenes.scene import SHAPES, Scene, SceneObject
 
 NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five")
 
-_IN_READING_ORDER = "Describe the image."
-_BY_SHAPE = "Describe each shape."
-_COUNTED = "Count the shapes and describe them."
+Style = Literal["reading_order", "by_shape", "counted", "referring"]
 
-CAPTION_SHARES = {_IN_READING_ORDER: 0.1, _BY_SHAPE: 0.8, _COUNTED: 0.1}
-"""How often each instruction is used."""
+STYLE_SHARES: dict[Style, float] = {
+    "reading_order": 0.05,
+    "by_shape": 0.1,
+    "counted": 0.05,
+    "referring": 0.8,
+}
+"""How often each style is used."""
+
+ABSENT = "none"
+"""What is said of a shape that is not in the scene."""
 
 
-def caption(scene: Scene, instruction: str) -> str:
-    """The answer to one of the instructions in :data:`CAPTION_SHARES`.
+def caption(scene: Scene, style: Style, rng: np.random.Generator) -> list[tuple[str, str]]:
+    """A row about a scene: (instruction, answer) pairs.
 
-    ``Describe each shape.`` names the shape first and its colour after it, in alphabetical order,
-    so that the colour has to be found by the shape; the others go in reading order.
+    ``by_shape`` names the shape first and its colour after it, in alphabetical order, so that the
+    colour has to be found by the shape; ``reading_order`` and ``counted`` go from the top left to
+    the bottom right.
+
+    Args:
+        scene: what is described.
+        style: how; only ``referring`` gives several pairs, one for each of all shapes.
+        rng: draws the order in which ``referring`` goes through the shapes.
     """
-    if instruction == _BY_SHAPE:
+    if style == "referring":
+        found = {thing.shape: thing for thing in scene.objects}
+        order = [SHAPES[index] for index in rng.permutation(len(SHAPES))]
+        return [(f"Describe the {shape}.", _seen(found.get(shape))) for shape in order]
+    if style == "by_shape":
         by_name = sorted(scene.objects, key=lambda thing: thing.shape)
-        return " ".join(
-            f"The {thing.shape} is {thing.color}, {_place(thing)}." for thing in by_name
-        )
+        told = " ".join(f"The {thing.shape} is {_seen(thing)}." for thing in by_name)
+        return [("Describe each shape.", told)]
     listed = ", ".join(
         f"a{_n(thing)} {thing.color} {thing.shape} {_place(thing)}" for thing in scene.objects
     )
-    start = f"{NUMBER_WORDS[len(scene.objects)]} shapes: " if instruction == _COUNTED else ""
-    return f"{start}{listed}.".capitalize()
+    if style == "counted":
+        number = NUMBER_WORDS[len(scene.objects)]
+        told = f"{number} shapes: {listed}.".capitalize()
+        return [("Count the shapes and describe them.", told)]
+    return [("Describe the image.", f"{listed}.".capitalize())]
 
 
 def _n(thing: SceneObject) -> str:
     return "n" if thing.color[0] in "aeiou" else ""
+
+
+def _seen(thing: SceneObject | None) -> str:
+    return ABSENT if thing is None else f"{thing.color}, {_place(thing)}"
 
 
 def _place(thing: SceneObject) -> str:

@@ -39,7 +39,7 @@ from coat_data.scenes.ask import (
     presence_of,
     shapes_of,
 )
-from coat_data.scenes.captions import CAPTION_SHARES, caption
+from coat_data.scenes.captions import STYLE_SHARES, caption
 from coat_data.scenes.draw import draw_image
 from coat_data.scenes.scene import ALL_PAIRS, GRID, HELD_OUT, SEEN, Scene, draw_scene
 
@@ -189,14 +189,11 @@ def _write_images(
 def _caption_rows(
     scenes: Sequence[Scene], split: str, rng: np.random.Generator
 ) -> list[dict[str, Any]]:
-    instructions = rng.choice(
-        list(CAPTION_SHARES), size=len(scenes), p=list(CAPTION_SHARES.values())
-    )
+    styles = list(STYLE_SHARES)
+    drawn = rng.choice(len(styles), size=len(scenes), p=list(STYLE_SHARES.values()))
     return [
-        conversation(
-            f"{number:06d}", _image(split, number), [(str(wanted), caption(scene, str(wanted)))]
-        )
-        for number, (scene, wanted) in enumerate(zip(scenes, instructions, strict=True))
+        conversation(f"{number:06d}", _image(split, number), caption(scene, styles[index], rng))
+        for number, (scene, index) in enumerate(zip(scenes, drawn, strict=True))
     ]
 
 

@@ -118,9 +118,9 @@ def draw_scene(rng: np.random.Generator, image_size: int, pairs: Collection[Pair
     objects: list[SceneObject] = []
     for shape_index, cell_index in zip(shapes, cells, strict=True):
         shape, cell = SHAPES[shape_index], int(cell_index)
-        # 9 to 13 pixels in a cell of 16; the jitter leaves a pixel free at the left and top edge,
+        # 12 to 14 pixels in a cell of 16; the jitter leaves a pixel free at the left and top edge,
         # so that neighbours never touch.
-        size = int(rng.integers(round(0.56 * cell_size), round(0.81 * cell_size) + 1))
+        size = int(rng.integers(round(0.75 * cell_size), round(0.88 * cell_size) + 1))
         right, down = (int(shift) for shift in rng.integers(1, cell_size - size + 1, size=2))
         objects.append(
             SceneObject(
