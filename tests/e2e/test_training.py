@@ -1,5 +1,6 @@
 """Training runs started as users start them: resume, signals, ranks, stages, full disks."""
 
+import copy
 import json
 import os
 import resource
@@ -170,6 +171,43 @@ def test_coat_trains_on_two_ranks(
     assert losses(tmp_path / "run") == pytest.approx(one_coat_rank, rel=0.01)
     model, _ = load(tmp_path / "run" / "sft" / "model")
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_checkpointed_coat_blocks_give_the_same_losses(
+    one_coat_rank: list[float], tiny_data: Path, tmp_path: Path
+) -> None:
+    recipe = no_dropout(tiny_recipe(tiny_data, tmp_path / "run", precision="coat"))
+    recipe["stages"]["sft"]["gradient_checkpointing"] = True
+    done = train(recipe, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "run") == one_coat_rank
+
+
+def test_coat_accumulates(one_coat_rank: list[float], tiny_data: Path, tmp_path: Path) -> None:
+    recipe = no_dropout(tiny_recipe(tiny_data, tmp_path / "run", precision="coat"))
+    recipe["stages"]["sft"]["micro_batch_size"] = 8
+    done = train(recipe, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    # A scale is that of one micro-batch's tokens.
+    assert losses(tmp_path / "run") == pytest.approx(one_coat_rank, rel=0.01)
+
+
+@pytest.mark.parametrize(("zero_stage", "ranks"), [(0, 1), (3, 2)])
+def test_coat_takes_the_projector_and_a_tied_output_layer(
+    tiny_data: Path, tmp_path: Path, zero_stage: int, ranks: int
+) -> None:
+    recipe = tiny_recipe(tiny_data, tmp_path / "run", precision="coat", zero_stage=zero_stage)
+    recipe["fp8"] = {"projector": True, "lm_head": True}
+    recipe["model"]["language"]["config"]["tie_word_embeddings"] = True
+    recipe["model"]["tokenizer"]["train_vocab_size"] = 288  # a multiple of 16
+    exact = copy.deepcopy(no_dropout(recipe))
+    exact.update(precision="fp32", zero_stage=0, output_dir=str(tmp_path / "exact"))
+    del exact["fp8"]
+    assert train(exact, tmp_path).returncode == 0
+    done = train(recipe, tmp_path, ranks=ranks)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "language_model.lm_head: FP8 linear" in done.stderr + done.stdout
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "exact"), rel=0.02)
 
 
 @pytest.mark.parametrize(
