@@ -1,4 +1,4 @@
-"""``coat-vlm bench``."""
+"""``coat-vlm bench``: losses of a small decoder, speed and memory of one layer."""
 
 import argparse
 from pathlib import Path
@@ -7,15 +7,22 @@ from coat_vlm.commands.command import Commands, command, say
 
 
 def add(commands: Commands) -> None:
-    """Declare ``bench``."""
+    """Declare ``bench decoder`` and ``bench layer``."""
+    parser = commands.add_parser("bench", help="compare precisions: losses, speed, memory")
+    jobs = parser.add_subparsers(title="jobs", metavar="JOB", required=True)
+    _add_decoder(jobs)
+    _add_layer(jobs)
+
+
+def _add_decoder(jobs: Commands) -> None:
     parser = command(
-        commands,
-        "bench",
-        _bench,
-        "compare precisions by training a small decoder on a text",
+        jobs,
+        "decoder",
+        _decoder,
+        "compare the held-out losses of a small decoder trained on a text",
         """\
-  coat-vlm bench --text wiki.txt                        # bf16 and coat, 30M parameters, 200 steps
-  coat-vlm bench --text wiki.txt --precisions coat --steps 20
+  coat-vlm bench decoder --text wiki.txt                # bf16 and coat, 30M parameters, 200 steps
+  coat-vlm bench decoder --text wiki.txt --precisions coat --steps 20
 """,
     )
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text; its end is held out")
@@ -27,10 +34,60 @@ def add(commands: Commands) -> None:
     parser.add_argument("--seed", type=int, default=0, help="start and batches; default 0")
 
 
-def _bench(args: argparse.Namespace) -> int:
+def _decoder(args: argparse.Namespace) -> int:
     from coat_vlm.bench.decoder import DecoderBench, format_curves, train_decoder
 
     bench = DecoderBench(steps=args.steps, seed=args.seed)
     curves = [train_decoder(args.text, precision, bench) for precision in args.precisions]
     say(format_curves(curves))
+    return 0
+
+
+def _add_layer(jobs: Commands) -> None:
+    parser = command(
+        jobs,
+        "layer",
+        _layer,
+        "measure time, memory and error of one layer in our precisions and the peers'",
+        """\
+  coat-vlm bench layer                                  # Llama-2-7B's layer, all that is installed
+  coat-vlm bench layer --shape siglip-so400m --attention cudnn --csv layer.csv
+""",
+    )
+    parser.add_argument(
+        "--shape", nargs="+", default=["llama-2-7b"], metavar="SHAPE",
+        help="llama-2-7b, qwen2.5-7b, siglip-so400m; default llama-2-7b",
+    )  # fmt: skip
+    parser.add_argument(
+        "--implementations", nargs="+", metavar="NAME",
+        help="what to measure beside hf_eager; default: everything whose package is installed",
+    )  # fmt: skip
+    parser.add_argument(
+        "--attention", default="default", help="default (SDPA's choice), cudnn or flash, for all"
+    )
+    parser.add_argument("--csv", type=Path, help="file to add the rows to")
+    parser.add_argument("--profile", action="store_true", help="also print the longest GPU kernels")
+
+
+def _layer(args: argparse.Namespace) -> int:
+    from coat_vlm.bench.layer import (
+        LayerBench,
+        append_rows,
+        available,
+        bench_layer,
+        format_rows,
+    )
+    from coat_vlm.bench.shapes import shape_called
+
+    def profile(name: str, table: str) -> None:
+        say(f"\n{name}: {table}")
+
+    for shape in [shape_called(name) for name in args.shape]:
+        implementations = args.implementations or available()
+        on_profile = profile if args.profile else None
+        rows = bench_layer(LayerBench(shape, implementations, args.attention, on_profile))
+        say(f"\n{shape.name}, {shape.tokens:,} tokens, attention: {args.attention}\n")
+        say(format_rows(rows))
+        if args.csv is not None:
+            append_rows(args.csv, rows)
     return 0

@@ -1,0 +1,267 @@
+"""``coat-vlm bench layer``: one block of a known model in our precisions and in the peers'.
+
+All implementations start from the same weights and see the same input in one process. A block that
+is further from the BF16 original than :data:`LIMITS` gets no speed.
+"""
+
+import contextlib
+import copy
+import csv
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import nn
+
+from coat_vlm.bench.measure import Cost, Result, compute, cost, inputs, kernel_table, relative_error
+from coat_vlm.bench.shapes import LayerShape, build_layer, forward_of
+from coat_vlm.config import Fp8Config
+from coat_vlm.fp8 import convert
+
+LIMITS = (0.09, 0.13)
+"""Largest relative error of the output and of the input gradient that is called correct."""
+
+REFERENCE = "hf_eager"
+"""The implementation that the others are compared with."""
+
+Attention = str
+"""``default`` (what SDPA chooses), ``cudnn`` or ``flash``."""
+
+ATTENTIONS = ("default", "cudnn", "flash")
+
+
+@dataclass(slots=True)
+class LayerRow:
+    """One measurement; the columns of ``layer.csv``."""
+
+    date: str
+    commit: str
+    gpu: str
+    torch: str
+    triton: str
+    shape: str
+    tokens: int
+    implementation: str
+    attention: Attention
+    fwd_ms: float | None = None
+    fwdbwd_ms: float | None = None
+    saved_mib: float | None = None
+    peak_mib: float | None = None
+    rel_err_out: float | None = None
+    rel_err_grad: float | None = None
+    problem: str = ""
+    """Why there is no speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBench:
+    """What is measured, and how."""
+
+    shape: LayerShape
+    implementations: Sequence[str]
+    """Keys of :data:`IMPLEMENTATIONS`; the reference is added in front."""
+    attention: Attention = "default"
+    """The backend of SDPA, for all."""
+    on_profile: Callable[[str, str], None] | None = None
+    """Called with an implementation's name and its table of GPU kernels."""
+
+
+def _compiled(layer: nn.Module) -> nn.Module:
+    return torch.compile(layer)  # pyright: ignore[reportReturnType] - an OptimizedModule
+
+
+def _torchao(recipe: str) -> Callable[[nn.Module], nn.Module]:
+    def prepare(layer: nn.Module) -> nn.Module:
+        from torchao.float8 import (  # pyright: ignore[reportMissingImports]
+            Float8LinearConfig,
+            convert_to_float8_training,
+        )
+
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        return _compiled(convert_to_float8_training(layer, config=config))
+
+    return prepare
+
+
+def _coat(layer: nn.Module) -> nn.Module:
+    block = nn.ModuleList([layer])  # the block's own class is replaced
+    convert(block, Fp8Config())
+    return layer
+
+
+IMPLEMENTATIONS: dict[str, tuple[str | None, Callable[[nn.Module], nn.Module]]] = {
+    REFERENCE: (None, lambda layer: layer),
+    "hf_compile": (None, _compiled),
+    "torchao_tensorwise_compile": ("torchao", _torchao("tensorwise")),
+    "torchao_rowwise_compile": ("torchao", _torchao("rowwise")),
+    "coat": (None, _coat),
+}
+"""Name -> (package it needs, what makes it of a layer of transformers)."""
+
+
+def available() -> list[str]:
+    """The implementations whose packages are installed."""
+    return [
+        name
+        for name, (package, _) in IMPLEMENTATIONS.items()
+        if package is None or find_spec(package) is not None
+    ]
+
+
+def bench_layer(bench: LayerBench) -> list[LayerRow]:
+    """Measure implementations of one block, the reference first.
+
+    Raises:
+        ValueError: there is no GPU, an implementation is unknown, or its package is missing.
+    """
+    names = [REFERENCE, *(name for name in bench.implementations if name != REFERENCE)]
+    _check(names)
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    original = build_layer(bench.shape, torch.device("cpu"), dtype)
+    rows: list[LayerRow] = []
+    exact: Result | None = None
+    with _attention(bench.attention):
+        for name in names:
+            torch.compiler.reset()
+            row = _new_row(bench, name)
+            rows.append(row)
+            try:
+                layer = IMPLEMENTATIONS[name][1](copy.deepcopy(original).to(device))
+                forward = forward_of(bench.shape, layer, device)
+                result = compute(layer, forward, *inputs(bench.shape, device, dtype))
+                exact = exact or result
+                if _correct(row, result, exact):
+                    _note(row, cost(layer, forward, bench.shape))
+                    if bench.on_profile is not None:
+                        bench.on_profile(name, kernel_table(layer, forward, bench.shape))
+            except (RuntimeError, ValueError) as error:  # a peer that fails must not end the run
+                if name == REFERENCE:
+                    raise
+                row.problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            layer = forward = None
+    return rows
+
+
+def _correct(row: LayerRow, result: Result, exact: Result) -> bool:
+    """Note the errors; whether they are within the limits."""
+    row.rel_err_out = relative_error(result.output, exact.output)
+    row.rel_err_grad = relative_error(result.input_gradient, exact.input_gradient)
+    within = row.rel_err_out <= LIMITS[0] and row.rel_err_grad <= LIMITS[1]  # False for NaN
+    if not within:
+        row.problem = f"not correct: errors above {LIMITS[0]} (output) or {LIMITS[1]} (gradient)"
+    return within
+
+
+def _note(row: LayerRow, measured: Cost) -> None:
+    for name, value in asdict(measured).items():
+        setattr(row, name, value)
+
+
+def _check(names: Sequence[str]) -> None:
+    unknown = [name for name in names if name not in IMPLEMENTATIONS]
+    if unknown:
+        raise ValueError(
+            f"no implementation is called {', '.join(unknown)}; use {', '.join(IMPLEMENTATIONS)}"
+        )
+    missing = sorted({str(IMPLEMENTATIONS[n][0]) for n in names if n not in available()})
+    if missing:
+        raise ValueError(
+            f"not installed: {', '.join(missing)}; pip install {' '.join(missing)}, or name "
+            f"implementations that are here: {', '.join(available())}"
+        )
+    if not torch.cuda.is_available():
+        raise ValueError("there is no GPU; speed and memory of a layer are measured on one")
+
+
+@contextlib.contextmanager
+def _attention(name: Attention) -> Iterator[None]:
+    """Let SDPA use one backend only."""
+    if name not in ATTENTIONS:
+        raise ValueError(f"attention {name!r} is not known; use one of {', '.join(ATTENTIONS)}")
+    backends = torch.backends.cuda
+    before = (backends.flash_sdp_enabled(), backends.cudnn_sdp_enabled())
+    # Set for good while it is traced: torch.compile chooses the backend when it compiles.
+    backends.enable_flash_sdp(before[0] if name == "default" else name == "flash")
+    backends.enable_cudnn_sdp(before[1] if name == "default" else name == "cudnn")
+    try:
+        yield
+    finally:
+        backends.enable_flash_sdp(before[0])
+        backends.enable_cudnn_sdp(before[1])
+
+
+def _new_row(bench: LayerBench, implementation: str) -> LayerRow:
+    return LayerRow(
+        date=datetime.now(UTC).date().isoformat(),
+        commit=_commit(),
+        gpu=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        triton=triton.__version__,
+        shape=bench.shape.name,
+        tokens=bench.shape.tokens,
+        implementation=implementation,
+        attention=bench.attention,
+    )
+
+
+def _commit() -> str:
+    """The commit of the checkout that is measured; ``unknown`` outside of one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def append_rows(path: Path, rows: Sequence[LayerRow]) -> None:
+    """Add rows to a CSV file, with a header if it is new.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    columns = [field.name for field in fields(LayerRow)]
+    new = not path.exists()
+    if not new:
+        with path.open(newline="") as file:
+            there = next(csv.reader(file), [])
+        if there != columns:
+            raise ValueError(
+                f"{path}: has the columns {there}, these rows have {columns}; write to another file"
+            )
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if new:
+            writer.writerow(columns)
+        writer.writerows([_cell(value) for value in asdict(row).values()] for row in rows)
+
+
+def _cell(value: Any) -> Any:
+    return f"{value:.4f}" if isinstance(value, float) else value
+
+
+def format_rows(rows: Sequence[LayerRow]) -> str:
+    """Markdown: one line per implementation, times as ratios to the first."""
+    head = ["implementation", "fwd ms", "fwd+bwd ms", "speed", "saved MiB", "peak MiB"]
+    head += ["error: output", "input gradient", "note"]
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    first = rows[0].fwdbwd_ms
+    for row in rows:
+        speed = first / row.fwdbwd_ms if first and row.fwdbwd_ms else None
+        numbers = [
+            *(_number(row.fwd_ms, 2), _number(row.fwdbwd_ms, 2), _number(speed, 2, "x")),
+            *(_number(row.saved_mib, 0), _number(row.peak_mib, 0)),
+            *(_number(row.rel_err_out, 4), _number(row.rel_err_grad, 4)),
+        ]
+        lines.append(f"| {' | '.join([row.implementation, *numbers, row.problem])} |")
+    return "\n".join(lines)
+
+
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{unit}"

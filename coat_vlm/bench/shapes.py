@@ -1,0 +1,105 @@
+"""The layers that are measured: one block of a known model, with random BF16 weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, Qwen2Config, SiglipVisionConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
+from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
+
+Forward = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One block and its input."""
+
+    name: str
+    family: str
+    """``llama``, ``qwen2`` or ``siglip``."""
+    hidden: int
+    ffn: int
+    heads: int
+    key_value_heads: int
+    batch: int
+    length: int
+    """Tokens of a sequence, or patches of an image."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the input."""
+        return self.batch * self.length
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        LayerShape("llama-2-7b", "llama", 4096, 11008, 32, 32, 8, 2048),
+        LayerShape("qwen2.5-7b", "qwen2", 3584, 18944, 28, 4, 4, 2048),
+        LayerShape("siglip-so400m", "siglip", 1152, 4304, 16, 16, 64, 729),
+    )
+}
+"""The blocks of Llama-2-7B, Qwen2.5-7B and SigLIP-so400m/14 at 384 pixels."""
+
+
+def shape_called(name: str) -> LayerShape:
+    """The shape of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"no shape is called {name!r}; use one of {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def build_layer(shape: LayerShape, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The block of transformers with weights drawn as in pretraining (N(0, 0.02^2)), seed 0."""
+    config = _config(shape)
+    config._attn_implementation = "sdpa"
+    kinds: dict[str, Callable[..., nn.Module]] = {
+        "llama": lambda: LlamaDecoderLayer(config, 0),
+        "qwen2": lambda: Qwen2DecoderLayer(config, 0),
+        "siglip": lambda: SiglipEncoderLayer(config),
+    }
+    with device:
+        layer = kinds[shape.family]()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for parameter in layer.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
+    return layer.to(dtype).train()
+
+
+def forward_of(shape: LayerShape, layer: nn.Module, device: torch.device) -> Forward:
+    """``hidden_states [batch, length, hidden] -> the same shape``, causal for decoders."""
+    if shape.family == "siglip":
+        return lambda x: layer(x, attention_mask=None)
+    rotary = {"llama": LlamaRotaryEmbedding, "qwen2": Qwen2RotaryEmbedding}[shape.family]
+    positions = torch.arange(shape.length, device=device)[None]
+    example = torch.empty(0, dtype=next(layer.parameters()).dtype, device=device)
+    embeddings = rotary(_config(shape)).to(device)(example, positions)
+    # Without a mask SDPA's own causal mask applies, as in training on full sequences.
+    return lambda x: layer(x, position_embeddings=embeddings)
+
+
+def _config(shape: LayerShape) -> Any:
+    common: dict[str, Any] = {
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_attention_heads": shape.heads,
+        "num_hidden_layers": 1,
+    }
+    if shape.family == "siglip":
+        return SiglipVisionConfig(**common)
+    decoder = {
+        **common,
+        "num_key_value_heads": shape.key_value_heads,
+        "max_position_embeddings": shape.length,
+    }
+    return LlamaConfig(**decoder) if shape.family == "llama" else Qwen2Config(**decoder)
