@@ -250,7 +250,14 @@ class Fp8Config:
             raise ValueError(
                 "fp8.released_constants has no effect with fp8.optimizer: adamw; remove one of them"
             )
-        if not (self.vision or self.language or self.projector or self.lm_head):
+        blocks = self.vision or self.language
+        for name, unset in (("skip_first", 0), ("skip_last", 0), ("group_size", 16)):
+            if getattr(self, name) != unset and not blocks:
+                raise ValueError(
+                    f"fp8.{name} has no effect with fp8.vision and fp8.language false: it is about "
+                    "blocks; remove it, or convert blocks"
+                )
+        if not (blocks or self.projector or self.lm_head):
             raise ValueError(
                 "fp8 selects nothing: vision, language, projector and lm_head are all false; use "
                 "precision: bf16, or set one of them"

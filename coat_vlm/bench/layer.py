@@ -7,7 +7,6 @@ is further from the BF16 original than :data:`LIMITS` gets no speed.
 import contextlib
 import copy
 import csv
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -21,6 +20,7 @@ from torch import nn
 
 from coat_vlm.bench.measure import Cost, Result, compute, cost, inputs, kernel_table, relative_error
 from coat_vlm.bench.shapes import LayerShape, build_layer, forward_of
+from coat_vlm.checkout import commit
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import convert
 
@@ -199,7 +199,7 @@ def _attention(name: Attention) -> Iterator[None]:
 def _new_row(bench: LayerBench, implementation: str) -> LayerRow:
     return LayerRow(
         date=datetime.now(UTC).date().isoformat(),
-        commit=_commit(),
+        commit=commit() or "unknown",
         gpu=torch.cuda.get_device_name(),
         torch=torch.__version__,
         triton=triton.__version__,
@@ -208,16 +208,6 @@ def _new_row(bench: LayerBench, implementation: str) -> LayerRow:
         implementation=implementation,
         attention=bench.attention,
     )
-
-
-def _commit() -> str:
-    """The commit of the checkout that is measured; ``unknown`` outside of one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
 
 
 def append_rows(path: Path, rows: Sequence[LayerRow]) -> None:

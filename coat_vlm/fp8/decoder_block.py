@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from coat_vlm.fp8.attention import attend, dropout_of, heads, modeling_of
+from coat_vlm.fp8.attention import attend, dropout_of
 from coat_vlm.fp8.linear import linear, norm_linear
 from coat_vlm.fp8.mlp import norm_mlp
+from coat_vlm.fp8.rotary import rotated_heads
 
 SUPPORTED = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Classes of transformers that this forward pass reproduces."""
@@ -55,15 +56,9 @@ class Fp8DecoderLayer:
         """
         attention = self.self_attn
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        query, key, value = norm_linear(
-            hidden_states, self.input_layernorm, projections, self.fp8_group_size
-        )
-        query = heads(query, attention.head_dim, getattr(attention, "q_norm", None))
-        key = heads(key, attention.head_dim, getattr(attention, "k_norm", None))
-        # Attention keeps its value, and a view of it would keep all that the GEMM wrote.
-        value = heads(value.clone(), attention.head_dim)
+        qkv = norm_linear(hidden_states, self.input_layernorm, projections, self.fp8_group_size)
         assert position_embeddings is not None
-        query, key = modeling_of(attention).apply_rotary_pos_emb(query, key, *position_embeddings)
+        query, key, value = rotated_heads(attention, qkv, position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, attention.layer_idx)
         # Mistral keeps its window in the configuration, Qwen in the module, Llama has none.

@@ -50,9 +50,8 @@ class Fp8EncoderLayer:
         """
         attention = self.self_attn
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        query, key, value = norm_linear(
-            hidden_states, self.layer_norm1, projections, self.fp8_group_size
-        )
+        qkv = norm_linear(hidden_states, self.layer_norm1, projections, self.fp8_group_size)
+        query, key, value = qkv.chunk(3, -1)
         out = attend(
             attention,
             heads(query, attention.head_dim),

@@ -61,9 +61,7 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     return _Linear.apply(x, layer.weight, layer.bias)
 
 
-def norm_linear(
-    x: Tensor, norm: nn.Module, layers: Sequence[nn.Linear], group_size: int
-) -> tuple[Tensor, ...]:
+def norm_linear(x: Tensor, norm: nn.Module, layers: Sequence[nn.Linear], group_size: int) -> Tensor:
     """``layer(norm(x))`` of every layer, as one FP8 GEMM.
 
     Args:
@@ -73,12 +71,11 @@ def norm_linear(
         group_size: groups of the FP8 copy of x.
 
     Returns:
-        A [..., n_i] for each layer, in x's dtype.
+        [..., sum of n_i] in x's dtype, the layers one after the other.
     """
     settings = norm_settings(norm, group_size)
     bias = getattr(norm, "bias", None)
-    y = _NormLinear.apply(x, norm.weight, bias, settings, *gemms.stack(layers))
-    return y.split([layer.out_features for layer in layers], -1)
+    return _NormLinear.apply(x, norm.weight, bias, settings, *gemms.stack(layers))
 
 
 class Fp8Linear(nn.Linear):

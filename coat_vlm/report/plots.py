@@ -92,8 +92,8 @@ def _draw_wait(axes: Axes, stage: StageLog) -> None:
 
 
 def _draw_memory(axes: Axes, stage: StageLog) -> None:
-    steps, mebibytes = _series(stage.steps, lambda row: row.get("peak_memory_mb"))
-    axes.plot(steps, mebibytes / 1024, color=COLOURS[0], linewidth=1.4)
+    steps, megabytes = _series(stage.steps, lambda row: row.get("peak_memory_mb"))
+    axes.plot(steps, megabytes * 1e6 / 2**30, color=COLOURS[0], linewidth=1.4)
     axes.set_ylim(bottom=0)
 
 

@@ -72,7 +72,7 @@ def _stage_column(stage: StageLog, config: dict[str, Any]) -> dict[str, Any]:
         ("samples/s, median", _median(stage, "samples_per_s")),
         ("waiting for data", _waiting(stage)),
         ("peak memory", _peak_memory(stage)),
-        ("bad samples", _total(stage, "bad_samples")),
+        ("bad samples", last.get("bad_samples", "")),
         ("wall time", _wall_time(stage)),
     ]
     return {
@@ -124,16 +124,12 @@ def _waiting(stage: StageLog) -> str:
 
 def _peak_memory(stage: StageLog) -> str:
     peaks = [float(row["peak_memory_mb"]) for row in stage.steps if row.get("peak_memory_mb")]
-    return f"{max(peaks) / 1024:.2f} GiB" if peaks else ""
+    return f"{max(peaks) * 1e6 / 2**30:.2f} GiB" if peaks else ""
 
 
 def _wall_time(stage: StageLog) -> str:
     seconds = (stage.end or {}).get("wall_s")
     return "" if seconds is None else duration(seconds)
-
-
-def _total(stage: StageLog, key: str) -> str:
-    return str(sum(row.get(key) or 0 for row in stage.steps)) if stage.steps else ""
 
 
 def _training_time(rows: list[dict[str, Any]]) -> str:

@@ -88,8 +88,10 @@ class StageRun:
                     started = time.perf_counter()
                     micro_batches = next(batches)
                     data_wait = time.perf_counter() - started
-                    with self._measured(micro_batches):
+                    with self._measured(micro_batches) as measured:
                         row = self._step(micro_batches, interrupts.received)
+                    # Measuring FP8 takes memory too, which is no part of what training needs.
+                    row["peak_memory_mb"] = None if measured else self._peak_memory_mb()
                     stop = row.pop("stop")
                     self._report(row, started, data_wait, bar)
                     self._between_steps(stop, interrupts)
@@ -97,19 +99,18 @@ class StageRun:
                 batches.close()
 
     @contextmanager
-    def _measured(self, micro_batches: list[LoadedBatch]) -> Iterator[None]:
-        """Measure FP8 around a step where that is due."""
+    def _measured(self, micro_batches: list[LoadedBatch]) -> Iterator[bool]:
+        """Measure FP8 around a step where that is due; says whether it is."""
         if self.fp8 is None or self.step not in (0, self.total_steps - 1):
-            yield
+            yield False
             return
         if self.step == 0:
             set_train_mode(self.model, self.stage)
             self.fp8.footprint(self.model, micro_batches[0].batch)
         with self.fp8.rates(self.step + 1):
-            yield
+            yield True
         self.fp8.states(self.engine.client_optimizer, self.step)
-        if self.world.device.type == "cuda" and self.step < self.total_steps:
-            # Measuring runs the original blocks too: no part of what training needs.
+        if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
 
     def validate(self) -> None:
@@ -217,13 +218,20 @@ class StageRun:
                 "samples_per_s": round(samples / seconds, 2),
                 "step_s": round(seconds, 4),
                 "data_wait_s": round(data_wait, 4),
-                "peak_memory_mb": round(_peak_memory_mb(self.world.device), 1),
                 "bad_samples": self.bad_samples,
             }
         )
         bar.update()
         if self.step % self.log_every_steps == 0 or self.step == self.total_steps:
             bar.set_postfix(loss=f"{row['loss']:.4f}", samples_s=f"{samples / seconds:.0f}")
+
+    def _peak_memory_mb(self) -> float:
+        """Largest memory so far in MB: allocated on the GPU, or the process's resident set."""
+        if self.world.device.type == "cuda":
+            return round(torch.cuda.max_memory_allocated(self.world.device) / 1e6, 1)
+        import resource
+
+        return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6, 1)
 
     def _between_steps(self, stop: bool, interrupts: Interrupts) -> None:
         at_end = self.step == self.total_steps
@@ -268,12 +276,3 @@ def _trained(batch: Batch) -> int:
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
-
-
-def _peak_memory_mb(device: torch.device) -> float:
-    """Largest memory so far in MB: allocated on the GPU, or the process's resident set."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e6
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
+from coat_vlm.checkout import commit
 from coat_vlm.config import Recipe
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.processor import CoatVlmProcessor
@@ -63,6 +64,7 @@ def save_model(
             "zero_stage": recipe.zero_stage,
             "world_size": world.size,
             "seed": recipe.seed,
+            "commit": commit(),
         }
         text = json.dumps(training, indent=1)
         (temporary / "training.json").write_text(text, encoding="utf-8")

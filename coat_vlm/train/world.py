@@ -42,6 +42,8 @@ class World:
 def start_world() -> World:
     """Join the processes that torchrun, deepspeed or SLURM started; one process needs no launcher.
 
+    On a CPU also sets how the process keeps memory and how many threads it takes.
+
     Raises:
         ValueError: a rank has no GPU of its own.
     """

@@ -31,6 +31,7 @@ from coat_kernels.quantize import (
     quantize_tensor_transposed,
 )
 from coat_kernels.registry import OPS, Op, use_reference
+from coat_kernels.rope import rope, rope_bwd
 
 __all__ = [
     "ACTIVATIONS",
@@ -59,6 +60,8 @@ __all__ = [
     "quantize_tensor",
     "quantize_tensor_both",
     "quantize_tensor_transposed",
+    "rope",
+    "rope_bwd",
     "scaled_mm",
     "use_reference",
 ]

@@ -261,3 +261,33 @@ def activation_bwd(
         da = dh32 * _slope(a32, _gate(a32, kind), kind)
     da = da.to(dh.dtype)
     return da, tensor_scale(da, fmt)
+
+
+# rotary embedding
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
+    """FP32 [M, heads, D] of x [M, heads * D]."""
+    tokens, (period, channels) = x.shape[0], cos.shape
+    c1, c2 = cos.float().repeat(tokens // period, 1)[:, None].chunk(2, -1)
+    s1, s2 = sin.float().repeat(tokens // period, 1)[:, None].chunk(2, -1)
+    x1, x2 = x.float().unflatten(-1, (-1, channels)).chunk(2, -1)
+    if backward:
+        return torch.cat([x1 * c1 + x2 * s2, x2 * c2 - x1 * s1], -1)
+    return torch.cat([x1 * c1 - x2 * s1, x2 * c2 + x1 * s2], -1)
+
+
+def rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Q and k rotated, v copied: [M, heads * D] and twice [M, kv_heads * D], in qkv's dtype."""
+    sizes = [n * cos.shape[1] for n in (heads, kv_heads, kv_heads)]
+    q, k, v = qkv.split(sizes, -1)
+    q, k = (_rotated(x, cos, sin, backward=False).flatten(-2).to(qkv.dtype) for x in (q, k))
+    return q, k, v.clone(memory_format=torch.contiguous_format)
+
+
+def rope_bwd(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Gradient [M, (heads + 2 kv_heads) * D] of qkv."""
+    back = (_rotated(x, cos, sin, backward=True).flatten(-2).to(x.dtype) for x in (dq, dk))
+    return torch.cat([*back, dv], -1)

@@ -29,11 +29,18 @@ TOLERANCE: dict[tuple[str, torch.dtype], float] = {
     ("activation_stats", torch.float32): 2e-6,
     ("activation_bwd", torch.float32): 3e-6,
     ("adamw_step", torch.float32): 3e-6,
+    # A product and a sum may be one instruction.
+    ("rope", torch.float32): 1e-6,
+    ("rope_bwd", torch.float32): 1e-6,
     # The same, then rounded to 16 bits: now and then a result falls on the other side of a tie.
     ("norm_bwd", torch.bfloat16): 2e-4,
     ("norm_bwd", torch.float16): 5e-5,
     ("activation_bwd", torch.bfloat16): 2e-4,
     ("activation_bwd", torch.float16): 5e-5,
+    ("rope", torch.bfloat16): 2e-4,
+    ("rope", torch.float16): 5e-5,
+    ("rope_bwd", torch.bfloat16): 2e-4,
+    ("rope_bwd", torch.float16): 5e-5,
     ("adamw_step", torch.bfloat16): 2e-4,
     ("adamw_step", torch.float16): 5e-5,
     # Codes, decoded: one differing code of E4M3 is off by up to 1 / 8, one of E5M2 by 1 / 4.
@@ -285,6 +292,23 @@ def _adamw_step(i: _Inputs) -> Examples:
     return examples
 
 
+def _rope(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    shared = i.rows // 3 if i.rows and i.rows % 3 == 0 else max(1, i.rows)
+    for name, heads, kv_heads, rows in (("grouped", 3, 1, shared), ("equal", 5, 5, max(1, i.rows))):
+        cos, sin = i.normal(rows, i.columns), i.normal(rows, i.columns)
+        qkv = i.normal(i.rows, (heads + 2 * kv_heads) * i.columns)
+        examples[name] = (qkv, cos, sin, heads, kv_heads)
+    return examples
+
+
+def _rope_bwd(i: _Inputs) -> Examples:
+    return {
+        name: (*reference.rope(qkv, cos, sin, heads, kv_heads), cos, sin)
+        for name, (qkv, cos, sin, heads, kv_heads) in _rope(i).items()
+    }
+
+
 _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "tensor_scale": _tensor_scale,
     "quantize_tensor": _quantize_tensor,
@@ -297,6 +321,8 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "activation_apply": _activation_apply,
     "activation_bwd": _activation_bwd,
     "scaled_mm": _scaled_mm,
+    "rope": _rope,
+    "rope_bwd": _rope_bwd,
     "adamw_step": _adamw_step,
 }
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -79,6 +80,12 @@ def write_recipe(recipe: dict[str, Any], path: Path) -> Path:
     return path
 
 
+def first_grad_norm(run_dir: Path) -> float:
+    """The gradient norm of step 1 in metrics.jsonl."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return next(row["grad_norm"] for row in rows if row["kind"] == "step")
+
+
 def losses(run_dir: Path, stage: str = "sft") -> list[float]:
     """The training losses in metrics.jsonl by step."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -146,13 +153,18 @@ def test_two_ranks_give_the_losses_of_one(
 
 
 @pytest.fixture(scope="module")
-def one_coat_rank(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def coat_run(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one_coat_rank")
     recipe = tiny_recipe(tiny_data, folder / "run", precision="coat")
     done = train(no_dropout(recipe), folder)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "language_model.model.layers.0: FP8 decoder block" in done.stderr + done.stdout
-    return losses(folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def one_coat_rank(coat_run: Path) -> list[float]:
+    return losses(coat_run)
 
 
 def test_coat_follows_fp32_and_is_not_it(one_rank: list[float], one_coat_rank: list[float]) -> None:
@@ -183,13 +195,17 @@ def test_checkpointed_coat_blocks_give_the_same_losses(
     assert losses(tmp_path / "run") == one_coat_rank
 
 
-def test_coat_accumulates(one_coat_rank: list[float], tiny_data: Path, tmp_path: Path) -> None:
+def test_coat_accumulates(
+    one_coat_rank: list[float], coat_run: Path, tiny_data: Path, tmp_path: Path
+) -> None:
     recipe = no_dropout(tiny_recipe(tiny_data, tmp_path / "run", precision="coat"))
     recipe["stages"]["sft"]["micro_batch_size"] = 8
     done = train(recipe, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     # A scale is that of one micro-batch's tokens.
     assert losses(tmp_path / "run") == pytest.approx(one_coat_rank, rel=0.01)
+    # AdamW hides a wrong scale of the gradient; its norm does not.
+    assert first_grad_norm(tmp_path / "run") == pytest.approx(first_grad_norm(coat_run), rel=0.05)
 
 
 @pytest.mark.parametrize(("zero_stage", "ranks"), [(0, 1), (3, 2)])
@@ -203,10 +219,12 @@ def test_coat_takes_the_projector_and_a_tied_output_layer(
     exact = copy.deepcopy(no_dropout(recipe))
     exact.update(precision="fp32", zero_stage=0, output_dir=str(tmp_path / "exact"))
     del exact["fp8"]
-    assert train(exact, tmp_path).returncode == 0
+    done = train(exact, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
     done = train(recipe, tmp_path, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "language_model.lm_head: FP8 linear" in done.stderr + done.stdout
+    for name in ("language_model.lm_head", "projector.layers"):
+        assert re.search(rf"{name}\S*: FP8 linear", done.stderr + done.stdout), name
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "exact"), rel=0.02)
 
 

@@ -119,6 +119,10 @@ def test_skipping_everything_is_refused() -> None:
     [
         ({"optimizer": "adamw", "released_constants": True}, "released_constants has no effect"),
         ({"vision": False, "language": False}, "fp8 selects nothing"),
+        (
+            {"vision": False, "language": False, "projector": True, "skip_last": 1},
+            "skip_last has no effect",
+        ),
     ],
 )
 def test_settings_without_effect_are_refused(settings: dict[str, Any], words: str) -> None:

@@ -45,8 +45,8 @@ def step(number: int, loss: float) -> dict:
         "samples_per_s": 10.0,
         "step_s": 2.0,
         "data_wait_s": 0.5,
-        "peak_memory_mb": 2048.0,
-        "bad_samples": 0,
+        "peak_memory_mb": 3 * 2**30 / 1e6,
+        "bad_samples": 7,
         "time": 1.7e9 + number,
     }
 
@@ -142,7 +142,7 @@ def test_a_complete_run_shows_its_numbers(run: Path):
         "1.5 K",
         "4 of 4",
         "scenes 1.2500",
-        "2.00 GiB",
+        "3.00 GiB",
         "25.0% of the time",
         "2 answers could not be parsed",
         "presence by category",

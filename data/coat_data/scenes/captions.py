@@ -1,9 +1,10 @@
 """Captions that tie the colour, shape and position of every object together.
 
 A row is either a dense caption of the whole image, or a conversation that refers to every shape in
-turn ("Describe the star.") and gets its colour and place, or ``none``. In both a thing has to be
-found by its shape, and referring asks for it where a question will: that is what carries over to
-answering questions.
+turn ("Describe the star.") and is told its colour and place, or ``none``. There a thing has to be
+found by its shape, and is asked for where a question will ask for it: that is what carries over to
+answering questions. (The last turns can be narrowed down by what was said of the other shapes; in
+:mod:`coat_data.scenes.ask`, whose questions are tested, they cannot.)
 """
 
 from typing import Literal
@@ -24,11 +25,8 @@ STYLE_SHARES: dict[Style, float] = {
 }
 """How often each style is used."""
 
-ABSENT = "none"
-"""What is said of a shape that is not in the scene."""
 
-
-def caption(scene: Scene, style: Style, rng: np.random.Generator) -> list[tuple[str, str]]:
+def caption_turns(scene: Scene, style: Style, rng: np.random.Generator) -> list[tuple[str, str]]:
     """A row about a scene: (instruction, answer) pairs.
 
     ``by_shape`` names the shape first and its colour after it, in alphabetical order, so that the
@@ -63,7 +61,7 @@ def _n(thing: SceneObject) -> str:
 
 
 def _seen(thing: SceneObject | None) -> str:
-    return ABSENT if thing is None else f"{thing.color}, {_place(thing)}"
+    return "none" if thing is None else f"{thing.color}, {_place(thing)}"
 
 
 def _place(thing: SceneObject) -> str:

@@ -39,7 +39,7 @@ from coat_data.scenes.ask import (
     presence_of,
     shapes_of,
 )
-from coat_data.scenes.captions import STYLE_SHARES, caption
+from coat_data.scenes.captions import STYLE_SHARES, caption_turns
 from coat_data.scenes.draw import draw_image
 from coat_data.scenes.scene import ALL_PAIRS, GRID, HELD_OUT, SEEN, Scene, draw_scene
 
@@ -192,7 +192,9 @@ def _caption_rows(
     styles = list(STYLE_SHARES)
     drawn = rng.choice(len(styles), size=len(scenes), p=list(STYLE_SHARES.values()))
     return [
-        conversation(f"{number:06d}", _image(split, number), caption(scene, styles[index], rng))
+        conversation(
+            f"{number:06d}", _image(split, number), caption_turns(scene, styles[index], rng)
+        )
         for number, (scene, index) in enumerate(zip(scenes, drawn, strict=True))
     ]
 

@@ -1,0 +1,215 @@
+"""Rotary position embedding of a joint q, k, v projection, which it splits on the way.
+
+Per head, with the two halves of its D channels (x1, x2) and of the embedding (c1, c2), (s1, s2):
+
+    y1 = x1 c1 - x2 s1,   y2 = x2 c2 + x1 s2
+    dx1 = dy1 c1 + dy2 s2,   dx2 = dy2 c2 - dy1 s1
+
+q and k are rotated, v is copied, so that nothing holds on to the joint matrix. Computed in FP32 and
+rounded once (transformers rounds each product). Reads and writes every element once: with 16-bit
+values 4 (H + 2 H_kv) D bytes per token; cos and sin are read once for several heads. Formula: Su et
+al., arXiv 2104.09864, equation 34, in the half-split order of Llama. Reference: ``reference.rope``.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from coat_kernels import reference
+from coat_kernels.formats import check_matrix
+from coat_kernels.launch import TOKENS, cdiv, launch
+from coat_kernels.registry import register
+
+BLOCK_ROWS = 16
+"""Tokens per program."""
+
+BLOCK_HEADS = 8
+"""Heads per program, for which cos and sin stay in registers."""
+
+
+@triton.jit
+def _half_offsets(o_m, stride, start, HALF: tl.constexpr):
+    """Offsets [BLOCK_M, HALF] of the channels from ``start`` of rows o_m."""
+    return o_m[:, None] * stride + start + tl.arange(0, HALF)[None, :]
+
+
+@triton.jit
+def _half_mask(m_m, D, HALF: tl.constexpr):
+    """Of the D / 2 channels that a half has."""
+    return m_m[:, None] & (tl.arange(0, HALF)[None, :] < D // 2)
+
+
+@triton.jit
+def _load_half(x_ptr, o_m, stride, start, m_m, D, HALF: tl.constexpr):
+    """FP32 [BLOCK_M, HALF]."""
+    offsets = _half_offsets(o_m, stride, start, HALF)
+    return tl.load(x_ptr + offsets, mask=_half_mask(m_m, D, HALF), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_half(x_ptr, o_m, stride, start, m_m, D, y, HALF: tl.constexpr):
+    """The inverse of :func:`_load_half`, rounded to the matrix's dtype."""
+    offsets = _half_offsets(o_m, stride, start, HALF)
+    tl.store(x_ptr + offsets, y.to(x_ptr.dtype.element_ty), mask=_half_mask(m_m, D, HALF))
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _rope_kernel(
+    qkv_ptr, cos_ptr, sin_ptr,  # (M, (H + 2 KV) D), (R, D), (R, D)
+    q_ptr, k_ptr, v_ptr,  # (M, H D), (M, KV D), (M, KV D)
+    M, R, H, KV, D,
+    BACKWARD: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    o_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_m = o_m < M
+    second = D // 2
+    c1 = _load_half(cos_ptr, o_m % R, D, 0, m_m, D, HALF)
+    c2 = _load_half(cos_ptr, o_m % R, D, second, m_m, D, HALF)
+    s1 = _load_half(sin_ptr, o_m % R, D, 0, m_m, D, HALF)
+    s2 = _load_half(sin_ptr, o_m % R, D, second, m_m, D, HALF)
+    heads = H + 2 * KV
+    for i in range(BLOCK_H):
+        head = tl.program_id(1) * BLOCK_H + i
+        # Where the head lies among q, k and v, and in the joint matrix.
+        part = q_ptr + head * D
+        stride = H * D
+        if head >= H:
+            part = k_ptr + (head - H) * D
+            stride = KV * D
+        if head >= H + KV:
+            part = v_ptr + (head - H - KV) * D
+        joint = qkv_ptr + head * D
+        mask = m_m & (head < heads)
+        if BACKWARD:
+            x1 = _load_half(part, o_m, stride, 0, mask, D, HALF)
+            x2 = _load_half(part, o_m, stride, second, mask, D, HALF)
+        else:
+            x1 = _load_half(joint, o_m, heads * D, 0, mask, D, HALF)
+            x2 = _load_half(joint, o_m, heads * D, second, mask, D, HALF)
+        y1, y2 = x1, x2
+        if head < H + KV:
+            if BACKWARD:
+                y1 = x1 * c1 + x2 * s2
+                y2 = x2 * c2 - x1 * s1
+            else:
+                y1 = x1 * c1 - x2 * s1
+                y2 = x2 * c2 + x1 * s2
+        if BACKWARD:
+            _store_half(joint, o_m, heads * D, 0, mask, D, y1, HALF)
+            _store_half(joint, o_m, heads * D, second, mask, D, y2, HALF)
+        else:
+            _store_half(part, o_m, stride, 0, mask, D, y1, HALF)
+            _store_half(part, o_m, stride, second, mask, D, y2, HALF)
+
+
+def _launch(
+    qkv: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor, backward: bool
+) -> None:
+    M, (R, D) = qkv.shape[0], cos.shape
+    H, KV = q.shape[1] // D, k.shape[1] // D
+    launch(
+        _rope_kernel, (cdiv(M, BLOCK_ROWS), cdiv(H + 2 * KV, BLOCK_HEADS)), num_warps=4,
+        qkv_ptr=qkv, cos_ptr=cos, sin_ptr=sin, q_ptr=q, k_ptr=k, v_ptr=v,
+        M=M, R=R, H=H, KV=KV, D=D, BACKWARD=backward, HALF=triton.next_power_of_2(D // 2),
+        BLOCK_M=BLOCK_ROWS, BLOCK_H=BLOCK_HEADS,
+    )  # fmt: skip
+
+
+def _split(
+    qkv: Tensor, cos: Tensor, _sin: Tensor, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised q, k and v."""
+    M, D = qkv.shape[0], cos.shape[1]
+    q = qkv.new_empty(M, heads * D)
+    return q, qkv.new_empty(M, kv_heads * D), qkv.new_empty(M, kv_heads * D)
+
+
+def _rope_triton(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = _split(qkv, cos, sin, heads, kv_heads)
+    _launch(qkv, cos, sin, q, k, v, False)
+    return q, k, v
+
+
+def _joint(dq: Tensor, dk: Tensor, dv: Tensor, _cos: Tensor, _sin: Tensor) -> Tensor:
+    """Uninitialised gradient of the joint matrix."""
+    return dq.new_empty(dq.shape[0], dq.shape[1] + dk.shape[1] + dv.shape[1])
+
+
+def _rope_bwd_triton(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    dqkv = _joint(dq, dk, dv, cos, sin)
+    _launch(dqkv, cos, sin, dq, dk, dv, True)
+    return dqkv
+
+
+_rope = register("rope", triton=_rope_triton, reference=reference.rope, fake=_split)
+_rope_bwd = register("rope_bwd", triton=_rope_bwd_triton, reference=reference.rope_bwd, fake=_joint)
+
+
+def rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split a joint projection and rotate its q and k.
+
+    Args:
+        qkv: [M, (heads + 2 kv_heads) D], FP32, BF16 or FP16: q, k, v of M tokens.
+        cos: [R, D]; token m takes row m % R, so sequences of R tokens share it. D is even.
+        sin: likewise.
+        heads: of q.
+        kv_heads: of k and of v.
+
+    Returns:
+        q [M, heads D], k and v [M, kv_heads D], in qkv's dtype.
+
+    Raises:
+        ValueError: a shape, dtype or layout is wrong.
+    """
+    check_matrix("rope", "qkv", qkv)
+    _check_embedding("rope", qkv.shape[0], cos, sin)
+    if qkv.shape[1] != (heads + 2 * kv_heads) * cos.shape[1] or min(heads, kv_heads) < 1:
+        raise ValueError(
+            f"rope: qkv has {qkv.shape[1]} columns; {heads} heads of q and {kv_heads} of k and v "
+            f"with {cos.shape[1]} channels each make {(heads + 2 * kv_heads) * cos.shape[1]}"
+        )
+    return _rope(qkv, cos, sin, heads, kv_heads)
+
+
+def rope_bwd(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Gradient of the joint projection.
+
+    Args:
+        dq: gradient of q [M, heads D].
+        dk: gradient of k [M, kv_heads D].
+        dv: gradient of v, of k's shape.
+        cos: as in :func:`rope`.
+        sin: likewise.
+
+    Returns:
+        [M, (heads + 2 kv_heads) D] in dq's dtype.
+
+    Raises:
+        ValueError: a shape, dtype or layout is wrong.
+    """
+    check_matrix("rope_bwd", "dq", dq)
+    check_matrix("rope_bwd", "dk", dk)
+    check_matrix("rope_bwd", "dv", dv, (dk.shape[0], dk.shape[1]))
+    _check_embedding("rope_bwd", dq.shape[0], cos, sin)
+    D = cos.shape[1]
+    if dq.shape[0] != dk.shape[0] or dq.shape[1] % D or dk.shape[1] % D:
+        raise ValueError(
+            f"rope_bwd: dq has shape {tuple(dq.shape)} and dk {tuple(dk.shape)}; both need the "
+            f"same number of rows and a multiple of {D} columns, one head's channels"
+        )
+    return _rope_bwd(dq, dk, dv, cos, sin)
+
+
+def _check_embedding(op: str, tokens: int, cos: Tensor, sin: Tensor) -> None:
+    check_matrix(op, "cos", cos)
+    check_matrix(op, "sin", sin, (cos.shape[0], cos.shape[1]))
+    R, D = cos.shape
+    if not R or tokens % R or D < 2 or D % 2:
+        raise ValueError(
+            f"{op}: cos has shape {(R, D)} for {tokens} tokens; its rows must divide the tokens, "
+            "its columns, one head's channels, must be even"
+        )

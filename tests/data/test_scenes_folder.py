@@ -1,0 +1,66 @@
+"""How the scenes dataset is made: shapes, sizes, settings, and what an interruption leaves."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from coat_data.sample import DataError
+from coat_data.scenes import make_scenes
+from coat_data.scenes.draw import coverage
+
+SIZES = {"num_train": 16, "num_test": 8, "num_val": 4, "progress": False}
+
+
+@pytest.mark.parametrize("size", [12, 14, 40])
+def test_shapes_cover_their_geometric_area(size):
+    outer, inner = 0.525, 0.21
+    areas = {
+        "square": 1.0,
+        "circle": np.pi / 4,
+        "triangle": 0.5,
+        "diamond": 0.5,
+        "cross": 2 * 0.36 - 0.36**2,
+        "star": 5 * outer * inner * np.sin(np.pi / 5),
+    }
+    for shape, area in areas.items():
+        assert coverage(shape, size).mean() == pytest.approx(area, abs=0.05), shape
+
+
+def test_larger_images(tmp_path):
+    make_scenes(tmp_path / "out", num_train=2, num_test=8, num_val=1, image_size=96, progress=False)
+    with Image.open(tmp_path / "out/images/train/000001.png") as image:
+        assert image.size == (96, 96)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"num_test": 100}, "num_test=100.*multiple of 8"),
+        ({"num_train": 0}, "num_train=0"),
+        ({"image_size": 50}, "image_size=50.*multiple of 3"),
+        ({"image_size": 33}, "image_size=33.*at least 36"),
+        ({"questions_per_row": 0}, "questions_per_row=0"),
+    ],
+)
+def test_bad_settings_are_named(tmp_path, setting, message):
+    with pytest.raises(ValueError, match=message):
+        make_scenes(tmp_path / "out", **(SIZES | setting))
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten(tmp_path):
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(DataError, match=f"{tmp_path}: already exists and is not empty"):
+        make_scenes(tmp_path, **SIZES)
+    assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch, error):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr("coat_data.scenes.make.write_questions", fail)
+    with pytest.raises((KeyboardInterrupt, OSError)):
+        make_scenes(tmp_path / "out", **SIZES)
+    assert not list(tmp_path.iterdir())
