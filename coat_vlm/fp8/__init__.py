@@ -5,6 +5,7 @@ from coat_vlm.fp8.convert import ConversionReport, convert, fp8_blocks
 from coat_vlm.fp8.linear import Fp8Linear, linear, norm_linear
 from coat_vlm.fp8.mlp import norm_mlp
 from coat_vlm.fp8.monitor import Counts, watching
+from coat_vlm.fp8.weights import kept_bytes, reused_weights
 
 __all__ = [
     "Arithmetic",
@@ -14,8 +15,10 @@ __all__ = [
     "arithmetic_of",
     "convert",
     "fp8_blocks",
+    "kept_bytes",
     "linear",
     "norm_linear",
     "norm_mlp",
+    "reused_weights",
     "watching",
 ]

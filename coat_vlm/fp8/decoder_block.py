@@ -56,7 +56,9 @@ class Fp8DecoderLayer:
         """
         attention = self.self_attn
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        qkv = norm_linear(hidden_states, self.input_layernorm, projections, self.fp8_group_size)
+        qkv, residual = norm_linear(
+            hidden_states, self.input_layernorm, projections, self.fp8_group_size
+        )
         assert position_embeddings is not None
         query, key, value = rotated_heads(attention, qkv, position_embeddings)
         if past_key_values is not None:
@@ -76,13 +78,14 @@ class Fp8DecoderLayer:
             use_cache=use_cache,
             **kwargs,
         )
-        hidden_states = hidden_states + linear(out, attention.o_proj)
         mlp = self.mlp
-        return hidden_states + norm_mlp(
-            hidden_states,
+        y, residual = norm_mlp(
+            residual,
             self.post_attention_layernorm,
             (mlp.gate_proj, mlp.up_proj),
             mlp.down_proj,
             "silu_mul",
             self.fp8_group_size,
+            delta=linear(out, attention.o_proj),
         )
+        return residual + y

@@ -50,7 +50,9 @@ class Fp8EncoderLayer:
         """
         attention = self.self_attn
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        qkv = norm_linear(hidden_states, self.layer_norm1, projections, self.fp8_group_size)
+        qkv, residual = norm_linear(
+            hidden_states, self.layer_norm1, projections, self.fp8_group_size
+        )
         query, key, value = qkv.chunk(3, -1)
         out = attend(
             attention,
@@ -63,13 +65,14 @@ class Fp8EncoderLayer:
             dropout=dropout_of(attention, attention.dropout),
             **kwargs,
         )
-        hidden_states = hidden_states + linear(out, attention.out_proj)
         mlp = self.mlp
-        return hidden_states + norm_mlp(
-            hidden_states,
+        y, residual = norm_mlp(
+            residual,
             self.layer_norm2,
             (mlp.fc1,),
             mlp.fc2,
             GELUS[mlp.config.hidden_act],
             self.fp8_group_size,
+            delta=linear(out, attention.out_proj),
         )
+        return residual + y

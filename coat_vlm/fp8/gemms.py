@@ -5,9 +5,8 @@
     weight gradient  dW = dy^T x         dy^T E5M2 [N, M'], x^T E4M3 [K, M']
 
 All operands have one scale per tensor (arXiv 2410.19313, section 4.1). Layers that read the same
-input (q, k, v; gate, up) are one GEMM: their weights are quantized together, under one scale. The
-FP8 weight is not kept: backward quantizes the weight again, transposed, at the forward's scale, so
-that a layer costs no memory for it between the passes.
+input (q, k, v; gate, up) are one GEMM: their weights are quantized together, under one scale. Where
+the FP8 weights come from, and whether they stay, is up to ``weights.py``.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,17 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from coat_kernels import (
-    E5M2,
-    TensorScaled,
-    quantize_tensor,
-    quantize_tensor_both,
-    quantize_tensor_transposed,
-    scaled_mm,
-)
-from coat_vlm.fp8 import monitor
-
-Parameters = Sequence[Tensor]
+from coat_kernels import E5M2, GradientCodes, TensorScaled, quantize_layouts, scaled_mm
+from coat_vlm.fp8 import monitor, weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +27,11 @@ class LinearNeeds:
     weight: bool
     bias: bool
 
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to compute."""
+        return self.input or self.weight or self.bias
+
 
 def stack(linears: Sequence[nn.Linear]) -> tuple[Tensor | None, ...]:
     """Weights, then biases, of layers that read the same input: a Function's tensor arguments."""
@@ -46,64 +41,67 @@ def stack(linears: Sequence[nn.Linear]) -> tuple[Tensor | None, ...]:
 def unstack(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], Tensor | None]:
     """The inverse of :func:`stack`: the weights, and one concatenated bias [N] or None."""
     half = len(tensors) // 2
-    weights = [weight for weight in tensors[:half] if weight is not None]
+    parts = [weight for weight in tensors[:half] if weight is not None]
     if all(bias is None for bias in tensors[half:]):
-        return weights, None
+        return parts, None
     biases = [
-        weight.new_zeros(weight.shape[0]) if bias is None else bias
-        for weight, bias in zip(weights, tensors[half:], strict=True)
+        weight.new_zeros(weight.shape[0]) if bias is None else bias.detach()
+        for weight, bias in zip(parts, tensors[half:], strict=True)
     ]
-    return weights, joined(biases)
-
-
-def joined(tensors: Parameters) -> Tensor:
-    """Along the first dimension; a single tensor stays itself."""
-    return tensors[0].detach() if len(tensors) == 1 else torch.cat([t.detach() for t in tensors])
+    return parts, biases[0] if len(biases) == 1 else torch.cat(biases)
 
 
 def forward(
-    x: TensorScaled, weights: Parameters, bias: Tensor | None, dtype: torch.dtype
+    x: TensorScaled,
+    key: weights.Key,
+    parts: Sequence[Tensor],
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Y [M, N] in ``dtype`` for x [M, K] and weights [n_i, K], and the weights' scale []."""
-    weight = joined(weights).contiguous()
-    codes = quantize_tensor(weight)
-    monitor.observe("weight", codes, weight)
+    codes = weights.codes(key, parts)
     return scaled_mm(x, codes, dtype, bias), codes.scale
 
 
+def gradient_codes(dy: Tensor, needs: LinearNeeds) -> GradientCodes:
+    """Dy [M, N], contiguous, in the layouts that :func:`backward` will need."""
+    rows, transposed = quantize_layouts([dy], E5M2, rows=needs.input, transposed=needs.weight)
+    monitor.observe_gradient(rows, transposed, lambda: dy)
+    bias = dy.sum(0, dtype=torch.float32) if needs.bias else None
+    return GradientCodes(rows, transposed, bias)
+
+
 def backward(
-    dy: Tensor,
-    weights: Parameters,
+    dy: GradientCodes,
+    key: weights.Key,
+    parts: Sequence[Tensor],
     weight_scale: Tensor,
     input_transposed: Callable[[], TensorScaled],
     needs: LinearNeeds,
-    dy_scale: Tensor | None = None,
-) -> tuple[Tensor | None, list[Tensor | None], Tensor | None]:
-    """Gradients of :func:`forward`.
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Gradients of :func:`forward`; the bias's is ``dy.bias``.
 
     Args:
-        dy: gradient of y [M, N], contiguous.
-        weights: as in forward.
+        dy: gradient of y [M, N].
+        key: of the weights, as in forward.
+        parts: the weights, as in forward.
         weight_scale: from forward.
         input_transposed: gives x^T [K, M'] in FP8; called only for weight gradients.
         needs: what to compute; the rest is None.
-        dy_scale: E5M2 scale of dy [] where it is known already.
+        dtype: of dx.
 
     Returns:
-        dx [M, K] in dy's dtype; a gradient [n_i, K] per weight, in its dtype; the bias's gradient
-        [N], FP32.
+        dx [M, K]; a gradient [n_i, K] per weight, in its dtype.
     """
-    rows, transposed = quantize_tensor_both(dy, E5M2, dy_scale)
-    monitor.observe("gradient", rows, dy)
     dx = None
     if needs.input:
-        weight = quantize_tensor_transposed(joined(weights).contiguous(), weight_scale)
-        dx = scaled_mm(rows, weight, dy.dtype)
-    dweights: list[Tensor | None] = [None] * len(weights)
+        dx = scaled_mm(dy.rows, weights.transposed_codes(key, parts, weight_scale), dtype)
+    gradients: list[Tensor | None] = [None] * len(parts)
     if needs.weight:
-        dweight = scaled_mm(transposed, input_transposed(), weights[0].dtype)
-        dweights = list(dweight.split([weight.shape[0] for weight in weights]))
-    return dx, dweights, dy.float().sum(0) if needs.bias else None
+        joint = scaled_mm(dy.transposed, input_transposed(), parts[0].dtype)
+        gradients = list(joint.split([weight.shape[0] for weight in parts]))
+    return dx, gradients
 
 
 def split_bias_gradient(

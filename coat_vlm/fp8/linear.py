@@ -28,6 +28,7 @@ from coat_kernels import (
 from coat_kernels.formats import padded
 from coat_vlm.fp8 import gemms, monitor
 from coat_vlm.fp8.gemms import LinearNeeds
+from coat_vlm.fp8.weights import Key, key_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +59,34 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     Returns:
         [..., N] in x's dtype.
     """
-    return _Linear.apply(x, layer.weight, layer.bias)
+    return _Linear.apply(x, layer.weight, layer.bias, key_of([layer]))
 
 
-def norm_linear(x: Tensor, norm: nn.Module, layers: Sequence[nn.Linear], group_size: int) -> Tensor:
-    """``layer(norm(x))`` of every layer, as one FP8 GEMM.
+def norm_linear(
+    x: Tensor,
+    norm: nn.Module,
+    layers: Sequence[nn.Linear],
+    group_size: int,
+    delta: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``layer(norm(x + delta))`` of every layer, as one FP8 GEMM.
 
     Args:
-        x: [..., K], FP32, BF16 or FP16.
+        x: the residual stream [..., K], FP32, BF16 or FP16.
         norm: a LayerNorm, or an RMSNorm of a Llama, Mistral or Qwen model.
         layers: weights [n_i, K], biases [n_i] or None.
-        group_size: groups of the FP8 copy of x.
+        group_size: groups of the FP8 copy of the norm's input.
+        delta: like x, what is added to it first; nothing when absent.
 
     Returns:
-        [..., sum of n_i] in x's dtype, the layers one after the other.
+        [..., sum of n_i] in x's dtype, the layers one after the other; and x + delta. What goes on
+        from the residual stream must go on from the latter: its gradient is added where the norm's
+        is computed.
     """
     settings = norm_settings(norm, group_size)
     bias = getattr(norm, "bias", None)
-    return _NormLinear.apply(x, norm.weight, bias, settings, *gemms.stack(layers))
+    key = key_of(layers)
+    return _NormLinear.apply(x, delta, norm.weight, bias, settings, key, *gemms.stack(layers))
 
 
 class Fp8Linear(nn.Linear):
@@ -101,32 +112,37 @@ def transposed_codes(x: TensorScaled) -> TensorScaled:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, key: Key) -> Tensor:
         x2 = rows(x)
         codes = quantize_tensor(x2)
         monitor.observe("linear input", codes, x2)
-        y, weight_scale = gemms.forward(codes, [weight], bias, x.dtype)
+        y, weight_scale = gemms.forward(codes, key, [weight], bias, x.dtype)
         keep = codes.q if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(keep, codes.scale, weight, bias, weight_scale)
+        ctx.key = key
         ctx.shape = x.shape
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         q, scale, weight, bias, weight_scale = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         needs = LinearNeeds(wants_x, wants_weight, wants_bias)
-        dx, (dweight,), dbias = gemms.backward(
-            rows(grad_outputs[0]),
+        dy = gemms.gradient_codes(rows(grad_outputs[0]), needs)
+        dx, (dweight,) = gemms.backward(
+            dy,
+            ctx.key,
             [weight],
             weight_scale,
             lambda: transposed_codes(TensorScaled(q, scale)),
             needs,
+            grad_outputs[0].dtype,
         )
         return (
             None if dx is None else dx.view(ctx.shape),
             dweight,
-            None if dbias is None or bias is None else dbias.to(bias.dtype),
+            None if dy.bias is None or bias is None else dy.bias.to(bias.dtype),
+            None,
         )
 
 
@@ -135,17 +151,21 @@ class _NormLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        delta: Tensor | None,
         norm_weight: Tensor,
         norm_bias: Tensor | None,
         settings: NormSettings,
+        key: Key,
         *stacked: Tensor | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         weights, bias = gemms.unstack(stacked)
-        codes, saved = normed(rows(x), norm_weight, norm_bias, settings)
-        y, weight_scale = gemms.forward(codes, weights, bias, x.dtype)
+        source, codes, saved = normed(x, delta, norm_weight, norm_bias, settings)
+        y, weight_scale = gemms.forward(codes, key, weights, bias, x.dtype)
         ctx.save_for_backward(*flat(saved), norm_weight, norm_bias, weight_scale, *stacked)
+        ctx.key = key
         ctx.shape = x.shape
-        return y.view(*x.shape[:-1], y.shape[-1])
+        ctx.set_materialize_grads(False)
+        return y.view(*x.shape[:-1], y.shape[-1]), source
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
@@ -156,48 +176,77 @@ class _NormLinear(torch.autograd.Function):
         weights = list(stacked[:half])
         saved = unflat(kept)
         wanted = ctx.needs_input_grad
-        needs = LinearNeeds(any(wanted[:3]), any(wanted[4 : 4 + half]), any(wanted[4 + half :]))
-        dnormed, dweights, dbias = gemms.backward(
-            rows(grad_outputs[0]),
+        needs = LinearNeeds(any(wanted[:4]), any(wanted[6 : 6 + half]), any(wanted[6 + half :]))
+        dout, dresidual = grad_outputs
+        dy = gemms.gradient_codes(rows(dout), needs)
+        dnormed, dweights = gemms.backward(
+            dy,
+            ctx.key,
             weights,
             weight_scale,
             lambda: norm_recompute(saved, norm_weight, norm_bias),
             needs,
+            dout.dtype,
         )
         return (
-            *norm_gradients(dnormed, saved, norm_weight, norm_bias, ctx.shape),
+            *norm_gradients(dnormed, dresidual, saved, norm_weight, norm_bias, ctx),
+            None,
             None,
             *dweights,
-            *gemms.split_bias_gradient(dbias, stacked),
+            *gemms.split_bias_gradient(dy.bias, stacked),
         )
 
 
 def normed(
-    x: Tensor, weight: Tensor, bias: Tensor | None, settings: NormSettings
-) -> tuple[TensorScaled, NormSaved]:
-    """The norm of x [M, K] in FP8, and what its backward pass needs."""
-    codes, saved = norm_fwd(
-        x,
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: NormSettings
+) -> tuple[Tensor, TensorScaled, NormSaved]:
+    """X + delta [..., K], its norm [M, K] in FP8, and what the backward pass needs."""
+    x2 = rows(x)
+    source, codes, saved = norm_fwd(
+        x2,
         weight,
         bias,
         settings.eps,
         centered=settings.centered,
         group_size=settings.group_size,
+        delta=None if delta is None else rows(delta),
     )
-    monitor.observe_group("norm input", saved.x, x)
-    monitor.observe_norm("norm output", codes, x, weight, bias, saved)
-    return codes, saved
+    monitor.observe_group("norm input", saved.x, source)
+    monitor.observe_norm("norm output", codes, source, weight, bias, saved)
+    # Without a delta x itself goes on, not a view of it: autograd then knows that it is the input.
+    return x if delta is None else source.view(x.shape), codes, saved
 
 
 def norm_gradients(
-    dy: Tensor | None, saved: NormSaved, weight: Tensor, bias: Tensor | None, shape: torch.Size
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x (of ``shape``), weight and bias, in their dtypes; None where dy is None."""
+    dy: Tensor | None,
+    dresidual: Tensor | None,
+    saved: NormSaved,
+    weight: Tensor,
+    bias: Tensor | None,
+    ctx: Any,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, delta, weight and bias, in their dtypes; None where dy is None.
+
+    Args:
+        dy: gradient of the norm's output [M, K].
+        dresidual: gradient of x + delta that comes past the norm, of ``ctx.shape``.
+        saved: what the norm kept.
+        weight: the norm's, [K].
+        bias: the norm's, [K] or None.
+        ctx: of a Function whose first inputs are these four.
+    """
     if dy is None:
-        return None, None, None
-    dx, dweight, dbias = norm_bwd(dy, saved, weight)
-    dbias = None if bias is None else dbias.to(bias.dtype)
-    return dx.view(shape), dweight.to(weight.dtype), dbias
+        return None, None, None, None
+    residual = None if dresidual is None else rows(dresidual)
+    dx, dweight, dbias = norm_bwd(dy, saved, weight, residual)
+    wants_x, wants_delta, _, _ = ctx.needs_input_grad[:4]
+    dx = dx.view(ctx.shape)
+    return (
+        dx if wants_x else None,
+        dx if wants_delta else None,
+        dweight.to(weight.dtype),
+        None if bias is None else dbias.to(bias.dtype),
+    )
 
 
 def flat(saved: NormSaved) -> tuple[Tensor, ...]:

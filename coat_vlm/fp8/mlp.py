@@ -15,12 +15,15 @@ from torch import Tensor, nn
 
 from coat_kernels import (
     ActivationSaved,
+    GradientCodes,
     GroupScaled,
     activation_bwd,
     activation_fwd,
     activation_recompute,
+    dequantize_group,
     norm_recompute,
 )
+from coat_kernels.reference import activation_gradient
 from coat_vlm.fp8 import gemms, monitor
 from coat_vlm.fp8.gemms import LinearNeeds
 from coat_vlm.fp8.linear import (
@@ -32,6 +35,7 @@ from coat_vlm.fp8.linear import (
     rows,
     unflat,
 )
+from coat_vlm.fp8.weights import Key, key_of
 
 
 def norm_mlp(
@@ -41,27 +45,31 @@ def norm_mlp(
     layer_out: nn.Linear,
     activation: str,
     group_size: int,
-) -> Tensor:
-    """``layer_out(activation(layers_in(norm(x))))`` in FP8.
+    delta: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``layer_out(activation(layers_in(norm(x + delta))))`` in FP8.
 
     Args:
-        x: [..., K], FP32, BF16 or FP16.
+        x: the residual stream [..., K], FP32, BF16 or FP16.
         norm: as in :func:`coat_vlm.fp8.linear.norm_linear`.
         layers_in: (gate, up) for ``silu_mul``, else one layer; weights [F, K].
         layer_out: weight [K, F].
         activation: one of ``coat_kernels.ACTIVATIONS``.
         group_size: groups of the FP8 copies.
+        delta: as in :func:`coat_vlm.fp8.linear.norm_linear`.
 
     Returns:
-        [..., K] in x's dtype.
+        [..., K] in x's dtype, and x + delta: as in :func:`coat_vlm.fp8.linear.norm_linear`.
     """
     settings = norm_settings(norm, group_size)
     return _NormMlp.apply(
         x,
+        delta,
         norm.weight,
         getattr(norm, "bias", None),
         settings,
         activation,
+        (key_of(layers_in), key_of([layer_out])),
         layer_out.weight,
         layer_out.bias,
         *gemms.stack(layers_in),
@@ -73,21 +81,24 @@ class _NormMlp(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        delta: Tensor | None,
         norm_weight: Tensor,
         norm_bias: Tensor | None,
         settings: NormSettings,
         activation: str,
+        keys: tuple[Key, Key],
         weight_out: Tensor,
         bias_out: Tensor | None,
         *stacked_in: Tensor | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         weights_in, bias_in = gemms.unstack(stacked_in)
-        codes, saved = normed(rows(x), norm_weight, norm_bias, settings)
-        a, scale_in = gemms.forward(codes, weights_in, bias_in, x.dtype)
+        source, codes, saved = normed(x, delta, norm_weight, norm_bias, settings)
+        a, scale_in = gemms.forward(codes, keys[0], weights_in, bias_in, x.dtype)
         h, kept = activation_fwd(a, activation, group_size=settings.group_size)
         monitor.observe_group("activation input", kept.a, a)
         monitor.observe_activation("activation output", h, a, activation)
-        y, scale_out = gemms.forward(h, [weight_out], bias_out, x.dtype)
+        del a, codes  # the GEMM below needs their memory
+        y, scale_out = gemms.forward(h, keys[1], [weight_out], bias_out, x.dtype)
         ctx.save_for_backward(
             *flat(saved),
             *kept.a,
@@ -101,8 +112,10 @@ class _NormMlp(torch.autograd.Function):
             *stacked_in,
         )
         ctx.activation = activation
+        ctx.keys = keys
         ctx.shape = x.shape
-        return y.view(x.shape)
+        ctx.set_materialize_grads(False)
+        return y.view(x.shape), source
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
@@ -112,33 +125,59 @@ class _NormMlp(torch.autograd.Function):
         norm_weight, norm_bias, weight_out, bias_out, scale_in, scale_out = tensors[8:14]
         stacked_in = tensors[14:]
         half = len(stacked_in) // 2
+        weights_in = list(stacked_in[:half])
         wanted = ctx.needs_input_grad
-        wants_in = LinearNeeds(any(wanted[:3]), any(wanted[7 : 7 + half]), any(wanted[7 + half :]))
-        needs_a = wants_in.input or wants_in.weight or wants_in.bias
-        dh, (dweight_out,), dbias_out = gemms.backward(
-            rows(grad_outputs[0]),
+        wants_in = LinearNeeds(any(wanted[:4]), any(wanted[9 : 9 + half]), any(wanted[9 + half :]))
+        wants_out = LinearNeeds(wants_in.any, wanted[7], wanted[8])
+        dout, dresidual = grad_outputs
+        dy = gemms.gradient_codes(rows(dout), wants_out)
+        dh, (dweight_out,) = gemms.backward(
+            dy,
+            ctx.keys[1],
             [weight_out],
             scale_out,
             lambda: activation_recompute(kept, ctx.activation),
-            LinearNeeds(needs_a, wanted[5], wanted[6]),
+            wants_out,
+            dout.dtype,
         )
+        dbias_out = None if dy.bias is None else dy.bias.to(bias_out.dtype)
+        del dy
         dnormed, dweights_in, dbias_in = None, [None] * half, None
         if dh is not None:
-            da, da_scale = activation_bwd(dh, kept, ctx.activation)
-            dnormed, dweights_in, dbias_in = gemms.backward(
+            da = _activation_gradient(dh, kept, ctx.activation, wants_in)
+            del dh
+            dnormed, dweights_in = gemms.backward(
                 da,
-                list(stacked_in[:half]),
+                ctx.keys[0],
+                weights_in,
                 scale_in,
                 lambda: norm_recompute(saved, norm_weight, norm_bias),
                 wants_in,
-                da_scale,
+                dout.dtype,
             )
+            dbias_in = da.bias
         return (
-            *norm_gradients(dnormed, saved, norm_weight, norm_bias, ctx.shape),
+            *norm_gradients(dnormed, dresidual, saved, norm_weight, norm_bias, ctx),
+            None,
             None,
             None,
             dweight_out,
-            None if dbias_out is None else dbias_out.to(bias_out.dtype),
+            dbias_out,
             *dweights_in,
             *gemms.split_bias_gradient(dbias_in, stacked_in),
         )
+
+
+def _activation_gradient(
+    dh: Tensor, kept: ActivationSaved, activation: str, needs: LinearNeeds
+) -> GradientCodes:
+    """The gradient of the activation's input, in the layouts that are needed."""
+    da = activation_bwd(
+        dh, kept, activation, rows=needs.input, transposed=needs.weight, bias=needs.bias
+    )
+    monitor.observe_gradient(
+        da.rows,
+        da.transposed,
+        lambda: activation_gradient(dh, dequantize_group(kept.a), activation),
+    )
+    return da

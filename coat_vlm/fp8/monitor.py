@@ -12,7 +12,7 @@ code per scale is expected to be there, so the rate shows how much of a tensor s
 *Underflowed*: the value is not zero and its code is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -74,6 +74,23 @@ def observe(kind: str, scaled: TensorScaled, x: Tensor) -> None:
     """Count a tensor quantized with one scale."""
     for counts in _active:
         counts.add(kind, scaled.q, x)
+
+
+def observe_parts(kind: str, scaled: TensorScaled, parts: Sequence[Tensor]) -> None:
+    """Count matrices that were quantized as one, one below the other."""
+    if _active:
+        observe(kind, scaled, torch.cat([part.detach() for part in parts]))
+
+
+def observe_gradient(
+    rows: TensorScaled, transposed: TensorScaled, values: Callable[[], Tensor]
+) -> None:
+    """Count a gradient [M, N] in the layout that was written; ``values`` may be dear to compute."""
+    if _active and rows.q.numel():
+        observe("gradient", rows, values())
+    elif _active and transposed.q.numel():
+        x = values()
+        observe("gradient", TensorScaled(transposed.q[:, : len(x)].t(), transposed.scale), x)
 
 
 def observe_group(kind: str, scaled: GroupScaled, x: Tensor) -> None:

@@ -48,7 +48,8 @@ class Metrics:
                 for name, value in numbers.items():
                     self._board.add_scalar(name, value, row["step"])
             if self._wandb is not None:
-                self._wandb.log(numbers)
+                # Not as W&B's own step, which must grow: every stage counts from 1.
+                self._wandb.log({**numbers, f"{row['stage']}/step": row["step"]})
 
     def close(self) -> None:
         """Flush and close all."""
@@ -97,7 +98,10 @@ def _start_wandb(project: str, run_name: str, run_dir: Path) -> Any:
             f"tracking.wandb_project={project!r} needs the wandb package; install coat-vlm[wandb] "
             "or remove the key"
         ) from error
-    return wandb.init(project=project, name=run_name, dir=str(run_dir))
+    run = wandb.init(project=project, name=run_name, dir=str(run_dir))
+    for stage in STAGES:
+        run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+    return run
 
 
 def _numbers(prefix: str, row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -18,6 +18,7 @@ from coat_kernels.formats import (
     GEMM_MULTIPLE,
     GROUP_SIZES,
     Format,
+    GradientCodes,
     GroupScaled,
     TensorScaled,
 )
@@ -26,9 +27,9 @@ from coat_kernels.norm import NormSaved, norm_bwd, norm_fwd, norm_recompute
 from coat_kernels.quantize import (
     dequantize_group,
     quantize_group,
+    quantize_layouts,
     quantize_tensor,
-    quantize_tensor_both,
-    quantize_tensor_transposed,
+    quantize_transposed,
 )
 from coat_kernels.registry import OPS, Op, use_reference
 from coat_kernels.rope import rope, rope_bwd
@@ -43,6 +44,7 @@ __all__ = [
     "OPS",
     "ActivationSaved",
     "Format",
+    "GradientCodes",
     "GroupScaled",
     "NormSaved",
     "Op",
@@ -57,9 +59,9 @@ __all__ = [
     "norm_fwd",
     "norm_recompute",
     "quantize_group",
+    "quantize_layouts",
     "quantize_tensor",
-    "quantize_tensor_both",
-    "quantize_tensor_transposed",
+    "quantize_transposed",
     "rope",
     "rope_bwd",
     "scaled_mm",

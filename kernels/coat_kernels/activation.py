@@ -7,8 +7,9 @@
 
 ``activation_stats`` reads a once: its group-scaled copy (kept: W + W / G bytes per token for a's
 width W) and h's amax. ``activation_apply`` reads a (forward) or the copy (backward) and writes h's
-per-tensor codes, row-major or transposed: h itself is never stored. ``activation_bwd`` gives da and
-its per-tensor scale. (1 + tanh(u)) / 2 = sigmoid(2 u) saves a tanh.
+per-tensor codes, row-major or transposed: h itself is never stored. Nor is da: ``activation_bwd``
+reads dh and the copy twice, for da's amax and for its codes. (1 + tanh(u)) / 2 = sigmoid(2 u) saves
+a tanh.
 Formulas: Hendrycks & Gimpel, arXiv 1606.08415; Shazeer, arXiv 2002.05202. Reference:
 ``reference.activation_stats``, ``activation_apply``, ``activation_bwd``.
 """
@@ -25,6 +26,7 @@ from coat_kernels.formats import (
     E4M3,
     E5M2,
     Format,
+    GradientCodes,
     GroupScaled,
     TensorScaled,
     check_group,
@@ -45,6 +47,9 @@ from coat_kernels.tile import (
 )
 
 ACTIVATIONS = reference.ACTIVATIONS
+
+GRADIENT_BLOCK_N = 64
+"""Columns of a tile of the backward pass, which holds most: with 128 one block fills an SM."""
 
 
 @triton.jit
@@ -115,36 +120,81 @@ def _activation_apply_kernel(
         else:
             h *= load_tile(a_ptr + F, o_m, o_n, m_mn, W)
     inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
-    store_codes(h, inverse, q_ptr, qt_ptr, o_m, o_n, M, F, M_PADDED, MAX, ROWS, TRANSPOSED)
+    store_codes(
+        h, inverse, q_ptr, qt_ptr, o_m, o_n, o_n < F, M, M_PADDED, F, M_PADDED, MAX, ROWS,
+        TRANSPOSED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gradients(
+    dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W,
+    KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """FP32 tiles of da: that of the gate and that of up for SwiGLU, else twice the same."""
+    dh = load_tile(dh_ptr, o_m, i_n + tl.arange(0, BLOCK_N), m_mn, F)
+    a = load_grouped(a_ptr, e_ptr, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N)
+    h, slope = _value_and_slope(a, KIND)
+    da = dh * slope
+    dup = da
+    if KIND == 0:
+        up = load_grouped(a_ptr + F, e_ptr + F // GROUP, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N)
+        da = dh * up * slope
+        dup = dh * h
+    return da, dup
 
 
 @triton.jit(do_not_specialize=TOKENS)
-def _activation_bwd_kernel(
-    dh_ptr, a_ptr, e_ptr, da_ptr, amax_bits_ptr,  # (M, F), (M, W) FP8, (M, W / GROUP), (M, W), ()
+def _activation_bwd_stats_kernel(
+    dh_ptr, a_ptr, e_ptr, amax_bits_ptr,  # (M, F), (M, W) FP8, (M, W / GROUP), ()
     M, F, W, tiles_n,
     KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)  # tiles are counted along the row first
     o_m = row_offsets(pid // tiles_n, BLOCK_M)
     i_n = pid % tiles_n * BLOCK_N
-    o_n = i_n + tl.arange(0, BLOCK_N)
-    m_mn = (o_m[:, None] < M) & (o_n[None, :] < F)
-    dh = load_tile(dh_ptr, o_m, o_n, m_mn, F)
-    a = load_grouped(a_ptr, e_ptr, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N)
-    h, slope = _value_and_slope(a, KIND)
-    da = dh * slope
-    amax_bits = 0
-    o = o_m[:, None] * W + o_n[None, :]
+    m_mn = (o_m[:, None] < M) & ((i_n + tl.arange(0, BLOCK_N))[None, :] < F)
+    da, dup = _gradients(
+        dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W, KIND, GROUP, BLOCK_M, BLOCK_N
+    )
+    amax_bits = block_amax_bits(da)
     if KIND == 0:
-        up = load_grouped(a_ptr + F, e_ptr + F // GROUP, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N)
-        da = dh * up * slope
-        dup = (dh * h).to(da_ptr.dtype.element_ty)
-        tl.store(da_ptr + F + o, dup, mask=m_mn)
-        amax_bits = block_amax_bits(dup.to(tl.float32))
-    rounded = da.to(da_ptr.dtype.element_ty)
-    tl.store(da_ptr + o, rounded, mask=m_mn)
-    amax_bits = tl.maximum(amax_bits, block_amax_bits(rounded.to(tl.float32)))
+        amax_bits = tl.maximum(amax_bits, block_amax_bits(dup))
     tl.atomic_max(amax_bits_ptr, amax_bits)
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _activation_bwd_apply_kernel(
+    dh_ptr, a_ptr, e_ptr, scale_ptr,  # (M, F), (M, W) FP8, (M, W / GROUP), ()
+    q_ptr, qt_ptr, sums_ptr,  # (M, W) and (W, M_PADDED) FP8, (rows of tiles, W) FP32 partial sums
+    M, F, W, M_PADDED, tiles_n,
+    KIND: tl.constexpr, MAX: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BIAS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)  # tiles are counted along the row first
+    i_m = pid // tiles_n
+    o_m = row_offsets(i_m, BLOCK_M)
+    i_n = pid % tiles_n * BLOCK_N
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    m_n = o_n < F
+    m_mn = (o_m[:, None] < M) & m_n[None, :]
+    da, dup = _gradients(
+        dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W, KIND, GROUP, BLOCK_M, BLOCK_N
+    )
+    inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
+    store_codes(
+        da, inverse, q_ptr, qt_ptr, o_m, o_n, m_n, M, M_PADDED, W, M_PADDED, MAX, ROWS, TRANSPOSED
+    )
+    o = i_m.to(tl.int64) * W + o_n
+    if BIAS:
+        tl.store(sums_ptr + o, tl.sum(da, axis=0), mask=m_n)
+    if KIND == 0:
+        store_codes(
+            dup, inverse, q_ptr, qt_ptr, o_m, F + o_n, m_n, M, M_PADDED, W, M_PADDED, MAX, ROWS,
+            TRANSPOSED,
+        )  # fmt: skip
+        if BIAS:
+            tl.store(sums_ptr + F + o, tl.sum(dup, axis=0), mask=m_n)
 
 
 def _width(a: Tensor, kind: str) -> tuple[int, int, int]:
@@ -189,20 +239,43 @@ def _activation_apply_triton(
     return q, qt
 
 
+def _empty_gradient(
+    a: Tensor, fmt: str, rows: bool, transposed: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised results of ``activation_bwd``."""
+    M, W = a.shape
+    layouts = empty_layouts(M, W, format_of(fmt), rows, transposed, a.device)
+    scale = a.new_empty((), dtype=torch.float32)
+    return *layouts, scale, a.new_empty((W if bias else 0,), dtype=torch.float32)
+
+
 def _activation_bwd_triton(
-    dh: Tensor, a: Tensor, exponents: Tensor, kind: str, fmt: str
-) -> tuple[Tensor, Tensor]:
+    dh: Tensor, a: Tensor, exponents: Tensor, kind: str, fmt: str, rows: bool, transposed: bool,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     M, F, W = _width(a, kind)
-    da = torch.empty(a.shape, dtype=dh.dtype, device=dh.device)
+    q, qt, _, sums = _empty_gradient(a, fmt, rows, transposed, bias)
     amax = new_amax(dh.device)
+    group = W // exponents.shape[1]
     grid, tiles_n = tiles(M, F)
     launch(
-        _activation_bwd_kernel, (grid,),
-        dh_ptr=dh, a_ptr=a, e_ptr=exponents, da_ptr=da, amax_bits_ptr=amax.view(torch.int32),
-        M=M, F=F, W=W, tiles_n=tiles_n, KIND=ACTIVATIONS.index(kind),
-        GROUP=W // exponents.shape[1], BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        _activation_bwd_stats_kernel, (grid,),
+        dh_ptr=dh, a_ptr=a, e_ptr=exponents, amax_bits_ptr=amax.view(torch.int32), M=M, F=F, W=W,
+        tiles_n=tiles_n, KIND=ACTIVATIONS.index(kind), GROUP=group, BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
     )  # fmt: skip
-    return da, reference.amax_to_scale(amax, fmt)
+    scale = reference.amax_to_scale(amax, fmt)
+    block_n = max(GRADIENT_BLOCK_N, group)
+    grid, tiles_n = tiles(padded(M) if transposed else M, F, block_n)
+    partial = sums.new_empty((grid // tiles_n if bias else 0, W))
+    launch(
+        _activation_bwd_apply_kernel, (grid,),
+        dh_ptr=dh, a_ptr=a, e_ptr=exponents, scale_ptr=scale, q_ptr=q, qt_ptr=qt,
+        sums_ptr=partial, M=M, F=F, W=W, M_PADDED=padded(M), tiles_n=tiles_n,
+        KIND=ACTIVATIONS.index(kind), MAX=format_of(fmt).max, ROWS=rows, TRANSPOSED=transposed,
+        BIAS=bias, GROUP=group, BLOCK_M=BLOCK_M, BLOCK_N=block_n,
+    )  # fmt: skip
+    return q, qt, scale, partial.sum(0) if bias else sums
 
 
 _activation_stats = register(
@@ -226,10 +299,7 @@ _activation_bwd = register(
     "activation_bwd",
     triton=_activation_bwd_triton,
     reference=reference.activation_bwd,
-    fake=lambda dh, a, _exponents, _kind, _fmt: (
-        dh.new_empty(a.shape),
-        dh.new_empty((), dtype=torch.float32),
-    ),
+    fake=lambda _dh, a, _exponents, _kind, *rest: _empty_gradient(a, *rest),
 )
 
 
@@ -288,18 +358,25 @@ def activation_recompute(saved: ActivationSaved, kind: str, fmt: Format = E4M3) 
 
 
 def activation_bwd(
-    dh: Tensor, saved: ActivationSaved, kind: str, fmt: Format = E5M2
-) -> tuple[Tensor, Tensor]:
-    """Gradient of :func:`activation_fwd`'s input.
+    dh: Tensor,
+    saved: ActivationSaved,
+    kind: str,
+    *,
+    rows: bool = True,
+    transposed: bool = True,
+    bias: bool = False,
+    fmt: Format = E5M2,
+) -> GradientCodes:
+    """Gradient of :func:`activation_fwd`'s input, quantized per tensor; it exists in FP8 only.
 
     Args:
         dh: gradient of h [M, F], contiguous.
         saved: from the forward pass.
         kind: the same kind.
-        fmt: the format that da will be quantized to.
-
-    Returns:
-        da in dh's dtype [M, W], and its per-tensor scale for ``fmt``, FP32 [].
+        rows: write codes [M, W], for the input gradient of the layer before.
+        transposed: write codes [W, M'], for that layer's weight gradient.
+        bias: sum over the tokens, for its bias.
+        fmt: format of the codes.
 
     Raises:
         ValueError: dh is not a contiguous matrix of h's shape, or there is no such kind.
@@ -307,4 +384,7 @@ def activation_bwd(
     _check_kind(kind)
     M, F, _ = _width(saved.a.q, kind)
     check_matrix("activation_bwd", "dh", dh, (M, F))
-    return _activation_bwd(dh, saved.a.q, saved.a.exponents, kind, fmt.name)
+    q, qt, scale, sums = _activation_bwd(
+        dh, saved.a.q, saved.a.exponents, kind, fmt.name, rows, transposed, bias
+    )
+    return GradientCodes(TensorScaled(q, scale), TensorScaled(qt, scale), sums if bias else None)

@@ -79,6 +79,17 @@ class GroupScaled(NamedTuple):
         return self.q.shape[-1] // self.exponents.shape[-1]
 
 
+class GradientCodes(NamedTuple):
+    """A gradient dy [M, N] as the GEMMs of a backward pass take it; what is not needed is empty."""
+
+    rows: TensorScaled
+    """Codes [M, N], for the input gradient."""
+    transposed: TensorScaled
+    """Codes [N, M'], for the weight gradient."""
+    bias: Tensor | None
+    """FP32 [N], the sum of dy over the tokens, for the bias."""
+
+
 def format_of(name: str) -> Format:
     """The format called ``name``.
 
@@ -108,6 +119,19 @@ def check_matrix(op: str, name: str, x: Tensor, shape: tuple[int, int] | None = 
             "dimensions and call .contiguous()"
         )
     check_dtype(op, name, x)
+
+
+def check_like(op: str, name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """Refuse what has not the shape and dtype of ``other``, or is not contiguous.
+
+    Raises:
+        ValueError: it says what both are.
+    """
+    if x.shape != other.shape or x.dtype != other.dtype or not x.is_contiguous():
+        raise ValueError(
+            f"{op}: {name} is {x.dtype} of shape {tuple(x.shape)} and strides {x.stride()}; it "
+            f"must be like {other_name}: contiguous {other.dtype} of shape {tuple(other.shape)}"
+        )
 
 
 def check_dtype(op: str, name: str, x: Tensor) -> None:

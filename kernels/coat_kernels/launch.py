@@ -18,9 +18,9 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def tiles(M: int, N: int) -> tuple[int, int]:
+def tiles(M: int, N: int, block_n: int = BLOCK_N) -> tuple[int, int]:
     """Number of tiles of a matrix, and of one row of tiles."""
-    tiles_n = cdiv(N, BLOCK_N)
+    tiles_n = cdiv(N, block_n)
     return cdiv(M, BLOCK_M) * tiles_n, tiles_n
 
 

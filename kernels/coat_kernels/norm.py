@@ -4,14 +4,15 @@
 
 RMSNorm has no mean and no bias. Two passes, because y's per-tensor scale needs all of y:
 
-* ``norm_stats`` reads x once: rstd, mean, x's group-scaled copy (all that backward keeps:
-  N + N / G bytes and one or two FP32 per token) and y's amax (the first stage of COAT's Group
-  Scaling, arXiv 2410.19313 section 4.2).
+* ``norm_stats`` reads x once (and what a residual connection adds to it: then it writes the sum):
+  rstd, mean, x's group-scaled copy (all that backward keeps: N + N / G bytes and one or two FP32
+  per token) and y's amax (the first stage of COAT's Group Scaling, arXiv 2410.19313 section 4.2).
 * ``norm_apply`` reads x (forward) or its FP8 copy (backward) and writes y's codes, row-major for
   the forward GEMM or transposed for the weight gradient. y itself is never stored.
 
-Backward (``norm_bwd``) works from the FP8 copy; weight and bias gradients are summed in FP32 in a
-fixed order (partial sums per block of rows, then one sum), so they are deterministic.
+Backward (``norm_bwd``) works from the FP8 copy and adds the gradient of the residual path; weight
+and bias gradients are summed in FP32 in a fixed order (partial sums per block of rows, then one
+sum), so they are deterministic.
 Reference: ``reference.norm_stats``, ``norm_apply``, ``norm_bwd``.
 """
 
@@ -29,6 +30,7 @@ from coat_kernels.formats import (
     GroupScaled,
     TensorScaled,
     check_group,
+    check_like,
     check_matrix,
     check_vector,
     format_of,
@@ -60,16 +62,22 @@ def _load_vector(ptr, o_n, N):
 
 @triton.jit(do_not_specialize=TOKENS)
 def _norm_stats_kernel(
-    x_ptr, weight_ptr, bias_ptr,  # (M, N), (N,), (N,) or null
+    x_ptr, delta_ptr, weight_ptr, bias_ptr,  # (M, N), (M, N) or null, (N,), (N,) or null
+    sum_ptr,  # (M, N) if there is a delta
     q_ptr, e_ptr, rstd_ptr, mean_ptr, amax_bits_ptr,  # (M, N) FP8, (M, N / GROUP), (M,), (M,), ()
     M, N, eps,
-    CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_DELTA: tl.constexpr, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     o_m = row_offsets(tl.program_id(0), BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     m_mn = (o_m[:, None] < M) & (o_n[None, :] < N)
     x = load_tile(x_ptr, o_m, o_n, m_mn, N)
+    if HAS_DELTA:
+        added = (x + load_tile(delta_ptr, o_m, o_n, m_mn, N)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + o_m[:, None] * N + o_n[None, :], added, mask=m_mn)
+        x = added.to(tl.float32)
     store_grouped(x, q_ptr, e_ptr, o_m, 0, M, N, N, MAX, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
     middle = x
     if CENTERED:
@@ -109,15 +117,19 @@ def _norm_apply_kernel(
     if HAS_BIAS:
         y += _load_vector(bias_ptr, o_n, N)
     inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
-    store_codes(y, inverse, q_ptr, qt_ptr, o_m, o_n, M, N, M_PADDED, MAX, ROWS, TRANSPOSED)
+    store_codes(
+        y, inverse, q_ptr, qt_ptr, o_m, o_n, o_n < N, M, M_PADDED, N, M_PADDED, MAX, ROWS,
+        TRANSPOSED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=TOKENS)
 def _norm_bwd_kernel(
-    dy_ptr, x_ptr, e_ptr, weight_ptr, rstd_ptr, mean_ptr,
+    dy_ptr, x_ptr, e_ptr, weight_ptr, rstd_ptr, mean_ptr, residual_ptr,  # the last (M, N) or null
     dx_ptr, dweight_ptr, dbias_ptr,  # (M, N), (programs, N) FP32 partial sums
     M, N, rows_per_program,
-    CENTERED: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, CENTERED: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     o_n = tl.arange(0, BLOCK_N)
@@ -139,6 +151,8 @@ def _norm_bwd_kernel(
         if CENTERED:
             dx -= (tl.sum(g, axis=1) / N)[:, None]
         dx *= rstd
+        if HAS_RESIDUAL:
+            dx += load_tile(residual_ptr, o_m, o_n, m_mn, N)
         tl.store(
             dx_ptr + o_m[:, None] * N + o_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=m_mn
         )
@@ -160,33 +174,35 @@ def _row_block(N: int) -> dict[str, int]:
 
 
 def _empty_stats(
-    x: Tensor, centered: bool, group_size: int, fmt: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, delta: Tensor | None, centered: bool, group_size: int, fmt: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised results of ``norm_stats``."""
     M = x.shape[0]
+    total = torch.empty_like(x) if delta is not None else x.new_empty(0)
     rstd = x.new_empty((M,), dtype=torch.float32)
     mean = x.new_empty((M if centered else 0,), dtype=torch.float32)
     scale = x.new_empty((), dtype=torch.float32)
-    return *empty_grouped(x, group_size, fmt), rstd, mean, scale
+    return total, *empty_grouped(x, group_size, fmt), rstd, mean, scale
 
 
 def _norm_stats_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, group_size: int,
-    fmt: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+    centered: bool, group_size: int, fmt: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     form = format_of(fmt)
     M, N = x.shape
-    q, exponents, rstd, mean, _ = _empty_stats(x, centered, group_size, fmt)
+    total, q, exponents, rstd, mean, _ = _empty_stats(x, delta, centered, group_size, fmt)
     amax = new_amax(x.device)
     block = _row_block(N)
     launch(
         _norm_stats_kernel, (cdiv(M, block["BLOCK_M"]),),
-        x_ptr=x, weight_ptr=weight, bias_ptr=bias, q_ptr=q, e_ptr=exponents, rstd_ptr=rstd,
-        mean_ptr=mean, amax_bits_ptr=amax.view(torch.int32), M=M, N=N, eps=eps, CENTERED=centered,
+        x_ptr=x, delta_ptr=delta, weight_ptr=weight, bias_ptr=bias, sum_ptr=total, q_ptr=q,
+        e_ptr=exponents, rstd_ptr=rstd, mean_ptr=mean, amax_bits_ptr=amax.view(torch.int32),
+        M=M, N=N, eps=eps, HAS_DELTA=delta is not None, CENTERED=centered,
         HAS_BIAS=bias is not None, MAX=form.max, MAX_EXPONENT=form.max_exponent, GROUP=group_size,
         **block,
     )  # fmt: skip
-    return q, exponents, rstd, mean, reference.amax_to_scale(amax, fmt)
+    return total, q, exponents, rstd, mean, reference.amax_to_scale(amax, fmt)
 
 
 def _norm_apply_triton(
@@ -215,8 +231,9 @@ def _norm_apply_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _norm_bwd_triton(
-    dy: Tensor, x: Tensor, exponents: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, exponents: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     M, N = x.shape
     block = _row_block(N)
     tiles_m = max(1, cdiv(M, block["BLOCK_M"]))  # no rows: one program writes zero sums
@@ -227,8 +244,9 @@ def _norm_bwd_triton(
     launch(
         _norm_bwd_kernel, (programs,),
         dy_ptr=dy, x_ptr=x, e_ptr=exponents, weight_ptr=weight, rstd_ptr=rstd, mean_ptr=mean,
-        dx_ptr=dx, dweight_ptr=dweight, dbias_ptr=dbias, M=M, N=N,
-        rows_per_program=tiles_per_program * block["BLOCK_M"], CENTERED=mean.numel() > 0,
+        residual_ptr=residual, dx_ptr=dx, dweight_ptr=dweight, dbias_ptr=dbias, M=M, N=N,
+        rows_per_program=tiles_per_program * block["BLOCK_M"],
+        HAS_RESIDUAL=residual is not None, CENTERED=mean.numel() > 0,
         GROUP=N // exponents.shape[1], **block,
     )  # fmt: skip
     return dx, dweight.sum(0), dbias.sum(0)
@@ -238,7 +256,7 @@ _norm_stats = register(
     "norm_stats",
     triton=_norm_stats_triton,
     reference=reference.norm_stats,
-    fake=lambda x, _weight, _bias, _eps, *rest: _empty_stats(x, *rest),
+    fake=lambda x, delta, _weight, _bias, _eps, *rest: _empty_stats(x, delta, *rest),
 )
 _norm_apply = register(
     "norm_apply",
@@ -279,9 +297,10 @@ def norm_fwd(
     *,
     centered: bool,
     group_size: int,
+    delta: Tensor | None = None,
     fmt: Format = E4M3,
-) -> tuple[TensorScaled, NormSaved]:
-    """RMSNorm, or LayerNorm when ``centered``, to per-tensor FP8.
+) -> tuple[Tensor, TensorScaled, NormSaved]:
+    """RMSNorm, or LayerNorm when ``centered``, of x or of x + delta, to per-tensor FP8.
 
     Args:
         x: FP32, BF16 or FP16 [M, N], contiguous.
@@ -289,8 +308,13 @@ def norm_fwd(
         bias: [N] or None.
         eps: the model's epsilon, inside the square root.
         centered: subtract the mean (LayerNorm).
-        group_size: group size of the copy of x that is kept.
+        group_size: group size of the copy of the norm's input that is kept.
+        delta: what a residual connection adds to x first, like x.
         fmt: format of the codes of y and of that copy.
+
+    Returns:
+        The norm's input (x itself, or the sum rounded to x's dtype), y's codes, and what backward
+        needs.
 
     Raises:
         ValueError: the shape, dtype or group size does not fit.
@@ -299,12 +323,15 @@ def norm_fwd(
     check_group("norm_fwd", x.shape[1], group_size)
     check_vector("norm_fwd", "weight", weight, x.shape[1])
     check_vector("norm_fwd", "bias", bias, x.shape[1])
-    q, exponents, rstd, mean, scale = _norm_stats(
-        x, weight, bias, eps, centered, group_size, fmt.name
+    if delta is not None:
+        check_like("norm_fwd", "delta", delta, "x", x)
+    total, q, exponents, rstd, mean, scale = _norm_stats(
+        x, delta, weight, bias, eps, centered, group_size, fmt.name
     )
-    y, _ = _norm_apply(x, None, weight, bias, rstd, mean, scale, fmt.name, True, False)
+    source = x if delta is None else total
+    y, _ = _norm_apply(source, None, weight, bias, rstd, mean, scale, fmt.name, True, False)
     saved = NormSaved(GroupScaled(q, exponents), rstd, mean, scale)
-    return TensorScaled(y, scale), saved
+    return source, TensorScaled(y, scale), saved
 
 
 def norm_recompute(
@@ -324,21 +351,27 @@ def norm_recompute(
     return TensorScaled(qt, saved.scale)
 
 
-def norm_bwd(dy: Tensor, saved: NormSaved, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def norm_bwd(
+    dy: Tensor, saved: NormSaved, weight: Tensor, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`norm_fwd`.
 
     Args:
         dy: gradient of the output [M, N], contiguous.
         saved: from the forward pass.
         weight: [N].
+        residual: gradient that reaches the norm's input past the norm, like dy; added to dx.
 
     Returns:
         dx [M, N] in dy's dtype, dweight FP32 [N], dbias FP32 [N] (to be ignored without a bias).
 
     Raises:
-        ValueError: dy is not a contiguous matrix of x's shape, or weight does not fit.
+        ValueError: dy is not a contiguous matrix of x's shape, residual is not like dy, or weight
+            does not fit.
     """
     M, N = saved.x.q.shape
     check_matrix("norm_bwd", "dy", dy, (M, N))
     check_vector("norm_bwd", "weight", weight, N)
-    return _norm_bwd(dy, saved.x.q, saved.x.exponents, weight, saved.rstd, saved.mean)
+    if residual is not None:
+        check_like("norm_bwd", "residual", residual, "dy", dy)
+    return _norm_bwd(dy, saved.x.q, saved.x.exponents, weight, saved.rstd, saved.mean, residual)

@@ -4,9 +4,12 @@
     per group:   e = smallest exponent that does not saturate,  q = cast(x * 2^(127 - e))
 
 Formats and the convention: ``formats.py``. The reference: ``reference.py``. Per tensor reads x
-twice (amax, then codes); per group once. Paper: arXiv 2410.19313, sections 4.1 (mixed granularity)
+twice (amax, then codes); per group once. Weights of layers with the same input are quantized as
+one matrix without being copied together. Paper: arXiv 2410.19313, sections 4.1 (mixed granularity)
 and 4.2 (the amax of the first pass can come from the producer: ``norm.py``, ``activation.py``).
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -50,18 +53,19 @@ def _amax_kernel(x_ptr, amax_bits_ptr, numel, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=TOKENS)
 def _quantize_tensor_kernel(
     x_ptr, scale_ptr,  # (M, N), ()
-    q_ptr, qt_ptr,  # (M, N) and (N, M_PADDED) FP8
-    M, N, M_PADDED, tiles_n,
+    q_ptr, qt_ptr,  # (M, N), and (N, stride_t) FP8 of which M_END columns are written
+    M, N, M_END, stride_t, tiles_n,
     MAX: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)  # tiles are counted along the row first
     o_m = row_offsets(pid // tiles_n, BLOCK_M)
-    i_n = pid % tiles_n * BLOCK_N
-    o_n = i_n + tl.arange(0, BLOCK_N)
+    o_n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     x = load_tile(x_ptr, o_m, o_n, (o_m[:, None] < M) & (o_n[None, :] < N), N)
     inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
-    store_codes(x, inverse, q_ptr, qt_ptr, o_m, o_n, M, N, M_PADDED, MAX, ROWS, TRANSPOSED)
+    store_codes(
+        x, inverse, q_ptr, qt_ptr, o_m, o_n, o_n < N, M, M_END, N, stride_t, MAX, ROWS, TRANSPOSED
+    )
 
 
 @triton.jit(do_not_specialize=TOKENS)
@@ -115,29 +119,43 @@ def new_amax(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
-def _tensor_scale_triton(x: Tensor, fmt: str) -> Tensor:
-    amax = new_amax(x.device)
-    launch(
-        _amax_kernel, (cdiv(x.numel(), AMAX_ELEMENTS),),
-        x_ptr=x, amax_bits_ptr=amax.view(torch.int32), numel=x.numel(), BLOCK=AMAX_ELEMENTS,
-    )  # fmt: skip
+def _tensor_scale_triton(parts: Sequence[Tensor], fmt: str) -> Tensor:
+    amax = new_amax(parts[0].device)
+    for part in parts:
+        launch(
+            _amax_kernel, (cdiv(part.numel(), AMAX_ELEMENTS),),
+            x_ptr=part, amax_bits_ptr=amax.view(torch.int32), numel=part.numel(),
+            BLOCK=AMAX_ELEMENTS,
+        )  # fmt: skip
     return reference.amax_to_scale(amax, fmt)
 
 
 def _quantize_tensor_triton(
-    x: Tensor, scale: Tensor, fmt: str, rows: bool, transposed: bool
+    parts: Sequence[Tensor], scale: Tensor, fmt: str, rows: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     form = format_of(fmt)
-    M, N = x.shape
-    q, qt = empty_layouts(M, N, form, rows, transposed, x.device)
-    grid, tiles_n = tiles(padded(M) if transposed else M, N)
-    launch(
-        _quantize_tensor_kernel, (grid,),
-        x_ptr=x, scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, N=N, M_PADDED=padded(M),
-        tiles_n=tiles_n, MAX=form.max, ROWS=rows, TRANSPOSED=transposed,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-    )  # fmt: skip
+    M, N = stacked_shape(parts)
+    q, qt = empty_layouts(M, N, form, rows, transposed, parts[0].device)
+    start = 0
+    for i, part in enumerate(parts):
+        m = part.shape[0]
+        # The last part's programs write the padding, too.
+        end = padded(M) - start if transposed and i == len(parts) - 1 else m
+        grid, tiles_n = tiles(end, N)
+        launch(
+            _quantize_tensor_kernel, (grid,),
+            x_ptr=part, scale_ptr=scale, q_ptr=q[start:] if rows else q,
+            qt_ptr=qt[:, start:] if transposed else qt, M=m, N=N, M_END=end, stride_t=padded(M),
+            tiles_n=tiles_n, MAX=form.max, ROWS=rows, TRANSPOSED=transposed,
+            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        )  # fmt: skip
+        start += m
     return q, qt
+
+
+def stacked_shape(parts: Sequence[Tensor]) -> tuple[int, int]:
+    """[M, N] of matrices [m_i, N], one below the other."""
+    return sum(part.shape[0] for part in parts), parts[0].shape[1]
 
 
 def _quantize_group_triton(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
@@ -169,14 +187,14 @@ _tensor_scale = register(
     "tensor_scale",
     triton=_tensor_scale_triton,
     reference=reference.tensor_scale,
-    fake=lambda x, _fmt: x.new_empty((), dtype=torch.float32),
+    fake=lambda parts, _fmt: parts[0].new_empty((), dtype=torch.float32),
 )
 _quantize_tensor = register(
     "quantize_tensor",
     triton=_quantize_tensor_triton,
     reference=reference.quantize_tensor,
-    fake=lambda x, _scale, fmt, rows, transposed: empty_layouts(
-        x.shape[0], x.shape[1], format_of(fmt), rows, transposed, x.device
+    fake=lambda parts, _scale, fmt, rows, transposed: empty_layouts(
+        *stacked_shape(parts), format_of(fmt), rows, transposed, parts[0].device
     ),
 )
 _quantize_group = register(
@@ -203,36 +221,58 @@ def quantize_tensor(x: Tensor, fmt: Format = E4M3) -> TensorScaled:
     Raises:
         ValueError: x is not a contiguous matrix of such a dtype.
     """
-    check_matrix("quantize_tensor", "x", x)
-    scale = _tensor_scale(x, fmt.name)
-    return TensorScaled(_quantize_tensor(x, scale, fmt.name, True, False)[0], scale)
+    return quantize_layouts([x], fmt, rows=True, transposed=False)[0]
 
 
-def quantize_tensor_both(
-    x: Tensor, fmt: Format = E4M3, scale: Tensor | None = None
+def quantize_layouts(
+    parts: Sequence[Tensor], fmt: Format = E4M3, *, rows: bool, transposed: bool
 ) -> tuple[TensorScaled, TensorScaled]:
-    """Quantize with one scale, row-major [M, N] and transposed [N, M'].
+    """Quantize matrices that lie one below the other with one scale, in one or both layouts.
 
-    Tokens are padded with zeros to M', a multiple of 16, so that the transposed copy is an operand
-    of a GEMM over tokens (the weight gradient). ``scale`` [] replaces the one from x's amax.
+    Args:
+        parts: FP32, BF16 or FP16 [m_i, N], contiguous; M is the sum of the m_i.
+        fmt: format of the codes.
+        rows: write codes [M, N].
+        transposed: write codes [N, M'], M padded with zeros to a multiple of 16, so that they are
+            an operand of a GEMM over tokens (the weight gradient).
 
-    Raises:
-        ValueError: x is not a contiguous matrix of a high-precision dtype.
-    """
-    check_matrix("quantize_tensor_both", "x", x)
-    used: Tensor = _tensor_scale(x, fmt.name) if scale is None else scale
-    q, qt = _quantize_tensor(x, used, fmt.name, True, True)
-    return TensorScaled(q, used), TensorScaled(qt, used)
-
-
-def quantize_tensor_transposed(x: Tensor, scale: Tensor, fmt: Format = E4M3) -> TensorScaled:
-    """Quantize at a given scale, transposed only: [N, M']; see :func:`quantize_tensor_both`.
+    Returns:
+        Both layouts; one that is not asked for is empty.
 
     Raises:
-        ValueError: x is not a contiguous matrix of a high-precision dtype.
+        ValueError: a part is not a contiguous matrix of such a dtype, or their N differ.
     """
-    check_matrix("quantize_tensor_transposed", "x", x)
-    return TensorScaled(_quantize_tensor(x, scale, fmt.name, False, True)[1], scale)
+    check_parts("quantize_layouts", parts)
+    scale = _tensor_scale(parts, fmt.name)
+    q, qt = _quantize_tensor(parts, scale, fmt.name, rows, transposed)
+    return TensorScaled(q, scale), TensorScaled(qt, scale)
+
+
+def quantize_transposed(parts: Sequence[Tensor], scale: Tensor, fmt: Format = E4M3) -> TensorScaled:
+    """Quantize at a given scale, transposed only: [N, M']; see :func:`quantize_layouts`.
+
+    Raises:
+        ValueError: a part is not a contiguous matrix of a high-precision dtype, or their N differ.
+    """
+    check_parts("quantize_transposed", parts)
+    return TensorScaled(_quantize_tensor(parts, scale, fmt.name, False, True)[1], scale)
+
+
+def check_parts(op: str, parts: Sequence[Tensor]) -> None:
+    """Refuse what does not stack to one matrix.
+
+    Raises:
+        ValueError: there is no part, one is not a contiguous matrix of a high-precision dtype, or
+            dtypes or numbers of columns differ.
+    """
+    for i, part in enumerate(parts):
+        check_matrix(op, "x" if len(parts) == 1 else f"parts[{i}]", part)
+    kinds = {(part.dtype, part.shape[1]) for part in parts}
+    if len(kinds) != 1:
+        raise ValueError(
+            f"{op}: got parts of (dtype, N) {sorted(map(str, kinds))}; give one or more matrices "
+            "of the same dtype and the same number of columns"
+        )
 
 
 def quantize_group(x: Tensor, group_size: int, fmt: Format = E4M3) -> GroupScaled:

@@ -41,12 +41,13 @@ def to_float(q: Tensor) -> Tensor:
     return _looked_up(_E4M3_VALUES, q.view(torch.uint8).int())
 
 
-def tensor_scale(x: Tensor, fmt: str) -> Tensor:
-    """Per-tensor scale, FP32 []: max(amax(x) * fp32(1 / max), 2^-126), NaN if x has a NaN."""
-    if x.numel() == 0:
-        return torch.full((), MIN_SCALE, device=x.device)
-    low, high = torch.aminmax(x)  # both are NaN if x has one
-    return amax_to_scale(torch.maximum(-low, high).float(), fmt)
+def tensor_scale(parts: list[Tensor], fmt: str) -> Tensor:
+    """One scale of all parts, FP32 []: max(amax * fp32(1 / max), 2^-126), NaN if one has a NaN."""
+    extremes = [torch.aminmax(part) for part in parts if part.numel()]  # NaN if there is one
+    if not extremes:
+        return torch.full((), MIN_SCALE, device=parts[0].device)
+    amax = torch.stack([torch.maximum(-low, high).float() for low, high in extremes]).amax()
+    return amax_to_scale(amax, fmt)
 
 
 def amax_to_scale(amax: Tensor, fmt: str) -> Tensor:
@@ -55,9 +56,13 @@ def amax_to_scale(amax: Tensor, fmt: str) -> Tensor:
 
 
 def quantize_tensor(
-    x: Tensor, scale: Tensor, fmt: str, rows: bool, transposed: bool
+    parts: list[Tensor], scale: Tensor, fmt: str, rows: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """Codes at a given scale: [M, N] and, zero-padded for a GEMM over tokens, [N, M']."""
+    """Codes at a given scale of parts [m_i, N], one below the other: [M, N] and/or [N, M'].
+
+    The transposed copy is padded with zeros to M' for a GEMM over tokens.
+    """
+    x = parts[0] if len(parts) == 1 else torch.cat(parts)
     return _layouts(x.float(), scale, format_of(fmt), rows, transposed)
 
 
@@ -123,22 +128,26 @@ def _normalized(x: Tensor, rstd: Tensor, mean: Tensor | None) -> Tensor:
 
 
 def norm_stats(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, group_size: int,
-    fmt: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """First pass of RMSNorm, or of LayerNorm when ``centered``.
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+    centered: bool, group_size: int, fmt: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """First pass of RMSNorm, or of LayerNorm when ``centered``, of x + delta.
 
     Returns:
-        x's group-scaled codes [M, N] and exponents [M, N / G] (kept for backward), rstd FP32 [M],
-        mean FP32 [M] (empty without centering), and the per-tensor scale of y FP32 [].
+        x + delta in x's dtype (empty without a delta), its group-scaled codes [M, N] and exponents
+        [M, N / G] (kept for backward), rstd FP32 [M], mean FP32 [M] (empty without centering), and
+        the per-tensor scale of y FP32 [].
     """
-    x32 = x.float()
+    total = x.new_empty(0) if delta is None else (x.float() + delta.float()).to(x.dtype)
+    source = x if delta is None else total
+    x32 = source.float()
     mean = x32.mean(-1) if centered else None
     middle = x32 if mean is None else x32 - mean[:, None]
     rstd = torch.rsqrt(middle.square().mean(-1) + eps)
     y = norm_values(x32, weight, bias, rstd, mean)
-    q, exponents = quantize_group(x, group_size, fmt)
-    return q, exponents, rstd, x32.new_empty(0) if mean is None else mean, tensor_scale(y, fmt)
+    q, exponents = quantize_group(source, group_size, fmt)
+    mean = x32.new_empty(0) if mean is None else mean
+    return total, q, exponents, rstd, mean, tensor_scale([y], fmt)
 
 
 def norm_values(
@@ -163,12 +172,13 @@ def norm_apply(
 
 
 def norm_bwd(
-    dy: Tensor, x: Tensor, exponents: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, exponents: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of a norm from its group-scaled input.
 
     With xhat = (x - mean) * rstd and g = dy * weight, averages over the channels:
-    dx = rstd * (g - [centered] avg(g) - xhat * avg(g * xhat)),
+    dx = rstd * (g - [centered] avg(g) - xhat * avg(g * xhat)) + residual,
     dweight = sum over tokens of dy * xhat, dbias = sum over tokens of dy.
 
     Returns:
@@ -183,6 +193,8 @@ def norm_bwd(
     if centered:
         dx = dx - g.mean(-1, keepdim=True)
     dx = dx * rstd[:, None]
+    if residual is not None:
+        dx += residual.float()
     return dx.to(dy.dtype), (dy32 * xhat).sum(0), dy32.sum(0)
 
 
@@ -231,7 +243,7 @@ def activation_stats(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """First pass: a's group-scaled codes and exponents (kept for backward), and h's scale []."""
     q, exponents = quantize_group(a, group_size, fmt)
-    return q, exponents, tensor_scale(activation_values(a, kind), fmt)
+    return q, exponents, tensor_scale([activation_values(a, kind)], fmt)
 
 
 def activation_apply(
@@ -243,24 +255,30 @@ def activation_apply(
     return _layouts(activation_values(a32, kind), scale, format_of(fmt), rows, transposed)
 
 
+def activation_gradient(dh: Tensor, a: Tensor, kind: str) -> Tensor:
+    """FP32 gradient of :func:`activation_values`'s input, of a's shape."""
+    a, dh = a.float(), dh.float()
+    if kind != "silu_mul":
+        return dh * _slope(a, _gate(a, kind), kind)
+    a, up = a.chunk(2, -1)
+    gate = _gate(a, kind)
+    return torch.cat([dh * up * _slope(a, gate, kind), dh * (a * gate)], -1)
+
+
 def activation_bwd(
-    dh: Tensor, a: Tensor, exponents: Tensor, kind: str, fmt: str
-) -> tuple[Tensor, Tensor]:
-    """Gradient of the activation's input from its group-scaled copy.
+    dh: Tensor, a: Tensor, exponents: Tensor, kind: str, fmt: str, rows: bool, transposed: bool,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradient of the activation's input from its group-scaled copy, in FP8.
 
     Returns:
-        da in dh's dtype, of a's shape, and the per-tensor scale of da (as rounded to that dtype).
+        da's per-tensor codes [M, W] and/or [W, M'], their scale FP32 [], and with ``bias`` the sum
+        of da over the tokens, FP32 [W].
     """
-    a32 = dequantize_group(a, exponents, torch.float32)
-    dh32 = dh.float()
-    if kind == "silu_mul":
-        a32, up = a32.chunk(2, -1)
-        gate = _gate(a32, kind)
-        da = torch.cat([dh32 * up * _slope(a32, gate, kind), dh32 * (a32 * gate)], -1)
-    else:
-        da = dh32 * _slope(a32, _gate(a32, kind), kind)
-    da = da.to(dh.dtype)
-    return da, tensor_scale(da, fmt)
+    da = activation_gradient(dh, dequantize_group(a, exponents, torch.float32), kind)
+    scale = tensor_scale([da], fmt)
+    sums = da.sum(0) if bias else da.new_empty(0)
+    return *_layouts(da, scale, format_of(fmt), rows, transposed), scale, sums
 
 
 # rotary embedding

@@ -32,8 +32,13 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         """Run the body of the tensors' device, or the reference where that is asked for."""
         # The dispatcher costs a CPU as much as the arithmetic of a small tensor.
-        direct = args[0].device.type == "cpu" and not torch.compiler.is_compiling()
+        direct = device_of(args).type == "cpu" and not torch.compiler.is_compiling()
         return self.reference(*args) if direct or _use_reference else self.dispatch(*args)
+
+
+def device_of(args: Sequence[Any]) -> torch.device:
+    """The device of an op's first argument, a tensor or a list of tensors."""
+    return (args[0] if isinstance(args[0], torch.Tensor) else args[0][0]).device
 
 
 def use_reference(enabled: bool) -> None:
@@ -47,7 +52,7 @@ def _on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(launch)
     def run(*args: Any) -> Any:
-        with torch.cuda.device(args[0].device):
+        with torch.cuda.device(device_of(args)):
             return launch(*args)
 
     return run
@@ -61,7 +66,7 @@ def register(
     fake: Callable[..., Any],
     mutates: Sequence[str] = (),
 ) -> Op:
-    """Register ``coat::<name>``; ``triton``'s annotations are the schema, a tensor comes first."""
+    """Register ``coat::<name>``; ``triton``'s annotations are the schema, tensors come first."""
     dispatch = torch.library.custom_op(
         f"coat::{name}", _on_its_device(triton), mutates_args=tuple(mutates), device_types="cuda"
     )

@@ -118,18 +118,21 @@ def store_grouped(
 
 @triton.jit
 def store_codes(
-    x, inverse, q_ptr, qt_ptr, o_m, o_n, M, N, M_PADDED, MAX: tl.constexpr,
+    x, inverse, q_ptr, qt_ptr, o_m, o_n, m_n, M, M_END, stride, stride_t, MAX: tl.constexpr,
     ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Per-tensor codes of tile x: row-major [M, N] and/or transposed [N, M_PADDED], zero-padded."""
+    """Per-tensor codes of tile x: row-major and/or transposed, there with zeros from M to M_END.
+
+    ``m_n`` masks the columns; ``stride`` is that of a row of q, ``stride_t`` that of a row of qt.
+    """
     if ROWS:
         q = to_fp8(x * inverse, MAX, q_ptr.dtype.element_ty)
-        mask = (o_m[:, None] < M) & (o_n[None, :] < N)
-        tl.store(q_ptr + o_m[:, None] * N + o_n[None, :], q, mask=mask)
+        mask = (o_m[:, None] < M) & m_n[None, :]
+        tl.store(q_ptr + o_m[:, None] * stride + o_n[None, :], q, mask=mask)
     if TRANSPOSED:
         # The padding is zero whatever x holds there (a norm's bias) and whatever the scale is: a
         # NaN in it would be spread by the GEMM to every output.
         y = tl.where(o_m[None, :] < M, tl.trans(x) * inverse, 0.0)
         qt = to_fp8(y, MAX, qt_ptr.dtype.element_ty)
-        mask = (o_n[:, None] < N) & (o_m[None, :] < M_PADDED)
-        tl.store(qt_ptr + o_n[:, None].to(tl.int64) * M_PADDED + o_m[None, :], qt, mask=mask)
+        mask = m_n[:, None] & (o_m[None, :] < M_END)
+        tl.store(qt_ptr + o_n[:, None].to(tl.int64) * stride_t + o_m[None, :], qt, mask=mask)

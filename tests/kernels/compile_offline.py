@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 import coat_kernels
 from coat_kernels import OPS
-from coat_kernels.testing import examples
+from coat_kernels.examples import examples
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -32,7 +32,10 @@ POINTERS = {
     torch.uint8: "*u8",
     torch.int32: "*i32",
 }
-INSTRUCTIONS = ["cvt.rn.satfinite.e4m3x2.f32", "e4m3x2.f16x2 ", "mul.ftz", "mul.f32"]
+INSTRUCTIONS = [
+    *("cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"),
+    *("e4m3x2.f16x2 ", "e5m2x2.f16x2 ", "mul.ftz", "mul.f32"),
+]
 
 
 def every_jit_function() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coat_kernels import E4M3, OPS, Format
-from coat_kernels.testing import results
+from coat_kernels.testing import mapped, results
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 
@@ -33,7 +33,7 @@ def run_in_interpreter(op: str, args: Sequence[Any]) -> list[Tensor]:
 
 def run_on_gpu(op: str, args: Sequence[Any]) -> list[Tensor]:
     """As a user runs it: through torch's dispatcher, on CUDA tensors."""
-    on_gpu = [arg.cuda() if isinstance(arg, Tensor) else arg for arg in args]
+    on_gpu = mapped(Tensor.cuda, args)
     return [result.cpu() for result in results(op, OPS[op].dispatch, on_gpu)]
 
 

@@ -86,13 +86,20 @@ def test_gradients(kind: str, dtype: torch.dtype, run: Run):
     dh = torch.randn(h64.shape, generator=torch.Generator().manual_seed(5)).to(dtype)
     (da64,) = torch.autograd.grad(h64, leaf, dh.double())
     for body in (run, run_reference):
-        args = (dh, *reference.quantize_group(a, 16, "e4m3"), kind, "e5m2")
-        da, scale = body("activation_bwd", args)
-        assert da.dtype == dtype
-        rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
-        assert relative_rms(da, da64) < rounding + TOLERANCE["activation_bwd", torch.float32]
-        # The scale is that of da as it was rounded: no code of the next quantization saturates.
-        assert scale == reference.tensor_scale(da, "e5m2")
+        copy = reference.quantize_group(a, 16, "e4m3")
+        q, qt, scale, sums = body("activation_bwd", (dh, *copy, kind, "e5m2", True, True, True))
+        torch.testing.assert_close(scale.double(), da64.abs().amax() / 57344, rtol=3e-6, atol=0)
+        half_step = torch.maximum(da64.abs() * 2**-3, scale.double() * 2**-17)
+        error = (q.double() * scale - da64).abs()
+        assert (error <= half_step + 3e-6 * da64.abs().amax()).all()
+        assert_same_bits("transposed", qt[:, : len(a)].t().contiguous(), q)
+        assert not qt[:, len(a) :].float().any()
+        assert relative_rms(sums, da64.sum(0)) < TOLERANCE["activation_bwd", torch.float32]
+        one, other, _, no_sums = body(
+            "activation_bwd", (dh, *copy, kind, "e5m2", False, True, False)
+        )
+        assert one.numel() == no_sums.numel() == 0
+        assert_same_bits("transposed alone", other, qt)
 
 
 @KINDS
@@ -109,8 +116,12 @@ def test_extreme_inputs_stay_finite_and_follow_the_limits(kind: str, run: Run):
     (da64,) = torch.autograd.grad(h64, leaf, dh.double())
     q, exponents, scale = run("activation_stats", (a, kind, 16, "e4m3"))
     assert scale.isfinite()
-    da, _ = run("activation_bwd", (dh, q, exponents, kind, "e5m2"))
-    torch.testing.assert_close(da.double(), da64, rtol=1e-5, atol=1e-6)
+    # One row after the other: its sum over the tokens is the gradient itself, in FP32.
+    rows = [
+        run("activation_bwd", (d, c, e, kind, "e5m2", True, False, True))[3]
+        for d, c, e in zip(dh.split(1), q.split(1), exponents.split(1), strict=True)
+    ]
+    torch.testing.assert_close(torch.stack(rows).double(), da64, rtol=1e-5, atol=1e-6)
     values = reference.activation_values(a, kind).double()
     torch.testing.assert_close(values, h64.detach(), rtol=1e-5, atol=1e-6)
 
@@ -126,10 +137,13 @@ def test_a_bad_element_never_gives_plausible_numbers(kind: str, bad: float, run:
         assert (codes.float() * scale).isnan().all()
     assert (codes.float() * scale)[2, 5].isnan()
     assert not transposed[:, 21:].float().any()
-    da, da_scale = run("activation_bwd", (torch.ones(codes.shape), q, exponents, kind, "e5m2"))
-    assert da[2, :16].isnan().all()
+    args = (torch.ones(codes.shape), q, exponents, kind, "e5m2", True, True, True)
+    da, da_t, da_scale, sums = run("activation_bwd", args)
     assert da_scale.isnan()
-    assert da[[0, 1, 3]].isfinite().all()
+    assert (da.float() * da_scale).isnan().all()
+    assert not da_t[:, 21:].float().any()
+    assert sums[:16].isnan().all()
+    assert sums[16:48].isfinite().all()
 
 
 @KINDS
@@ -139,5 +153,10 @@ def test_public_functions_fit_together(kind: str):
     assert h.q.dtype == saved.a.q.dtype == E4M3.dtype
     again = activation_recompute(saved, kind)
     assert_same_bits("recomputed", again.q[:, :21].t().contiguous(), h.q)
-    da, scale = activation_bwd(torch.ones(h.q.shape, dtype=torch.bfloat16), saved, kind, E5M2)
-    assert (da.dtype, da.shape, scale.shape) == (torch.bfloat16, a.shape, ())
+    dh = torch.ones(h.q.shape, dtype=torch.bfloat16)
+    da = activation_bwd(dh, saved, kind, bias=True)
+    assert (da.rows.q.dtype, da.rows.q.shape, da.rows.scale.shape) == (E5M2.dtype, a.shape, ())
+    assert_same_bits("transposed", da.transposed.q[:, :21].t().contiguous(), da.rows.q)
+    assert da.bias is not None
+    assert da.bias.shape == (a.shape[1],)
+    assert activation_bwd(dh, saved, kind).bias is None

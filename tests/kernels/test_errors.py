@@ -20,9 +20,9 @@ from coat_kernels import (
     norm_fwd,
     norm_recompute,
     quantize_group,
+    quantize_layouts,
     quantize_tensor,
-    quantize_tensor_both,
-    quantize_tensor_transposed,
+    quantize_transposed,
     scaled_mm,
 )
 from coat_kernels.formats import format_of
@@ -35,9 +35,8 @@ COLUMN_MAJOR = torch.ones(48, 4).t()
 THREE_DIMENSIONS = torch.ones(2, 4, 48)
 
 MATRIX_FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "quantize_tensor": quantize_tensor,
-    "quantize_tensor_both": quantize_tensor_both,
-    "quantize_tensor_transposed": lambda x: quantize_tensor_transposed(x, torch.ones(())),
+    "quantize_layouts": quantize_tensor,
+    "quantize_transposed": lambda x: quantize_transposed([x], torch.ones(())),
     "quantize_group": lambda x: quantize_group(x, 16),
     "norm_fwd": lambda x: norm_fwd(x, WEIGHT, None, 1e-6, centered=False, group_size=16),
     "norm_bwd": lambda dy: norm_bwd(dy, saved_norm(), WEIGHT),
@@ -47,7 +46,7 @@ MATRIX_FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def saved_norm() -> Any:
-    return norm_fwd(X, WEIGHT, None, 1e-6, centered=False, group_size=16)[1]
+    return norm_fwd(X, WEIGHT, None, 1e-6, centered=False, group_size=16)[2]
 
 
 def saved_activation() -> Any:
@@ -115,6 +114,20 @@ def test_the_gate_and_the_up_half_hold_whole_groups():
 def test_an_unknown_activation_names_the_known_ones(call: Callable[[], Any]):
     with pytest.raises(ValueError, match="'relu' has no kernel; use one of silu_mul, gelu"):
         call()
+
+
+@pytest.mark.parametrize("parts", [[], [X, torch.ones(4, 32)], [X, X.bfloat16()]])
+def test_stacked_matrices_fit_together(parts: list[torch.Tensor]):
+    with pytest.raises(ValueError, match=r"quantize_layouts: got parts of .*give one or more"):
+        quantize_layouts(parts, rows=True, transposed=True)
+
+
+@pytest.mark.parametrize("bad", [torch.ones(4, 32), X.bfloat16(), COLUMN_MAJOR])
+def test_a_residual_is_like_what_it_is_added_to(bad: torch.Tensor):
+    with pytest.raises(ValueError, match=r"norm_fwd: delta is .* must be like x"):
+        norm_fwd(X, WEIGHT, None, 1e-6, centered=False, group_size=16, delta=bad)
+    with pytest.raises(ValueError, match=r"norm_bwd: residual is .* must be like dy"):
+        norm_bwd(X, saved_norm(), WEIGHT, bad)
 
 
 def test_an_unknown_format_names_the_known_ones():

@@ -12,8 +12,8 @@ from coat_kernels import (
     E5M2,
     Format,
     TensorScaled,
+    quantize_layouts,
     quantize_tensor,
-    quantize_tensor_both,
     scaled_mm,
 )
 from coat_kernels.testing import TOLERANCE, relative_rms
@@ -55,9 +55,12 @@ def test_bias_of_any_dtype(dtype: torch.dtype, bias_dtype: torch.dtype, run: Run
 
 def test_the_three_products_of_a_linear_layer_with_an_odd_number_of_tokens():
     generator = torch.Generator().manual_seed(0)
-    x, x_t = quantize_tensor_both(torch.randn(63, 32, generator=generator))
-    w, w_t = quantize_tensor_both(torch.randn(48, 32, generator=generator))
-    dy, dy_t = quantize_tensor_both(torch.randn(63, 48, generator=generator), E5M2)
+    (x, x_t), (w, w_t), (dy, dy_t) = (
+        quantize_layouts(
+            [torch.randn(*shape, generator=generator)], fmt, rows=True, transposed=True
+        )
+        for *shape, fmt in ((63, 32, E4M3), (48, 32, E4M3), (63, 48, E5M2))
+    )
     for a, b, exact in (
         (x, w, decoded(x) @ decoded(w).t()),
         (dy, w_t, decoded(dy) @ decoded(w)),

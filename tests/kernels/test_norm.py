@@ -57,8 +57,8 @@ def test_values_and_statistics(centered: bool, has_bias: bool, run: Run):
     rstd64 = (middle.square().mean(-1) + EPS).rsqrt()
 
     for body in (run, run_reference):
-        q, exponents, rstd, mean, scale = body(
-            "norm_stats", (x, weight, bias, EPS, centered, 16, "e4m3")
+        _, q, exponents, rstd, mean, scale = body(
+            "norm_stats", (x, None, weight, bias, EPS, centered, 16, "e4m3")
         )
         assert_same_bits("copy", dequantize_group(GroupScaled(q, exponents)), x)
         assert relative_rms(rstd, rstd64) < 1e-6
@@ -92,9 +92,10 @@ def test_gradients(centered: bool, has_bias: bool, dtype: torch.dtype, run: Run)
     y64 = exact_norm(leaves[0], leaves[1], leaves[2] if has_bias else None, centered)
     dx64, dweight64, *dbias64 = torch.autograd.grad(y64, leaves, dy.double())
 
-    q, exponents, rstd, mean, _ = reference.norm_stats(x, weight, bias, EPS, centered, 16, "e4m3")
+    args = (x, None, weight, bias, EPS, centered, 16, "e4m3")
+    _, q, exponents, rstd, mean, _ = reference.norm_stats(*args)
     for body in (run, run_reference):
-        dx, dweight, dbias = body("norm_bwd", (dy, q, exponents, weight, rstd, mean))
+        dx, dweight, dbias = body("norm_bwd", (dy, q, exponents, weight, rstd, mean, None))
         # One rounding to dtype: at most half a unit in the last place of each element.
         rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
         assert relative_rms(dx, dx64) < rounding + TOLERANCE["norm_bwd", torch.float32]
@@ -107,7 +108,7 @@ def test_layer_norm_keeps_its_precision_far_from_zero(run: Run):
     """The mean of squares minus the square of the mean would leave nothing of the variance."""
     x = 1000 + torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     ones = torch.ones(64)
-    _, _, rstd, mean, _ = run("norm_stats", (x, ones, None, 1e-6, True, 16, "e4m3"))
+    _, _, _, rstd, mean, _ = run("norm_stats", (x, None, ones, None, 1e-6, True, 16, "e4m3"))
     assert relative_rms(mean, x.double().mean(-1)) < 1e-6
     assert relative_rms(rstd, 1 / x.double().std(-1, correction=0)) < 1e-5
 
@@ -116,13 +117,13 @@ def test_layer_norm_keeps_its_precision_far_from_zero(run: Run):
 def test_rows_of_zeros_give_the_bias_and_no_nan(centered: bool, run: Run):
     weight, bias = torch.full((48,), 2.0), torch.full((48,), 0.5)
     x = torch.zeros(3, 48)
-    q, exponents, rstd, mean, scale = run(
-        "norm_stats", (x, weight, bias, 1e-6, centered, 16, "e4m3")
+    _, q, exponents, rstd, mean, scale = run(
+        "norm_stats", (x, None, weight, bias, 1e-6, centered, 16, "e4m3")
     )
     torch.testing.assert_close(rstd, torch.full((3,), 1000.0))
     codes, _ = run("norm_apply", (x, None, weight, bias, rstd, mean, scale, "e4m3", True, False))
     torch.testing.assert_close(codes.float() * scale, torch.full((3, 48), 0.5))
-    dx, _, _ = run("norm_bwd", (torch.zeros(3, 48), q, exponents, weight, rstd, mean))
+    dx, _, _ = run("norm_bwd", (torch.zeros(3, 48), q, exponents, weight, rstd, mean, None))
     assert not dx.any()
 
 
@@ -130,7 +131,8 @@ def test_rows_of_zeros_give_the_bias_and_no_nan(centered: bool, run: Run):
 def test_the_bias_outside_of_the_matrix_does_not_count_for_the_scale(centered: bool, run: Run):
     """In a tile that is partly outside, rows of zeros would have the bias as their output."""
     x = torch.tensor([1.0, -1.0]).repeat(24)[None]
-    _, _, _, _, scale = run("norm_stats", (x, torch.ones(48), -x[0], 1e-12, centered, 16, "e4m3"))
+    args = (x, None, torch.ones(48), -x[0], 1e-12, centered, 16, "e4m3")
+    *_, scale = run("norm_stats", args)
     assert scale < 1e-6 / 448
 
 
@@ -139,13 +141,14 @@ def test_a_bad_element_never_gives_plausible_numbers(bad: float, run: Run):
     x = torch.randn(4, 48)
     x[1, 3] = bad
     weight = torch.ones(48)
-    q, exponents, rstd, mean, scale = run("norm_stats", (x, weight, None, 1e-6, True, 16, "e4m3"))
+    args = (x, None, weight, None, 1e-6, True, 16, "e4m3")
+    _, q, exponents, rstd, mean, scale = run("norm_stats", args)
     codes, transposed = run(
         "norm_apply", (x, None, weight, None, rstd, mean, scale, "e4m3", True, True)
     )
     assert (codes.float() * scale).isnan().all()
     assert not transposed[:, 4:].float().any()
-    dx, dweight, _ = run("norm_bwd", (torch.randn(4, 48), q, exponents, weight, rstd, mean))
+    dx, dweight, _ = run("norm_bwd", (torch.randn(4, 48), q, exponents, weight, rstd, mean, None))
     assert dx[1].isnan().all()
     assert dx[[0, 2, 3]].isfinite().all()
     assert dweight.isnan().all()
@@ -155,8 +158,9 @@ def test_weight_gradients_of_many_row_blocks(run: Run, monkeypatch: pytest.Monke
     """Each program then sums over several tiles of rows, the last one partly outside."""
     monkeypatch.setattr(norm, "MAX_PARTIALS", 2)
     x, weight, _ = inputs(has_bias=False, rows=300, columns=48)
-    q, exponents, rstd, mean, _ = reference.norm_stats(x, weight, None, EPS, False, 16, "e4m3")
-    args = (torch.randn(x.shape), q, exponents, weight, rstd, mean)
+    stats = (x, None, weight, None, EPS, False, 16, "e4m3")
+    _, q, exponents, rstd, mean, _ = reference.norm_stats(*stats)
+    args = (torch.randn(x.shape), q, exponents, weight, rstd, mean, None)
     dx, dweight, dbias = run("norm_bwd", args)
     for actual, expected in zip((dx, dweight, dbias), reference.norm_bwd(*args), strict=True):
         assert relative_rms(actual, expected) < TOLERANCE["norm_bwd", torch.float32]
@@ -166,7 +170,8 @@ def test_weight_gradients_of_many_row_blocks(run: Run, monkeypatch: pytest.Monke
 @KINDS
 def test_public_functions_fit_together(centered: bool, has_bias: bool):
     x, weight, bias = inputs(has_bias)
-    y, saved = norm_fwd(x, weight, bias, EPS, centered=centered, group_size=16)
+    source, y, saved = norm_fwd(x, weight, bias, EPS, centered=centered, group_size=16)
+    assert source is x
     assert isinstance(saved, NormSaved)
     assert saved.mean.numel() == (37 if centered else 0)
     assert saved.x.q.dtype == y.q.dtype == E4M3.dtype
@@ -175,3 +180,30 @@ def test_public_functions_fit_together(centered: bool, has_bias: bool):
     assert again.scale == y.scale
     dx, dweight, dbias = norm_bwd(torch.ones(37, 80, dtype=torch.bfloat16), saved, weight)
     assert (dx.dtype, dweight.dtype, dbias.tolist()) == (torch.bfloat16, torch.float32, [37.0] * 80)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("centered", [False, True])
+def test_a_residual_connection_is_added_before_and_its_gradient_after(
+    centered: bool, dtype: torch.dtype, run: Run
+):
+    generator = torch.Generator().manual_seed(7)
+    x, delta, dy, residual = (torch.randn(19, 48, generator=generator).to(dtype) for _ in range(4))
+    weight = 1 + 0.1 * torch.randn(48, generator=generator)
+    settings = (weight, None, EPS, centered, 16, "e4m3")
+    for body in (run, run_reference):
+        total, *summed = body("norm_stats", (x, delta, *settings))
+        assert_same_bits("sum", total, x + delta)
+        _, *given = body("norm_stats", (x + delta, None, *settings))
+        for actual, expected in zip(summed, given, strict=True):
+            assert_same_bits("statistics of the sum", actual, expected)
+        q, exponents, rstd, mean, _ = summed
+        args = (q, exponents, weight, rstd, mean)
+        with_residual = body("norm_bwd", (dy, *args, residual))[0]
+        plain = body("norm_bwd", (dy.float(), *args, None))[0]  # not rounded to dtype
+        assert_same_bits("dx", with_residual, (plain + residual.float()).to(dtype))
+    source, y, saved = norm_fwd(x, weight, None, EPS, centered=centered, group_size=16, delta=delta)
+    assert_same_bits("sum", source, x + delta)
+    _, y_of_sum, _ = norm_fwd(x + delta, weight, None, EPS, centered=centered, group_size=16)
+    assert_same_bits("y", y.q, y_of_sum.q)
+    assert_same_bits("dx", norm_bwd(dy, saved, weight, residual)[0], with_residual)

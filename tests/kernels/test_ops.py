@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from coat_kernels import OPS, Op, use_reference
-from coat_kernels.testing import FP8, assert_matches, assert_same_bits, examples, results
+from coat_kernels.examples import examples
+from coat_kernels.testing import FP8, assert_matches, assert_same_bits, mapped, results
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 
@@ -24,6 +25,12 @@ SIZES = [
     (0, 48, torch.bfloat16),
     (17, 256, torch.bfloat16),
 ]
+
+
+def tensors_in(args: Sequence[Any]) -> list[Tensor]:
+    """The tensors among an op's arguments, those in lists too."""
+    flat = [item for arg in args for item in (arg if isinstance(arg, list) else [arg])]
+    return [item for item in flat if isinstance(item, Tensor)]
 
 
 @pytest.mark.parametrize(("rows", "columns", "dtype"), SIZES, ids=str)
@@ -46,7 +53,7 @@ def test_opcheck(op: str):
     for args in examples(op, rows=3, columns=32, dtype=torch.bfloat16).values():
         # test_schema compares arguments with allclose, which FP8 tensors do not have; the test
         # after this one compares their bits.
-        fp8 = any(isinstance(arg, Tensor) and arg.dtype in FP8 for arg in args)
+        fp8 = any(tensor.dtype in FP8 for tensor in tensors_in(args))
         checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
         torch.library.opcheck(
             dispatch, args, test_utils=checks if fp8 else ["test_schema", *checks]
@@ -61,16 +68,15 @@ def test_only_declared_arguments_change(op: str, body: str):
     dispatch: Any = OPS[op].dispatch
     schema = dispatch._opoverload._schema
     for args in examples(op, rows=3, columns=32).values():
-        given = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+        given = mapped(Tensor.clone, args)
         with np.errstate(all="ignore"):
             result = getattr(OPS[op], body)(*given)
         for declared, before, after in zip(schema.arguments, args, given, strict=True):
-            if isinstance(before, Tensor) and not (
-                declared.alias_info is not None and declared.alias_info.is_write
-            ):
-                assert_same_bits(declared.name, after, before)
+            if declared.alias_info is None or not declared.alias_info.is_write:
+                for old, new in zip(tensors_in([before]), tensors_in([after]), strict=True):
+                    assert_same_bits(declared.name, new, old)
         returned = [result] if isinstance(result, Tensor) else list(result or [])
-        inputs = {t.untyped_storage().data_ptr() for t in given if isinstance(t, Tensor)}
+        inputs = {t.untyped_storage().data_ptr() for t in tensors_in(given)}
         outputs = [t.untyped_storage().data_ptr() for t in returned if t.numel()]
         assert len(set(outputs)) == len(outputs), "two results share memory"
         assert not inputs & set(outputs), "a result shares an argument's memory"
@@ -100,7 +106,7 @@ def test_the_reference_can_be_asked_for():
 def test_references_run_on_a_gpu(op: str):
     """For GPUs without FP8 tensor cores."""
     for args in examples(op, dtype=torch.bfloat16).values():
-        on_gpu = [arg.cuda() if isinstance(arg, Tensor) else arg for arg in args]
+        on_gpu = mapped(Tensor.cuda, args)
         got = [result.cpu() for result in results(op, OPS[op].reference, on_gpu)]
         assert_matches(op, got, results(op, OPS[op].reference, args))
 
@@ -110,7 +116,7 @@ def test_references_run_on_a_gpu(op: str):
 def test_ops_run_on_the_device_of_their_tensors(op: str):
     """With another device current, as in a model that is spread over several GPUs."""
     for args in examples(op, rows=3, columns=32).values():
-        on_gpu = [arg.to("cuda:1") if isinstance(arg, Tensor) else arg for arg in args]
+        on_gpu = mapped(lambda t: t.to("cuda:1"), args)
         with torch.cuda.device(0):
             got = results(op, OPS[op].dispatch, on_gpu)
         assert {str(result.device) for result in got} == {"cuda:1"}

@@ -16,9 +16,9 @@ from coat_kernels import (
     Format,
     dequantize_group,
     quantize_group,
+    quantize_layouts,
     quantize_tensor,
-    quantize_tensor_both,
-    quantize_tensor_transposed,
+    quantize_transposed,
 )
 from coat_kernels.formats import MIN_SCALE
 from coat_kernels.testing import assert_same_bits, results
@@ -54,7 +54,7 @@ def special_values(grid: Any, fmt: Format) -> Tensor:
 @DTYPES
 def test_per_tensor_codes_are_the_nearest_values(fmt: Format, dtype: torch.dtype, run: Run, grid):
     x = special_values(grid, fmt).to(dtype)
-    args = (x, torch.ones(()), fmt.name, True, True)
+    args = ([x], torch.ones(()), fmt.name, True, True)
     q, qt = run("quantize_tensor", args)
     expected = torch.from_numpy(grid.nearest(x.double().numpy(), fmt)).view(fmt.dtype)
     assert_same_bits("rows", q, expected)
@@ -66,7 +66,7 @@ def test_per_tensor_codes_are_the_nearest_values(fmt: Format, dtype: torch.dtype
 def test_nan_and_infinities_as_codes(fmt: Format, run: Run):
     x = torch.full((1, 16), float("nan"))
     x[0, 1:4] = torch.tensor([float("inf"), -float("inf"), -float("nan")])
-    q, _ = run("quantize_tensor", (x, torch.ones(()), fmt.name, True, False))
+    q, _ = run("quantize_tensor", ([x], torch.ones(()), fmt.name, True, False))
     decoded = q.float()[0]
     assert decoded[1:3].tolist() == [fmt.max, -fmt.max]
     assert decoded.isnan().sum() == 14
@@ -80,38 +80,53 @@ def test_per_tensor_scale_and_codes_by_numpy(
 ):
     generator = torch.Generator().manual_seed(int(peak))
     x = (torch.randn(17, 48, generator=generator) * peak / 4).to(dtype)
-    (scale,) = run("tensor_scale", (x, fmt.name))
+    (scale,) = run("tensor_scale", ([x], fmt.name))
     amax = np.abs(x.float().numpy()).max()
     expected = np.maximum(amax * np.float32(1 / fmt.max), np.float32(MIN_SCALE))
     assert scale.numpy() == expected
-    q, _ = run("quantize_tensor", (x, scale, fmt.name, True, False))
+    q, _ = run("quantize_tensor", ([x], scale, fmt.name, True, False))
     scaled = x.float().numpy() * (np.float32(1) / scale.numpy())
     assert_same_bits("codes", q, torch.from_numpy(grid.nearest(scaled, fmt)).view(fmt.dtype))
 
 
 def test_every_layout_holds_the_same_codes_and_padding_is_zero():
     x = torch.randn(63, 48)
-    rows, transposed = quantize_tensor_both(x)
+    rows, transposed = quantize_layouts([x], rows=True, transposed=True)
     only_rows = quantize_tensor(x)
-    only_transposed = quantize_tensor_transposed(x, rows.scale)
+    only_transposed = quantize_transposed([x], rows.scale)
     assert transposed.q.shape == (48, 64)
     assert_same_bits("rows", only_rows.q, rows.q)
     assert_same_bits("transposed", only_transposed.q, transposed.q)
     assert_same_bits("transposed", transposed.q[:, :63].t().contiguous(), rows.q)
     assert not transposed.q[:, 63:].float().any()
     assert rows.scale == transposed.scale == only_rows.scale
-    _, at_given_scale = quantize_tensor_both(x, E5M2, torch.tensor(0.5))
+    at_given_scale = quantize_transposed([x], torch.tensor(0.5), E5M2)
     assert at_given_scale.scale == 0.5
     assert at_given_scale.q.dtype == E5M2.dtype
+    neither, nor = quantize_layouts([x], rows=False, transposed=False)
+    assert neither.q.numel() == nor.q.numel() == 0
+
+
+def test_stacked_matrices_are_quantized_as_one():
+    x = torch.randn(63, 48)
+    x[50] *= 100
+    for parts in (list(x.split([20, 0, 43])), list(x.split(16))):
+        for whole, stacked in zip(
+            quantize_layouts([x], rows=True, transposed=True),
+            quantize_layouts(parts, rows=True, transposed=True),
+            strict=True,
+        ):
+            assert_same_bits("codes", stacked.q, whole.q)
+            assert stacked.scale == whole.scale
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_one_bad_element_spoils_the_tensor_but_not_the_padding(bad: float, run: Run):
     x = torch.randn(5, 32)
     x[2, 7] = bad
-    (scale,) = run("tensor_scale", (x, "e4m3"))
+    (scale,) = run("tensor_scale", ([x], "e4m3"))
     assert not scale.isfinite()
-    q, qt = run("quantize_tensor", (x, scale, "e4m3", True, True))
+    q, qt = run("quantize_tensor", ([x], scale, "e4m3", True, True))
     assert (q.float() * scale).isnan().all()
     assert not qt[:, 5:].float().any()
 

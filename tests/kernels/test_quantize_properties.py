@@ -16,8 +16,8 @@ from coat_kernels import (
     Format,
     dequantize_group,
     quantize_group,
+    quantize_layouts,
     quantize_tensor,
-    quantize_tensor_both,
 )
 from coat_kernels.testing import assert_same_bits, results
 
@@ -119,7 +119,9 @@ def test_scaling_by_a_power_of_two_changes_the_exponents_only(
 @given(any_value, formats, st.integers(0, 20))
 def test_rows_of_zeros_appended_change_no_other_row(x: Tensor, fmt: Format, extra: int):
     longer = torch.cat([x, torch.zeros(extra, 128)])
-    plain, padded = quantize_tensor_both(x, fmt), quantize_tensor_both(longer, fmt)
+    plain, padded = (
+        quantize_layouts([values], fmt, rows=True, transposed=True) for values in (x, longer)
+    )
     assert_same_bits("scale", padded[0].scale, plain[0].scale)
     assert_same_bits("rows", padded[0].q[: len(x)], plain[0].q)
     columns = slice(0, len(x))
@@ -161,10 +163,10 @@ def test_order_and_sign_are_kept(x: Tensor, size: int, fmt: Format):
 @settings
 @given(any_value, group_sizes, formats)
 def test_kernels_agree_with_the_references_bit_for_bit(run: Run, x: Tensor, size: int, fmt: Format):
-    scale = OPS["tensor_scale"].reference(x, fmt.name)
+    scale = OPS["tensor_scale"].reference([x], fmt.name)
     for op, args in (
-        ("tensor_scale", (x, fmt.name)),
-        ("quantize_tensor", (x, scale, fmt.name, True, True)),
+        ("tensor_scale", ([x], fmt.name)),
+        ("quantize_tensor", ([x], scale, fmt.name, True, True)),
         ("quantize_group", (x, size, fmt.name)),
     ):
         expected = results(op, OPS[op].reference, args)

@@ -21,7 +21,7 @@ def test_ops_on_cpu_tensors_launch_no_kernel():
     """So they work without a GPU and without Triton's interpreter."""
     program = (
         "from coat_kernels import OPS\n"
-        "from coat_kernels.testing import examples\n"
+        "from coat_kernels.examples import examples\n"
         "for op in OPS:\n"
         "    for args in examples(op, rows=2, columns=16).values():\n"
         "        OPS[op](*args)\n"

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from coat_kernels import OPS, reference
+from coat_kernels.examples import examples
 from coat_kernels.formats import Format
 from coat_kernels.testing import (
     FP8,
     OFF_BY_ONE,
     TOLERANCE,
     assert_matches,
-    examples,
     results,
 )
 
@@ -96,19 +96,27 @@ def doubly_rounded(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 MISTAKES = [
     ("tensor_scale", "e4m3", "the other format's maximum", replaced(1, "e5m2")),
-    ("tensor_scale", "e4m3", "amax without the last row", lambda args: (args[0][:40], args[1])),
+    (
+        "tensor_scale",
+        "e4m3",
+        "amax without the last row",
+        lambda args: ([args[0][0][:40]], args[1]),
+    ),
     ("quantize_tensor", "e4m3-both", "a scale a little off", scaled(1, 1 + 2.0**-12)),
+    ("quantize_tensor", "stacked", "another order", lambda a: (a[0][::-1], *a[1:])),
     ("quantize_group", "e4m3-16", "another group size", replaced(1, 208)),
     ("dequantize_group", "e4m3-16", "exponents off by one", scaled(1, 0)),
-    ("norm_stats", "rms", "epsilon left out", replaced(3, 0.0)),
-    ("norm_stats", "rms", "mean subtracted", replaced(4, True)),
-    ("norm_stats", "layer", "mean not subtracted", replaced(4, False)),
-    ("norm_stats", "layer", "bias left out", replaced(2, None)),
+    ("norm_stats", "rms", "epsilon left out", replaced(4, 0.0)),
+    ("norm_stats", "rms", "mean subtracted", replaced(5, True)),
+    ("norm_stats", "layer", "mean not subtracted", replaced(5, False)),
+    ("norm_stats", "layer", "bias left out", replaced(3, None)),
+    ("norm_stats", "rms-of-a-sum", "the residual left out", replaced(1, None)),
     ("norm_apply", "layer-both", "bias left out", replaced(3, None)),
     ("norm_apply", "layer-grouped", "mean left out", replaced(5, torch.empty(0))),
     ("norm_apply", "rms-both", "statistics a little off", scaled(4, 1.005)),
     ("norm_bwd", "layer", "mean left out", replaced(5, torch.empty(0))),
     ("norm_bwd", "rms", "statistics a little off", scaled(4, 1 + 1e-5)),
+    ("norm_bwd", "rms-of-a-sum", "the residual's gradient left out", replaced(6, None)),
     ("activation_stats", "silu_mul", "the input rounded twice", doubly_rounded),
     ("activation_apply", "gelu-both", "the cheaper approximation", replaced(2, "quick_gelu")),
     ("activation_apply", "silu_mul-both", "a scale a little off", scaled(3, 1.005)),
@@ -166,7 +174,7 @@ def test_wrong_rounding_is_caught(
 ):
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()  # has ties
     x[0, :2] = torch.tensor([448.0, 57344.0 * 1.5])
-    args = (x, torch.ones(()), "e5m2", True, True) if op == "quantize_tensor" else (x, 16, "e5m2")
+    args = ([x], torch.ones(()), "e5m2", True, True) if op == "quantize_tensor" else (x, 16, "e5m2")
     if op == "quantize_group" and wrong_cast is unsaturated:
         return  # a group's exponent leaves nothing to saturate
     expected = results(op, OPS[op].reference, args)

@@ -257,7 +257,7 @@ def test_bad_numbers_do_not_become_good_ones(bad: float) -> None:
     block = model.model.layers[0]
     x = torch.randn(1, 4, 256)
     x[0, 2, 7] = bad
-    out = norm_mlp(
+    out, _ = norm_mlp(
         x,
         block.post_attention_layernorm,
         (block.mlp.gate_proj, block.mlp.up_proj),

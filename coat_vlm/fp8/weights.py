@@ -1,0 +1,87 @@
+"""FP8 copies of weights: made when a GEMM needs them, or once for all micro-batches of a step.
+
+Outside of :func:`reused_weights` nothing is kept: the forward pass quantizes a weight row-major,
+the backward pass quantizes it again, transposed, at the forward's scale. Inside, both layouts are
+written at the first use and serve all later ones (2 bytes per parameter): the weights must not
+change until the scope ends. Several weights with the same input are one matrix under one scale.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from coat_kernels import TensorScaled, quantize_layouts, quantize_transposed
+from coat_vlm.fp8 import monitor
+
+Key = tuple[int, ...]
+"""Says which weights are meant. Not an address: ZeRO-3 gathers one weight where another was. Nor
+the tensors that a backward pass unpacks: under checkpointing those are other objects."""
+
+
+class _Kept:
+    """The FP8 copies of one scope."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, tuple[TensorScaled, TensorScaled]] = {}
+
+    def get(self, key: Key, parts: Sequence[Tensor]) -> tuple[TensorScaled, TensorScaled]:
+        """Both layouts of the weights, quantized at the first call."""
+        if key not in self._entries:
+            self._entries[key] = quantize_layouts(_detached(parts), rows=True, transposed=True)
+        return self._entries[key]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(a.q.nbytes + b.q.nbytes for a, b in self._entries.values())
+
+
+_kept: _Kept | None = None
+
+
+@contextmanager
+def reused_weights(enabled: bool = True) -> Iterator[None]:
+    """Quantize every weight at most once until the scope ends.
+
+    Args:
+        enabled: False changes nothing, so that callers need no second path.
+    """
+    global _kept
+    before = _kept
+    _kept = _Kept() if enabled else before
+    try:
+        yield
+    finally:
+        _kept = before
+
+
+def kept_bytes() -> int:
+    """Bytes of FP8 copies that the current scope holds."""
+    return 0 if _kept is None else _kept.nbytes
+
+
+def key_of(layers: Sequence[nn.Linear]) -> Key:
+    """The key of the layers' weights, valid as long as the layers live."""
+    return tuple(id(layer.weight) for layer in layers)
+
+
+def codes(key: Key, parts: Sequence[Tensor]) -> TensorScaled:
+    """Codes [N, K] of weights [n_i, K], one below the other."""
+    if _kept is not None:
+        rows, _ = _kept.get(key, parts)
+    else:
+        rows, _ = quantize_layouts(_detached(parts), rows=True, transposed=False)
+    monitor.observe_parts("weight", rows, parts)
+    return rows
+
+
+def transposed_codes(key: Key, parts: Sequence[Tensor], scale: Tensor) -> TensorScaled:
+    """Codes [K, N] of the same matrix, at the scale that :func:`codes` gave it."""
+    if _kept is not None:
+        return _kept.get(key, parts)[1]
+    return quantize_transposed(_detached(parts), scale)
+
+
+def _detached(parts: Sequence[Tensor]) -> list[Tensor]:
+    return [part.detach().contiguous() for part in parts]

@@ -1,0 +1,221 @@
+"""Example arguments of every op, written once for all kinds of tests.
+
+``examples`` serves the tests in the interpreter and on a GPU, ``opcheck``, and the compilation
+without a GPU. Nothing outside of tests imports this module.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coat_kernels import reference, reference_adamw
+from coat_kernels.adamw import new_moment
+from coat_kernels.formats import FORMATS, GROUP_SIZES
+from coat_kernels.registry import OPS
+
+
+class _Inputs:
+    """Seeded tensors of one size."""
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype):
+        self.rows, self.columns, self.dtype = rows, columns, dtype
+        self.group = max(size for size in GROUP_SIZES if columns % size == 0)
+        self._generator = torch.Generator().manual_seed(rows * 1000 + columns)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Gaussian, with channels of different size, as activations have."""
+        size = torch.exp2(torch.randn(shape[-1], generator=self._generator))
+        x = torch.randn(*shape, generator=self._generator) * size
+        return x.to(dtype or self.dtype)
+
+    def matrix(self) -> Tensor:
+        x = self.normal(self.rows, self.columns)
+        x[1::3] *= 2.0**-9  # rows whose variance an epsilon matters to
+        return x
+
+
+Examples = dict[str, tuple[Any, ...]]
+
+
+def _tensor_scale(i: _Inputs) -> Examples:
+    x = i.matrix()
+    return {
+        **{name: ([x], name) for name in FORMATS},
+        "stacked": ([x[:0], x, i.matrix()], "e4m3"),
+    }
+
+
+def _quantize_tensor(i: _Inputs) -> Examples:
+    x = i.matrix()
+    layouts = {"rows": (True, False), "transposed": (False, True), "both": (True, True)}
+    examples: Examples = {}
+    for fmt in FORMATS:
+        scale = reference.tensor_scale([x], fmt)
+        examples |= {f"{fmt}-{name}": ([x], scale, fmt, *both) for name, both in layouts.items()}
+    parts = [x, i.normal(48, i.columns), x[:1]]
+    scale = reference.tensor_scale(parts, "e4m3")
+    return examples | {"stacked": (parts, scale, "e4m3", True, True)}
+
+
+def _quantize_group(i: _Inputs) -> Examples:
+    sizes = [size for size in GROUP_SIZES if i.columns % size == 0]
+    return {f"{fmt}-{size}": (i.matrix(), size, fmt) for fmt in FORMATS for size in sizes}
+
+
+def _dequantize_group(i: _Inputs) -> Examples:
+    return {
+        name: (*reference.quantize_group(*args), i.dtype)
+        for name, args in _quantize_group(i).items()
+    }
+
+
+def _norm_stats(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for name, centered, has_bias, fmt in (
+        ("rms", False, False, "e4m3"),
+        ("layer", True, True, "e4m3"),
+        ("layer-without-bias", True, False, "e4m3"),
+        ("rms-e5m2", False, False, "e5m2"),
+        ("rms-of-a-sum", False, False, "e4m3"),
+    ):
+        weight, bias = i.normal(i.columns), i.normal(i.columns) if has_bias else None
+        delta = i.matrix() if "sum" in name else None
+        examples[name] = (i.matrix(), delta, weight, bias, 1e-5, centered, i.group, fmt)
+    return examples
+
+
+def _norm_apply(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for name, args in _norm_stats(i).items():
+        x, delta, weight, bias, *_, fmt = args
+        total, q, exponents, rstd, mean, scale = reference.norm_stats(*args)
+        x = x if delta is None else total
+        common = (weight, bias, rstd, mean, scale, fmt)
+        examples[f"{name}-both"] = (x, None, *common, True, True)
+        examples[f"{name}-grouped"] = (q, exponents, *common, False, True)
+    return examples
+
+
+def _norm_bwd(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for name, args in _norm_stats(i).items():
+        delta = args[1]
+        _, q, exponents, rstd, mean, _ = reference.norm_stats(*args)
+        residual = None if delta is None else i.matrix()
+        examples[name] = (i.matrix(), q, exponents, args[2], rstd, mean, residual)
+    return examples
+
+
+def _activation_input(i: _Inputs, kind: str) -> Tensor:
+    return i.normal(i.rows, 2 * i.columns if kind == "silu_mul" else i.columns)
+
+
+def _activation_stats(i: _Inputs) -> Examples:
+    examples: Examples = {
+        kind: (_activation_input(i, kind), kind, i.group, "e4m3") for kind in reference.ACTIVATIONS
+    }
+    a, kind, group, _ = examples["silu_mul"]
+    return examples | {"silu_mul-e5m2": (a, kind, group, "e5m2")}
+
+
+def _activation_apply(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for name, args in _activation_stats(i).items():
+        a, kind, _, fmt = args
+        q, exponents, scale = reference.activation_stats(*args)
+        examples[f"{name}-both"] = (a, None, kind, scale, fmt, True, True)
+        examples[f"{name}-grouped"] = (q, exponents, kind, scale, fmt, False, True)
+    return examples
+
+
+def _activation_bwd(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for kind in reference.ACTIVATIONS:
+        q, exponents = reference.quantize_group(_activation_input(i, kind), i.group, "e4m3")
+        bias = kind in ("silu_mul", "gelu")
+        examples[kind] = (i.matrix(), q, exponents, kind, "e5m2", True, True, bias)
+    examples["rows"] = (*examples["gelu_tanh"][:5], True, False, False)
+    examples["transposed"] = (*examples["silu_mul"][:5], False, True, False)
+    return examples
+
+
+def _scaled_mm(i: _Inputs) -> Examples:
+    b = i.normal(48, i.columns, dtype=torch.float32)
+    b_scale = reference.tensor_scale([b], "e4m3")
+    b_q, _ = reference.quantize_tensor([b], b_scale, "e4m3", True, False)
+    examples: Examples = {}
+    for fmt, bias in (("e4m3", None), ("e5m2", None), ("e4m3", i.normal(48))):
+        a = i.matrix()
+        scale = reference.tensor_scale([a], fmt)
+        q, _ = reference.quantize_tensor([a], scale, fmt, True, False)
+        name = fmt if bias is None else f"{fmt}-bias"
+        examples[name] = (q, scale, b_q, b_scale, bias, i.dtype)
+    return examples
+
+
+def _adamw_step(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for name, released in (("paper", False), ("released", True)):
+        p, g = i.matrix(), i.matrix()
+        m, v = new_moment(p), new_moment(p)
+        settings = (1e-3, 0.9, 0.999, 1e-8, 0.1)
+        if p.numel():  # moments as the first step leaves them
+            reference_adamw.adamw_step(p, i.matrix(), *m, *v, *settings, 1, released)
+        examples[name] = (p, g, *m, *v, *settings, 2, released)
+    return examples
+
+
+def _rope(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    shared = i.rows // 3 if i.rows and i.rows % 3 == 0 else max(1, i.rows)
+    for name, heads, kv_heads, rows in (("grouped", 3, 1, shared), ("equal", 5, 5, max(1, i.rows))):
+        cos, sin = i.normal(rows, i.columns), i.normal(rows, i.columns)
+        qkv = i.normal(i.rows, (heads + 2 * kv_heads) * i.columns)
+        examples[name] = (qkv, cos, sin, heads, kv_heads)
+    return examples
+
+
+def _rope_bwd(i: _Inputs) -> Examples:
+    return {
+        name: (*reference.rope(qkv, cos, sin, heads, kv_heads), cos, sin)
+        for name, (qkv, cos, sin, heads, kv_heads) in _rope(i).items()
+    }
+
+
+_EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
+    "tensor_scale": _tensor_scale,
+    "quantize_tensor": _quantize_tensor,
+    "quantize_group": _quantize_group,
+    "dequantize_group": _dequantize_group,
+    "norm_stats": _norm_stats,
+    "norm_apply": _norm_apply,
+    "norm_bwd": _norm_bwd,
+    "activation_stats": _activation_stats,
+    "activation_apply": _activation_apply,
+    "activation_bwd": _activation_bwd,
+    "scaled_mm": _scaled_mm,
+    "rope": _rope,
+    "rope_bwd": _rope_bwd,
+    "adamw_step": _adamw_step,
+}
+
+
+def examples(
+    op: str, rows: int = 63, columns: int = 208, dtype: torch.dtype = torch.float32
+) -> Examples:
+    """Arguments of an op on the CPU, by name of the variant.
+
+    Args:
+        op: its name in ``OPS``.
+        rows: M.
+        columns: N, or F of an activation, or K of a GEMM; a multiple of 16.
+        dtype: of everything that is neither FP8 nor a statistic.
+
+    Raises:
+        ValueError: the op has no examples.
+    """
+    if op not in _EXAMPLES:
+        raise ValueError(f"op {op!r} has no examples; add them to {__name__} ({sorted(OPS)})")
+    return _EXAMPLES[op](_Inputs(rows, columns, dtype))

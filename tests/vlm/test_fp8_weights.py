@@ -1,0 +1,104 @@
+"""FP8 copies of weights that serve several micro-batches."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_vlm.config import Fp8Config
+from coat_vlm.fp8 import convert, kept_bytes, reused_weights, weights
+
+WEIGHT_GROUPS = 4  # q k v, o, gate up, down
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        vocab_size=128,
+    )
+    converted = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    convert(converted, Fp8Config())
+    return converted.train()
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    ids = torch.randint(0, 128, (2, 9), generator=torch.Generator().manual_seed(seed))
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+@pytest.fixture
+def quantized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was quantized, in order."""
+    calls: list[str] = []
+    for name in ("quantize_layouts", "quantize_transposed"):
+        original: Callable[..., Any] = getattr(weights, name)
+
+        def counted(*args: Any, _name: str = name, _call: Any = original, **kwargs: Any) -> Any:
+            calls.append(_name)
+            return _call(*args, **kwargs)
+
+        monkeypatch.setattr(weights, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_reused_weights_change_no_gradient_and_are_quantized_once(
+    checkpointing: bool, quantized: list[str]
+) -> None:
+    plain = model()
+    reusing = copy.deepcopy(plain)
+    if checkpointing:
+        reusing.gradient_checkpointing_enable({"use_reentrant": False})
+    for seed in (1, 2):
+        backward(plain, seed)
+    assert len(quantized) == 2 * 2 * 2 * WEIGHT_GROUPS  # layers, micro-batches, passes
+    quantized.clear()
+    with reused_weights():
+        for seed in (1, 2):
+            backward(reusing, seed)
+        assert quantized == ["quantize_layouts"] * 2 * WEIGHT_GROUPS
+        blocks = plain.model.layers
+        matrices = [p for p in blocks.parameters() if p.ndim == 2]
+        assert kept_bytes() == 2 * sum(p.numel() for p in matrices)
+    assert kept_bytes() == 0
+    for (name, expected), actual in zip(
+        plain.named_parameters(), reusing.parameters(), strict=True
+    ):
+        assert expected.grad is not None
+        assert actual.grad is not None
+        assert torch.equal(actual.grad, expected.grad), name
+
+
+def test_the_next_scope_sees_changed_weights(quantized: list[str]) -> None:
+    changed = model()
+    with reused_weights():
+        backward(changed, 1)
+    gradient = changed.model.layers[0].mlp.up_proj.weight.grad.clone()
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(1.5)
+    changed.zero_grad()
+    expected = copy.deepcopy(changed)
+    backward(expected, 1)
+    with reused_weights():
+        backward(changed, 1)
+    new = changed.model.layers[0].mlp.up_proj.weight.grad
+    assert torch.equal(new, expected.model.layers[0].mlp.up_proj.weight.grad)
+    assert not torch.equal(new, gradient)
+
+
+def test_a_scope_that_is_not_enabled_keeps_nothing(quantized: list[str]) -> None:
+    with reused_weights(enabled=False):
+        backward(model(), 1)
+        assert kept_bytes() == 0
+    assert len(quantized) == 2 * 2 * WEIGHT_GROUPS
