@@ -39,17 +39,20 @@ from coat_kernels.quantize import empty_grouped, empty_layouts, new_amax
 from coat_kernels.registry import register
 from coat_kernels.tile import (
     block_amax_bits,
+    inverse_scale,
     load_grouped,
     load_tile,
     row_offsets,
+    sigmoid,
     store_codes,
     store_grouped,
+    word_offsets,
 )
 
 ACTIVATIONS = reference.ACTIVATIONS
 
-GRADIENT_BLOCK_N = 64
-"""Columns of a tile of the backward pass, which holds most: with 128 one block fills an SM."""
+GRADIENT_TILE = 4096
+"""Elements of a tile of the backward pass, which holds most: with 8192 one block fills an SM."""
 
 
 @triton.jit
@@ -58,23 +61,28 @@ def _value_and_slope(a, KIND: tl.constexpr):
     if KIND == 1:
         cdf = 0.5 * (1.0 + tl.math.erf(a * 0.7071067811865476))
         return a * cdf, cdf + a * tl.exp(-0.5 * a * a) * 0.3989422804014327
-    elif KIND == 2:
-        s = tl.sigmoid(1.5957691216057308 * (a + 0.044715 * a * a * a))
-        slope = 1.5957691216057308 * (1.0 + 0.134145 * a * a)
-        return a * s, s + a * s * (1.0 - s) * slope
-    elif KIND == 3:
-        s = tl.sigmoid(1.702 * a)
-        return a * s, s + a * s * (1.0 - s) * 1.702
     else:
-        s = tl.sigmoid(a)
-        return a * s, s + a * s * (1.0 - s)
+        # a * s with s = sigmoid(inner): the derivative is s + h (1 - s) inner'. Written so that it
+        # takes few instructions: these kernels are as much bound by them as by the bytes.
+        slope = 1.0
+        if KIND == 2:
+            squared = a * a
+            s = sigmoid(a * (1.5957691216057308 + 0.07135481282614447 * squared))
+            slope = 1.5957691216057308 + 0.21406443847843341 * squared
+        elif KIND == 3:
+            s = sigmoid(1.702 * a)
+            slope = 1.702
+        else:
+            s = sigmoid(a)
+        h = a * s
+        return h, s + (h - h * s) * slope
 
 
 @triton.jit(do_not_specialize=TOKENS)
 def _activation_stats_kernel(
     a_ptr, q_ptr, e_ptr, amax_bits_ptr,  # (M, W), (M, W) FP8, (M, W / GROUP), ()
     M, F, W, tiles_n,
-    KIND: tl.constexpr, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr,
+    KIND: tl.constexpr, MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)  # tiles are counted along the row first
@@ -83,13 +91,13 @@ def _activation_stats_kernel(
     o_n = i_n + tl.arange(0, BLOCK_N)
     m_mn = (o_m[:, None] < M) & (o_n[None, :] < F)
     a = load_tile(a_ptr, o_m, o_n, m_mn, W)
-    store_grouped(a, q_ptr, e_ptr, o_m, i_n, M, F, W, MAX, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
+    store_grouped(a, q_ptr, e_ptr, o_m, i_n, M, F, W, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
     h, _ = _value_and_slope(a, KIND)
     if KIND == 0:
         up = load_tile(a_ptr + F, o_m, o_n, m_mn, W)
         store_grouped(
-            up, q_ptr + F, e_ptr + F // GROUP, o_m, i_n, M, F, W, MAX, MAX_EXPONENT, GROUP,
-            BLOCK_M, BLOCK_N,
+            up, q_ptr + F, e_ptr + F // GROUP, o_m, i_n, M, F, W, MAX_EXPONENT, GROUP, BLOCK_M,
+            BLOCK_N,
         )  # fmt: skip
         h *= up
     tl.atomic_max(amax_bits_ptr, block_amax_bits(h))
@@ -99,11 +107,12 @@ def _activation_stats_kernel(
 def _activation_apply_kernel(
     a_ptr, e_ptr, scale_ptr, q_ptr, qt_ptr,  # (M, W), (M, W / GROUP), (), (M, F), (F, M_PADDED)
     M, F, W, M_PADDED, tiles_n,
-    KIND: tl.constexpr, GROUPED: tl.constexpr, MAX: tl.constexpr, ROWS: tl.constexpr,
+    KIND: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr,
     TRANSPOSED: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)  # tiles are counted along the row first
-    o_m = row_offsets(pid // tiles_n, BLOCK_M)
+    i_m = pid // tiles_n
+    o_m = word_offsets(i_m, BLOCK_M)
     i_n = pid % tiles_n * BLOCK_N
     o_n = i_n + tl.arange(0, BLOCK_N)
     m_mn = (o_m[:, None] < M) & (o_n[None, :] < F)
@@ -119,10 +128,10 @@ def _activation_apply_kernel(
             )
         else:
             h *= load_tile(a_ptr + F, o_m, o_n, m_mn, W)
-    inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
+    inverse = inverse_scale(scale_ptr)
     store_codes(
-        h, inverse, q_ptr, qt_ptr, o_m, o_n, o_n < F, M, M_PADDED, F, M_PADDED, MAX, ROWS,
-        TRANSPOSED,
+        h * inverse, q_ptr, qt_ptr, o_m, i_m, o_n, o_n < F, M, M_PADDED, F, M_PADDED, ROWS,
+        TRANSPOSED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
@@ -168,12 +177,12 @@ def _activation_bwd_apply_kernel(
     dh_ptr, a_ptr, e_ptr, scale_ptr,  # (M, F), (M, W) FP8, (M, W / GROUP), ()
     q_ptr, qt_ptr, sums_ptr,  # (M, W) and (W, M_PADDED) FP8, (rows of tiles, W) FP32 partial sums
     M, F, W, M_PADDED, tiles_n,
-    KIND: tl.constexpr, MAX: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    KIND: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
     BIAS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)  # tiles are counted along the row first
     i_m = pid // tiles_n
-    o_m = row_offsets(i_m, BLOCK_M)
+    o_m = word_offsets(i_m, BLOCK_M)
     i_n = pid % tiles_n * BLOCK_N
     o_n = i_n + tl.arange(0, BLOCK_N)
     m_n = o_n < F
@@ -181,17 +190,18 @@ def _activation_bwd_apply_kernel(
     da, dup = _gradients(
         dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W, KIND, GROUP, BLOCK_M, BLOCK_N
     )
-    inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
+    inverse = inverse_scale(scale_ptr)
     store_codes(
-        da, inverse, q_ptr, qt_ptr, o_m, o_n, m_n, M, M_PADDED, W, M_PADDED, MAX, ROWS, TRANSPOSED
-    )
+        da * inverse, q_ptr, qt_ptr, o_m, i_m, o_n, m_n, M, M_PADDED, W, M_PADDED, ROWS,
+        TRANSPOSED, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
     o = i_m.to(tl.int64) * W + o_n
     if BIAS:
         tl.store(sums_ptr + o, tl.sum(da, axis=0), mask=m_n)
     if KIND == 0:
         store_codes(
-            dup, inverse, q_ptr, qt_ptr, o_m, F + o_n, m_n, M, M_PADDED, W, M_PADDED, MAX, ROWS,
-            TRANSPOSED,
+            dup * inverse, q_ptr, qt_ptr, o_m, i_m, F + o_n, m_n, M, M_PADDED, W, M_PADDED, ROWS,
+            TRANSPOSED, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         if BIAS:
             tl.store(sums_ptr + F + o, tl.sum(dup, axis=0), mask=m_n)
@@ -214,7 +224,7 @@ def _activation_stats_triton(
     launch(
         _activation_stats_kernel, (grid,),
         a_ptr=a, q_ptr=q, e_ptr=exponents, amax_bits_ptr=amax.view(torch.int32), M=M, F=F, W=W,
-        tiles_n=tiles_n, KIND=ACTIVATIONS.index(kind), MAX=form.max,
+        tiles_n=tiles_n, KIND=ACTIVATIONS.index(kind),
         MAX_EXPONENT=form.max_exponent, GROUP=group_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
     )  # fmt: skip
     return q, exponents, reference.amax_to_scale(amax, fmt)
@@ -224,15 +234,14 @@ def _activation_apply_triton(
     a: Tensor, exponents: Tensor | None, kind: str, scale: Tensor, fmt: str, rows: bool,
     transposed: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    form = format_of(fmt)
     M, F, W = _width(a, kind)
-    q, qt = empty_layouts(M, F, form, rows, transposed, a.device)
+    q, qt = empty_layouts(M, F, format_of(fmt), rows, transposed, a.device)
     grid, tiles_n = tiles(padded(M) if transposed else M, F)
     launch(
         _activation_apply_kernel, (grid,),
         a_ptr=a, e_ptr=exponents, scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, F=F, W=W,
         M_PADDED=padded(M), tiles_n=tiles_n, KIND=ACTIVATIONS.index(kind),
-        GROUPED=exponents is not None, MAX=form.max, ROWS=rows, TRANSPOSED=transposed,
+        GROUPED=exponents is not None, ROWS=rows, TRANSPOSED=transposed,
         GROUP=1 if exponents is None else W // exponents.shape[1],
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
     )  # fmt: skip
@@ -265,15 +274,16 @@ def _activation_bwd_triton(
         BLOCK_N=BLOCK_N,
     )  # fmt: skip
     scale = reference.amax_to_scale(amax, fmt)
-    block_n = max(GRADIENT_BLOCK_N, group)
-    grid, tiles_n = tiles(padded(M) if transposed else M, F, block_n)
+    block_n = max(64, group)
+    block_m = GRADIENT_TILE // block_n
+    grid, tiles_n = tiles(padded(M) if transposed else M, F, block_m, block_n)
     partial = sums.new_empty((grid // tiles_n if bias else 0, W))
     launch(
         _activation_bwd_apply_kernel, (grid,),
         dh_ptr=dh, a_ptr=a, e_ptr=exponents, scale_ptr=scale, q_ptr=q, qt_ptr=qt,
         sums_ptr=partial, M=M, F=F, W=W, M_PADDED=padded(M), tiles_n=tiles_n,
-        KIND=ACTIVATIONS.index(kind), MAX=format_of(fmt).max, ROWS=rows, TRANSPOSED=transposed,
-        BIAS=bias, GROUP=group, BLOCK_M=BLOCK_M, BLOCK_N=block_n,
+        KIND=ACTIVATIONS.index(kind), ROWS=rows, TRANSPOSED=transposed,
+        BIAS=bias, GROUP=group, BLOCK_M=block_m, BLOCK_N=block_n,
     )  # fmt: skip
     return q, qt, scale, partial.sum(0) if bias else sums
 

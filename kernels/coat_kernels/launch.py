@@ -18,10 +18,10 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def tiles(M: int, N: int, block_n: int = BLOCK_N) -> tuple[int, int]:
+def tiles(M: int, N: int, block_m: int = BLOCK_M, block_n: int = BLOCK_N) -> tuple[int, int]:
     """Number of tiles of a matrix, and of one row of tiles."""
     tiles_n = cdiv(N, block_n)
-    return cdiv(M, BLOCK_M) * tiles_n, tiles_n
+    return cdiv(M, block_m) * tiles_n, tiles_n
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int = NUM_WARPS, **args: Any) -> None:

@@ -41,15 +41,20 @@ from coat_kernels.quantize import empty_grouped, empty_layouts, new_amax
 from coat_kernels.registry import register
 from coat_kernels.tile import (
     block_amax_bits,
+    inverse_scale,
     load_grouped,
     load_tile,
     row_offsets,
     store_codes,
     store_grouped,
+    word_offsets,
 )
 
 ROW_ELEMENTS = 8192
-"""Elements of one tile; a tile holds whole rows."""
+"""Elements of a tile of whole rows in the forward pass."""
+
+GRADIENT_ROW_ELEMENTS = 4096
+"""The same in the backward pass, which holds most: with 8192 one block fills an SM."""
 
 MAX_PARTIALS = 264
 """Blocks of rows whose weight gradients are summed apart: two per multiprocessor of an H200."""
@@ -67,7 +72,7 @@ def _norm_stats_kernel(
     q_ptr, e_ptr, rstd_ptr, mean_ptr, amax_bits_ptr,  # (M, N) FP8, (M, N / GROUP), (M,), (M,), ()
     M, N, eps,
     HAS_DELTA: tl.constexpr, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     o_m = row_offsets(tl.program_id(0), BLOCK_M)
@@ -78,7 +83,7 @@ def _norm_stats_kernel(
         added = (x + load_tile(delta_ptr, o_m, o_n, m_mn, N)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + o_m[:, None] * N + o_n[None, :], added, mask=m_mn)
         x = added.to(tl.float32)
-    store_grouped(x, q_ptr, e_ptr, o_m, 0, M, N, N, MAX, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
+    store_grouped(x, q_ptr, e_ptr, o_m, 0, M, N, N, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
     middle = x
     if CENTERED:
         mean = tl.sum(x, axis=1) / N
@@ -98,11 +103,12 @@ def _norm_apply_kernel(
     q_ptr, qt_ptr,  # (M, N) and (N, M_PADDED) FP8
     M, N, M_PADDED, tiles_n,
     GROUPED: tl.constexpr, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    MAX: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)  # tiles are counted along the row first
-    o_m = row_offsets(pid // tiles_n, BLOCK_M)
+    i_m = pid // tiles_n
+    o_m = word_offsets(i_m, BLOCK_M)
     i_n = pid % tiles_n * BLOCK_N
     o_n = i_n + tl.arange(0, BLOCK_N)
     m_mn = (o_m[:, None] < M) & (o_n[None, :] < N)
@@ -116,10 +122,10 @@ def _norm_apply_kernel(
     y = x * rstd[:, None] * _load_vector(weight_ptr, o_n, N)
     if HAS_BIAS:
         y += _load_vector(bias_ptr, o_n, N)
-    inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
+        y = tl.where(o_m[:, None] < M, y, 0.0)
     store_codes(
-        y, inverse, q_ptr, qt_ptr, o_m, o_n, o_n < N, M, M_PADDED, N, M_PADDED, MAX, ROWS,
-        TRANSPOSED,
+        y * inverse_scale(scale_ptr), q_ptr, qt_ptr, o_m, i_m, o_n, o_n < N, M, M_PADDED, N,
+        M_PADDED, ROWS, TRANSPOSED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
@@ -157,18 +163,20 @@ def _norm_bwd_kernel(
             dx_ptr + o_m[:, None] * N + o_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=m_mn
         )
         dweight += tl.sum(dy * xhat, axis=0)
-        dbias += tl.sum(dy, axis=0)
+        if CENTERED:
+            dbias += tl.sum(dy, axis=0)
     o = pid * N + o_n
     tl.store(dweight_ptr + o, dweight, mask=o_n < N)
-    tl.store(dbias_ptr + o, dbias, mask=o_n < N)
+    if CENTERED:
+        tl.store(dbias_ptr + o, dbias, mask=o_n < N)
 
 
-def _row_block(N: int) -> dict[str, int]:
-    """Launch options of a tile of whole rows: one row, or more up to ROW_ELEMENTS elements."""
+def _row_block(N: int, elements: int = ROW_ELEMENTS) -> dict[str, int]:
+    """Launch options of a tile of whole rows: one row, or more up to that many elements."""
     block_n = max(128, 1 << (N - 1).bit_length())
     return {
         "BLOCK_N": block_n,
-        "BLOCK_M": max(1, min(64, ROW_ELEMENTS // block_n)),
+        "BLOCK_M": max(1, min(64, elements // block_n)),
         "num_warps": NUM_WARPS if block_n <= ROW_ELEMENTS else 2 * NUM_WARPS,
     }
 
@@ -199,7 +207,7 @@ def _norm_stats_triton(
         x_ptr=x, delta_ptr=delta, weight_ptr=weight, bias_ptr=bias, sum_ptr=total, q_ptr=q,
         e_ptr=exponents, rstd_ptr=rstd, mean_ptr=mean, amax_bits_ptr=amax.view(torch.int32),
         M=M, N=N, eps=eps, HAS_DELTA=delta is not None, CENTERED=centered,
-        HAS_BIAS=bias is not None, MAX=form.max, MAX_EXPONENT=form.max_exponent, GROUP=group_size,
+        HAS_BIAS=bias is not None, MAX_EXPONENT=form.max_exponent, GROUP=group_size,
         **block,
     )  # fmt: skip
     return total, q, exponents, rstd, mean, reference.amax_to_scale(amax, fmt)
@@ -209,16 +217,15 @@ def _norm_apply_triton(
     x: Tensor, exponents: Tensor | None, weight: Tensor, bias: Tensor | None, rstd: Tensor,
     mean: Tensor, scale: Tensor, fmt: str, rows: bool, transposed: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    form = format_of(fmt)
     M, N = x.shape
-    q, qt = empty_layouts(M, N, form, rows, transposed, x.device)
+    q, qt = empty_layouts(M, N, format_of(fmt), rows, transposed, x.device)
     grid, tiles_n = tiles(padded(M) if transposed else M, N)
     launch(
         _norm_apply_kernel, (grid,),
         x_ptr=x, e_ptr=exponents, weight_ptr=weight, bias_ptr=bias, rstd_ptr=rstd, mean_ptr=mean,
         scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, N=N, M_PADDED=padded(M), tiles_n=tiles_n,
         GROUPED=exponents is not None, CENTERED=mean.numel() > 0, HAS_BIAS=bias is not None,
-        MAX=form.max, ROWS=rows, TRANSPOSED=transposed,
+        ROWS=rows, TRANSPOSED=transposed,
         GROUP=1 if exponents is None else N // exponents.shape[1],
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
     )  # fmt: skip
@@ -235,21 +242,29 @@ def _norm_bwd_triton(
     residual: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     M, N = x.shape
-    block = _row_block(N)
+    centered = mean.numel() > 0
+    block = _row_block(N, GRADIENT_ROW_ELEMENTS)
     tiles_m = max(1, cdiv(M, block["BLOCK_M"]))  # no rows: one program writes zero sums
     tiles_per_program = cdiv(tiles_m, MAX_PARTIALS)
     programs = cdiv(tiles_m, tiles_per_program)
     dx = torch.empty_like(dy)
-    dweight, dbias = torch.empty((2, programs, N), dtype=torch.float32, device=dy.device)
+    sums = torch.empty((1 + centered, programs, N), dtype=torch.float32, device=dy.device)
     launch(
         _norm_bwd_kernel, (programs,),
         dy_ptr=dy, x_ptr=x, e_ptr=exponents, weight_ptr=weight, rstd_ptr=rstd, mean_ptr=mean,
-        residual_ptr=residual, dx_ptr=dx, dweight_ptr=dweight, dbias_ptr=dbias, M=M, N=N,
+        residual_ptr=residual, dx_ptr=dx, dweight_ptr=sums[0], dbias_ptr=sums[-1], M=M, N=N,
         rows_per_program=tiles_per_program * block["BLOCK_M"],
-        HAS_RESIDUAL=residual is not None, CENTERED=mean.numel() > 0,
-        GROUP=N // exponents.shape[1], **block,
+        HAS_RESIDUAL=residual is not None, CENTERED=centered, GROUP=N // exponents.shape[1],
+        **block,
     )  # fmt: skip
-    return dx, dweight.sum(0), dbias.sum(0)
+    return dx, sums[0].sum(0), sums[1].sum(0) if centered else sums.new_empty(0)
+
+
+def _norm_bwd_fake(dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    N, mean = dy.shape[1], rest[4]
+    biases = N if mean.numel() else 0
+    dweight, dbias = (dy.new_empty((size,), dtype=torch.float32) for size in (N, biases))
+    return torch.empty_like(dy), dweight, dbias
 
 
 _norm_stats = register(
@@ -268,11 +283,7 @@ _norm_bwd = register(
     "norm_bwd",
     triton=_norm_bwd_triton,
     reference=reference.norm_bwd,
-    fake=lambda dy, *_: (
-        torch.empty_like(dy),
-        dy.new_empty((dy.shape[1],), dtype=torch.float32),
-        dy.new_empty((dy.shape[1],), dtype=torch.float32),
-    ),
+    fake=_norm_bwd_fake,
 )
 
 
@@ -363,7 +374,7 @@ def norm_bwd(
         residual: gradient that reaches the norm's input past the norm, like dy; added to dx.
 
     Returns:
-        dx [M, N] in dy's dtype, dweight FP32 [N], dbias FP32 [N] (to be ignored without a bias).
+        dx [M, N] in dy's dtype, dweight FP32 [N], dbias FP32 [N] (empty for RMSNorm).
 
     Raises:
         ValueError: dy is not a contiguous matrix of x's shape, residual is not like dy, or weight

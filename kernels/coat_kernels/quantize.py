@@ -32,11 +32,13 @@ from coat_kernels.launch import BLOCK_M, BLOCK_N, TOKENS, cdiv, launch, tiles
 from coat_kernels.registry import register
 from coat_kernels.tile import (
     block_amax_bits,
+    inverse_scale,
     load_grouped,
     load_tile,
     row_offsets,
     store_codes,
     store_grouped,
+    word_offsets,
 )
 
 AMAX_ELEMENTS = 8192
@@ -55,24 +57,24 @@ def _quantize_tensor_kernel(
     x_ptr, scale_ptr,  # (M, N), ()
     q_ptr, qt_ptr,  # (M, N), and (N, stride_t) FP8 of which M_END columns are written
     M, N, M_END, stride_t, tiles_n,
-    MAX: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)  # tiles are counted along the row first
-    o_m = row_offsets(pid // tiles_n, BLOCK_M)
+    i_m = pid // tiles_n
+    o_m = word_offsets(i_m, BLOCK_M)
     o_n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     x = load_tile(x_ptr, o_m, o_n, (o_m[:, None] < M) & (o_n[None, :] < N), N)
-    inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
     store_codes(
-        x, inverse, q_ptr, qt_ptr, o_m, o_n, o_n < N, M, M_END, N, stride_t, MAX, ROWS, TRANSPOSED
-    )
+        x * inverse_scale(scale_ptr), q_ptr, qt_ptr, o_m, i_m, o_n, o_n < N, M, M_END, N, stride_t,
+        ROWS, TRANSPOSED, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=TOKENS)
 def _quantize_group_kernel(
     x_ptr, q_ptr, e_ptr,  # (M, N), (M, N) FP8, (M, N / GROUP) uint8
     M, N, tiles_n,
-    MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)  # tiles are counted along the row first
@@ -80,7 +82,7 @@ def _quantize_group_kernel(
     i_n = pid % tiles_n * BLOCK_N
     o_n = i_n + tl.arange(0, BLOCK_N)
     x = load_tile(x_ptr, o_m, o_n, (o_m[:, None] < M) & (o_n[None, :] < N), N)
-    store_grouped(x, q_ptr, e_ptr, o_m, i_n, M, N, N, MAX, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
+    store_grouped(x, q_ptr, e_ptr, o_m, i_n, M, N, N, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=TOKENS)
@@ -133,9 +135,8 @@ def _tensor_scale_triton(parts: Sequence[Tensor], fmt: str) -> Tensor:
 def _quantize_tensor_triton(
     parts: Sequence[Tensor], scale: Tensor, fmt: str, rows: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    form = format_of(fmt)
     M, N = stacked_shape(parts)
-    q, qt = empty_layouts(M, N, form, rows, transposed, parts[0].device)
+    q, qt = empty_layouts(M, N, format_of(fmt), rows, transposed, parts[0].device)
     start = 0
     for i, part in enumerate(parts):
         m = part.shape[0]
@@ -145,8 +146,8 @@ def _quantize_tensor_triton(
         launch(
             _quantize_tensor_kernel, (grid,),
             x_ptr=part, scale_ptr=scale, q_ptr=q[start:] if rows else q,
-            qt_ptr=qt[:, start:] if transposed else qt, M=m, N=N, M_END=end, stride_t=padded(M),
-            tiles_n=tiles_n, MAX=form.max, ROWS=rows, TRANSPOSED=transposed,
+            qt_ptr=qt[..., start:], M=m, N=N, M_END=end, stride_t=padded(M), tiles_n=tiles_n,
+            ROWS=rows, TRANSPOSED=transposed,
             BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
         )  # fmt: skip
         start += m
@@ -165,7 +166,7 @@ def _quantize_group_triton(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor
     grid, tiles_n = tiles(M, N)
     launch(
         _quantize_group_kernel, (grid,),
-        x_ptr=x, q_ptr=q, e_ptr=exponents, M=M, N=N, tiles_n=tiles_n, MAX=form.max,
+        x_ptr=x, q_ptr=q, e_ptr=exponents, M=M, N=N, tiles_n=tiles_n,
         MAX_EXPONENT=form.max_exponent, GROUP=group_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
     )  # fmt: skip
     return q, exponents

@@ -69,7 +69,8 @@ def quantize_tensor(
 def _layouts(
     x: Tensor, scale: Tensor, fmt: Format, rows: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    q = cast(x * (1.0 / scale), fmt)
+    # Without the NaN the codes are 0 (NaN only where x is), and worth NaN by their scale.
+    q = cast(x * (1.0 / scale).nan_to_num_(0.0, math.inf), fmt)
     empty = q.new_empty(0)
     if not transposed:
         return (q if rows else empty), empty
@@ -182,7 +183,7 @@ def norm_bwd(
     dweight = sum over tokens of dy * xhat, dbias = sum over tokens of dy.
 
     Returns:
-        dx [M, N] in dy's dtype, dweight FP32 [N], dbias FP32 [N].
+        dx [M, N] in dy's dtype, dweight FP32 [N], dbias FP32 [N] (empty for RMSNorm).
     """
     centered = mean.numel() > 0
     x32 = dequantize_group(x, exponents, torch.float32)
@@ -195,7 +196,8 @@ def norm_bwd(
     dx = dx * rstd[:, None]
     if residual is not None:
         dx += residual.float()
-    return dx.to(dy.dtype), (dy32 * xhat).sum(0), dy32.sum(0)
+    dbias = dy32.sum(0) if centered else dy32.new_empty(0)
+    return dx.to(dy.dtype), (dy32 * xhat).sum(0), dbias
 
 
 # activations

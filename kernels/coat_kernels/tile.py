@@ -1,8 +1,9 @@
 """Device functions that all kernels share: scales, casts and FP8 tiles, each written once.
 
-Everything is computed in FP32. Maxima of magnitudes are taken on the bits of ``|x|`` as integers:
-for non-negative floats the integer order is the numeric order, and a NaN is larger than anything,
-so it cannot be lost (a float maximum would drop it).
+Everything is computed in FP32. Casts to FP8 are the hardware's: to nearest even, saturating. Maxima
+of magnitudes are taken on the bits of ``|x|`` as integers: for non-negative floats the integer
+order is the numeric order, and a NaN is larger than anything, so it cannot be lost (a float maximum
+would drop it).
 """
 
 import triton
@@ -52,17 +53,27 @@ def exponent_inverse(exponent):
 
 
 @triton.jit
-def to_fp8(y, MAX: tl.constexpr, dtype: tl.constexpr):
-    """Codes of scaled values: saturate, round to nearest even. NaN stays NaN."""
-    y = tl.where(y > MAX, MAX, y)
-    y = tl.where(y < -MAX, -MAX, y)
-    return y.to(dtype)
+def sigmoid(x):
+    """1 / (1 + exp(-x)), FP32, to about 2^-22: two instructions of the special function unit."""
+    root = tl.math.rsqrt(1.0 + tl.math.exp2(-1.4426950408889634 * x))
+    return root * root
 
 
 @triton.jit
 def row_offsets(i_m, BLOCK_M: tl.constexpr):
     """Rows of the i_m-th row of tiles, int64: a matrix can have more than 2^31 elements."""
     return i_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+
+
+@triton.jit
+def word_offsets(i_m, BLOCK_M: tl.constexpr):
+    """The same rows in the order that :func:`store_codes` wants: 0, 4, 8, ..., then 1, 5, ...
+
+    A thread that holds every fourth row of a tile then holds four tokens that follow each other,
+    whose codes are one word of the transposed copy.
+    """
+    i = tl.arange(0, BLOCK_M)
+    return i_m.to(tl.int64) * BLOCK_M + i % (BLOCK_M // 4) * 4 + i // (BLOCK_M // 4)
 
 
 @triton.jit
@@ -96,7 +107,7 @@ def load_grouped(
 
 @triton.jit
 def store_grouped(
-    x, q_ptr, e_ptr, o_m, i_n, M, N, stride, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr,
+    x, q_ptr, e_ptr, o_m, i_n, M, N, stride, MAX_EXPONENT: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Quantize tile x [BLOCK_M, BLOCK_N], columns from i_n, per group; store codes, exponents."""
@@ -106,7 +117,7 @@ def store_grouped(
     m_m = o_m[:, None] < M
     groups = tl.reshape(x, (BLOCK_M, GROUPS, GROUP))
     e = group_exponents(groups, MAX_EXPONENT)
-    q = to_fp8(groups * exponent_inverse(e)[:, :, None], MAX, q_ptr.dtype.element_ty)
+    q = (groups * exponent_inverse(e)[:, :, None]).to(q_ptr.dtype.element_ty)
     q = tl.reshape(q, (BLOCK_M, BLOCK_N))
     tl.store(q_ptr + o_m[:, None] * stride + o_n[None, :], q, mask=m_m & (o_n[None, :] < N))
     tl.store(
@@ -117,22 +128,36 @@ def store_grouped(
 
 
 @triton.jit
-def store_codes(
-    x, inverse, q_ptr, qt_ptr, o_m, o_n, m_n, M, M_END, stride, stride_t, MAX: tl.constexpr,
-    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """Per-tensor codes of tile x: row-major and/or transposed, there with zeros from M to M_END.
+def inverse_scale(scale_ptr):
+    """1 / scale; 0 for NaN: the codes are then 0, worth NaN, and zero padding stays zero."""
+    inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
+    return tl.where(inverse == inverse, inverse, 0.0)
 
-    ``m_n`` masks the columns; ``stride`` is that of a row of q, ``stride_t`` that of a row of qt.
+
+@triton.jit
+def store_codes(
+    y, q_ptr, qt_ptr, o_m, i_m, o_n, m_n, M, M_END, stride, stride_t, ROWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Codes of the i_m-th tile y [BLOCK_M, BLOCK_N], whose rows ``o_m`` are ``word_offsets``.
+
+    Row-major at ``q_ptr`` and/or transposed at ``qt_ptr``, there for the tokens up to M_END, where
+    y must be zero from M on. ``m_n`` masks the columns ``o_n``; strides are those of a row.
     """
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
     if ROWS:
-        q = to_fp8(x * inverse, MAX, q_ptr.dtype.element_ty)
         mask = (o_m[:, None] < M) & m_n[None, :]
-        tl.store(q_ptr + o_m[:, None] * stride + o_n[None, :], q, mask=mask)
+        tl.store(q_ptr + o_m[:, None] * stride + o_n[None, :], y.to(dtype), mask=mask)
     if TRANSPOSED:
-        # The padding is zero whatever x holds there (a norm's bias) and whatever the scale is: a
-        # NaN in it would be spread by the GEMM to every output.
-        y = tl.where(o_m[None, :] < M, tl.trans(x) * inverse, 0.0)
-        qt = to_fp8(y, MAX, qt_ptr.dtype.element_ty)
-        mask = m_n[:, None] & (o_m[None, :] < M_END)
-        tl.store(qt_ptr + o_n[:, None].to(tl.int64) * stride_t + o_m[None, :], qt, mask=mask)
+        # Four tokens of a word are taken apart and joined, so that they come last in a thread's
+        # registers: the cast then packs them, and words, not bytes, go through shared memory.
+        WORDS: tl.constexpr = BLOCK_M // 4
+        words = tl.permute(tl.reshape(y, (2, 2, WORDS, BLOCK_N)), (3, 2, 0, 1))
+        even, odd = tl.split(words)
+        y0, y2 = tl.split(even)
+        y1, y3 = tl.split(odd)
+        words = tl.join(tl.join(y0, y2), tl.join(y1, y3)).to(dtype)
+        o_t = i_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = m_n[:, None] & (o_t[None, :] < M_END)
+        o = o_n[:, None].to(tl.int64) * stride_t + o_t[None, :]
+        tl.store(qt_ptr + o, tl.reshape(words, (BLOCK_N, BLOCK_M)), mask=mask)

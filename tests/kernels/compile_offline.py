@@ -9,7 +9,10 @@ import importlib
 import inspect
 import json
 import pkgutil
+import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +117,19 @@ def source_of(kernel: Any, arguments: dict[str, Any]) -> tuple[ASTSource, str]:
     return ASTSource(kernel, signature, constants, attributes), key
 
 
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and stack bytes per thread, as the tool that comes with Triton reads them."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
+    assert found is not None, listing
+    return {"registers": int(found[1]), "stack_bytes": int(found[2])}
+
+
 def compile_for(source: ASTSource, capability: int, num_warps: int) -> dict[str, Any]:
     """What came out, or the error."""
     target = GPUTarget("cuda", capability, 32)
@@ -124,6 +140,7 @@ def compile_for(source: ASTSource, capability: int, num_warps: int) -> dict[str,
     ptx = compiled.asm["ptx"]
     return {
         "cubin_bytes": len(compiled.asm["cubin"]),
+        **resources(compiled.asm["cubin"]),
         "instructions": [instruction for instruction in INSTRUCTIONS if instruction in ptx],
     }
 
@@ -142,6 +159,7 @@ def main(report: Path) -> None:
         reached |= called_by(kernel)
         types = list(source.signature.values())
         row: dict[str, Any] = {"kernel": kernel.fn.__name__, "example": example, "types": types}
+        row["threads"] = 32 * arguments["num_warps"]
         row["sm_90"] = compile_for(source, 90, arguments["num_warps"])
         if "*fp8e4nv" in types and kernel.fn.__name__ not in refused:
             refused.add(kernel.fn.__name__)

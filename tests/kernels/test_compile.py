@@ -68,3 +68,10 @@ def test_codes_are_rounded_once_from_fp32_and_subnormals_are_not_flushed(report:
         if row["kernel"] in BIT_EXACT:
             assert "mul.ftz" not in instructions, row
             assert "mul.f32" in instructions, row
+
+
+def test_kernels_spill_nothing_and_two_programs_fit_a_multiprocessor(report: dict[str, Any]):
+    """With one program per multiprocessor nothing hides the time until its loads arrive."""
+    for row in report["compiled"]:
+        assert row["sm_90"]["stack_bytes"] == 0, row
+        assert 2 * row["threads"] * row["sm_90"]["registers"] <= 65536, row
