@@ -14,7 +14,10 @@ from pydantic.dataclasses import dataclass
 
 _STRICT = ConfigDict(extra="forbid")
 
-Precision = Literal["fp32", "bf16", "coat"]
+Precision = Literal["fp32", "bf16", "fp8_linear", "coat", "coat_lean"]
+Fp8Precision = Literal["fp8_linear", "coat", "coat_lean"]
+BlockPrecision = Literal["bf16", "fp8_linear", "coat", "coat_lean"]
+LinearPrecision = Literal["bf16", "fp8_linear"]
 ModuleName = Literal["vision", "projector", "language"]
 StageName = Literal["align", "pretrain", "sft"]
 ProjectorType = Literal["linear", "mlp2x_gelu", "mlp_downsample", "mlp_downsample_3x3_fix"]
@@ -24,6 +27,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 MODULES: tuple[ModuleName, ...] = ("vision", "projector", "language")
 STAGES: tuple[StageName, ...] = ("align", "pretrain", "sft")
+FP8_PRECISIONS: tuple[Fp8Precision, ...] = ("fp8_linear", "coat", "coat_lean")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
@@ -222,15 +226,15 @@ class EvalSetConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
 class Fp8Config:
-    """What becomes FP8 under ``precision: coat``."""
+    """What becomes FP8 under the precisions ``fp8_linear``, ``coat`` and ``coat_lean``."""
 
-    vision: bool = True
-    """Encoder blocks of the vision tower (SigLIP and CLIP)."""
-    projector: bool = False
+    vision: BlockPrecision | None = None
+    """Encoder blocks of the vision tower (SigLIP and CLIP); the run's precision when absent."""
+    projector: LinearPrecision = "bf16"
     """Linear layers of the projector: few, and all image features pass through them."""
-    language: bool = True
-    """Decoder blocks of the language model (Llama, Mistral, Qwen2/2.5, Qwen3)."""
-    lm_head: bool = False
+    language: BlockPrecision | None = None
+    """Decoder blocks of the language model (Llama, Mistral, Qwen2/2.5, Qwen3), likewise."""
+    lm_head: LinearPrecision = "bf16"
     """The output layer."""
     skip_first: NonNegative = 0
     """Blocks at the beginning of the tower and of the language model that stay as they are."""
@@ -238,30 +242,43 @@ class Fp8Config:
     """Blocks at the end of the tower and of the language model that stay as they are."""
     group_size: Literal[16, 32, 64, 128] = 16
     """Channels that share a scale in the FP8 copies kept for the backward pass."""
-    optimizer: Literal["coat", "adamw"] = "coat"
-    """``coat``: AdamW with FP8 moments; ``adamw``: torch's, with FP32 moments."""
+    weights: Literal["auto", "cache", "recompute"] = "auto"
+    """Whether FP8 weights stay for all micro-batches of a step (2 bytes per parameter):
+    ``auto`` keeps them where gradients are accumulated and the GPU's memory has room."""
+    optimizer: Literal["coat", "adamw"] | None = None
+    """``coat``: AdamW with FP8 moments; ``adamw``: torch's, with FP32 moments. When absent,
+    ``adamw`` under ``fp8_linear`` and ``coat`` otherwise."""
     released_constants: bool = False
     """Dynamic range expansion with the constants of the paper's released kernel."""
     reference: bool = False
     """Run the plain PyTorch arithmetic on a GPU without FP8 tensor cores (slow)."""
 
     def __post_init__(self) -> None:
-        if self.released_constants and self.optimizer != "coat":
+        if self.released_constants and self.optimizer == "adamw":
             raise ValueError(
                 "fp8.released_constants has no effect with fp8.optimizer: adamw; remove one of them"
             )
-        blocks = self.vision or self.language
+        blocks = not (self.vision == self.language == "bf16")
         for name, unset in (("skip_first", 0), ("skip_last", 0), ("group_size", 16)):
             if getattr(self, name) != unset and not blocks:
                 raise ValueError(
-                    f"fp8.{name} has no effect with fp8.vision and fp8.language false: it is about "
+                    f"fp8.{name} has no effect with fp8.vision and fp8.language bf16: it is about "
                     "blocks; remove it, or convert blocks"
                 )
-        if not (blocks or self.projector or self.lm_head):
+        if not blocks and self.projector == self.lm_head == "bf16":
             raise ValueError(
-                "fp8 selects nothing: vision, language, projector and lm_head are all false; use "
+                "fp8 selects nothing: vision, language, projector and lm_head are all bf16; use "
                 "precision: bf16, or set one of them"
             )
+
+    def resolved(self, precision: Fp8Precision) -> "Fp8Config":
+        """The same with nothing absent, for a run in this precision."""
+        return dataclasses.replace(
+            self,
+            vision=self.vision or precision,
+            language=self.language or precision,
+            optimizer=self.optimizer or ("adamw" if precision == "fp8_linear" else "coat"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
@@ -292,11 +309,12 @@ class Recipe:
     seed: int = 0
     """Seed of initialisation, data order and augmentation."""
     precision: Precision = "bf16"
-    """``coat``: FP8 linear layers, kept activations and optimizer states, the rest as in bf16;
-    ``bf16``: BF16 weights and arithmetic with FP32 master weights; ``fp32``: all FP32. On a CPU the
-    first two keep FP32 weights and round in the linear layers (coat_vlm/fp8/arithmetic.py)."""
+    """``fp32``: all FP32; ``bf16``: BF16 weights and arithmetic with FP32 master weights;
+    ``fp8_linear``: the blocks' GEMMs in FP8; ``coat``: also kept activations and optimizer states;
+    ``coat_lean``: also what attention keeps (docs/design.md). On a CPU all but the first keep FP32
+    weights and round in the linear layers (coat_vlm/fp8/arithmetic.py)."""
     fp8: Fp8Config | None = None
-    """What ``precision: coat`` makes FP8; its defaults when absent."""
+    """What an FP8 precision makes FP8; its defaults when absent."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage."""
     num_workers: NonNegative = 2
@@ -310,10 +328,10 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.stages:
             raise ValueError(f"recipe {self.name!r} has no stages; add at least one of {STAGES}")
-        if self.fp8 is not None and self.precision != "coat":
+        if self.fp8 is not None and self.precision not in FP8_PRECISIONS:
             raise ValueError(
-                f"fp8 has no effect with precision: {self.precision}; set precision: coat, or "
-                "remove fp8"
+                f"fp8 has no effect with precision: {self.precision}; set precision to one of "
+                f"{', '.join(FP8_PRECISIONS)}, or remove fp8"
             )
 
     def to_dict(self) -> dict[str, Any]:

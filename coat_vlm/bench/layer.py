@@ -21,7 +21,7 @@ from torch import nn
 from coat_vlm.bench.measure import Cost, Result, compute, cost, inputs, kernel_table, relative_error
 from coat_vlm.bench.shapes import LayerShape, build_layer, forward_of
 from coat_vlm.checkout import commit
-from coat_vlm.config import Fp8Config
+from coat_vlm.config import Fp8Config, Fp8Precision
 from coat_vlm.fp8 import convert
 
 LIMITS = (0.09, 0.13)
@@ -89,10 +89,13 @@ def _torchao(recipe: str) -> Callable[[nn.Module], nn.Module]:
     return prepare
 
 
-def _coat(layer: nn.Module) -> nn.Module:
-    block = nn.ModuleList([layer])  # the block's own class is replaced
-    convert(block, Fp8Config())
-    return layer
+def _ours(precision: Fp8Precision) -> Callable[[nn.Module], nn.Module]:
+    def prepare(layer: nn.Module) -> nn.Module:
+        block = nn.ModuleList([layer])  # the block's own class is replaced
+        convert(block, Fp8Config().resolved(precision))
+        return layer
+
+    return prepare
 
 
 IMPLEMENTATIONS: dict[str, tuple[str | None, Callable[[nn.Module], nn.Module]]] = {
@@ -100,7 +103,9 @@ IMPLEMENTATIONS: dict[str, tuple[str | None, Callable[[nn.Module], nn.Module]]] 
     "hf_compile": (None, _compiled),
     "torchao_tensorwise_compile": ("torchao", _torchao("tensorwise")),
     "torchao_rowwise_compile": ("torchao", _torchao("rowwise")),
-    "coat": (None, _coat),
+    "coat_fp8_linear": (None, _ours("fp8_linear")),
+    "coat": (None, _ours("coat")),
+    "coat_lean": (None, _ours("coat_lean")),
 }
 """Name -> (package it needs, what makes it of a layer of transformers)."""
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from coat_vlm.commands.command import Commands, command, say
+from coat_vlm.commands.command import PRECISIONS, Commands, command, say
 
 
 def add(commands: Commands) -> None:
@@ -27,7 +27,7 @@ def _add_decoder(jobs: Commands) -> None:
     )
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 text; its end is held out")
     parser.add_argument(
-        "--precisions", nargs="+", choices=["fp32", "bf16", "coat"], default=["bf16", "coat"],
+        "--precisions", nargs="+", choices=PRECISIONS, default=["bf16", "coat"],
         help="what to train, the first is what the others are compared with; default bf16 coat",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps; default 200")

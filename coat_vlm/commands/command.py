@@ -9,6 +9,9 @@ from typing import TypeAlias
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Handler = Callable[[argparse.Namespace], int]
 
+PRECISIONS = ("fp32", "bf16", "fp8_linear", "coat", "coat_lean")
+"""Those of ``coat_vlm.config.Precision``, which takes longer to import than ``--help`` should."""
+
 
 def command(
     commands: Commands, name: str, handler: Handler, summary: str, examples: str = ""

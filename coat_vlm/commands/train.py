@@ -2,7 +2,7 @@
 
 import argparse
 
-from coat_vlm.commands.command import Commands, add_launcher_rank, command, say
+from coat_vlm.commands.command import PRECISIONS, Commands, add_launcher_rank, command, say
 
 
 def add(commands: Commands) -> None:
@@ -35,8 +35,8 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--precision",
-        choices=["fp32", "bf16", "coat"],
-        help="the same as precision=fp32, bf16 or coat (FP8)",
+        choices=PRECISIONS,
+        help="the same as precision=...: fp32, bf16, or FP8 as fp8_linear, coat, coat_lean",
     )
     add_launcher_rank(parser)
 

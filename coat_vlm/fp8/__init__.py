@@ -5,13 +5,14 @@ from coat_vlm.fp8.convert import ConversionReport, convert, fp8_blocks
 from coat_vlm.fp8.linear import Fp8Linear, linear, norm_linear
 from coat_vlm.fp8.mlp import norm_mlp
 from coat_vlm.fp8.monitor import Counts, watching
-from coat_vlm.fp8.weights import kept_bytes, reused_weights
+from coat_vlm.fp8.weights import WeightReuse, kept_bytes, reused_weights
 
 __all__ = [
     "Arithmetic",
     "ConversionReport",
     "Counts",
     "Fp8Linear",
+    "WeightReuse",
     "arithmetic_of",
     "convert",
     "fp8_blocks",

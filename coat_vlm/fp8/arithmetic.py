@@ -1,10 +1,10 @@
 """What a recipe's ``precision`` means on a device: the dtype of weights, and what is converted.
 
-On a GPU, ``bf16`` and ``coat`` keep weights in BF16 (DeepSpeed holds FP32 masters). Most CPUs have
-no BF16 arithmetic, and emulating it for every operation makes training ten times as slow. There
-both keep FP32 weights and put the roundings where the precision shows: ``bf16`` rounds the operands
-and the result of every linear layer to BF16, with the sum in FP32; ``coat`` runs the reference
-arithmetic of the FP8 blocks and rounds the other linear layers likewise.
+On a GPU, all precisions but ``fp32`` keep weights in BF16 (DeepSpeed holds FP32 masters). Most CPUs
+have no BF16 arithmetic, and emulating it for every operation makes training ten times as slow.
+There all keep FP32 weights and put the roundings where the precision shows: ``bf16`` rounds the
+operands and the result of every linear layer to BF16, with the sum in FP32; the FP8 precisions run
+the reference arithmetic of the FP8 blocks and round the other linear layers likewise.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from coat_kernels import use_reference
 from coat_vlm.config import Fp8Config, Precision
-from coat_vlm.fp8.convert import ConversionReport, convert, fp8_blocks
+from coat_vlm.fp8.convert import ConversionReport, convert, fp8_blocks, fp8_weight_bytes
+from coat_vlm.fp8.weights import WeightReuse
 
 FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 tensor cores (Ada; Hopper has 9.0)."""
@@ -67,6 +68,11 @@ class Arithmetic:
                     module.__class__ = Bf16RoundedLinear
         return report
 
+    def weight_reuse(self, model: nn.Module, device: torch.device) -> WeightReuse:
+        """How micro-batches share the FP8 weights of ``model``, converted by :meth:`apply`."""
+        policy = "recompute" if self.fp8 is None else self.fp8.weights
+        return WeightReuse(policy, fp8_weight_bytes(model), device)
+
 
 def arithmetic_of(precision: Precision, fp8: Fp8Config | None, device: torch.device) -> Arithmetic:
     """The arithmetic of a recipe on a device.
@@ -85,7 +91,7 @@ def arithmetic_of(precision: Precision, fp8: Fp8Config | None, device: torch.dev
     dtype = torch.bfloat16 if on_gpu else torch.float32
     if precision == "bf16":
         return Arithmetic(dtype, round_linears=not on_gpu)
-    settings = fp8 or Fp8Config()
+    settings = (fp8 or Fp8Config()).resolved(precision)
     if on_gpu and not settings.reference:
         check_capability(torch.cuda.get_device_capability(device))
     return Arithmetic(dtype, settings, round_linears=not on_gpu)
@@ -99,9 +105,10 @@ def check_capability(capability: tuple[int, int]) -> None:
     """
     if capability < FP8_CAPABILITY:
         raise ValueError(
-            f"precision coat needs FP8 tensor cores, compute capability {_dotted(FP8_CAPABILITY)} "
-            f"or newer (Ada, Hopper); this GPU has {_dotted(capability)}: train with precision="
-            "bf16, or set fp8.reference=true for the plain PyTorch arithmetic, which is slow"
+            "an FP8 precision needs FP8 tensor cores, compute capability "
+            f"{_dotted(FP8_CAPABILITY)} or newer (Ada, Hopper); this GPU has "
+            f"{_dotted(capability)}: train with precision=bf16, or set "
+            "fp8.reference=true for the plain PyTorch arithmetic, which is slow"
         )
 
 

@@ -6,6 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from coat_vlm.fp8 import sdpa
+from coat_vlm.fp8.lean import lean_attention
+from coat_vlm.fp8.linear import linear
+
 
 def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
@@ -29,6 +33,39 @@ def attend(
     )
     out, _ = function(module, query, key, value, mask, **kwargs)
     return out.reshape(*out.shape[:2], -1).contiguous()
+
+
+def attention_output(
+    module: Any,
+    heads: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    layer: nn.Linear,
+    lean: bool,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention and its output projection in FP8.
+
+    Args:
+        module: the attention module.
+        heads: query, key and value as :func:`attend` takes them.
+        mask: what the model made for its attention implementation.
+        layer: the output projection.
+        lean: keep FP8 copies for the backward pass (:mod:`coat_vlm.fp8.lean`).
+        **kwargs: passed to the implementation.
+
+    Returns:
+        [B, T, hidden].
+    """
+    if not lean:
+        return linear(attend(module, *heads, mask, **kwargs), layer)
+    fused = None
+    if mask is None and module.config._attn_implementation == "sdpa":
+        causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
+        several = heads[0].shape[2] > 1
+        fused = sdpa.choose(*heads, causal and several, kwargs.get("scaling"))
+    return lean_attention(
+        *heads, layer, lambda q, k, v: attend(module, q, k, v, mask, **kwargs), fused
+    )
 
 
 def modeling_of(module: nn.Module) -> Any:

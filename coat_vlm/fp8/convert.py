@@ -50,7 +50,8 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
     Args:
         model: a CoatVlm, or any transformers model with blocks of a known family: Llama, Mistral,
             Qwen2/2.5, Qwen3 decoders, SigLIP and CLIP encoders.
-        config: which parts, which layers, which group size.
+        config: which parts in which precision (``coat`` where it says nothing), which layers,
+            which group size.
 
     Returns:
         What was converted, what was skipped and why.
@@ -59,37 +60,63 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
         ValueError: a selected part has no block of a known family, a shape does not fit an FP8
             GEMM, or the group size does not divide. The model is unchanged then.
     """
+    config = config.resolved("coat")
     report = ConversionReport()
-    chosen: list[tuple[nn.Module, type[nn.Module]]] = []
+    linears: list[nn.Module] = []
+    whole: list[tuple[nn.Module, bool]] = []
     seen: set[Part] = set()
     blocks = list(_blocks(model))
     for part in ("vision", "language"):
+        precision = getattr(config, part)
         of_part = [(name, module) for name, kind, module in blocks if kind == part]
         for number, (name, module) in enumerate(of_part):
             why = _left(config, part, number, len(of_part))
             if why is not None:
                 report.skipped[name] = why
                 continue
-            what = _check_block(name, module, config.group_size)
             seen.add(part)
-            chosen.append((module, _fp8_class(type(module))))
-            report.converted[name] = what
+            what = _check_block(name, module, None if precision == "fp8_linear" else config)
+            if precision == "fp8_linear":
+                linears += [module.get_submodule(child) for child in _linears_of(module)]
+                report.converted[name] = "linear layers in FP8"
+            else:
+                lean = precision == "coat_lean"
+                whole.append((module, lean))
+                report.converted[name] = what + (", lean" if lean else "")
     for name, module in _linears(model, config, report):
         _check_linear(name, module)
-        chosen.append((module, Fp8Linear))
+        linears.append(module)
         report.converted[name] = "FP8 linear"
     _check_found(model, config, seen, blocks)
-    for module, kind in chosen:
-        module.__class__ = kind
-        if kind is not Fp8Linear:
-            setattr(module, "fp8_group_size", config.group_size)  # noqa: B010 - a new attribute
+    for module in linears:
+        module.__class__ = Fp8Linear
+    for module, lean in whole:
+        module.__class__ = _fp8_class(type(module))
+        block: Any = module
+        block.fp8_group_size = config.group_size
+        block.fp8_lean = lean
     return report
+
+
+def _linears_of(block: nn.Module) -> tuple[str, ...]:
+    encoder = type(block).__name__ in encoder_block.SUPPORTED
+    return encoder_block.LINEARS if encoder else decoder_block.LINEARS
 
 
 def fp8_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The converted blocks of a model, by name."""
     kinds = tuple(_FP8_CLASSES.values())
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
+def fp8_weight_bytes(model: nn.Module) -> int:
+    """Bytes of FP8 copies of all weights that FP8 GEMMs read, row-major and transposed."""
+    linears = {id(m): m for m in model.modules() if isinstance(m, Fp8Linear)}
+    for _, block in fp8_blocks(model):
+        children = (m for m in block.modules() if isinstance(m, nn.Linear))
+        linears |= {id(m): m for m in children}
+    # Under ZeRO-3 a rank holds a part of a weight.
+    return 2 * sum(getattr(m.weight, "ds_numel", m.weight.numel()) for m in linears.values())
 
 
 def original_class(block: nn.Module) -> type[nn.Module]:
@@ -109,8 +136,8 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, Part, nn.Module]]:
 
 def _left(config: Fp8Config, part: Part, number: int, total: int) -> str | None:
     """Why block ``number`` of ``total`` stays as it is; None if it does not."""
-    if not getattr(config, part):
-        return f"fp8.{part} is false"
+    if getattr(config, part) == "bf16":
+        return f"fp8.{part} is bf16"
     if number < config.skip_first:
         return f"among the first {config.skip_first} (fp8.skip_first)"
     if number >= total - config.skip_last:
@@ -132,10 +159,10 @@ def _linears(
             selected, key = config.lm_head, "lm_head"
         else:
             continue
-        if selected:
+        if selected != "bf16":
             yield name, module
         else:
-            report.skipped[name] = f"fp8.{key} is false"
+            report.skipped[name] = f"fp8.{key} is bf16"
 
 
 def _check_found(
@@ -145,17 +172,17 @@ def _check_found(
     composed = hasattr(model, "vision_tower") and hasattr(model, "language_model")
     for part in ("vision", "language"):
         present = any(kind == part for _, kind, _ in blocks)
-        if part in seen or not getattr(config, part) or (not composed and not present):
+        if part in seen or getattr(config, part) == "bf16" or not (composed or present):
             continue
         if present:
             raise ValueError(
                 f"fp8.skip_first={config.skip_first} and fp8.skip_last={config.skip_last} leave no "
-                f"{part} block to convert; lower them, or set fp8.{part}: false"
+                f"{part} block to convert; lower them, or set fp8.{part}: bf16"
             )
         raise ValueError(
             f"the {part} model has no block that FP8 knows; it knows "
             f"{', '.join((*decoder_block.SUPPORTED, *encoder_block.SUPPORTED))}: set "
-            f"fp8.{part}: false, or use precision bf16"
+            f"fp8.{part}: bf16, or use precision bf16"
         )
     if not seen and not blocks:
         raise ValueError(
@@ -164,10 +191,13 @@ def _check_found(
         )
 
 
-def _check_block(name: str, module: nn.Module, group_size: int) -> str:
-    """Refuse shapes and activations without a kernel; says what the block becomes."""
+def _check_block(name: str, module: nn.Module, config: Fp8Config | None) -> str:
+    """Refuse shapes and activations without a kernel; says what the block becomes.
+
+    Without a configuration only the linear layers are looked at: they alone become FP8.
+    """
     encoder = type(module).__name__ in encoder_block.SUPPORTED
-    for child in encoder_block.LINEARS if encoder else decoder_block.LINEARS:
+    for child in _linears_of(module):
         layer = module.get_submodule(child)
         if type(layer) is not nn.Linear:
             raise ValueError(
@@ -176,14 +206,16 @@ def _check_block(name: str, module: nn.Module, group_size: int) -> str:
                 "layers (adapters, quantization), or leave this part out"
             )
         _check_linear(f"{name}.{child}", layer)
-        check_group(f"{name}.{child}", layer.in_features, group_size)
+        if config is not None:
+            check_group(f"{name}.{child}", layer.in_features, config.group_size)
     attention: Any = module.self_attn
     activation = attention.config.hidden_act
     allowed = tuple(GELUS) if encoder else ("silu", "swish")
-    if activation not in allowed:
+    if config is not None and activation not in allowed:
         raise ValueError(
             f"{name}: hidden_act {activation!r} has no FP8 kernel; allowed here: "
-            f"{', '.join(allowed)}: leave this part out (fp8.vision or fp8.language: false)"
+            f"{', '.join(allowed)}: leave this part out (fp8.vision or fp8.language: bf16), or "
+            "use fp8_linear"
         )
     return "FP8 encoder block" if encoder else "FP8 decoder block"
 
@@ -194,7 +226,7 @@ def _check_linear(name: str, layer: nn.Linear) -> None:
         raise ValueError(
             f"{name}: weight [N, K] = [{N}, {K}]; FP8 GEMMs take multiples of {GEMM_MULTIPLE}: "
             "change the layer's width, or leave this part in BF16 (fp8.vision, fp8.language, "
-            "fp8.projector or fp8.lm_head: false)"
+            "fp8.projector or fp8.lm_head: bf16)"
         )
 
 

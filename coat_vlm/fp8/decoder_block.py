@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from coat_vlm.fp8.attention import attend, dropout_of
-from coat_vlm.fp8.linear import linear, norm_linear
+from coat_vlm.fp8.attention import attention_output, dropout_of
+from coat_vlm.fp8.lean import rounded_heads
+from coat_vlm.fp8.linear import norm_linear
 from coat_vlm.fp8.mlp import norm_mlp
 from coat_vlm.fp8.rotary import rotated_heads
 
@@ -32,6 +33,8 @@ class Fp8DecoderLayer:
 
     fp8_group_size: int
     """Groups of the kept FP8 copies."""
+    fp8_lean: bool
+    """Whether attention keeps FP8 copies, too."""
 
     def forward(
         self: Any,
@@ -61,17 +64,22 @@ class Fp8DecoderLayer:
         )
         assert position_embeddings is not None
         query, key, value = rotated_heads(attention, qkv, position_embeddings)
+        dropout = dropout_of(attention, attention.attention_dropout)
+        # A cache keeps what attention works on. Dropout cannot be repeated by the backward pass.
+        lean = self.fp8_lean and past_key_values is None and not dropout
+        if self.fp8_lean and not lean:
+            query, key, value = map(rounded_heads, (query, key, value))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, attention.layer_idx)
         # Mistral keeps its window in the configuration, Qwen in the module, Llama has none.
         window = getattr(attention.config, "sliding_window", None)
-        out = attend(
+        delta = attention_output(
             attention,
-            query,
-            key,
-            value,
+            (query, key, value),
             attention_mask,
-            dropout=dropout_of(attention, attention.attention_dropout),
+            attention.o_proj,
+            lean,
+            dropout=dropout,
             scaling=attention.scaling,
             sliding_window=getattr(attention, "sliding_window", window),
             position_ids=position_ids,
@@ -86,6 +94,6 @@ class Fp8DecoderLayer:
             mlp.down_proj,
             "silu_mul",
             self.fp8_group_size,
-            delta=linear(out, attention.o_proj),
+            delta=delta,
         )
         return residual + y

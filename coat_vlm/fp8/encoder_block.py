@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from coat_vlm.fp8.attention import attend, dropout_of, heads
-from coat_vlm.fp8.linear import linear, norm_linear
+from coat_vlm.fp8.attention import attention_output, dropout_of, heads
+from coat_vlm.fp8.lean import rounded_heads
+from coat_vlm.fp8.linear import norm_linear
 from coat_vlm.fp8.mlp import norm_mlp
 
 SUPPORTED = ("SiglipEncoderLayer", "CLIPEncoderLayer")
@@ -37,6 +38,8 @@ class Fp8EncoderLayer:
 
     fp8_group_size: int
     """Groups of the kept FP8 copies."""
+    fp8_lean: bool
+    """Whether attention keeps FP8 copies, too."""
 
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
@@ -53,16 +56,20 @@ class Fp8EncoderLayer:
         qkv, residual = norm_linear(
             hidden_states, self.layer_norm1, projections, self.fp8_group_size
         )
-        query, key, value = qkv.chunk(3, -1)
-        out = attend(
+        query, key, value = (heads(part, attention.head_dim) for part in qkv.chunk(3, -1))
+        dropout = dropout_of(attention, attention.dropout)
+        lean = self.fp8_lean and not dropout  # the backward pass cannot repeat dropout
+        if self.fp8_lean and not lean:
+            query, key, value = map(rounded_heads, (query, key, value))
+        delta = attention_output(
             attention,
-            heads(query, attention.head_dim),
-            heads(key, attention.head_dim),
-            heads(value, attention.head_dim),
+            (query, key, value),
             attention_mask,
+            attention.out_proj,
+            lean,
             is_causal=attention.is_causal,
             scaling=attention.scale,
-            dropout=dropout_of(attention, attention.dropout),
+            dropout=dropout,
             **kwargs,
         )
         mlp = self.mlp
@@ -73,6 +80,6 @@ class Fp8EncoderLayer:
             mlp.fc2,
             GELUS[mlp.config.hidden_act],
             self.fp8_group_size,
-            delta=linear(out, attention.out_proj),
+            delta=delta,
         )
         return residual + y

@@ -177,8 +177,8 @@ class _NormLinear(torch.autograd.Function):
         saved = unflat(kept)
         wanted = ctx.needs_input_grad
         needs = LinearNeeds(any(wanted[:4]), any(wanted[6 : 6 + half]), any(wanted[6 + half :]))
-        dout, dresidual = grad_outputs
-        dy = gemms.gradient_codes(rows(dout), needs)
+        grad_y, dresidual = grad_outputs
+        dy = gemms.gradient_codes(rows(grad_y), needs)
         dnormed, dweights = gemms.backward(
             dy,
             ctx.key,
@@ -186,7 +186,7 @@ class _NormLinear(torch.autograd.Function):
             weight_scale,
             lambda: norm_recompute(saved, norm_weight, norm_bias),
             needs,
-            dout.dtype,
+            grad_y.dtype,
         )
         return (
             *norm_gradients(dnormed, dresidual, saved, norm_weight, norm_bias, ctx),

@@ -129,8 +129,8 @@ class _NormMlp(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         wants_in = LinearNeeds(any(wanted[:4]), any(wanted[9 : 9 + half]), any(wanted[9 + half :]))
         wants_out = LinearNeeds(wants_in.any, wanted[7], wanted[8])
-        dout, dresidual = grad_outputs
-        dy = gemms.gradient_codes(rows(dout), wants_out)
+        grad_y, dresidual = grad_outputs
+        dy = gemms.gradient_codes(rows(grad_y), wants_out)
         dh, (dweight_out,) = gemms.backward(
             dy,
             ctx.keys[1],
@@ -138,7 +138,7 @@ class _NormMlp(torch.autograd.Function):
             scale_out,
             lambda: activation_recompute(kept, ctx.activation),
             wants_out,
-            dout.dtype,
+            grad_y.dtype,
         )
         dbias_out = None if dy.bias is None else dy.bias.to(bias_out.dtype)
         del dy
@@ -153,7 +153,7 @@ class _NormMlp(torch.autograd.Function):
                 scale_in,
                 lambda: norm_recompute(saved, norm_weight, norm_bias),
                 wants_in,
-                dout.dtype,
+                grad_y.dtype,
             )
             dbias_in = da.bias
         return (

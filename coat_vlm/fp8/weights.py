@@ -7,12 +7,18 @@ change until the scope ends. Several weights with the same input are one matrix 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from coat_kernels import TensorScaled, quantize_layouts, quantize_transposed
 from coat_vlm.fp8 import monitor
+
+ROOM = 0.8
+"""Share of the free memory that FP8 weights may take: steps differ, and memory fragments."""
 
 Key = tuple[int, ...]
 """Says which weights are meant. Not an address: ZeRO-3 gathers one weight where another was. Nor
@@ -54,6 +60,37 @@ def reused_weights(enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         _kept = before
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReuse:
+    """Decides for each optimizer step whether its micro-batches share FP8 weights."""
+
+    policy: Literal["auto", "cache", "recompute"]
+    nbytes: int
+    """What the copies of all FP8 weights take."""
+    device: torch.device
+
+    def scope(self, micro_batches: int, measured: bool) -> AbstractContextManager[None]:
+        """What the micro-batches of one step run in.
+
+        Args:
+            micro_batches: how many there are.
+            measured: whether a whole step has run, so that the GPU's peak memory is known.
+        """
+        enabled = self.policy == "cache"
+        if self.policy == "auto" and micro_batches > 1 and self.nbytes:
+            enabled = measured and self.nbytes < self._room()
+        return reused_weights(enabled)
+
+    def _room(self) -> float:
+        """Bytes that stay free at the highest point of a step; a CPU's are not counted."""
+        if self.device.type != "cuda":
+            return float("inf")
+        free, _ = torch.cuda.mem_get_info(self.device)
+        allocated = torch.cuda.max_memory_allocated(self.device)
+        idle = torch.cuda.memory_reserved(self.device) - allocated
+        return ROOM * (free + idle)
 
 
 def kept_bytes() -> int:

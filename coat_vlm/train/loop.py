@@ -23,6 +23,7 @@ from coat_data.collate import Batch
 from coat_data.encode import IGNORE_INDEX
 from coat_data.loader import LoadedBatch
 from coat_vlm.config import StageConfig
+from coat_vlm.fp8 import WeightReuse
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import lr_factor
 from coat_vlm.train.engine import set_train_mode
@@ -57,10 +58,14 @@ class StageRun:
     save: Callable[[int, int], None]
     """Saves a checkpoint, given the step and the bad samples so far."""
     log_every_steps: int
+    reuse: WeightReuse
+    """Whether micro-batches share FP8 weights."""
     fp8: Fp8Record | None = None
     """Measures FP8 at the first and at the last step."""
     step: int = 0
     """Finished steps."""
+    steps_here: int = 0
+    """Those that this process took."""
     bad_samples: int = 0
     """Rows replaced so far, over all ranks."""
 
@@ -152,16 +157,18 @@ class StageRun:
         undo_averaging = len(micro_batches) * self.world.size
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         norm: float | None = None
-        for number, loaded in enumerate(micro_batches):
-            loss = self._loss(loaded.batch, divisor=tokens)
-            total += loss.detach().double()
-            with GradientWatch(self.model, self.stage, active=self.step == 0) as watch:
-                self.engine.backward(loss * undo_averaging)
-            if self.step == 0 and number == 0:
-                watch.check(self.name)
-            if self.clip_here and number == len(micro_batches) - 1:
-                norm = self._clip()
-            self.engine.step()
+        with self.reuse.scope(len(micro_batches), measured=self.steps_here > 0):
+            for number, loaded in enumerate(micro_batches):
+                loss = self._loss(loaded.batch, divisor=tokens)
+                total += loss.detach().double()
+                with GradientWatch(self.model, self.stage, active=self.step == 0) as watch:
+                    self.engine.backward(loss * undo_averaging)
+                if self.step == 0 and number == 0:
+                    watch.check(self.name)
+                if self.clip_here and number == len(micro_batches) - 1:
+                    norm = self._clip()
+                self.engine.step()  # moves the weights after the last micro-batch only
+        self.steps_here += 1
         if not self.clip_here:
             norm = self.engine.get_global_grad_norm()
         (loss_value,) = self.world.sum([total.item()])

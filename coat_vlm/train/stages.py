@@ -163,6 +163,7 @@ def _run_stage(
         clip_here=clips_itself(recipe, arithmetic),
         save=save,
         log_every_steps=recipe.log_every_steps,
+        reuse=arithmetic.weight_reuse(model, world.device),
         fp8=None if conversion is None else Fp8Record(name, conversion, metrics.write),
         step=done.step,
         bad_samples=done.bad_samples,

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_vlm.config import Fp8Config
+from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Fp8Precision
 from coat_vlm.fp8 import convert, linear, norm_mlp, watching
 
 TOKENS = 64
@@ -117,13 +117,17 @@ def relative(a: Tensor, b: Tensor) -> float:
     ],
 )
 @pytest.mark.parametrize("kind", [*DECODERS, *ENCODERS])
+@pytest.mark.parametrize("precision", FP8_PRECISIONS)
 def test_a_block_computes_what_the_original_computes_to_fp8_accuracy(
-    kind: str, device: str, record_property: Callable[[str, object], None]
+    precision: Fp8Precision,
+    kind: str,
+    device: str,
+    record_property: Callable[[str, object], None],
 ) -> None:
     original = decoder(kind) if kind in DECODERS else encoder(kind)
     original = original.to(device, torch.float32 if device == "cpu" else torch.bfloat16)
     converted = copy.deepcopy(original)
-    convert(converted, Fp8Config())
+    convert(converted, Fp8Config().resolved(precision))
     x = inputs(original).to(original.device, original.dtype)
     y, dx, gradients = run_block(original, x)
     y8, dx8, gradients8 = run_block(converted, x)
@@ -243,9 +247,10 @@ def test_checkpointing_gives_the_same_gradients() -> None:
         assert torch.equal(gradient, results[1][name]), name
 
 
-def test_training_and_evaluation_compute_alike() -> None:
+@pytest.mark.parametrize("precision", FP8_PRECISIONS)
+def test_training_and_evaluation_compute_alike(precision: Fp8Precision) -> None:
     model = decoder("qwen2")
-    convert(model, Fp8Config())
+    convert(model, Fp8Config().resolved(precision))
     ids = torch.arange(16)[None]
     assert torch.equal(model.train()(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
 

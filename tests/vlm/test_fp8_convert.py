@@ -1,15 +1,17 @@
 """What converting a model changes and what it leaves alone."""
 
 import copy
+import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, SiglipVisionConfig
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_vlm.config import Fp8Config
+from coat_vlm.commands.command import PRECISIONS
+from coat_vlm.config import FP8_PRECISIONS, BlockPrecision, Fp8Config, Fp8Precision, Precision
 from coat_vlm.fp8 import Arithmetic, arithmetic_of, convert, fp8_blocks
 from coat_vlm.fp8.arithmetic import check_capability
 
@@ -42,10 +44,11 @@ def test_parameters_and_checkpoints_are_those_of_the_original(tmp_path: Path) ->
     assert all(torch.equal(loaded.state_dict()[name], before[name]) for name in before)
 
 
-def test_generate_uses_its_cache() -> None:
+@pytest.mark.parametrize("precision", ["coat", "coat_lean"])
+def test_generate_uses_its_cache(precision: BlockPrecision) -> None:
     model = llama().eval()
     original = copy.deepcopy(model)
-    convert(model, Fp8Config())
+    convert(model, Fp8Config(language=precision))
     ids = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(3))
     settings = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     out = model.generate(ids, **settings, return_dict_in_generate=True, output_logits=True)
@@ -58,7 +61,7 @@ def test_generate_uses_its_cache() -> None:
 
 
 def test_the_policy_selects_parts_and_layers() -> None:
-    report = convert(llama(), Fp8Config(skip_first=1, skip_last=1, lm_head=True))
+    report = convert(llama(), Fp8Config(skip_first=1, skip_last=1, lm_head="fp8_linear"))
     assert list(report.converted) == ["model.layers.1", "model.layers.2", "lm_head"]
     assert "fp8.skip_first" in report.skipped["model.layers.0"]
     assert "fp8.skip_last" in report.skipped["model.layers.3"]
@@ -70,13 +73,13 @@ def test_the_policy_selects_parts_and_layers() -> None:
 def test_the_parts_of_a_composed_model(tiny: Any) -> None:
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     model = tiny.model(tiny.vision(**vision), tiny.language(intermediate_size=64))
-    report = convert(model, Fp8Config(projector=True))
+    report = convert(model, Fp8Config(projector="fp8_linear"))
     parts = {name.split(".")[0] for name in report.converted}
     assert parts == {"vision_tower", "projector", "language_model"}
     model = tiny.model(tiny.vision(**vision), tiny.language(intermediate_size=64))
-    report = convert(model, Fp8Config(vision=False))
+    report = convert(model, Fp8Config(vision="bf16"))
     assert {name.split(".")[0] for name in report.converted} == {"language_model"}
-    assert "fp8.vision is false" in set(report.skipped.values())
+    assert "fp8.vision is bf16" in set(report.skipped.values())
 
 
 @pytest.mark.parametrize(
@@ -118,9 +121,9 @@ def test_skipping_everything_is_refused() -> None:
     ("settings", "words"),
     [
         ({"optimizer": "adamw", "released_constants": True}, "released_constants has no effect"),
-        ({"vision": False, "language": False}, "fp8 selects nothing"),
+        ({"vision": "bf16", "language": "bf16"}, "fp8 selects nothing"),
         (
-            {"vision": False, "language": False, "projector": True, "skip_last": 1},
+            {"vision": "bf16", "language": "bf16", "projector": "fp8_linear", "skip_last": 1},
             "skip_last has no effect",
         ),
     ],
@@ -143,7 +146,14 @@ def test_precision_on_a_cpu() -> None:
     assert arithmetic_of("fp32", None, cpu) == Arithmetic(torch.float32)
     assert arithmetic_of("bf16", None, cpu) == Arithmetic(torch.float32, round_linears=True)
     fp8 = Fp8Config(skip_last=1)
-    assert arithmetic_of("coat", fp8, cpu) == Arithmetic(torch.float32, fp8, True)
+    for precision, optimizer in (("coat", "coat"), ("coat_lean", "coat"), ("fp8_linear", "adamw")):
+        resolved = dataclasses.replace(
+            fp8, vision=precision, language=precision, optimizer=optimizer
+        )
+        assert arithmetic_of(precision, fp8, cpu) == Arithmetic(torch.float32, resolved, True)
+    mixed = arithmetic_of("coat_lean", Fp8Config(vision="bf16"), cpu).fp8
+    assert mixed is not None
+    assert (mixed.vision, mixed.language) == ("bf16", "coat_lean")
 
 
 def test_bf16_on_a_cpu_rounds_the_operands_and_the_result() -> None:
@@ -211,3 +221,24 @@ def test_attention_gets_what_the_original_layer_passes_on() -> None:
     model(input_ids=ids, position_ids=ids)
     assert heard[0] <= heard[1]
     assert "position_ids" in heard[0]
+
+
+def test_linear_layers_alone_become_fp8() -> None:
+    """The activation and the group size do not matter then; norms and residuals stay."""
+    model = llama(hidden_act="relu")
+    original = copy.deepcopy(model)
+    report = convert(model, Fp8Config(language="fp8_linear"))
+    assert set(report.converted.values()) == {"linear layers in FP8"}
+    assert not fp8_blocks(model)
+    kinds = {name: type(m).__name__ for name, m in model.named_modules() if "proj" in name}
+    assert set(kinds.values()) == {"Fp8Linear"}
+    assert len(kinds) == 4 * 7
+    ids = torch.arange(12)[None]
+    y, exact = model(input_ids=ids).logits, original(input_ids=ids).logits
+    assert 1e-3 < (y - exact).norm() / exact.norm() < 0.1
+
+
+def test_the_command_line_knows_every_precision() -> None:
+    assert get_args(Precision) == PRECISIONS
+    assert set(FP8_PRECISIONS) == set(get_args(Fp8Precision)) == set(PRECISIONS) - {"fp32", "bf16"}
+    assert set(get_args(BlockPrecision)) == {"bf16", *FP8_PRECISIONS}

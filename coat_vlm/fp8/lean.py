@@ -1,0 +1,172 @@
+"""Attention and its output projection, keeping FP8 copies: what ``coat_lean`` adds to ``coat``.
+
+    q', k', v' = FP8 copies of q, k, v;   o = attention(q', k', v');   y = FP8(o) W^T + b
+
+The copies are made *before* attention and attention works on them, so the probabilities that its
+backward pass recomputes are those of the forward pass. Kept per token: one byte per element of q,
+k, v and o with their scales, and attention's log-sum-exp. The FP8 copy of o is the projection's
+operand and, dequantized, what attention's backward pass wants of o (the row sums of do * o).
+
+Where attention is not one of torch's fused kernels (a mask, another implementation), backward runs
+attention once more from the copies.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coat_kernels import (
+    GROUP_SIZES,
+    GroupScaled,
+    TensorScaled,
+    dequantize_group,
+    quantize_group,
+    quantize_tensor,
+)
+from coat_vlm.fp8 import gemms, monitor, sdpa
+from coat_vlm.fp8.gemms import LinearNeeds
+from coat_vlm.fp8.linear import rows, transposed_codes
+from coat_vlm.fp8.weights import Key, key_of
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q [B, H, T, D], k and v [B, H_kv, T, D] to [B, T, H * D]."""
+
+
+def rounded_heads(x: Tensor) -> Tensor:
+    """Heads [B, H, T, D] rounded to what their FP8 copy is worth; gradients pass unchanged."""
+    rounded = _decoded(*_copy(x), x)
+    return x + (rounded - x).detach() if x.requires_grad else rounded
+
+
+def lean_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: nn.Linear,
+    attend: Attend,
+    fused: sdpa.Fused | None,
+) -> Tensor:
+    """``layer(attention(query, key, value))`` with FP8 copies of all four.
+
+    Args:
+        query: [B, H, T, D], in the model's dtype.
+        key: [B, H_kv, T, D].
+        value: likewise.
+        layer: the output projection, weight [N, H * D].
+        attend: attention as the model would call it.
+        fused: how to call it as one of torch's fused kernels; None where that is not possible.
+
+    Returns:
+        [B, T, N] in query's dtype.
+    """
+    return _LeanAttention.apply(
+        query, key, value, layer.weight, layer.bias, attend, fused, key_of([layer])
+    )
+
+
+class _LeanAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        attend: Attend,
+        fused: sdpa.Fused | None,
+        weight_key: Key,
+    ) -> Tensor:
+        copies = [_copy(x) for x in (query, key, value)]
+        for copy, x in zip(copies, (query, key, value), strict=True):
+            monitor.observe_group("attention input", GroupScaled(*copy), _tokens(x))
+        q, k, v = (_decoded(*copy, x) for copy, x in zip(copies, (query, key, value), strict=True))
+        statistics = sdpa.Statistics(())
+        if fused is None:
+            out = attend(q, k, v)
+        else:
+            out, statistics = sdpa.forward(fused, q, k, v)
+        del q, k, v
+        out = rows(out)
+        codes = quantize_tensor(out)
+        monitor.observe("linear input", codes, out)
+        y, weight_scale = gemms.forward(codes, weight_key, [weight], bias, query.dtype)
+        kept = (*copies[0], *copies[1], *copies[2], *codes)
+        ctx.save_for_backward(*kept, weight, bias, weight_scale, *statistics.tensors)
+        ctx.sizes = statistics.sizes
+        ctx.attend, ctx.fused, ctx.key = attend, fused, weight_key
+        ctx.heads = [(x.shape, x.dtype) for x in (query, key, value)]
+        batch, _, length, _ = query.shape
+        return y.view(batch, length, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        copies = [tensors[i : i + 2] for i in (0, 2, 4)]
+        codes = TensorScaled(*tensors[6:8])
+        weight, bias, weight_scale = tensors[8:11]
+        wanted = ctx.needs_input_grad
+        needs = LinearNeeds(any(wanted[:3]), wanted[3], wanted[4])
+        dtype = ctx.heads[0][1]
+        dy = gemms.gradient_codes(rows(grad_outputs[0]), needs)
+        dattended, (dweight,) = gemms.backward(
+            dy,
+            ctx.key,
+            [weight],
+            weight_scale,
+            lambda: transposed_codes(codes),
+            needs,
+            dtype,
+        )
+        dbias = None if dy.bias is None or bias is None else dy.bias.to(bias.dtype)
+        del dy
+        gradients: tuple[Tensor | None, ...] = (None, None, None)
+        if dattended is not None:
+            q, k, v = (
+                _values(*copy, shape, dtype)
+                for copy, (shape, dtype) in zip(copies, ctx.heads, strict=True)
+            )
+            batch, _, length, _ = q.shape
+            dattended = dattended.view(batch, length, -1)
+            if ctx.fused is None:
+                gradients = _replayed(ctx.attend, (q, k, v), dattended)
+            else:
+                out = (codes.q.float() * codes.scale).to(dtype).view(dattended.shape)
+                statistics = sdpa.Statistics(tuple(tensors[11:]), ctx.sizes)
+                gradients = sdpa.backward(ctx.fused, dattended, q, k, v, out, statistics)
+        return (*gradients, dweight, dbias, None, None, None)
+
+
+def _replayed(
+    attend: Attend, inputs: tuple[Tensor, ...], dattended: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of attention by running it again."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        out = attend(*leaves)
+    return torch.autograd.grad(out, leaves, dattended)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """[B, H, T, D] as a matrix [B * T, H * D]; the memory of x where that is its order."""
+    return rows(x.transpose(1, 2).flatten(-2))
+
+
+def _copy(x: Tensor) -> tuple[Tensor, Tensor]:
+    matrix = _tokens(x.detach())
+    fitting = [size for size in GROUP_SIZES if matrix.shape[1] % size == 0]
+    q, exponents = quantize_group(matrix, max(fitting))
+    return q, exponents
+
+
+def _decoded(q: Tensor, exponents: Tensor, like: Tensor) -> Tensor:
+    return _values(q, exponents, like.shape, like.dtype)
+
+
+def _values(q: Tensor, exponents: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Heads [B, H, T, D] of codes [B * T, H * D]."""
+    batch, heads, length, _ = shape
+    matrix = dequantize_group(GroupScaled(q, exponents), dtype)
+    return matrix.view(batch, length, heads, -1).transpose(1, 2)
