@@ -36,7 +36,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def rounded_heads(x: Tensor) -> Tensor:
     """Heads [B, H, T, D] rounded to what their FP8 copy is worth; gradients pass unchanged."""
-    rounded = _decoded(*_copy(x), x)
+    rounded = _decoded(_copy(x), x)
     return x + (rounded - x).detach() if x.requires_grad else rounded
 
 
@@ -81,7 +81,7 @@ class _LeanAttention(torch.autograd.Function):
     ) -> Tensor:
         copies = [_copy(x) for x in (query, key, value)]
         for copy, x in zip(copies, (query, key, value), strict=True):
-            monitor.observe_group("attention input", GroupScaled(*copy), _tokens(x))
+            monitor.observe_group("attention input", copy, _tokens(x))
         q, k, v = (_decoded(*copy, x) for copy, x in zip(copies, (query, key, value), strict=True))
         statistics = sdpa.Statistics(())
         if fused is None:
@@ -104,7 +104,7 @@ class _LeanAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        copies = [tensors[i : i + 2] for i in (0, 2, 4)]
+        copies = [GroupScaled(*tensors[i : i + 2]) for i in (0, 2, 4)]
         codes = TensorScaled(*tensors[6:8])
         weight, bias, weight_scale = tensors[8:11]
         wanted = ctx.needs_input_grad
@@ -125,7 +125,7 @@ class _LeanAttention(torch.autograd.Function):
         gradients: tuple[Tensor | None, ...] = (None, None, None)
         if dattended is not None:
             q, k, v = (
-                _values(*copy, shape, dtype)
+                _values(copy, shape, dtype)
                 for copy, (shape, dtype) in zip(copies, ctx.heads, strict=True)
             )
             batch, _, length, _ = q.shape
@@ -154,19 +154,18 @@ def _tokens(x: Tensor) -> Tensor:
     return rows(x.transpose(1, 2).flatten(-2))
 
 
-def _copy(x: Tensor) -> tuple[Tensor, Tensor]:
+def _copy(x: Tensor) -> GroupScaled:
     matrix = _tokens(x.detach())
     fitting = [size for size in GROUP_SIZES if matrix.shape[1] % size == 0]
-    q, exponents = quantize_group(matrix, max(fitting))
-    return q, exponents
+    return quantize_group(matrix, max(fitting))
 
 
-def _decoded(q: Tensor, exponents: Tensor, like: Tensor) -> Tensor:
-    return _values(q, exponents, like.shape, like.dtype)
+def _decoded(copy: GroupScaled, like: Tensor) -> Tensor:
+    return _values(copy, like.shape, like.dtype)
 
 
-def _values(q: Tensor, exponents: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _values(copy: GroupScaled, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Heads [B, H, T, D] of codes [B * T, H * D]."""
     batch, heads, length, _ = shape
-    matrix = dequantize_group(GroupScaled(q, exponents), dtype)
+    matrix = dequantize_group(copy, dtype)
     return matrix.view(batch, length, heads, -1).transpose(1, 2)

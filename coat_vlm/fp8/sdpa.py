@@ -46,7 +46,7 @@ def choose(
         scale: see :class:`Fused`.
     """
     grouped = query.shape[1] != key.shape[1]
-    backend = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateUsage]
+    backend = _ATEN._fused_sdp_choice(
         query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped
     )
     if query.device.type == "cpu":

@@ -146,7 +146,8 @@ def test_precision_on_a_cpu() -> None:
     assert arithmetic_of("fp32", None, cpu) == Arithmetic(torch.float32)
     assert arithmetic_of("bf16", None, cpu) == Arithmetic(torch.float32, round_linears=True)
     fp8 = Fp8Config(skip_last=1)
-    for precision, optimizer in (("coat", "coat"), ("coat_lean", "coat"), ("fp8_linear", "adamw")):
+    for precision in FP8_PRECISIONS:
+        optimizer = "adamw" if precision == "fp8_linear" else "coat"
         resolved = dataclasses.replace(
             fp8, vision=precision, language=precision, optimizer=optimizer
         )

@@ -49,10 +49,11 @@ def test_the_fused_passes_apart_are_those_of_autograd(
 ) -> None:
     q, k, v = heads(4, 1), heads(kv_heads, 2), heads(kv_heads, 3)
     how = sdpa.choose(q, k, v, causal, scale)
+    assert how is not None
     assert how == sdpa.Fused("cpu", causal, scale)
     out, statistics = sdpa.forward(how, q, k, v)
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    expected = exact(*leaves, causal, scale)
+    q64, k64, v64 = leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = exact(q64, k64, v64, causal, scale)
     torch.testing.assert_close(out.double(), expected.detach(), rtol=1e-5, atol=1e-5)
     dy = torch.randn(B, T, 4 * D, generator=torch.Generator().manual_seed(4))
     gradients = sdpa.backward(how, dy, q, k, v, out, statistics)
@@ -79,10 +80,9 @@ def test_with_representable_heads_it_is_attention_and_a_linear_layer(
         calls.append(q.shape)
         return exact(q, k, v, True, None)
 
-    ours = [x.clone().requires_grad_() for x in (q, k, v)]
-    theirs = [x.clone().requires_grad_() for x in (q, k, v)]
-    y = lean_attention(*ours, layer, attend, how)
-    y_reference = linear(exact(*theirs, True, None), reference)
+    ours, theirs = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
+    y = lean_attention(ours[0], ours[1], ours[2], layer, attend, how)
+    y_reference = linear(exact(theirs[0], theirs[1], theirs[2], True, None), reference)
     torch.testing.assert_close(y, y_reference, rtol=1e-2, atol=2e-3)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(6))
     y.backward(dy)
