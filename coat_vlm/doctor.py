@@ -39,6 +39,7 @@ SMALL_SHARED_MEMORY = 1 << 30
 FP8_CAPABILITY = (8, 9)
 BF16_CAPABILITY = (8, 0)
 _REINSTALL = "make the environment anew as the README's section Install says"
+_INSTALL_LIGER = "pip install -c constraints.txt -e '.[gpu]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ def abilities() -> Iterator[Finding]:
     yield _attempt("transformers models", _import_transformers)
     yield _attempt("open_clip towers", _import_open_clip)
     yield _attempt("DeepSpeed", _import_deepspeed)
+    yield liger(gpu=torch.cuda.is_available())
     yield _wandb()
 
 
@@ -173,6 +175,20 @@ def fp8(capability: tuple[int, int]) -> Finding:
         return Finding("ok", "FP8 training", f"native on this GPU ({name})")
     remedy = "train with precision=bf16, or fp8.reference=true for the slow reference arithmetic"
     return Finding("note", "FP8 training", f"{name} has no FP8 units, sm89 has", remedy)
+
+
+def liger(gpu: bool) -> Finding:
+    """What computes the loss of a large vocabulary (``coat_vlm/model/loss.py``)."""
+    subject = "Liger's loss kernels"
+    try:
+        found = version("liger-kernel")
+    except PackageNotFoundError:
+        detail = "not installed; the loss runs in plain PyTorch, chunk by chunk"
+        return Finding("note" if gpu else "ok", subject, detail, _INSTALL_LIGER if gpu else "")
+    if not gpu:
+        return Finding("ok", subject, f"{found}; used on a GPU only")
+    remedy = "pip install --force-reinstall liger-kernel, or uninstall it: training does without"
+    return _attempt(subject, lambda: f"{found}; {_import_liger()}", remedy)
 
 
 def run_doctor() -> int:
@@ -216,12 +232,12 @@ def _no_gpu() -> Finding:
     return Finding("note", "GPU", "none; everything runs on the CPU")
 
 
-def _attempt(subject: str, action: Callable[[], str]) -> Finding:
+def _attempt(subject: str, action: Callable[[], str], remedy: str = _REINSTALL) -> Finding:
     try:
         return Finding("ok", subject, action())
     except Exception as error:  # whatever fails is the finding
         detail = f"{type(error).__name__}: {error}"
-        return Finding("BROKEN", subject, detail, _REINSTALL)
+        return Finding("BROKEN", subject, detail, remedy)
 
 
 def _read_image_back(folder: Path) -> str:
@@ -303,6 +319,12 @@ def _import_deepspeed() -> str:
     finally:
         logging.disable(logging.NOTSET)
     return f"imports; it will use: {accelerator.device_name() if accelerator else 'nothing'}"
+
+
+def _import_liger() -> str:
+    from coat_vlm.model.loss import liger_function
+
+    return f"{liger_function().__name__} imports"
 
 
 def _wandb() -> Finding:

@@ -82,7 +82,7 @@ class _LeanAttention(torch.autograd.Function):
         copies = [_copy(x) for x in (query, key, value)]
         for copy, x in zip(copies, (query, key, value), strict=True):
             monitor.observe_group("attention input", copy, _tokens(x))
-        q, k, v = (_decoded(*copy, x) for copy, x in zip(copies, (query, key, value), strict=True))
+        q, k, v = (_decoded(copy, x) for copy, x in zip(copies, (query, key, value), strict=True))
         statistics = sdpa.Statistics(())
         if fused is None:
             out = attend(q, k, v)

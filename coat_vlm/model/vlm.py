@@ -5,11 +5,13 @@ their embeddings are replaced by the image's projected features, images in order
 2023, arXiv:2304.08485, section 4.1). Everything after that is the language model's own forward.
 """
 
+import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -17,11 +19,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from coat_vlm.config import ModuleName
 from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.model.loss import next_token_loss
+from coat_vlm.model.output_layer import loss_for_logits, why_logits_are_needed
 from coat_vlm.model.pretrained import check_complete, readable_errors
 from coat_vlm.model.projector import build_projector
 from coat_vlm.model.vision import VisionTower
 
-IGNORE_INDEX = -100
+logger = logging.getLogger(__name__)
 
 
 class CoatVlm(PreTrainedModel, GenerationMixin):
@@ -100,11 +104,12 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
-        num_items_in_batch: int | torch.Tensor | None = None,
+        num_items_in_batch: float | torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, and the loss when labels are given.
+        """Logits, or the loss when labels are given, or both.
 
         Args:
             input_ids: (B, T) token ids with image placeholders.
@@ -117,10 +122,13 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             num_items_in_batch: what the summed loss is divided by (the trained tokens of all
                 micro-batches and ranks); this batch's trained tokens when absent.
             logits_to_keep: compute only this many last logits (0: all); not with labels.
+            skip_logits: return the loss alone, computed without storing the logits, which are the
+                largest tensor of a batch; by default with labels in training mode. A language
+                model that scales or caps its logits stores them all the same.
             **kwargs: passed to the language model.
 
         Returns:
-            loss (scalar, FP32) and logits (B, T, vocabulary) in the model's dtype.
+            loss (scalar, FP32) and logits (B, T, vocabulary) in the model's dtype, or None.
 
         Raises:
             ValueError: placeholders and images do not match, or arguments contradict each other.
@@ -129,6 +137,8 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             raise ValueError("give either input_ids or inputs_embeds, and not both")
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError("the loss needs all logits; give labels or logits_to_keep, not both")
+        if skip_logits and labels is None:
+            raise ValueError("skip_logits leaves nothing to return without labels; give labels")
         if input_ids is not None:
             inputs_embeds = self.embed(input_ids, pixel_values)
         elif _count(pixel_values):
@@ -136,20 +146,27 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         if self.training:
             kwargs.setdefault("use_cache", False)  # a cache would only hold memory
         kwargs["return_dict"] = True
-        outputs = self.language_model(
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            logits_to_keep=logits_to_keep,
-            **kwargs,
-        )
-        loss = None
+        skip = labels is not None and (self.training if skip_logits is None else skip_logits)
+        fused = skip and self._why_logits_are_needed is None
+        loss_inside: AbstractContextManager[None] = nullcontext()
+        if labels is not None and fused:
+            layer: Any = self.get_output_embeddings()
+            loss_inside = loss_for_logits(layer, labels, num_items_in_batch)
+        with loss_inside:
+            outputs = self.language_model(
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                logits_to_keep=logits_to_keep,
+                **kwargs,
+            )
+        loss, logits = None, outputs.logits
         if labels is not None:
-            loss = next_token_loss(outputs.logits, labels, num_items_in_batch)
+            loss = logits if fused else next_token_loss(logits, labels, num_items_in_batch)
         return CausalLMOutputWithPast(
             loss=loss,
-            logits=outputs.logits,
+            logits=None if skip else logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -215,6 +232,15 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         )
         return expanded_ids, {**model_kwargs, "pixel_values": images}
 
+    @cached_property
+    def _why_logits_are_needed(self) -> str | None:
+        """Found out, and said, once."""
+        why = why_logits_are_needed(self.language_model)
+        if why is not None:
+            name = type(self.language_model).__name__
+            logger.warning("The loss of %s takes memory for all logits: %s.", name, why)
+        return why
+
     def _init_weights(self, module: nn.Module) -> None:
         # Towers and language models initialise their own; the projector keeps torch's defaults, as
         # VILA's does, where transformers would draw from N(0, 0.02).
@@ -229,32 +255,6 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
                 f"make {num_images * per_image} features ({per_image} each); give {per_image} "
                 "placeholders per image, as the processor does, and check that no sequence was cut"
             )
-
-
-def next_token_loss(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    num_items_in_batch: int | torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Cross-entropy of the next token in FP32, summed and divided, as transformers' causal LM loss.
-
-    Only logits at trained positions are converted to FP32. Without any trained token the loss is 0
-    with a graph, so that a rank without targets still takes part in the backward pass.
-
-    Args:
-        logits: (B, T, V).
-        labels: (B, T), not shifted; -100 is not trained.
-        num_items_in_batch: divisor; the number of trained tokens when absent.
-
-    Returns:
-        Scalar, FP32.
-    """
-    targets = labels[:, 1:].to(logits.device)
-    trained = targets != IGNORE_INDEX
-    total = F.cross_entropy(logits[:, :-1][trained].float(), targets[trained], reduction="sum")
-    if num_items_in_batch is None:
-        num_items_in_batch = trained.sum()
-    return total / torch.as_tensor(num_items_in_batch, device=total.device).clamp(min=1)
 
 
 def module_parameters(model: CoatVlm) -> dict[ModuleName, nn.Module]:

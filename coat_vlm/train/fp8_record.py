@@ -33,7 +33,8 @@ class Fp8Record:
         row = _first_row(batch, model.config.image_token_id, model.config.tokens_per_image)
         device = next(model.parameters()).device
         inputs = {name: value.to(device) for name, value in row.items()}
-        footprint = measure_footprint(model, lambda: model(**inputs))
+        # The blocks are measured; logits would only take memory.
+        footprint = measure_footprint(model, lambda: model(**inputs, logits_to_keep=1))
         blocks = [
             {"block": name, "fp8_bytes_per_token": fp8, "original_bytes_per_token": original}
             for name, fp8, original in footprint.blocks

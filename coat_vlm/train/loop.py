@@ -186,7 +186,8 @@ class StageRun:
 
     def _loss(self, batch: Batch, divisor: float) -> torch.Tensor:
         inputs = {name: value.to(self.world.device) for name, value in batch.items()}  # pyright: ignore[reportAttributeAccessIssue]
-        return self.engine(**inputs, num_items_in_batch=divisor).loss
+        # In validation the model would return logits, too.
+        return self.engine(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
 
     def _clip(self) -> float:
         parameters = [p for p in self.model.parameters() if p.grad is not None]

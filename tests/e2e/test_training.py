@@ -152,6 +152,19 @@ def test_two_ranks_give_the_losses_of_one(
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+def test_a_tied_output_layer_on_two_ranks(tiny_data: Path, tmp_path: Path) -> None:
+    """At stage 3 its weight is gathered twice a pass: for the embeddings and for the loss."""
+    found = []
+    for zero_stage, ranks in ((0, 1), (3, 2)):
+        run = tmp_path / str(zero_stage)
+        recipe = no_dropout(tiny_recipe(tiny_data, run, zero_stage=zero_stage))
+        recipe["model"]["language"]["config"]["tie_word_embeddings"] = True
+        done = train(recipe, tmp_path, ranks=ranks)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(losses(run))
+    assert found[1] == pytest.approx(found[0], rel=2e-5)
+
+
 @pytest.fixture(scope="module")
 def coat_run(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one_coat_rank")

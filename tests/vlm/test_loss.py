@@ -1,0 +1,225 @@
+"""The loss without logits is the loss, and its gradients, with them."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_vlm.model import loss as loss_module
+from coat_vlm.model.loss import (
+    chunk_tokens,
+    hidden_loss,
+    linear_cross_entropy,
+    next_token_loss,
+)
+
+WIDTH, VOCABULARY = 24, 96
+TOKEN_BYTES = 4 * VOCABULARY
+
+
+def output_layer(bias: bool = False, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(WIDTH, VOCABULARY, bias=bias, dtype=dtype)
+
+
+def inputs(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    hidden = 2 * torch.randn(tokens, WIDTH, generator=generator)
+    targets = torch.randint(VOCABULARY, (tokens,), generator=generator)
+    return hidden.to(dtype).requires_grad_(), targets
+
+
+def exact(layer: nn.Linear, hidden: Tensor, targets: Tensor, divisor: float) -> list[Tensor]:
+    """Loss, then gradients of hidden and the layer's parameters, by plain torch in FP64."""
+    layer = copy.deepcopy(layer).double().requires_grad_()
+    hidden = hidden.detach().double().requires_grad_()
+    loss = F.cross_entropy(layer(hidden), targets, reduction="sum") / divisor
+    return [loss, *torch.autograd.grad(loss, [hidden, *layer.parameters()])]
+
+
+def relative_error(ours: Tensor | None, wanted: Tensor) -> float:
+    assert ours is not None
+    assert ours.shape == wanted.shape
+    return float((ours.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens_per_chunk", [1, 7, 8, 1000])
+def test_loss_and_gradients_are_torchs(tokens_per_chunk: int, bias: bool) -> None:
+    layer, (hidden, targets) = output_layer(bias), inputs(50)
+    loss = linear_cross_entropy(
+        layer, hidden, targets, torch.tensor(30.0), tokens_per_chunk * TOKEN_BYTES
+    )
+    (3 * loss).backward()
+    assert loss.dtype == torch.float32
+    ours = [loss.detach(), hidden.grad, *(p.grad for p in layer.parameters())]
+    wanted = exact(layer, hidden, targets, 10.0)
+    wanted[0] = wanted[0] / 3
+    assert len(ours) == (4 if bias else 3)
+    for mine, theirs in zip(ours, wanted, strict=True):
+        assert relative_error(mine, theirs.detach()) < 1e-6
+
+
+def test_bf16_in_one_chunk_is_bit_for_bit_what_autograd_gives() -> None:
+    """The gradient is divided before it is rounded, as it is behind whole logits."""
+    layer, (hidden, targets) = output_layer(True, torch.bfloat16), inputs(50, torch.bfloat16)
+    twin, other = copy.deepcopy(layer), hidden.detach().clone().requires_grad_()
+    loss = linear_cross_entropy(layer, hidden, targets, torch.tensor(37.0))
+    loss.backward()
+    wanted = F.cross_entropy(twin(other).float(), targets, reduction="sum") / 37
+    wanted.backward()
+    assert torch.equal(loss, wanted)
+    assert torch.equal(hidden.grad, other.grad)  # pyright: ignore[reportArgumentType]
+    for mine, theirs in zip(layer.parameters(), twin.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_bf16_chunks_add_their_weight_gradients_in_fp32() -> None:
+    layer, (hidden, targets) = output_layer(False, torch.bfloat16), inputs(400, torch.bfloat16)
+    wanted = exact(layer, hidden, targets, 1.0)[2]
+    errors = []
+    for tokens_per_chunk in (400, 1):
+        layer.weight.grad = None
+        linear_cross_entropy(
+            layer, hidden, targets, chunk_bytes=tokens_per_chunk * TOKEN_BYTES
+        ).backward()
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.dtype == torch.bfloat16
+        errors.append(relative_error(layer.weight.grad, wanted))
+    # A running sum in BF16 would lose 0.02 and more.
+    assert errors[1] < 1.5 * errors[0] < 0.008
+
+
+@pytest.mark.parametrize(("trains_hidden", "trains_weight"), [(True, False), (False, True)])
+def test_what_is_frozen_gets_no_gradient(trains_hidden: bool, trains_weight: bool) -> None:
+    layer, (hidden, targets) = output_layer(True), inputs(20)
+    layer.weight.requires_grad_(trains_weight)
+    hidden = hidden.detach().requires_grad_(trains_hidden)
+    linear_cross_entropy(layer, hidden, targets, chunk_bytes=3 * TOKEN_BYTES).backward()
+    _, of_hidden, of_weight, of_bias = exact(layer, hidden, targets, 1.0)
+    assert relative_error(layer.bias.grad, of_bias) < 1e-6
+    for tensor, trains, wanted in (
+        (hidden, trains_hidden, of_hidden),
+        (layer.weight, trains_weight, of_weight),
+    ):
+        if trains:
+            assert relative_error(tensor.grad, wanted) < 1e-6
+        else:
+            assert tensor.grad is None
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_validation_computes_no_gradient(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, (hidden, targets) = output_layer(), inputs(20)
+    monkeypatch.setattr(torch.autograd, "grad", lambda *_: pytest.fail("computed a gradient"))
+    with context():
+        loss = linear_cross_entropy(layer, hidden, targets, chunk_bytes=3 * TOKEN_BYTES)
+    monkeypatch.undo()
+    assert not loss.requires_grad
+    assert relative_error(loss, exact(layer, hidden, targets, 1.0)[0].detach()) < 1e-6
+
+
+def test_nothing_to_train_is_a_plain_number() -> None:
+    layer, (hidden, targets) = output_layer().requires_grad_(False), inputs(20)
+    assert not linear_cross_entropy(layer, hidden.detach(), targets).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_token_gives_zero_with_a_graph(dtype: torch.dtype) -> None:
+    layer, (hidden, targets) = output_layer(True, dtype), inputs(0, dtype)
+    loss = linear_cross_entropy(layer, hidden, targets)
+    assert loss.item() == 0.0
+    loss.backward()
+    for tensor in (hidden, *layer.parameters()):
+        assert tensor.grad is not None
+        assert tensor.grad.dtype == dtype
+        assert not tensor.grad.any()
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    layer, (hidden, targets) = output_layer(), inputs(20)
+    loss = linear_cross_entropy(layer, hidden, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_hooks_of_a_parameter_see_the_whole_gradient_once() -> None:
+    """DeepSpeed reduces what hooks bring; so it must not be a chunk's."""
+    layer, (hidden, targets) = output_layer(), inputs(20)
+    before, after = [], []
+    layer.weight.register_hook(before.append)
+    layer.weight.register_post_accumulate_grad_hook(lambda p: after.append(p.grad))
+    loss = linear_cross_entropy(layer, hidden, targets, chunk_bytes=3 * TOKEN_BYTES)
+    assert before == after == []
+    loss.backward()
+    assert len(before) == len(after) == 1
+    wanted = exact(layer, hidden, targets, 1.0)[2]
+    assert relative_error(before[0], wanted) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("tokens", "budget", "expected"),
+    [
+        (0, 10, 1),
+        (100, 1000, 100),
+        (100, 99, 50),  # two equal chunks, not 99 and 1
+        (100, 30, 25),
+        (7, 0.5, 1),  # a vocabulary larger than the budget
+    ],
+)
+def test_chunks_are_few_and_even(tokens: int, budget: float, expected: int) -> None:
+    assert chunk_tokens(tokens, VOCABULARY, int(budget * TOKEN_BYTES)) == expected
+
+
+LABELS = torch.tensor(
+    [
+        [-100, 6, -100, 8, 9, 90],
+        [-100, -100, -100, -100, -100, -100],
+        [5, -100, 7, 95, 0, -100],  # the first token of a row has no predecessor
+    ]
+)
+
+
+@pytest.mark.parametrize("num_items", [None, 1, 12, 12.0, torch.tensor(12)])
+@pytest.mark.parametrize("tokens_per_chunk", [2, 1000])
+def test_hidden_loss_is_transformers_loss(
+    num_items: Any, tokens_per_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", tokens_per_chunk * TOKEN_BYTES)
+    layer = output_layer()
+    hidden = inputs(LABELS.numel())[0].detach().view(*LABELS.shape, WIDTH).requires_grad_()
+    ours = hidden_loss(layer, hidden, LABELS, num_items)
+    found = torch.autograd.grad(ours, [hidden, layer.weight])
+    logits = layer(hidden)
+    for wanted in (
+        next_token_loss(logits, LABELS, num_items),
+        ForCausalLMLoss(logits, LABELS, VOCABULARY, num_items_in_batch=num_items),
+    ):
+        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=0)
+        expected = torch.autograd.grad(wanted, [hidden, layer.weight], retain_graph=True)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert relative_error(mine, theirs) < 1e-6
+
+
+def test_loss_is_fp32_under_bf16_logits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (8 * torch.randn(2, 40, 60, generator=generator)).bfloat16()
+    labels = torch.randint(60, (2, 40), generator=generator)
+    loss = next_token_loss(logits, labels)
+    assert loss.dtype == torch.float32
+    exact = F.cross_entropy(logits[:, :-1].double().flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_labels_of_another_shape_are_refused() -> None:
+    hidden = torch.zeros(3, 4, WIDTH)
+    with pytest.raises(ValueError, match=r"hidden states \(3, 4, 24\) .* \(3, 6\).*skip_logits"):
+        hidden_loss(output_layer(), hidden, LABELS)
