@@ -70,13 +70,8 @@ def _add_layer(jobs: Commands) -> None:
 
 
 def _layer(args: argparse.Namespace) -> int:
-    from coat_vlm.bench.layer import (
-        LayerBench,
-        append_rows,
-        available,
-        bench_layer,
-        format_rows,
-    )
+    from coat_vlm.bench.layer import LayerBench, available, bench_layer, format_rows
+    from coat_vlm.bench.rows import append_rows
     from coat_vlm.bench.shapes import shape_called
 
     def profile(name: str, table: str) -> None:
