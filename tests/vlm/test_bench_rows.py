@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from coat_vlm.bench.gemm import GemmRow
+from coat_vlm.bench.kernels import KernelRow
 from coat_vlm.bench.layer import LayerRow
 from coat_vlm.bench.rows import Row, append_rows, number, table
 
@@ -38,7 +40,9 @@ def test_rows_are_added_to_a_file_of_the_same_columns(tmp_path: Path):
     assert path.read_text() == "other,columns\n"
 
 
-@pytest.mark.parametrize(("name", "kind"), [("layer", LayerRow)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("layer", LayerRow), ("kernels", KernelRow), ("gemm", GemmRow)]
+)
 def test_files_in_the_repository_have_the_columns_of_their_rows(name: str, kind: type[Row]):
     path = RESULTS / f"{name}.csv"
     if not path.exists():
