@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from triton.errors import TritonError
 
 from coat_kernels import OPS
 from coat_kernels.testing import assert_matches, mapped, results
@@ -60,7 +61,7 @@ def bench_kernels(shape: LayerShape, ops: Sequence[str] = ()) -> list[KernelRow]
     Raises:
         ValueError: an op is unknown or has no case in this block, or there is no GPU.
     """
-    pairs = _chosen(shape, ops)
+    pairs = chosen_cases(shape, ops)
     require_gpu("the speed of kernels is")
     where, copy_gbps = origin(), copy_bandwidth(DEVICE)
     rows = []
@@ -74,13 +75,21 @@ def bench_kernels(shape: LayerShape, ops: Sequence[str] = ()) -> list[KernelRow]
                 row.us = _microseconds(case)
                 row.gbps = case.bytes / row.us / 1e3
                 row.fraction = row.gbps / copy_gbps
-        except (RuntimeError, ValueError) as error:  # the other ops can still be measured
+        except (
+            RuntimeError,
+            ValueError,
+            TritonError,
+        ) as error:  # others may run
             row.problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return rows
 
 
-def _chosen(shape: LayerShape, ops: Sequence[str]) -> list[tuple[Case, Case]]:
-    """The cases of these ops, each with its sample."""
+def chosen_cases(shape: LayerShape, ops: Sequence[str]) -> list[tuple[Case, Case]]:
+    """The cases of these ops, of all when empty, each with its sample.
+
+    Raises:
+        ValueError: an op is unknown or has no case in this block.
+    """
     pairs = list(zip(cases(shape), cases(sample_of(shape)), strict=True))
     known = list(dict.fromkeys(case.op for case, _ in pairs))
     unknown = [name for name in ops if name not in known]

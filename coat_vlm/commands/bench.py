@@ -96,10 +96,12 @@ def _add_kernels(jobs: Commands) -> None:
         """\
   coat-vlm bench kernels                     # all ops, in the sizes of Llama-2-7B's block
   coat-vlm bench kernels --shape siglip-so400m --op norm_stats norm_bwd --csv kernels.csv
+  coat-vlm bench kernels --sweep --op activation_bwd
 
 Each op is first compared with its reference on a smaller input; where they differ there is no
 speed, and the note says why. Bytes are counted once for every argument and result of an op; 100%
-is a copy of 1 GiB in the same process.
+is a copy of 1 GiB in the same process. --sweep says how long the ops take with other tiles, from
+which the constants of coat_kernels are chosen.
 """,
     )
     _add_shape(parser)
@@ -107,15 +109,23 @@ is a copy of 1 GiB in the same process.
         "--op", nargs="+", default=[], metavar="NAME",
         help="what to measure, such as norm_stats or adamw_step; default: all",
     )  # fmt: skip
-    _add_csv(parser)
+    what = parser.add_mutually_exclusive_group()
+    _add_csv(what)
+    what.add_argument("--sweep", action="store_true", help="try other tiles; print times only")
 
 
 def _kernels(args: argparse.Namespace) -> int:
     from coat_vlm.bench.kernels import bench_kernels, format_rows
     from coat_vlm.bench.rows import append_rows
     from coat_vlm.bench.shapes import shape_called
+    from coat_vlm.bench.sweep import format_sweep, sweep
 
     for shape in [shape_called(name) for name in args.shape]:
+        if args.sweep:
+            found = sweep(shape, args.op)
+            say(f"\n{shape.name}, {shape.tokens:,} tokens, microseconds by tile\n")
+            say(format_sweep(found))
+            continue
         rows = bench_kernels(shape, args.op)
         say(f"\n{shape.name}, {shape.tokens:,} tokens; a copy: {rows[0].copy_gbps:,.0f} GB/s\n")
         say(format_rows(rows))
@@ -164,5 +174,5 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _add_csv(parser: argparse.ArgumentParser) -> None:
+def _add_csv(parser: "argparse.ArgumentParser | argparse._MutuallyExclusiveGroup") -> None:
     parser.add_argument("--csv", type=Path, help="file to add the rows to")
