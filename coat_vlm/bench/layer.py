@@ -6,21 +6,16 @@ is further from the BF16 original than :data:`LIMITS` gets no speed.
 
 import contextlib
 import copy
-import csv
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import torch
-import triton
 from torch import nn
 
 from coat_vlm.bench.measure import Cost, Result, compute, cost, inputs, kernel_table, relative_error
+from coat_vlm.bench.rows import Row, number, origin, require_gpu, table
 from coat_vlm.bench.shapes import LayerShape, build_layer, forward_of
-from coat_vlm.checkout import commit
 from coat_vlm.config import Fp8Config, Fp8Precision
 from coat_vlm.fp8 import convert
 
@@ -37,14 +32,9 @@ ATTENTIONS = ("default", "cudnn", "flash")
 
 
 @dataclass(slots=True)
-class LayerRow:
+class LayerRow(Row):
     """One measurement; the columns of ``layer.csv``."""
 
-    date: str
-    commit: str
-    gpu: str
-    torch: str
-    triton: str
     shape: str
     tokens: int
     implementation: str
@@ -180,8 +170,7 @@ def _check(names: Sequence[str]) -> None:
             f"not installed: {', '.join(missing)}; pip install {' '.join(missing)}, or name "
             f"implementations that are here: {', '.join(available())}"
         )
-    if not torch.cuda.is_available():
-        raise ValueError("there is no GPU; speed and memory of a layer are measured on one")
+    require_gpu("speed and memory of a layer are")
 
 
 @contextlib.contextmanager
@@ -203,11 +192,7 @@ def _attention(name: Attention) -> Iterator[None]:
 
 def _new_row(bench: LayerBench, implementation: str) -> LayerRow:
     return LayerRow(
-        date=datetime.now(UTC).date().isoformat(),
-        commit=commit() or "unknown",
-        gpu=torch.cuda.get_device_name(),
-        torch=torch.__version__,
-        triton=triton.__version__,
+        *origin(),
         shape=bench.shape.name,
         tokens=bench.shape.tokens,
         implementation=implementation,
@@ -215,48 +200,18 @@ def _new_row(bench: LayerBench, implementation: str) -> LayerRow:
     )
 
 
-def append_rows(path: Path, rows: Sequence[LayerRow]) -> None:
-    """Add rows to a CSV file, with a header if it is new.
-
-    Raises:
-        ValueError: the file has other columns.
-    """
-    columns = [field.name for field in fields(LayerRow)]
-    new = not path.exists()
-    if not new:
-        with path.open(newline="") as file:
-            there = next(csv.reader(file), [])
-        if there != columns:
-            raise ValueError(
-                f"{path}: has the columns {there}, these rows have {columns}; write to another file"
-            )
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if new:
-            writer.writerow(columns)
-        writer.writerows([_cell(value) for value in asdict(row).values()] for row in rows)
-
-
-def _cell(value: Any) -> Any:
-    return f"{value:.4f}" if isinstance(value, float) else value
-
-
 def format_rows(rows: Sequence[LayerRow]) -> str:
     """Markdown: one line per implementation, times as ratios to the first."""
     head = ["implementation", "fwd ms", "fwd+bwd ms", "speed", "saved MiB", "peak MiB"]
     head += ["error: output", "input gradient", "note"]
-    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    lines = []
     first = rows[0].fwdbwd_ms
     for row in rows:
         speed = first / row.fwdbwd_ms if first and row.fwdbwd_ms else None
         numbers = [
-            *(_number(row.fwd_ms, 2), _number(row.fwdbwd_ms, 2), _number(speed, 2, "x")),
-            *(_number(row.saved_mib, 0), _number(row.peak_mib, 0)),
-            *(_number(row.rel_err_out, 4), _number(row.rel_err_grad, 4)),
+            *(number(row.fwd_ms, 2), number(row.fwdbwd_ms, 2), number(speed, 2, "x")),
+            *(number(row.saved_mib, 0), number(row.peak_mib, 0)),
+            *(number(row.rel_err_out, 4), number(row.rel_err_grad, 4)),
         ]
-        lines.append(f"| {' | '.join([row.implementation, *numbers, row.problem])} |")
-    return "\n".join(lines)
-
-
-def _number(value: float | None, digits: int, unit: str = "") -> str:
-    return "-" if value is None else f"{value:.{digits}f}{unit}"
+        lines.append([row.implementation, *numbers, row.problem])
+    return table(head, lines)

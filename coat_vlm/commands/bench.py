@@ -1,4 +1,4 @@
-"""``coat-vlm bench``: losses of a small decoder, speed and memory of one layer."""
+"""``coat-vlm bench``: losses of a small decoder; speed of one layer, its kernels and its GEMMs."""
 
 import argparse
 from pathlib import Path
@@ -7,11 +7,13 @@ from coat_vlm.commands.command import PRECISIONS, Commands, command, say
 
 
 def add(commands: Commands) -> None:
-    """Declare ``bench decoder`` and ``bench layer``."""
+    """Declare the jobs of ``bench``."""
     parser = commands.add_parser("bench", help="compare precisions: losses, speed, memory")
     jobs = parser.add_subparsers(title="jobs", metavar="JOB", required=True)
     _add_decoder(jobs)
     _add_layer(jobs)
+    _add_kernels(jobs)
+    _add_gemm(jobs)
 
 
 def _add_decoder(jobs: Commands) -> None:
@@ -54,10 +56,7 @@ def _add_layer(jobs: Commands) -> None:
   coat-vlm bench layer --shape siglip-so400m --attention cudnn --csv layer.csv
 """,
     )
-    parser.add_argument(
-        "--shape", nargs="+", default=["llama-2-7b"], metavar="SHAPE",
-        help="llama-2-7b, qwen2.5-7b, siglip-so400m; default llama-2-7b",
-    )  # fmt: skip
+    _add_shape(parser)
     parser.add_argument(
         "--implementations", nargs="+", metavar="NAME",
         help="what to measure beside hf_eager; default: everything whose package is installed",
@@ -65,18 +64,13 @@ def _add_layer(jobs: Commands) -> None:
     parser.add_argument(
         "--attention", default="default", help="default (SDPA's choice), cudnn or flash, for all"
     )
-    parser.add_argument("--csv", type=Path, help="file to add the rows to")
+    _add_csv(parser)
     parser.add_argument("--profile", action="store_true", help="also print the longest GPU kernels")
 
 
 def _layer(args: argparse.Namespace) -> int:
-    from coat_vlm.bench.layer import (
-        LayerBench,
-        append_rows,
-        available,
-        bench_layer,
-        format_rows,
-    )
+    from coat_vlm.bench.layer import LayerBench, available, bench_layer, format_rows
+    from coat_vlm.bench.rows import append_rows
     from coat_vlm.bench.shapes import shape_called
 
     def profile(name: str, table: str) -> None:
@@ -91,3 +85,94 @@ def _layer(args: argparse.Namespace) -> int:
         if args.csv is not None:
             append_rows(args.csv, rows)
     return 0
+
+
+def _add_kernels(jobs: Commands) -> None:
+    parser = command(
+        jobs,
+        "kernels",
+        _kernels,
+        "measure the bandwidth of every element-wise op beside that of a device copy",
+        """\
+  coat-vlm bench kernels                     # all ops, in the sizes of Llama-2-7B's block
+  coat-vlm bench kernels --shape siglip-so400m --op norm_stats norm_bwd --csv kernels.csv
+  coat-vlm bench kernels --sweep --op activation_bwd
+
+Each op is first compared with its reference on a smaller input; where they differ there is no
+speed, and the note says why. Bytes are counted once for every argument and result of an op; 100%
+is a copy of 1 GiB in the same process. --sweep says how long the ops take with other tiles, from
+which the constants of coat_kernels are chosen.
+""",
+    )
+    _add_shape(parser)
+    parser.add_argument(
+        "--op", nargs="+", default=[], metavar="NAME",
+        help="what to measure, such as norm_stats or adamw_step; default: all",
+    )  # fmt: skip
+    what = parser.add_mutually_exclusive_group()
+    _add_csv(what)
+    what.add_argument("--sweep", action="store_true", help="try other tiles; print times only")
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    from coat_vlm.bench.kernels import bench_kernels, format_rows
+    from coat_vlm.bench.rows import append_rows
+    from coat_vlm.bench.shapes import shape_called
+    from coat_vlm.bench.sweep import format_sweep, sweep
+
+    for shape in [shape_called(name) for name in args.shape]:
+        if args.sweep:
+            found = sweep(shape, args.op)
+            say(f"\n{shape.name}, {shape.tokens:,} tokens, microseconds by tile\n")
+            say(format_sweep(found))
+            continue
+        rows = bench_kernels(shape, args.op)
+        say(f"\n{shape.name}, {shape.tokens:,} tokens; a copy: {rows[0].copy_gbps:,.0f} GB/s\n")
+        say(format_rows(rows))
+        if args.csv is not None:
+            append_rows(args.csv, rows)
+    return 0
+
+
+def _add_gemm(jobs: Commands) -> None:
+    parser = command(
+        jobs,
+        "gemm",
+        _gemm,
+        "measure the GEMMs of one block in BF16 and FP8",
+        """\
+  coat-vlm bench gemm                                   # the twelve GEMMs of Llama-2-7B's block
+  coat-vlm bench gemm --shape qwen2.5-7b siglip-so400m --csv gemm.csv
+
+fp8 is what training uses; fp8_fast accumulates with fewer bits. An error is that of the product
+against FP32 on the BF16 operands; a product that differs from FP32 on its own operands gets no
+speed. The last line is the whole block: all operations by the sum of the times.
+""",
+    )
+    _add_shape(parser)
+    _add_csv(parser)
+
+
+def _gemm(args: argparse.Namespace) -> int:
+    from coat_vlm.bench.gemm import bench_gemm, format_rows
+    from coat_vlm.bench.rows import append_rows
+    from coat_vlm.bench.shapes import shape_called
+
+    for shape in [shape_called(name) for name in args.shape]:
+        rows = bench_gemm(shape)
+        say(f"\n{shape.name}, {shape.tokens:,} tokens\n")
+        say(format_rows(rows))
+        if args.csv is not None:
+            append_rows(args.csv, rows)
+    return 0
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shape", nargs="+", default=["llama-2-7b"], metavar="SHAPE",
+        help="llama-2-7b, qwen2.5-7b, siglip-so400m; default llama-2-7b",
+    )  # fmt: skip
+
+
+def _add_csv(parser: "argparse.ArgumentParser | argparse._MutuallyExclusiveGroup") -> None:
+    parser.add_argument("--csv", type=Path, help="file to add the rows to")

@@ -34,7 +34,7 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.launch import BLOCK_M, BLOCK_N, TOKENS, launch, tiles
+from coat_kernels.launch import TOKENS, Tile, launch, tiled
 from coat_kernels.quantize import empty_grouped, empty_layouts, new_amax
 from coat_kernels.registry import register
 from coat_kernels.tile import (
@@ -220,12 +220,11 @@ def _activation_stats_triton(
     M, F, W = _width(a, kind)
     q, exponents = empty_grouped(a, group_size, fmt)
     amax = new_amax(a.device)
-    grid, tiles_n = tiles(M, F)
+    grid, options = tiled(M, F)
     launch(
-        _activation_stats_kernel, (grid,),
+        _activation_stats_kernel, grid,
         a_ptr=a, q_ptr=q, e_ptr=exponents, amax_bits_ptr=amax.view(torch.int32), M=M, F=F, W=W,
-        tiles_n=tiles_n, KIND=ACTIVATIONS.index(kind),
-        MAX_EXPONENT=form.max_exponent, GROUP=group_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        KIND=ACTIVATIONS.index(kind), MAX_EXPONENT=form.max_exponent, GROUP=group_size, **options,
     )  # fmt: skip
     return q, exponents, reference.amax_to_scale(amax, fmt)
 
@@ -236,14 +235,13 @@ def _activation_apply_triton(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     M, F, W = _width(a, kind)
     q, qt = empty_layouts(M, F, format_of(fmt), rows, transposed, a.device)
-    grid, tiles_n = tiles(padded(M) if transposed else M, F)
+    grid, options = tiled(padded(M) if transposed else M, F)
     launch(
-        _activation_apply_kernel, (grid,),
+        _activation_apply_kernel, grid,
         a_ptr=a, e_ptr=exponents, scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, F=F, W=W,
-        M_PADDED=padded(M), tiles_n=tiles_n, KIND=ACTIVATIONS.index(kind),
+        M_PADDED=padded(M), KIND=ACTIVATIONS.index(kind),
         GROUPED=exponents is not None, ROWS=rows, TRANSPOSED=transposed,
-        GROUP=1 if exponents is None else W // exponents.shape[1],
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        GROUP=1 if exponents is None else W // exponents.shape[1], **options,
     )  # fmt: skip
     return q, qt
 
@@ -266,24 +264,23 @@ def _activation_bwd_triton(
     q, qt, _, sums = _empty_gradient(a, fmt, rows, transposed, bias)
     amax = new_amax(dh.device)
     group = W // exponents.shape[1]
-    grid, tiles_n = tiles(M, F)
+    grid, options = tiled(M, F)
     launch(
-        _activation_bwd_stats_kernel, (grid,),
+        _activation_bwd_stats_kernel, grid,
         dh_ptr=dh, a_ptr=a, e_ptr=exponents, amax_bits_ptr=amax.view(torch.int32), M=M, F=F, W=W,
-        tiles_n=tiles_n, KIND=ACTIVATIONS.index(kind), GROUP=group, BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        KIND=ACTIVATIONS.index(kind), GROUP=group, **options,
     )  # fmt: skip
     scale = reference.amax_to_scale(amax, fmt)
-    block_n = max(64, group)
-    block_m = GRADIENT_TILE // block_n
-    grid, tiles_n = tiles(padded(M) if transposed else M, F, block_m, block_n)
-    partial = sums.new_empty((grid // tiles_n if bias else 0, W))
+    columns = max(64, group)
+    tile = Tile(GRADIENT_TILE // columns, columns)
+    grid, options = tiled(padded(M) if transposed else M, F, tile)
+    partial = sums.new_empty((grid[0] // options["tiles_n"] if bias else 0, W))
     launch(
-        _activation_bwd_apply_kernel, (grid,),
+        _activation_bwd_apply_kernel, grid,
         dh_ptr=dh, a_ptr=a, e_ptr=exponents, scale_ptr=scale, q_ptr=q, qt_ptr=qt,
-        sums_ptr=partial, M=M, F=F, W=W, M_PADDED=padded(M), tiles_n=tiles_n,
-        KIND=ACTIVATIONS.index(kind), ROWS=rows, TRANSPOSED=transposed,
-        BIAS=bias, GROUP=group, BLOCK_M=block_m, BLOCK_N=block_n,
+        sums_ptr=partial, M=M, F=F, W=W, M_PADDED=padded(M),
+        KIND=ACTIVATIONS.index(kind), ROWS=rows, TRANSPOSED=transposed, BIAS=bias, GROUP=group,
+        **options,
     )  # fmt: skip
     return q, qt, scale, partial.sum(0) if bias else sums
 

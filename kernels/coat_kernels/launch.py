@@ -1,16 +1,52 @@
 """How kernels are launched: tile sizes, warps, grids. Device code is in ``tile.py``."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-BLOCK_M, BLOCK_N = 64, 128
-"""Rows and columns of a tile of the kernels that work on any tile of a matrix."""
+NUM_WARPS = 8
+"""Warps per program. With four, the backward kernels' tiles spill registers on sm_90."""
 
 TOKENS = ("M",)
 """Arguments that Triton must not compile special cases of: a kernel takes any number of tokens.
 (Compiled for M = 1, Triton 3.6 wrote wrong bytes into transposed FP8 tiles on an H200.)"""
 
-NUM_WARPS = 8
-"""Warps per program. With four, the backward kernels' tiles spill registers on sm_90."""
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program works on, and with how many warps: powers of two."""
+
+    rows: int
+    """At least 4 where codes are written transposed."""
+    columns: int
+    """A multiple of the group size."""
+    warps: int = NUM_WARPS
+
+
+TILE = Tile(64, 128)
+"""That of the kernels which work on any tile of a matrix."""
+
+_forced: Tile | None = None
+
+
+@contextmanager
+def forced_tile(tile: Tile) -> Iterator[None]:
+    """Let all kernels take this tile, so that tiles can be compared; see ``bench kernels --sweep``.
+
+    Kernels of whole rows take its rows and warps only, those without a choice of tiles nothing.
+    """
+    global _forced
+    before, _forced = _forced, tile
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def chosen(tile: Tile) -> Tile:
+    """``tile``, unless another one is forced."""
+    return _forced or tile
 
 
 def cdiv(a: int, b: int) -> int:
@@ -18,10 +54,12 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def tiles(M: int, N: int, block_m: int = BLOCK_M, block_n: int = BLOCK_N) -> tuple[int, int]:
-    """Number of tiles of a matrix, and of one row of tiles."""
-    tiles_n = cdiv(N, block_n)
-    return cdiv(M, block_m) * tiles_n, tiles_n
+def tiled(M: int, N: int, tile: Tile = TILE) -> tuple[tuple[int], dict[str, int]]:
+    """The grid of a matrix [M, N], tiles counted along the row first, and its launch options."""
+    tile = chosen(tile)
+    tiles_n = cdiv(N, tile.columns)
+    options = {"tiles_n": tiles_n, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
+    return (cdiv(M, tile.rows) * tiles_n,), {**options, "num_warps": tile.warps}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int = NUM_WARPS, **args: Any) -> None:

@@ -36,7 +36,7 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.launch import BLOCK_M, BLOCK_N, NUM_WARPS, TOKENS, cdiv, launch, tiles
+from coat_kernels.launch import NUM_WARPS, TOKENS, Tile, cdiv, chosen, launch, tiled
 from coat_kernels.quantize import empty_grouped, empty_layouts, new_amax
 from coat_kernels.registry import register
 from coat_kernels.tile import (
@@ -174,11 +174,9 @@ def _norm_bwd_kernel(
 def _row_block(N: int, elements: int = ROW_ELEMENTS) -> dict[str, int]:
     """Launch options of a tile of whole rows: one row, or more up to that many elements."""
     block_n = max(128, 1 << (N - 1).bit_length())
-    return {
-        "BLOCK_N": block_n,
-        "BLOCK_M": max(1, min(64, elements // block_n)),
-        "num_warps": NUM_WARPS if block_n <= ROW_ELEMENTS else 2 * NUM_WARPS,
-    }
+    rows = max(1, min(64, elements // block_n))
+    tile = chosen(Tile(rows, block_n, NUM_WARPS if block_n <= ROW_ELEMENTS else 2 * NUM_WARPS))
+    return {"BLOCK_N": block_n, "BLOCK_M": tile.rows, "num_warps": tile.warps}
 
 
 def _empty_stats(
@@ -219,15 +217,14 @@ def _norm_apply_triton(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     M, N = x.shape
     q, qt = empty_layouts(M, N, format_of(fmt), rows, transposed, x.device)
-    grid, tiles_n = tiles(padded(M) if transposed else M, N)
+    grid, options = tiled(padded(M) if transposed else M, N)
     launch(
-        _norm_apply_kernel, (grid,),
+        _norm_apply_kernel, grid,
         x_ptr=x, e_ptr=exponents, weight_ptr=weight, bias_ptr=bias, rstd_ptr=rstd, mean_ptr=mean,
-        scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, N=N, M_PADDED=padded(M), tiles_n=tiles_n,
+        scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, N=N, M_PADDED=padded(M),
         GROUPED=exponents is not None, CENTERED=mean.numel() > 0, HAS_BIAS=bias is not None,
         ROWS=rows, TRANSPOSED=transposed,
-        GROUP=1 if exponents is None else N // exponents.shape[1],
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        GROUP=1 if exponents is None else N // exponents.shape[1], **options,
     )  # fmt: skip
     return q, qt
 

@@ -28,7 +28,7 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.launch import BLOCK_M, BLOCK_N, TOKENS, cdiv, launch, tiles
+from coat_kernels.launch import TOKENS, cdiv, launch, tiled
 from coat_kernels.registry import register
 from coat_kernels.tile import (
     block_amax_bits,
@@ -142,13 +142,12 @@ def _quantize_tensor_triton(
         m = part.shape[0]
         # The last part's programs write the padding, too.
         end = padded(M) - start if transposed and i == len(parts) - 1 else m
-        grid, tiles_n = tiles(end, N)
+        grid, options = tiled(end, N)
         launch(
-            _quantize_tensor_kernel, (grid,),
+            _quantize_tensor_kernel, grid,
             x_ptr=part, scale_ptr=scale, q_ptr=q[start:] if rows else q,
-            qt_ptr=qt[..., start:], M=m, N=N, M_END=end, stride_t=padded(M), tiles_n=tiles_n,
-            ROWS=rows, TRANSPOSED=transposed,
-            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+            qt_ptr=qt[..., start:], M=m, N=N, M_END=end, stride_t=padded(M), ROWS=rows,
+            TRANSPOSED=transposed, **options,
         )  # fmt: skip
         start += m
     return q, qt
@@ -163,11 +162,11 @@ def _quantize_group_triton(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor
     form = format_of(fmt)
     M, N = x.shape
     q, exponents = empty_grouped(x, group_size, fmt)
-    grid, tiles_n = tiles(M, N)
+    grid, options = tiled(M, N)
     launch(
-        _quantize_group_kernel, (grid,),
-        x_ptr=x, q_ptr=q, e_ptr=exponents, M=M, N=N, tiles_n=tiles_n,
-        MAX_EXPONENT=form.max_exponent, GROUP=group_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        _quantize_group_kernel, grid,
+        x_ptr=x, q_ptr=q, e_ptr=exponents, M=M, N=N, MAX_EXPONENT=form.max_exponent,
+        GROUP=group_size, **options,
     )  # fmt: skip
     return q, exponents
 
@@ -175,11 +174,10 @@ def _quantize_group_triton(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor
 def _dequantize_group_triton(q: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     M, N = q.shape
     x = torch.empty((M, N), dtype=dtype, device=q.device)
-    grid, tiles_n = tiles(M, N)
+    grid, options = tiled(M, N)
     launch(
-        _dequantize_group_kernel, (grid,),
-        q_ptr=q, e_ptr=exponents, x_ptr=x, M=M, N=N, tiles_n=tiles_n,
-        GROUP=N // exponents.shape[1], BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        _dequantize_group_kernel, grid,
+        q_ptr=q, e_ptr=exponents, x_ptr=x, M=M, N=N, GROUP=N // exponents.shape[1], **options,
     )  # fmt: skip
     return x
 

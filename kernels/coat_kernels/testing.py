@@ -1,9 +1,9 @@
-"""What tests of these kernels share: tolerances, comparisons, and an exact interpreter.
+"""What tests and benchmarks of the kernels share: tolerances, comparisons, an exact interpreter.
 
 ``assert_matches`` compares two bodies of an op: codes and scales that an op takes from its input
 bit for bit, everything else by relative RMS error against :data:`TOLERANCE`. ``exact_interpreter``
-makes Triton's CPU interpreter round as the hardware does. Inputs are in ``examples.py``. Nothing
-outside of tests imports this module.
+makes Triton's CPU interpreter round as the hardware does. Inputs are in ``examples.py``. Only
+tests and benchmarks import this module, which needs NumPy: nothing gets a speed that fails here.
 """
 
 import functools

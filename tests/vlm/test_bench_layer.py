@@ -1,8 +1,6 @@
 """The layer benchmark: everything but the clock."""
 
-import csv
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from coat_vlm.bench import layer as bench
-from coat_vlm.bench.layer import LayerBench, LayerRow, append_rows, bench_layer, format_rows
+from coat_vlm.bench.layer import LayerBench, LayerRow, bench_layer, format_rows
 from coat_vlm.bench.measure import compute, inputs, relative_error
 from coat_vlm.bench.shapes import SHAPES, LayerShape, build_layer, forward_of, shape_called
 
@@ -80,19 +78,6 @@ def test_wrong_results_get_no_speed() -> None:
         assert not bench._correct(measured, wrong, exact)  # pyright: ignore[reportArgumentType]
         assert "not correct" in measured.problem
     assert bench._correct(row(), exact, exact)  # pyright: ignore[reportArgumentType]
-
-
-def test_rows_are_added_to_a_file_of_the_same_columns(tmp_path: Path) -> None:
-    path = tmp_path / "layer.csv"
-    append_rows(path, [row(fwd_ms=1.25)])
-    append_rows(path, [row("hf_eager", peak_mib=3.0)])
-    with path.open(newline="") as file:
-        read = list(csv.DictReader(file))
-    assert [one["implementation"] for one in read] == ["coat", "hf_eager"]
-    assert (read[0]["fwd_ms"], read[0]["peak_mib"], read[1]["peak_mib"]) == ("1.2500", "", "3.0000")
-    path.write_text("other,columns\n")
-    with pytest.raises(ValueError, match=r"has the columns \['other', 'columns'\]"):
-        append_rows(path, [row()])
 
 
 def test_the_table_compares_with_the_first() -> None:

@@ -1,0 +1,284 @@
+"""What ``coat-vlm bench kernels`` measures: each op as a training step calls it, and its bytes.
+
+A case counts what an op has to move: every argument once (``activation_bwd`` twice, for it makes
+two passes) and every result once. Partial sums, and what a cache serves again, are not counted. In
+the formulas ``t`` are tokens (``tp``: padded for a GEMM over tokens), ``h`` hidden channels, ``f``
+those of the MLP. Matrices are BF16: 2 bytes per element; a group-scaled copy has 1 + 1 / G.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coat_kernels import GROUP, OPS, reference_adamw
+from coat_kernels.formats import padded
+from coat_vlm.bench.shapes import LayerShape
+from coat_vlm.config import Fp8Config
+
+GROUP_SIZE = Fp8Config().group_size
+
+Arguments = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way in which a training step calls an op."""
+
+    op: str
+    """Its name in ``OPS``."""
+    variant: str
+    """What it is called on, and for which layouts."""
+    bytes: int
+    """Read and written."""
+    arguments: Callable[["Draw"], Arguments]
+    """Makes the op's arguments."""
+
+
+class Draw:
+    """Seeded tensors, made on their device.
+
+    Args:
+        device: where the tensors are made.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def matrix(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Gaussian [rows, columns] with channels of different size, as activations have."""
+        x, size = self._normal(rows, columns), self._normal(columns)
+        return x.mul_(size.exp2_()).to(dtype)
+
+    def vector(self, size: int) -> Tensor:
+        """BF16 [size]: one number per channel."""
+        return self._normal(size).bfloat16()
+
+    def _normal(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self._generator, device=self._device)
+
+
+def cases(shape: LayerShape) -> list[Case]:
+    """All cases of a block, in the order in which the results are shown."""
+    decoder = shape.family != "siglip"
+    return [
+        *_quantize_cases(shape),
+        *_norm_cases(shape),
+        *_activation_cases(shape),
+        *(_rope_cases(shape) if decoder else ()),
+        _adamw_case(shape),
+    ]
+
+
+def sample_of(shape: LayerShape) -> LayerShape:
+    """A smaller block for comparisons with the references: 200 tokens, at most 1040 MLP channels.
+
+    Rows are as wide as in the block. Neither number is a multiple of a tile, nor do 200 tokens need
+    no padding.
+    """
+    return replace(shape, batch=2, length=min(shape.length, 100), ffn=min(shape.ffn, 1040))
+
+
+def _copy(elements: int) -> int:
+    """Bytes of a group-scaled copy: codes and exponents."""
+    return elements + elements // GROUP_SIZE
+
+
+def _qkv(shape: LayerShape) -> tuple[int, int, int]:
+    """Channels of q, k and v."""
+    head = shape.hidden // shape.heads
+    return shape.hidden, shape.key_value_heads * head, shape.key_value_heads * head
+
+
+def _quantize_cases(shape: LayerShape) -> Iterator[Case]:
+    t, tp, h, qkv = shape.tokens, padded(shape.tokens), shape.hidden, sum(_qkv(shape))
+    into_mlp = [shape.ffn] * (1 if shape.family == "siglip" else 2)
+    wp = padded(sum(into_mlp))  # the rows of the stacked weights, padded
+    elements = sum(into_mlp) * h
+    name = "fc1" if shape.family == "siglip" else "gate, up"
+
+    def x(draw: Draw) -> list[Tensor]:
+        return [draw.matrix(t, h)]
+
+    def gradient(draw: Draw) -> list[Tensor]:
+        return [draw.matrix(t, qkv)]
+
+    def weights(draw: Draw) -> list[Tensor]:
+        return [draw.matrix(rows, h).mul_(0.02) for rows in into_mlp]
+
+    def scale(
+        variant: str, moved: int, parts: Callable[[Draw], list[Tensor]], fmt: str = "e4m3"
+    ) -> Case:
+        return Case("tensor_scale", variant, moved, lambda draw: (parts(draw), fmt))
+
+    def quantize(
+        variant: str,
+        moved: int,
+        parts: Callable[[Draw], list[Tensor]],
+        layouts: tuple[bool, bool],
+        fmt: str = "e4m3",
+    ) -> Case:
+        def arguments(draw: Draw) -> Arguments:
+            made = parts(draw)
+            return (made, OPS["tensor_scale"].reference(made, fmt), fmt, *layouts)
+
+        return Case("quantize_tensor", variant, moved, arguments)
+
+    rows, transposed, both = (True, False), (False, True), (True, True)
+    # Read 2 bytes per element, write the scale.
+    yield scale("attention output", 2 * t * h + 4, x)
+    yield scale("gradient of q, k, v", 2 * t * qkv + 4, gradient, "e5m2")
+    yield scale(f"weights of {name}", 2 * elements + 4, weights)
+    # Read 2 bytes per element and the scale, write 1 per element and layout.
+    yield quantize("attention output, rows", 3 * t * h + 4, x, rows)
+    yield quantize("gradient of q, k, v, both", (3 * t + tp) * qkv + 4, gradient, both, "e5m2")
+    yield quantize(f"weights of {name}, rows", 3 * elements + 4, weights, rows)
+    yield quantize(f"weights of {name}, transposed", 2 * elements + wp * h + 4, weights, transposed)
+    yield quantize(f"weights of {name}, both", 3 * elements + wp * h + 4, weights, both)
+    # Read 2 bytes per element, write the copy; and back, to 4 bytes.
+    yield Case(
+        "quantize_group",
+        "residual stream",
+        2 * t * h + _copy(t * h),
+        lambda draw: (draw.matrix(t, h), GROUP_SIZE, "e4m3"),
+    )
+    yield Case(
+        "dequantize_group",
+        "residual stream, to FP32",
+        _copy(t * h) + 4 * t * h,
+        lambda draw: (
+            *OPS["quantize_group"].reference(draw.matrix(t, h), GROUP_SIZE, "e4m3"),
+            torch.float32,
+        ),
+    )
+
+
+def _norm_cases(shape: LayerShape) -> Iterator[Case]:
+    t, tp, h = shape.tokens, padded(shape.tokens), shape.hidden
+    centered = shape.family == "siglip"
+    vectors = 2 * h * (1 + centered)  # weight, and LayerNorm's bias
+    statistics = 4 * t * (1 + centered)  # rstd, and LayerNorm's mean
+    stats = OPS["norm_stats"].reference
+
+    def of_x(draw: Draw, has_delta: bool = False) -> Arguments:
+        delta = draw.matrix(t, h) if has_delta else None
+        bias = draw.vector(h) if centered else None
+        return (draw.matrix(t, h), delta, draw.vector(h), bias, 1e-6, centered, GROUP_SIZE, "e4m3")
+
+    def from_x(draw: Draw) -> Arguments:
+        args = of_x(draw)
+        _, _, _, rstd, mean, scale = stats(*args)
+        return (args[0], None, args[2], args[3], rstd, mean, scale, "e4m3", True, False)
+
+    def from_copy(draw: Draw) -> Arguments:
+        args = of_x(draw)
+        _, q, exponents, rstd, mean, scale = stats(*args)
+        return (q, exponents, args[2], args[3], rstd, mean, scale, "e4m3", False, True)
+
+    def backward(draw: Draw) -> Arguments:
+        q, exponents, weight, _, rstd, mean, *_ = from_copy(draw)
+        return (draw.matrix(t, h), q, exponents, weight, rstd, mean, draw.matrix(t, h))
+
+    # Read x and the vectors; write x's copy, the statistics and the scale.
+    once = 2 * t * h + vectors + _copy(t * h) + statistics + 4
+    yield Case("norm_stats", "of x", once, of_x)
+    # The same, and delta is read, the sum written.
+    yield Case("norm_stats", "of x + delta", once + 4 * t * h, lambda draw: of_x(draw, True))
+    # Read x (or its copy), vectors, statistics and scale; write the codes.
+    small = vectors + statistics + 4
+    yield Case("norm_apply", "rows, from x", 2 * t * h + small + t * h, from_x)
+    yield Case("norm_apply", "transposed, from the copy", _copy(t * h) + small + tp * h, from_copy)
+    # Read dy, the copy, the weight, the statistics and the residual's gradient; write dx and, in
+    # FP32, the gradients of weight and bias.
+    moved = 2 * t * h + _copy(t * h) + 2 * h + statistics + 2 * t * h
+    moved += 2 * t * h + 4 * h * (1 + centered)
+    yield Case("norm_bwd", "with a residual", moved, backward)
+
+
+def _activation_cases(shape: LayerShape) -> Iterator[Case]:
+    t, tp, f = shape.tokens, padded(shape.tokens), shape.ffn
+    decoder = shape.family != "siglip"
+    kind = "silu_mul" if decoder else "gelu_tanh"
+    w = 2 * f if decoder else f
+    bias = not decoder  # of the layer before: SigLIP's has one
+
+    def of_a(draw: Draw) -> Arguments:
+        return (draw.matrix(t, w), kind, GROUP_SIZE, "e4m3")
+
+    def from_a(draw: Draw) -> Arguments:
+        args = of_a(draw)
+        scale = OPS["activation_stats"].reference(*args)[2]
+        return (args[0], None, kind, scale, "e4m3", True, False)
+
+    def from_copy(draw: Draw) -> Arguments:
+        q, exponents, scale = OPS["activation_stats"].reference(*of_a(draw))
+        return (q, exponents, kind, scale, "e4m3", False, True)
+
+    def backward(draw: Draw) -> Arguments:
+        q, exponents = OPS["quantize_group"].reference(draw.matrix(t, w), GROUP_SIZE, "e4m3")
+        return (draw.matrix(t, f), q, exponents, kind, "e5m2", True, True, bias)
+
+    # Read a; write its copy and the scale.
+    yield Case("activation_stats", kind, 2 * t * w + _copy(t * w) + 4, of_a)
+    # Read a (or its copy) and the scale; write the codes.
+    yield Case("activation_apply", f"{kind}, rows, from a", 2 * t * w + 4 + t * f, from_a)
+    yield Case(
+        "activation_apply",
+        f"{kind}, transposed, from the copy",
+        _copy(t * w) + 4 + tp * f,
+        from_copy,
+    )
+    # Read dh and the copy twice; write both layouts, the scale and, in FP32, the bias's gradient.
+    moved = 2 * (2 * t * f + _copy(t * w)) + (t + tp) * w + 4 + 4 * w * bias
+    yield Case("activation_bwd", f"{kind}, both", moved, backward)
+
+
+def _rope_cases(shape: LayerShape) -> Iterator[Case]:
+    t, length = shape.tokens, shape.length
+    widths = _qkv(shape)
+    head = shape.hidden // shape.heads
+    # Read q, k, v of all tokens, and cos and sin of one sequence; write q, k, v.
+    moved = 2 * t * sum(widths) + 2 * (2 * length * head) + 2 * t * sum(widths)
+
+    def embedding(draw: Draw) -> tuple[Tensor, Tensor]:
+        angle = draw.matrix(length, head, torch.float32)
+        return angle.cos().bfloat16(), angle.sin().bfloat16()
+
+    yield Case(
+        "rope",
+        "q, k, v",
+        moved,
+        lambda draw: (
+            draw.matrix(t, sum(widths)),
+            *embedding(draw),
+            shape.heads,
+            shape.key_value_heads,
+        ),
+    )
+    yield Case(
+        "rope_bwd",
+        "q, k, v",
+        moved,
+        lambda draw: (*(draw.matrix(t, width) for width in widths), *embedding(draw)),
+    )
+
+
+def _adamw_case(shape: LayerShape) -> Case:
+    n = shape.ffn * shape.hidden
+    groups = -(-n // GROUP)
+    metadata = 4 * 4 * groups  # amax and k of two moments, FP32
+
+    def arguments(draw: Draw) -> Arguments:
+        p = draw.matrix(shape.ffn, shape.hidden, torch.float32)
+        g = draw.matrix(shape.ffn, shape.hidden, torch.float32)
+        m = reference_adamw.encode(0.1 * g)
+        v = reference_adamw.encode(0.001 * g.square())
+        return (p, g, *m, *v, 1e-3, 0.9, 0.999, 1e-8, 0.1, 2, False)
+
+    # Read p, g and both moments; write p and both moments. p and g are FP32, as under DeepSpeed,
+    # whose flat partitions may be of any size; here it is that of one matrix of the MLP.
+    moved = (4 + 4 + 2) * n + metadata + (4 + 2) * n + metadata
+    return Case("adamw_step", "FP32 weights", moved, arguments)

@@ -1,0 +1,86 @@
+"""Rows of measurements: where they were made, the CSV files they go to, the tables a user sees."""
+
+import csv
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from coat_vlm.checkout import commit
+
+
+@dataclass(slots=True)
+class Row:
+    """One measurement; the fields are the columns of its CSV file, these come first."""
+
+    date: str
+    commit: str
+    gpu: str
+    torch: str
+    triton: str
+
+
+def origin() -> tuple[str, str, str, str, str]:
+    """The fields of :class:`Row` for a measurement that is made here and now, on the first GPU."""
+    return (
+        datetime.now(UTC).date().isoformat(),
+        commit() or "unknown",
+        torch.cuda.get_device_name(),
+        torch.__version__,
+        triton.__version__,
+    )
+
+
+def require_gpu(what: str) -> None:
+    """Refuse to measure without a GPU.
+
+    Args:
+        what: what is measured on one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError(f"there is no GPU; {what} measured on one")
+
+
+def append_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Add rows of one kind to a CSV file, with a header if it is new.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    if not rows:
+        return
+    columns = [field.name for field in fields(rows[0])]
+    new = not path.exists()
+    if not new:
+        with path.open(newline="") as file:
+            there = next(csv.reader(file), [])
+        if there != columns:
+            raise ValueError(
+                f"{path}: has the columns {there}, these rows have {columns}; write to another file"
+            )
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if new:
+            writer.writerow(columns)
+        writer.writerows([_cell(value) for value in asdict(row).values()] for row in rows)
+
+
+def _cell(value: Any) -> Any:
+    return f"{value:.4f}" if isinstance(value, float) else value
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+
+
+def number(value: float | None, digits: int, unit: str = "") -> str:
+    """A cell of a table; ``-`` for what was not measured."""
+    return "-" if value is None else f"{value:.{digits}f}{unit}"

@@ -1,0 +1,62 @@
+"""What all benchmarks share: CSV files and tables."""
+
+import csv
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+from coat_vlm.bench.gemm import GemmRow
+from coat_vlm.bench.kernels import KernelRow
+from coat_vlm.bench.layer import LayerRow
+from coat_vlm.bench.rows import Row, append_rows, number, table
+
+RESULTS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "results"
+WHERE = ("2026-01-31", "abc", "NVIDIA H200", "2.11.0", "3.6.0")
+
+
+@dataclass(slots=True)
+class Measured(Row):
+    name: str
+    ms: float | None = None
+    problem: str = ""
+
+
+def test_rows_are_added_to_a_file_of_the_same_columns(tmp_path: Path):
+    path = tmp_path / "rows.csv"
+    append_rows(path, [])
+    assert not path.exists()
+    append_rows(path, [Measured(*WHERE, "first", 1.25)])
+    append_rows(path, [Measured(*WHERE, "second", problem="a, b"), Measured(*WHERE, "third")])
+    with path.open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [row["name"] for row in read] == ["first", "second", "third"]
+    assert [row["ms"] for row in read] == ["1.2500", "", ""]
+    assert read[1]["problem"] == "a, b"
+    assert tuple(read[0].values())[:5] == WHERE
+    path.write_text("other,columns\n")
+    with pytest.raises(ValueError, match=r"has the columns \['other', 'columns'\]"):
+        append_rows(path, [Measured(*WHERE, "fourth")])
+    assert path.read_text() == "other,columns\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("layer", LayerRow), ("kernels", KernelRow), ("gemm", GemmRow)]
+)
+def test_files_in_the_repository_have_the_columns_of_their_rows(name: str, kind: type[Row]):
+    path = RESULTS / f"{name}.csv"
+    if not path.exists():
+        pytest.skip("nothing measured yet")
+    with path.open(newline="") as file:
+        assert next(csv.reader(file)) == [field.name for field in fields(kind)]
+
+
+def test_a_table_is_markdown():
+    lines = [["x", number(1.25, 1)], ["y", number(None, 1, "%")], ["z", number(3.0, 0, "%")]]
+    assert table(["name", "ms"], lines).splitlines() == [
+        "| name | ms |",
+        "| --- | --- |",
+        "| x | 1.2 |",
+        "| y | - |",
+        "| z | 3% |",
+    ]
