@@ -2,11 +2,15 @@
 
 The loop is plain PyTorch around :func:`coat_vlm.fp8.convert` and :class:`coat_vlm.optim.CoatAdamW`:
 BF16 weights, FP32 masters, the same batches for every precision. Held-out loss is that of the
-text's last tenth.
+text's last tenth. With an output folder every run's losses are there as soon as it ends, and the
+same benchmark started again goes on with the runs that are missing.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from coat_vlm.bench.curves import DecoderCurve, read_curves, write_curves
+from coat_vlm.checkout import commit
 from coat_vlm.config import Fp8Config, Precision
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.optim import CoatAdamW, lr_factor
@@ -22,6 +28,8 @@ from coat_vlm.tokenizer import train_tokenizer
 
 HELD_OUT = 0.1
 """Share of the text, its end, that is not trained on."""
+CURVES = "decoder.csv"
+SETTINGS = "decoder.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,64 +52,123 @@ class DecoderBench:
     betas: tuple[float, float] = (0.9, 0.95)
     grad_clip: float = 1.0
     eval_every_steps: int = 20
-    seed: int = 0
 
 
-@dataclass(slots=True)
-class DecoderCurve:
-    """One precision's losses, in nats per token."""
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Token ids of a text, int64 [tokens]."""
 
-    precision: Precision
-    training: list[float] = field(default_factory=list)
-    """Per step."""
-    held_out: dict[int, float] = field(default_factory=dict)
-    """By step."""
+    training: Tensor
+    held_out: Tensor
+    """The text's last tenth."""
 
-    @property
-    def best_step(self) -> int:
-        """The step with the lowest held-out loss."""
-        return min(self.held_out, key=lambda step: self.held_out[step])
+
+def bench_decoder(
+    texts: Sequence[Path],
+    precisions: Sequence[Precision],
+    seeds: Sequence[int],
+    bench: DecoderBench,
+    out: Path | None = None,
+) -> Iterator[list[DecoderCurve]]:
+    """Train in every precision with every seed, the precisions of one seed after another.
+
+    Args:
+        texts: UTF-8 text files, read one after the other.
+        precisions: ``bf16``, ``coat``, ``fp32``.
+        seeds: of the model's start and of the batches.
+        bench: the model and the training.
+        out: folder of ``decoder.csv`` (losses) and ``decoder.json`` (settings). Runs that are
+            there already are not repeated.
+
+    Yields:
+        After every run: the curves so far, precision by precision as given.
+
+    Raises:
+        ValueError: a text is too short, or ``out`` has curves of other settings.
+        OSError: a text cannot be read, or ``out`` cannot be written.
+    """
+    done = {} if out is None else _open_folder(out, texts, bench)
+    corpus = read_corpus(texts, bench)
+    precisions, seeds = list(dict.fromkeys(precisions)), list(dict.fromkeys(seeds))
+    for seed in seeds:
+        for precision in precisions:
+            if (precision, seed) not in done:
+                done[precision, seed] = train_decoder(corpus, precision, bench, seed)
+                if out is not None:
+                    write_curves(out / CURVES, list(done.values()))
+            yield [done[key] for key in product(precisions, seeds) if key in done]
+
+
+def _open_folder(
+    out: Path, texts: Sequence[Path], bench: DecoderBench
+) -> dict[tuple[str, int], DecoderCurve]:
+    """Make the folder, or check that it is of these settings; its whole curves."""
+    settings = {
+        "bench": {**asdict(bench), "betas": list(bench.betas)},
+        "texts": [
+            {"name": text.name, "sha256": hashlib.sha256(text.read_bytes()).hexdigest()}
+            for text in texts
+        ],
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / SETTINGS
+    if path.is_file():
+        there = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        if there != settings:
+            raise ValueError(
+                f"{path}: the curves there were made with {there}, these would be with {settings}; "
+                "write to another folder"
+            )
+    else:
+        cuda = torch.cuda.is_available()
+        where = {
+            "commit": commit() or "unknown",
+            "device": torch.cuda.get_device_name() if cuda else "cpu",
+            "torch": torch.__version__,
+        }
+        text = json.dumps({"settings": settings, "made with": where}, indent=1)
+        path.write_text(text + "\n", encoding="utf-8")
+    curves = read_curves(out / CURVES)
+    return {(c.precision, c.seed): c for c in curves if len(c.training) == bench.steps}
 
 
 def train_decoder(
-    text: Path, precision: Precision, bench: DecoderBench, fp8: Fp8Config | None = None
+    corpus: Corpus,
+    precision: Precision,
+    bench: DecoderBench,
+    seed: int = 0,
+    fp8: Fp8Config | None = None,
 ) -> DecoderCurve:
     """Train on the text in one precision.
 
     Args:
-        text: a UTF-8 text file.
+        corpus: from :func:`read_corpus`.
         precision: ``bf16`` or ``coat`` (``fp32`` trains in FP32).
         bench: the model and the training.
+        seed: of the model's start and of the batches.
         fp8: what ``coat`` converts; its defaults when absent.
 
     Raises:
-        ValueError: the text is too short for one sequence, or FP8 does not fit the model.
-        OSError: the text cannot be read.
+        ValueError: FP8 does not fit the model.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ids = _tokens(text, bench)
-    cut = int(len(ids) * (1 - HELD_OUT))
-    if min(cut, len(ids) - cut) <= bench.tokens:
-        raise ValueError(
-            f"{text}: {len(ids)} tokens; its last tenth must hold a sequence of {bench.tokens}: "
-            "give a longer text or fewer tokens per sequence"
-        )
+    ids = corpus.training
     arithmetic = arithmetic_of(precision, fp8, device)
-    torch.manual_seed(bench.seed)
+    torch.manual_seed(seed)
     model = _model(bench).to(device, arithmetic.dtype)
     arithmetic.apply(model)
     masters = Masters(model, _optimizer(arithmetic.fp8, bench))
-    curve = DecoderCurve(precision)
-    draw = torch.Generator().manual_seed(bench.seed)
-    for step in tqdm(range(bench.steps), desc=precision, unit="step"):
-        starts = torch.randint(0, cut - bench.tokens, (bench.batch_size,), generator=draw)
+    curve = DecoderCurve(precision, seed)
+    draw = torch.Generator().manual_seed(seed)
+    for step in tqdm(range(bench.steps), desc=f"{precision}, seed {seed}", unit="step"):
+        starts = torch.randint(0, len(ids) - bench.tokens, (bench.batch_size,), generator=draw)
         batch = torch.stack([ids[i : i + bench.tokens] for i in starts.tolist()]).to(device)
         loss = model.train()(input_ids=batch, labels=batch).loss
         loss.backward()
         masters.step(lr_factor(step, bench.steps, bench.steps // 10, "cosine", 0.1), bench)
         curve.training.append(loss.item())
         if (step + 1) % bench.eval_every_steps == 0 or step + 1 == bench.steps:
-            curve.held_out[step + 1] = _held_out(model, ids[cut:], bench, device)
+            curve.held_out[step + 1] = _held_out(model, corpus.held_out, bench, device)
     return curve
 
 
@@ -152,12 +219,30 @@ def _optimizer(
     return build
 
 
-def _tokens(text: Path, bench: DecoderBench) -> Tensor:
-    """Token ids of the whole text, int64 [tokens]."""
-    lines = text.read_text(encoding="utf-8").splitlines(keepends=True)
+def read_corpus(texts: Sequence[Path], bench: DecoderBench) -> Corpus:
+    """Read and tokenize texts; the tokenizer is trained on what is not held out.
+
+    Args:
+        texts: UTF-8 text files, read one after the other as one text.
+        bench: vocabulary size and tokens per sequence.
+
+    Raises:
+        ValueError: there are too few tokens for a sequence.
+        OSError: a text cannot be read.
+    """
+    parts = [text.read_text(encoding="utf-8") for text in texts]
+    ended = [part if part.endswith("\n") else part + "\n" for part in parts[:-1]]
+    lines = "".join([*ended, parts[-1]]).splitlines(keepends=True)
     tokenizer = train_tokenizer(lines[: int(len(lines) * (1 - HELD_OUT))], bench.vocab_size)
     encoded = tokenizer(lines, add_special_tokens=False)["input_ids"]
-    return torch.tensor([token for line in encoded for token in line])
+    ids = torch.tensor([token for line in encoded for token in line])
+    cut = int(len(ids) * (1 - HELD_OUT))
+    if min(cut, len(ids) - cut) <= bench.tokens:
+        raise ValueError(
+            f"{', '.join(map(str, texts))}: {len(ids)} tokens; the last tenth must hold a sequence "
+            f"of {bench.tokens}: give a longer text or fewer tokens per sequence"
+        )
+    return Corpus(ids[:cut], ids[cut:])
 
 
 def _model(bench: DecoderBench) -> Any:
@@ -186,20 +271,3 @@ def _held_out(model: Any, ids: Tensor, bench: DecoderBench, device: torch.device
         for chunk in rows.split(bench.batch_size)
     ]
     return sum(losses) / len(rows)
-
-
-def format_curves(curves: list[DecoderCurve]) -> str:
-    """Markdown: held-out losses by step, and the others' difference at the first's best step."""
-    first = curves[0]
-    head = ["step", *(f"{curve.precision}, held out" for curve in curves)]
-    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-    for step in first.held_out:
-        cells = [f"{curve.held_out[step]:.4f}" for curve in curves]
-        lines.append(f"| {step} | {' | '.join(cells)} |")
-    best = first.best_step
-    for curve in curves[1:]:
-        change = 100 * (curve.held_out[best] / first.held_out[best] - 1)
-        lines.append(
-            f"\n{curve.precision} at {first.precision}'s best step ({best}): {change:+.2f}%"
-        )
-    return "\n".join(lines)

@@ -21,27 +21,43 @@ def _add_decoder(jobs: Commands) -> None:
         jobs,
         "decoder",
         _decoder,
-        "compare the held-out losses of a small decoder trained on a text",
+        "compare the losses of a small decoder trained on a text",
         """\
   coat-vlm bench decoder --text wiki.txt                # bf16 and coat, 30M parameters, 200 steps
-  coat-vlm bench decoder --text wiki.txt --precisions coat --steps 20
+  coat-vlm bench decoder --text a.txt b.txt --seeds 0 1 2 --out runs/decoder
 """,
     )
-    parser.add_argument("--text", type=Path, required=True, help="UTF-8 text; its end is held out")
+    parser.add_argument(
+        "--text", type=Path, nargs="+", required=True, metavar="FILE",
+        help="UTF-8 texts, read as one; its last tenth is held out",
+    )  # fmt: skip
     parser.add_argument(
         "--precisions", nargs="+", choices=PRECISIONS, default=["bf16", "coat"],
         help="what to train, the first is what the others are compared with; default bf16 coat",
     )  # fmt: skip
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], metavar="N",
+        help="one run of each precision per seed, of start and batches; default 0",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps; default 200")
-    parser.add_argument("--seed", type=int, default=0, help="start and batches; default 0")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR",
+        help="folder for decoder.csv, .svg and .json; finished runs that it has are not repeated",
+    )  # fmt: skip
 
 
 def _decoder(args: argparse.Namespace) -> int:
-    from coat_vlm.bench.decoder import DecoderBench, format_curves, train_decoder
+    from coat_vlm.bench.curves import draw_curves, format_curves
+    from coat_vlm.bench.decoder import DecoderBench, bench_decoder
 
-    bench = DecoderBench(steps=args.steps, seed=args.seed)
-    curves = [train_decoder(args.text, precision, bench) for precision in args.precisions]
+    bench = DecoderBench(steps=args.steps)
+    curves = []
+    for curves in bench_decoder(args.text, args.precisions, args.seeds, bench, args.out):
+        if args.out is not None:
+            draw_curves(curves, args.out / "decoder.svg")
     say(format_curves(curves))
+    if args.out is not None:
+        say(f"\ncurves: {args.out / 'decoder.csv'}, {args.out / 'decoder.svg'}")
     return 0
 
 

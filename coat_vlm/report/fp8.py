@@ -17,9 +17,6 @@ KINDS = {
 }
 """What each kind of tensor is quantized to (docs/design.md has the picture)."""
 
-FP32_MOMENTS = 8.0
-"""Bytes per parameter of torch.optim.AdamW's two FP32 moments, what BF16 runs use."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Section:
@@ -68,10 +65,13 @@ def _block(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
 def _states(row: Mapping[str, Any]) -> str:
     if not row.get("parameters"):
         return ""
-    each = row["bytes"] / row["parameters"]
+    each, original = row["bytes"] / row["parameters"], row.get("original_bytes_per_parameter")
+    measured = f"{row['optimizer']}: {each:.3f} bytes per parameter on this rank (measured)"
+    if not original:
+        return measured
     return (
-        f"{row['optimizer']}: {each:.3f} bytes per parameter on this rank (measured), against "
-        f"{FP32_MOMENTS:.0f} with FP32 moments, {FP32_MOMENTS / each:.2f}x"
+        f"{measured}, against {original:.3f} of torch.optim.AdamW in BF16 runs (measured), "
+        f"{original / each:.2f}x"
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from coat_data.collate import Batch
@@ -49,24 +50,41 @@ class Fp8Record:
         self._write_row("rates", step, rates=counts.rates())
 
     def states(self, optimizer: Any, step: int) -> None:
-        """Measure the optimizer's states on this process."""
-        tensors = [
-            value
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor) and value.ndim
-        ]
-        moments = [state["exp_avg"].numel() for state in optimizer.state.values() if state]
+        """Measure the optimizer's states on this process, and those that AdamW would have."""
+        kept, parameters = _state_size(optimizer)
+        original = 0.0
+        if parameters:
+            like = next(p for p, state in optimizer.state.items() if state)
+            original = _original_bytes_per_parameter(like)
         self._write_row(
             "states",
             step,
             optimizer=type(optimizer).__name__,
-            bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-            parameters=sum(moments),
+            bytes=kept,
+            parameters=parameters,
+            original_bytes_per_parameter=original,
         )
 
     def _write_row(self, status: str, step: int, **values: Any) -> None:
         self._write({"kind": "fp8", "stage": self._stage, "step": step, "status": status, **values})
+
+
+def _state_size(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Bytes of the states that grow with their parameters, and the elements of these."""
+    states = [state for state in optimizer.state.values() if state]
+    tensors = [t for state in states for t in state.values() if isinstance(t, Tensor) and t.ndim]
+    kept = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return kept, sum(state["exp_avg"].numel() for state in states)
+
+
+def _original_bytes_per_parameter(like: Tensor) -> float:
+    """What torch.optim.AdamW, the optimizer of BF16 runs, keeps for a parameter of this dtype."""
+    parameter = torch.zeros(1024, dtype=like.dtype, device=like.device, requires_grad=True)
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.step()
+    kept, parameters = _state_size(optimizer)
+    return kept / parameters
 
 
 def _first_row(batch: Batch, image_token_id: int, tokens_per_image: int) -> dict[str, Tensor]:

@@ -268,6 +268,28 @@ def test_a_signal_saves_and_resume_continues_bit_exactly(
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_two_coat_ranks_resume_bit_exactly(
+    tiny_data: Path, tmp_path: Path, zero_stage: int
+) -> None:
+    recipe = tiny_recipe(tiny_data, tmp_path / "run", zero_stage=zero_stage, precision="coat")
+    recipe["stages"]["sft"].update(max_steps=8, save_every_steps=4)
+    done = train(recipe, tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    whole = losses(tmp_path / "run")
+    model = tmp_path / "run" / "sft" / "model"
+    weights = {path.name: path.read_bytes() for path in model.glob("*.safetensors")}
+    # As if the run had been killed while it was writing its last checkpoint.
+    (model / "manifest.json").unlink()
+    (tmp_path / "run/sft/checkpoints/step-00000008/manifest.json").unlink()
+    done = train(recipe, tmp_path, "--resume", "auto", ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"continues from \S*step-00000004", done.stdout + done.stderr)
+    assert losses(tmp_path / "run") == whole
+    assert weights
+    assert {path.name: path.read_bytes() for path in model.glob("*.safetensors")} == weights
+
+
 def test_stages_chain_and_frozen_modules_stay(tiny_data: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(tiny_data, tmp_path / "run")
     align = {**recipe["stages"]["sft"], "max_steps": 2}

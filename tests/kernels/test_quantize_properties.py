@@ -1,4 +1,4 @@
-"""Properties of quantization for any input that hypothesis comes up with."""
+"""Properties of quantization, and of products of codes, for any input."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,6 +55,10 @@ any_value = matrices(
     st.floats(-LARGEST, LARGEST, width=32)
     | st.sampled_from([float("nan"), float("inf"), -float("inf")])
 )
+
+
+def run_reference(op: str, args: Sequence[Any]) -> list[Tensor]:
+    return results(op, OPS[op].reference, args)
 
 
 def half_step(q: Tensor, fmt: Format) -> Tensor:
@@ -172,3 +176,49 @@ def test_kernels_agree_with_the_references_bit_for_bit(run: Run, x: Tensor, size
         expected = results(op, OPS[op].reference, args)
         for actual, wanted in zip(run(op, args), expected, strict=True):
             assert_same_bits(op, actual, wanted)
+
+
+@settings
+@given(
+    st.integers(1, 5), st.sampled_from([16, 32, 96]), st.integers(0, 999),
+    st.integers(-20, 20), st.integers(-20, 20), st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
+def test_products_of_small_integers_are_exact(
+    run: Run, rows: int, columns: int, seed: int, power_a: int, power_b: int, dtype: torch.dtype
+):
+    """In any order of summation; so scales, padding and other rows can be compared bit for bit."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randint(-8, 9, (rows, columns), generator=generator).float()
+    b = torch.randint(-8, 9, (32, columns), generator=generator).float()
+    bias = torch.randint(-8, 9, (32,), generator=generator) * 2.0 ** (power_a + power_b)
+    scales = [torch.tensor(2.0**power) for power in (power_a, power_b)]
+    exact = (a @ b.t()) * 2.0 ** (power_a + power_b) + bias
+    longer = torch.nn.functional.pad(a, (0, 16, 0, 3))
+    for body in (run, run_reference):
+
+        def product(a: Tensor, b: Tensor, bias: Tensor | None, body: Run = body) -> Tensor:
+            a, b = (t.to(E4M3.dtype) for t in (a, b))
+            return body("scaled_mm", (a, scales[0], b, scales[1], bias, dtype))[0]
+
+        assert_same_bits("product", product(a, b, bias), exact.to(dtype))
+        padded = product(longer, torch.nn.functional.pad(b, (0, 16)), bias)
+        assert_same_bits("padded", padded[:rows], exact.to(dtype))
+        assert_same_bits("only the bias", padded[rows:], bias.to(dtype).expand(3, -1).contiguous())
+
+
+@settings
+@given(moderate, st.integers(0, 4), st.integers(0, 127), st.booleans())
+def test_a_bad_code_leaves_no_number_of_its_row_of_a_product(
+    run: Run, x: Tensor, row: int, column: int, bad_scale: bool
+):
+    a = x.clamp(-448, 448).to(E4M3.dtype)
+    b = torch.zeros(16, a.shape[1]).to(E4M3.dtype)
+    row %= len(a)
+    if not bad_scale:
+        a[row, column] = torch.nan
+    scale = torch.tensor(torch.nan if bad_scale else 1.0)
+    for body in (run, run_reference):
+        (y,) = body("scaled_mm", (a, scale, b, torch.ones(()), None, torch.float32))
+        good = torch.arange(len(a)) != row
+        assert y[row].isnan().all()
+        assert y[good].isnan().all() if bad_scale else not y[good].any()

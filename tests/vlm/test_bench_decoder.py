@@ -1,18 +1,25 @@
 """The decoder benchmark on a CPU, small."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from coat_vlm.bench import decoder
+from coat_vlm.bench.curves import DecoderCurve, format_curves, read_curves, write_curves
 from coat_vlm.bench.decoder import (
+    Corpus,
     DecoderBench,
-    DecoderCurve,
     Masters,
-    format_curves,
+    bench_decoder,
+    read_corpus,
     train_decoder,
 )
+from coat_vlm.cli import main
 
 SMALL = DecoderBench(
     hidden_size=64,
@@ -27,6 +34,7 @@ SMALL = DecoderBench(
     lr=5e-3,
     eval_every_steps=10,
 )
+FEW_STEPS = replace(SMALL, steps=3, eval_every_steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +49,31 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_fp8_follows_fp32_from_the_same_start(text: Path) -> None:
-    exact, again, fp8 = (train_decoder(text, p, SMALL) for p in ("fp32", "fp32", "coat"))
+    corpus = read_corpus([text], SMALL)
+    exact, again, fp8 = (train_decoder(corpus, p, SMALL) for p in ("fp32", "fp32", "coat"))
     assert again.training == exact.training
     assert list(exact.held_out) == list(fp8.held_out) == [10, 20, 30]
     assert exact.held_out[30] < 0.6 * exact.training[0]
     assert fp8.training != exact.training
     assert fp8.held_out[30] == pytest.approx(exact.held_out[30], rel=0.02)
+
+
+def test_the_seed_decides_the_start_and_the_batches(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus, still = read_corpus([text], SMALL), replace(FEW_STEPS, lr=0.0)
+    starts = [train_decoder(corpus, "fp32", still, seed).held_out[3] for seed in (0, 0, 1)]
+    assert starts[0] == starts[1] != starts[2]
+    build = decoder._model
+
+    def same_start(bench: DecoderBench) -> Any:
+        torch.manual_seed(0)
+        return build(bench)
+
+    monkeypatch.setattr(decoder, "_model", same_start)
+    runs = [train_decoder(corpus, "fp32", still, seed) for seed in (0, 1)]
+    assert runs[0].held_out == runs[1].held_out
+    assert runs[0].training != runs[1].training
 
 
 def test_masters_make_adamws_steps_in_fp32() -> None:
@@ -90,12 +117,116 @@ def test_masters_keep_what_bf16_weights_lose() -> None:
 def test_a_short_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("a few words\n" * 10)
     with pytest.raises(ValueError, match=r"short\.txt: \d+ tokens.*give a longer text"):
-        train_decoder(tmp_path / "short.txt", "fp32", SMALL)
+        read_corpus([tmp_path / "short.txt"], SMALL)
+
+
+def test_texts_are_read_as_one(text: Path, tmp_path: Path) -> None:
+    lines = text.read_text().splitlines()
+    (tmp_path / "a.txt").write_text("\n".join(lines[:100]))  # without a last line end
+    (tmp_path / "b.txt").write_text("\n".join(lines[100:]))
+    whole = read_corpus([text], SMALL)
+    parts = read_corpus([tmp_path / "a.txt", tmp_path / "b.txt"], SMALL)
+    assert torch.equal(parts.training, whole.training)
+    assert torch.equal(parts.held_out, whole.held_out)
+    assert len(whole.held_out) == pytest.approx(len(whole.training) / 9, abs=1)
+
+
+def test_curves_of_two_seeds_go_through_a_file(tmp_path: Path) -> None:
+    curves = [
+        DecoderCurve("bf16", 0, [2.0, 1.0 / 3.0], {2: 0.1}),
+        DecoderCurve("bf16", 1, [5.0], {}),
+        DecoderCurve("coat", 0, [2.5, 1.5], {1: 0.5, 2: 0.7}),
+    ]
+    assert read_curves(tmp_path / "decoder.csv") == []
+    write_curves(tmp_path / "decoder.csv", curves)
+    assert read_curves(tmp_path / "decoder.csv") == curves
+    lines = (tmp_path / "decoder.csv").read_text().splitlines()
+    assert lines[:2] == ["precision,seed,step,training_loss,held_out_loss", "bf16,0,1,2.0,"]
+    (tmp_path / "decoder.csv").write_text("a,b\n")
+    with pytest.raises(ValueError, match=r"columns \['a', 'b'\].*write to another folder"):
+        read_curves(tmp_path / "decoder.csv")
+
+
+def test_an_interrupted_benchmark_goes_on_where_it_stopped(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[tuple[str, int]] = []
+
+    def train(corpus: Corpus, precision: Any, bench: DecoderBench, seed: int) -> DecoderCurve:
+        if len(trained) == 3:
+            raise RuntimeError("stopped")
+        trained.append((precision, seed))
+        return train_decoder(corpus, precision, bench, seed)
+
+    def run(seeds: Sequence[int], **changes: Any) -> list[DecoderCurve]:
+        bench = replace(FEW_STEPS, **changes)
+        *_, curves = bench_decoder([text], ["fp32", "coat"], seeds, bench, tmp_path / "out")
+        return curves
+
+    monkeypatch.setattr(decoder, "train_decoder", train)
+    with pytest.raises(RuntimeError, match="stopped"):
+        run([0, 1])
+    assert trained == [("fp32", 0), ("coat", 0), ("fp32", 1)]
+    assert [c.seed for c in read_curves(tmp_path / "out/decoder.csv")] == [0, 0, 1]
+
+    trained.clear()
+    curves = run([0, 1])
+    assert trained == [("coat", 1)]
+    assert [(c.precision, c.seed) for c in curves] == [
+        ("fp32", 0), ("fp32", 1), ("coat", 0), ("coat", 1)
+    ]  # fmt: skip
+    assert curves[1] == train_decoder(read_corpus([text], FEW_STEPS), "fp32", FEW_STEPS, 1)
+    assert list(curves[0].held_out) == [2, 3]
+
+    # The last lines are lost: this run is not whole.
+    path = tmp_path / "out/decoder.csv"
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
+    trained.clear()
+    assert run([1]) == curves[1::2]
+    assert trained == [("coat", 1)]
+    with pytest.raises(ValueError, match=r"decoder\.json.*write to another folder"):
+        run([0], lr=1.0)
+
+
+def test_the_command_writes_curves_and_a_picture(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def tiny(*, steps: int) -> DecoderBench:
+        return replace(FEW_STEPS, steps=steps)
+
+    monkeypatch.setattr(decoder, "DecoderBench", tiny)
+    words = ["--text", str(text), str(text), "--precisions", "fp32", "--seeds", "3", "5"]
+    out = tmp_path / "out"
+    assert main(["bench", "decoder", *words, "--steps", "2", "--out", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == [
+        "decoder.csv", "decoder.json", "decoder.svg"
+    ]  # fmt: skip
+    assert [(c.seed, len(c.training)) for c in read_curves(out / "decoder.csv")] == [(3, 2), (5, 2)]
+    assert "</svg>" in (out / "decoder.svg").read_text()
+    printed = capsys.readouterr().out
+    assert "| 5 | 2 |" in printed
+    assert "decoder.csv" in printed
 
 
 def test_the_table_compares_at_the_first_ones_best_step() -> None:
-    first = DecoderCurve("bf16", held_out={10: 2.0, 20: 1.0, 30: 1.5})
-    other = DecoderCurve("coat", held_out={10: 2.0, 20: 1.01, 30: 0.5})
+    steps = [9.0] * 10 + [2.0] * 10 + [4.0] * 10
+    first = DecoderCurve("bf16", 0, steps, {10: 2.0, 20: 1.0, 30: 1.5})
+    other = DecoderCurve("coat", 0, [3.3] * 30, {10: 2.0, 20: 1.01, 30: 0.5})
     table = format_curves([first, other])
-    assert "coat at bf16's best step (20): +1.00%" in table
     assert "| 30 | 1.5000 | 0.5000 |" in table
+    # The last 20 steps of bf16 have the mean 3; 1.01 is 1% above 1.
+    row = "| 0 | 20 | 1.0000 | 1.0100 | +1.00% | 3.0000 | 3.3000 | +10.00% |"
+    assert table.splitlines()[-1] == row
+
+
+def test_the_table_ends_with_the_means_of_several_seeds() -> None:
+    curves = [
+        DecoderCurve("bf16", 0, [1.0], {1: 1.0}),
+        DecoderCurve("bf16", 1, [3.0], {1: 3.0}),
+        DecoderCurve("coat", 0, [1.0], {1: 1.0}),
+        DecoderCurve("coat", 1, [3.0], {1: 3.4}),
+    ]
+    lines = format_curves(curves).splitlines()
+    assert "| 1 | 2.0000 | 2.2000 |" in lines
+    assert lines[-2].startswith("| 1 | 1 | 3.0000 | 3.4000 | +13.33% |")
+    assert lines[-1] == "| mean |  | 2.0000 | 2.2000 | +10.00% | 2.0000 | 2.0000 | +0.00% |"

@@ -300,6 +300,7 @@ def test_fp8_is_shown_where_it_was_measured(run: Path):
             "optimizer": "CoatAdamW",
             "bytes": 2125,
             "parameters": 1000,
+            "original_bytes_per_parameter": 6.0,
         },
     ]
     with (run / "metrics.jsonl").open("a") as file:
@@ -310,8 +311,18 @@ def test_fp8_is_shown_where_it_was_measured(run: Path):
     assert "3.00x" in texts
     assert "nothing is kept (frozen)" in texts
     assert "2.125 bytes per parameter" in texts
-    assert "3.76x" in texts
+    assert "against 6.000" in texts
+    assert "2.82x" in texts
     assert "step 4" in texts
     assert "1.2500" in texts
     assert "50.0000" not in texts
     assert "lm_head: left, a reason" in texts
+
+
+def test_states_of_an_older_log_are_shown_without_a_comparison(run: Path):
+    row = {"kind": "fp8", "stage": "sft", "status": "states", "step": 4}
+    row |= {"optimizer": "CoatAdamW", "bytes": 2125, "parameters": 1000}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    text = Page(write_report(run)).text
+    assert "CoatAdamW: 2.125 bytes per parameter on this rank (measured)." in text

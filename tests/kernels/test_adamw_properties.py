@@ -1,0 +1,168 @@
+"""Properties of AdamW with FP8 moments for any input.
+
+Each holds by mathematics, not by comparison with the reference: both bodies of the op must have it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coat_kernels import OPS, new_moment
+from coat_kernels.testing import assert_same_bits, results
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
+given = hypothesis.given
+
+# A fixed set of inputs: a test that fails once fails always.
+settings = hypothesis.settings(
+    max_examples=20,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+
+Run = Callable[[str, Sequence[Any]], list[Tensor]]
+Moments = tuple[Tensor, ...]
+LR, DECAY = 2.0**-7, 0.125
+bad_values = st.sampled_from([float("nan"), float("inf"), -float("inf")])
+
+
+def run_reference(op: str, args: Sequence[Any]) -> list[Tensor]:
+    return results(op, OPS[op].reference, args)
+
+
+@st.composite
+def vector(draw: Any) -> Tensor:
+    """Two groups and 44 elements: seeded normals of three sizes, and some of hypothesis's own."""
+    x = torch.randn(300, generator=torch.Generator().manual_seed(draw(st.integers(0, 999))))
+    size = st.sampled_from([0.0, 2.0**-9, 1.0, 64.0])
+    x *= torch.tensor(draw(st.lists(size, min_size=3, max_size=3))).repeat_interleave(128)[:300]
+    spike = st.floats(-(2.0**20), 2.0**20, width=32).map(lambda v: v if abs(v) > 2.0**-20 else 0.0)
+    for place, value in draw(st.lists(st.tuples(st.integers(0, 299), spike), max_size=6)):
+        x[place] = value
+    return x
+
+
+def vectors(number: int) -> Any:
+    """So many of them: parameters and gradients."""
+    return st.tuples(*[vector()] * number)
+
+
+def adamw(
+    body: Run, p: Tensor, g: Tensor, moments: Moments, step: int = 1, *, released: bool,
+    decay: float = DECAY, eps: float = 2.0**-20,
+) -> tuple[Tensor, Moments]:  # fmt: skip
+    """The parameters and the six tensors of the moments after a step."""
+    p, *new = body("adamw_step", (p, g, *moments, LR, 0.9, 0.99, eps, decay, step, released))
+    return p, tuple(new)
+
+
+def zero_moments(p: Tensor) -> Moments:
+    return (*new_moment(p), *new_moment(p))
+
+
+def group(tensors: Sequence[Tensor], which: int) -> list[Tensor]:
+    """Elements and metadata of one group."""
+    elements = slice(128 * which, 128 * which + 128)
+    return [t[elements] if len(t) == 300 else t[which] for t in tensors]
+
+
+@settings
+@given(vectors(2), st.booleans())
+def test_the_first_step_goes_as_far_as_the_rate_against_the_gradient(
+    run: Run, pair: tuple[Tensor, ...], released: bool
+):
+    p, g = pair
+    exact = p.double() * (1 - LR * DECAY) - LR * g.double() / (g.double().abs() + 2.0**-20)
+    for body in (run, run_reference):
+        stepped, _ = adamw(body, p, g, zero_moments(p), released=released)
+        assert ((stepped - exact).abs() <= 1e-6 * (LR + p.abs())).all()
+
+
+@settings
+@given(vectors(1), st.booleans(), st.integers(1, 1000))
+def test_without_gradient_and_moments_only_weight_decay_acts(
+    run: Run, one: tuple[Tensor, ...], released: bool, step: int
+):
+    (p,) = one
+    zero = torch.zeros_like(p)
+    for body in (run, run_reference):
+        kept, moments = adamw(body, p, zero, zero_moments(p), step, released=released, decay=0.0)
+        assert torch.equal(kept, p)
+        assert not any(t.float().any() for t in (*moments[:2], *moments[3:5]))
+        decayed, _ = adamw(body, p, zero, moments, step + 1, released=released)
+        torch.testing.assert_close(decayed, p * (1 - LR * DECAY), rtol=2e-7, atol=0)
+
+
+@settings
+@given(vectors(3), st.booleans())
+def test_the_mirror_image_of_a_step_is_the_step_of_the_mirror_image(
+    run: Run, tensors: tuple[Tensor, ...], released: bool
+):
+    p, *gradients = tensors
+    for body in (run, run_reference):
+        ends = []
+        for sign in (1, -1):
+            there, moments = sign * p, zero_moments(p)
+            for step, g in enumerate(gradients, start=1):
+                there, moments = adamw(body, there, sign * g, moments, step, released=released)
+            ends.append((sign * there, sign * moments[0].float(), *moments[1:]))
+        for name, one, other in zip(("p", "m", "", "", "v", "", ""), *ends, strict=True):
+            assert torch.equal(one.float(), other.float()), name
+
+
+@settings
+@given(vectors(6), st.booleans(), st.integers(0, 2))
+def test_a_group_of_elements_depends_on_no_other(
+    run: Run, tensors: tuple[Tensor, ...], released: bool, which: int
+):
+    own, others = tensors[:3], tensors[3:]
+    for mine, other in zip(own, others, strict=True):
+        group([other], which)[0].copy_(group([mine], which)[0])
+    for body in (run, run_reference):
+        ends = []
+        for p, first, second in (own, others):
+            there, moments = adamw(body, p, first, zero_moments(p), 1, released=released)
+            there, moments = adamw(body, there, second, moments, 2, released=released)
+            ends.append(group([there, *moments], which))
+        for one, other in zip(*ends, strict=True):
+            assert_same_bits("group", other, one)
+
+
+@settings
+@given(vectors(3), st.booleans(), st.integers(-20, 20))
+def test_a_step_does_not_see_a_power_of_two_of_gradients_and_epsilon(
+    run: Run, tensors: tuple[Tensor, ...], released: bool, power: int
+):
+    p, *gradients = tensors
+    for body in (run, run_reference):
+        ends = []
+        for factor in (1.0, 2.0**power):
+            there, moments = p, zero_moments(p)
+            for step, g in enumerate(gradients, start=1):
+                there, moments = adamw(
+                    body, there, g * factor, moments, step, released=released,
+                    eps=2.0**-20 * factor,
+                )  # fmt: skip
+            m, m_amax, m_k, v, v_amax, v_k = moments
+            ends.append((there, m, m_amax / factor, m_k, v, v_amax / factor**2, v_k))
+        for one, other in zip(*ends, strict=True):
+            assert_same_bits("scaled", other, one)
+
+
+@settings
+@given(vectors(2), st.booleans(), st.integers(0, 299), bad_values)
+def test_a_bad_gradient_spoils_its_element_and_then_its_group(
+    run: Run, pair: tuple[Tensor, ...], released: bool, place: int, bad: float
+):
+    p, g = pair
+    g[place] = bad
+    for body in (run, run_reference):
+        first, moments = adamw(body, p, g, zero_moments(p), released=released)
+        assert first.isnan().nonzero().flatten().tolist() == [place]
+        second, _ = adamw(body, p, torch.zeros_like(p), moments, 2, released=released)
+        assert torch.equal(second.isnan(), torch.arange(300) // 128 == place // 128)

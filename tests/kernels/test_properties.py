@@ -1,0 +1,384 @@
+"""Properties of norms, activations and rotary embedding for any input.
+
+Each holds by mathematics, not by comparison with the reference: both bodies of an op must have it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coat_kernels import ACTIVATIONS, OPS, GroupScaled, dequantize_group, quantize_group
+from coat_kernels.testing import assert_same_bits, code_steps, results
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
+given = hypothesis.given
+
+# A fixed set of inputs: a test that fails once fails always.
+settings = hypothesis.settings(
+    max_examples=8,  # of several rows each; the interpreter takes 0.2 s for one
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+
+Run = Callable[[str, Sequence[Any]], list[Tensor]]
+TINY = 2.0**-120
+"""Below this a power of two no longer commutes with rounding: products reach FP32's subnormals."""
+
+powers = st.integers(-20, 20)
+bad_values = st.sampled_from([float("nan"), float("inf"), -float("inf")])
+spikes = st.floats(-(2.0**20), 2.0**20, width=32).map(lambda v: v if abs(v) > 2.0**-20 else 0.0)
+
+
+@st.composite
+def matrices(draw: Any, rows: int, columns: int) -> Tensor:
+    """Seeded normals; some rows are zero or of another size, some elements hypothesis's own."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    x = torch.randn(rows, columns, generator=generator)
+    size = st.sampled_from([0.0, 2.0**-9, 1.0, 64.0])
+    x *= torch.tensor(draw(st.lists(size, min_size=rows, max_size=rows)))[:, None]
+    place = st.tuples(st.integers(0, rows - 1), st.integers(0, columns - 1), spikes)
+    for row, column, value in draw(st.lists(place, max_size=6)):
+        x[row, column] = value
+    return x
+
+
+def several(number: int) -> Any:
+    """So many matrices of one shape."""
+    shapes = st.tuples(st.integers(1, 5), st.sampled_from([96, 128]))
+    return shapes.flatmap(lambda shape: st.tuples(*[matrices(*shape)] * number))
+
+
+def run_reference(op: str, args: Sequence[Any]) -> list[Tensor]:
+    return results(op, OPS[op].reference, args)
+
+
+class Rows(NamedTuple):
+    """What an op makes of a matrix, one row of the results for one of the input."""
+
+    scale: Tensor
+    """Of the codes among ``outputs``."""
+    outputs: list[Tensor]
+    gradient: Tensor
+    """Of the input, decoded."""
+
+
+def norm(
+    body: Run, x: Tensor, dy: Tensor, scale: Tensor | None, *, eps: float = 1e-3, centered: bool
+) -> Rows:
+    """RMSNorm or LayerNorm: statistics, codes, recomputed codes, the kept copy; dx."""
+    weight = torch.linspace(-1.5, 1.5, x.shape[1])
+    args = (x, None, weight, None, eps, centered, 16, "e4m3")
+    _, q, exponents, rstd, mean, own = body("norm_stats", args)
+    scale = own if scale is None else scale
+    rest = (weight, None, rstd, mean, scale, "e4m3")
+    rows, _ = body("norm_apply", (x, None, *rest, True, False))
+    _, transposed = body("norm_apply", (q, exponents, *rest, False, True))
+    dx, _, _ = body("norm_bwd", (dy, q, exponents, weight, rstd, mean, None))
+    statistics = [rstd, mean] if centered else [rstd]
+    return Rows(scale, [rows, transposed.t()[: len(x)], q, exponents, *statistics], dx)
+
+
+def activation_gradient(body: Run, dh: Tensor, a: GroupScaled, kind: str) -> tuple[Tensor, Tensor]:
+    """``activation_bwd``: da decoded, and how far its rounding may move each element."""
+    q, _, scale, _ = body("activation_bwd", (dh, *a, kind, "e5m2", True, False, False))
+    da = q.float() * scale
+    return da, torch.maximum(da.abs() * 2.0**-3, scale * 2.0**-17)
+
+
+def activation(body: Run, a: Tensor, dh: Tensor, scale: Tensor | None, *, kind: str) -> Rows:
+    """An activation: codes, recomputed codes, the kept copy; da."""
+    q, exponents, own = body("activation_stats", (a, kind, 16, "e4m3"))
+    scale = own if scale is None else scale
+    rows, _ = body("activation_apply", (a, None, kind, scale, "e4m3", True, False))
+    _, transposed = body("activation_apply", (q, exponents, kind, scale, "e4m3", False, True))
+    dh = dh[:, : rows.shape[1]].contiguous()
+    da, _ = activation_gradient(body, dh, GroupScaled(q, exponents), kind)
+    return Rows(scale, [rows, transposed.t()[: len(a)], q, exponents], da)
+
+
+def heads(columns: int) -> tuple[int, list[int]]:
+    """Of q, and the widths of q, k and v, with 32 channels and one head of k."""
+    return columns // 32 - 2, [columns - 64, 32, 32]
+
+
+def rope(body: Run, x: Tensor, dy: Tensor, _: Tensor | None) -> Rows:
+    """One rotation for all tokens: q, k, v; their joint gradient."""
+    number, widths = heads(x.shape[1])
+    angles = torch.linspace(-3, 3, 16).repeat(1, 2)
+    embedding = (angles.cos(), angles.sin())
+    back = [part.contiguous() for part in dy.split(widths, -1)]
+    (dx,) = body("rope_bwd", (*back, *embedding))
+    return Rows(torch.ones(()), body("rope", (x, *embedding, number, 1)), dx)
+
+
+def row_op(name: str) -> Callable[..., Rows]:
+    """``norm``, ``activation`` or ``rope``, with what it is to be."""
+    if name == "rope":
+        return rope
+    if name.endswith("_norm"):
+        return lambda *args: norm(*args, centered=name == "layer_norm")
+    return lambda *args: activation(*args, kind=name)
+
+
+ROW_OPS = pytest.mark.parametrize("name", ["rms_norm", "layer_norm", *ACTIVATIONS, "rope"])
+
+
+@ROW_OPS
+@settings
+@given(several(2), st.integers(1, 20))
+def test_rows_of_zeros_appended_change_no_other_row(
+    run: Run, name: str, pair: tuple[Tensor, ...], extra: int
+):
+    x, dy = pair
+    longer = [torch.cat([t, torch.zeros(extra, t.shape[1])]) for t in pair]
+    for body in (run, run_reference):
+        plain, padded = row_op(name)(body, x, dy, None), row_op(name)(body, *longer, None)
+        assert_same_bits("scale", padded.scale, plain.scale)
+        for before, after in zip(plain.outputs, padded.outputs, strict=True):
+            assert_same_bits("output", after[: len(x)], before)
+            if before.ndim == 2 and before.dtype != torch.uint8:  # values, not exponents
+                assert not after[len(x) :].float().any()
+        assert_same_bits("gradient", padded.gradient[: len(x)], plain.gradient)
+        assert not padded.gradient[len(x) :].any()
+
+
+@ROW_OPS
+@settings
+@given(several(4), st.integers(0, 4))
+def test_a_row_depends_on_other_rows_through_the_scale_only(
+    run: Run, name: str, four: tuple[Tensor, ...], which: int
+):
+    x, dy, *others = four
+    which %= len(x)
+    for t, other in zip((x, dy), others, strict=True):
+        other[which] = t[which]
+    for body in (run, run_reference):
+        before = row_op(name)(body, x, dy, None)
+        after = row_op(name)(body, *others, before.scale)
+        for one, two in zip(before.outputs, after.outputs, strict=True):
+            assert_same_bits("output", two[which], one[which])
+        if name not in ACTIVATIONS:  # whose gradient is compared with autograd's below
+            assert_same_bits("gradient", after.gradient[which], before.gradient[which])
+
+
+@ROW_OPS
+@settings
+@given(several(2), powers)
+def test_gradients_are_linear_in_powers_of_two_and_zero_for_zero(
+    run: Run, name: str, pair: tuple[Tensor, ...], power: int
+):
+    x, dy = pair
+    for body in (run, run_reference):
+        gradient, scaled, zero = (
+            row_op(name)(body, x, dy * factor, None).gradient for factor in (1, 2.0**power, 0)
+        )
+        torch.testing.assert_close(scaled, gradient * 2.0**power, rtol=0, atol=TINY)
+        assert not zero.any()
+
+
+@settings
+@given(several(2), st.booleans(), powers)
+def test_a_norm_does_not_see_a_power_of_two(
+    run: Run, pair: tuple[Tensor, ...], centered: bool, power: int
+):
+    x, dy = pair
+    for body in (run, run_reference):
+        plain = norm(body, x, dy, None, eps=2.0**-10, centered=centered)
+        eps = 2.0 ** (2 * power - 10)
+        scaled = norm(body, x * 2.0**power, dy, None, eps=eps, centered=centered)
+        assert_same_bits("scale", scaled.scale, plain.scale)
+        for codes in range(3):
+            assert_same_bits("codes", scaled.outputs[codes], plain.outputs[codes])
+        assert_same_bits("rstd", scaled.outputs[4], plain.outputs[4] * 2.0**-power)
+        assert_same_bits("dx", scaled.gradient, plain.gradient * 2.0**-power)
+
+
+@settings
+@given(several(2), st.floats(2.0**-6, 2.0**6))
+def test_rms_norm_does_not_see_any_factor_when_epsilon_vanishes(
+    run: Run, pair: tuple[Tensor, ...], factor: float
+):
+    x, dy = pair
+    for body in (run, run_reference):
+        plain, scaled = (
+            norm(body, t, dy, None, eps=2.0**-100, centered=False) for t in (x, x * factor)
+        )
+        torch.testing.assert_close(scaled.scale, plain.scale, rtol=2e-6, atol=0)
+        assert code_steps(scaled.outputs[0], plain.outputs[0]).amax() <= 1
+        rows = x.any(-1)
+        rstd = scaled.outputs[4] * factor
+        torch.testing.assert_close(rstd[rows], plain.outputs[4][rows], rtol=2e-6, atol=0)
+
+
+@settings
+@given(matrices(3, 128), st.integers(-64, 64))
+def test_layer_norm_does_not_see_a_constant(run: Run, x: Tensor, shift: int):
+    x = (x.clamp(-16, 16) * 8).round() / 8 + 0.0  # mean and sums are exact, no zero is negative
+    for body in (run, run_reference):
+        plain, shifted = (norm(body, t, x, None, centered=True) for t in (x, x + shift))
+        assert_same_bits("scale", shifted.scale, plain.scale)
+        assert_same_bits("codes", shifted.outputs[0], plain.outputs[0])
+        assert_same_bits("rstd", shifted.outputs[4], plain.outputs[4])
+        assert_same_bits("mean", shifted.outputs[5], plain.outputs[5] + shift)
+
+
+@settings
+@given(several(2), st.booleans())
+def test_norm_gradients_are_autograds(run: Run, pair: tuple[Tensor, ...], centered: bool):
+    x, dy = pair
+    copy = quantize_group(x.clamp(-16, 16), 16)
+    leaf = dequantize_group(copy).double().requires_grad_()
+    weight = torch.linspace(-1.5, 1.5, x.shape[1])
+    weight64 = weight.double().requires_grad_()
+    exact: Any = F.layer_norm if centered else F.rms_norm
+    options = {"bias": None} if centered else {}
+    y64 = exact(leaf, x.shape[1:], weight64, eps=1.0, **options)
+    dx64, dweight64 = torch.autograd.grad(y64, (leaf, weight64), dy.double())
+    xhat = (y64.detach() / weight64).abs()
+    for body in (run, run_reference):
+        args = (dequantize_group(copy), None, weight, None, 1.0, centered, 16, "e4m3")
+        _, q, exponents, rstd, mean, _ = body("norm_stats", args)
+        dx, dweight, dbias = body("norm_bwd", (dy, q, exponents, weight, rstd, mean, None))
+        size = rstd * (dy * weight).abs().amax(-1) * (1 + xhat.amax(-1))
+        assert ((dx - dx64).abs() <= 1e-5 * size[:, None]).all()
+        assert ((dweight - dweight64).abs() <= 1e-5 * (dy.abs() * (1 + xhat)).sum(0)).all()
+        if centered:
+            assert ((dbias - dy.double().sum(0)).abs() <= 1e-6 * dy.abs().sum(0)).all()
+
+
+def plain_activation(a: Tensor, kind: str) -> Tensor:
+    if kind == "silu_mul":
+        gate, up = a.chunk(2, -1)
+        return F.silu(gate) * up
+    if kind == "quick_gelu":
+        return a * torch.sigmoid(1.702 * a)
+    return F.gelu(a, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@settings
+@given(several(2))
+def test_activation_gradients_are_autograds(run: Run, kind: str, pair: tuple[Tensor, ...]):
+    a, dh = pair
+    copy = quantize_group(a.clamp(-30, 30), 16)
+    leaf = dequantize_group(copy).double().requires_grad_()
+    h64 = plain_activation(leaf, kind)
+    dh = dh[:, : h64.shape[1]].contiguous()
+    (da64,) = torch.autograd.grad(h64, leaf, dh.double())
+    # In FP32 a slope is off by a few units of 2^-24 at most, however small it is.
+    size = dh.abs()
+    if kind == "silu_mul":
+        gate, up = leaf.detach().abs().chunk(2, -1)
+        size = torch.cat([size * (1 + up), size * (1 + gate)], -1)
+    for body in (run, run_reference):
+        da, rounding = activation_gradient(body, dh, copy, kind)
+        assert ((da - da64).abs() <= 4e-6 * size + rounding).all()
+
+
+@settings
+@given(several(2), powers)
+def test_silu_mul_is_linear_in_up(run: Run, pair: tuple[Tensor, ...], power: int):
+    a, dh = pair
+    scaled = torch.cat([a.chunk(2, -1)[0], a.chunk(2, -1)[1] * 2.0**power], -1)
+    for body in (run, run_reference):
+        before, after = (activation(body, t, dh, None, kind="silu_mul") for t in (a, scaled))
+        # A scale has a smallest value: what only zeros share.
+        assert after.scale == max(before.scale * 2.0**power, 2.0**-126) or before.scale <= TINY
+        assert_same_bits("codes", after.outputs[0], before.outputs[0])
+        assert_same_bits("recomputed", after.outputs[1], before.outputs[1])
+
+
+@settings
+@given(several(2), st.booleans(), st.integers(0, 4), st.integers(0, 95), bad_values)
+def test_a_bad_element_leaves_no_number_of_a_norm(
+    run: Run, pair: tuple[Tensor, ...], centered: bool, row: int, column: int, bad: float
+):
+    x, dy = pair
+    row %= len(x)
+    x[row, column] = bad
+    for body in (run, run_reference):
+        result = norm(body, x, dy, None, centered=centered)
+        for codes in result.outputs[:2]:
+            assert (codes.float() * result.scale).isnan().all()
+        spoilt = result.gradient.isnan()
+        assert spoilt[row].all()
+        assert not spoilt[torch.arange(len(x)) != row].any()
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@settings
+@given(several(2), st.integers(0, 4), st.integers(0, 95), bad_values)
+def test_a_bad_element_leaves_no_number_of_an_activation(
+    run: Run, kind: str, pair: tuple[Tensor, ...], row: int, column: int, bad: float
+):
+    a, dh = pair
+    row %= len(a)
+    a[row, column] = bad
+    for body in (run, run_reference):
+        result = activation(body, a, dh, None, kind=kind)
+        for codes in result.outputs[:2]:
+            assert (codes.float() * result.scale).isnan().all()
+        # All that shares its scale; a bad up spoils the gradient of its gate, in the first half.
+        start = column % result.outputs[0].shape[1] // 16 * 16
+        group = slice(start, start + 16)
+        assert result.gradient[row, group].isnan().all()
+
+
+@settings
+@given(several(1), st.integers(0, 999))
+def test_rope_keeps_the_size_of_every_pair_and_copies_v(
+    run: Run, one: tuple[Tensor, ...], seed: int
+):
+    (x,) = one
+    number, widths = heads(x.shape[1])
+    angles = 6 * torch.rand(len(x), 16, generator=torch.Generator().manual_seed(seed)).repeat(1, 2)
+    for body in (run, run_reference):
+        rotated = body("rope", (x, angles.cos(), angles.sin(), number, 1))
+        for before, after in zip(x.split(widths, -1)[:2], rotated, strict=False):
+            sizes = (
+                torch.hypot(*t.double().view(len(x), -1, 2, 16).unbind(2)) for t in (before, after)
+            )
+            torch.testing.assert_close(*sizes, rtol=1e-6, atol=0)
+        assert_same_bits("v", rotated[2], x[:, -32:].contiguous())
+
+
+@settings
+@given(several(2), st.integers(0, 999))
+def test_rope_bwd_is_the_adjoint_of_rope(run: Run, pair: tuple[Tensor, ...], seed: int):
+    """Whatever cos and sin are, and where the halves of them differ."""
+    x, dy = (t.clamp(-8, 8) for t in pair)
+    number, widths = heads(x.shape[1])
+    generator = torch.Generator().manual_seed(seed)
+    embedding = [2 * torch.rand(len(x), 32, generator=generator) - 1 for _ in range(2)]
+    back = [part.contiguous() for part in dy.split(widths, -1)]
+    for body in (run, run_reference):
+        forward = torch.cat(body("rope", (x, *embedding, number, 1)), -1).double()
+        (backward,) = body("rope_bwd", (*back, *embedding))
+        left, right = (forward * dy).sum(-1), (x.double() * backward).sum(-1)
+        size = x.double().norm(dim=-1) * dy.double().norm(dim=-1)
+        assert ((left - right).abs() <= 1e-6 * size).all()
+
+
+@settings
+@given(several(1), st.integers(0, 4), st.integers(0, 95), bad_values)
+def test_a_bad_element_leaves_no_number_of_its_pair_and_spoils_no_other(
+    run: Run, one: tuple[Tensor, ...], row: int, column: int, bad: float
+):
+    (x,) = one
+    row %= len(x)
+    x[row, column] = bad
+    number, _ = heads(x.shape[1])
+    angles = torch.full((1, 32), 0.7)
+    spoilt = torch.zeros(x.shape, dtype=torch.bool)
+    spoilt[row, column] = True
+    if column < x.shape[1] - 32:  # v is copied
+        spoilt[row, column ^ 16] = True
+    for body in (run, run_reference):
+        rotated = body("rope", (x, angles.cos(), angles.sin(), number, 1))
+        assert torch.equal(~torch.cat(rotated, -1).isfinite(), spoilt)

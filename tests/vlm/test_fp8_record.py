@@ -1,0 +1,43 @@
+"""What a run with ``precision: coat`` writes about its optimizer's states."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from coat_vlm.fp8 import ConversionReport
+from coat_vlm.optim import CoatAdamW
+from coat_vlm.train.fp8_record import Fp8Record
+
+
+def written(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    record = Fp8Record("sft", ConversionReport(), rows.append)
+    record.states(optimizer, step=7)
+    return rows[-1]
+
+
+@pytest.mark.parametrize(("dtype", "original"), [(torch.float32, 8.0), (torch.bfloat16, 4.0)])
+def test_states_are_measured_against_adamws_on_the_same_dtype(
+    dtype: torch.dtype, original: float
+) -> None:
+    """FP32 masters, as under DeepSpeed, and weights without masters, whose moments are BF16."""
+    weights = [nn.Parameter(torch.randn(size, dtype=dtype)) for size in (128 * 64, 128 * 3)]
+    kept = {}
+    for kind in (CoatAdamW, torch.optim.AdamW):
+        optimizer = kind(weights)
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        row = written(optimizer)
+        assert (row["optimizer"], row["step"]) == (kind.__name__, 7)
+        assert row["parameters"] == 128 * 67
+        assert row["original_bytes_per_parameter"] == original
+        kept[kind] = row["bytes"] / row["parameters"]
+    assert kept == {CoatAdamW: 2.125, torch.optim.AdamW: original}
+
+
+def test_states_before_the_first_step_are_none() -> None:
+    row = written(CoatAdamW([nn.Parameter(torch.zeros(3))]))
+    assert (row["bytes"], row["parameters"], row["original_bytes_per_parameter"]) == (0, 0, 0.0)
