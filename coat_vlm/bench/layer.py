@@ -15,9 +15,9 @@ from torch import nn
 
 from coat_vlm.bench.measure import Cost, Result, compute, cost, inputs, kernel_table, relative_error
 from coat_vlm.bench.rows import Row, number, origin, require_gpu, table
-from coat_vlm.bench.shapes import LayerShape, build_layer, forward_of
+from coat_vlm.bench.shapes import Forward, LayerShape, build_layer, forward_of
 from coat_vlm.config import Fp8Config, Fp8Precision
-from coat_vlm.fp8 import convert
+from coat_vlm.fp8 import convert, kept_bytes, reused_weights
 
 LIMITS = (0.09, 0.13)
 """Largest relative error of the output and of the input gradient that is called correct."""
@@ -41,10 +41,14 @@ class LayerRow(Row):
     attention: Attention
     fwd_ms: float | None = None
     fwdbwd_ms: float | None = None
+    fwdbwd_cached_ms: float | None = None
+    weight_cache_mib: float | None = None
     saved_mib: float | None = None
     peak_mib: float | None = None
     rel_err_out: float | None = None
     rel_err_grad: float | None = None
+    length: int = 0
+    """Tokens of a sequence, patches of an image."""
     problem: str = ""
     """Why there is no speed."""
 
@@ -64,6 +68,29 @@ class LayerBench:
 
 def _compiled(layer: nn.Module) -> nn.Module:
     return torch.compile(layer)  # pyright: ignore[reportReturnType] - an OptimizedModule
+
+
+def _liger(layer: nn.Module) -> nn.Module:
+    """Liger's norms and SwiGLU in a decoder layer, its norms in an encoder layer."""
+    from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
+        LigerLayerNorm,
+        LigerRMSNorm,
+        LigerSwiGLUMLP,
+    )
+
+    for name, module in list(layer.named_children()):
+        parameter = next(module.parameters())
+        if isinstance(module, nn.LayerNorm):
+            made = LigerLayerNorm(module.normalized_shape[0], eps=module.eps, bias=True)
+        elif hasattr(module, "variance_epsilon"):
+            made = LigerRMSNorm(len(parameter), eps=module.variance_epsilon)
+        elif hasattr(module, "gate_proj"):
+            made = LigerSwiGLUMLP(module.config)
+        else:
+            continue
+        made.to(parameter.device, parameter.dtype).load_state_dict(module.state_dict())
+        setattr(layer, name, made)
+    return layer
 
 
 def _torchao(recipe: str) -> Callable[[nn.Module], nn.Module]:
@@ -93,8 +120,9 @@ IMPLEMENTATIONS: dict[str, tuple[str | None, Callable[[nn.Module], nn.Module]]] 
     "hf_compile": (None, _compiled),
     "torchao_tensorwise_compile": ("torchao", _torchao("tensorwise")),
     "torchao_rowwise_compile": ("torchao", _torchao("rowwise")),
+    "liger": ("liger_kernel", _liger),
     "coat_fp8_linear": (None, _ours("fp8_linear")),
-    "coat": (None, _ours("coat")),
+    "coat_paper": (None, _ours("coat")),
     "coat_lean": (None, _ours("coat_lean")),
 }
 """Name -> (package it needs, what makes it of a layer of transformers)."""
@@ -133,6 +161,8 @@ def bench_layer(bench: LayerBench) -> list[LayerRow]:
                 exact = exact or result
                 if _correct(row, result, exact):
                     _note(row, cost(layer, forward, bench.shape))
+                    if name.startswith("coat_"):
+                        _note_cached(row, layer, forward, bench.shape)
                     if bench.on_profile is not None:
                         bench.on_profile(name, kernel_table(layer, forward, bench.shape))
             except (RuntimeError, ValueError) as error:  # a peer that fails must not end the run
@@ -156,6 +186,13 @@ def _correct(row: LayerRow, result: Result, exact: Result) -> bool:
 def _note(row: LayerRow, measured: Cost) -> None:
     for name, value in asdict(measured).items():
         setattr(row, name, value)
+
+
+def _note_cached(row: LayerRow, layer: nn.Module, forward: Forward, shape: LayerShape) -> None:
+    """The time with FP8 weights that an earlier micro-batch of the step left, and their size."""
+    with reused_weights():
+        row.fwdbwd_cached_ms = cost(layer, forward, shape).fwdbwd_ms
+        row.weight_cache_mib = kept_bytes() / 2**20
 
 
 def _check(names: Sequence[str]) -> None:
@@ -197,12 +234,14 @@ def _new_row(bench: LayerBench, implementation: str) -> LayerRow:
         tokens=bench.shape.tokens,
         implementation=implementation,
         attention=bench.attention,
+        length=bench.shape.length,
     )
 
 
 def format_rows(rows: Sequence[LayerRow]) -> str:
     """Markdown: one line per implementation, times as ratios to the first."""
-    head = ["implementation", "fwd ms", "fwd+bwd ms", "speed", "saved MiB", "peak MiB"]
+    head = ["implementation", "fwd ms", "fwd+bwd ms", "speed", "weights kept ms"]
+    head += ["saved MiB", "peak MiB", "kept weights MiB"]
     head += ["error: output", "input gradient", "note"]
     lines = []
     first = rows[0].fwdbwd_ms
@@ -210,7 +249,8 @@ def format_rows(rows: Sequence[LayerRow]) -> str:
         speed = first / row.fwdbwd_ms if first and row.fwdbwd_ms else None
         numbers = [
             *(number(row.fwd_ms, 2), number(row.fwdbwd_ms, 2), number(speed, 2, "x")),
-            *(number(row.saved_mib, 0), number(row.peak_mib, 0)),
+            number(row.fwdbwd_cached_ms, 2),
+            *(number(row.saved_mib, 0), number(row.peak_mib, 0), number(row.weight_cache_mib, 0)),
             *(number(row.rel_err_out, 4), number(row.rel_err_grad, 4)),
         ]
         lines.append([row.implementation, *numbers, row.problem])

@@ -1,7 +1,7 @@
 """The layers that are measured: one block of a known model, with random BF16 weights."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,15 +46,19 @@ SHAPES = {
 """The blocks of Llama-2-7B, Qwen2.5-7B and SigLIP-so400m/14 at 384 pixels."""
 
 
-def shape_called(name: str) -> LayerShape:
-    """The shape of that name.
+def shape_called(name: str, batch: int | None = None, length: int | None = None) -> LayerShape:
+    """The shape of that name, with another batch or length where given.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or batch or length is not positive.
     """
     if name not in SHAPES:
         raise ValueError(f"no shape is called {name!r}; use one of {', '.join(SHAPES)}")
-    return SHAPES[name]
+    shape = SHAPES[name]
+    for what, size in (("batch", batch), ("length", length)):
+        if size is not None and size < 1:
+            raise ValueError(f"{what} is {size}; give 1 or more")
+    return replace(shape, batch=batch or shape.batch, length=length or shape.length)
 
 
 def build_layer(shape: LayerShape, device: torch.device, dtype: torch.dtype) -> nn.Module:

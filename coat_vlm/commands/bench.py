@@ -70,9 +70,15 @@ def _add_layer(jobs: Commands) -> None:
         """\
   coat-vlm bench layer                                  # Llama-2-7B's layer, all that is installed
   coat-vlm bench layer --shape siglip-so400m --attention cudnn --csv layer.csv
+  coat-vlm bench layer --shape qwen2.5-7b --batch 1 --length 8192
+
+Memory counts from a state in which only the BF16 parameters are there. The time contains one
+quantization of the weights; "weights kept" is the time of a micro-batch that finds them.
 """,
     )
     _add_shape(parser)
+    parser.add_argument("--batch", type=int, help="sequences or images; default: the shape's")
+    parser.add_argument("--length", type=int, help="tokens or patches of each, likewise")
     parser.add_argument(
         "--implementations", nargs="+", metavar="NAME",
         help="what to measure beside hf_eager; default: everything whose package is installed",
@@ -92,11 +98,13 @@ def _layer(args: argparse.Namespace) -> int:
     def profile(name: str, table: str) -> None:
         say(f"\n{name}: {table}")
 
-    for shape in [shape_called(name) for name in args.shape]:
+    for name in args.shape:
+        shape = shape_called(name, args.batch, args.length)
         implementations = args.implementations or available()
         on_profile = profile if args.profile else None
         rows = bench_layer(LayerBench(shape, implementations, args.attention, on_profile))
-        say(f"\n{shape.name}, {shape.tokens:,} tokens, attention: {args.attention}\n")
+        size = f"{shape.batch} x {shape.length:,} tokens"
+        say(f"\n{shape.name}, {size}, attention: {args.attention}\n")
         say(format_rows(rows))
         if args.csv is not None:
             append_rows(args.csv, rows)

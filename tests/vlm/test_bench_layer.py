@@ -20,7 +20,7 @@ SMALL = {
 }
 
 
-def row(implementation: str = "coat", **changes: float | str) -> LayerRow:
+def row(implementation: str = "coat_paper", **changes: float | str) -> LayerRow:
     about = {
         "date": "2026-01-31", "commit": "abc", "gpu": "NVIDIA H200", "torch": "2.11.0",
         "triton": "3.6.0", "shape": "llama-2-7b", "tokens": 16384, "attention": "default",
@@ -44,14 +44,15 @@ def test_a_llama_layer_is_causal_and_that_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "siglip"])
-def test_coat_is_near_the_original_and_not_it(family: str) -> None:
+@pytest.mark.parametrize("implementation", ["coat_fp8_linear", "coat_paper", "coat_lean"])
+def test_ours_are_near_the_original_and_not_it(implementation: str, family: str) -> None:
     shape = SMALL[family]
     layer = build_layer(shape, CPU, torch.float32)
     x, dy = inputs(shape, CPU, torch.float32)
     exact = compute(layer, forward_of(shape, layer, CPU), x, dy)
     again = compute(layer, forward_of(shape, layer, CPU), x, dy)
     assert torch.equal(exact.input_gradient, again.input_gradient)  # nothing accumulates
-    coat = bench.IMPLEMENTATIONS["coat"][1](layer)
+    coat = bench.IMPLEMENTATIONS[implementation][1](layer)
     result = compute(coat, forward_of(shape, coat, CPU), x, dy)
     assert 0 < relative_error(result.output, exact.output) < bench.LIMITS[0]
     assert 0 < relative_error(result.input_gradient, exact.input_gradient) < bench.LIMITS[1]
@@ -96,20 +97,24 @@ def test_what_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     shape = shape_called("llama-2-7b")
     with pytest.raises(ValueError, match=r"use one of llama-2-7b, qwen2\.5-7b, siglip-so400m"):
         shape_called("gpt-2")
+    longer = shape_called("qwen2.5-7b", batch=1, length=8192)
+    assert (longer.tokens, longer.ffn) == (8192, 18944)
+    with pytest.raises(ValueError, match="length is 0; give 1 or more"):
+        shape_called("qwen2.5-7b", length=0)
     with pytest.raises(ValueError, match="no implementation is called fast"):
         bench_layer(LayerBench(shape, ["fast"]))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="there is no GPU"):
-        bench_layer(LayerBench(shape, ["coat"]))
+        bench_layer(LayerBench(shape, ["coat_lean"]))
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_time_and_memory_are_there() -> None:
     small = dataclasses.replace(SHAPES["llama-2-7b"], batch=1)
     tables = {}
-    settings = LayerBench(small, ["coat"], on_profile=tables.__setitem__)
+    settings = LayerBench(small, ["coat_paper"], on_profile=tables.__setitem__)
     eager, coat = bench_layer(settings)
-    assert "ms on the GPU" in tables["coat"]
+    assert "ms on the GPU" in tables["coat_paper"]
     for measured in (eager, coat):
         assert measured.problem == ""
         assert measured.fwd_ms
@@ -118,3 +123,7 @@ def test_on_a_gpu_time_and_memory_are_there() -> None:
     assert coat.saved_mib
     assert eager.saved_mib
     assert coat.saved_mib < 0.5 * eager.saved_mib
+    assert coat.fwdbwd_cached_ms
+    assert coat.fwdbwd_ms
+    assert coat.fwdbwd_cached_ms < coat.fwdbwd_ms
+    assert coat.weight_cache_mib == pytest.approx(2 * 202_375_168 / 2**20, rel=1e-3)
