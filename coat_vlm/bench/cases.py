@@ -106,6 +106,11 @@ def _quantize_cases(shape: LayerShape) -> Iterator[Case]:
     def gradient(draw: Draw) -> list[Tensor]:
         return [draw.matrix(t, qkv)]
 
+    def codes(draw: Draw) -> tuple[Tensor, Tensor]:
+        scale = OPS["tensor_scale"].reference(x(draw), "e4m3")
+        made = OPS["quantize_tensor"].reference(x(draw), scale, "e4m3", True, False)
+        return made[0], scale
+
     def weights(draw: Draw) -> list[Tensor]:
         return [draw.matrix(rows, h).mul_(0.02) for rows in into_mlp]
 
@@ -138,7 +143,15 @@ def _quantize_cases(shape: LayerShape) -> Iterator[Case]:
     yield quantize(f"weights of {name}, rows", 3 * elements + 4, weights, rows)
     yield quantize(f"weights of {name}, transposed", 2 * elements + wp * h + 4, weights, transposed)
     yield quantize(f"weights of {name}, both", 3 * elements + wp * h + 4, weights, both)
-    # Read 2 bytes per element, write the copy; and back, to 4 bytes.
+    # Read and write 1 byte per element; read 1 and write 2.
+    yield Case("transpose_codes", "attention output", (t + tp) * h, lambda draw: (codes(draw)[0],))
+    yield Case(
+        "dequantize_tensor",
+        "attention output, to BF16",
+        3 * t * h + 4,
+        lambda draw: (*codes(draw), torch.bfloat16),
+    )
+    # Read 2 bytes per element, write the copy; and back.
     yield Case(
         "quantize_group",
         "residual stream",
@@ -147,11 +160,11 @@ def _quantize_cases(shape: LayerShape) -> Iterator[Case]:
     )
     yield Case(
         "dequantize_group",
-        "residual stream, to FP32",
-        _copy(t * h) + 4 * t * h,
+        "residual stream, to BF16",
+        _copy(t * h) + 2 * t * h,
         lambda draw: (
             *OPS["quantize_group"].reference(draw.matrix(t, h), GROUP_SIZE, "e4m3"),
-            torch.float32,
+            torch.bfloat16,
         ),
     )
 

@@ -22,12 +22,14 @@ from coat_kernels import (
     GroupScaled,
     TensorScaled,
     dequantize_group,
+    dequantize_tensor,
     quantize_group,
     quantize_tensor,
+    transpose_codes,
 )
 from coat_vlm.fp8 import gemms, monitor, sdpa
 from coat_vlm.fp8.gemms import LinearNeeds
-from coat_vlm.fp8.linear import rows, transposed_codes
+from coat_vlm.fp8.linear import rows
 from coat_vlm.fp8.weights import Key, key_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -116,7 +118,7 @@ class _LeanAttention(torch.autograd.Function):
             ctx.key,
             [weight],
             weight_scale,
-            lambda: transposed_codes(codes),
+            lambda: transpose_codes(codes),
             needs,
             dtype,
         )
@@ -133,7 +135,7 @@ class _LeanAttention(torch.autograd.Function):
             if ctx.fused is None:
                 gradients = _replayed(ctx.attend, (q, k, v), dattended)
             else:
-                out = (codes.q.float() * codes.scale).to(dtype).view(dattended.shape)
+                out = dequantize_tensor(codes, dtype).view(dattended.shape)
                 statistics = sdpa.Statistics(tuple(tensors[11:]), ctx.sizes)
                 gradients = sdpa.backward(ctx.fused, dattended, q, k, v, out, statistics)
         return (*gradients, dweight, dbias, None, None, None)

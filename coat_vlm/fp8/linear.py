@@ -24,8 +24,8 @@ from coat_kernels import (
     norm_fwd,
     norm_recompute,
     quantize_tensor,
+    transpose_codes,
 )
-from coat_kernels.formats import padded
 from coat_vlm.fp8 import gemms, monitor
 from coat_vlm.fp8.gemms import LinearNeeds
 from coat_vlm.fp8.weights import Key, key_of
@@ -102,14 +102,6 @@ def rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def transposed_codes(x: TensorScaled) -> TensorScaled:
-    """Codes [M, K] as [K, M'], tokens padded with zeros."""
-    M, K = x.q.shape
-    codes = x.q.new_zeros(K, padded(M), dtype=torch.uint8)
-    codes[:, :M] = x.q.view(torch.uint8).t()
-    return TensorScaled(codes.view(x.q.dtype), x.scale)
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, key: Key) -> Tensor:
@@ -134,7 +126,7 @@ class _Linear(torch.autograd.Function):
             ctx.key,
             [weight],
             weight_scale,
-            lambda: transposed_codes(TensorScaled(q, scale)),
+            lambda: transpose_codes(TensorScaled(q, scale)),
             needs,
             grad_outputs[0].dtype,
         )

@@ -12,6 +12,7 @@ from coat_kernels.activation import (
     activation_recompute,
 )
 from coat_kernels.adamw import GROUP, adamw_step, new_moment
+from coat_kernels.codes import dequantize_tensor, transpose_codes
 from coat_kernels.formats import (
     E4M3,
     E5M2,
@@ -54,6 +55,7 @@ __all__ = [
     "activation_recompute",
     "adamw_step",
     "dequantize_group",
+    "dequantize_tensor",
     "new_moment",
     "norm_bwd",
     "norm_fwd",
@@ -65,5 +67,6 @@ __all__ = [
     "rope",
     "rope_bwd",
     "scaled_mm",
+    "transpose_codes",
     "use_reference",
 ]

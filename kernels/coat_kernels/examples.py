@@ -71,6 +71,23 @@ def _dequantize_group(i: _Inputs) -> Examples:
     }
 
 
+def _codes(i: _Inputs) -> dict[str, tuple[Tensor, Tensor]]:
+    x = i.matrix()
+    scales = {fmt: reference.tensor_scale([x], fmt) for fmt in FORMATS}
+    return {
+        fmt: (reference.quantize_tensor([x], scale, fmt, True, False)[0], scale)
+        for fmt, scale in scales.items()
+    }
+
+
+def _transpose_codes(i: _Inputs) -> Examples:
+    return {fmt: (q,) for fmt, (q, _) in _codes(i).items()}
+
+
+def _dequantize_tensor(i: _Inputs) -> Examples:
+    return {fmt: (*codes, i.dtype) for fmt, codes in _codes(i).items()}
+
+
 def _norm_stats(i: _Inputs) -> Examples:
     examples: Examples = {}
     for name, centered, has_bias, fmt in (
@@ -189,6 +206,8 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "quantize_tensor": _quantize_tensor,
     "quantize_group": _quantize_group,
     "dequantize_group": _dequantize_group,
+    "transpose_codes": _transpose_codes,
+    "dequantize_tensor": _dequantize_tensor,
     "norm_stats": _norm_stats,
     "norm_apply": _norm_apply,
     "norm_bwd": _norm_bwd,

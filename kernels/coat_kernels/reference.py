@@ -79,6 +79,19 @@ def _layouts(
     return (q if rows else empty), qt
 
 
+def transpose_codes(q: Tensor) -> Tensor:
+    """Codes [M, N] as [N, M'], zero-padded for a GEMM over tokens."""
+    M, N = q.shape
+    bits = q.new_zeros(N, padded(M), dtype=torch.uint8)
+    bits[:, :M] = q.view(torch.uint8).t()
+    return bits.view(q.dtype)
+
+
+def dequantize_tensor(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values in ``dtype``: q * scale."""
+    return (to_float(q) * scale).to(dtype)
+
+
 def quantize_group(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
     """Codes [M, N] and E8M0 exponents, uint8 [M, N / G]."""
     form = format_of(fmt)

@@ -15,6 +15,7 @@ from coat_kernels import (
     activation_recompute,
     adamw_step,
     dequantize_group,
+    dequantize_tensor,
     new_moment,
     norm_bwd,
     norm_fwd,
@@ -24,6 +25,7 @@ from coat_kernels import (
     quantize_tensor,
     quantize_transposed,
     scaled_mm,
+    transpose_codes,
 )
 from coat_kernels.formats import format_of
 
@@ -181,6 +183,14 @@ def test_gemm_operands_and_result():
         scaled_mm(TensorScaled(X, torch.ones(())), codes(16, 48), torch.float32)
     with pytest.raises(ValueError, match=r"the result cannot be torch.float64; use one of"):
         scaled_mm(codes(4, 32), codes(16, 32), torch.float64)
+
+
+@pytest.mark.parametrize("function", [transpose_codes, dequantize_tensor])
+def test_codes_are_a_contiguous_fp8_matrix(function: Callable[[TensorScaled], Any]):
+    name = getattr(function, "__name__")  # noqa: B009 - a Callable need not have one
+    for bad in (X, FP8_X.t(), FP8_X[0]):
+        with pytest.raises(ValueError, match=rf"{name}: the codes of x are .* contiguous matrix"):
+            function(TensorScaled(bad, torch.ones(())))
 
 
 @pytest.mark.parametrize(

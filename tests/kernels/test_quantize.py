@@ -15,10 +15,12 @@ from coat_kernels import (
     OPS,
     Format,
     dequantize_group,
+    dequantize_tensor,
     quantize_group,
     quantize_layouts,
     quantize_tensor,
     quantize_transposed,
+    transpose_codes,
 )
 from coat_kernels.formats import MIN_SCALE
 from coat_kernels.testing import assert_same_bits, results
@@ -105,6 +107,19 @@ def test_every_layout_holds_the_same_codes_and_padding_is_zero():
     assert at_given_scale.q.dtype == E5M2.dtype
     neither, nor = quantize_layouts([x], rows=False, transposed=False)
     assert neither.q.numel() == nor.q.numel() == 0
+
+
+def test_codes_that_exist_are_transposed_and_decoded():
+    x = torch.randn(63, 48)
+    for fmt in (E4M3, E5M2):
+        rows, transposed = quantize_layouts([x], fmt, rows=True, transposed=True)
+        assert_same_bits("transposed", transpose_codes(rows).q, transposed.q)
+        values = rows.q.double() * rows.scale.double()
+        for dtype in (torch.float32, torch.bfloat16):
+            decoded = dequantize_tensor(rows, dtype)
+            assert decoded.dtype == dtype
+            torch.testing.assert_close(decoded.double(), values, rtol=2.0**-8, atol=0)
+        torch.testing.assert_close(dequantize_tensor(rows).double(), values, rtol=2e-7, atol=0)
 
 
 def test_stacked_matrices_are_quantized_as_one():

@@ -106,6 +106,8 @@ MISTAKES = [
     ("quantize_tensor", "stacked", "another order", lambda a: (a[0][::-1], *a[1:])),
     ("quantize_group", "e4m3-16", "another group size", replaced(1, 208)),
     ("dequantize_group", "e4m3-16", "exponents off by one", scaled(1, 0)),
+    ("transpose_codes", "e4m3", "the tokens in another order", lambda a: (a[0].flip(0),)),
+    ("dequantize_tensor", "e5m2", "a scale a little off", scaled(1, 1 + 2.0**-12)),
     ("norm_stats", "rms", "epsilon left out", replaced(4, 0.0)),
     ("norm_stats", "rms", "mean subtracted", replaced(5, True)),
     ("norm_stats", "layer", "mean not subtracted", replaced(5, False)),
