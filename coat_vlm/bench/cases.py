@@ -271,6 +271,19 @@ def _rope_cases(shape: LayerShape) -> Iterator[Case]:
             shape.key_value_heads,
         ),
     )
+    heads = shape.heads + 2 * shape.key_value_heads
+    # Also written: a byte per element, and one per head and token.
+    yield Case(
+        "rope_quantize",
+        "q, k, v",
+        moved + t * sum(widths) + t * heads,
+        lambda draw: (
+            draw.matrix(t, sum(widths)),
+            *embedding(draw),
+            shape.heads,
+            shape.key_value_heads,
+        ),
+    )
     yield Case(
         "rope_bwd",
         "q, k, v",

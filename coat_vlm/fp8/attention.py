@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coat_vlm.fp8 import sdpa
-from coat_vlm.fp8.lean import lean_attention
+from coat_vlm.fp8.lean import Copies, lean_attention
 from coat_vlm.fp8.linear import linear
 
 
@@ -41,6 +41,7 @@ def attention_output(
     mask: Tensor | None,
     layer: nn.Linear,
     lean: bool,
+    copies: Copies | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Attention and its output projection in FP8.
@@ -51,6 +52,7 @@ def attention_output(
         mask: what the model made for its attention implementation.
         layer: the output projection.
         lean: keep FP8 copies for the backward pass (:mod:`coat_vlm.fp8.lean`).
+        copies: of the heads, where they exist already.
         **kwargs: passed to the implementation.
 
     Returns:
@@ -64,7 +66,7 @@ def attention_output(
         several = heads[0].shape[2] > 1
         fused = sdpa.choose(*heads, causal and several, kwargs.get("scaling"))
     return lean_attention(
-        *heads, layer, lambda q, k, v: attend(module, q, k, v, mask, **kwargs), fused
+        *heads, layer, lambda q, k, v: attend(module, q, k, v, mask, **kwargs), fused, copies
     )
 
 

@@ -63,11 +63,13 @@ class Fp8DecoderLayer:
             hidden_states, self.input_layernorm, projections, self.fp8_group_size
         )
         assert position_embeddings is not None
-        query, key, value = rotated_heads(attention, qkv, position_embeddings)
+        (query, key, value), copies = rotated_heads(
+            attention, qkv, position_embeddings, self.fp8_lean
+        )
         dropout = dropout_of(attention, attention.attention_dropout)
         # A cache keeps what attention works on. Dropout cannot be repeated by the backward pass.
         lean = self.fp8_lean and past_key_values is None and not dropout
-        if self.fp8_lean and not lean:
+        if self.fp8_lean and not lean and copies is None:
             query, key, value = map(rounded_heads, (query, key, value))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, attention.layer_idx)
@@ -79,6 +81,7 @@ class Fp8DecoderLayer:
             attention_mask,
             attention.o_proj,
             lean,
+            copies,
             dropout=dropout,
             scaling=attention.scaling,
             sliding_window=getattr(attention, "sliding_window", window),

@@ -35,6 +35,9 @@ from coat_vlm.fp8.weights import Key, key_of
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B, H, T, D], k and v [B, H_kv, T, D] to [B, T, H * D]."""
 
+Copies = tuple[GroupScaled, GroupScaled, GroupScaled]
+"""Of q, k and v: codes [B * T, H * D], exponents."""
+
 
 def rounded_heads(x: Tensor) -> Tensor:
     """Heads [B, H, T, D] rounded to what their FP8 copy is worth; gradients pass unchanged."""
@@ -49,6 +52,7 @@ def lean_attention(
     layer: nn.Linear,
     attend: Attend,
     fused: sdpa.Fused | None,
+    copies: Copies | None = None,
 ) -> Tensor:
     """``layer(attention(query, key, value))`` with FP8 copies of all four.
 
@@ -59,12 +63,14 @@ def lean_attention(
         layer: the output projection, weight [N, H * D].
         attend: attention as the model would call it.
         fused: how to call it as one of torch's fused kernels; None where that is not possible.
+        copies: of query, key and value, which are then what these are worth; made when absent.
 
     Returns:
         [B, T, N] in query's dtype.
     """
+    given = () if copies is None else (*copies[0], *copies[1], *copies[2])
     return _LeanAttention.apply(
-        query, key, value, layer.weight, layer.bias, attend, fused, key_of([layer])
+        query, key, value, layer.weight, layer.bias, attend, fused, key_of([layer]), *given
     )
 
 
@@ -80,11 +86,16 @@ class _LeanAttention(torch.autograd.Function):
         attend: Attend,
         fused: sdpa.Fused | None,
         weight_key: Key,
+        *given: Tensor,
     ) -> Tensor:
-        copies = [_copy(x) for x in (query, key, value)]
-        for copy, x in zip(copies, (query, key, value), strict=True):
-            monitor.observe_group("attention input", copy, _tokens(x))
-        q, k, v = (_decoded(copy, x) for copy, x in zip(copies, (query, key, value), strict=True))
+        q, k, v = query, key, value
+        if given:
+            copies = [GroupScaled(*given[i : i + 2]) for i in (0, 2, 4)]
+        else:
+            copies = [_copy(x) for x in (q, k, v)]
+            q, k, v = (_decoded(copy, x) for copy, x in zip(copies, (q, k, v), strict=True))
+            for copy, x in zip(copies, (query, key, value), strict=True):
+                monitor.observe_group("attention input", copy, _tokens(x))
         statistics = sdpa.Statistics(())
         if fused is None:
             out = attend(q, k, v)
@@ -138,7 +149,7 @@ class _LeanAttention(torch.autograd.Function):
                 out = dequantize_tensor(codes, dtype).view(dattended.shape)
                 statistics = sdpa.Statistics(tuple(tensors[11:]), ctx.sizes)
                 gradients = sdpa.backward(ctx.fused, dattended, q, k, v, out, statistics)
-        return (*gradients, dweight, dbias, None, None, None)
+        return (*gradients, dweight, dbias, *(None for _ in wanted[5:]))
 
 
 def _replayed(

@@ -33,7 +33,7 @@ from coat_kernels.quantize import (
     quantize_transposed,
 )
 from coat_kernels.registry import OPS, Op, use_reference
-from coat_kernels.rope import rope, rope_bwd
+from coat_kernels.rope import rope, rope_bwd, rope_quantize
 
 __all__ = [
     "ACTIVATIONS",
@@ -66,6 +66,7 @@ __all__ = [
     "quantize_transposed",
     "rope",
     "rope_bwd",
+    "rope_quantize",
     "scaled_mm",
     "transpose_codes",
     "use_reference",

@@ -194,6 +194,13 @@ def _rope(i: _Inputs) -> Examples:
     return examples
 
 
+def _rope_quantize(i: _Inputs) -> Examples:
+    """Heads of as many channels as a group may have."""
+    rows = max(1, i.rows)
+    cos, sin = i.normal(rows, i.group), i.normal(rows, i.group)
+    return {"grouped": (i.normal(i.rows, 4 * i.group), cos, sin, 2, 1)}
+
+
 def _rope_bwd(i: _Inputs) -> Examples:
     return {
         name: (*reference.rope(qkv, cos, sin, heads, kv_heads), cos, sin)
@@ -217,6 +224,7 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "scaled_mm": _scaled_mm,
     "rope": _rope,
     "rope_bwd": _rope_bwd,
+    "rope_quantize": _rope_quantize,
     "adamw_step": _adamw_step,
 }
 

@@ -320,6 +320,22 @@ def rope(
     return q, k, v.clone(memory_format=torch.contiguous_format)
 
 
+def rope_quantize(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`rope` quantized per head from FP32: q, k, v rounded to their copies, codes, exponents.
+
+    Codes are E4M3 of the shapes of q, k, v; exponents E8M0, [M, heads] and twice [M, kv_heads].
+    """
+    sizes = [n * cos.shape[1] for n in (heads, kv_heads, kv_heads)]
+    q, k, v = qkv.float().split(sizes, -1)
+    q, k = (_rotated(x, cos, sin, backward=False).flatten(-2) for x in (q, k))
+    copies = [quantize_group(x, cos.shape[1], "e4m3") for x in (q, k, v)]
+    values = [dequantize_group(*copy, qkv.dtype) for copy in copies]
+    (q8, eq), (k8, ek), (v8, ev) = copies
+    return values[0], values[1], values[2], q8, k8, v8, eq, ek, ev
+
+
 def rope_bwd(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Gradient [M, (heads + 2 kv_heads) * D] of qkv."""
     back = (_rotated(x, cos, sin, backward=True).flatten(-2).to(x.dtype) for x in (dq, dk))

@@ -8,17 +8,21 @@ Per head, with the two halves of its D channels (x1, x2) and of the embedding (c
 q and k are rotated, v is copied, so that nothing holds on to the joint matrix. Computed in FP32 and
 rounded once (transformers rounds each product). Reads and writes every element once: with 16-bit
 values 4 (H + 2 H_kv) D bytes per token; cos and sin are read once for several heads. Formula: Su et
-al., arXiv 2104.09864, equation 34, in the half-split order of Llama. Reference: ``reference.rope``.
+al., arXiv 2104.09864, equation 34, in the half-split order of Llama. ``rope_quantize`` also writes
+E4M3 copies with one scale per head and token, and q, k and v as these are worth: 5 bytes where 4
+are above, and 1 / D. Reference: ``reference.rope``, ``rope_quantize``, ``rope_bwd``.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from coat_kernels import reference
-from coat_kernels.formats import check_matrix
+from coat_kernels.formats import E4M3, GroupScaled, check_group, check_matrix
 from coat_kernels.launch import TOKENS, cdiv, launch
 from coat_kernels.registry import register
+from coat_kernels.tile import exponent_inverse, exponent_of, exponent_scale, magnitude_bits
 
 BLOCK_ROWS = 16
 """Tokens per program."""
@@ -53,12 +57,42 @@ def _store_half(x_ptr, o_m, stride, start, m_m, D, y, HALF: tl.constexpr):
     tl.store(x_ptr + offsets, y.to(x_ptr.dtype.element_ty), mask=_half_mask(m_m, D, HALF))
 
 
+@triton.jit
+def _of_head(q_ptr, k_ptr, v_ptr, head, H, KV, size):
+    """What belongs to a head, counted through q, k and v, in the first row."""
+    part = q_ptr + head * size
+    if head >= H:
+        part = k_ptr + (head - H) * size
+    if head >= H + KV:
+        part = v_ptr + (head - H - KV) * size
+    return part
+
+
+@triton.jit
+def _quantize_head(
+    y1, y2, codes, exponents, groups, o_m, stride, mask, D,
+    MAX_EXPONENT: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Store the codes of a head's halves and its exponents; what they are worth."""
+    bits = tl.maximum(tl.max(magnitude_bits(y1), axis=1), tl.max(magnitude_bits(y2), axis=1))
+    e = exponent_of(bits, MAX_EXPONENT)
+    inverse, scale = exponent_inverse(e)[:, None], exponent_scale(e)[:, None]
+    code1 = (y1 * inverse).to(codes.dtype.element_ty)
+    code2 = (y2 * inverse).to(codes.dtype.element_ty)
+    _store_half(codes, o_m, stride, 0, mask, D, code1, HALF)
+    _store_half(codes, o_m, stride, D // 2, mask, D, code2, HALF)
+    tl.store(exponents + o_m * groups, e.to(tl.uint8), mask=mask)
+    return code1.to(tl.float32) * scale, code2.to(tl.float32) * scale
+
+
 @triton.jit(do_not_specialize=TOKENS)
 def _rope_kernel(
     qkv_ptr, cos_ptr, sin_ptr,  # (M, (H + 2 KV) D), (R, D), (R, D)
     q_ptr, k_ptr, v_ptr,  # (M, H D), (M, KV D), (M, KV D)
+    q8_ptr, k8_ptr, v8_ptr, eq_ptr, ek_ptr, ev_ptr,  # their codes, (M, H), (M, KV), (M, KV)
     M, R, H, KV, D,
-    BACKWARD: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+    BACKWARD: tl.constexpr, QUANTIZE: tl.constexpr, MAX_EXPONENT: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     o_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < M
@@ -71,13 +105,9 @@ def _rope_kernel(
     for i in range(BLOCK_H):
         head = tl.program_id(1) * BLOCK_H + i
         # Where the head lies among q, k and v, and in the joint matrix.
-        part = q_ptr + head * D
-        stride = H * D
-        if head >= H:
-            part = k_ptr + (head - H) * D
-            stride = KV * D
-        if head >= H + KV:
-            part = v_ptr + (head - H - KV) * D
+        part = _of_head(q_ptr, k_ptr, v_ptr, head, H, KV, D)
+        in_row = H if head < H else KV
+        stride = in_row * D
         joint = qkv_ptr + head * D
         mask = m_m & (head < heads)
         if BACKWARD:
@@ -98,19 +128,29 @@ def _rope_kernel(
             _store_half(joint, o_m, heads * D, 0, mask, D, y1, HALF)
             _store_half(joint, o_m, heads * D, second, mask, D, y2, HALF)
         else:
+            if QUANTIZE:
+                codes = _of_head(q8_ptr, k8_ptr, v8_ptr, head, H, KV, D)
+                exponents = _of_head(eq_ptr, ek_ptr, ev_ptr, head, H, KV, 1)
+                y1, y2 = _quantize_head(
+                    y1, y2, codes, exponents, in_row, o_m, stride, mask, D, MAX_EXPONENT, HALF
+                )
             _store_half(part, o_m, stride, 0, mask, D, y1, HALF)
             _store_half(part, o_m, stride, second, mask, D, y2, HALF)
 
 
 def _launch(
-    qkv: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor, backward: bool
-) -> None:
+    qkv: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor, backward: bool,
+    copies: tuple[Tensor | None, ...] = (None,) * 6,
+) -> None:  # fmt: skip
     M, (R, D) = qkv.shape[0], cos.shape
     H, KV = q.shape[1] // D, k.shape[1] // D
     launch(
         _rope_kernel, (cdiv(M, BLOCK_ROWS), cdiv(H + 2 * KV, BLOCK_HEADS)), num_warps=4,
         qkv_ptr=qkv, cos_ptr=cos, sin_ptr=sin, q_ptr=q, k_ptr=k, v_ptr=v,
-        M=M, R=R, H=H, KV=KV, D=D, BACKWARD=backward, HALF=triton.next_power_of_2(D // 2),
+        q8_ptr=copies[0], k8_ptr=copies[1], v8_ptr=copies[2],
+        eq_ptr=copies[3], ek_ptr=copies[4], ev_ptr=copies[5],
+        M=M, R=R, H=H, KV=KV, D=D, BACKWARD=backward, QUANTIZE=copies[0] is not None,
+        MAX_EXPONENT=E4M3.max_exponent, HALF=triton.next_power_of_2(D // 2),
         BLOCK_M=BLOCK_ROWS, BLOCK_H=BLOCK_HEADS,
     )  # fmt: skip
 
@@ -132,6 +172,27 @@ def _rope_triton(
     return q, k, v
 
 
+def _split_copies(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised q, k and v, their codes and their exponents."""
+    parts = _split(qkv, cos, sin, heads, kv_heads)
+    q8, k8, v8 = (part.new_empty(part.shape, dtype=E4M3.dtype) for part in parts)
+    eq, ek, ev = (
+        qkv.new_empty((qkv.shape[0], number), dtype=torch.uint8)
+        for number in (heads, kv_heads, kv_heads)
+    )
+    return *parts, q8, k8, v8, eq, ek, ev
+
+
+def _rope_quantize_triton(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    made = _split_copies(qkv, cos, sin, heads, kv_heads)
+    _launch(qkv, cos, sin, *made[:3], False, made[3:])
+    return made
+
+
 def _joint(dq: Tensor, dk: Tensor, dv: Tensor, _cos: Tensor, _sin: Tensor) -> Tensor:
     """Uninitialised gradient of the joint matrix."""
     return dq.new_empty(dq.shape[0], dq.shape[1] + dk.shape[1] + dv.shape[1])
@@ -144,6 +205,12 @@ def _rope_bwd_triton(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tenso
 
 
 _rope = register("rope", triton=_rope_triton, reference=reference.rope, fake=_split)
+_rope_quantize = register(
+    "rope_quantize",
+    triton=_rope_quantize_triton,
+    reference=reference.rope_quantize,
+    fake=_split_copies,
+)
 _rope_bwd = register("rope_bwd", triton=_rope_bwd_triton, reference=reference.rope_bwd, fake=_joint)
 
 
@@ -165,14 +232,32 @@ def rope(
     Raises:
         ValueError: a shape, dtype or layout is wrong.
     """
-    check_matrix("rope", "qkv", qkv)
-    _check_embedding("rope", qkv.shape[0], cos, sin)
-    if qkv.shape[1] != (heads + 2 * kv_heads) * cos.shape[1] or min(heads, kv_heads) < 1:
-        raise ValueError(
-            f"rope: qkv has {qkv.shape[1]} columns; {heads} heads of q and {kv_heads} of k and v "
-            f"with {cos.shape[1]} channels each make {(heads + 2 * kv_heads) * cos.shape[1]}"
-        )
+    _check_joint("rope", qkv, cos, sin, heads, kv_heads)
     return _rope(qkv, cos, sin, heads, kv_heads)
+
+
+def rope_quantize(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[GroupScaled, GroupScaled, GroupScaled]]:
+    """The same with E4M3 copies, one power-of-two scale per token and head.
+
+    Args:
+        qkv: as in :func:`rope`.
+        cos: as in :func:`rope`; D is one of ``GROUP_SIZES``.
+        sin: likewise.
+        heads: of q.
+        kv_heads: of k and of v.
+
+    Returns:
+        q, k, v rounded to what the copies are worth, and the copies.
+
+    Raises:
+        ValueError: a shape, dtype or layout is wrong.
+    """
+    _check_joint("rope_quantize", qkv, cos, sin, heads, kv_heads)
+    check_group("rope_quantize", cos.shape[1], cos.shape[1])
+    q, k, v, q8, k8, v8, eq, ek, ev = _rope_quantize(qkv, cos, sin, heads, kv_heads)
+    return (q, k, v), (GroupScaled(q8, eq), GroupScaled(k8, ek), GroupScaled(v8, ev))
 
 
 def rope_bwd(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -202,6 +287,16 @@ def rope_bwd(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Te
             f"same number of rows and a multiple of {D} columns, one head's channels"
         )
     return _rope_bwd(dq, dk, dv, cos, sin)
+
+
+def _check_joint(op: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
+    check_matrix(op, "qkv", qkv)
+    _check_embedding(op, qkv.shape[0], cos, sin)
+    if qkv.shape[1] != (heads + 2 * kv_heads) * cos.shape[1] or min(heads, kv_heads) < 1:
+        raise ValueError(
+            f"{op}: qkv has {qkv.shape[1]} columns; {heads} heads of q and {kv_heads} of k and v "
+            f"with {cos.shape[1]} channels each make {(heads + 2 * kv_heads) * cos.shape[1]}"
+        )
 
 
 def _check_embedding(op: str, tokens: int, cos: Tensor, sin: Tensor) -> None:

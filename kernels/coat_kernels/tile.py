@@ -27,11 +27,16 @@ def block_amax_bits(x):
 
 @triton.jit
 def group_exponents(x, MAX_EXPONENT: tl.constexpr):
-    """E8M0 exponent (int32) of each group of x [A, B, G] -> [A, B].
+    """E8M0 exponent (int32) of each group of x [A, B, G] -> [A, B]."""
+    return exponent_of(tl.max(magnitude_bits(x), axis=2), MAX_EXPONENT)
+
+
+@triton.jit
+def exponent_of(bits, MAX_EXPONENT: tl.constexpr):
+    """E8M0 exponent (int32) for a largest magnitude, given as its bits.
 
     The smallest e from 1 on with amax <= 1.75 * 2^(MAX_EXPONENT + e - 127); 255 for NaN and Inf.
     """
-    bits = tl.max(magnitude_bits(x), axis=2)
     biased = bits >> 23
     exponent = biased - MAX_EXPONENT + ((bits & 0x7FFFFF) > MAX_MANTISSA).to(tl.int32)
     exponent = tl.where(exponent < 1, 1, exponent)

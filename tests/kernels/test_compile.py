@@ -19,7 +19,7 @@ WRITES_CODES = {
     "_activation_bwd_apply_kernel",
     "_adamw_kernel",
 }
-WITHOUT_FP8 = {"_amax_kernel", "_rope_kernel", "_transpose_codes_kernel"}  # these run on any GPU
+WITHOUT_FP8 = {"_amax_kernel", "_transpose_codes_kernel"}  # these run on any GPU
 BIT_EXACT = {"_quantize_tensor_kernel", "_quantize_group_kernel", "_dequantize_group_kernel"}
 
 

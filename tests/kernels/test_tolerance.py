@@ -126,6 +126,7 @@ MISTAKES = [
     ("rope", "grouped", "cos a little off", scaled(1, 1 + 1e-5)),
     ("rope", "equal", "the other direction", lambda args: (args[0], args[1], -args[2], *args[3:])),
     ("rope_bwd", "equal", "the other direction", scaled(4, -1)),
+    ("rope_quantize", "grouped", "cos a little off", scaled(1, 1.005)),
     ("scaled_mm", "e4m3-bias", "bias left out", replaced(4, None)),
     ("scaled_mm", "e4m3", "one operand's scale left out", replaced(1, torch.ones(()))),
     ("adamw_step", "paper", "the released constants", replaced(14, True)),
