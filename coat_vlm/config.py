@@ -241,7 +241,8 @@ class Fp8Config:
     skip_last: NonNegative = 0
     """Blocks at the end of the tower and of the language model that stay as they are."""
     group_size: Literal[16, 32, 64, 128] = 16
-    """Channels that share a scale in the FP8 copies kept for the backward pass."""
+    """Channels that share a scale in the FP8 copies that norms and activations keep. (Those of
+    attention under ``coat_lean`` have one scale per head and token, or the largest group.)"""
     weights: Literal["auto", "cache", "recompute"] = "auto"
     """Whether FP8 weights stay for all micro-batches of a step (2 bytes per parameter):
     ``auto`` keeps them where gradients are accumulated and the GPU's memory has room."""
@@ -272,13 +273,24 @@ class Fp8Config:
             )
 
     def resolved(self, precision: Fp8Precision) -> "Fp8Config":
-        """The same with nothing absent, for a run in this precision."""
-        return dataclasses.replace(
-            self,
-            vision=self.vision or precision,
-            language=self.language or precision,
-            optimizer=self.optimizer or ("adamw" if precision == "fp8_linear" else "coat"),
-        )
+        """The same with nothing absent, for a run in this precision.
+
+        Raises:
+            ValueError: a setting has no effect in it.
+        """
+        vision, language = self.vision or precision, self.language or precision
+        if self.group_size != 16 and not {vision, language} & {"coat", "coat_lean"}:
+            raise ValueError(
+                f"fp8.group_size has no effect with vision in {vision} and language in {language}: "
+                "no groups are kept; remove it, or use coat or coat_lean"
+            )
+        optimizer = self.optimizer or ("adamw" if precision == "fp8_linear" else "coat")
+        if self.released_constants and optimizer == "adamw":
+            raise ValueError(
+                f"fp8.released_constants has no effect with precision {precision}, whose optimizer "
+                "is torch's AdamW; remove it, or set fp8.optimizer: coat"
+            )
+        return dataclasses.replace(self, vision=vision, language=language, optimizer=optimizer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
@@ -333,6 +345,8 @@ class Recipe:
                 f"fp8 has no effect with precision: {self.precision}; set precision to one of "
                 f"{', '.join(FP8_PRECISIONS)}, or remove fp8"
             )
+        if self.fp8 is not None and self.precision in FP8_PRECISIONS:
+            self.fp8.resolved(self.precision)  # complains before anything is touched
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as plain YAML-ready data."""

@@ -62,7 +62,8 @@ def attention_output(
         return linear(attend(module, *heads, mask, **kwargs), layer)
     fused = None
     if mask is None and module.config._attn_implementation == "sdpa":
-        causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
         several = heads[0].shape[2] > 1
         fused = sdpa.choose(*heads, causal and several, kwargs.get("scaling"))
     return lean_attention(

@@ -90,6 +90,8 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
     _check_found(model, config, seen, blocks)
     for module in linears:
         module.__class__ = Fp8Linear
+        # Shared by shallow copies (the loss makes them), not by deep ones.
+        setattr(module, "fp8_key", object())  # noqa: B010 - a new attribute
     for module, lean in whole:
         module.__class__ = _fp8_class(type(module))
         block: Any = module

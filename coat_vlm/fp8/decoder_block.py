@@ -66,6 +66,7 @@ class Fp8DecoderLayer:
         (query, key, value), copies = rotated_heads(
             attention, qkv, position_embeddings, self.fp8_lean
         )
+        del qkv  # what no name holds is freed before the MLP needs memory
         dropout = dropout_of(attention, attention.attention_dropout)
         # A cache keeps what attention works on. Dropout cannot be repeated by the backward pass.
         lean = self.fp8_lean and past_key_values is None and not dropout
@@ -89,6 +90,7 @@ class Fp8DecoderLayer:
             use_cache=use_cache,
             **kwargs,
         )
+        del query, key, value, copies
         mlp = self.mlp
         y, residual = norm_mlp(
             residual,

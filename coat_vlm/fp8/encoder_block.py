@@ -57,6 +57,7 @@ class Fp8EncoderLayer:
             hidden_states, self.layer_norm1, projections, self.fp8_group_size
         )
         query, key, value = (heads(part, attention.head_dim) for part in qkv.chunk(3, -1))
+        del qkv  # what no name holds is freed before the MLP needs memory
         dropout = dropout_of(attention, attention.dropout)
         lean = self.fp8_lean and not dropout  # the backward pass cannot repeat dropout
         if self.fp8_lean and not lean:
@@ -72,6 +73,7 @@ class Fp8EncoderLayer:
             dropout=dropout,
             **kwargs,
         )
+        del query, key, value
         mlp = self.mlp
         y, residual = norm_mlp(
             residual,

@@ -95,7 +95,7 @@ class _LeanAttention(torch.autograd.Function):
             copies = [_copy(x) for x in (q, k, v)]
             q, k, v = (_decoded(copy, x) for copy, x in zip(copies, (q, k, v), strict=True))
             for copy, x in zip(copies, (query, key, value), strict=True):
-                monitor.observe_group("attention input", copy, _tokens(x))
+                monitor.observe_copy("attention input", copy, lambda x=x: _tokens(x))
         statistics = sdpa.Statistics(())
         if fused is None:
             out = attend(q, k, v)

@@ -5,8 +5,8 @@
 keeps only the group-scaled FP8 copy of the norm's *input* (K + K / G bytes per token) and computes
 the normed input again in the backward pass.
 
-An FP8 tensor never crosses an autograd edge: torch would cast the gradient that comes back along
-that edge to unscaled FP8. Both Functions are high precision outside and FP8 inside.
+No differentiable FP8 tensor crosses an autograd edge: torch would cast the gradient that comes back
+along that edge to unscaled FP8. Both Functions are high precision outside and FP8 inside.
 """
 
 from collections.abc import Sequence
@@ -170,6 +170,8 @@ class _NormLinear(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         needs = LinearNeeds(any(wanted[:4]), any(wanted[6 : 6 + half]), any(wanted[6 + half :]))
         grad_y, dresidual = grad_outputs
+        if grad_y is None:  # only the residual stream was used
+            return residual_only(dresidual, ctx)
         dy = gemms.gradient_codes(rows(grad_y), needs)
         dnormed, dweights = gemms.backward(
             dy,
@@ -239,6 +241,13 @@ def norm_gradients(
         dweight.to(weight.dtype),
         None if bias is None else dbias.to(bias.dtype),
     )
+
+
+def residual_only(dresidual: Tensor | None, ctx: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of a Function of (x, delta, ...) whose other result than x + delta is not used."""
+    wants_x, wants_delta, *rest = ctx.needs_input_grad
+    used = (dresidual if wants_x else None, dresidual if wants_delta else None)
+    return *used, *(None for _ in rest)
 
 
 def flat(saved: NormSaved) -> tuple[Tensor, ...]:

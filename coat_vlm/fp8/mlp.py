@@ -32,6 +32,7 @@ from coat_vlm.fp8.linear import (
     norm_gradients,
     norm_settings,
     normed,
+    residual_only,
     rows,
     unflat,
 )
@@ -130,6 +131,8 @@ class _NormMlp(torch.autograd.Function):
         wants_in = LinearNeeds(any(wanted[:4]), any(wanted[9 : 9 + half]), any(wanted[9 + half :]))
         wants_out = LinearNeeds(wants_in.any, wanted[7], wanted[8])
         grad_y, dresidual = grad_outputs
+        if grad_y is None:  # only the residual stream was used
+            return residual_only(dresidual, ctx)
         dy = gemms.gradient_codes(rows(grad_y), wants_out)
         dh, (dweight_out,) = gemms.backward(
             dy,

@@ -99,6 +99,12 @@ def observe_group(kind: str, scaled: GroupScaled, x: Tensor) -> None:
         counts.add(kind, scaled.q, x)
 
 
+def observe_copy(kind: str, scaled: GroupScaled, values: Callable[[], Tensor]) -> None:
+    """Count a group-scaled copy whose values are laid out only when somebody watches."""
+    if _active:
+        observe_group(kind, scaled, values())
+
+
 def observe_norm(
     kind: str,
     scaled: TensorScaled,

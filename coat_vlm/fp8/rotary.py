@@ -74,12 +74,17 @@ class _Rope(torch.autograd.Function):
         else:
             parts = rope(rows(qkv), cos, sin, num_heads, kv_heads)
         ctx.save_for_backward(cos, sin)
+        ctx.set_materialize_grads(False)  # it would make zeros for the copies
         ctx.shape = qkv.shape
+        ctx.parts = [part.shape for part in parts]
         shape = (*qkv.shape[:-1], -1, cos.shape[1])
         return *(part.view(shape).transpose(1, 2) for part in parts), *copies
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        dq, dk, dv = (rows(dy.transpose(1, 2).flatten(-2)) for dy in grad_outputs[:3])
+        dq, dk, dv = (
+            cos.new_zeros(shape) if dy is None else rows(dy.transpose(1, 2).flatten(-2))
+            for dy, shape in zip(grad_outputs, ctx.parts, strict=False)
+        )
         return rope_bwd(dq, dk, dv, cos, sin).view(ctx.shape), None, None, None, None, None

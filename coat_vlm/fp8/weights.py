@@ -6,7 +6,7 @@ written at the first use and serve all later ones (2 bytes per parameter): the w
 change until the scope ends. Several weights with the same input are one matrix under one scale.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -20,7 +20,7 @@ from coat_vlm.fp8 import monitor
 ROOM = 0.8
 """Share of the free memory that FP8 weights may take: steps differ, and memory fragments."""
 
-Key = tuple[int, ...]
+Key = tuple[Hashable, ...]
 """Says which weights are meant. Not an address: ZeRO-3 gathers one weight where another was. Nor
 the tensors that a backward pass unpacks: under checkpointing those are other objects."""
 
@@ -62,7 +62,7 @@ def reused_weights(enabled: bool = True) -> Iterator[None]:
         _kept = before
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WeightReuse:
     """Decides for each optimizer step whether its micro-batches share FP8 weights."""
 
@@ -70,18 +70,18 @@ class WeightReuse:
     nbytes: int
     """What the copies of all FP8 weights take."""
     device: torch.device
+    fits: bool | None = None
+    """Whether the copies fit beside a step, as found after the first."""
 
-    def scope(self, micro_batches: int, measured: bool) -> AbstractContextManager[None]:
-        """What the micro-batches of one step run in.
+    def scope(self, micro_batches: int) -> AbstractContextManager[None]:
+        """What the micro-batches of one step run in."""
+        wanted = self.policy == "auto" and micro_batches > 1 and self.fits is True
+        return reused_weights(self.policy == "cache" or wanted)
 
-        Args:
-            micro_batches: how many there are.
-            measured: whether a whole step has run, so that the GPU's peak memory is known.
-        """
-        enabled = self.policy == "cache"
-        if self.policy == "auto" and micro_batches > 1 and self.nbytes:
-            enabled = measured and self.nbytes < self._room()
-        return reused_weights(enabled)
+    def after_step(self) -> None:
+        """Look once at the highest memory of a step without copies, while it is known."""
+        if self.fits is None:
+            self.fits = 0 < self.nbytes < self._room()
 
     def _room(self) -> float:
         """Bytes that stay free at the highest point of a step; a CPU's are not counted."""
@@ -99,8 +99,11 @@ def kept_bytes() -> int:
 
 
 def key_of(layers: Sequence[nn.Linear]) -> Key:
-    """The key of the layers' weights, valid as long as the layers live."""
-    return tuple(id(layer.weight) for layer in layers)
+    """The key of the layers' weights, valid as long as the layers live.
+
+    A shallow copy of a layer has the key of the layer if that has an attribute ``fp8_key``.
+    """
+    return tuple(vars(layer).get("fp8_key", id(layer.weight)) for layer in layers)
 
 
 def codes(key: Key, parts: Sequence[Tensor]) -> TensorScaled:

@@ -14,6 +14,7 @@ KINDS = {
     "gradient": "E5M2 per tensor",
     "norm input": "E4M3 per group, kept",
     "activation input": "E4M3 per group, kept",
+    "attention input": "E4M3 per group, kept",
 }
 """What each kind of tensor is quantized to (docs/design.md has the picture)."""
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coat_data.collate import Batch
-from coat_vlm.fp8 import ConversionReport, watching
+from coat_vlm.fp8 import ConversionReport, fp8_blocks, watching
 from coat_vlm.fp8.footprint import measure_footprint
 from coat_vlm.model.vlm import CoatVlm
 
@@ -30,7 +30,9 @@ class Fp8Record:
         self._write_row("blocks", 0, converted=report.converted, skipped=report.skipped)
 
     def footprint(self, model: CoatVlm, batch: Batch) -> None:
-        """Measure the activations that each block keeps, on the first row of ``batch``."""
+        """Measure the activations that each FP8 block keeps, on the first row of ``batch``."""
+        if not fp8_blocks(model):  # linear layers alone
+            return
         row = _first_row(batch, model.config.image_token_id, model.config.tokens_per_image)
         device = next(model.parameters()).device
         inputs = {name: value.to(device) for name, value in row.items()}

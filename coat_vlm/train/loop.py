@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,6 @@ class StageRun:
     """Measures FP8 at the first and at the last step."""
     step: int = 0
     """Finished steps."""
-    steps_here: int = 0
-    """Those that this process took."""
     bad_samples: int = 0
     """Rows replaced so far, over all ranks."""
 
@@ -157,7 +155,8 @@ class StageRun:
         undo_averaging = len(micro_batches) * self.world.size
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         norm: float | None = None
-        with self.reuse.scope(len(micro_batches), measured=self.steps_here > 0):
+        with ExitStack() as kept:
+            kept.enter_context(self.reuse.scope(len(micro_batches)))
             for number, loaded in enumerate(micro_batches):
                 loss = self._loss(loaded.batch, divisor=tokens)
                 total += loss.detach().double()
@@ -167,8 +166,10 @@ class StageRun:
                     watch.check(self.name)
                 if self.clip_here and number == len(micro_batches) - 1:
                     norm = self._clip()
-                self.engine.step()  # moves the weights after the last micro-batch only
-        self.steps_here += 1
+                if number == len(micro_batches) - 1:
+                    kept.close()  # the weights move now, and the optimizer may need the memory
+                self.engine.step()
+        self.reuse.after_step()
         if not self.clip_here:
             norm = self.engine.get_global_grad_norm()
         (loss_value,) = self.world.sum([total.item()])

@@ -19,6 +19,7 @@ from torch import Tensor
 from coat_kernels import reference
 from coat_kernels.formats import (
     E4M3,
+    GEMM_MULTIPLE,
     Format,
     GroupScaled,
     TensorScaled,
@@ -241,7 +242,7 @@ def quantize_layouts(
     Raises:
         ValueError: a part is not a contiguous matrix of such a dtype, or their N differ.
     """
-    check_parts("quantize_layouts", parts)
+    check_parts("quantize_layouts", parts, transposed)
     scale = _tensor_scale(parts, fmt.name)
     q, qt = _quantize_tensor(parts, scale, fmt.name, rows, transposed)
     return TensorScaled(q, scale), TensorScaled(qt, scale)
@@ -253,16 +254,17 @@ def quantize_transposed(parts: Sequence[Tensor], scale: Tensor, fmt: Format = E4
     Raises:
         ValueError: a part is not a contiguous matrix of a high-precision dtype, or their N differ.
     """
-    check_parts("quantize_transposed", parts)
+    check_parts("quantize_transposed", parts, True)
     return TensorScaled(_quantize_tensor(parts, scale, fmt.name, False, True)[1], scale)
 
 
-def check_parts(op: str, parts: Sequence[Tensor]) -> None:
+def check_parts(op: str, parts: Sequence[Tensor], transposed: bool) -> None:
     """Refuse what does not stack to one matrix.
 
     Raises:
         ValueError: there is no part, one is not a contiguous matrix of a high-precision dtype, or
-            dtypes or numbers of columns differ.
+            dtypes or numbers of columns differ, or, to be transposed, one before the last has a
+            number of rows that is not a multiple of 16.
     """
     for i, part in enumerate(parts):
         check_matrix(op, "x" if len(parts) == 1 else f"parts[{i}]", part)
@@ -271,6 +273,12 @@ def check_parts(op: str, parts: Sequence[Tensor]) -> None:
         raise ValueError(
             f"{op}: got parts of (dtype, N) {sorted(map(str, kinds))}; give one or more matrices "
             "of the same dtype and the same number of columns"
+        )
+    rows = [part.shape[0] for part in parts]
+    if transposed and any(m % GEMM_MULTIPLE for m in rows[:-1]):
+        raise ValueError(
+            f"{op}: parts of {rows} rows; to be transposed, all but the last need a multiple of "
+            f"{GEMM_MULTIPLE}: quantize them apart"
         )
 
 

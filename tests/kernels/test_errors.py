@@ -124,6 +124,12 @@ def test_stacked_matrices_fit_together(parts: list[torch.Tensor]):
         quantize_layouts(parts, rows=True, transposed=True)
 
 
+def test_stacked_matrices_that_are_transposed_have_whole_words():
+    with pytest.raises(ValueError, match=r"parts of \[4, 4\] rows; to be transposed, .* of 16"):
+        quantize_layouts([X, X], rows=True, transposed=True)
+    assert quantize_layouts([X, X], rows=True, transposed=False)[0].q.shape == (8, 48)
+
+
 @pytest.mark.parametrize("bad", [torch.ones(4, 32), X.bfloat16(), COLUMN_MAJOR])
 def test_a_residual_is_like_what_it_is_added_to(bad: torch.Tensor):
     with pytest.raises(ValueError, match=r"norm_fwd: delta is .* must be like x"):

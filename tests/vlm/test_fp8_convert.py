@@ -133,6 +133,21 @@ def test_settings_without_effect_are_refused(settings: dict[str, Any], words: st
         Fp8Config(**settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"group_size": 64}, "group_size has no effect with vision in fp8_linear"),
+        ({"released_constants": True}, "no effect with precision fp8_linear, whose optimizer"),
+    ],
+)
+def test_settings_without_effect_in_a_precision_are_refused(
+    settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        Fp8Config(**settings).resolved("fp8_linear")
+    assert Fp8Config(**settings).resolved("coat_lean").vision == "coat_lean"
+
+
 def test_an_old_gpu_is_told_what_to_do() -> None:
     check_capability((8, 9))
     check_capability((9, 0))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_kernels import GROUP_SIZES, dequantize_group, quantize_group
 from coat_vlm.config import Fp8Config
-from coat_vlm.fp8 import convert, linear, sdpa
+from coat_vlm.fp8 import convert, linear, norm_mlp, sdpa
 from coat_vlm.fp8 import rotary as rotary_module
 from coat_vlm.fp8.lean import lean_attention, rounded_heads
 
@@ -203,3 +203,25 @@ def test_copies_made_with_the_rotation_give_the_same_block(monkeypatch: pytest.M
     for together, apart in zip(*results, strict=True):
         assert not torch.equal(together, apart)
         assert (together - apart).norm() / apart.norm() < 0.02
+
+
+def test_heads_that_torch_would_pad_are_not_given_to_a_kernel() -> None:
+    x = torch.randn(1, 2, 8, 12)
+    assert sdpa.choose(x, x, x, True, None) is None
+
+
+@pytest.mark.parametrize("use", ["residual", "both"])
+def test_the_residual_stream_alone_has_a_gradient(use: str) -> None:
+    layer, _ = block()
+    x = torch.randn(1, T, 256).bfloat16().requires_grad_()
+    delta = torch.randn(1, T, 256).bfloat16().requires_grad_()
+    mlp = layer.mlp
+    y, residual = norm_mlp(
+        x, layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj), mlp.down_proj,
+        "silu_mul", 16, delta,
+    )  # fmt: skip
+    (residual if use == "residual" else residual + y).sum().backward()
+    assert x.grad is not None
+    assert delta.grad is not None
+    assert torch.equal(x.grad, delta.grad)
+    assert (x.grad == 1).all() == (use == "residual")

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config
-from coat_vlm.fp8 import convert, kept_bytes, reused_weights, weights
+from coat_vlm.fp8 import WeightReuse, convert, kept_bytes, reused_weights, weights
+from coat_vlm.model.loss import linear_cross_entropy
 
 WEIGHT_GROUPS = 4  # q k v, o, gate up, down
 
@@ -102,3 +103,55 @@ def test_a_scope_that_is_not_enabled_keeps_nothing(quantized: list[str]) -> None
         backward(model(), 1)
         assert kept_bytes() == 0
     assert len(quantized) == 2 * 2 * WEIGHT_GROUPS
+
+
+def test_copies_of_an_output_layer_serve_all_chunks_and_losses() -> None:
+    """The loss works on shallow copies of the layer, which die with it."""
+    config = LlamaConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        vocab_size=64,
+    )  # fmt: skip
+    converted = AutoModelForCausalLM.from_config(config)
+    convert(converted, Fp8Config(language="bf16", lm_head="fp8_linear"))
+    head = converted.lm_head
+    hidden, targets = torch.randn(9, 32, requires_grad=True), torch.arange(9)
+    with reused_weights():
+        for _ in range(3):
+            divisor = torch.tensor(9)
+            linear_cross_entropy(head, hidden, targets, divisor, chunk_bytes=3 * 64 * 4).backward()
+        assert kept_bytes() == 2 * head.weight.numel()
+    assert weights.key_of([copy.copy(head)]) == weights.key_of([head])
+    assert weights.key_of([copy.deepcopy(head)]) != weights.key_of([head])
+
+
+@pytest.mark.parametrize(
+    ("policy", "micro_batches", "free", "peak", "kept"),
+    [
+        ("cache", 1, 0, 100, True),
+        ("recompute", 4, 100, 0, False),
+        ("auto", 1, 100, 0, False),
+        ("auto", 4, 20, 90, True),  # 0.8 * (20 + 0 idle) > 14
+        ("auto", 4, 10, 90, False),
+    ],
+)
+def test_auto_decides_once_by_the_peak_of_a_step_without_copies(
+    monkeypatch: pytest.MonkeyPatch,
+    policy: Any,
+    micro_batches: int,
+    free: int,
+    peak: int,
+    kept: bool,
+) -> None:
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "mem_get_info", lambda _: (free, 139))
+    monkeypatch.setattr(cuda, "max_memory_allocated", lambda _: peak)
+    monkeypatch.setattr(cuda, "memory_reserved", lambda _: peak)
+    reuse = WeightReuse(policy, nbytes=14, device=torch.device("cuda"))
+    with reuse.scope(micro_batches):
+        assert (weights._kept is not None) == (policy == "cache")  # pyright: ignore[reportPrivateUsage]
+    reuse.after_step()
+    # Later peaks hold the copies; what was decided stays.
+    monkeypatch.setattr(cuda, "mem_get_info", lambda _: (0, 139))
+    reuse.after_step()
+    with reuse.scope(micro_batches):
+        assert (weights._kept is not None) == kept  # pyright: ignore[reportPrivateUsage]
