@@ -1,9 +1,14 @@
 """``coat-vlm bench``: losses of a small decoder; speed of one layer, its kernels and its GEMMs."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from coat_vlm.commands.command import PRECISIONS, Commands, command, say
+
+if TYPE_CHECKING:
+    from coat_vlm.bench.rows import Row
 
 
 def add(commands: Commands) -> None:
@@ -92,7 +97,6 @@ quantization of the weights; "weights kept" is the time of a micro-batch that fi
 
 def _layer(args: argparse.Namespace) -> int:
     from coat_vlm.bench.layer import LayerBench, available, bench_layer, format_rows
-    from coat_vlm.bench.rows import append_rows
     from coat_vlm.bench.shapes import shape_called
 
     def profile(name: str, table: str) -> None:
@@ -104,10 +108,8 @@ def _layer(args: argparse.Namespace) -> int:
         on_profile = profile if args.profile else None
         rows = bench_layer(LayerBench(shape, implementations, args.attention, on_profile))
         size = f"{shape.batch} x {shape.length:,} tokens"
-        say(f"\n{shape.name}, {size}, attention: {args.attention}\n")
-        say(format_rows(rows))
-        if args.csv is not None:
-            append_rows(args.csv, rows)
+        _show(f"{shape.name}, {size}, attention: {args.attention}", format_rows(rows))
+        _keep(args.csv, rows)
     return 0
 
 
@@ -140,21 +142,18 @@ which the constants of coat_kernels are chosen.
 
 def _kernels(args: argparse.Namespace) -> int:
     from coat_vlm.bench.kernels import bench_kernels, format_rows
-    from coat_vlm.bench.rows import append_rows
     from coat_vlm.bench.shapes import shape_called
     from coat_vlm.bench.sweep import format_sweep, sweep
 
     for shape in [shape_called(name) for name in args.shape]:
         if args.sweep:
-            found = sweep(shape, args.op)
-            say(f"\n{shape.name}, {shape.tokens:,} tokens, microseconds by tile\n")
-            say(format_sweep(found))
+            found = format_sweep(sweep(shape, args.op))
+            _show(f"{shape.name}, {shape.tokens:,} tokens, microseconds by tile", found)
             continue
         rows = bench_kernels(shape, args.op)
-        say(f"\n{shape.name}, {shape.tokens:,} tokens; a copy: {rows[0].copy_gbps:,.0f} GB/s\n")
-        say(format_rows(rows))
-        if args.csv is not None:
-            append_rows(args.csv, rows)
+        copy = f"a copy: {rows[0].copy_gbps:,.0f} GB/s"
+        _show(f"{shape.name}, {shape.tokens:,} tokens; {copy}", format_rows(rows))
+        _keep(args.csv, rows)
     return 0
 
 
@@ -179,16 +178,26 @@ speed. The last line is the whole block: all operations by the sum of the times.
 
 def _gemm(args: argparse.Namespace) -> int:
     from coat_vlm.bench.gemm import bench_gemm, format_rows
-    from coat_vlm.bench.rows import append_rows
     from coat_vlm.bench.shapes import shape_called
 
     for shape in [shape_called(name) for name in args.shape]:
         rows = bench_gemm(shape)
-        say(f"\n{shape.name}, {shape.tokens:,} tokens\n")
-        say(format_rows(rows))
-        if args.csv is not None:
-            append_rows(args.csv, rows)
+        _show(f"{shape.name}, {shape.tokens:,} tokens", format_rows(rows))
+        _keep(args.csv, rows)
     return 0
+
+
+def _show(title: str, table: str) -> None:
+    say(f"\n{title}\n")
+    say(table)
+
+
+def _keep(path: Path | None, rows: Sequence["Row"]) -> None:
+    """Add the rows to the file of ``--csv``, if there is one."""
+    from coat_vlm.bench.rows import append_rows
+
+    if path is not None:
+        append_rows(path, rows)
 
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,8 @@ k, v and o with their scales, and attention's log-sum-exp. The FP8 copy of o is 
 operand and, dequantized, what attention's backward pass wants of o (the row sums of do * o).
 
 Where attention is not one of torch's fused kernels (a mask, another implementation), backward runs
-attention once more from the copies.
+attention once more from the copies. Copies made together with the rotation are not counted by the
+monitor: nothing holds the values before their rounding.
 """
 
 from collections.abc import Callable
@@ -42,7 +43,7 @@ Copies = tuple[GroupScaled, GroupScaled, GroupScaled]
 def rounded_heads(x: Tensor) -> Tensor:
     """Heads [B, H, T, D] rounded to what their FP8 copy is worth; gradients pass unchanged."""
     rounded = _decoded(_copy(x), x)
-    return x + (rounded - x).detach() if x.requires_grad else rounded
+    return rounded + (x - x.detach())  # plus exact zeros, which carry the gradient
 
 
 def lean_attention(

@@ -1,5 +1,6 @@
 """Runs a recipe: its stages in order, each on the model that the one before it left."""
 
+import dataclasses
 import gc
 import shutil
 import time
@@ -11,7 +12,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from coat_vlm.config import MODULES, STAGES, Recipe, StageName
+from coat_vlm.config import MODULES, STAGES, Fp8Config, Recipe, StageName
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
 from coat_vlm.processor import CoatVlmProcessor, build_processor, prepare_tokenizer, train_tokenizer
@@ -97,10 +98,7 @@ def _claim(
 
 
 def _check_same(old: Recipe, new: Recipe, path: Path) -> None:
-    before, after = old.to_dict(), new.to_dict()
-    for recipe in (before, after):
-        if recipe["fp8"] is not None:
-            recipe["fp8"].pop("weights")  # changes memory and time, no gradient
+    before, after = _settings(old), _settings(new)
     changed = [key for key in after if key not in _MAY_CHANGE and before[key] != after[key]]
     if changed:
         details = "; ".join(f"{key}: {before[key]!r} -> {after[key]!r}" for key in changed)
@@ -108,6 +106,13 @@ def _check_same(old: Recipe, new: Recipe, path: Path) -> None:
             f"the recipe differs from {path}, which this run continues: {details}; restore these "
             "keys, or start a new run in another output_dir"
         )
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as data, without ``fp8.weights``, which changes memory and time, no gradient."""
+    fp8 = dataclasses.asdict(recipe.fp8 or Fp8Config())
+    del fp8["weights"]
+    return {**recipe.to_dict(), "fp8": fp8}
 
 
 def _run_stage(

@@ -35,6 +35,7 @@ POINTERS = {
     torch.uint8: "*u8",
     torch.int32: "*i32",
 }
+CAPTURED: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
 INSTRUCTIONS = [
     *("cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"),
     *("e4m3x2.f16x2 ", "e5m2x2.f16x2 ", "mul.ftz", "mul.f32"),
@@ -118,16 +119,23 @@ def source_of(kernel: Any, arguments: dict[str, Any]) -> tuple[ASTSource, str]:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers and stack bytes per thread, as the tool that comes with Triton reads them."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    """Registers and stack bytes per thread, and machine instructions, by the tools of Triton."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
-    assert found is not None, listing
-    return {"registers": int(found[1]), "stack_bytes": int(found[2])}
+        usage, code = (
+            subprocess.run([tools / tool, option, file.name], **CAPTURED).stdout
+            for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?!NOP)\S", code)
+    return {
+        "registers": int(found[1]),
+        "stack_bytes": int(found[2]),
+        "machine_instructions": len(instructions),
+    }
 
 
 def compile_for(source: ASTSource, capability: int, num_warps: int) -> dict[str, Any]:
@@ -160,6 +168,7 @@ def main(report: Path) -> None:
         types = list(source.signature.values())
         row: dict[str, Any] = {"kernel": kernel.fn.__name__, "example": example, "types": types}
         row["threads"] = 32 * arguments["num_warps"]
+        row["elements"] = arguments.get("BLOCK_M", 1) * arguments.get("BLOCK_N", 1)
         row["sm_90"] = compile_for(source, 90, arguments["num_warps"])
         if "*fp8e4nv" in types and kernel.fn.__name__ not in refused:
             refused.add(kernel.fn.__name__)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -53,6 +54,23 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))
+
+
+@pytest.fixture(scope="session")
+def exact_activation() -> Callable[[Tensor, str], Tensor]:
+    """The kinds of activation as torch and transformers compute them, in the argument's dtype."""
+
+    def exact(a: Tensor, kind: str) -> Tensor:
+        if kind == "silu_mul":
+            gate, up = a.chunk(2, -1)
+            return F.silu(gate) * up
+        if kind == "quick_gelu":
+            from transformers.activations import QuickGELUActivation
+
+            return QuickGELUActivation()(a)
+        return F.gelu(a, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+    return exact
 
 
 class Grid:

@@ -75,3 +75,23 @@ def test_kernels_spill_nothing_and_two_programs_fit_a_multiprocessor(report: dic
     for row in report["compiled"]:
         assert row["sm_90"]["stack_bytes"] == 0, row
         assert 2 * row["threads"] * row["sm_90"]["registers"] <= 65536, row
+
+
+@pytest.mark.parametrize(
+    ("kernel", "example", "most"),
+    [
+        ("_quantize_tensor_kernel", "e4m3-both torch.bfloat16", 15),
+        ("_activation_apply_kernel", "silu_mul-both torch.bfloat16", 26),
+    ],
+)
+def test_kernels_are_not_bound_by_instructions(
+    report: dict[str, Any], kernel: str, example: str, most: float
+):
+    """Per element of a tile; a second cast for the transposed copy alone costs about ten."""
+    (row,) = (
+        row
+        for row in report["compiled"]
+        if row["kernel"] == kernel and row["example"].endswith(example)
+    )
+    found = row["sm_90"]["machine_instructions"] * row["threads"] / row["elements"]
+    assert found <= most, row

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_kernels import GROUP_SIZES, dequantize_group, quantize_group
-from coat_vlm.config import Fp8Config
-from coat_vlm.fp8 import convert, linear, norm_mlp, sdpa
+from coat_vlm.config import BlockPrecision, Fp8Config
+from coat_vlm.fp8 import convert, decoder_block, linear, norm_mlp, sdpa
 from coat_vlm.fp8 import rotary as rotary_module
 from coat_vlm.fp8.lean import lean_attention, rounded_heads
 
@@ -109,8 +110,10 @@ def test_attention_works_on_the_rounded_heads() -> None:
     for got in seen:
         assert torch.equal(got, representable(x))
     assert torch.equal(rounded_heads(x), representable(x))
-    leaf = x.clone().requires_grad_()
-    rounded_heads(leaf).sum().backward()
+    leaf = x.bfloat16().requires_grad_()
+    rounded = rounded_heads(leaf)
+    assert torch.equal(rounded.float(), representable(x.bfloat16().float()))
+    rounded.sum().backward()
     assert leaf.grad is not None
     assert (leaf.grad == 1).all()
 
@@ -225,3 +228,28 @@ def test_the_residual_stream_alone_has_a_gradient(use: str) -> None:
     assert delta.grad is not None
     assert torch.equal(x.grad, delta.grad)
     assert (x.grad == 1).all() == (use == "residual")
+
+
+@pytest.mark.parametrize("precision", ["coat", "coat_lean"])
+def test_nothing_holds_the_joint_projection_while_the_mlp_runs(
+    precision: BlockPrecision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name in the block's forward pass would keep 6 bytes per token and channel at the peak."""
+    layer, rotary = block()
+    layer.fp8_lean = precision == "coat_lean"
+    joint: list[Any] = []
+    rotate, mlp = decoder_block.rotated_heads, decoder_block.norm_mlp
+
+    def rotated(attention: Any, qkv: Tensor, *rest: Any) -> Any:
+        joint.append(weakref.ref(qkv))
+        return rotate(attention, qkv, *rest)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        assert joint[0]() is None
+        return mlp(*args, **kwargs)
+
+    monkeypatch.setattr(decoder_block, "rotated_heads", rotated)
+    monkeypatch.setattr(decoder_block, "norm_mlp", checked)
+    x = torch.randn(1, T, 256).bfloat16().requires_grad_()
+    layer(x, position_embeddings=rotary(x, torch.arange(T)[None])).sum().backward()
+    assert joint
