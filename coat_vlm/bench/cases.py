@@ -1,7 +1,7 @@
 """What ``coat-vlm bench kernels`` measures: each op as a training step calls it, and its bytes.
 
-A case counts what an op has to move: every argument once (``activation_bwd`` twice, for it makes
-two passes) and every result once. Partial sums, and what a cache serves again, are not counted. In
+A case counts what an op has to move: every argument once (twice for the gradients in FP8, which
+take two passes) and every result once. Partial sums, and what a cache serves again, are not counted. In
 the formulas ``t`` are tokens (``tp``: padded for a GEMM over tokens), ``h`` hidden channels, ``f``
 those of the MLP. Matrices are BF16: 2 bytes per element; a group-scaled copy has 1 + 1 / G.
 """
@@ -94,7 +94,8 @@ def _qkv(shape: LayerShape) -> tuple[int, int, int]:
 
 
 def _quantize_cases(shape: LayerShape) -> Iterator[Case]:
-    t, tp, h, qkv = shape.tokens, padded(shape.tokens), shape.hidden, sum(_qkv(shape))
+    t, tp, h = shape.tokens, padded(shape.tokens), shape.hidden
+    encoder = shape.family == "siglip"
     into_mlp = [shape.ffn] * (1 if shape.family == "siglip" else 2)
     wp = padded(sum(into_mlp))  # the rows of the stacked weights, padded
     elements = sum(into_mlp) * h
@@ -102,9 +103,6 @@ def _quantize_cases(shape: LayerShape) -> Iterator[Case]:
 
     def x(draw: Draw) -> list[Tensor]:
         return [draw.matrix(t, h)]
-
-    def gradient(draw: Draw) -> list[Tensor]:
-        return [draw.matrix(t, qkv)]
 
     def codes(draw: Draw) -> tuple[Tensor, Tensor]:
         scale = OPS["tensor_scale"].reference(x(draw), "e4m3")
@@ -135,14 +133,26 @@ def _quantize_cases(shape: LayerShape) -> Iterator[Case]:
     rows, transposed, both = (True, False), (False, True), (True, True)
     # Read 2 bytes per element, write the scale.
     yield scale("attention output", 2 * t * h + 4, x)
-    yield scale("gradient of q, k, v", 2 * t * qkv + 4, gradient, "e5m2")
     yield scale(f"weights of {name}", 2 * elements + 4, weights)
     # Read 2 bytes per element and the scale, write 1 per element and layout.
     yield quantize("attention output, rows", 3 * t * h + 4, x, rows)
-    yield quantize("gradient of q, k, v, both", (3 * t + tp) * qkv + 4, gradient, both, "e5m2")
     yield quantize(f"weights of {name}, rows", 3 * elements + 4, weights, rows)
     yield quantize(f"weights of {name}, transposed", 2 * elements + wp * h + 4, weights, transposed)
     yield quantize(f"weights of {name}, both", 3 * elements + wp * h + 4, weights, both)
+    # Read 2 bytes per element twice; write 1 per element and layout, the scale and, in FP32, sums.
+    yield Case(
+        "quantize_gradient",
+        "of the block's output",
+        (5 * t + tp) * h + 4 + 4 * h * encoder,
+        lambda draw: (x(draw), "e5m2", True, True, encoder),
+    )
+    if encoder:
+        yield Case(
+            "quantize_gradient",
+            "of q, k, v, side by side",
+            3 * (5 * t + tp) * h + 4 + 4 * 3 * h,
+            lambda draw: ([*x(draw), *x(draw), *x(draw)], "e5m2", True, True, True),
+        )
     # Read and write 1 byte per element; read 1 and write 2.
     yield Case("transpose_codes", "attention output", (t + tp) * h, lambda draw: (codes(draw)[0],))
     yield Case(
@@ -284,11 +294,18 @@ def _rope_cases(shape: LayerShape) -> Iterator[Case]:
             shape.key_value_heads,
         ),
     )
+    # Read dq, dk and dv twice, cos and sin; write both layouts and the scale.
+    n, bias = sum(widths), shape.family == "qwen2"
+    moved = (4 * t + t + padded(t)) * n + 2 * (2 * length * head) + 4 + 4 * n * bias
     yield Case(
-        "rope_bwd",
-        "q, k, v",
+        "rope_gradient",
+        "q, k, v, both",
         moved,
-        lambda draw: (*(draw.matrix(t, width) for width in widths), *embedding(draw)),
+        lambda draw: (
+            *(draw.matrix(t, width) for width in widths),
+            *embedding(draw),
+            *("e5m2", True, True, bias),
+        ),
     )
 
 

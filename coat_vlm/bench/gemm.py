@@ -90,11 +90,8 @@ def fp8(operands: Operands) -> Tensor:
 
 
 def fp8_fast(operands: Operands) -> Tensor:
-    """The same kernel of cuBLASLt with fast accumulation, which COAT does not use."""
-    a, b = operands.a_codes, operands.b_codes
-    return torch.ops.aten._scaled_mm(
-        a.q, b.q.t(), a.scale, b.scale, out_dtype=torch.bfloat16, use_fast_accum=True
-    )
+    """The same kernel of cuBLASLt with fast accumulation, as in the forward pass of training."""
+    return scaled_mm(operands.a_codes, operands.b_codes, torch.bfloat16, fast=True)
 
 
 IMPLEMENTATIONS: dict[str, tuple[Callable[[Operands], Tensor], float]] = {

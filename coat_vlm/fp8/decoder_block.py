@@ -3,8 +3,8 @@
     BF16 residual -> [RMSNorm -> FP8 -> q, k, v] -> BF16 rope and attention -> FP8 -> o_proj -> +
     BF16 residual -> [RMSNorm -> FP8 -> gate, up -> SwiGLU -> FP8 -> down_proj] -> +
 
-A bracket is one autograd Function (``linear.py``, ``mlp.py``). Rotary embedding, attention and the
-residual stream stay in the model's dtype, as in the paper (arXiv 2410.19313, figure 2).
+A bracket is one autograd Function (``projection.py``, ``mlp.py``). Rotary embedding, attention and
+the residual stream stay in the model's dtype, as in the paper (arXiv 2410.19313, figure 2).
 """
 
 from typing import Any
@@ -14,9 +14,8 @@ from transformers.cache_utils import Cache
 
 from coat_vlm.fp8.attention import attention_output, dropout_of
 from coat_vlm.fp8.lean import rounded_heads
-from coat_vlm.fp8.linear import norm_linear
 from coat_vlm.fp8.mlp import norm_mlp
-from coat_vlm.fp8.rotary import rotated_heads
+from coat_vlm.fp8.projection import norm_heads
 
 SUPPORTED = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Classes of transformers that this forward pass reproduces."""
@@ -58,15 +57,15 @@ class Fp8DecoderLayer:
             **kwargs: passed to the attention implementation.
         """
         attention = self.self_attn
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        qkv, residual = norm_linear(
-            hidden_states, self.input_layernorm, projections, self.fp8_group_size
-        )
         assert position_embeddings is not None
-        (query, key, value), copies = rotated_heads(
-            attention, qkv, position_embeddings, self.fp8_lean
+        (query, key, value), copies, residual = norm_heads(
+            hidden_states,
+            self.input_layernorm,
+            attention,
+            self.fp8_group_size,
+            self.fp8_lean,
+            position_embeddings,
         )
-        del qkv  # what no name holds is freed before the MLP needs memory
         dropout = dropout_of(attention, attention.attention_dropout)
         # A cache keeps what attention works on. Dropout cannot be repeated by the backward pass.
         lean = self.fp8_lean and past_key_values is None and not dropout
@@ -90,7 +89,7 @@ class Fp8DecoderLayer:
             use_cache=use_cache,
             **kwargs,
         )
-        del query, key, value, copies
+        del query, key, value, copies  # what no name holds is freed before the MLP needs memory
         mlp = self.mlp
         y, residual = norm_mlp(
             residual,

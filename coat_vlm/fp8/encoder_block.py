@@ -3,17 +3,16 @@
     BF16 residual -> [LayerNorm -> FP8 -> q, k, v] -> BF16 attention -> FP8 -> out_proj -> +
     BF16 residual -> [LayerNorm -> FP8 -> fc1 -> GELU -> FP8 -> fc2] -> +
 
-A bracket is one autograd Function (``linear.py``, ``mlp.py``).
+A bracket is one autograd Function (``projection.py``, ``mlp.py``).
 """
 
 from typing import Any
 
 from torch import Tensor
 
-from coat_vlm.fp8.attention import attention_output, dropout_of, heads
-from coat_vlm.fp8.lean import rounded_heads
-from coat_vlm.fp8.linear import norm_linear
+from coat_vlm.fp8.attention import attention_output, dropout_of
 from coat_vlm.fp8.mlp import norm_mlp
+from coat_vlm.fp8.projection import norm_heads
 
 SUPPORTED = ("SiglipEncoderLayer", "CLIPEncoderLayer")
 """Classes of transformers that this forward pass reproduces."""
@@ -52,28 +51,23 @@ class Fp8EncoderLayer:
             **kwargs: passed to the attention implementation.
         """
         attention = self.self_attn
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        qkv, residual = norm_linear(
-            hidden_states, self.layer_norm1, projections, self.fp8_group_size
+        parts, copies, residual = norm_heads(
+            hidden_states, self.layer_norm1, attention, self.fp8_group_size, self.fp8_lean
         )
-        query, key, value = (heads(part, attention.head_dim) for part in qkv.chunk(3, -1))
-        del qkv  # what no name holds is freed before the MLP needs memory
         dropout = dropout_of(attention, attention.dropout)
-        lean = self.fp8_lean and not dropout  # the backward pass cannot repeat dropout
-        if self.fp8_lean and not lean:
-            query, key, value = map(rounded_heads, (query, key, value))
         delta = attention_output(
             attention,
-            (query, key, value),
+            parts,
             attention_mask,
             attention.out_proj,
-            lean,
+            self.fp8_lean and not dropout,  # the backward pass cannot repeat dropout
+            copies,
             is_causal=attention.is_causal,
             scaling=attention.scale,
             dropout=dropout,
             **kwargs,
         )
-        del query, key, value
+        del parts, copies  # what no name holds is freed before the MLP needs memory
         mlp = self.mlp
         y, residual = norm_mlp(
             residual,

@@ -4,7 +4,8 @@
     input gradient   dx = dy W           dy E5M2 [M, N],   W^T E4M3 [K, N]
     weight gradient  dW = dy^T x         dy^T E5M2 [N, M'], x^T E4M3 [K, M']
 
-All operands have one scale per tensor (arXiv 2410.19313, section 4.1). Layers that read the same
+All operands have one scale per tensor (arXiv 2410.19313, section 4.1). The first accumulates fast,
+the gradients do not, as in torchao and TransformerEngine by default. Layers that read the same
 input (q, k, v; gate, up) are one GEMM: their weights are quantized together, under one scale. Where
 the FP8 weights come from, and whether they stay, is up to ``weights.py``.
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from coat_kernels import E5M2, GradientCodes, TensorScaled, quantize_layouts, scaled_mm
+from coat_kernels import GradientCodes, TensorScaled, quantize_gradient, scaled_mm
 from coat_vlm.fp8 import monitor, weights
 
 
@@ -60,48 +61,63 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Y [M, N] in ``dtype`` for x [M, K] and weights [n_i, K], and the weights' scale []."""
     codes = weights.codes(key, parts)
-    return scaled_mm(x, codes, dtype, bias), codes.scale
+    return scaled_mm(x, codes, dtype, bias, fast=True), codes.scale
 
 
-def gradient_codes(dy: Tensor, needs: LinearNeeds) -> GradientCodes:
-    """Dy [M, N], contiguous, in the layouts that :func:`backward` will need."""
-    rows, transposed = quantize_layouts([dy], E5M2, rows=needs.input, transposed=needs.weight)
-    monitor.observe_gradient(rows, transposed, lambda: dy)
-    bias = dy.sum(0, dtype=torch.float32) if needs.bias else None
-    return GradientCodes(rows, transposed, bias)
+def gradient_codes(parts: Sequence[Tensor], needs: LinearNeeds) -> GradientCodes:
+    """Dy, in parts [M, n_i] side by side, in the layouts that its GEMMs will need."""
+    codes = quantize_gradient(parts, rows=needs.input, transposed=needs.weight, bias=needs.bias)
+    monitor.observe_gradient(codes.rows, codes.transposed, lambda: torch.cat([*parts], 1))
+    return codes
 
 
-def backward(
-    dy: GradientCodes,
+def input_gradient(
+    dy: TensorScaled,
     key: weights.Key,
     parts: Sequence[Tensor],
     weight_scale: Tensor,
-    input_transposed: Callable[[], TensorScaled],
     needs: LinearNeeds,
     dtype: torch.dtype,
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Gradients of :func:`forward`; the bias's is ``dy.bias``.
+) -> Tensor | None:
+    """The gradient of :func:`forward`'s x.
 
     Args:
-        dy: gradient of y [M, N].
+        dy: gradient of y, codes [M, N].
         key: of the weights, as in forward.
         parts: the weights, as in forward.
         weight_scale: from forward.
-        input_transposed: gives x^T [K, M'] in FP8; called only for weight gradients.
-        needs: what to compute; the rest is None.
-        dtype: of dx.
+        needs: whether to compute it.
+        dtype: of the result.
 
     Returns:
-        dx [M, K]; a gradient [n_i, K] per weight, in its dtype.
+        [M, K], or None.
     """
-    dx = None
-    if needs.input:
-        dx = scaled_mm(dy.rows, weights.transposed_codes(key, parts, weight_scale), dtype)
-    gradients: list[Tensor | None] = [None] * len(parts)
-    if needs.weight:
-        joint = scaled_mm(dy.transposed, input_transposed(), parts[0].dtype)
-        gradients = list(joint.split([weight.shape[0] for weight in parts]))
-    return dx, gradients
+    if not needs.input:
+        return None
+    return scaled_mm(dy, weights.transposed_codes(key, parts, weight_scale), dtype)
+
+
+def weight_gradients(
+    dy: TensorScaled,
+    input_transposed: Callable[[], TensorScaled],
+    parts: Sequence[Tensor],
+    needs: LinearNeeds,
+) -> list[Tensor | None]:
+    """The gradients of :func:`forward`'s weights.
+
+    Args:
+        dy: gradient of y, codes [N, M'].
+        input_transposed: gives x^T [K, M'] in FP8; called only if they are wanted.
+        parts: the weights, as in forward.
+        needs: whether to compute them.
+
+    Returns:
+        [n_i, K] per weight, in its dtype, or None.
+    """
+    if not needs.weight:
+        return [None] * len(parts)
+    joint = scaled_mm(dy, input_transposed(), parts[0].dtype)
+    return list(joint.split([weight.shape[0] for weight in parts]))
 
 
 def split_bias_gradient(

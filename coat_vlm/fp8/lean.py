@@ -12,7 +12,7 @@ attention once more from the copies. Copies made together with the rotation are 
 monitor: nothing holds the values before their rounding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,13 +36,13 @@ from coat_vlm.fp8.weights import Key, key_of
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B, H, T, D], k and v [B, H_kv, T, D] to [B, T, H * D]."""
 
-Copies = tuple[GroupScaled, GroupScaled, GroupScaled]
-"""Of q, k and v: codes [B * T, H * D], exponents."""
+Copies = tuple[GroupScaled, ...]
+"""Of q, k and v, each [B * T, H * D], or one of all three side by side."""
 
 
 def rounded_heads(x: Tensor) -> Tensor:
     """Heads [B, H, T, D] rounded to what their FP8 copy is worth; gradients pass unchanged."""
-    rounded = _decoded(_copy(x), x)
+    (rounded,) = decoded((_copy(x),), [x.shape], x.dtype)
     return rounded + (x - x.detach())  # plus exact zeros, which carry the gradient
 
 
@@ -69,7 +69,7 @@ def lean_attention(
     Returns:
         [B, T, N] in query's dtype.
     """
-    given = () if copies is None else (*copies[0], *copies[1], *copies[2])
+    given = [tensor for copy in copies or () for tensor in copy]
     return _LeanAttention.apply(
         query, key, value, layer.weight, layer.bias, attend, fused, key_of([layer]), *given
     )
@@ -90,11 +90,11 @@ class _LeanAttention(torch.autograd.Function):
         *given: Tensor,
     ) -> Tensor:
         q, k, v = query, key, value
-        if given:
-            copies = [GroupScaled(*given[i : i + 2]) for i in (0, 2, 4)]
-        else:
-            copies = [_copy(x) for x in (q, k, v)]
-            q, k, v = (_decoded(copy, x) for copy, x in zip(copies, (q, k, v), strict=True))
+        ctx.shapes, ctx.dtype = [x.shape for x in (q, k, v)], query.dtype
+        copies = paired(given)
+        if not copies:
+            copies = tuple(_copy(x) for x in (q, k, v))
+            q, k, v = decoded(copies, ctx.shapes, query.dtype)
             for copy, x in zip(copies, (query, key, value), strict=True):
                 monitor.observe_copy("attention input", copy, lambda x=x: _tokens(x))
         statistics = sdpa.Statistics(())
@@ -107,48 +107,42 @@ class _LeanAttention(torch.autograd.Function):
         codes = quantize_tensor(out)
         monitor.observe("linear input", codes, out)
         y, weight_scale = gemms.forward(codes, weight_key, [weight], bias, query.dtype)
-        kept = (*copies[0], *copies[1], *copies[2], *codes)
-        ctx.save_for_backward(*kept, weight, bias, weight_scale, *statistics.tensors)
+        kept = [tensor for copy in copies for tensor in copy]
+        ctx.save_for_backward(*codes, weight, bias, weight_scale, *kept, *statistics.tensors)
+        ctx.kept = len(kept)
         ctx.sizes = statistics.sizes
         ctx.attend, ctx.fused, ctx.key = attend, fused, weight_key
-        ctx.heads = [(x.shape, x.dtype) for x in (query, key, value)]
         batch, _, length, _ = query.shape
         return y.view(batch, length, -1)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        copies = [GroupScaled(*tensors[i : i + 2]) for i in (0, 2, 4)]
-        codes = TensorScaled(*tensors[6:8])
-        weight, bias, weight_scale = tensors[8:11]
+        codes = TensorScaled(*tensors[:2])
+        weight, bias, weight_scale = tensors[2:5]
+        copies, saved_statistics = paired(tensors[5 : 5 + ctx.kept]), tensors[5 + ctx.kept :]
         wanted = ctx.needs_input_grad
         needs = LinearNeeds(any(wanted[:3]), wanted[3], wanted[4])
-        dtype = ctx.heads[0][1]
-        dy = gemms.gradient_codes(rows(grad_outputs[0]), needs)
-        dattended, (dweight,) = gemms.backward(
-            dy,
-            ctx.key,
-            [weight],
-            weight_scale,
-            lambda: transpose_codes(codes),
-            needs,
-            dtype,
-        )
-        dbias = None if dy.bias is None or bias is None else dy.bias.to(bias.dtype)
+        dy, dy_transposed, dbias = gemms.gradient_codes([rows(grad_outputs[0])], needs)
+        del grad_outputs
+        dattended = gemms.input_gradient(dy, ctx.key, [weight], weight_scale, needs, ctx.dtype)
         del dy
+        (dweight,) = gemms.weight_gradients(
+            dy_transposed, lambda: transpose_codes(codes), [weight], needs
+        )
+        del dy_transposed
+        if dbias is not None and bias is not None:
+            dbias = dbias.to(bias.dtype)
         gradients: tuple[Tensor | None, ...] = (None, None, None)
         if dattended is not None:
-            q, k, v = (
-                _values(copy, shape, dtype)
-                for copy, (shape, dtype) in zip(copies, ctx.heads, strict=True)
-            )
+            q, k, v = decoded(copies, ctx.shapes, ctx.dtype)
             batch, _, length, _ = q.shape
             dattended = dattended.view(batch, length, -1)
             if ctx.fused is None:
                 gradients = _replayed(ctx.attend, (q, k, v), dattended)
             else:
-                out = dequantize_tensor(codes, dtype).view(dattended.shape)
-                statistics = sdpa.Statistics(tuple(tensors[11:]), ctx.sizes)
+                out = dequantize_tensor(codes, ctx.dtype).view(dattended.shape)
+                statistics = sdpa.Statistics(tuple(saved_statistics), ctx.sizes)
                 gradients = sdpa.backward(ctx.fused, dattended, q, k, v, out, statistics)
         return (*gradients, dweight, dbias, *(None for _ in wanted[5:]))
 
@@ -174,12 +168,22 @@ def _copy(x: Tensor) -> GroupScaled:
     return quantize_group(matrix, max(fitting))
 
 
-def _decoded(copy: GroupScaled, like: Tensor) -> Tensor:
-    return _values(copy, like.shape, like.dtype)
+def decoded(copies: Copies, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
+    """What copies are worth, as heads [B, H, T, D] of these shapes."""
+    matrices: Sequence[Tensor] = [dequantize_group(copy, dtype) for copy in copies]
+    if len(matrices) < len(shapes):
+        matrices = matrices[0].split([shape[1] * shape[3] for shape in shapes], 1)
+    return [
+        as_heads(matrix, torch.Size((shape[0], shape[2], matrix.shape[1])), shape[3])
+        for matrix, shape in zip(matrices, shapes, strict=True)
+    ]
 
 
-def _values(copy: GroupScaled, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Heads [B, H, T, D] of codes [B * T, H * D]."""
-    batch, heads, length, _ = shape
-    matrix = dequantize_group(copy, dtype)
-    return matrix.view(batch, length, heads, -1).transpose(1, 2)
+def as_heads(matrix: Tensor, shape: torch.Size, head_dim: int) -> Tensor:
+    """[B * T, H * D] as [B, H, T, D], a view; ``shape`` is [B, T, ...]."""
+    return matrix.unflatten(1, (-1, head_dim)).unflatten(0, shape[:2]).transpose(1, 2)
+
+
+def paired(tensors: Sequence[Tensor]) -> Copies:
+    """The inverse of putting codes and exponents one after the other."""
+    return tuple(GroupScaled(*tensors[i : i + 2]) for i in range(0, len(tensors), 2))

@@ -11,12 +11,13 @@ along that edge to unscaled FP8. Both Functions are high precision outside and F
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from coat_kernels import (
+    GradientCodes,
     GroupScaled,
     NormSaved,
     TensorScaled,
@@ -62,6 +63,30 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     return _Linear.apply(x, layer.weight, layer.bias, key_of([layer]))
 
 
+class Split(Protocol):
+    """What is made of the joint output of layers with the same input, inside their Function."""
+
+    def outputs(self, y: Tensor, shape: torch.Size) -> tuple[list[Tensor], list[Tensor]]:
+        """Results, and others without a gradient, of y [M, N] for an input of ``shape``."""
+        ...
+
+    def gradient(self, gradients: Sequence[Tensor | None], needs: LinearNeeds) -> GradientCodes:
+        """That of y, from those of the results; None for what was not used."""
+        ...
+
+
+class _Whole:
+    """All in one: [..., N]."""
+
+    def outputs(self, y: Tensor, shape: torch.Size) -> tuple[list[Tensor], list[Tensor]]:
+        return [y.view(*shape[:-1], y.shape[-1])], []
+
+    def gradient(self, gradients: Sequence[Tensor | None], needs: LinearNeeds) -> GradientCodes:
+        (dy,) = gradients
+        assert dy is not None
+        return gemms.gradient_codes([rows(dy)], needs)
+
+
 def norm_linear(
     x: Tensor,
     norm: nn.Module,
@@ -83,10 +108,37 @@ def norm_linear(
         from the residual stream must go on from the latter: its gradient is added where the norm's
         is computed.
     """
+    y, residual = norm_split(x, norm, layers, group_size, _Whole(), delta)
+    return y, residual
+
+
+def norm_split(
+    x: Tensor,
+    norm: nn.Module,
+    layers: Sequence[nn.Linear],
+    group_size: int,
+    split: Split,
+    delta: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """:func:`norm_linear` whose joint output is made into something else in the same Function.
+
+    Args:
+        x: as in :func:`norm_linear`.
+        norm: likewise.
+        layers: likewise.
+        group_size: likewise.
+        split: what is made of it.
+        delta: as in :func:`norm_linear`.
+
+    Returns:
+        The split's results, x + delta, and the split's results without a gradient.
+    """
     settings = norm_settings(norm, group_size)
     bias = getattr(norm, "bias", None)
     key = key_of(layers)
-    return _NormLinear.apply(x, delta, norm.weight, bias, settings, key, *gemms.stack(layers))
+    return _NormLinear.apply(
+        x, delta, norm.weight, bias, settings, key, split, *gemms.stack(layers)
+    )
 
 
 class Fp8Linear(nn.Linear):
@@ -120,20 +172,16 @@ class _Linear(torch.autograd.Function):
         q, scale, weight, bias, weight_scale = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         needs = LinearNeeds(wants_x, wants_weight, wants_bias)
-        dy = gemms.gradient_codes(rows(grad_outputs[0]), needs)
-        dx, (dweight,) = gemms.backward(
-            dy,
-            ctx.key,
-            [weight],
-            weight_scale,
-            lambda: transpose_codes(TensorScaled(q, scale)),
-            needs,
-            grad_outputs[0].dtype,
+        dy, dy_transposed, dbias = gemms.gradient_codes([rows(grad_outputs[0])], needs)
+        dtype = grad_outputs[0].dtype
+        dx = gemms.input_gradient(dy, ctx.key, [weight], weight_scale, needs, dtype)
+        (dweight,) = gemms.weight_gradients(
+            dy_transposed, lambda: transpose_codes(TensorScaled(q, scale)), [weight], needs
         )
         return (
             None if dx is None else dx.view(ctx.shape),
             dweight,
-            None if dy.bias is None or bias is None else dy.bias.to(bias.dtype),
+            None if dbias is None or bias is None else dbias.to(bias.dtype),
             None,
         )
 
@@ -148,16 +196,20 @@ class _NormLinear(torch.autograd.Function):
         norm_bias: Tensor | None,
         settings: NormSettings,
         key: Key,
+        split: Split,
         *stacked: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         weights, bias = gemms.unstack(stacked)
         source, codes, saved = normed(x, delta, norm_weight, norm_bias, settings)
         y, weight_scale = gemms.forward(codes, key, weights, bias, x.dtype)
         ctx.save_for_backward(*flat(saved), norm_weight, norm_bias, weight_scale, *stacked)
-        ctx.key = key
-        ctx.shape = x.shape
+        ctx.key, ctx.split = key, split
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        results, others = split.outputs(y, x.shape)
+        ctx.number = len(results)
+        ctx.mark_non_differentiable(*others)
         ctx.set_materialize_grads(False)
-        return y.view(*x.shape[:-1], y.shape[-1]), source
+        return *results, source, *others
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
@@ -168,26 +220,25 @@ class _NormLinear(torch.autograd.Function):
         weights = list(stacked[:half])
         saved = unflat(kept)
         wanted = ctx.needs_input_grad
-        needs = LinearNeeds(any(wanted[:4]), any(wanted[6 : 6 + half]), any(wanted[6 + half :]))
-        grad_y, dresidual = grad_outputs
-        if grad_y is None:  # only the residual stream was used
+        needs = LinearNeeds(any(wanted[:4]), any(wanted[7 : 7 + half]), any(wanted[7 + half :]))
+        gradients, dresidual = grad_outputs[: ctx.number], grad_outputs[ctx.number]
+        if all(gradient is None for gradient in gradients):  # only the residual stream was used
             return residual_only(dresidual, ctx)
-        dy = gemms.gradient_codes(rows(grad_y), needs)
-        dnormed, dweights = gemms.backward(
-            dy,
-            ctx.key,
-            weights,
-            weight_scale,
-            lambda: norm_recompute(saved, norm_weight, norm_bias),
-            needs,
-            grad_y.dtype,
+        dy, dy_transposed, dbias = ctx.split.gradient(gradients, needs)
+        del gradients, grad_outputs
+        dnormed = gemms.input_gradient(dy, ctx.key, weights, weight_scale, needs, ctx.dtype)
+        del dy  # each layout goes as soon as its GEMM is done
+        dweights = gemms.weight_gradients(
+            dy_transposed, lambda: norm_recompute(saved, norm_weight, norm_bias), weights, needs
         )
+        del dy_transposed
         return (
             *norm_gradients(dnormed, dresidual, saved, norm_weight, norm_bias, ctx),
             None,
             None,
+            None,
             *dweights,
-            *gemms.split_bias_gradient(dy.bias, stacked),
+            *gemms.split_bias_gradient(dbias, stacked),
         )
 
 

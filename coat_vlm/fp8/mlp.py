@@ -133,32 +133,33 @@ class _NormMlp(torch.autograd.Function):
         grad_y, dresidual = grad_outputs
         if grad_y is None:  # only the residual stream was used
             return residual_only(dresidual, ctx)
-        dy = gemms.gradient_codes(rows(grad_y), wants_out)
-        dh, (dweight_out,) = gemms.backward(
-            dy,
-            ctx.keys[1],
-            [weight_out],
-            scale_out,
+        dtype = grad_y.dtype
+        dy, dy_transposed, dbias_out = gemms.gradient_codes([rows(grad_y)], wants_out)
+        del grad_y, grad_outputs
+        dh = gemms.input_gradient(dy, ctx.keys[1], [weight_out], scale_out, wants_out, dtype)
+        del dy  # each layout goes as soon as its GEMM is done
+        (dweight_out,) = gemms.weight_gradients(
+            dy_transposed,
             lambda: activation_recompute(kept, ctx.activation),
+            [weight_out],
             wants_out,
-            grad_y.dtype,
         )
-        dbias_out = None if dy.bias is None else dy.bias.to(bias_out.dtype)
-        del dy
+        del dy_transposed
+        if dbias_out is not None:
+            dbias_out = dbias_out.to(bias_out.dtype)
         dnormed, dweights_in, dbias_in = None, [None] * half, None
         if dh is not None:
-            da = _activation_gradient(dh, kept, ctx.activation, wants_in)
+            da, da_transposed, dbias_in = _activation_gradient(dh, kept, ctx.activation, wants_in)
             del dh
-            dnormed, dweights_in = gemms.backward(
-                da,
-                ctx.keys[0],
-                weights_in,
-                scale_in,
+            dnormed = gemms.input_gradient(da, ctx.keys[0], weights_in, scale_in, wants_in, dtype)
+            del da
+            dweights_in = gemms.weight_gradients(
+                da_transposed,
                 lambda: norm_recompute(saved, norm_weight, norm_bias),
+                weights_in,
                 wants_in,
-                grad_y.dtype,
             )
-            dbias_in = da.bias
+            del da_transposed
         return (
             *norm_gradients(dnormed, dresidual, saved, norm_weight, norm_bias, ctx),
             None,

@@ -7,10 +7,10 @@ and ``reference_adamw.py``. Each op is a ``torch.library`` op: Triton on CUDA, t
 from coat_kernels.activation import (
     ACTIVATIONS,
     ActivationSaved,
-    activation_bwd,
     activation_fwd,
     activation_recompute,
 )
+from coat_kernels.activation_gradient import activation_bwd
 from coat_kernels.adamw import GROUP, adamw_step, new_moment
 from coat_kernels.codes import dequantize_tensor, transpose_codes
 from coat_kernels.formats import (
@@ -24,7 +24,9 @@ from coat_kernels.formats import (
     TensorScaled,
 )
 from coat_kernels.gemm import scaled_mm
-from coat_kernels.norm import NormSaved, norm_bwd, norm_fwd, norm_recompute
+from coat_kernels.gradient import quantize_gradient
+from coat_kernels.norm import NormSaved, norm_fwd, norm_recompute
+from coat_kernels.norm_gradient import norm_bwd
 from coat_kernels.quantize import (
     dequantize_group,
     quantize_group,
@@ -33,7 +35,8 @@ from coat_kernels.quantize import (
     quantize_transposed,
 )
 from coat_kernels.registry import OPS, Op, use_reference
-from coat_kernels.rope import rope, rope_bwd, rope_quantize
+from coat_kernels.rope import rope, rope_quantize
+from coat_kernels.rope_gradient import rope_gradient
 
 __all__ = [
     "ACTIVATIONS",
@@ -60,12 +63,13 @@ __all__ = [
     "norm_bwd",
     "norm_fwd",
     "norm_recompute",
+    "quantize_gradient",
     "quantize_group",
     "quantize_layouts",
     "quantize_tensor",
     "quantize_transposed",
     "rope",
-    "rope_bwd",
+    "rope_gradient",
     "rope_quantize",
     "scaled_mm",
     "transpose_codes",

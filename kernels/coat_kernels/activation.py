@@ -7,11 +7,10 @@
 
 ``activation_stats`` reads a once: its group-scaled copy (kept: W + W / G bytes per token for a's
 width W) and h's amax. ``activation_apply`` reads a (forward) or the copy (backward) and writes h's
-per-tensor codes, row-major or transposed: h itself is never stored. Nor is da: ``activation_bwd``
-reads dh and the copy twice, for da's amax and for its codes. (1 + tanh(u)) / 2 = sigmoid(2 u) saves
-a tanh.
+per-tensor codes, row-major or transposed: h itself is never stored. (1 + tanh(u)) / 2 =
+sigmoid(2 u) saves a tanh. Gradient: ``activation_gradient.py``.
 Formulas: Hendrycks & Gimpel, arXiv 1606.08415; Shazeer, arXiv 2002.05202. Reference:
-``reference.activation_stats``, ``activation_apply``, ``activation_bwd``.
+``reference.activation_stats``, ``activation_apply``.
 """
 
 from typing import NamedTuple
@@ -24,9 +23,7 @@ from torch import Tensor
 from coat_kernels import reference
 from coat_kernels.formats import (
     E4M3,
-    E5M2,
     Format,
-    GradientCodes,
     GroupScaled,
     TensorScaled,
     check_group,
@@ -34,14 +31,22 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.launch import TOKENS, Tile, launch, tiled
-from coat_kernels.quantize import empty_grouped, empty_layouts, new_amax
+from coat_kernels.launch import (
+    COUNTS,
+    TILE,
+    TOKENS,
+    TRANSPOSING_TILE,
+    launch,
+    tiled,
+)
+from coat_kernels.quantize import empty_grouped, empty_layouts, new_scale
 from coat_kernels.registry import register
 from coat_kernels.tile import (
     block_amax_bits,
     inverse_scale,
     load_grouped,
     load_tile,
+    publish_scale,
     row_offsets,
     sigmoid,
     store_codes,
@@ -51,12 +56,9 @@ from coat_kernels.tile import (
 
 ACTIVATIONS = reference.ACTIVATIONS
 
-GRADIENT_TILE = 4096
-"""Elements of a tile of the backward pass, which holds most: with 8192 one block fills an SM."""
-
 
 @triton.jit
-def _value_and_slope(a, KIND: tl.constexpr):
+def value_and_slope(a, KIND: tl.constexpr):
     """Activation of one input and its derivative, KIND counting ACTIVATIONS."""
     if KIND == 1:
         cdf = 0.5 * (1.0 + tl.math.erf(a * 0.7071067811865476))
@@ -78,11 +80,12 @@ def _value_and_slope(a, KIND: tl.constexpr):
         return h, s + (h - h * s) * slope
 
 
-@triton.jit(do_not_specialize=TOKENS)
+@triton.jit(do_not_specialize=(*TOKENS, *COUNTS))
 def _activation_stats_kernel(
-    a_ptr, q_ptr, e_ptr, amax_bits_ptr,  # (M, W), (M, W) FP8, (M, W / GROUP), ()
+    a_ptr, q_ptr, e_ptr,  # (M, W), (M, W) FP8, (M, W / GROUP)
+    work_ptr, scale_ptr, programs,  # of publish_scale
     M, F, W, tiles_n,
-    KIND: tl.constexpr, MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr,
+    KIND: tl.constexpr, MAX_EXPONENT: tl.constexpr, INVERSE_MAX: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)  # tiles are counted along the row first
@@ -92,7 +95,7 @@ def _activation_stats_kernel(
     m_mn = (o_m[:, None] < M) & (o_n[None, :] < F)
     a = load_tile(a_ptr, o_m, o_n, m_mn, W)
     store_grouped(a, q_ptr, e_ptr, o_m, i_n, M, F, W, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
-    h, _ = _value_and_slope(a, KIND)
+    h, _ = value_and_slope(a, KIND)
     if KIND == 0:
         up = load_tile(a_ptr + F, o_m, o_n, m_mn, W)
         store_grouped(
@@ -100,7 +103,7 @@ def _activation_stats_kernel(
             BLOCK_N,
         )  # fmt: skip
         h *= up
-    tl.atomic_max(amax_bits_ptr, block_amax_bits(h))
+    publish_scale(block_amax_bits(h), work_ptr, scale_ptr, programs, INVERSE_MAX)
 
 
 @triton.jit(do_not_specialize=TOKENS)
@@ -120,7 +123,7 @@ def _activation_apply_kernel(
         a = load_grouped(a_ptr, e_ptr, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N)
     else:
         a = load_tile(a_ptr, o_m, o_n, m_mn, W)
-    h, _ = _value_and_slope(a, KIND)
+    h, _ = value_and_slope(a, KIND)
     if KIND == 0:
         if GROUPED:
             h *= load_grouped(
@@ -135,79 +138,7 @@ def _activation_apply_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def _gradients(
-    dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W,
-    KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """FP32 tiles of da: that of the gate and that of up for SwiGLU, else twice the same."""
-    dh = load_tile(dh_ptr, o_m, i_n + tl.arange(0, BLOCK_N), m_mn, F)
-    a = load_grouped(a_ptr, e_ptr, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N)
-    h, slope = _value_and_slope(a, KIND)
-    da = dh * slope
-    dup = da
-    if KIND == 0:
-        up = load_grouped(a_ptr + F, e_ptr + F // GROUP, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N)
-        da = dh * up * slope
-        dup = dh * h
-    return da, dup
-
-
-@triton.jit(do_not_specialize=TOKENS)
-def _activation_bwd_stats_kernel(
-    dh_ptr, a_ptr, e_ptr, amax_bits_ptr,  # (M, F), (M, W) FP8, (M, W / GROUP), ()
-    M, F, W, tiles_n,
-    KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)  # tiles are counted along the row first
-    o_m = row_offsets(pid // tiles_n, BLOCK_M)
-    i_n = pid % tiles_n * BLOCK_N
-    m_mn = (o_m[:, None] < M) & ((i_n + tl.arange(0, BLOCK_N))[None, :] < F)
-    da, dup = _gradients(
-        dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W, KIND, GROUP, BLOCK_M, BLOCK_N
-    )
-    amax_bits = block_amax_bits(da)
-    if KIND == 0:
-        amax_bits = tl.maximum(amax_bits, block_amax_bits(dup))
-    tl.atomic_max(amax_bits_ptr, amax_bits)
-
-
-@triton.jit(do_not_specialize=TOKENS)
-def _activation_bwd_apply_kernel(
-    dh_ptr, a_ptr, e_ptr, scale_ptr,  # (M, F), (M, W) FP8, (M, W / GROUP), ()
-    q_ptr, qt_ptr, sums_ptr,  # (M, W) and (W, M_PADDED) FP8, (rows of tiles, W) FP32 partial sums
-    M, F, W, M_PADDED, tiles_n,
-    KIND: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    BIAS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)  # tiles are counted along the row first
-    i_m = pid // tiles_n
-    o_m = word_offsets(i_m, BLOCK_M)
-    i_n = pid % tiles_n * BLOCK_N
-    o_n = i_n + tl.arange(0, BLOCK_N)
-    m_n = o_n < F
-    m_mn = (o_m[:, None] < M) & m_n[None, :]
-    da, dup = _gradients(
-        dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W, KIND, GROUP, BLOCK_M, BLOCK_N
-    )
-    inverse = inverse_scale(scale_ptr)
-    store_codes(
-        da * inverse, q_ptr, qt_ptr, o_m, i_m, o_n, m_n, M, M_PADDED, W, M_PADDED, ROWS,
-        TRANSPOSED, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    o = i_m.to(tl.int64) * W + o_n
-    if BIAS:
-        tl.store(sums_ptr + o, tl.sum(da, axis=0), mask=m_n)
-    if KIND == 0:
-        store_codes(
-            dup * inverse, q_ptr, qt_ptr, o_m, i_m, F + o_n, m_n, M, M_PADDED, W, M_PADDED, ROWS,
-            TRANSPOSED, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-        if BIAS:
-            tl.store(sums_ptr + F + o, tl.sum(dup, axis=0), mask=m_n)
-
-
-def _width(a: Tensor, kind: str) -> tuple[int, int, int]:
+def width(a: Tensor, kind: str) -> tuple[int, int, int]:
     """M, F and W of the activation's input."""
     M, W = a.shape
     return M, W // 2 if kind == "silu_mul" else W, W
@@ -217,25 +148,26 @@ def _activation_stats_triton(
     a: Tensor, kind: str, group_size: int, fmt: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     form = format_of(fmt)
-    M, F, W = _width(a, kind)
+    M, F, W = width(a, kind)
     q, exponents = empty_grouped(a, group_size, fmt)
-    amax = new_amax(a.device)
     grid, options = tiled(M, F)
+    scale, shared = new_scale(fmt, grid[0], a.device)
     launch(
         _activation_stats_kernel, grid,
-        a_ptr=a, q_ptr=q, e_ptr=exponents, amax_bits_ptr=amax.view(torch.int32), M=M, F=F, W=W,
-        KIND=ACTIVATIONS.index(kind), MAX_EXPONENT=form.max_exponent, GROUP=group_size, **options,
+        a_ptr=a, q_ptr=q, e_ptr=exponents, M=M, F=F, W=W, KIND=ACTIVATIONS.index(kind),
+        MAX_EXPONENT=form.max_exponent, GROUP=group_size, **shared, **options,
     )  # fmt: skip
-    return q, exponents, reference.amax_to_scale(amax, fmt)
+    return q, exponents, scale
 
 
 def _activation_apply_triton(
     a: Tensor, exponents: Tensor | None, kind: str, scale: Tensor, fmt: str, rows: bool,
     transposed: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    M, F, W = _width(a, kind)
+    M, F, W = width(a, kind)
     q, qt = empty_layouts(M, F, format_of(fmt), rows, transposed, a.device)
-    grid, options = tiled(padded(M) if transposed else M, F)
+    tile = TRANSPOSING_TILE if transposed else TILE
+    grid, options = tiled(padded(M) if transposed else M, F, tile)
     launch(
         _activation_apply_kernel, grid,
         a_ptr=a, e_ptr=exponents, scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, F=F, W=W,
@@ -244,45 +176,6 @@ def _activation_apply_triton(
         GROUP=1 if exponents is None else W // exponents.shape[1], **options,
     )  # fmt: skip
     return q, qt
-
-
-def _empty_gradient(
-    a: Tensor, fmt: str, rows: bool, transposed: bool, bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised results of ``activation_bwd``."""
-    M, W = a.shape
-    layouts = empty_layouts(M, W, format_of(fmt), rows, transposed, a.device)
-    scale = a.new_empty((), dtype=torch.float32)
-    return *layouts, scale, a.new_empty((W if bias else 0,), dtype=torch.float32)
-
-
-def _activation_bwd_triton(
-    dh: Tensor, a: Tensor, exponents: Tensor, kind: str, fmt: str, rows: bool, transposed: bool,
-    bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    M, F, W = _width(a, kind)
-    q, qt, _, sums = _empty_gradient(a, fmt, rows, transposed, bias)
-    amax = new_amax(dh.device)
-    group = W // exponents.shape[1]
-    grid, options = tiled(M, F)
-    launch(
-        _activation_bwd_stats_kernel, grid,
-        dh_ptr=dh, a_ptr=a, e_ptr=exponents, amax_bits_ptr=amax.view(torch.int32), M=M, F=F, W=W,
-        KIND=ACTIVATIONS.index(kind), GROUP=group, **options,
-    )  # fmt: skip
-    scale = reference.amax_to_scale(amax, fmt)
-    columns = max(64, group)
-    tile = Tile(GRADIENT_TILE // columns, columns)
-    grid, options = tiled(padded(M) if transposed else M, F, tile)
-    partial = sums.new_empty((grid[0] // options["tiles_n"] if bias else 0, W))
-    launch(
-        _activation_bwd_apply_kernel, grid,
-        dh_ptr=dh, a_ptr=a, e_ptr=exponents, scale_ptr=scale, q_ptr=q, qt_ptr=qt,
-        sums_ptr=partial, M=M, F=F, W=W, M_PADDED=padded(M),
-        KIND=ACTIVATIONS.index(kind), ROWS=rows, TRANSPOSED=transposed, BIAS=bias, GROUP=group,
-        **options,
-    )  # fmt: skip
-    return q, qt, scale, partial.sum(0) if bias else sums
 
 
 _activation_stats = register(
@@ -299,14 +192,8 @@ _activation_apply = register(
     triton=_activation_apply_triton,
     reference=reference.activation_apply,
     fake=lambda a, _exponents, kind, _scale, fmt, rows, transposed: empty_layouts(
-        a.shape[0], _width(a, kind)[1], format_of(fmt), rows, transposed, a.device
+        a.shape[0], width(a, kind)[1], format_of(fmt), rows, transposed, a.device
     ),
-)
-_activation_bwd = register(
-    "activation_bwd",
-    triton=_activation_bwd_triton,
-    reference=reference.activation_bwd,
-    fake=lambda _dh, a, _exponents, _kind, *rest: _empty_gradient(a, *rest),
 )
 
 
@@ -319,7 +206,12 @@ class ActivationSaved(NamedTuple):
     """Per-tensor scale of the output, FP32 []."""
 
 
-def _check_kind(kind: str) -> None:
+def check_kind(kind: str) -> None:
+    """Refuse an activation that has no kernel.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
     if kind not in ACTIVATIONS:
         raise ValueError(f"activation {kind!r} has no kernel; use one of {', '.join(ACTIVATIONS)}")
 
@@ -342,10 +234,10 @@ def activation_fwd(
         ValueError: the kind, shape, dtype or group size does not fit.
     """
     check_matrix("activation_fwd", "a", a)
-    _check_kind(kind)
+    check_kind(kind)
     if kind == "silu_mul" and a.shape[1] % 2:
         raise ValueError(f"silu_mul: a has {a.shape[1]} columns; give [gate | up], an even number")
-    check_group("activation_fwd", _width(a, kind)[1], group_size)
+    check_group("activation_fwd", width(a, kind)[1], group_size)
     q, exponents, scale = _activation_stats(a, kind, group_size, fmt.name)
     h, _ = _activation_apply(a, None, kind, scale, fmt.name, True, False)
     return TensorScaled(h, scale), ActivationSaved(GroupScaled(q, exponents), scale)
@@ -357,41 +249,8 @@ def activation_recompute(saved: ActivationSaved, kind: str, fmt: Format = E4M3) 
     Raises:
         ValueError: there is no such kind.
     """
-    _check_kind(kind)
+    check_kind(kind)
     _, ht = _activation_apply(
         saved.a.q, saved.a.exponents, kind, saved.scale, fmt.name, False, True
     )
     return TensorScaled(ht, saved.scale)
-
-
-def activation_bwd(
-    dh: Tensor,
-    saved: ActivationSaved,
-    kind: str,
-    *,
-    rows: bool = True,
-    transposed: bool = True,
-    bias: bool = False,
-    fmt: Format = E5M2,
-) -> GradientCodes:
-    """Gradient of :func:`activation_fwd`'s input, quantized per tensor; it exists in FP8 only.
-
-    Args:
-        dh: gradient of h [M, F], contiguous.
-        saved: from the forward pass.
-        kind: the same kind.
-        rows: write codes [M, W], for the input gradient of the layer before.
-        transposed: write codes [W, M'], for that layer's weight gradient.
-        bias: sum over the tokens, for its bias.
-        fmt: format of the codes.
-
-    Raises:
-        ValueError: dh is not a contiguous matrix of h's shape, or there is no such kind.
-    """
-    _check_kind(kind)
-    M, F, _ = _width(saved.a.q, kind)
-    check_matrix("activation_bwd", "dh", dh, (M, F))
-    q, qt, scale, sums = _activation_bwd(
-        dh, saved.a.q, saved.a.exponents, kind, fmt.name, rows, transposed, bias
-    )
-    return GradientCodes(TensorScaled(q, scale), TensorScaled(qt, scale), sums if bias else None)

@@ -59,6 +59,19 @@ def _quantize_tensor(i: _Inputs) -> Examples:
     return examples | {"stacked": (parts, scale, "e4m3", True, True)}
 
 
+def _quantize_gradient(i: _Inputs) -> Examples:
+    x = i.matrix()
+    side_by_side = [x, i.normal(i.rows, 32), i.matrix()]
+    return {
+        "rows": ([x], "e5m2", True, False, False),
+        "transposed-e4m3": ([x], "e4m3", False, True, False),
+        "both-bias": ([x], "e5m2", True, True, True),
+        "side-by-side": (side_by_side, "e5m2", True, True, True),
+        "bias": (side_by_side, "e5m2", False, False, True),
+        "neither": (side_by_side, "e5m2", False, False, False),
+    }
+
+
 def _quantize_group(i: _Inputs) -> Examples:
     sizes = [size for size in GROUP_SIZES if i.columns % size == 0]
     return {f"{fmt}-{size}": (i.matrix(), size, fmt) for fmt in FORMATS for size in sizes}
@@ -168,8 +181,8 @@ def _scaled_mm(i: _Inputs) -> Examples:
         scale = reference.tensor_scale([a], fmt)
         q, _ = reference.quantize_tensor([a], scale, fmt, True, False)
         name = fmt if bias is None else f"{fmt}-bias"
-        examples[name] = (q, scale, b_q, b_scale, bias, i.dtype)
-    return examples
+        examples[name] = (q, scale, b_q, b_scale, bias, i.dtype, False)
+    return examples | {"fast": (*examples["e4m3"][:-1], True)}
 
 
 def _adamw_step(i: _Inputs) -> Examples:
@@ -201,16 +214,20 @@ def _rope_quantize(i: _Inputs) -> Examples:
     return {"grouped": (i.normal(i.rows, 4 * i.group), cos, sin, 2, 1)}
 
 
-def _rope_bwd(i: _Inputs) -> Examples:
-    return {
-        name: (*reference.rope(qkv, cos, sin, heads, kv_heads), cos, sin)
-        for name, (qkv, cos, sin, heads, kv_heads) in _rope(i).items()
-    }
+def _rope_gradient(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for name, (qkv, cos, sin, heads, kv_heads) in _rope(i).items():
+        gradients = reference.rope(qkv, cos, sin, heads, kv_heads)
+        examples[name] = (*gradients, cos, sin, "e5m2", True, True, True)
+        examples[f"{name}-rows"] = (*gradients, cos, sin, "e5m2", True, False, False)
+        examples[f"{name}-transposed"] = (*gradients, cos, sin, "e4m3", False, True, False)
+    return examples
 
 
 _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "tensor_scale": _tensor_scale,
     "quantize_tensor": _quantize_tensor,
+    "quantize_gradient": _quantize_gradient,
     "quantize_group": _quantize_group,
     "dequantize_group": _dequantize_group,
     "transpose_codes": _transpose_codes,
@@ -223,7 +240,7 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "activation_bwd": _activation_bwd,
     "scaled_mm": _scaled_mm,
     "rope": _rope,
-    "rope_bwd": _rope_bwd,
+    "rope_gradient": _rope_gradient,
     "rope_quantize": _rope_quantize,
     "adamw_step": _adamw_step,
 }

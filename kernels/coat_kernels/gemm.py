@@ -3,8 +3,9 @@
 Hopper's FP8 tensor cores take both operands with K contiguous, hence the transposed copies that the
 quantize functions write: forward ``x [M, K], w [N, K]``; input gradient ``dy [M, N], w^T [K, N]``;
 weight gradient ``dy^T [N, M'], x^T [K, M']`` with tokens padded by zeros to M'. The kernel is
-cuBLASLt's through ``aten::_scaled_mm``, without fast accumulation by default: partial sums are
-promoted to FP32. On a CPU the codes are multiplied in FP32. A bias is rounded to the result's
+cuBLASLt's through ``aten::_scaled_mm``. Partial sums are promoted to FP32, unless accumulation is
+to be fast: the tensor cores then add up all of K with the fewer bits that they have, which takes 3
+to 7% less time (``coat-vlm bench gemm``). On a CPU the codes are multiplied in FP32. A bias is rounded to the result's
 dtype, the only one that cuBLASLt's epilogue takes. Reference: ``reference.scaled_mm``.
 """
 
@@ -24,12 +25,15 @@ from coat_kernels.registry import register
 
 
 def _scaled_mm_cuda(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, fast: bool,
+) -> Tensor:  # fmt: skip
     if not a.numel() or not b.numel():
-        return reference.scaled_mm(a, a_scale, b, b_scale, bias, dtype)
+        return reference.scaled_mm(a, a_scale, b, b_scale, bias, dtype, fast)
     fused = bias.to(dtype) if bias is not None and dtype != torch.float32 else None
-    y = torch.ops.aten._scaled_mm(a, b.t(), a_scale, b_scale, bias=fused, out_dtype=dtype)
+    y = torch.ops.aten._scaled_mm(
+        a, b.t(), a_scale, b_scale, bias=fused, out_dtype=dtype, use_fast_accum=fast
+    )
     return y if bias is None or fused is not None else y + bias
 
 
@@ -37,14 +41,19 @@ _scaled_mm = register(
     "scaled_mm",
     triton=_scaled_mm_cuda,
     reference=reference.scaled_mm,
-    fake=lambda a, _a_scale, b, _b_scale, _bias, dtype: a.new_empty(
+    fake=lambda a, _a_scale, b, _b_scale, _bias, dtype, _fast: a.new_empty(
         (a.shape[0], b.shape[0]), dtype=dtype
     ),
 )
 
 
 def scaled_mm(
-    a: TensorScaled, b: TensorScaled, dtype: torch.dtype, bias: Tensor | None = None
+    a: TensorScaled,
+    b: TensorScaled,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    fast: bool = False,
 ) -> Tensor:
     """Multiply FP8 matrices.
 
@@ -53,6 +62,7 @@ def scaled_mm(
         b: codes [N, K].
         dtype: dtype of the result: FP32, BF16 or FP16.
         bias: [N] or None.
+        fast: fast accumulation.
 
     Returns:
         [M, N] in ``dtype``.
@@ -80,4 +90,4 @@ def scaled_mm(
             f"{', '.join(map(str, HIGH_PRECISION))}"
         )
     check_vector("scaled_mm", "bias", bias, N)
-    return _scaled_mm(a.q, a.scale, b.q, b.scale, bias, dtype)
+    return _scaled_mm(a.q, a.scale, b.q, b.scale, bias, dtype, fast)

@@ -13,6 +13,10 @@ TOKENS = ("M",)
 (Compiled for M = 1, Triton 3.6 wrote wrong bytes into transposed FP8 tiles on an H200.)"""
 
 
+COUNTS = ("programs",)
+"""The same for the number of programs that share a scale, which follows the number of tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """What one program works on, and with how many warps: powers of two."""
@@ -26,6 +30,9 @@ class Tile:
 
 TILE = Tile(64, 128)
 """That of the kernels which work on any tile of a matrix."""
+
+TRANSPOSING_TILE = Tile(64, 128, 4)
+"""That of those which write codes transposed: half the warps exchange twice as much at a time."""
 
 _forced: Tile | None = None
 

@@ -10,10 +10,7 @@ RMSNorm has no mean and no bias. Two passes, because y's per-tensor scale needs 
 * ``norm_apply`` reads x (forward) or its FP8 copy (backward) and writes y's codes, row-major for
   the forward GEMM or transposed for the weight gradient. y itself is never stored.
 
-Backward (``norm_bwd``) works from the FP8 copy and adds the gradient of the residual path; weight
-and bias gradients are summed in FP32 in a fixed order (partial sums per block of rows, then one
-sum), so they are deterministic.
-Reference: ``reference.norm_stats``, ``norm_apply``, ``norm_bwd``.
+Gradient: ``norm_gradient.py``. Reference: ``reference.norm_stats``, ``norm_apply``.
 """
 
 from typing import Any, NamedTuple
@@ -36,65 +33,87 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.launch import NUM_WARPS, TOKENS, Tile, cdiv, chosen, launch, tiled
-from coat_kernels.quantize import empty_grouped, empty_layouts, new_amax
+from coat_kernels.launch import COUNTS, TILE, TOKENS, TRANSPOSING_TILE, Tile, chosen, launch, tiled
+from coat_kernels.quantize import empty_grouped, empty_layouts, new_scale
 from coat_kernels.registry import register
 from coat_kernels.tile import (
-    block_amax_bits,
     inverse_scale,
     load_grouped,
     load_tile,
-    row_offsets,
+    magnitude_bits,
+    publish_scale,
     store_codes,
     store_grouped,
     word_offsets,
 )
 
-ROW_ELEMENTS = 8192
-"""Elements of a tile of whole rows in the forward pass."""
+WARPS_IN_FLIGHT = 132 * 32
+"""Warps of the kernels that walk over whole rows: half of what an H200's multiprocessors hold. Each
+program takes every n-th row, so this also is the order in which weight gradients are summed."""
 
-GRADIENT_ROW_ELEMENTS = 4096
-"""The same in the backward pass, which holds most: with 8192 one block fills an SM."""
-
-MAX_PARTIALS = 264
-"""Blocks of rows whose weight gradients are summed apart: two per multiprocessor of an H200."""
+ROW_ELEMENTS_PER_WARP = 512
+"""Of a row: 16 per thread, and as many registers for each vector that a program keeps."""
 
 
 @triton.jit
-def _load_vector(ptr, o_n, N):
+def load_vector(ptr, o_n, N):
+    """FP32 [1, BLOCK_N] of N channels; zero beyond."""
     return tl.load(ptr + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
 
 
-@triton.jit(do_not_specialize=TOKENS)
+@triton.jit
+def load_row(ptr, row, o_n, M, N):
+    """One row [1, BLOCK_N] as it is stored; zeros beyond the last, for which no one waits."""
+    return tl.load(
+        ptr + row.to(tl.int64) * N + o_n[None, :], mask=(o_n[None, :] < N) & (row < M), other=0.0
+    )
+
+
+@triton.jit(do_not_specialize=(*TOKENS, *COUNTS))
 def _norm_stats_kernel(
     x_ptr, delta_ptr, weight_ptr, bias_ptr,  # (M, N), (M, N) or null, (N,), (N,) or null
     sum_ptr,  # (M, N) if there is a delta
-    q_ptr, e_ptr, rstd_ptr, mean_ptr, amax_bits_ptr,  # (M, N) FP8, (M, N / GROUP), (M,), (M,), ()
+    q_ptr, e_ptr, rstd_ptr, mean_ptr,  # (M, N) FP8, (M, N / GROUP), (M,), (M,)
+    work_ptr, scale_ptr, programs,  # of publish_scale
     M, N, eps,
     HAS_DELTA: tl.constexpr, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr, INVERSE_MAX: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    o_m = row_offsets(tl.program_id(0), BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
-    m_mn = (o_m[:, None] < M) & (o_n[None, :] < N)
-    x = load_tile(x_ptr, o_m, o_n, m_mn, N)
+    m_n = o_n[None, :] < N
+    weight = load_vector(weight_ptr, o_n, N)
+    bits = tl.zeros((1, BLOCK_N), dtype=tl.int32)
+    row = tl.program_id(0)
+    rows = tl.cdiv(M - row, programs)
+    next_x = load_row(x_ptr, row, o_n, M, N)
     if HAS_DELTA:
-        added = (x + load_tile(delta_ptr, o_m, o_n, m_mn, N)).to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + o_m[:, None] * N + o_n[None, :], added, mask=m_mn)
-        x = added.to(tl.float32)
-    store_grouped(x, q_ptr, e_ptr, o_m, 0, M, N, N, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
-    middle = x
-    if CENTERED:
-        mean = tl.sum(x, axis=1) / N
-        tl.store(mean_ptr + o_m, mean, mask=o_m < M)
-        middle = tl.where(m_mn, x - mean[:, None], 0.0)
-    rstd = tl.math.rsqrt(tl.sum(middle * middle, axis=1) / N + eps)
-    tl.store(rstd_ptr + o_m, rstd, mask=o_m < M)
-    y = middle * rstd[:, None] * _load_vector(weight_ptr, o_n, N)
-    if HAS_BIAS:
-        y += _load_vector(bias_ptr, o_n, N)
-    tl.atomic_max(amax_bits_ptr, block_amax_bits(tl.where(m_mn, y, 0.0)))
+        next_delta = load_row(delta_ptr, row, o_n, M, N)
+    for i in range(rows):
+        # The next row is on its way while this one is worked on.
+        row = tl.program_id(0) + i * programs
+        x = next_x.to(tl.float32)
+        next_x = load_row(x_ptr, row + programs, o_n, M, N)
+        o_m = row.to(tl.int64) + tl.arange(0, 1)
+        if HAS_DELTA:
+            added = (x + next_delta.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+            next_delta = load_row(delta_ptr, row + programs, o_n, M, N)
+            tl.store(sum_ptr + o_m[:, None] * N + o_n[None, :], added, mask=m_n)
+            x = added.to(tl.float32)
+        store_grouped(x, q_ptr, e_ptr, o_m, 0, M, N, N, MAX_EXPONENT, GROUP, 1, BLOCK_N)
+        middle = x
+        if CENTERED:
+            mean = tl.sum(x, axis=1) / N
+            tl.store(mean_ptr + o_m, mean)
+            middle = tl.where(m_n, x - mean[:, None], 0.0)
+        rstd = tl.math.rsqrt(tl.sum(middle * middle, axis=1) / N + eps)
+        tl.store(rstd_ptr + o_m, rstd)
+        y = middle * rstd[:, None] * weight
+        if HAS_BIAS:
+            y += load_vector(bias_ptr, o_n, N)
+        bits = tl.maximum(bits, magnitude_bits(y))
+    amax_bits = tl.max(tl.max(bits, axis=1), axis=0)
+    publish_scale(amax_bits, work_ptr, scale_ptr, programs, INVERSE_MAX)
 
 
 @triton.jit(do_not_specialize=TOKENS)
@@ -119,9 +138,9 @@ def _norm_apply_kernel(
     rstd = tl.load(rstd_ptr + o_m, mask=o_m < M, other=0.0)
     if CENTERED:
         x -= tl.load(mean_ptr + o_m, mask=o_m < M, other=0.0)[:, None]
-    y = x * rstd[:, None] * _load_vector(weight_ptr, o_n, N)
+    y = x * rstd[:, None] * load_vector(weight_ptr, o_n, N)
     if HAS_BIAS:
-        y += _load_vector(bias_ptr, o_n, N)
+        y += load_vector(bias_ptr, o_n, N)
         y = tl.where(o_m[:, None] < M, y, 0.0)
     store_codes(
         y * inverse_scale(scale_ptr), q_ptr, qt_ptr, o_m, i_m, o_n, o_n < N, M, M_PADDED, N,
@@ -129,54 +148,12 @@ def _norm_apply_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=TOKENS)
-def _norm_bwd_kernel(
-    dy_ptr, x_ptr, e_ptr, weight_ptr, rstd_ptr, mean_ptr, residual_ptr,  # the last (M, N) or null
-    dx_ptr, dweight_ptr, dbias_ptr,  # (M, N), (programs, N) FP32 partial sums
-    M, N, rows_per_program,
-    HAS_RESIDUAL: tl.constexpr, CENTERED: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)
-    o_n = tl.arange(0, BLOCK_N)
-    weight = _load_vector(weight_ptr, o_n, N)
-    dweight = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    dbias = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for start in range(0, rows_per_program, BLOCK_M):
-        row = pid.to(tl.int64) * rows_per_program + start
-        o_m = row + tl.arange(0, BLOCK_M)
-        m_mn = (o_m[:, None] < M) & (o_n[None, :] < N)
-        dy = load_tile(dy_ptr, o_m, o_n, m_mn, N)
-        x = load_grouped(x_ptr, e_ptr, o_m, 0, M, N, N, GROUP, BLOCK_M, BLOCK_N)
-        rstd = tl.load(rstd_ptr + o_m, mask=o_m < M, other=0.0)[:, None]
-        if CENTERED:
-            x -= tl.load(mean_ptr + o_m, mask=o_m < M, other=0.0)[:, None]
-        xhat = x * rstd  # beyond the last channel it need not be zero, but dy and g are
-        g = dy * weight
-        dx = g - xhat * (tl.sum(g * xhat, axis=1) / N)[:, None]
-        if CENTERED:
-            dx -= (tl.sum(g, axis=1) / N)[:, None]
-        dx *= rstd
-        if HAS_RESIDUAL:
-            dx += load_tile(residual_ptr, o_m, o_n, m_mn, N)
-        tl.store(
-            dx_ptr + o_m[:, None] * N + o_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=m_mn
-        )
-        dweight += tl.sum(dy * xhat, axis=0)
-        if CENTERED:
-            dbias += tl.sum(dy, axis=0)
-    o = pid * N + o_n
-    tl.store(dweight_ptr + o, dweight, mask=o_n < N)
-    if CENTERED:
-        tl.store(dbias_ptr + o, dbias, mask=o_n < N)
-
-
-def _row_block(N: int, elements: int = ROW_ELEMENTS) -> dict[str, int]:
-    """Launch options of a tile of whole rows: one row, or more up to that many elements."""
+def row_programs(M: int, N: int) -> tuple[int, dict[str, int]]:
+    """How many programs walk over the rows, and their launch options."""
     block_n = max(128, 1 << (N - 1).bit_length())
-    rows = max(1, min(64, elements // block_n))
-    tile = chosen(Tile(rows, block_n, NUM_WARPS if block_n <= ROW_ELEMENTS else 2 * NUM_WARPS))
-    return {"BLOCK_N": block_n, "BLOCK_M": tile.rows, "num_warps": tile.warps}
+    warps = max(1, min(16, block_n // ROW_ELEMENTS_PER_WARP))
+    warps = chosen(Tile(1, block_n, warps)).warps
+    return min(M, WARPS_IN_FLIGHT // warps), {"BLOCK_N": block_n, "num_warps": warps}
 
 
 def _empty_stats(
@@ -197,18 +174,17 @@ def _norm_stats_triton(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     form = format_of(fmt)
     M, N = x.shape
-    total, q, exponents, rstd, mean, _ = _empty_stats(x, delta, centered, group_size, fmt)
-    amax = new_amax(x.device)
-    block = _row_block(N)
+    total, q, exponents, rstd, mean = _empty_stats(x, delta, centered, group_size, fmt)[:5]
+    programs, options = row_programs(M, N)
+    scale, shared = new_scale(fmt, programs, x.device)
     launch(
-        _norm_stats_kernel, (cdiv(M, block["BLOCK_M"]),),
+        _norm_stats_kernel, (programs,),
         x_ptr=x, delta_ptr=delta, weight_ptr=weight, bias_ptr=bias, sum_ptr=total, q_ptr=q,
-        e_ptr=exponents, rstd_ptr=rstd, mean_ptr=mean, amax_bits_ptr=amax.view(torch.int32),
-        M=M, N=N, eps=eps, HAS_DELTA=delta is not None, CENTERED=centered,
-        HAS_BIAS=bias is not None, MAX_EXPONENT=form.max_exponent, GROUP=group_size,
-        **block,
+        e_ptr=exponents, rstd_ptr=rstd, mean_ptr=mean, M=M, N=N, eps=eps,
+        HAS_DELTA=delta is not None, CENTERED=centered, HAS_BIAS=bias is not None,
+        MAX_EXPONENT=form.max_exponent, GROUP=group_size, **shared, **options,
     )  # fmt: skip
-    return total, q, exponents, rstd, mean, reference.amax_to_scale(amax, fmt)
+    return total, q, exponents, rstd, mean, scale
 
 
 def _norm_apply_triton(
@@ -217,7 +193,8 @@ def _norm_apply_triton(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     M, N = x.shape
     q, qt = empty_layouts(M, N, format_of(fmt), rows, transposed, x.device)
-    grid, options = tiled(padded(M) if transposed else M, N)
+    tile = TRANSPOSING_TILE if transposed else TILE
+    grid, options = tiled(padded(M) if transposed else M, N, tile)
     launch(
         _norm_apply_kernel, grid,
         x_ptr=x, e_ptr=exponents, weight_ptr=weight, bias_ptr=bias, rstd_ptr=rstd, mean_ptr=mean,
@@ -234,36 +211,6 @@ def _norm_apply_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return empty_layouts(x.shape[0], x.shape[1], format_of(fmt), rows, transposed, x.device)
 
 
-def _norm_bwd_triton(
-    dy: Tensor, x: Tensor, exponents: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor,
-    residual: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    M, N = x.shape
-    centered = mean.numel() > 0
-    block = _row_block(N, GRADIENT_ROW_ELEMENTS)
-    tiles_m = max(1, cdiv(M, block["BLOCK_M"]))  # no rows: one program writes zero sums
-    tiles_per_program = cdiv(tiles_m, MAX_PARTIALS)
-    programs = cdiv(tiles_m, tiles_per_program)
-    dx = torch.empty_like(dy)
-    sums = torch.empty((1 + centered, programs, N), dtype=torch.float32, device=dy.device)
-    launch(
-        _norm_bwd_kernel, (programs,),
-        dy_ptr=dy, x_ptr=x, e_ptr=exponents, weight_ptr=weight, rstd_ptr=rstd, mean_ptr=mean,
-        residual_ptr=residual, dx_ptr=dx, dweight_ptr=sums[0], dbias_ptr=sums[-1], M=M, N=N,
-        rows_per_program=tiles_per_program * block["BLOCK_M"],
-        HAS_RESIDUAL=residual is not None, CENTERED=centered, GROUP=N // exponents.shape[1],
-        **block,
-    )  # fmt: skip
-    return dx, sums[0].sum(0), sums[1].sum(0) if centered else sums.new_empty(0)
-
-
-def _norm_bwd_fake(dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    N, mean = dy.shape[1], rest[4]
-    biases = N if mean.numel() else 0
-    dweight, dbias = (dy.new_empty((size,), dtype=torch.float32) for size in (N, biases))
-    return torch.empty_like(dy), dweight, dbias
-
-
 _norm_stats = register(
     "norm_stats",
     triton=_norm_stats_triton,
@@ -275,12 +222,6 @@ _norm_apply = register(
     triton=_norm_apply_triton,
     reference=reference.norm_apply,
     fake=_norm_apply_fake,
-)
-_norm_bwd = register(
-    "norm_bwd",
-    triton=_norm_bwd_triton,
-    reference=reference.norm_bwd,
-    fake=_norm_bwd_fake,
 )
 
 
@@ -357,29 +298,3 @@ def norm_recompute(
         fmt.name, False, True,
     )  # fmt: skip
     return TensorScaled(qt, saved.scale)
-
-
-def norm_bwd(
-    dy: Tensor, saved: NormSaved, weight: Tensor, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`norm_fwd`.
-
-    Args:
-        dy: gradient of the output [M, N], contiguous.
-        saved: from the forward pass.
-        weight: [N].
-        residual: gradient that reaches the norm's input past the norm, like dy; added to dx.
-
-    Returns:
-        dx [M, N] in dy's dtype, dweight FP32 [N], dbias FP32 [N] (empty for RMSNorm).
-
-    Raises:
-        ValueError: dy is not a contiguous matrix of x's shape, residual is not like dy, or weight
-            does not fit.
-    """
-    M, N = saved.x.q.shape
-    check_matrix("norm_bwd", "dy", dy, (M, N))
-    check_vector("norm_bwd", "weight", weight, N)
-    if residual is not None:
-        check_like("norm_bwd", "residual", residual, "dy", dy)
-    return _norm_bwd(dy, saved.x.q, saved.x.exponents, weight, saved.rstd, saved.mean, residual)

@@ -10,6 +10,7 @@ and 4.2 (the amax of the first pass can come from the producer: ``norm.py``, ``a
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +21,7 @@ from coat_kernels import reference
 from coat_kernels.formats import (
     E4M3,
     GEMM_MULTIPLE,
+    MIN_SCALE,
     Format,
     GroupScaled,
     TensorScaled,
@@ -29,46 +31,65 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.launch import TOKENS, cdiv, launch, tiled
+from coat_kernels.launch import COUNTS, TILE, TOKENS, TRANSPOSING_TILE, cdiv, launch, tiled
 from coat_kernels.registry import register
 from coat_kernels.tile import (
-    block_amax_bits,
     inverse_scale,
     load_grouped,
     load_tile,
+    magnitude_bits,
+    publish_scale,
     row_offsets,
     store_codes,
     store_grouped,
     word_offsets,
 )
 
-AMAX_ELEMENTS = 8192
-"""Elements per program of the pass that only looks for the largest magnitude."""
+AMAX_ELEMENTS = 4096
+"""Elements that a program of the pass for the largest magnitude reads at a time."""
+
+AMAX_PROGRAMS = 1056
+"""Most programs of that pass: eight per multiprocessor of an H200, each with many blocks."""
 
 
-@triton.jit
-def _amax_kernel(x_ptr, amax_bits_ptr, numel, BLOCK: tl.constexpr):
-    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + o, mask=o < numel, other=0.0).to(tl.float32)
-    tl.atomic_max(amax_bits_ptr, block_amax_bits(x[None, :]))  # order does not matter: exact
+@triton.jit(do_not_specialize=COUNTS)
+def _amax_kernel(
+    x_ptr, work_ptr, scale_ptr,  # numel elements, two int32, ()
+    numel, programs,  # of all parts of the matrix
+    INVERSE_MAX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    bits = tl.zeros((BLOCK,), dtype=tl.int32)
+    for i in range(tl.cdiv(numel, step)):
+        o = start + i * step + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + o, mask=o < numel, other=0.0).to(tl.float32)
+        bits = tl.maximum(bits, magnitude_bits(x))
+    publish_scale(tl.max(bits, axis=0), work_ptr, scale_ptr, programs, INVERSE_MAX)
 
 
 @triton.jit(do_not_specialize=TOKENS)
-def _quantize_tensor_kernel(
+def quantize_tensor_kernel(
     x_ptr, scale_ptr,  # (M, N), ()
-    q_ptr, qt_ptr,  # (M, N), and (N, stride_t) FP8 of which M_END columns are written
-    M, N, M_END, stride_t, tiles_n,
-    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q_ptr, qt_ptr,  # (M, N) in rows of stride_q, (N, M_END) in rows of stride_t
+    sums_ptr,  # (rows of tiles, N) in rows of stride_q: FP32 partial sums over the tokens
+    M, N, M_END, stride_q, stride_t, tiles_n,
+    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, SUMS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Codes of one of the parts of a matrix; its place is in the pointers and strides."""
     pid = tl.program_id(0)  # tiles are counted along the row first
     i_m = pid // tiles_n
     o_m = word_offsets(i_m, BLOCK_M)
     o_n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     x = load_tile(x_ptr, o_m, o_n, (o_m[:, None] < M) & (o_n[None, :] < N), N)
     store_codes(
-        x * inverse_scale(scale_ptr), q_ptr, qt_ptr, o_m, i_m, o_n, o_n < N, M, M_END, N, stride_t,
-        ROWS, TRANSPOSED, BLOCK_M, BLOCK_N,
+        x * inverse_scale(scale_ptr), q_ptr, qt_ptr, o_m, i_m, o_n, o_n < N, M, M_END, stride_q,
+        stride_t, ROWS, TRANSPOSED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
+    if SUMS:
+        o_s = i_m.to(tl.int64) * stride_q + o_n
+        tl.store(sums_ptr + o_s, tl.sum(x, axis=0), mask=o_n < N)
 
 
 @triton.jit(do_not_specialize=TOKENS)
@@ -117,20 +138,29 @@ def empty_grouped(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]
     )
 
 
-def new_amax(device: torch.device) -> Tensor:
-    """A zero, FP32 [], that kernels raise to a largest magnitude through its bits."""
-    return torch.zeros((), dtype=torch.float32, device=device)
+def new_scale(fmt: str, programs: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+    """A scale [], FP32, that ``programs`` programs will write together, and how they are told to.
+
+    See :func:`coat_kernels.tile.publish_scale`. Nothing to look at: the scale of zeros.
+    """
+    scale = torch.empty((), dtype=torch.float32, device=device)
+    if not programs:
+        scale.fill_(MIN_SCALE)
+    return scale, {
+        "work_ptr": torch.zeros(2, dtype=torch.int32, device=device),
+        "scale_ptr": scale,
+        "programs": programs,
+        "INVERSE_MAX": 1.0 / format_of(fmt).max,
+    }
 
 
-def _tensor_scale_triton(parts: Sequence[Tensor], fmt: str) -> Tensor:
-    amax = new_amax(parts[0].device)
-    for part in parts:
-        launch(
-            _amax_kernel, (cdiv(part.numel(), AMAX_ELEMENTS),),
-            x_ptr=part, amax_bits_ptr=amax.view(torch.int32), numel=part.numel(),
-            BLOCK=AMAX_ELEMENTS,
-        )  # fmt: skip
-    return reference.amax_to_scale(amax, fmt)
+def tensor_scale_triton(parts: Sequence[Tensor], fmt: str) -> Tensor:
+    """The scale of matrices that are quantized together."""
+    grids = [min(AMAX_PROGRAMS, cdiv(part.numel(), AMAX_ELEMENTS)) for part in parts]
+    scale, shared = new_scale(fmt, sum(grids), parts[0].device)
+    for part, grid in zip(parts, grids, strict=True):
+        launch(_amax_kernel, (grid,), x_ptr=part, numel=part.numel(), BLOCK=AMAX_ELEMENTS, **shared)
+    return scale
 
 
 def _quantize_tensor_triton(
@@ -143,12 +173,12 @@ def _quantize_tensor_triton(
         m = part.shape[0]
         # The last part's programs write the padding, too.
         end = padded(M) - start if transposed and i == len(parts) - 1 else m
-        grid, options = tiled(end, N)
+        grid, options = tiled(end, N, TRANSPOSING_TILE if transposed else TILE)
         launch(
-            _quantize_tensor_kernel, grid,
-            x_ptr=part, scale_ptr=scale, q_ptr=q[start:] if rows else q,
-            qt_ptr=qt[..., start:], M=m, N=N, M_END=end, stride_t=padded(M), ROWS=rows,
-            TRANSPOSED=transposed, **options,
+            quantize_tensor_kernel, grid,
+            x_ptr=part, scale_ptr=scale, q_ptr=q[start:] if rows else q, qt_ptr=qt[..., start:],
+            sums_ptr=None, M=m, N=N, M_END=end, stride_q=N, stride_t=padded(M), ROWS=rows,
+            TRANSPOSED=transposed, SUMS=False, **options,
         )  # fmt: skip
         start += m
     return q, qt
@@ -185,7 +215,7 @@ def _dequantize_group_triton(q: Tensor, exponents: Tensor, dtype: torch.dtype) -
 
 _tensor_scale = register(
     "tensor_scale",
-    triton=_tensor_scale_triton,
+    triton=tensor_scale_triton,
     reference=reference.tensor_scale,
     fake=lambda parts, _fmt: parts[0].new_empty((), dtype=torch.float32),
 )

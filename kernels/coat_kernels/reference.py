@@ -66,6 +66,16 @@ def quantize_tensor(
     return _layouts(x.float(), scale, format_of(fmt), rows, transposed)
 
 
+def quantize_gradient(
+    parts: list[Tensor], fmt: str, rows: bool, transposed: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes of parts [M, n_i], side by side, [M, N] and/or [N, M']; their scale; their sums [N]."""
+    dy = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).float()
+    scale = tensor_scale([dy], fmt)
+    sums = dy.sum(0) if bias else dy.new_empty(0)
+    return *_layouts(dy, scale, format_of(fmt), rows, transposed), scale, sums
+
+
 def _layouts(
     x: Tensor, scale: Tensor, fmt: Format, rows: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
@@ -122,11 +132,12 @@ def _looked_up(table: Tensor, index: Tensor) -> Tensor:
 
 
 def scaled_mm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, _fast: bool,
+) -> Tensor:  # fmt: skip
     """(a [M, K] @ b [N, K]^T) * (a_scale * b_scale) + bias [N], FP32 inside, rounded to dtype.
 
-    The bias is rounded to ``dtype`` before it is added.
+    The bias is rounded to ``dtype`` before it is added. Fast accumulation is a GPU's.
     """
     y = (to_float(a) @ to_float(b).t()).mul_(a_scale * b_scale)
     if bias is not None:
@@ -291,9 +302,7 @@ def activation_bwd(
         of da over the tokens, FP32 [W].
     """
     da = activation_gradient(dh, dequantize_group(a, exponents, torch.float32), kind)
-    scale = tensor_scale([da], fmt)
-    sums = da.sum(0) if bias else da.new_empty(0)
-    return *_layouts(da, scale, format_of(fmt), rows, transposed), scale, sums
+    return quantize_gradient([da], fmt, rows, transposed, bias)
 
 
 # rotary embedding
@@ -336,7 +345,16 @@ def rope_quantize(
     return values[0], values[1], values[2], q8, k8, v8, eq, ek, ev
 
 
-def rope_bwd(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Gradient [M, (heads + 2 kv_heads) * D] of qkv."""
-    back = (_rotated(x, cos, sin, backward=True).flatten(-2).to(x.dtype) for x in (dq, dk))
-    return torch.cat([*back, dv], -1)
+def rope_gradient_values(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """FP32 gradient [M, (heads + 2 kv_heads) * D] of qkv."""
+    back = (_rotated(x, cos, sin, backward=True).flatten(-2) for x in (dq, dk))
+    return torch.cat([*back, dv.float()], -1)
+
+
+def rope_gradient(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, fmt: str, rows: bool,
+    transposed: bool, bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """:func:`quantize_gradient` of :func:`rope_gradient_values`."""
+    gradient = rope_gradient_values(dq, dk, dv, cos, sin)
+    return quantize_gradient([gradient], fmt, rows, transposed, bias)

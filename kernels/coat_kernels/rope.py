@@ -3,14 +3,14 @@
 Per head, with the two halves of its D channels (x1, x2) and of the embedding (c1, c2), (s1, s2):
 
     y1 = x1 c1 - x2 s1,   y2 = x2 c2 + x1 s2
-    dx1 = dy1 c1 + dy2 s2,   dx2 = dy2 c2 - dy1 s1
 
 q and k are rotated, v is copied, so that nothing holds on to the joint matrix. Computed in FP32 and
 rounded once (transformers rounds each product). Reads and writes every element once: with 16-bit
 values 4 (H + 2 H_kv) D bytes per token; cos and sin are read once for several heads. Formula: Su et
 al., arXiv 2104.09864, equation 34, in the half-split order of Llama. ``rope_quantize`` also writes
 E4M3 copies with one scale per head and token, and q, k and v as these are worth: 5 bytes where 4
-are above, and 1 / D. Reference: ``reference.rope``, ``rope_quantize``, ``rope_bwd``.
+are above, and 1 / D. Gradient: ``rope_gradient.py``. Reference: ``reference.rope``,
+``rope_quantize``.
 """
 
 import torch
@@ -44,7 +44,7 @@ def _half_mask(m_m, D, HALF: tl.constexpr):
 
 
 @triton.jit
-def _load_half(x_ptr, o_m, stride, start, m_m, D, HALF: tl.constexpr):
+def load_half(x_ptr, o_m, stride, start, m_m, D, HALF: tl.constexpr):
     """FP32 [BLOCK_M, HALF]."""
     offsets = _half_offsets(o_m, stride, start, HALF)
     return tl.load(x_ptr + offsets, mask=_half_mask(m_m, D, HALF), other=0.0).to(tl.float32)
@@ -52,13 +52,13 @@ def _load_half(x_ptr, o_m, stride, start, m_m, D, HALF: tl.constexpr):
 
 @triton.jit
 def _store_half(x_ptr, o_m, stride, start, m_m, D, y, HALF: tl.constexpr):
-    """The inverse of :func:`_load_half`, rounded to the matrix's dtype."""
+    """The inverse of :func:`load_half`, rounded to the matrix's dtype."""
     offsets = _half_offsets(o_m, stride, start, HALF)
     tl.store(x_ptr + offsets, y.to(x_ptr.dtype.element_ty), mask=_half_mask(m_m, D, HALF))
 
 
 @triton.jit
-def _of_head(q_ptr, k_ptr, v_ptr, head, H, KV, size):
+def of_head(q_ptr, k_ptr, v_ptr, head, H, KV, size):
     """What belongs to a head, counted through q, k and v, in the first row."""
     part = q_ptr + head * size
     if head >= H:
@@ -91,55 +91,43 @@ def _rope_kernel(
     q_ptr, k_ptr, v_ptr,  # (M, H D), (M, KV D), (M, KV D)
     q8_ptr, k8_ptr, v8_ptr, eq_ptr, ek_ptr, ev_ptr,  # their codes, (M, H), (M, KV), (M, KV)
     M, R, H, KV, D,
-    BACKWARD: tl.constexpr, QUANTIZE: tl.constexpr, MAX_EXPONENT: tl.constexpr,
+    QUANTIZE: tl.constexpr, MAX_EXPONENT: tl.constexpr,
     HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     o_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < M
     second = D // 2
-    c1 = _load_half(cos_ptr, o_m % R, D, 0, m_m, D, HALF)
-    c2 = _load_half(cos_ptr, o_m % R, D, second, m_m, D, HALF)
-    s1 = _load_half(sin_ptr, o_m % R, D, 0, m_m, D, HALF)
-    s2 = _load_half(sin_ptr, o_m % R, D, second, m_m, D, HALF)
+    c1 = load_half(cos_ptr, o_m % R, D, 0, m_m, D, HALF)
+    c2 = load_half(cos_ptr, o_m % R, D, second, m_m, D, HALF)
+    s1 = load_half(sin_ptr, o_m % R, D, 0, m_m, D, HALF)
+    s2 = load_half(sin_ptr, o_m % R, D, second, m_m, D, HALF)
     heads = H + 2 * KV
     for i in range(BLOCK_H):
         head = tl.program_id(1) * BLOCK_H + i
         # Where the head lies among q, k and v, and in the joint matrix.
-        part = _of_head(q_ptr, k_ptr, v_ptr, head, H, KV, D)
+        part = of_head(q_ptr, k_ptr, v_ptr, head, H, KV, D)
         in_row = H if head < H else KV
         stride = in_row * D
         joint = qkv_ptr + head * D
         mask = m_m & (head < heads)
-        if BACKWARD:
-            x1 = _load_half(part, o_m, stride, 0, mask, D, HALF)
-            x2 = _load_half(part, o_m, stride, second, mask, D, HALF)
-        else:
-            x1 = _load_half(joint, o_m, heads * D, 0, mask, D, HALF)
-            x2 = _load_half(joint, o_m, heads * D, second, mask, D, HALF)
+        x1 = load_half(joint, o_m, heads * D, 0, mask, D, HALF)
+        x2 = load_half(joint, o_m, heads * D, second, mask, D, HALF)
         y1, y2 = x1, x2
         if head < H + KV:
-            if BACKWARD:
-                y1 = x1 * c1 + x2 * s2
-                y2 = x2 * c2 - x1 * s1
-            else:
-                y1 = x1 * c1 - x2 * s1
-                y2 = x2 * c2 + x1 * s2
-        if BACKWARD:
-            _store_half(joint, o_m, heads * D, 0, mask, D, y1, HALF)
-            _store_half(joint, o_m, heads * D, second, mask, D, y2, HALF)
-        else:
-            if QUANTIZE:
-                codes = _of_head(q8_ptr, k8_ptr, v8_ptr, head, H, KV, D)
-                exponents = _of_head(eq_ptr, ek_ptr, ev_ptr, head, H, KV, 1)
-                y1, y2 = _quantize_head(
-                    y1, y2, codes, exponents, in_row, o_m, stride, mask, D, MAX_EXPONENT, HALF
-                )
-            _store_half(part, o_m, stride, 0, mask, D, y1, HALF)
-            _store_half(part, o_m, stride, second, mask, D, y2, HALF)
+            y1 = x1 * c1 - x2 * s1
+            y2 = x2 * c2 + x1 * s2
+        if QUANTIZE:
+            codes = of_head(q8_ptr, k8_ptr, v8_ptr, head, H, KV, D)
+            exponents = of_head(eq_ptr, ek_ptr, ev_ptr, head, H, KV, 1)
+            y1, y2 = _quantize_head(
+                y1, y2, codes, exponents, in_row, o_m, stride, mask, D, MAX_EXPONENT, HALF
+            )
+        _store_half(part, o_m, stride, 0, mask, D, y1, HALF)
+        _store_half(part, o_m, stride, second, mask, D, y2, HALF)
 
 
 def _launch(
-    qkv: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor, backward: bool,
+    qkv: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor,
     copies: tuple[Tensor | None, ...] = (None,) * 6,
 ) -> None:  # fmt: skip
     M, (R, D) = qkv.shape[0], cos.shape
@@ -149,7 +137,7 @@ def _launch(
         qkv_ptr=qkv, cos_ptr=cos, sin_ptr=sin, q_ptr=q, k_ptr=k, v_ptr=v,
         q8_ptr=copies[0], k8_ptr=copies[1], v8_ptr=copies[2],
         eq_ptr=copies[3], ek_ptr=copies[4], ev_ptr=copies[5],
-        M=M, R=R, H=H, KV=KV, D=D, BACKWARD=backward, QUANTIZE=copies[0] is not None,
+        M=M, R=R, H=H, KV=KV, D=D, QUANTIZE=copies[0] is not None,
         MAX_EXPONENT=E4M3.max_exponent, HALF=triton.next_power_of_2(D // 2),
         BLOCK_M=BLOCK_ROWS, BLOCK_H=BLOCK_HEADS,
     )  # fmt: skip
@@ -168,7 +156,7 @@ def _rope_triton(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = _split(qkv, cos, sin, heads, kv_heads)
-    _launch(qkv, cos, sin, q, k, v, False)
+    _launch(qkv, cos, sin, q, k, v)
     return q, k, v
 
 
@@ -189,19 +177,8 @@ def _rope_quantize_triton(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     made = _split_copies(qkv, cos, sin, heads, kv_heads)
-    _launch(qkv, cos, sin, *made[:3], False, made[3:])
+    _launch(qkv, cos, sin, *made[:3], made[3:])
     return made
-
-
-def _joint(dq: Tensor, dk: Tensor, dv: Tensor, _cos: Tensor, _sin: Tensor) -> Tensor:
-    """Uninitialised gradient of the joint matrix."""
-    return dq.new_empty(dq.shape[0], dq.shape[1] + dk.shape[1] + dv.shape[1])
-
-
-def _rope_bwd_triton(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    dqkv = _joint(dq, dk, dv, cos, sin)
-    _launch(dqkv, cos, sin, dq, dk, dv, True)
-    return dqkv
 
 
 _rope = register("rope", triton=_rope_triton, reference=reference.rope, fake=_split)
@@ -211,7 +188,6 @@ _rope_quantize = register(
     reference=reference.rope_quantize,
     fake=_split_copies,
 )
-_rope_bwd = register("rope_bwd", triton=_rope_bwd_triton, reference=reference.rope_bwd, fake=_joint)
 
 
 def rope(
@@ -260,33 +236,24 @@ def rope_quantize(
     return (q, k, v), (GroupScaled(q8, eq), GroupScaled(k8, ek), GroupScaled(v8, ev))
 
 
-def rope_bwd(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Gradient of the joint projection.
-
-    Args:
-        dq: gradient of q [M, heads D].
-        dk: gradient of k [M, kv_heads D].
-        dv: gradient of v, of k's shape.
-        cos: as in :func:`rope`.
-        sin: likewise.
-
-    Returns:
-        [M, (heads + 2 kv_heads) D] in dq's dtype.
+def check_heads_gradient(
+    op: str, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor
+) -> None:
+    """Refuse gradients of heads that do not fit each other or the embedding.
 
     Raises:
         ValueError: a shape, dtype or layout is wrong.
     """
-    check_matrix("rope_bwd", "dq", dq)
-    check_matrix("rope_bwd", "dk", dk)
-    check_matrix("rope_bwd", "dv", dv, (dk.shape[0], dk.shape[1]))
-    _check_embedding("rope_bwd", dq.shape[0], cos, sin)
+    check_matrix(op, "dq", dq)
+    check_matrix(op, "dk", dk)
+    check_matrix(op, "dv", dv, (dk.shape[0], dk.shape[1]))
+    _check_embedding(op, dq.shape[0], cos, sin)
     D = cos.shape[1]
     if dq.shape[0] != dk.shape[0] or dq.shape[1] % D or dk.shape[1] % D:
         raise ValueError(
-            f"rope_bwd: dq has shape {tuple(dq.shape)} and dk {tuple(dk.shape)}; both need the "
+            f"{op}: dq has shape {tuple(dq.shape)} and dk {tuple(dk.shape)}; both need the "
             f"same number of rows and a multiple of {D} columns, one head's channels"
         )
-    return _rope_bwd(dq, dk, dv, cos, sin)
 
 
 def _check_joint(op: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:

@@ -9,6 +9,10 @@ would drop it).
 import triton
 import triton.language as tl
 
+from coat_kernels.formats import MIN_SCALE
+
+LEAST_SCALE = tl.constexpr(MIN_SCALE)
+
 MAX_MANTISSA = tl.constexpr(0x600000)
 """Mantissa bits of 1.75, where E4M3 (448 = 1.75 * 2^8) and E5M2 (57344 = 1.75 * 2^15) end."""
 
@@ -23,6 +27,20 @@ def magnitude_bits(x):
 def block_amax_bits(x):
     """Largest magnitude of a [A, B] block as int32 bits."""
     return tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
+
+
+@triton.jit
+def publish_scale(bits, work_ptr, scale_ptr, programs, INVERSE_MAX: tl.constexpr):
+    """Raise the launch's amax to ``bits``; the last program to do so writes the scale.
+
+    ``work_ptr`` holds two int32 zeros: for the amax's bits, and for the number of programs that are
+    done. The second atomic releases the first, so the last program sees the maximum of all.
+    """
+    tl.atomic_max(work_ptr, bits, sem="relaxed")  # the order does not matter: exact
+    if tl.atomic_add(work_ptr + 1, 1) == programs - 1:
+        amax = tl.atomic_max(work_ptr, 0).to(tl.float32, bitcast=True)
+        scale = amax * INVERSE_MAX
+        tl.store(scale_ptr, tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))  # NaN is not less
 
 
 @triton.jit
@@ -98,11 +116,20 @@ def load_grouped(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """FP32 tile [BLOCK_M, BLOCK_N] of a group-scaled matrix, columns from i_n; zero outside."""
-    GROUPS: tl.constexpr = BLOCK_N // GROUP
     o_n = i_n + tl.arange(0, BLOCK_N)
+    q = load_tile(q_ptr, o_m, o_n, (o_m[:, None] < M) & (o_n[None, :] < N), stride)
+    return spread_exponents(q, e_ptr, o_m, i_n, M, N, stride, GROUP, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def spread_exponents(
+    q, e_ptr, o_m, i_n, M, N, stride, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What the codes q [BLOCK_M, BLOCK_N] (FP32) of a group-scaled matrix are worth."""
+    GROUPS: tl.constexpr = BLOCK_N // GROUP
     o_g = i_n // GROUP + tl.arange(0, GROUPS)
     m_m = o_m[:, None] < M
-    q = load_tile(q_ptr, o_m, o_n, m_m & (o_n[None, :] < N), stride)
     # Exponents are read once per group and spread by the reshape, not read once per element.
     e = tl.load(
         e_ptr + o_m[:, None] * (stride // GROUP) + o_g[None, :],

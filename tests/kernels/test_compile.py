@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 WRITES_CODES = {
-    "_quantize_tensor_kernel",
+    "quantize_tensor_kernel",
     "_quantize_group_kernel",
     "_norm_stats_kernel",
     "_norm_apply_kernel",
@@ -20,7 +20,7 @@ WRITES_CODES = {
     "_adamw_kernel",
 }
 WITHOUT_FP8 = {"_amax_kernel", "_transpose_codes_kernel"}  # these run on any GPU
-BIT_EXACT = {"_quantize_tensor_kernel", "_quantize_group_kernel", "_dequantize_group_kernel"}
+BIT_EXACT = {"quantize_tensor_kernel", "_quantize_group_kernel", "_dequantize_group_kernel"}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_kernels_spill_nothing_and_two_programs_fit_a_multiprocessor(report: dic
 @pytest.mark.parametrize(
     ("kernel", "example", "most"),
     [
-        ("_quantize_tensor_kernel", "e4m3-both torch.bfloat16", 15),
+        ("quantize_tensor_kernel", "e4m3-both torch.bfloat16", 15),
         ("_activation_apply_kernel", "silu_mul-both torch.bfloat16", 26),
     ],
 )

@@ -37,7 +37,7 @@ def test_product(rows: int, formats: tuple[Format, Format], dtype: torch.dtype, 
     a, b = matrix(rows, 304, formats[0]), matrix(48, 304, formats[1])
     exact = decoded(a) @ decoded(b).t()
     rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
-    for got in (run("scaled_mm", (*a, *b, None, dtype))[0], scaled_mm(a, b, dtype)):
+    for got in (run("scaled_mm", (*a, *b, None, dtype, False))[0], scaled_mm(a, b, dtype)):
         assert got.dtype == dtype
         assert relative_rms(got, exact) < rounding + TOLERANCE["scaled_mm", torch.float32]
 
@@ -49,7 +49,7 @@ def test_bias_of_any_dtype(dtype: torch.dtype, bias_dtype: torch.dtype, run: Run
     bias = torch.randn(32, generator=torch.Generator().manual_seed(2)).to(bias_dtype)
     exact = decoded(a) @ decoded(b).t() + bias.to(dtype).double()
     rounding = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
-    for got in (run("scaled_mm", (*a, *b, bias, dtype))[0], scaled_mm(a, b, dtype, bias)):
+    for got in (run("scaled_mm", (*a, *b, bias, dtype, False))[0], scaled_mm(a, b, dtype, bias)):
         assert relative_rms(got, exact) < rounding + TOLERANCE["scaled_mm", torch.float32]
 
 
@@ -71,9 +71,9 @@ def test_the_three_products_of_a_linear_layer_with_an_odd_number_of_tokens():
 
 @pytest.mark.parametrize("bias", [None, torch.ones(16)], ids=["", "bias"])
 def test_empty_products(bias: Tensor | None, run: Run):
-    no_rows = (*matrix(0, 32), *matrix(16, 32), bias, torch.bfloat16)
+    no_rows = (*matrix(0, 32), *matrix(16, 32), bias, torch.bfloat16, False)
     assert run("scaled_mm", no_rows)[0].shape == (0, 16)
-    no_tokens = (*matrix(32, 0), *matrix(16, 0), bias, torch.bfloat16)
+    no_tokens = (*matrix(32, 0), *matrix(16, 0), bias, torch.bfloat16, False)
     (y,) = run("scaled_mm", no_tokens)
     assert (y == (0.0 if bias is None else 1.0)).all()
     assert y.shape == (32, 16)
@@ -83,5 +83,5 @@ def test_a_bad_scale_never_gives_plausible_numbers(run: Run):
     x = torch.randn(4, 32)
     x[1, 1] = float("nan")
     bad = quantize_tensor(x)
-    (y,) = run("scaled_mm", (*bad, *matrix(16, 32), None, torch.float32))
+    (y,) = run("scaled_mm", (*bad, *matrix(16, 32), None, torch.float32, False))
     assert y.isnan().all()

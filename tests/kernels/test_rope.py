@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_kernels import rope, rope_bwd
+from coat_kernels import E4M3, TensorScaled, dequantize_tensor, rope, rope_gradient
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 TOKENS, PERIOD, HEADS, KV_HEADS, CHANNELS = 40, 20, 5, 2, 24
@@ -52,8 +52,18 @@ def test_gradient_is_autograds(run: Run):
     torch.autograd.backward(outputs, [g.double() for g in gradients])
     assert qkv.grad is not None
     dq, dk, dv = gradients
-    for result in (*run("rope_bwd", (dq, dk, dv, cos, sin)), rope_bwd(dq, dk, dv, cos, sin)):
-        torch.testing.assert_close(result.double(), qkv.grad, rtol=1e-6, atol=1e-6)
+    rows, transposed, scale, bias = run(
+        "rope_gradient", (dq, dk, dv, cos, sin, "e4m3", True, True, True)
+    )
+    largest = qkv.grad.abs().max()
+    torch.testing.assert_close(scale.double(), largest / 448, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(bias.double(), qkv.grad.sum(0), rtol=1e-6, atol=1e-5)
+    values = dequantize_tensor(TensorScaled(rows, scale)).double()
+    # Half a step: 2^-4 of the value, for the smallest 2^-10 of the scale.
+    torch.testing.assert_close(values, qkv.grad, rtol=2.0**-4, atol=float(scale) * 2.0**-10)
+    assert torch.equal(transposed[:, :TOKENS].t().float(), rows.float())
+    codes = rope_gradient(dq, dk, dv, cos, sin, E4M3, bias=True)
+    assert torch.equal(codes.rows.q.float(), rows.float())
 
 
 def test_a_nan_stays_in_its_head_and_token(run: Run):
@@ -83,4 +93,4 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], words: str):
         rope(**arguments)
     gradients = rope(projection(), cos, sin, 5, 2)
     with pytest.raises(ValueError, match="same number of rows"):
-        rope_bwd(gradients[0], gradients[1][:20], gradients[2][:20], cos, sin)
+        rope_gradient(gradients[0], gradients[1][:20], gradients[2][:20], cos, sin)

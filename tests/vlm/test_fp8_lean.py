@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_kernels import GROUP_SIZES, dequantize_group, quantize_group
 from coat_vlm.config import BlockPrecision, Fp8Config
-from coat_vlm.fp8 import convert, decoder_block, linear, norm_mlp, sdpa
-from coat_vlm.fp8 import rotary as rotary_module
+from coat_vlm.fp8 import convert, decoder_block, gemms, linear, norm_mlp, projection, sdpa
 from coat_vlm.fp8.lean import lean_attention, rounded_heads
 
 B, T, D = 2, 24, 64
@@ -153,9 +152,8 @@ def test_a_lean_block_keeps_what_its_formula_says() -> None:
     norms = 2 * (h + h / 16 + 4)  # copies and 1 / rms
     attention = (h + 2 * k) * (1 + 1 / 64) + h + 4 * a  # q, k, v; o; log-sum-exp
     mlp = 2 * f * (1 + 1 / 16)
-    rope = 2 * 2 * (h // a)  # cos and sin of a token, BF16
     scales = 64
-    expected = tokens * (norms + attention + mlp + rope)
+    expected = tokens * (norms + attention + mlp)  # cos and sin are those of all layers
     assert expected <= sum(kept.values()) <= expected + scales
 
 
@@ -197,7 +195,7 @@ def test_copies_made_with_the_rotation_give_the_same_block(monkeypatch: pytest.M
     embeddings = rotary(x, torch.arange(T)[None])
     results = []
     for sizes in (GROUP_SIZES, ()):
-        monkeypatch.setattr(rotary_module, "GROUP_SIZES", sizes)
+        monkeypatch.setattr(projection, "GROUP_SIZES", sizes)
         leaf = x.clone().requires_grad_()
         y = layer(leaf, position_embeddings=embeddings)
         y.backward(torch.ones_like(y))
@@ -238,17 +236,18 @@ def test_nothing_holds_the_joint_projection_while_the_mlp_runs(
     layer, rotary = block()
     layer.fp8_lean = precision == "coat_lean"
     joint: list[Any] = []
-    rotate, mlp = decoder_block.rotated_heads, decoder_block.norm_mlp
+    product, mlp = gemms.forward, decoder_block.norm_mlp
 
-    def rotated(attention: Any, qkv: Tensor, *rest: Any) -> Any:
-        joint.append(weakref.ref(qkv))
-        return rotate(attention, qkv, *rest)
+    def watched(*args: Any) -> Any:
+        y, scale = product(*args)
+        joint.append(weakref.ref(y))
+        return y, scale
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         assert joint[0]() is None
         return mlp(*args, **kwargs)
 
-    monkeypatch.setattr(decoder_block, "rotated_heads", rotated)
+    monkeypatch.setattr(gemms, "forward", watched)
     monkeypatch.setattr(decoder_block, "norm_mlp", checked)
     x = torch.randn(1, T, 256).bfloat16().requires_grad_()
     layer(x, position_embeddings=rotary(x, torch.arange(T)[None])).sum().backward()

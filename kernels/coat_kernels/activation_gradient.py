@@ -1,0 +1,196 @@
+"""Gradient of SwiGLU and GELU, quantized for the GEMMs of the layer before; it exists in FP8 only.
+
+    da = dh activation'(a),   scale = max(amax(da) / max, 2^-126),   q = cast(da / scale)
+
+``activation_bwd`` reads dh and the FP8 copy of a twice, for da's amax and for its codes in both
+layouts; the sums over the tokens (for a bias) come with the second pass, in FP32 and a fixed order.
+Slopes: ``activation.py``. Reference: ``reference.activation_bwd``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from coat_kernels import reference
+from coat_kernels.activation import ACTIVATIONS, ActivationSaved, check_kind, value_and_slope, width
+from coat_kernels.formats import (
+    E5M2,
+    Format,
+    GradientCodes,
+    TensorScaled,
+    check_matrix,
+    format_of,
+    padded,
+)
+from coat_kernels.launch import COUNTS, NUM_WARPS, TOKENS, Tile, launch, tiled
+from coat_kernels.quantize import empty_layouts, new_scale
+from coat_kernels.registry import register
+from coat_kernels.tile import (
+    block_amax_bits,
+    inverse_scale,
+    load_grouped,
+    load_tile,
+    publish_scale,
+    row_offsets,
+    store_codes,
+    word_offsets,
+)
+
+GRADIENT_TILE = 4096
+"""Elements of a tile of the backward pass, which holds most: with 8192 one block fills an SM."""
+
+
+@triton.jit
+def _gradients(
+    dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W,
+    KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """FP32 tiles of da: that of the gate and that of up for SwiGLU, else twice the same."""
+    dh = load_tile(dh_ptr, o_m, i_n + tl.arange(0, BLOCK_N), m_mn, F)
+    a = load_grouped(a_ptr, e_ptr, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N)
+    h, slope = value_and_slope(a, KIND)
+    da = dh * slope
+    dup = da
+    if KIND == 0:
+        up = load_grouped(a_ptr + F, e_ptr + F // GROUP, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N)
+        da = dh * up * slope
+        dup = dh * h
+    return da, dup
+
+
+@triton.jit(do_not_specialize=(*TOKENS, *COUNTS))
+def _activation_bwd_stats_kernel(
+    dh_ptr, a_ptr, e_ptr,  # (M, F), (M, W) FP8, (M, W / GROUP)
+    work_ptr, scale_ptr, programs,  # of publish_scale
+    M, F, W, tiles_n,
+    KIND: tl.constexpr, INVERSE_MAX: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)  # tiles are counted along the row first
+    o_m = row_offsets(pid // tiles_n, BLOCK_M)
+    i_n = pid % tiles_n * BLOCK_N
+    m_mn = (o_m[:, None] < M) & ((i_n + tl.arange(0, BLOCK_N))[None, :] < F)
+    da, dup = _gradients(
+        dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W, KIND, GROUP, BLOCK_M, BLOCK_N
+    )
+    amax_bits = block_amax_bits(da)
+    if KIND == 0:
+        amax_bits = tl.maximum(amax_bits, block_amax_bits(dup))
+    publish_scale(amax_bits, work_ptr, scale_ptr, programs, INVERSE_MAX)
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _activation_bwd_apply_kernel(
+    dh_ptr, a_ptr, e_ptr, scale_ptr,  # (M, F), (M, W) FP8, (M, W / GROUP), ()
+    q_ptr, qt_ptr, sums_ptr,  # (M, W) and (W, M_PADDED) FP8, (rows of tiles, W) FP32 partial sums
+    M, F, W, M_PADDED, tiles_n,
+    KIND: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BIAS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)  # tiles are counted along the row first
+    i_m = pid // tiles_n
+    o_m = word_offsets(i_m, BLOCK_M)
+    i_n = pid % tiles_n * BLOCK_N
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    m_n = o_n < F
+    m_mn = (o_m[:, None] < M) & m_n[None, :]
+    da, dup = _gradients(
+        dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W, KIND, GROUP, BLOCK_M, BLOCK_N
+    )
+    inverse = inverse_scale(scale_ptr)
+    store_codes(
+        da * inverse, q_ptr, qt_ptr, o_m, i_m, o_n, m_n, M, M_PADDED, W, M_PADDED, ROWS,
+        TRANSPOSED, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    o = i_m.to(tl.int64) * W + o_n
+    if BIAS:
+        tl.store(sums_ptr + o, tl.sum(da, axis=0), mask=m_n)
+    if KIND == 0:
+        store_codes(
+            dup * inverse, q_ptr, qt_ptr, o_m, i_m, F + o_n, m_n, M, M_PADDED, W, M_PADDED, ROWS,
+            TRANSPOSED, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        if BIAS:
+            tl.store(sums_ptr + F + o, tl.sum(dup, axis=0), mask=m_n)
+
+
+def _empty_gradient(
+    a: Tensor, fmt: str, rows: bool, transposed: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised results of ``activation_bwd``."""
+    M, W = a.shape
+    layouts = empty_layouts(M, W, format_of(fmt), rows, transposed, a.device)
+    scale = a.new_empty((), dtype=torch.float32)
+    return *layouts, scale, a.new_empty((W if bias else 0,), dtype=torch.float32)
+
+
+def _activation_bwd_triton(
+    dh: Tensor, a: Tensor, exponents: Tensor, kind: str, fmt: str, rows: bool, transposed: bool,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    M, F, W = width(a, kind)
+    q, qt, _, sums = _empty_gradient(a, fmt, rows, transposed, bias)
+    group = W // exponents.shape[1]
+    grid, options = tiled(M, F)
+    scale, shared = new_scale(fmt, grid[0], dh.device)
+    launch(
+        _activation_bwd_stats_kernel, grid,
+        dh_ptr=dh, a_ptr=a, e_ptr=exponents, M=M, F=F, W=W, KIND=ACTIVATIONS.index(kind),
+        GROUP=group, **shared, **options,
+    )  # fmt: skip
+    columns = max(64, group)
+    # SwiGLU holds two gradients at a time and needs the registers of twice as many warps.
+    warps = NUM_WARPS if kind == "silu_mul" else NUM_WARPS // 2
+    tile = Tile(GRADIENT_TILE // columns, columns, warps)
+    grid, options = tiled(padded(M) if transposed else M, F, tile)
+    partial = sums.new_empty((grid[0] // options["tiles_n"] if bias else 0, W))
+    launch(
+        _activation_bwd_apply_kernel, grid,
+        dh_ptr=dh, a_ptr=a, e_ptr=exponents, scale_ptr=scale, q_ptr=q, qt_ptr=qt,
+        sums_ptr=partial, M=M, F=F, W=W, M_PADDED=padded(M),
+        KIND=ACTIVATIONS.index(kind), ROWS=rows, TRANSPOSED=transposed, BIAS=bias, GROUP=group,
+        **options,
+    )  # fmt: skip
+    return q, qt, scale, partial.sum(0) if bias else sums
+
+
+_activation_bwd = register(
+    "activation_bwd",
+    triton=_activation_bwd_triton,
+    reference=reference.activation_bwd,
+    fake=lambda _dh, a, _exponents, _kind, *rest: _empty_gradient(a, *rest),
+)
+
+
+def activation_bwd(
+    dh: Tensor,
+    saved: ActivationSaved,
+    kind: str,
+    *,
+    rows: bool = True,
+    transposed: bool = True,
+    bias: bool = False,
+    fmt: Format = E5M2,
+) -> GradientCodes:
+    """Gradient of :func:`activation_fwd`'s input, quantized per tensor; it exists in FP8 only.
+
+    Args:
+        dh: gradient of h [M, F], contiguous.
+        saved: from the forward pass.
+        kind: the same kind.
+        rows: write codes [M, W], for the input gradient of the layer before.
+        transposed: write codes [W, M'], for that layer's weight gradient.
+        bias: sum over the tokens, for its bias.
+        fmt: format of the codes.
+
+    Raises:
+        ValueError: dh is not a contiguous matrix of h's shape, or there is no such kind.
+    """
+    check_kind(kind)
+    M, F, _ = width(saved.a.q, kind)
+    check_matrix("activation_bwd", "dh", dh, (M, F))
+    q, qt, scale, sums = _activation_bwd(
+        dh, saved.a.q, saved.a.exponents, kind, fmt.name, rows, transposed, bias
+    )
+    return GradientCodes(TensorScaled(q, scale), TensorScaled(qt, scale), sums if bias else None)

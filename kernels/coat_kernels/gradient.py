@@ -1,0 +1,121 @@
+"""A linear layer's incoming gradient, quantized for both of its GEMMs, with the bias's gradient.
+
+    scale = max(amax(dy) / max, 2^-126),   q = cast(dy / scale),   db = sum over tokens of dy
+
+dy may lie in several matrices side by side (the gradients of q, k and v, as attention returns
+them): they are read where they are, never copied together. It is read twice, for its amax and for
+its codes; the sums of the second pass cost no third. db is summed in FP32 in a fixed order (partial
+sums per block of rows, then one sum), so it is deterministic. Kernels: ``quantize.py``. Reference:
+``reference.quantize_gradient``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from coat_kernels import reference
+from coat_kernels.formats import (
+    E5M2,
+    Format,
+    GradientCodes,
+    TensorScaled,
+    check_matrix,
+    format_of,
+    padded,
+)
+from coat_kernels.launch import TILE, TRANSPOSING_TILE, launch, tiled
+from coat_kernels.quantize import empty_layouts, quantize_tensor_kernel, tensor_scale_triton
+from coat_kernels.registry import register
+
+
+def _empty_gradient(
+    parts: Sequence[Tensor], fmt: str, rows: bool, transposed: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised results."""
+    M, N = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    layouts = empty_layouts(M, N, format_of(fmt), rows, transposed, parts[0].device)
+    scale, sums = (parts[0].new_empty(size, dtype=torch.float32) for size in ((), (N * bias,)))
+    return *layouts, scale, sums
+
+
+def _quantize_gradient_triton(
+    parts: Sequence[Tensor], fmt: str, rows: bool, transposed: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, qt, _, sums = _empty_gradient(parts, fmt, rows, transposed, bias)
+    scale = tensor_scale_triton(parts, fmt)
+    if not (rows or transposed or bias):
+        return q, qt, scale, sums
+    M, N = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    end = padded(M) if transposed else M
+    tile = TRANSPOSING_TILE if transposed else TILE
+    partial = sums.new_empty((-(-end // tile.rows) if bias else 0, N))
+    start = 0
+    for part in parts:
+        n = part.shape[1]
+        grid, options = tiled(end, n, tile)
+        launch(
+            quantize_tensor_kernel, grid,
+            x_ptr=part, scale_ptr=scale, q_ptr=q[:, start:] if rows else q,
+            qt_ptr=qt[start:] if transposed else qt, sums_ptr=partial[:, start:], M=M, N=n,
+            M_END=end, stride_q=N, stride_t=padded(M), ROWS=rows, TRANSPOSED=transposed, SUMS=bias,
+            **options,
+        )  # fmt: skip
+        start += n
+    return q, qt, scale, partial.sum(0) if bias else sums
+
+
+_quantize_gradient = register(
+    "quantize_gradient",
+    triton=_quantize_gradient_triton,
+    reference=reference.quantize_gradient,
+    fake=_empty_gradient,
+)
+
+
+def quantize_gradient(
+    parts: Sequence[Tensor],
+    fmt: Format = E5M2,
+    *,
+    rows: bool = True,
+    transposed: bool = True,
+    bias: bool = False,
+) -> GradientCodes:
+    """Quantize matrices that lie side by side with one scale.
+
+    Args:
+        parts: FP32, BF16 or FP16 [M, n_i], contiguous; N is the sum of the n_i, which are multiples
+            of 16 if there is more than one.
+        fmt: format of the codes.
+        rows: write codes [M, N], for the input gradient.
+        transposed: write codes [N, M'], for the weight gradient: M padded with zeros to a multiple
+            of 16.
+        bias: sum over the tokens, FP32 [N].
+
+    Raises:
+        ValueError: a part is not a contiguous matrix of such a dtype, or they do not fit together.
+    """
+    check_side_by_side("quantize_gradient", parts)
+    q, qt, scale, sums = _quantize_gradient(parts, fmt.name, rows, transposed, bias)
+    return GradientCodes(TensorScaled(q, scale), TensorScaled(qt, scale), sums if bias else None)
+
+
+def check_side_by_side(op: str, parts: Sequence[Tensor]) -> None:
+    """Refuse what does not make one matrix.
+
+    Raises:
+        ValueError: there is no part, one is not a contiguous matrix of a high-precision dtype,
+            dtypes or numbers of rows differ, or one of several has a number of columns that is not
+            a multiple of 16.
+    """
+    for i, part in enumerate(parts):
+        check_matrix(op, "dy" if len(parts) == 1 else f"parts[{i}]", part)
+    kinds = {(part.dtype, part.shape[0]) for part in parts}
+    if len(kinds) != 1:
+        raise ValueError(
+            f"{op}: got parts of (dtype, M) {sorted(map(str, kinds))}; give one or more matrices "
+            "of the same dtype and the same number of rows"
+        )
+    columns = [part.shape[1] for part in parts]
+    if len(parts) > 1 and any(n % 16 for n in columns):
+        raise ValueError(f"{op}: got parts of {columns} columns; each needs a multiple of 16")
