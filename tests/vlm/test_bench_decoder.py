@@ -12,6 +12,7 @@ from torch import nn
 from coat_vlm.bench import decoder
 from coat_vlm.bench.curves import DecoderCurve, format_curves, read_curves, write_curves
 from coat_vlm.bench.decoder import (
+    SIZES,
     Corpus,
     DecoderBench,
     Masters,
@@ -191,10 +192,7 @@ def test_an_interrupted_benchmark_goes_on_where_it_stopped(
 def test_the_command_writes_curves_and_a_picture(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def tiny(*, steps: int) -> DecoderBench:
-        return replace(FEW_STEPS, steps=steps)
-
-    monkeypatch.setattr(decoder, "DecoderBench", tiny)
+    monkeypatch.setitem(SIZES, "30m", FEW_STEPS)
     words = ["--text", str(text), str(text), "--precisions", "fp32", "--seeds", "3", "5"]
     out = tmp_path / "out"
     assert main(["bench", "decoder", *words, "--steps", "2", "--out", str(out)]) == 0
@@ -206,6 +204,36 @@ def test_the_command_writes_curves_and_a_picture(
     printed = capsys.readouterr().out
     assert "| 5 | 2 |" in printed
     assert "decoder.csv" in printed
+
+
+def test_the_help_tells_each_size_as_it_is_built(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "decoder", "--help"])
+    printed = capsys.readouterr().out
+    assert f"--size {{{','.join(SIZES)}}}" in printed
+    for size, bench in SIZES.items():
+        with torch.device("meta"):
+            model = decoder._model(bench)
+        blocks, count = model.model.layers, sum(p.numel() for p in model.parameters())
+        line = next(line for line in printed.splitlines() if line.split()[:1] == [size])
+        assert line.split(maxsplit=1)[1].replace(",  ", ", ") == (
+            f"{count / 1e6:.1f}M parameters, {len(blocks)} layers, "
+            f"{bench.batch_size * bench.tokens:,} tokens per step, {bench.steps} steps"
+        )
+        # No kernel works on part of a tile of 128 columns.
+        assert all(n % 128 == 0 for p in blocks.parameters() for n in p.shape)
+
+
+def test_the_size_sets_what_steps_overrides(
+    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(SIZES, "100m", replace(FEW_STEPS, steps=4, eval_every_steps=1))
+    words = ["bench", "decoder", "--text", str(text), "--size", "100m", "--precisions", "fp32"]
+    for more, steps in (([], 4), (["--steps", "2"], 2)):
+        assert main([*words, *more]) == 0
+        by_step = capsys.readouterr().out.split("\n\n")[0]
+        assert by_step.splitlines()[-1].startswith(f"| {steps} | ")
+        assert len(by_step.splitlines()) == 2 + steps
 
 
 def test_the_table_compares_at_the_first_ones_best_step() -> None:
