@@ -137,9 +137,10 @@ def _add_kernels(jobs: Commands) -> None:
   coat-vlm bench kernels --sweep --op activation_bwd
 
 Each op is first compared with its reference on a smaller input; where they differ there is no
-speed, and the note says why. Bytes are counted once for every argument and result of an op; 100%
-is a copy of 1 GiB in the same process. --sweep says how long the ops take with other tiles, from
-which the constants of coat_kernels are chosen.
+speed, and the note says why. Times are medians on the GPU without launch costs of the CPU (a CUDA
+graph of the op is replayed), caches flushed. Bytes are counted once for every argument and result
+of an op; 100% is a copy of 1 GiB in the same process. --sweep says how long the ops take with
+other tiles, from which the constants of coat_kernels are chosen.
 """,
     )
     _add_shape(parser)
@@ -181,7 +182,8 @@ def _add_gemm(jobs: Commands) -> None:
 
 fp8 is what training uses; fp8_fast accumulates with fewer bits. An error is that of the product
 against FP32 on the BF16 operands; a product that differs from FP32 on its own operands gets no
-speed. The last line is the whole block: all operations by the sum of the times.
+speed. Times are medians on the GPU without launch costs of the CPU (a CUDA graph of the GEMM is
+replayed), caches flushed. The last line is the whole block: all operations by the sum of the times.
 """,
     )
     _add_shape(parser)
