@@ -1,7 +1,8 @@
 """The decoder benchmark on a CPU, small."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from coat_vlm.bench.decoder import (
     train_decoder,
 )
 from coat_vlm.cli import main
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = REPOSITORY / "kernels" / "benchmarks" / "results"
 
 SMALL = DecoderBench(
     hidden_size=64,
@@ -258,3 +262,21 @@ def test_the_table_ends_with_the_means_of_several_seeds() -> None:
     assert "| 1 | 2.0000 | 2.2000 |" in lines
     assert lines[-2].startswith("| 1 | 1 | 3.0000 | 3.4000 | +13.33% |")
     assert lines[-1] == "| mean |  | 2.0000 | 2.2000 | +10.00% | 2.0000 | 2.0000 | +0.00% |"
+
+
+def test_the_documented_losses_are_those_of_the_kept_curves() -> None:
+    precisions = ["bf16", "coat", "coat_lean"]
+    curves = read_curves(RESULTS / "decoder_30m.csv")
+    curves.sort(key=lambda curve: precisions.index(curve.precision))
+    rows = [line.split(" | ") for line in format_curves(curves).splitlines()[-4:]]
+    held_out = [" | ".join([row[0], *row[2:7]]) + " |" for row in rows]
+    training = [" | ".join([row[0], *row[7:]]) for row in rows]
+    documented = (REPOSITORY / "docs/results.md").read_text().splitlines()
+    for table in (held_out, training):
+        start = documented.index(table[0])
+        assert documented[start : start + 4] == table
+
+
+def test_the_kept_curves_are_of_the_size_that_the_command_trains() -> None:
+    there = json.loads((RESULTS / "decoder_30m.json").read_text())["settings"]["bench"]
+    assert there == {**asdict(SIZES["30m"]), "betas": list(SIZES["30m"].betas)}
