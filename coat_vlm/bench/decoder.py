@@ -34,7 +34,7 @@ SETTINGS = "decoder.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderBench:
-    """What is trained. The defaults make a model of 30M parameters."""
+    """What is trained; the defaults are the size ``30m`` of :data:`SIZES`."""
 
     hidden_size: int = 512
     num_layers: int = 8
@@ -52,6 +52,22 @@ class DecoderBench:
     betas: tuple[float, float] = (0.9, 0.95)
     grad_clip: float = 1.0
     eval_every_steps: int = 20
+
+
+SIZES = {
+    "30m": DecoderBench(),
+    "100m": DecoderBench(
+        hidden_size=768,
+        num_layers=12,
+        num_heads=12,
+        intermediate_size=2688,
+        vocab_size=8192,
+        tokens=512,
+        steps=300,
+        lr=6e-4,
+    ),
+}
+"""What ``--size`` chooses; ``coat-vlm bench decoder --help`` says how many parameters each has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from tqdm import tqdm
 from coat_kernels import E4M3, E5M2, Format, TensorScaled, quantize_layouts, reference, scaled_mm
 from coat_kernels.testing import TOLERANCE, relative_rms
 from coat_vlm.bench.cases import Draw
-from coat_vlm.bench.kernels import DEVICE, median_us
+from coat_vlm.bench.clock import median_us
+from coat_vlm.bench.kernels import DEVICE
 from coat_vlm.bench.rows import Row, number, origin, require_gpu, table
 from coat_vlm.bench.shapes import LayerShape
 
@@ -56,7 +57,7 @@ class GemmRow(Row):
     inner: int
     implementation: str
     us: float | None = None
-    """Median, caches flushed."""
+    """Median on the GPU without launch costs of the CPU, caches flushed."""
     tflops: float | None = None
     """10^12 operations per second."""
     rel_err: float | None = None

@@ -2,12 +2,11 @@
 
 These ops do little arithmetic, so the memory bounds them: the yardstick is the bandwidth of a
 device copy, measured in the same process. An op that does not agree with its reference on a sample
-gets no speed. GEMMs: ``gemm.py``.
+gets no speed. The clock leaves out launch costs of the CPU: ``clock.py``. GEMMs: ``gemm.py``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from triton.errors import TritonError
 from coat_kernels import OPS
 from coat_kernels.testing import assert_matches, mapped, results
 from coat_vlm.bench.cases import Arguments, Case, Draw, cases, sample_of
+from coat_vlm.bench.clock import median_us
 from coat_vlm.bench.rows import Row, number, origin, require_gpu, table
 from coat_vlm.bench.shapes import LayerShape
 
@@ -40,7 +40,7 @@ class KernelRow(Row):
     mib: float
     """Read and written, in MiB."""
     us: float | None = None
-    """Median, caches flushed."""
+    """Median on the GPU without launch costs of the CPU, caches flushed."""
     gbps: float | None = None
     """10^9 bytes per second."""
     copy_gbps: float | None = None
@@ -122,14 +122,6 @@ def copy_bandwidth(device: torch.device) -> float:
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / median_us(lambda: target.copy_(source)) / 1e3
-
-
-def median_us(run: Callable[[], Any]) -> float:
-    """Median time of a call on the GPU in microseconds, the L2 cache flushed before each."""
-    from triton.testing import do_bench
-
-    ms: Any = do_bench(run, warmup=50, rep=200, return_mode="median")
-    return 1e3 * ms
 
 
 def _microseconds(case: Case) -> float:

@@ -12,7 +12,8 @@ from triton.errors import TritonError
 from coat_kernels import OPS
 from coat_kernels.launch import Tile, forced_tile
 from coat_vlm.bench.cases import Arguments, Case, Draw
-from coat_vlm.bench.kernels import DEVICE, chosen_cases, disagreement, median_us
+from coat_vlm.bench.clock import median_us
+from coat_vlm.bench.kernels import DEVICE, chosen_cases, disagreement
 from coat_vlm.bench.rows import number, require_gpu, table
 from coat_vlm.bench.shapes import LayerShape
 

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,13 +29,22 @@ def _add_decoder(jobs: Commands) -> None:
         _decoder,
         "compare the losses of a small decoder trained on a text",
         """\
-  coat-vlm bench decoder --text wiki.txt                # bf16 and coat, 30M parameters, 200 steps
+  coat-vlm bench decoder --text wiki.txt                # bf16 and coat, the smaller size
   coat-vlm bench decoder --text a.txt b.txt --seeds 0 1 2 --out runs/decoder
+  coat-vlm bench decoder --text wiki.txt --size 100m --precisions bf16 coat coat_lean
+
+sizes:
+  30m     27.3M parameters,  8 layers,  8,192 tokens per step, 200 steps
+  100m    99.5M parameters, 12 layers, 16,384 tokens per step, 300 steps
 """,
     )
     parser.add_argument(
         "--text", type=Path, nargs="+", required=True, metavar="FILE",
         help="UTF-8 texts, read as one; its last tenth is held out",
+    )  # fmt: skip
+    parser.add_argument(
+        "--size", choices=("30m", "100m"), default="30m",
+        help="the model and its training, see below; default 30m",
     )  # fmt: skip
     parser.add_argument(
         "--precisions", nargs="+", choices=PRECISIONS, default=["bf16", "coat"],
@@ -44,7 +54,7 @@ def _add_decoder(jobs: Commands) -> None:
         "--seeds", type=int, nargs="+", default=[0], metavar="N",
         help="one run of each precision per seed, of start and batches; default 0",
     )  # fmt: skip
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps; default 200")
+    parser.add_argument("--steps", type=int, help="optimizer steps; default: the size's")
     parser.add_argument(
         "--out", type=Path, metavar="DIR",
         help="folder for decoder.csv, .svg and .json; finished runs that it has are not repeated",
@@ -53,9 +63,11 @@ def _add_decoder(jobs: Commands) -> None:
 
 def _decoder(args: argparse.Namespace) -> int:
     from coat_vlm.bench.curves import draw_curves, format_curves
-    from coat_vlm.bench.decoder import DecoderBench, bench_decoder
+    from coat_vlm.bench.decoder import SIZES, bench_decoder
 
-    bench = DecoderBench(steps=args.steps)
+    bench = SIZES[args.size]
+    if args.steps is not None:
+        bench = replace(bench, steps=args.steps)
     curves = []
     for curves in bench_decoder(args.text, args.precisions, args.seeds, bench, args.out):
         if args.out is not None:
@@ -125,9 +137,10 @@ def _add_kernels(jobs: Commands) -> None:
   coat-vlm bench kernels --sweep --op activation_bwd
 
 Each op is first compared with its reference on a smaller input; where they differ there is no
-speed, and the note says why. Bytes are counted once for every argument and result of an op; 100%
-is a copy of 1 GiB in the same process. --sweep says how long the ops take with other tiles, from
-which the constants of coat_kernels are chosen.
+speed, and the note says why. Times are medians on the GPU without launch costs of the CPU (a CUDA
+graph of the op is replayed), caches flushed. Bytes are counted once for every argument and result
+of an op; 100% is a copy of 1 GiB in the same process. --sweep says how long the ops take with
+other tiles, from which the constants of coat_kernels are chosen.
 """,
     )
     _add_shape(parser)
@@ -169,7 +182,8 @@ def _add_gemm(jobs: Commands) -> None:
 
 fp8 is what training uses; fp8_fast accumulates with fewer bits. An error is that of the product
 against FP32 on the BF16 operands; a product that differs from FP32 on its own operands gets no
-speed. The last line is the whole block: all operations by the sum of the times.
+speed. Times are medians on the GPU without launch costs of the CPU (a CUDA graph of the GEMM is
+replayed), caches flushed. The last line is the whole block: all operations by the sum of the times.
 """,
     )
     _add_shape(parser)

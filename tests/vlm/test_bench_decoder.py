@@ -1,7 +1,8 @@
 """The decoder benchmark on a CPU, small."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from coat_vlm.bench import decoder
 from coat_vlm.bench.curves import DecoderCurve, format_curves, read_curves, write_curves
 from coat_vlm.bench.decoder import (
+    SIZES,
     Corpus,
     DecoderBench,
     Masters,
@@ -20,6 +22,9 @@ from coat_vlm.bench.decoder import (
     train_decoder,
 )
 from coat_vlm.cli import main
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = REPOSITORY / "kernels" / "benchmarks" / "results"
 
 SMALL = DecoderBench(
     hidden_size=64,
@@ -191,10 +196,7 @@ def test_an_interrupted_benchmark_goes_on_where_it_stopped(
 def test_the_command_writes_curves_and_a_picture(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def tiny(*, steps: int) -> DecoderBench:
-        return replace(FEW_STEPS, steps=steps)
-
-    monkeypatch.setattr(decoder, "DecoderBench", tiny)
+    monkeypatch.setitem(SIZES, "30m", FEW_STEPS)
     words = ["--text", str(text), str(text), "--precisions", "fp32", "--seeds", "3", "5"]
     out = tmp_path / "out"
     assert main(["bench", "decoder", *words, "--steps", "2", "--out", str(out)]) == 0
@@ -206,6 +208,36 @@ def test_the_command_writes_curves_and_a_picture(
     printed = capsys.readouterr().out
     assert "| 5 | 2 |" in printed
     assert "decoder.csv" in printed
+
+
+def test_the_help_tells_each_size_as_it_is_built(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "decoder", "--help"])
+    printed = capsys.readouterr().out
+    assert f"--size {{{','.join(SIZES)}}}" in printed
+    for size, bench in SIZES.items():
+        with torch.device("meta"):
+            model = decoder._model(bench)
+        blocks, count = model.model.layers, sum(p.numel() for p in model.parameters())
+        line = next(line for line in printed.splitlines() if line.split()[:1] == [size])
+        assert line.split(maxsplit=1)[1].replace(",  ", ", ") == (
+            f"{count / 1e6:.1f}M parameters, {len(blocks)} layers, "
+            f"{bench.batch_size * bench.tokens:,} tokens per step, {bench.steps} steps"
+        )
+        # No kernel works on part of a tile of 128 columns.
+        assert all(n % 128 == 0 for p in blocks.parameters() for n in p.shape)
+
+
+def test_the_size_sets_what_steps_overrides(
+    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(SIZES, "100m", replace(FEW_STEPS, steps=4, eval_every_steps=1))
+    words = ["bench", "decoder", "--text", str(text), "--size", "100m", "--precisions", "fp32"]
+    for more, steps in (([], 4), (["--steps", "2"], 2)):
+        assert main([*words, *more]) == 0
+        by_step = capsys.readouterr().out.split("\n\n")[0]
+        assert by_step.splitlines()[-1].startswith(f"| {steps} | ")
+        assert len(by_step.splitlines()) == 2 + steps
 
 
 def test_the_table_compares_at_the_first_ones_best_step() -> None:
@@ -230,3 +262,21 @@ def test_the_table_ends_with_the_means_of_several_seeds() -> None:
     assert "| 1 | 2.0000 | 2.2000 |" in lines
     assert lines[-2].startswith("| 1 | 1 | 3.0000 | 3.4000 | +13.33% |")
     assert lines[-1] == "| mean |  | 2.0000 | 2.2000 | +10.00% | 2.0000 | 2.0000 | +0.00% |"
+
+
+def test_the_documented_losses_are_those_of_the_kept_curves() -> None:
+    precisions = ["bf16", "coat", "coat_lean"]
+    curves = read_curves(RESULTS / "decoder_30m.csv")
+    curves.sort(key=lambda curve: precisions.index(curve.precision))
+    rows = [line.split(" | ") for line in format_curves(curves).splitlines()[-4:]]
+    held_out = [" | ".join([row[0], *row[2:7]]) + " |" for row in rows]
+    training = [" | ".join([row[0], *row[7:]]) for row in rows]
+    documented = (REPOSITORY / "docs/results.md").read_text().splitlines()
+    for table in (held_out, training):
+        start = documented.index(table[0])
+        assert documented[start : start + 4] == table
+
+
+def test_the_kept_curves_are_of_the_size_that_the_command_trains() -> None:
+    there = json.loads((RESULTS / "decoder_30m.json").read_text())["settings"]["bench"]
+    assert there == {**asdict(SIZES["30m"]), "betas": list(SIZES["30m"].betas)}

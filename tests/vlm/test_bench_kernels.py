@@ -141,6 +141,16 @@ def test_what_is_wrong_or_fails_gets_no_speed(clock: None, monkeypatch: pytest.M
     assert rope.fraction == pytest.approx(moved / 1e-4 / 1e12)
 
 
+def test_what_cannot_be_timed_is_noted(clock: None, monkeypatch: pytest.MonkeyPatch):
+    def refuses(_: Any) -> float:
+        raise RuntimeError("cannot be captured in a CUDA graph: it waits\nsecond line")
+
+    monkeypatch.setattr(kernels, "median_us", refuses)
+    (row,) = bench_kernels(SMALL["llama"], ["rope"])
+    assert row.us is row.gbps is row.fraction is None
+    assert row.problem == "RuntimeError: cannot be captured in a CUDA graph: it waits"
+
+
 def test_all_cases_of_a_block_are_measured(clock: None, tmp_path: Path):
     rows = bench_kernels(SMALL["siglip"])
     assert [row.problem for row in rows] == [""] * len(cases(SMALL["siglip"]))
