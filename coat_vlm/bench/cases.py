@@ -1,7 +1,7 @@
 """What ``coat-vlm bench kernels`` measures: each op as a training step calls it, and its bytes.
 
-A case counts what an op has to move: every argument once (twice for the gradients in FP8, which
-take two passes) and every result once. Partial sums, and what a cache serves again, are not counted. In
+A case counts what an op has to move: every argument once (twice for gradients in FP8, which take
+two passes) and every result once. Partial sums, and what a cache serves again, are not counted. In
 the formulas ``t`` are tokens (``tp``: padded for a GEMM over tokens), ``h`` hidden channels, ``f``
 those of the MLP. Matrices are BF16: 2 bytes per element; a group-scaled copy has 1 + 1 / G.
 """

@@ -108,7 +108,8 @@ class _Rotated:
 
     def gradient(self, gradients: Sequence[Tensor | None], needs: LinearNeeds) -> GradientCodes:
         """Of the joint projection."""
-        back = [*_matrices(gradients, self._sizes), self._cos, self._sin]
+        dq, dk, dv = _matrices(gradients, self._sizes)
+        back = (dq, dk, dv, self._cos, self._sin)
         codes = rope_gradient(*back, rows=needs.input, transposed=needs.weight, bias=needs.bias)
         monitor.observe_gradient(codes.rows, codes.transposed, lambda: rope_gradient_values(*back))
         return codes

@@ -5,8 +5,9 @@ quantize functions write: forward ``x [M, K], w [N, K]``; input gradient ``dy [M
 weight gradient ``dy^T [N, M'], x^T [K, M']`` with tokens padded by zeros to M'. The kernel is
 cuBLASLt's through ``aten::_scaled_mm``. Partial sums are promoted to FP32, unless accumulation is
 to be fast: the tensor cores then add up all of K with the fewer bits that they have, which takes 3
-to 7% less time (``coat-vlm bench gemm``). On a CPU the codes are multiplied in FP32. A bias is rounded to the result's
-dtype, the only one that cuBLASLt's epilogue takes. Reference: ``reference.scaled_mm``.
+to 7% less time (``coat-vlm bench gemm``). On a CPU the codes are multiplied in FP32. A bias is
+rounded to the result's dtype, the only one that cuBLASLt's epilogue takes. Reference:
+``reference.scaled_mm``.
 """
 
 import torch

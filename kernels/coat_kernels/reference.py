@@ -133,7 +133,7 @@ def _looked_up(table: Tensor, index: Tensor) -> Tensor:
 
 def scaled_mm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, _fast: bool,
+    dtype: torch.dtype, _fast: bool = False,
 ) -> Tensor:  # fmt: skip
     """(a [M, K] @ b [N, K]^T) * (a_scale * b_scale) + bias [N], FP32 inside, rounded to dtype.
 

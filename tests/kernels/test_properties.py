@@ -110,7 +110,7 @@ def heads(columns: int) -> tuple[int, list[int]]:
 def rope_gradient(body: Run, dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """FP32, without the rounding to codes: the sum over the tokens of one token at a time."""
     _, widths = heads(dy.shape[1])
-    rows = []
+    rows: list[Tensor] = []
     for i, row in enumerate(dy):
         back = [part[None].contiguous() for part in row.split(widths)]
         embedding = [t[i % len(t)][None] for t in (cos, sin)]
@@ -120,7 +120,7 @@ def rope_gradient(body: Run, dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rope(body: Run, x: Tensor, dy: Tensor, _: Tensor | None) -> Rows:
     """One rotation for all tokens: q, k, v; their joint gradient."""
-    number, _ = heads(x.shape[1])
+    number = heads(x.shape[1])[0]
     angles = torch.linspace(-3, 3, 16).repeat(1, 2)
     embedding = (angles.cos(), angles.sin())
     dx = rope_gradient(body, dy, *embedding)
