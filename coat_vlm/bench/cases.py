@@ -294,9 +294,9 @@ def _rope_cases(shape: LayerShape) -> Iterator[Case]:
             shape.key_value_heads,
         ),
     )
-    # Read dq, dk and dv twice, cos and sin; write both layouts and the scale.
+    # Read dq, dk, dv, cos and sin twice; write both layouts, the scale and, in FP32, sums.
     n, bias = sum(widths), shape.family == "qwen2"
-    moved = (4 * t + t + padded(t)) * n + 2 * (2 * length * head) + 4 + 4 * n * bias
+    moved = (5 * t + padded(t)) * n + 2 * 2 * (2 * length * head) + 4 + 4 * n * bias
     yield Case(
         "rope_gradient",
         "q, k, v, both",
