@@ -14,6 +14,7 @@ from coat_kernels import reference, reference_adamw
 from coat_kernels.adamw import new_moment
 from coat_kernels.formats import FORMATS, GROUP_SIZES
 from coat_kernels.registry import OPS
+from coat_kernels.rows import ROW_ELEMENTS, TRANSPOSED_TILE
 
 
 class _Inputs:
@@ -86,6 +87,24 @@ def _transpose_codes(i: _Inputs) -> Examples:
 
 def _dequantize_tensor(i: _Inputs) -> Examples:
     return {fmt: (*codes, i.dtype) for fmt, codes in _codes(i).items()}
+
+
+def _quantize_rows(i: _Inputs) -> Examples:
+    x = i.matrix()
+    # Several chunks of columns each, the last of them in part.
+    long = i.normal(i.rows, i.columns + ROW_ELEMENTS)
+    wide = i.normal(i.rows, i.columns + TRANSPOSED_TILE.columns)
+    return {
+        "long": (long, "e4m3", False),
+        "wide-transposed": (wide, "e4m3", True),
+        **{fmt: (x, fmt, False) for fmt in FORMATS},
+        **{f"{fmt}-transposed": (x, fmt, True) for fmt in FORMATS},
+    }
+
+
+def _dequantize_rows(i: _Inputs) -> Examples:
+    x = i.matrix()
+    return {fmt: (*reference.quantize_rows(x, fmt, False), i.dtype) for fmt in FORMATS}
 
 
 def _norm_stats(i: _Inputs) -> Examples:
@@ -215,6 +234,8 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "dequantize_group": _dequantize_group,
     "transpose_codes": _transpose_codes,
     "dequantize_tensor": _dequantize_tensor,
+    "quantize_rows": _quantize_rows,
+    "dequantize_rows": _dequantize_rows,
     "norm_stats": _norm_stats,
     "norm_apply": _norm_apply,
     "norm_bwd": _norm_bwd,
