@@ -181,13 +181,17 @@ def _scaled_mm(i: _Inputs) -> Examples:
     b = i.normal(48, i.columns, dtype=torch.float32)
     b_scale = reference.tensor_scale([b], "e4m3")
     b_q, _ = reference.quantize_tensor([b], b_scale, "e4m3", True, False)
+    b_rows, b_scales = reference.quantize_rows(b, "e4m3", False)
     examples: Examples = {}
     for fmt, bias in (("e4m3", None), ("e5m2", None), ("e4m3", i.normal(48))):
         a = i.matrix()
         scale = reference.tensor_scale([a], fmt)
         q, _ = reference.quantize_tensor([a], scale, fmt, True, False)
+        rows, scales = reference.quantize_rows(a, fmt, False)
         name = fmt if bias is None else f"{fmt}-bias"
         examples[name] = (q, scale, b_q, b_scale, bias, i.dtype)
+        by_rows = (rows, scales[:, None], b_rows, b_scales[None])
+        examples[f"{name}-rows"] = (*by_rows, bias, torch.bfloat16)
     return examples
 
 

@@ -140,7 +140,8 @@ def scaled_mm(
 ) -> Tensor:
     """(a [M, K] @ b [N, K]^T) * (a_scale * b_scale) + bias [N], FP32 inside, rounded to dtype.
 
-    The bias is rounded to ``dtype`` before it is added.
+    Scales are one per tensor, [], or one per row, [M, 1] and [1, N]. The bias is rounded to
+    ``dtype`` before it is added.
     """
     y = (to_float(a) @ to_float(b).t()).mul_(a_scale * b_scale)
     if bias is not None:

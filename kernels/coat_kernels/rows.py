@@ -6,7 +6,8 @@ A token that is much larger than the others then costs these no precision. Each 
 scales of some rows and casts them. Rows that fit a tile are read once. Longer ones, and those whose
 codes are written transposed (32 at a time, for whole sectors of memory), are read twice in chunks
 of columns, the second time backwards: what was read last is still in the L2 cache. Bytes per
-element: those of x and 1. The reference: ``reference.quantize_rows``, ``dequantize_rows``.
+element: those of x and 1. The reference: ``reference.quantize_rows``, ``dequantize_rows``. As
+operands of a GEMM: ``gemm.py``.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""One scale per row: by FP8's definition in NumPy."""
+"""One scale per row: by FP8's definition in NumPy, and products against FP64."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,11 +16,13 @@ from coat_kernels import (
     RowScaled,
     dequantize_rows,
     quantize_rows,
+    quantize_tensor,
+    scaled_mm,
 )
 from coat_kernels.formats import MIN_SCALE, padded
 from coat_kernels.launch import Tile, forced_tile
 from coat_kernels.rows import ROW_ELEMENTS, TRANSPOSED_TILE
-from coat_kernels.testing import assert_same_bits
+from coat_kernels.testing import TOLERANCE, assert_same_bits, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
@@ -157,12 +159,87 @@ def decoded(x: RowScaled) -> Tensor:
     return x.q.double() * x.scale.double()[:, None]
 
 
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 63])
+def test_product(
+    tokens: int, formats: tuple[Format, Format], bias_dtype: torch.dtype | None, run: Run
+):
+    a, b = (
+        quantize_rows(uneven(tokens, 304), formats[0]),
+        quantize_rows(uneven(48, 304), formats[1]),
+    )
+    bias = None if bias_dtype is None else torch.linspace(-1, 1, 48).to(bias_dtype)
+    exact = decoded(a) @ decoded(b).t()
+    if bias is not None:
+        exact += bias.bfloat16().double()
+    args = (a.q, a.scale[:, None], b.q, b.scale[None], bias, torch.bfloat16)
+    for got in (run("scaled_mm", args)[0], scaled_mm(a, b, torch.bfloat16, bias)):
+        # Row by row, for they differ in size.
+        for one, wanted in zip(got, exact, strict=True):
+            assert relative_rms(one, wanted) < 2.0**-8 + TOLERANCE["scaled_mm", torch.float32]
+
+
+def test_products_of_small_integers_are_exact(run: Run):
+    generator = torch.Generator().manual_seed(0)
+
+    def operand(n: int) -> RowScaled:
+        q = torch.randint(-8, 9, (n, 32), generator=generator).to(E4M3.dtype)
+        return RowScaled(q, torch.exp2(torch.randint(-9, 9, (n,), generator=generator)))
+
+    a, b = operand(5), operand(16)
+    exact = (decoded(a) @ decoded(b).t()).bfloat16()
+    args = (a.q, a.scale[:, None], b.q, b.scale[None], None, torch.bfloat16)
+    for got in (run("scaled_mm", args)[0], scaled_mm(a, b, torch.bfloat16)):
+        assert_same_bits("product", got, exact)
+
+
+def test_a_bad_row_spoils_its_row_or_column_of_a_product(run: Run):
+    x, w = uneven(4, 32), uneven(16, 32)
+    x[1, 3], w[5, 0] = float("nan"), float("inf")
+    a, b = quantize_rows(x), quantize_rows(w)
+    (y,) = run("scaled_mm", (a.q, a.scale[:, None], b.q, b.scale[None], None, torch.bfloat16))
+    bad = torch.zeros(4, 16, dtype=torch.bool)
+    bad[1], bad[:, 5] = True, True
+    assert torch.equal(y.isnan(), bad)
+    assert y[~bad].isfinite().all()
+
+
+def test_empty_products(run: Run):
+    a, b = quantize_rows(torch.ones(0, 32)), quantize_rows(torch.ones(16, 32))
+    (y,) = run("scaled_mm", (a.q, a.scale[:, None], b.q, b.scale[None], None, torch.bfloat16))
+    assert y.shape == (0, 16)
+
+
 def test_the_other_operand_can_hold_the_scales_of_a_product_over_tokens():
     x, dy = uneven(63, 32), uneven(63, 16).double()
     x_t = quantize_rows(x, transposed=True)
     scaled_dy = torch.nn.functional.pad(dy * x_t.scale[:, None], (0, 0, 0, 1))
     exact = dy.t() @ decoded(quantize_rows(x))
     torch.testing.assert_close(scaled_dy.t() @ x_t.q.double().t(), exact)
+
+
+def test_operands_are_both_scaled_per_row_or_both_per_tensor():
+    x = torch.ones(16, 32)
+    for a, b in ((quantize_rows(x), quantize_tensor(x)), (quantize_tensor(x), quantize_rows(x))):
+        with pytest.raises(ValueError, match=r"a is (Row|Tensor)Scaled and b is .*both per tensor"):
+            scaled_mm(a, b, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_products_of_row_scaled_operands_are_bf16(dtype: torch.dtype):
+    x = quantize_rows(torch.ones(16, 32))
+    with pytest.raises(ValueError, match=rf"cannot be {dtype} .* only torch.bfloat16: round it"):
+        scaled_mm(x, x, dtype)
+
+
+@pytest.mark.parametrize(
+    ("k_a", "k_b", "n"), [(32, 48, 16), (40, 40, 16), (33, 33, 16), (32, 32, 17)]
+)
+def test_product_dimensions(k_a: int, k_b: int, n: int):
+    a, b = quantize_rows(torch.ones(4, k_a)), quantize_rows(torch.ones(n, k_b))
+    with pytest.raises(ValueError, match=r"K must be the same and K and N multiples of 16: pad"):
+        scaled_mm(a, b, torch.bfloat16)
 
 
 FP8_X = torch.ones(16, 32).to(E4M3.dtype)
@@ -189,5 +266,10 @@ FP8_X = torch.ones(16, 32).to(E4M3.dtype)
     ],
 )
 def test_codes_and_scales_belong_together(bad: RowScaled, message: str):
+    good = quantize_rows(torch.ones(16, 32))
     with pytest.raises(ValueError, match="dequantize_rows: .*" + message.format("x")):
         dequantize_rows(bad)
+    with pytest.raises(ValueError, match="scaled_mm: .*" + message.format("a")):
+        scaled_mm(bad, good, torch.bfloat16)
+    with pytest.raises(ValueError, match="scaled_mm: .*" + message.format("b")):
+        scaled_mm(good, bad, torch.bfloat16)

@@ -138,6 +138,7 @@ MISTAKES = [
     ("rope_quantize", "grouped", "cos a little off", scaled(1, 1.005)),
     ("scaled_mm", "e4m3-bias", "bias left out", replaced(4, None)),
     ("scaled_mm", "e4m3", "one operand's scale left out", replaced(1, torch.ones(()))),
+    ("scaled_mm", "e5m2-rows", "the scales in another order", reversed_rows(1)),
     ("adamw_step", "paper", "the released constants", replaced(14, True)),
     ("adamw_step", "released", "the paper's constants", replaced(14, False)),
     ("adamw_step", "paper", "bias correction of another step", replaced(13, 3)),
