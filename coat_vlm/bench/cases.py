@@ -161,6 +161,28 @@ def _quantize_cases(shape: LayerShape) -> Iterator[Case]:
         3 * t * h + 4,
         lambda draw: (*codes(draw), torch.bfloat16),
     )
+    # Read 2 bytes per element, write 1 and a scale per row; read these and write 2.
+    yield Case(
+        "quantize_rows",
+        "attention output, rows",
+        3 * t * h + 4 * t,
+        lambda draw: (*x(draw), "e4m3", False),
+    )
+    yield Case(
+        "quantize_rows",
+        "attention output, transposed",
+        (2 * t + tp) * h + 4 * t,
+        lambda draw: (*x(draw), "e4m3", True),
+    )
+    yield Case(
+        "dequantize_rows",
+        "attention output, to BF16",
+        3 * t * h + 4 * t,
+        lambda draw: (
+            *OPS["quantize_rows"].reference(*x(draw), "e4m3", False),
+            torch.bfloat16,
+        ),
+    )
     # Read 2 bytes per element, write the copy; and back.
     yield Case(
         "quantize_group",

@@ -4,9 +4,10 @@
     input gradient   dx = dy W      dy [M, N],  W [N, K]
     weight gradient  dW = dy^T x    dy [M, N],  x [M, K]
 
-In FP8, x and W are E4M3 and dy is E5M2, with one scale per tensor; the transposed operands, which
-Hopper wants with their inner dimension contiguous, are made before the clock runs. Results are
-BF16. A product that is wrong gets no speed: see :data:`IMPLEMENTATIONS`.
+In FP8, x and W are E4M3 and dy is E5M2, with one scale per tensor or, ``fp8_rows``, per row of an
+operand; the transposed operands, which Hopper wants with their inner dimension contiguous, are made
+before the clock runs. Results are BF16. A product that is wrong gets no speed: see
+:data:`IMPLEMENTATIONS`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from coat_kernels import E4M3, E5M2, Format, TensorScaled, quantize_layouts, reference, scaled_mm
+from coat_kernels import (
+    E4M3,
+    E5M2,
+    Format,
+    RowScaled,
+    TensorScaled,
+    quantize_layouts,
+    quantize_rows,
+    reference,
+    scaled_mm,
+)
 from coat_kernels.testing import TOLERANCE, relative_rms
 from coat_vlm.bench.cases import Draw
 from coat_vlm.bench.clock import median_us
@@ -78,6 +89,10 @@ class Operands:
     """E4M3, or E5M2 for a gradient, [rows, inner] row-major."""
     b_codes: TensorScaled
     """E4M3 [columns, inner] row-major."""
+    a_rows: RowScaled
+    """Likewise, with one scale per row."""
+    b_rows: RowScaled
+    """Likewise."""
 
 
 def bf16(operands: Operands) -> Tensor:
@@ -90,6 +105,11 @@ def fp8(operands: Operands) -> Tensor:
     return scaled_mm(operands.a_codes, operands.b_codes, torch.bfloat16)
 
 
+def fp8_rows(operands: Operands) -> Tensor:
+    """The same with one scale per row of both operands."""
+    return scaled_mm(operands.a_rows, operands.b_rows, torch.bfloat16)
+
+
 def fp8_fast(operands: Operands) -> Tensor:
     """The same kernel of cuBLASLt with fast accumulation, as in the forward pass of training."""
     return scaled_mm(operands.a_codes, operands.b_codes, torch.bfloat16, fast=True)
@@ -98,6 +118,7 @@ def fp8_fast(operands: Operands) -> Tensor:
 IMPLEMENTATIONS: dict[str, tuple[Callable[[Operands], Tensor], float]] = {
     "bf16": (bf16, 5e-3),  # cuBLAS may round partial sums to BF16
     "fp8": (fp8, TOLERANCE["scaled_mm", torch.bfloat16]),
+    "fp8_rows": (fp8_rows, TOLERANCE["scaled_mm", torch.bfloat16]),
     # About 14 bits of the sum over the whole inner dimension are kept (DeepSeek-V3, arXiv
     # 2412.19437, section 3.3.2, reports errors of 2% at K = 4096).
     "fp8_fast": (fp8_fast, 2e-2),
@@ -138,14 +159,15 @@ def operands_of(gemm: Gemm, device: torch.device) -> Operands:
     right = (
         draw.matrix(gemm.columns, gemm.inner) if forward else draw.matrix(gemm.inner, gemm.columns)
     )
-    a, a_codes = _operand(left, of_weight, E4M3 if forward else E5M2)
-    b, b_codes = _operand(right, not forward, E4M3)
-    return Operands(a, b, a_codes, b_codes)
+    a, a_codes, a_rows = _operand(left, of_weight, E4M3 if forward else E5M2)
+    b, b_codes, b_rows = _operand(right, not forward, E4M3)
+    return Operands(a, b, a_codes, b_codes, a_rows, b_rows)
 
 
-def _operand(x: Tensor, transposed: bool, fmt: Format) -> tuple[Tensor, TensorScaled]:
+def _operand(x: Tensor, transposed: bool, fmt: Format) -> tuple[Tensor, TensorScaled, RowScaled]:
     rows, columns = quantize_layouts([x], fmt, rows=not transposed, transposed=transposed)
-    return (x.t(), columns) if transposed else (x, rows)
+    operand, codes = (x.t(), columns) if transposed else (x, rows)
+    return operand, codes, quantize_rows(operand.contiguous(), fmt)
 
 
 def bench_gemm(shape: LayerShape) -> list[GemmRow]:
@@ -190,8 +212,11 @@ def check(implementation: str, product: Tensor, operands: Operands) -> tuple[flo
     exact = operands.a[:CHECKED_ROWS].float() @ operands.b.float().t()
     own = exact.bfloat16()
     if implementation != "bf16":
-        a, b = operands.a_codes, operands.b_codes
-        own = reference.scaled_mm(a.q[:CHECKED_ROWS], a.scale, b.q, b.scale, None, torch.bfloat16)
+        a, b, a_scale = operands.a_codes, operands.b_codes, operands.a_codes.scale
+        if implementation == "fp8_rows":
+            a, b = operands.a_rows, operands.b_rows
+            a_scale = a.scale[:CHECKED_ROWS, None]
+        own = reference.scaled_mm(a.q[:CHECKED_ROWS], a_scale, b.q, b.scale, None, torch.bfloat16)
     difference, allowed = relative_rms(first, own), IMPLEMENTATIONS[implementation][1]
     problem = ""
     if not difference <= allowed:

@@ -18,7 +18,7 @@ from coat_vlm.bench.rows import number, require_gpu, table
 from coat_vlm.bench.shapes import LayerShape
 
 TILED = (
-    *("quantize_tensor", "quantize_group", "dequantize_group"),
+    *("quantize_tensor", "quantize_rows", "quantize_group", "dequantize_group"),
     *("norm_apply", "activation_stats", "activation_apply", "activation_bwd"),
 )
 """Ops whose kernels work on any tile of a matrix."""

@@ -180,7 +180,8 @@ def _add_gemm(jobs: Commands) -> None:
   coat-vlm bench gemm                                   # the twelve GEMMs of Llama-2-7B's block
   coat-vlm bench gemm --shape qwen2.5-7b siglip-so400m --csv gemm.csv
 
-fp8 is what training uses; fp8_fast accumulates with fewer bits. An error is that of the product
+fp8_fast, with fewer bits of accumulation, is what the forward pass of training uses, fp8 what its
+gradients use; fp8_rows has a scale per row, not per tensor. An error is that of the product
 against FP32 on the BF16 operands; a product that differs from FP32 on its own operands gets no
 speed. Times are medians on the GPU without launch costs of the CPU (a CUDA graph of the GEMM is
 replayed), caches flushed. The last line is the whole block: all operations by the sum of the times.

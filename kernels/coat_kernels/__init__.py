@@ -21,6 +21,7 @@ from coat_kernels.formats import (
     Format,
     GradientCodes,
     GroupScaled,
+    RowScaled,
     TensorScaled,
 )
 from coat_kernels.gemm import scaled_mm
@@ -37,6 +38,7 @@ from coat_kernels.quantize import (
 from coat_kernels.registry import OPS, Op, use_reference
 from coat_kernels.rope import rope, rope_quantize
 from coat_kernels.rope_gradient import rope_gradient
+from coat_kernels.rows import dequantize_rows, quantize_rows
 
 __all__ = [
     "ACTIVATIONS",
@@ -52,12 +54,14 @@ __all__ = [
     "GroupScaled",
     "NormSaved",
     "Op",
+    "RowScaled",
     "TensorScaled",
     "activation_bwd",
     "activation_fwd",
     "activation_recompute",
     "adamw_step",
     "dequantize_group",
+    "dequantize_rows",
     "dequantize_tensor",
     "new_moment",
     "norm_bwd",
@@ -66,6 +70,7 @@ __all__ = [
     "quantize_gradient",
     "quantize_group",
     "quantize_layouts",
+    "quantize_rows",
     "quantize_tensor",
     "quantize_transposed",
     "rope",

@@ -14,6 +14,7 @@ from coat_kernels import reference, reference_adamw
 from coat_kernels.adamw import new_moment
 from coat_kernels.formats import FORMATS, GROUP_SIZES
 from coat_kernels.registry import OPS
+from coat_kernels.rows import ROW_ELEMENTS, TRANSPOSED_TILE
 
 
 class _Inputs:
@@ -101,6 +102,24 @@ def _dequantize_tensor(i: _Inputs) -> Examples:
     return {fmt: (*codes, i.dtype) for fmt, codes in _codes(i).items()}
 
 
+def _quantize_rows(i: _Inputs) -> Examples:
+    x = i.matrix()
+    # Several chunks of columns each, the last of them in part.
+    long = i.normal(i.rows, i.columns + ROW_ELEMENTS)
+    wide = i.normal(i.rows, i.columns + TRANSPOSED_TILE.columns)
+    return {
+        "long": (long, "e4m3", False),
+        "wide-transposed": (wide, "e4m3", True),
+        **{fmt: (x, fmt, False) for fmt in FORMATS},
+        **{f"{fmt}-transposed": (x, fmt, True) for fmt in FORMATS},
+    }
+
+
+def _dequantize_rows(i: _Inputs) -> Examples:
+    x = i.matrix()
+    return {fmt: (*reference.quantize_rows(x, fmt, False), i.dtype) for fmt in FORMATS}
+
+
 def _norm_stats(i: _Inputs) -> Examples:
     examples: Examples = {}
     for name, centered, has_bias, fmt in (
@@ -175,13 +194,17 @@ def _scaled_mm(i: _Inputs) -> Examples:
     b = i.normal(48, i.columns, dtype=torch.float32)
     b_scale = reference.tensor_scale([b], "e4m3")
     b_q, _ = reference.quantize_tensor([b], b_scale, "e4m3", True, False)
+    b_rows, b_scales = reference.quantize_rows(b, "e4m3", False)
     examples: Examples = {}
     for fmt, bias in (("e4m3", None), ("e5m2", None), ("e4m3", i.normal(48))):
         a = i.matrix()
         scale = reference.tensor_scale([a], fmt)
         q, _ = reference.quantize_tensor([a], scale, fmt, True, False)
+        rows, scales = reference.quantize_rows(a, fmt, False)
         name = fmt if bias is None else f"{fmt}-bias"
         examples[name] = (q, scale, b_q, b_scale, bias, i.dtype, False)
+        by_rows = (rows, scales[:, None], b_rows, b_scales[None])
+        examples[f"{name}-rows"] = (*by_rows, bias, torch.bfloat16, False)
     return examples | {"fast": (*examples["e4m3"][:-1], True)}
 
 
@@ -232,6 +255,8 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "dequantize_group": _dequantize_group,
     "transpose_codes": _transpose_codes,
     "dequantize_tensor": _dequantize_tensor,
+    "quantize_rows": _quantize_rows,
+    "dequantize_rows": _dequantize_rows,
     "norm_stats": _norm_stats,
     "norm_apply": _norm_apply,
     "norm_bwd": _norm_bwd,

@@ -2,10 +2,12 @@
 
     x  ~=  q * scale          q: FP8 codes, scale: what a code of 1.0 is worth
 
-Two granularities, COAT's mixed granularity (arXiv 2410.19313, section 4):
+Three granularities; the first and the last are COAT's mixed granularity (arXiv 2410.19313,
+section 4):
 
 * per tensor (:class:`TensorScaled`): one FP32 scale, for operands of a GEMM.
   ``scale = max(amax * fp32(1 / max), 2^-126)``; codes are ``cast(clamp(x * fp32(1 / scale)))``.
+* per row (:class:`RowScaled`): the same for each row, so that no token shares another's range.
 * per group (:class:`GroupScaled`): one scale per 1 x G run of the last dimension, for what a
   non-linear layer keeps for its backward pass. Scales are powers of two, stored as the exponent
   byte of E8M0 (OCP Microscaling, section 5.4.1): value ``2^(e - 127)``, 255 is NaN. The exponent
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 MIN_SCALE = 2.0**-126
-"""Smallest per-tensor scale, the smallest normal FP32: its inverse is finite."""
+"""Smallest scale of a tensor or a row, the smallest normal FP32: its inverse is finite."""
 
 GROUP_SIZES = (16, 32, 64, 128)
 """Group sizes of :class:`GroupScaled`; the paper's is 16 (numerics in section 4 of the paper)."""
@@ -63,6 +65,17 @@ class TensorScaled(NamedTuple):
     """Codes, FP8, any shape."""
     scale: Tensor
     """FP32, shape ()."""
+
+
+class RowScaled(NamedTuple):
+    """FP8 codes of a matrix x [M, N] with one scale per row: ``x ~= q * scale[:, None]``."""
+
+    q: Tensor
+    """Codes, FP8 [M, N]; or, if ``transposed``, [N, M'] with M padded to a multiple of 16."""
+    scale: Tensor
+    """FP32 [M]."""
+    transposed: bool = False
+    """The scales belong to the columns of ``q``, which is then no operand of a GEMM by itself."""
 
 
 class GroupScaled(NamedTuple):
@@ -174,6 +187,27 @@ def check_codes(op: str, name: str, q: Tensor) -> None:
             f"{op}: the codes of {name} are {q.dtype} of shape {tuple(q.shape)} and strides "
             f"{q.stride()}; they must be a contiguous matrix of {E4M3.dtype} or {E5M2.dtype}, as "
             "the quantize functions return it"
+        )
+
+
+def check_rows(op: str, name: str, x: RowScaled) -> None:
+    """Refuse codes without one scale for each of their rows.
+
+    Raises:
+        ValueError: the shapes do not match, a dtype or layout is wrong, or x is transposed.
+    """
+    check_codes(op, name, x.q)
+    if x.transposed:
+        raise ValueError(
+            f"{op}: {name} is transposed, so that its scales belong to the columns of its codes; "
+            "quantize it row-major, or the transposed matrix by its own rows"
+        )
+    scale, rows = x.scale, x.q.shape[0]
+    if scale.dtype != torch.float32 or scale.shape != (rows,) or not scale.is_contiguous():
+        raise ValueError(
+            f"{op}: the scales of {name} are {scale.dtype} of shape {tuple(scale.shape)} and "
+            f"strides {scale.stride()}; for codes of shape {tuple(x.q.shape)} they must be "
+            f"contiguous torch.float32 of shape {(rows,)}, as quantize_rows returns them"
         )
 
 

@@ -6,8 +6,11 @@ weight gradient ``dy^T [N, M'], x^T [K, M']`` with tokens padded by zeros to M'.
 cuBLASLt's through ``aten::_scaled_mm``. Partial sums are promoted to FP32, unless accumulation is
 to be fast: the tensor cores then add up all of K with the fewer bits that they have, which takes 3
 to 7% less time (``coat-vlm bench gemm``). On a CPU the codes are multiplied in FP32. A bias is
-rounded to the result's dtype, the only one that cuBLASLt's epilogue takes. Reference:
-``reference.scaled_mm``.
+rounded to the result's dtype, the only one that cuBLASLt's epilogue takes.
+
+With one scale per row of both operands (a [M], b [N]) the result is BF16: torch built for a CUDA
+before 12.9 takes a CUTLASS kernel for them, which can be relied on for BF16 only (pytorch/pytorch,
+pull request 187569). Reference: ``reference.scaled_mm``.
 """
 
 import torch
@@ -18,8 +21,10 @@ from coat_kernels.formats import (
     E5M2,
     GEMM_MULTIPLE,
     HIGH_PRECISION,
+    RowScaled,
     TensorScaled,
     check_codes,
+    check_rows,
     check_vector,
 )
 from coat_kernels.registry import register
@@ -49,8 +54,8 @@ _scaled_mm = register(
 
 
 def scaled_mm(
-    a: TensorScaled,
-    b: TensorScaled,
+    a: TensorScaled | RowScaled,
+    b: TensorScaled | RowScaled,
     dtype: torch.dtype,
     bias: Tensor | None = None,
     *,
@@ -60,8 +65,8 @@ def scaled_mm(
 
     Args:
         a: codes [M, K], any M; at most one operand is E5M2.
-        b: codes [N, K].
-        dtype: dtype of the result: FP32, BF16 or FP16.
+        b: codes [N, K]; both operands are scaled per tensor or both per row.
+        dtype: dtype of the result: FP32, BF16 or FP16; BF16 if the operands are scaled per row.
         bias: [N] or None.
         fast: fast accumulation.
 
@@ -70,7 +75,7 @@ def scaled_mm(
 
     Raises:
         ValueError: the inner dimensions differ, K or N is not a multiple of 16, both operands are
-            E5M2, or a dtype or layout is wrong.
+            E5M2 or only one is scaled per row, or a dtype or layout is wrong.
     """
     check_codes("scaled_mm", "a", a.q)
     check_codes("scaled_mm", "b", b.q)
@@ -91,4 +96,18 @@ def scaled_mm(
             f"{', '.join(map(str, HIGH_PRECISION))}"
         )
     check_vector("scaled_mm", "bias", bias, N)
-    return _scaled_mm(a.q, a.scale, b.q, b.scale, bias, dtype, fast)
+    if isinstance(a, TensorScaled) and isinstance(b, TensorScaled):
+        return _scaled_mm(a.q, a.scale, b.q, b.scale, bias, dtype, fast)
+    if not (isinstance(a, RowScaled) and isinstance(b, RowScaled)):
+        raise ValueError(
+            f"scaled_mm: a is {type(a).__name__} and b is {type(b).__name__}; quantize both per "
+            "tensor or both per row"
+        )
+    check_rows("scaled_mm", "a", a)
+    check_rows("scaled_mm", "b", b)
+    if dtype != torch.bfloat16:
+        raise ValueError(
+            f"scaled_mm: the result cannot be {dtype} for operands with one scale per row, only "
+            "torch.bfloat16: round it afterwards, or quantize both per tensor"
+        )
+    return _scaled_mm(a.q, a.scale[:, None], b.q, b.scale[None], bias, dtype, fast)

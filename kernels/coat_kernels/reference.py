@@ -51,7 +51,7 @@ def tensor_scale(parts: list[Tensor], fmt: str) -> Tensor:
 
 
 def amax_to_scale(amax: Tensor, fmt: str) -> Tensor:
-    """The per-tensor scale of a largest magnitude, FP32 []."""
+    """The scales of tensors or rows with these largest magnitudes, FP32 of any shape."""
     return (amax * (1.0 / format_of(fmt).max)).clamp_min(MIN_SCALE)
 
 
@@ -102,6 +102,20 @@ def dequantize_tensor(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (to_float(q) * scale).to(dtype)
 
 
+def quantize_rows(x: Tensor, fmt: str, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Codes [M, N], or [N, M'] if ``transposed``, and a scale for each row of x, FP32 [M]."""
+    x = x.float()
+    amax = x.abs().amax(-1) if x.shape[1] else x.new_zeros(x.shape[0])  # NaN if there is one
+    scale = amax_to_scale(amax, fmt)
+    q, qt = _layouts(x, scale[:, None], format_of(fmt), not transposed, transposed)
+    return (qt if transposed else q), scale
+
+
+def dequantize_rows(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values [M, N] in ``dtype``: q * scale."""
+    return dequantize_tensor(q, scale[:, None], dtype)
+
+
 def quantize_group(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
     """Codes [M, N] and E8M0 exponents, uint8 [M, N / G]."""
     form = format_of(fmt)
@@ -137,7 +151,8 @@ def scaled_mm(
 ) -> Tensor:  # fmt: skip
     """(a [M, K] @ b [N, K]^T) * (a_scale * b_scale) + bias [N], FP32 inside, rounded to dtype.
 
-    The bias is rounded to ``dtype`` before it is added. Fast accumulation is a GPU's.
+    Scales are one per tensor, [], or one per row, [M, 1] and [1, N]. The bias is rounded to
+    ``dtype`` before it is added. Fast accumulation is a GPU's.
     """
     y = (to_float(a) @ to_float(b).t()).mul_(a_scale * b_scale)
     if bias is not None:

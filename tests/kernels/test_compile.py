@@ -11,6 +11,7 @@ import pytest
 
 WRITES_CODES = {
     "quantize_tensor_kernel",
+    "_quantize_rows_kernel",
     "_quantize_group_kernel",
     "_norm_stats_kernel",
     "_norm_apply_kernel",
@@ -20,7 +21,10 @@ WRITES_CODES = {
     "_adamw_kernel",
 }
 WITHOUT_FP8 = {"_amax_kernel", "_transpose_codes_kernel"}  # these run on any GPU
-BIT_EXACT = {"quantize_tensor_kernel", "_quantize_group_kernel", "_dequantize_group_kernel"}
+BIT_EXACT = {
+    *("quantize_tensor_kernel", "_quantize_rows_kernel", "_quantize_group_kernel"),
+    *("_dequantize_rows_kernel", "_dequantize_group_kernel"),
+}
 
 
 @pytest.fixture(scope="module")

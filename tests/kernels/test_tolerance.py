@@ -87,6 +87,11 @@ def scaled(position: int, factor: float) -> Callable[[tuple[Any, ...]], tuple[An
     return lambda args: (*args[:position], args[position] * factor, *args[position + 1 :])
 
 
+def reversed_rows(position: int) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Arguments with one of them upside down."""
+    return lambda args: (*args[:position], args[position].flip(0), *args[position + 1 :])
+
+
 def doubly_rounded(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The scale from the FP8 copy instead of from the input; the copy itself is the same."""
     a, kind, group, fmt = args
@@ -106,9 +111,13 @@ MISTAKES = [
     ("quantize_tensor", "stacked", "another order", lambda a: (a[0][::-1], *a[1:])),
     ("quantize_gradient", "side-by-side", "another order", lambda a: (a[0][::-1], *a[1:])),
     ("quantize_gradient", "both-bias", "the bias's gradient left out", replaced(4, False)),
+    ("quantize_rows", "e4m3", "the other format's maximum", replaced(1, "e5m2")),
+    ("quantize_rows", "long", "a scale a little off", scaled(0, 1 + 2.0**-12)),
+    ("quantize_rows", "e5m2-transposed", "the tokens in another order", reversed_rows(0)),
+    ("dequantize_rows", "e5m2", "the scales in another order", reversed_rows(1)),
     ("quantize_group", "e4m3-16", "another group size", replaced(1, 208)),
     ("dequantize_group", "e4m3-16", "exponents off by one", scaled(1, 0)),
-    ("transpose_codes", "e4m3", "the tokens in another order", lambda a: (a[0].flip(0),)),
+    ("transpose_codes", "e4m3", "the tokens in another order", reversed_rows(0)),
     ("dequantize_tensor", "e5m2", "a scale a little off", scaled(1, 1 + 2.0**-12)),
     ("norm_stats", "rms", "epsilon left out", replaced(4, 0.0)),
     ("norm_stats", "rms", "mean subtracted", replaced(5, True)),
@@ -132,6 +141,7 @@ MISTAKES = [
     ("rope_quantize", "grouped", "cos a little off", scaled(1, 1.005)),
     ("scaled_mm", "e4m3-bias", "bias left out", replaced(4, None)),
     ("scaled_mm", "e4m3", "one operand's scale left out", replaced(1, torch.ones(()))),
+    ("scaled_mm", "e5m2-rows", "the scales in another order", reversed_rows(1)),
     ("adamw_step", "paper", "the released constants", replaced(14, True)),
     ("adamw_step", "released", "the paper's constants", replaced(14, False)),
     ("adamw_step", "paper", "bias correction of another step", replaced(13, 3)),
