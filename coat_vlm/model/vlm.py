@@ -21,6 +21,7 @@ from coat_vlm.config import ModuleName
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.loss import next_token_loss
 from coat_vlm.model.output_layer import loss_for_logits, why_logits_are_needed
+from coat_vlm.model.padding import mask_for_loss
 from coat_vlm.model.pretrained import check_complete, readable_errors
 from coat_vlm.model.projector import build_projector
 from coat_vlm.model.vision import VisionTower
@@ -114,10 +115,12 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         Args:
             input_ids: (B, T) token ids with image placeholders.
             attention_mask: (B, T), 1 for tokens, 0 for padding; or what the language model takes.
+                One on the CPU is left out where the loss alone is computed and does not need it
+                (:func:`coat_vlm.model.padding.mask_for_loss`).
             position_ids: (B, T) positions; counted by the language model when absent.
             pixel_values: (N, 3, S, S), the images of all rows in order; None or N = 0 for none.
             inputs_embeds: (B, T, H) instead of input_ids; then images must already be in them.
-            labels: (B, T) target ids, not shifted; -100 is not trained.
+            labels: (B, T) target ids, not shifted; -100 is not trained, and padding must have it.
             past_key_values: the language model's cache.
             num_items_in_batch: what the summed loss is divided by (the trained tokens of all
                 micro-batches and ranks); this batch's trained tokens when absent.
@@ -143,10 +146,12 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             inputs_embeds = self.embed(input_ids, pixel_values)
         elif _count(pixel_values):
             raise ValueError("pixel_values need input_ids to say where images go; pass input_ids")
-        if self.training:
-            kwargs.setdefault("use_cache", False)  # a cache would only hold memory
-        kwargs["return_dict"] = True
         skip = labels is not None and (self.training if skip_logits is None else skip_logits)
+        if self.training or skip:
+            kwargs.setdefault("use_cache", False)  # a cache would only hold memory
+        if skip and past_key_values is None and not kwargs["use_cache"]:
+            attention_mask = mask_for_loss(attention_mask, self.language_model)
+        kwargs["return_dict"] = True
         fused = skip and self._why_logits_are_needed is None
         loss_inside: AbstractContextManager[None] = nullcontext()
         if labels is not None and fused:
