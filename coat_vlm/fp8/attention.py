@@ -1,6 +1,7 @@
 """What the FP8 blocks need of transformers' attention: its interface, called as its layers do."""
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +10,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from coat_vlm.fp8 import sdpa
 from coat_vlm.fp8.lean import Copies, lean_attention
 from coat_vlm.fp8.linear import linear
+from coat_vlm.model.packed_attention import PACKED
+from coat_vlm.model.packing import packing_of
 
 
 def attend(
@@ -60,15 +63,34 @@ def attention_output(
     """
     if not lean:
         return linear(attend(module, *heads, mask, **kwargs), layer)
-    fused = None
-    if mask is None and module.config._attn_implementation == "sdpa":
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        several = heads[0].shape[2] > 1
-        fused = sdpa.choose(*heads, causal and several, kwargs.get("scaling"))
     return lean_attention(
-        *heads, layer, lambda q, k, v: attend(module, q, k, v, mask, **kwargs), fused, copies
+        *heads,
+        layer,
+        lambda q, k, v: attend(module, q, k, v, mask, **kwargs),
+        _fused(module, heads, mask, kwargs),
+        copies,
     )
+
+
+def _fused(
+    module: Any,
+    heads: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    kwargs: Mapping[str, Any],
+) -> sdpa.Fused | None:
+    """The fused kernel that does what the attention implementation would; None if there is none."""
+    implementation, packing = module.config._attn_implementation, None
+    batch, _, length, _ = heads[0].shape
+    if implementation == PACKED:
+        packing = packing_of(batch, length, heads[0].device, mask, kwargs)
+    if packing is None:
+        if mask is not None or implementation not in ("sdpa", PACKED):
+            return None
+    elif packing.narrower(kwargs.get("sliding_window")) is not None:
+        return None
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    return sdpa.choose(*heads, causal and length > 1, kwargs.get("scaling"), packing)
 
 
 def modeling_of(module: nn.Module) -> Any:

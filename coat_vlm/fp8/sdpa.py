@@ -1,14 +1,18 @@
 """Torch's fused attention with its forward and backward pass apart.
 
 Autograd's own record of attention keeps q, k, v and the output as they are. Called apart, the
-backward pass takes them from wherever they were kept (``lean.py``: from FP8 copies).
+backward pass takes them from wherever they were kept (``lean.py``: from FP8 copies). Sequences
+packed into one row are attended to by the variable-length flash kernel or, on a CPU, one by one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from coat_vlm.model.packed_attention import flash_forward, kernel_for, token_major
+from coat_vlm.model.packing import Packing
 
 _ATEN: Any = torch.ops.aten
 _FLASH, _CUDNN = 1, 3
@@ -23,6 +27,8 @@ class Fused:
     causal: bool
     scale: float | None
     """What q k^T is multiplied with; 1 / sqrt(D) when None."""
+    packing: Packing | None = None
+    """Of the sequences in a single row; every row is one sequence when None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,12 @@ class Statistics:
 
 
 def choose(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    scale: float | None,
+    packing: Packing | None = None,
 ) -> Fused | None:
     """The kernel that torch would take for these heads without a mask; None if it is none of these.
 
@@ -44,15 +55,20 @@ def choose(
         value: likewise.
         causal: every token sees the tokens up to itself only.
         scale: see :class:`Fused`.
+        packing: likewise.
     """
     if query.shape[-1] % 8:
         return None  # torch pads such heads before it calls a kernel
+    if packing is not None:
+        kernel = kernel_for(query, key, value, causal, 0.0)
+        if query.device.type == "cuda":
+            return Fused("flash", causal, scale, packing) if kernel == "flash" else None
     grouped = query.shape[1] != key.shape[1]
     backend = _ATEN._fused_sdp_choice(
         query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped
     )
     if query.device.type == "cpu":
-        return Fused("cpu", causal, scale) if backend == _FLASH else None
+        return Fused("cpu", causal, scale, packing) if backend == _FLASH else None
     if backend == _FLASH:
         return Fused("flash", causal, scale)
     return Fused("cudnn", causal, scale) if backend == _CUDNN else None
@@ -64,6 +80,8 @@ def forward(how: Fused, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     Returns:
         [B, T, H * D] in query's dtype, and the statistics.
     """
+    if how.packing is not None:
+        return _packed_forward(how, how.packing, query, key, value)
     scale: Any = {"scale": how.scale}
     if how.kernel == "cpu":
         out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
@@ -97,6 +115,8 @@ def backward(
     statistics: Statistics,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; ``out`` and ``grad_out`` are [B, T, H * D]."""
+    if how.packing is not None:
+        return _packed_backward(how, how.packing, grad_out, query, key, value, out, statistics)
     scale: Any = {"scale": how.scale}
     heads = query.shape[1]
     out, grad_out = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (out, grad_out))
@@ -114,3 +134,58 @@ def backward(
     return _ATEN._scaled_dot_product_cudnn_attention_backward(
         *common, seed, offset, None, cum_q, cum_k, *statistics.sizes, 0.0, how.causal, **scale
     )
+
+
+def _packed_forward(
+    how: Fused, packing: Packing, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Statistics]:
+    if how.kernel == "flash":
+        out, lse, rng, unused, _ = flash_forward(query, key, value, packing, how.causal, how.scale)
+        return out.flatten(-2)[None], Statistics((lse, rng, unused))
+    alone = replace(how, packing=None)
+    parts = [forward(alone, q, k, v) for q, k, v in packing.split(query, key, value)]
+    kept = tuple(tensor for _, statistics in parts for tensor in statistics.tensors)
+    return torch.cat([out for out, _ in parts], 1), Statistics(kept)
+
+
+def _packed_backward(
+    how: Fused,
+    packing: Packing,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    statistics: Statistics,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if how.kernel == "flash":
+        lse, rng, unused = statistics.tensors
+        out, grad_out = (x.squeeze(0).unflatten(-1, (query.shape[1], -1)) for x in (out, grad_out))
+        gradients = _ATEN._flash_attention_backward(
+            grad_out,
+            token_major(query),
+            token_major(key),
+            token_major(value),
+            out,
+            lse,
+            packing.bounds,
+            packing.bounds,
+            packing.longest,
+            packing.longest,
+            0.0,
+            how.causal,
+            rng,
+            unused,
+            scale=how.scale,
+        )
+        dq, dk, dv = (gradient.transpose(0, 1)[None] for gradient in gradients)
+        return dq, dk, dv
+    alone = replace(how, packing=None)
+    parts = [
+        backward(alone, grad_out[:, start:end], q, k, v, out[:, start:end], Statistics((lse,)))
+        for (start, end), (q, k, v), lse in zip(
+            packing.spans(), packing.split(query, key, value), statistics.tensors, strict=True
+        )
+    ]
+    dq, dk, dv = (torch.cat(gradients, 2) for gradients in zip(*parts, strict=True))
+    return dq, dk, dv

@@ -2,6 +2,7 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
+from coat_vlm.model import packed_attention
 from coat_vlm.model.build import build_model
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig, OpenClipVisionConfig
 from coat_vlm.model.projector import build_projector, projected_tokens
@@ -25,3 +26,4 @@ AutoConfig.register(OpenClipVisionConfig.model_type, OpenClipVisionConfig, exist
 AutoConfig.register(CoatVlmConfig.model_type, CoatVlmConfig, exist_ok=True)
 AutoModel.register(CoatVlmConfig, CoatVlm, exist_ok=True)
 AutoModelForImageTextToText.register(CoatVlmConfig, CoatVlm, exist_ok=True)
+packed_attention.register()

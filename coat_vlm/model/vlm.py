@@ -21,6 +21,9 @@ from coat_vlm.config import ModuleName
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.loss import next_token_loss
 from coat_vlm.model.output_layer import loss_for_logits, why_logits_are_needed
+from coat_vlm.model.packed_attention import PACKED, no_mask
+from coat_vlm.model.packing import packing_of
+from coat_vlm.model.padding import mask_for_loss
 from coat_vlm.model.pretrained import check_complete, readable_errors
 from coat_vlm.model.projector import build_projector
 from coat_vlm.model.vision import VisionTower
@@ -99,10 +102,10 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
+        labels: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         num_items_in_batch: float | torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
@@ -114,10 +117,12 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         Args:
             input_ids: (B, T) token ids with image placeholders.
             attention_mask: (B, T), 1 for tokens, 0 for padding; or what the language model takes.
+                One on the CPU is left out where the loss alone is computed and does not need it
+                (:func:`coat_vlm.model.padding.mask_for_loss`).
             position_ids: (B, T) positions; counted by the language model when absent.
             pixel_values: (N, 3, S, S), the images of all rows in order; None or N = 0 for none.
             inputs_embeds: (B, T, H) instead of input_ids; then images must already be in them.
-            labels: (B, T) target ids, not shifted; -100 is not trained.
+            labels: (B, T) target ids, not shifted; -100 is not trained, and padding must have it.
             past_key_values: the language model's cache.
             num_items_in_batch: what the summed loss is divided by (the trained tokens of all
                 micro-batches and ranks); this batch's trained tokens when absent.
@@ -125,28 +130,38 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             skip_logits: return the loss alone, computed without storing the logits, which are the
                 largest tensor of a batch; by default with labels in training mode. A language
                 model that scales or caps its logits stores them all the same.
-            **kwargs: passed to the language model.
+            **kwargs: passed to the language model. With ``cu_seq_lens_q`` [N + 1] int32 and
+                ``max_length_q`` the batch is one row of N packed sequences
+                (:mod:`coat_vlm.model.packed_attention`); positions then count from each one's
+                start, whose label is ignored.
 
         Returns:
             loss (scalar, FP32) and logits (B, T, vocabulary) in the model's dtype, or None.
 
         Raises:
-            ValueError: placeholders and images do not match, or arguments contradict each other.
+            ValueError: placeholders and images do not match, arguments contradict each other, or
+                packed sequences do not make up the row.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds, and not both")
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError("the loss needs all logits; give labels or logits_to_keep, not both")
         if skip_logits and labels is None:
             raise ValueError("skip_logits leaves nothing to return without labels; give labels")
-        if input_ids is not None:
-            inputs_embeds = self.embed(input_ids, pixel_values)
-        elif _count(pixel_values):
-            raise ValueError("pixel_values need input_ids to say where images go; pass input_ids")
-        if self.training:
-            kwargs.setdefault("use_cache", False)  # a cache would only hold memory
-        kwargs["return_dict"] = True
+        hidden = self._embedded(input_ids, inputs_embeds, pixel_values)
         skip = labels is not None and (self.training if skip_logits is None else skip_logits)
+        if self.training or skip:
+            kwargs.setdefault("use_cache", False)  # a cache would only hold memory
+        if skip and past_key_values is None and not kwargs["use_cache"]:
+            attention_mask = mask_for_loss(attention_mask, self.language_model)
+        batch, tokens, _ = hidden.shape
+        packing = packing_of(batch, tokens, hidden.device, attention_mask, kwargs)
+        if packing is not None:
+            kwargs |= packing.arguments() | {"use_cache": False}
+            if position_ids is None:
+                position_ids = packing.positions(tokens)
+            labels = packing.without_starts(labels)
+            if self.language_model.config._attn_implementation == PACKED:
+                attention_mask = no_mask(tokens, hidden.device)
+        kwargs["return_dict"] = True
         fused = skip and self._why_logits_are_needed is None
         loss_inside: AbstractContextManager[None] = nullcontext()
         if labels is not None and fused:
@@ -154,7 +169,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             loss_inside = loss_for_logits(layer, labels, num_items_in_batch)
         with loss_inside:
             outputs = self.language_model(
-                inputs_embeds=inputs_embeds,
+                inputs_embeds=hidden,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
@@ -171,6 +186,21 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _embedded(
+        self,
+        input_ids: torch.LongTensor | None,
+        inputs_embeds: torch.Tensor | None,
+        pixel_values: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What the language model reads (B, T, H)."""
+        if input_ids is not None and inputs_embeds is None:
+            return self.embed(input_ids, pixel_values)
+        if inputs_embeds is None or input_ids is not None:
+            raise ValueError("give either input_ids or inputs_embeds, and not both")
+        if _count(pixel_values):
+            raise ValueError("pixel_values need input_ids to say where images go; pass input_ids")
+        return inputs_embeds
 
     def embed(
         self, input_ids: torch.LongTensor, pixel_values: torch.Tensor | None = None

@@ -90,10 +90,8 @@ def _original_bytes_per_parameter(like: Tensor) -> float:
 
 
 def _first_row(batch: Batch, image_token_id: int, tokens_per_image: int) -> dict[str, Tensor]:
-    rows: dict[str, Tensor] = {
-        "input_ids": batch["input_ids"][:1],
-        "attention_mask": batch["attention_mask"][:1],
-    }
+    # Without a mask, as the loss runs: padding is on the right.
+    rows: dict[str, Tensor] = {"input_ids": batch["input_ids"][:1]}
     images = int((rows["input_ids"] == image_token_id).sum()) // tokens_per_image
     if images:
         rows["pixel_values"] = batch["pixel_values"][:images]

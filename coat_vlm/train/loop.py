@@ -186,7 +186,9 @@ class StageRun:
         }
 
     def _loss(self, batch: Batch, divisor: float) -> torch.Tensor:
-        inputs = {name: value.to(self.world.device) for name, value in batch.items()}  # pyright: ignore[reportAttributeAccessIssue]
+        inputs: dict[str, Any] = dict(batch)
+        for name in inputs.keys() - {"attention_mask"}:  # the model looks into it on the CPU
+            inputs[name] = inputs[name].to(self.world.device)
         # In validation the model would return logits, too.
         return self.engine(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
 

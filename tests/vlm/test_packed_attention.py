@@ -1,0 +1,342 @@
+"""Sequences packed into one row compute what they compute in rows of their own."""
+
+import copy
+import logging
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Fp8Precision
+from coat_vlm.fp8 import attention, convert, lean, sdpa
+from coat_vlm.model import packed_attention as packed_module
+from coat_vlm.model.packed_attention import PACKED, packed_attention
+from coat_vlm.model.packing import Packing
+
+IMAGE = 2
+LENGTHS = (5, 1, 9, 17)
+TOKENS = sum(LENGTHS)
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+DEVICES = [
+    pytest.param("cpu", id="fp32_cpu"),
+    pytest.param("cuda", id="bf16_gpu", marks=pytest.mark.gpu),
+]
+
+
+def bounds(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
+    return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+
+
+def arguments(lengths: tuple[int, ...] = LENGTHS, device: str = "cpu") -> dict[str, Any]:
+    cut, longest = bounds(lengths).to(device), max(lengths)
+    return {
+        "cu_seq_lens_q": cut,
+        "cu_seq_lens_k": cut,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def positions(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+def tokens(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, 60, (1, sum(lengths)), generator=generator)
+
+
+def language_model(tiny: Any, family: str) -> Any:
+    windows = {"sliding_window": 4} if family == "mistral" else {}
+    model = tiny.model(language=tiny.language(family, **windows)).language_model
+    model.set_attn_implementation(PACKED)
+    return model
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_row_is_its_sequences(tiny: Any, family: str) -> None:
+    """Logits and gradients of transformers' own models, Mistral's with a sliding window."""
+    model = language_model(tiny, family).train()
+    ids = tokens()
+    apart = [model(part, use_cache=False).logits for part in ids.split(LENGTHS, 1)]
+    wanted = torch.cat(apart, 1)
+    dy = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2))
+    wanted.backward(dy)
+    wanted_gradients = gradients(model)
+    masks: list[Tensor] = []
+    hook = model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda *given: masks.append(given[-1]["attention_mask"]), with_kwargs=True
+    )
+    logits = model(ids, position_ids=positions(), use_cache=False, **arguments()).logits
+    hook.remove()
+    logits.backward(dy)
+    assert masks[0].numel() == 0
+    torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, wanted_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("implementation", [PACKED, "sdpa", "eager"])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_loss_of_a_packed_row_is_that_of_its_sequences(
+    tiny: Any, implementation: str, training: bool
+) -> None:
+    """With an image, and all tokens trained: a sequence's first is predicted by no other."""
+    model = tiny.model().train(training)
+    ids = tokens()
+    ids[0, 8:12] = IMAGE
+    image = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(2))
+    labels = ids.masked_fill(ids == IMAGE, -100)
+    common = {"num_items_in_batch": 7, "skip_logits": True}
+    total = torch.zeros(())
+    for part, target in zip(ids.split(LENGTHS, 1), labels.split(LENGTHS, 1), strict=True):
+        images = image if (part == IMAGE).any() else None
+        total = total + model(part, pixel_values=images, labels=target, **common).loss
+    total.backward()
+    wanted = gradients(model)
+    model.set_attn_implementation(implementation)
+    given = {"pixel_values": image, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    loss = model(ids, **given, **common, **arguments()).loss
+    loss.backward()
+    torch.testing.assert_close(loss, total, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("precision", FP8_PRECISIONS)
+def test_fp8_blocks_take_packed_rows(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, precision: Fp8Precision, family: str, device: str
+) -> None:
+    """Against the same row under transformers' mask of blocks, for scales are the row's.
+
+    The mask makes ``coat_lean`` repeat attention; without, its gradient has the rounding of o.
+    """
+    repeated = []
+    replayed = lean._replayed
+    monkeypatch.setattr(lean, "_replayed", lambda *args: repeated.append(1) or replayed(*args))
+    changes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
+    model = tiny.model(language=tiny.language(family, **changes)).language_model
+    model = model.to(device, torch.float32 if device == "cpu" else torch.bfloat16).train()
+    convert(model, Fp8Config().resolved(precision))
+    ids, places = tokens().to(device), positions().to(device)
+    results, counts = [], []
+    for implementation, given in (("sdpa", {}), (PACKED, arguments(device=device))):
+        model.set_attn_implementation(implementation)
+        logits = model(ids, position_ids=places, use_cache=False, **given).logits
+        generator = torch.Generator().manual_seed(2)
+        logits.backward(torch.randn(logits.shape, generator=generator).to(logits))
+        results.append((logits.detach(), gradients(model)))
+        counts.append(len(repeated))
+    (wanted, wanted_gradients), (logits, ours) = results
+    assert counts == ([2, 2] if precision == "coat_lean" else [0, 0])
+    rounding = 1e-3 if device == "cpu" else 0.1
+    assert relative(logits, wanted) < rounding
+    for name, gradient in ours.items():
+        limit = rounding + (0.12 if precision == "coat_lean" else 0)
+        assert relative(gradient, wanted_gradients[name]) < limit, name
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Tensor:
+    """By the formula, under a mask of blocks, [1, T, H, D]."""
+    length = q.shape[2]
+    owner = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(q.device)
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    distance = distance.to(q.device)
+    seen = owner[:, None] == owner
+    if causal:
+        seen &= distance >= 0
+    if window is not None:
+        seen &= distance < window
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(~seen, -math.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def leaves(kv_heads: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+
+    def leaf(count: int) -> Tensor:
+        x = torch.randn(1, TOKENS, count, 64, generator=generator).to(device, dtype)
+        return x.transpose(1, 2).requires_grad_()
+
+    return leaf(4), leaf(kv_heads), leaf(kv_heads)
+
+
+def check(
+    heads: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    dy: Tensor,
+    gradients: Sequence[Tensor],
+    causal: bool,
+    window: int | None = None,
+) -> None:
+    """Attention [1, T, H, D] and the gradients of its heads against the formula's."""
+    q, k, v = wanted_leaves = [x.detach().double().requires_grad_() for x in heads]
+    wanted = exact(q, k, v, causal, window)
+    limit = 1e-5 if dy.dtype == torch.float32 else 0.02
+    assert out.shape == wanted.shape
+    assert relative(out, wanted) < limit
+    expected = torch.autograd.grad(wanted, wanted_leaves, dy.double())
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert relative(ours, theirs) < limit
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_heads", [4, 2], ids=["equal", "grouped"])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 3), (True, 17)])
+def test_attention_is_that_of_the_formula(
+    causal: bool, window: int | None, kv_heads: int, device: str
+) -> None:
+    q, k, v = heads = leaves(kv_heads, device)
+    settings = {"scaling": 0.3, "sliding_window": window, **arguments(device=device)}
+    out, _ = packed_attention(SimpleNamespace(is_causal=causal), q, k, v, None, **settings)
+    dy = torch.randn(out.shape, generator=torch.Generator().manual_seed(6)).to(out)
+    check(heads, out, dy, torch.autograd.grad(out, heads, dy), causal, window)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_heads", [4, 2], ids=["equal", "grouped"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_fused_passes_apart_are_those_of_the_formula(
+    causal: bool, kv_heads: int, device: str
+) -> None:
+    heads = leaves(kv_heads, device)
+    q, k, v = (x.detach() for x in heads)
+    how = sdpa.choose(q, k, v, causal, 0.3, Packing(bounds().to(device), max(LENGTHS)))
+    assert how is not None
+    assert how.kernel == ("cpu" if device == "cpu" else "flash")
+    out, statistics = sdpa.forward(how, q, k, v)
+    dy = torch.randn(out.shape, generator=torch.Generator().manual_seed(6)).to(out)
+    gradients = sdpa.backward(how, dy, q, k, v, out, statistics)
+    out, dy = (x.unflatten(-1, (4, 64)) for x in (out, dy))
+    check(heads, out, dy, gradients, causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [4, 2], ids=["equal", "grouped"])
+def test_the_gpu_is_not_waited_for(kv_heads: int) -> None:
+    q, k, v = leaves(kv_heads, "cuda")
+    given = arguments(device="cuda")
+    packing = Packing(given["cu_seq_lens_q"], max(LENGTHS))
+    module = SimpleNamespace(is_causal=True)
+
+    def run() -> None:
+        out, _ = packed_attention(module, q, k, v, None, **given)
+        torch.autograd.grad(out.sum(), (q, k, v))
+        assert packing.positions(TOKENS).shape == (1, TOKENS)
+
+    run()  # what the first call sets up may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_window_that_may_cut_a_sequence_has_no_fused_kernel() -> None:
+    heads = leaves(2, "cpu")
+    module = SimpleNamespace(config=SimpleNamespace(_attn_implementation=PACKED), is_causal=True)
+    fused = {
+        window: attention._fused(module, heads, None, arguments() | {"sliding_window": window})
+        for window in (None, 16, 17)
+    }
+    assert {window: how is not None for window, how in fused.items()} == {
+        None: True,
+        16: False,
+        17: True,
+    }
+
+
+def test_rows_that_are_not_packed_are_those_of_sdpa(tiny: Any) -> None:
+    """Without a mask, with padding on either side, in the tower and with a cache."""
+    model = tiny.model()
+    theirs = copy.deepcopy(model)
+    model.set_attn_implementation(PACKED)
+    assert model.vision_tower.model.config._attn_implementation == PACKED
+    ids = tokens((7, 7)).view(2, 7)
+    ids[0, 2:6] = IMAGE
+    image = torch.randn(1, 3, 28, 28)
+    left = torch.tensor([[1] * 7, [0] * 3 + [1] * 4])
+    with torch.no_grad():
+        for mask in (None, left, left.flip(1)):
+            ours, wanted = (
+                m(ids, attention_mask=mask, pixel_values=image).logits for m in (model, theirs)
+            )
+            assert torch.equal(ours, wanted)
+        settings = {"max_new_tokens": 5, "do_sample": False, "attention_mask": left}
+        ours, wanted = (m.generate(ids, pixel_values=image, **settings) for m in (model, theirs))
+        assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cu_seq_lens_q": None, "cu_seq_lens_k": None}, "need cu_seq_lens_q and max_length_q"),
+        ({"max_length_q": None}, "got only cu_seq_lens_q, cu_seq_lens_k, max_length_k"),
+        ({"cu_seq_lens_q": bounds((5, 1, 9))}, "queries and keys are the same"),
+        ({"max_length_k": 4}, "queries and keys are the same"),
+        ({"cu_seq_lens_q": bounds().long(), "cu_seq_lens_k": None}, "is torch.int64 of shape"),
+        ({"max_length_q": 16, "max_length_k": 16}, "is 16, but .* has 17 tokens"),
+        (
+            {"attention_mask": torch.zeros(1, TOKENS).index_fill(1, torch.tensor(3), 1)},
+            "take no mask",
+        ),
+    ]
+    + [
+        ({"cu_seq_lens_q": torch.tensor(cut, dtype=torch.int32), "cu_seq_lens_k": None}, "a row of")
+        for cut in ([0, 5, 31], [0, 5, 33], [1, 5, 32], [0, 5, 5, 32], [0, 9, 5, 32], [0], [])
+    ],
+)
+def test_arguments_that_do_not_fit(tiny: Any, changes: dict[str, Any], message: str) -> None:
+    model = tiny.model().train()
+    model.set_attn_implementation(PACKED)
+    ids = tokens()
+    with pytest.raises(ValueError, match=message):
+        model(ids, labels=ids, **(arguments() | changes))
+
+
+def test_several_rows_and_unknown_wishes_are_refused(tiny: Any) -> None:
+    model = language_model(tiny, "qwen2")
+    with pytest.raises(ValueError, match="one row, got 2 rows"):
+        model(tokens().expand(2, -1), use_cache=False, **arguments())
+    with pytest.raises(ValueError, match="position_ids start again"):
+        model(tokens(), position_ids=positions(), use_cache=False)
+    q, k, v = leaves(2, "cpu")
+    with pytest.raises(ValueError, match="has no softcap"):
+        packed_attention(SimpleNamespace(), q, k, v, None, softcap=30.0, **arguments())
+    both = SimpleNamespace(is_causal=False)
+    with pytest.raises(ValueError, match="no sliding window in both directions"):
+        packed_attention(both, q, k, v, None, sliding_window=3, **arguments())
+    with pytest.raises(ValueError, match="use_cache=False"):
+        packed_attention(SimpleNamespace(), q[:, :, :5], k, v, None, **arguments((4, 1)))
+
+
+def test_the_log_says_once_how_attention_runs(caplog: pytest.LogCaptureFixture) -> None:
+    packed_module._say.cache_clear()
+    q, k, v = leaves(2, "cpu")
+    with caplog.at_level(logging.INFO, logger="coat_vlm"):
+        for _ in range(2):
+            packed_attention(SimpleNamespace(), q, k, v, None, **arguments())
+    way = "one call of torch's SDPA for each sequence"
+    assert caplog.messages == [f"Packed sequences: attention by {way}."]
