@@ -35,9 +35,9 @@ from coat_kernels.launch import (
     COUNTS,
     TILE,
     TOKENS,
-    TRANSPOSING_TILE,
     launch,
     tiled,
+    transposing_tile,
 )
 from coat_kernels.quantize import empty_grouped, empty_layouts, new_scale
 from coat_kernels.registry import register
@@ -166,14 +166,15 @@ def _activation_apply_triton(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     M, F, W = width(a, kind)
     q, qt = empty_layouts(M, F, format_of(fmt), rows, transposed, a.device)
-    tile = TRANSPOSING_TILE if transposed else TILE
+    group = 1 if exponents is None else W // exponents.shape[1]
+    tile = transposing_tile(group) if transposed else TILE
     grid, options = tiled(padded(M) if transposed else M, F, tile)
     launch(
         _activation_apply_kernel, grid,
         a_ptr=a, e_ptr=exponents, scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, F=F, W=W,
         M_PADDED=padded(M), KIND=ACTIVATIONS.index(kind),
         GROUPED=exponents is not None, ROWS=rows, TRANSPOSED=transposed,
-        GROUP=1 if exponents is None else W // exponents.shape[1], **options,
+        GROUP=group, **options,
     )  # fmt: skip
     return q, qt
 

@@ -31,10 +31,17 @@ class Tile:
 TILE = Tile(64, 128)
 """That of the kernels which work on any tile of a matrix."""
 
-TRANSPOSING_TILE = Tile(64, 128, 4)
-"""That of those which write codes transposed: half the warps exchange twice as much at a time."""
-
 _forced: Tile | None = None
+
+
+def transposing_tile(group: int = 1) -> Tile:
+    """That of the kernels which write codes transposed, from a copy with groups of this size.
+
+    Long in the direction of the tokens, which then follow each other in memory; and with half the
+    warps, each of which then exchanges twice as much at a time.
+    """
+    columns = max(64, group)
+    return Tile(8192 // columns, columns, NUM_WARPS // 2)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.launch import COUNTS, TILE, TOKENS, TRANSPOSING_TILE, Tile, chosen, launch, tiled
+from coat_kernels.launch import COUNTS, TILE, TOKENS, Tile, chosen, launch, tiled, transposing_tile
 from coat_kernels.quantize import empty_grouped, empty_layouts, new_scale
 from coat_kernels.registry import register
 from coat_kernels.tile import (
@@ -53,6 +53,10 @@ program takes every n-th row, so this also is the order in which weight gradient
 
 ROW_ELEMENTS_PER_WARP = 512
 """Of a row: 16 per thread, and as many registers for each vector that a program keeps."""
+
+REGISTERS = (80, 128)
+"""Most of a thread of ``norm_stats``: 24 warps then share a multiprocessor. With a bias or a delta,
+which take more, 16 do."""
 
 
 @triton.jit
@@ -82,7 +86,7 @@ def _norm_stats_kernel(
 ):  # fmt: skip
     o_n = tl.arange(0, BLOCK_N)
     m_n = o_n[None, :] < N
-    weight = load_vector(weight_ptr, o_n, N)
+    weight = load_row(weight_ptr, tl.program_id(1), o_n, 1, N)
     bits = tl.zeros((1, BLOCK_N), dtype=tl.int32)
     row = tl.program_id(0)
     rows = tl.cdiv(M - row, programs)
@@ -108,7 +112,7 @@ def _norm_stats_kernel(
             middle = tl.where(m_n, x - mean[:, None], 0.0)
         rstd = tl.math.rsqrt(tl.sum(middle * middle, axis=1) / N + eps)
         tl.store(rstd_ptr + o_m, rstd)
-        y = middle * rstd[:, None] * weight
+        y = middle * rstd[:, None] * weight.to(tl.float32)
         if HAS_BIAS:
             y += load_vector(bias_ptr, o_n, N)
         bits = tl.maximum(bits, magnitude_bits(y))
@@ -148,12 +152,20 @@ def _norm_apply_kernel(
     )  # fmt: skip
 
 
-def row_programs(M: int, N: int) -> tuple[int, dict[str, int]]:
-    """How many programs walk over the rows, and their launch options."""
+def row_programs(M: int, N: int, registers: int) -> tuple[int, dict[str, int]]:
+    """How many programs walk over the rows, and their launch options.
+
+    Args:
+        M: rows.
+        N: columns.
+        registers: most of a thread; without a bound the compiler takes so many that one or two
+            programs fill a multiprocessor.
+    """
     block_n = max(128, 1 << (N - 1).bit_length())
     warps = max(1, min(16, block_n // ROW_ELEMENTS_PER_WARP))
     warps = chosen(Tile(1, block_n, warps)).warps
-    return min(M, WARPS_IN_FLIGHT // warps), {"BLOCK_N": block_n, "num_warps": warps}
+    options = {"BLOCK_N": block_n, "num_warps": warps, "maxnreg": registers}
+    return min(M, WARPS_IN_FLIGHT // warps), options
 
 
 def _empty_stats(
@@ -175,7 +187,7 @@ def _norm_stats_triton(
     form = format_of(fmt)
     M, N = x.shape
     total, q, exponents, rstd, mean = _empty_stats(x, delta, centered, group_size, fmt)[:5]
-    programs, options = row_programs(M, N)
+    programs, options = row_programs(M, N, REGISTERS[bias is not None or delta is not None])
     scale, shared = new_scale(fmt, programs, x.device)
     launch(
         _norm_stats_kernel, (programs,),
@@ -193,7 +205,8 @@ def _norm_apply_triton(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     M, N = x.shape
     q, qt = empty_layouts(M, N, format_of(fmt), rows, transposed, x.device)
-    tile = TRANSPOSING_TILE if transposed else TILE
+    group = 1 if exponents is None else N // exponents.shape[1]
+    tile = transposing_tile(group) if transposed else TILE
     grid, options = tiled(padded(M) if transposed else M, N, tile)
     launch(
         _norm_apply_kernel, grid,
@@ -201,7 +214,7 @@ def _norm_apply_triton(
         scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, N=N, M_PADDED=padded(M),
         GROUPED=exponents is not None, CENTERED=mean.numel() > 0, HAS_BIAS=bias is not None,
         ROWS=rows, TRANSPOSED=transposed,
-        GROUP=1 if exponents is None else N // exponents.shape[1], **options,
+        GROUP=group, **options,
     )  # fmt: skip
     return q, qt
 

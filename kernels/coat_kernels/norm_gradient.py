@@ -18,9 +18,12 @@ from torch import Tensor
 from coat_kernels import reference
 from coat_kernels.formats import check_like, check_matrix, check_vector
 from coat_kernels.launch import COUNTS, TOKENS, launch
-from coat_kernels.norm import NormSaved, load_row, load_vector, row_programs
+from coat_kernels.norm import NormSaved, load_row, row_programs
 from coat_kernels.registry import register
 from coat_kernels.tile import spread_exponents
+
+REGISTERS = 128
+"""Of a thread: 16 warps then share a multiprocessor."""
 
 
 @triton.jit(do_not_specialize=(*TOKENS, *COUNTS))
@@ -32,28 +35,38 @@ def _norm_bwd_kernel(
 ):  # fmt: skip
     o_n = tl.arange(0, BLOCK_N)
     m_n = o_n[None, :] < N
-    weight = load_vector(weight_ptr, o_n, N)
+    GROUPS: tl.constexpr = BLOCK_N // GROUP
+    o_g = tl.arange(0, GROUPS)
+    o_1 = tl.arange(0, 1)
+    weight = load_row(weight_ptr, tl.program_id(1), o_n, 1, N)
     dweight = tl.zeros((1, BLOCK_N), dtype=tl.float32)
     dbias = tl.zeros((1, BLOCK_N), dtype=tl.float32)
     row = tl.program_id(0)
     rows = tl.cdiv(M - row, programs)
+    # All of the next row is on its way while one is worked on.
     next_dy = load_row(dy_ptr, row, o_n, M, N)
     next_x = load_row(x_ptr, row, o_n, M, N)
+    next_e = load_row(e_ptr, row, o_g, M, N // GROUP)
+    next_rstd = load_row(rstd_ptr, row, o_1, M, 1)
+    if CENTERED:
+        next_mean = load_row(mean_ptr, row, o_1, M, 1)
     if HAS_RESIDUAL:
         next_residual = load_row(residual_ptr, row, o_n, M, N)
     for i in range(rows):
-        # The next row is on its way while this one is worked on.
-        row = tl.program_id(0) + i * programs
-        o_m = row.to(tl.int64) + tl.arange(0, 1)
+        row = tl.program_id(0) + (i + 1) * programs
+        o_m = (row - programs).to(tl.int64)
         dy = next_dy.to(tl.float32)
-        next_dy = load_row(dy_ptr, row + programs, o_n, M, N)
-        x = spread_exponents(next_x.to(tl.float32), e_ptr, o_m, 0, M, N, N, GROUP, 1, BLOCK_N)
-        next_x = load_row(x_ptr, row + programs, o_n, M, N)
-        rstd = tl.load(rstd_ptr + o_m)[:, None]
+        next_dy = load_row(dy_ptr, row, o_n, M, N)
+        x = spread_exponents(next_x.to(tl.float32), next_e, GROUP, 1, BLOCK_N)
+        next_x = load_row(x_ptr, row, o_n, M, N)
+        next_e = load_row(e_ptr, row, o_g, M, N // GROUP)
+        rstd = next_rstd
+        next_rstd = load_row(rstd_ptr, row, o_1, M, 1)
         if CENTERED:
-            x -= tl.load(mean_ptr + o_m)[:, None]
+            x -= next_mean
+            next_mean = load_row(mean_ptr, row, o_1, M, 1)
         xhat = x * rstd  # beyond the last channel it need not be zero, but dy and g are
-        g = dy * weight
+        g = dy * weight.to(tl.float32)
         if CENTERED:  # both sums at once: each costs the program a meeting of its warps
             projection, total = tl.split(tl.sum(tl.join(g * xhat, g), axis=1))
             dx = g - xhat * (projection / N)[:, None] - (total / N)[:, None]
@@ -63,8 +76,8 @@ def _norm_bwd_kernel(
         dx *= rstd
         if HAS_RESIDUAL:
             dx += next_residual.to(tl.float32)
-            next_residual = load_row(residual_ptr, row + programs, o_n, M, N)
-        tl.store(dx_ptr + o_m[:, None] * N + o_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=m_n)
+            next_residual = load_row(residual_ptr, row, o_n, M, N)
+        tl.store(dx_ptr + o_m * N + o_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=m_n)
         dweight += dy * xhat
     o = tl.program_id(0) * N + o_n[None, :]
     tl.store(dweight_ptr + o, dweight, mask=m_n)
@@ -78,7 +91,7 @@ def _norm_bwd_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     M, N = x.shape
     centered = mean.numel() > 0
-    programs, options = row_programs(max(1, M), N)  # no rows: one program writes zero sums
+    programs, options = row_programs(max(1, M), N, REGISTERS)  # none: writes zero sums
     dx = torch.empty_like(dy)
     sums = torch.empty((1 + centered, programs, N), dtype=torch.float32, device=dy.device)
     launch(

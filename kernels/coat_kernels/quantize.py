@@ -31,7 +31,7 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.launch import COUNTS, TILE, TOKENS, TRANSPOSING_TILE, cdiv, launch, tiled
+from coat_kernels.launch import COUNTS, TILE, TOKENS, cdiv, launch, tiled, transposing_tile
 from coat_kernels.registry import register
 from coat_kernels.tile import (
     inverse_scale,
@@ -173,7 +173,7 @@ def _quantize_tensor_triton(
         m = part.shape[0]
         # The last part's programs write the padding, too.
         end = padded(M) - start if transposed and i == len(parts) - 1 else m
-        grid, options = tiled(end, N, TRANSPOSING_TILE if transposed else TILE)
+        grid, options = tiled(end, N, transposing_tile() if transposed else TILE)
         launch(
             quantize_tensor_kernel, grid,
             x_ptr=part, scale_ptr=scale, q_ptr=q[start:] if rows else q, qt_ptr=qt[..., start:],

@@ -81,12 +81,12 @@ def _layouts(
 ) -> tuple[Tensor, Tensor]:
     # Without the NaN the codes are 0 (NaN only where x is), and worth NaN by their scale.
     q = cast(x * (1.0 / scale).nan_to_num_(0.0, math.inf), fmt)
-    empty = q.new_empty(0)
+    first = q if rows else q.new_empty(0)
     if not transposed:
-        return (q if rows else empty), empty
+        return first, q.new_empty(0)
     qt = q.new_zeros(x.shape[1], padded(x.shape[0]))
     qt[:, : x.shape[0]] = q.t()
-    return (q if rows else empty), qt
+    return first, qt
 
 
 def transpose_codes(q: Tensor) -> Tensor:

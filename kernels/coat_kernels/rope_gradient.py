@@ -27,8 +27,8 @@ from coat_kernels.quantize import empty_layouts, new_scale
 from coat_kernels.registry import register
 from coat_kernels.rope import check_heads_gradient, load_half, of_head
 from coat_kernels.tile import (
-    block_amax_bits,
     inverse_scale,
+    magnitude_bits,
     publish_scale,
     row_offsets,
     store_codes,
@@ -73,14 +73,15 @@ def _rope_gradient_stats_kernel(
     c2 = load_half(cos_ptr, o_m % R, D, D // 2, m_m, D, HALF)
     s1 = load_half(sin_ptr, o_m % R, D, 0, m_m, D, HALF)
     s2 = load_half(sin_ptr, o_m % R, D, D // 2, m_m, D, HALF)
-    bits = tl.full((), 0, tl.int32)
+    bits = tl.zeros((BLOCK_M, HALF), dtype=tl.int32)
     for i in range(BLOCK_H):
         head = tl.program_id(1) * BLOCK_H + i
         x1, x2 = _rotated_back(
             dq_ptr, dk_ptr, dv_ptr, c1, c2, s1, s2, head, o_m, m_m, H, KV, D, HALF
         )
-        bits = tl.maximum(bits, tl.maximum(block_amax_bits(x1), block_amax_bits(x2)))
-    publish_scale(bits, work_ptr, scale_ptr, programs, INVERSE_MAX)
+        bits = tl.maximum(bits, tl.maximum(magnitude_bits(x1), magnitude_bits(x2)))
+    amax_bits = tl.max(tl.max(bits, axis=1), axis=0)
+    publish_scale(amax_bits, work_ptr, scale_ptr, programs, INVERSE_MAX)
 
 
 @triton.jit(do_not_specialize=TOKENS)

@@ -117,26 +117,23 @@ def load_grouped(
 ):  # fmt: skip
     """FP32 tile [BLOCK_M, BLOCK_N] of a group-scaled matrix, columns from i_n; zero outside."""
     o_n = i_n + tl.arange(0, BLOCK_N)
-    q = load_tile(q_ptr, o_m, o_n, (o_m[:, None] < M) & (o_n[None, :] < N), stride)
-    return spread_exponents(q, e_ptr, o_m, i_n, M, N, stride, GROUP, BLOCK_M, BLOCK_N)
-
-
-@triton.jit
-def spread_exponents(
-    q, e_ptr, o_m, i_n, M, N, stride, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """What the codes q [BLOCK_M, BLOCK_N] (FP32) of a group-scaled matrix are worth."""
-    GROUPS: tl.constexpr = BLOCK_N // GROUP
-    o_g = i_n // GROUP + tl.arange(0, GROUPS)
     m_m = o_m[:, None] < M
+    q = load_tile(q_ptr, o_m, o_n, m_m & (o_n[None, :] < N), stride)
     # Exponents are read once per group and spread by the reshape, not read once per element.
+    o_g = i_n // GROUP + tl.arange(0, BLOCK_N // GROUP)
     e = tl.load(
         e_ptr + o_m[:, None] * (stride // GROUP) + o_g[None, :],
         mask=m_m & (o_g[None, :] < N // GROUP),
         other=127,
     )
-    groups = tl.reshape(q, (BLOCK_M, GROUPS, GROUP)) * exponent_scale(e.to(tl.int32))[:, :, None]
+    return spread_exponents(q, e, GROUP, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def spread_exponents(q, e, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What the codes q [BLOCK_M, BLOCK_N] (FP32) are worth with e, one exponent per group."""
+    groups = tl.reshape(q, (BLOCK_M, BLOCK_N // GROUP, GROUP))
+    groups *= exponent_scale(e.to(tl.int32))[:, :, None]
     return tl.reshape(groups, (BLOCK_M, BLOCK_N))
 
 

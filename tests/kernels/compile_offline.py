@@ -138,11 +138,12 @@ def resources(cubin: bytes) -> dict[str, int]:
     }
 
 
-def compile_for(source: ASTSource, capability: int, num_warps: int) -> dict[str, Any]:
+def compile_for(source: ASTSource, capability: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """What came out, or the error."""
     target = GPUTarget("cuda", capability, 32)
+    options = {name: arguments[name] for name in ("num_warps", "maxnreg") if name in arguments}
     try:
-        compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
+        compiled = triton.compile(source, target=target, options=options)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}\n{error.__cause__ or ''}"}
     ptx = compiled.asm["ptx"]
@@ -169,10 +170,10 @@ def main(report: Path) -> None:
         row: dict[str, Any] = {"kernel": kernel.fn.__name__, "example": example, "types": types}
         row["threads"] = 32 * arguments["num_warps"]
         row["elements"] = arguments.get("BLOCK_M", 1) * arguments.get("BLOCK_N", 1)
-        row["sm_90"] = compile_for(source, 90, arguments["num_warps"])
+        row["sm_90"] = compile_for(source, 90, arguments)
         if "*fp8e4nv" in types and kernel.fn.__name__ not in refused:
             refused.add(kernel.fn.__name__)
-            row["sm_80"] = compile_for(source, 80, arguments["num_warps"])
+            row["sm_80"] = compile_for(source, 80, arguments)
         compiled.append(row)
     report.write_text(
         json.dumps({"compiled": compiled, "unreached": sorted(set(every_jit_function()) - reached)})
