@@ -47,12 +47,15 @@ from coat_kernels.tile import (
     word_offsets,
 )
 
-WARPS_IN_FLIGHT = 132 * 32
-"""Warps of the kernels that walk over whole rows: half of what an H200's multiprocessors hold. Each
-program takes every n-th row, so this also is the order in which weight gradients are summed."""
+MULTIPROCESSORS = 132
+"""Of an H200. The kernels that walk over whole rows have as many programs as these hold; each takes
+every n-th row, so this also is the order in which weight gradients are summed."""
 
 ROW_ELEMENTS_PER_WARP = 512
 """Of a row: 16 per thread, and as many registers for each vector that a program keeps."""
+
+REGISTER_FILE = 65536
+"""Registers of a multiprocessor."""
 
 REGISTERS = (80, 128)
 """Most of a thread of ``norm_stats``: 24 warps then share a multiprocessor. With a bias or a delta,
@@ -164,8 +167,9 @@ def row_programs(M: int, N: int, registers: int) -> tuple[int, dict[str, int]]:
     block_n = max(128, 1 << (N - 1).bit_length())
     warps = max(1, min(16, block_n // ROW_ELEMENTS_PER_WARP))
     warps = chosen(Tile(1, block_n, warps)).warps
+    each = max(1, REGISTER_FILE // (32 * registers) // warps)
     options = {"BLOCK_N": block_n, "num_warps": warps, "maxnreg": registers}
-    return min(M, WARPS_IN_FLIGHT // warps), options
+    return min(M, MULTIPROCESSORS * each), options
 
 
 def _empty_stats(

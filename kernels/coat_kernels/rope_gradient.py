@@ -22,7 +22,7 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.launch import COUNTS, NUM_WARPS, TOKENS, cdiv, launch
+from coat_kernels.launch import COUNTS, TOKENS, cdiv, launch
 from coat_kernels.quantize import empty_layouts, new_scale
 from coat_kernels.registry import register
 from coat_kernels.rope import check_heads_gradient, load_half, of_head
@@ -39,8 +39,11 @@ BLOCK_ROWS = 32
 """Tokens per program: with 64 the tiles of both layouts take so many registers that one program
 fills a multiprocessor."""
 
-BLOCK_HEADS = 4
+BLOCK_HEADS = 8
 """Heads per program, for which cos and sin stay in registers."""
+
+WARPS = 4
+"""Of a program; eight take 8% longer."""
 
 
 @triton.jit
@@ -153,7 +156,7 @@ def _rope_gradient_triton(
     launch(
         _rope_gradient_kernel, (tiles, heads),
         scale_ptr=scale, q_ptr=q, qt_ptr=qt, sums_ptr=partial, M_PADDED=padded(M),
-        N=(H + 2 * KV) * D, ROWS=rows, TRANSPOSED=transposed, BIAS=bias, num_warps=NUM_WARPS,
+        N=(H + 2 * KV) * D, ROWS=rows, TRANSPOSED=transposed, BIAS=bias, num_warps=WARPS,
         **inputs, **shapes, **blocks,
     )  # fmt: skip
     return q, qt, scale, partial.sum(0) if bias else sums
