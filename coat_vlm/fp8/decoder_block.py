@@ -1,6 +1,6 @@
 """Decoder layers of Llama, Mistral, Qwen2/2.5 and Qwen3 with the FP8 flow; parameters stay theirs.
 
-    BF16 residual -> [RMSNorm -> FP8 -> q, k, v] -> BF16 rope and attention -> FP8 -> o_proj -> +
+    BF16 residual -> [RMSNorm -> FP8 -> q, k, v -> BF16 rope] -> attention -> FP8 -> o_proj -> +
     BF16 residual -> [RMSNorm -> FP8 -> gate, up -> SwiGLU -> FP8 -> down_proj] -> +
 
 A bracket is one autograd Function (``projection.py``, ``mlp.py``). Rotary embedding, attention and

@@ -169,6 +169,7 @@ def main(report: Path) -> None:
         types = list(source.signature.values())
         row: dict[str, Any] = {"kernel": kernel.fn.__name__, "example": example, "types": types}
         row["threads"] = 32 * arguments["num_warps"]
+        row["writes_codes"] = arguments.get("ROWS", True) or arguments.get("TRANSPOSED", True)
         row["elements"] = arguments.get("BLOCK_M", 1) * arguments.get("BLOCK_N", 1)
         row["sm_90"] = compile_for(source, 90, arguments)
         if "*fp8e4nv" in types and kernel.fn.__name__ not in refused:

@@ -18,9 +18,12 @@ WRITES_CODES = {
     "_activation_stats_kernel",
     "_activation_apply_kernel",
     "_activation_bwd_apply_kernel",
+    "_rope_gradient_kernel",
     "_adamw_kernel",
 }
-WITHOUT_FP8 = {"_amax_kernel", "_transpose_codes_kernel"}  # these run on any GPU
+WITHOUT_FP8 = {  # these run on any GPU
+    *("_amax_kernel", "_transpose_codes_kernel", "_rope_gradient_stats_kernel"),
+}
 BIT_EXACT = {
     *("quantize_tensor_kernel", "_quantize_rows_kernel", "_quantize_group_kernel"),
     *("_dequantize_rows_kernel", "_dequantize_group_kernel"),
@@ -65,13 +68,13 @@ def test_e4m3_kernels_are_refused_for_sm_80(report: dict[str, Any]):
 def test_codes_are_rounded_once_from_fp32_and_subnormals_are_not_flushed(report: dict[str, Any]):
     for row in report["compiled"]:
         instructions = row["sm_90"]["instructions"]
-        if row["kernel"] in WRITES_CODES:
+        if row["kernel"] in WRITES_CODES and row["writes_codes"]:
             casts = {"cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"}
             assert casts & set(instructions), row
         assert not {"e4m3x2.f16x2 ", "e5m2x2.f16x2 "} & set(instructions), row
         if row["kernel"] in BIT_EXACT:
             assert "mul.ftz" not in instructions, row
-            assert "mul.f32" in instructions, row
+            assert "mul.f32" in instructions or not row["writes_codes"], row
 
 
 def test_kernels_spill_nothing_and_two_programs_fit_a_multiprocessor(report: dict[str, Any]):
@@ -84,8 +87,9 @@ def test_kernels_spill_nothing_and_two_programs_fit_a_multiprocessor(report: dic
 @pytest.mark.parametrize(
     ("kernel", "example", "most"),
     [
-        ("quantize_tensor_kernel", "e4m3-both torch.bfloat16", 15),
-        ("_activation_apply_kernel", "silu_mul-both torch.bfloat16", 26),
+        ("quantize_tensor_kernel", "e4m3-both torch.bfloat16", 9),
+        ("quantize_tensor_kernel", "both-bias torch.bfloat16", 13),
+        ("_activation_apply_kernel", "silu_mul-both torch.bfloat16", 19),
     ],
 )
 def test_kernels_are_not_bound_by_instructions(

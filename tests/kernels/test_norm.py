@@ -202,7 +202,10 @@ def test_a_residual_connection_is_added_before_and_its_gradient_after(
         args = (q, exponents, weight, rstd, mean)
         with_residual = body("norm_bwd", (dy, *args, residual))[0]
         plain = body("norm_bwd", (dy.float(), *args, None))[0]  # not rounded to dtype
-        assert_same_bits("dx", with_residual, (plain + residual.float()).to(dtype))
+        # On a GPU the last product and this sum are one instruction.
+        expected = (plain + residual.float()).to(dtype)
+        assert with_residual.dtype == dtype
+        assert relative_rms(with_residual, expected) <= TOLERANCE["norm_bwd", dtype]
     source, y, saved = norm_fwd(x, weight, None, EPS, centered=centered, group_size=16, delta=delta)
     assert_same_bits("sum", source, x + delta)
     _, y_of_sum, _ = norm_fwd(x + delta, weight, None, EPS, centered=centered, group_size=16)

@@ -218,7 +218,7 @@ def test_products_of_small_integers_are_exact(
 
         def product(a: Tensor, b: Tensor, bias: Tensor | None, body: Run = body) -> Tensor:
             a, b = (t.to(E4M3.dtype) for t in (a, b))
-            return body("scaled_mm", (a, scales[0], b, scales[1], bias, dtype))[0]
+            return body("scaled_mm", (a, scales[0], b, scales[1], bias, dtype, False))[0]
 
         assert_same_bits("product", product(a, b, bias), exact.to(dtype))
         padded = product(longer, torch.nn.functional.pad(b, (0, 16)), bias)
@@ -238,7 +238,7 @@ def test_a_bad_code_leaves_no_number_of_its_row_of_a_product(
         a[row, column] = torch.nan
     scale = torch.tensor(torch.nan if bad_scale else 1.0)
     for body in (run, run_reference):
-        (y,) = body("scaled_mm", (a, scale, b, torch.ones(()), None, torch.float32))
+        (y,) = body("scaled_mm", (a, scale, b, torch.ones(()), None, torch.float32, False))
         good = torch.arange(len(a)) != row
         assert y[row].isnan().all()
         assert y[good].isnan().all() if bad_scale else not y[good].any()

@@ -173,7 +173,7 @@ def test_product(
     exact = decoded(a) @ decoded(b).t()
     if bias is not None:
         exact += bias.bfloat16().double()
-    args = (a.q, a.scale[:, None], b.q, b.scale[None], bias, torch.bfloat16)
+    args = (a.q, a.scale[:, None], b.q, b.scale[None], bias, torch.bfloat16, False)
     for got in (run("scaled_mm", args)[0], scaled_mm(a, b, torch.bfloat16, bias)):
         # Row by row, for they differ in size.
         for one, wanted in zip(got, exact, strict=True):
@@ -189,7 +189,7 @@ def test_products_of_small_integers_are_exact(run: Run):
 
     a, b = operand(5), operand(16)
     exact = (decoded(a) @ decoded(b).t()).bfloat16()
-    args = (a.q, a.scale[:, None], b.q, b.scale[None], None, torch.bfloat16)
+    args = (a.q, a.scale[:, None], b.q, b.scale[None], None, torch.bfloat16, False)
     for got in (run("scaled_mm", args)[0], scaled_mm(a, b, torch.bfloat16)):
         assert_same_bits("product", got, exact)
 
@@ -198,7 +198,8 @@ def test_a_bad_row_spoils_its_row_or_column_of_a_product(run: Run):
     x, w = uneven(4, 32), uneven(16, 32)
     x[1, 3], w[5, 0] = float("nan"), float("inf")
     a, b = quantize_rows(x), quantize_rows(w)
-    (y,) = run("scaled_mm", (a.q, a.scale[:, None], b.q, b.scale[None], None, torch.bfloat16))
+    args = (a.q, a.scale[:, None], b.q, b.scale[None], None, torch.bfloat16, False)
+    (y,) = run("scaled_mm", args)
     bad = torch.zeros(4, 16, dtype=torch.bool)
     bad[1], bad[:, 5] = True, True
     assert torch.equal(y.isnan(), bad)
@@ -207,7 +208,8 @@ def test_a_bad_row_spoils_its_row_or_column_of_a_product(run: Run):
 
 def test_empty_products(run: Run):
     a, b = quantize_rows(torch.ones(0, 32)), quantize_rows(torch.ones(16, 32))
-    (y,) = run("scaled_mm", (a.q, a.scale[:, None], b.q, b.scale[None], None, torch.bfloat16))
+    args = (a.q, a.scale[:, None], b.q, b.scale[None], None, torch.bfloat16, False)
+    (y,) = run("scaled_mm", args)
     assert y.shape == (0, 16)
 
 

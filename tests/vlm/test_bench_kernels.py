@@ -118,6 +118,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "DEVICE", CPU)
 
 
+def test_the_yardstick_counts_what_a_copy_reads_and_writes(monkeypatch: pytest.MonkeyPatch):
+    def half_a_millisecond(run: Any, return_mode: str) -> float:
+        run()
+        assert return_mode == "median"
+        return 0.5
+
+    monkeypatch.setattr("triton.testing.do_bench", half_a_millisecond)
+    monkeypatch.setattr(kernels, "COPY_BYTES", 10**6)
+    assert kernels.copy_bandwidth(CPU) == pytest.approx(4.0)
+
+
 def test_what_is_wrong_or_fails_gets_no_speed(clock: None, monkeypatch: pytest.MonkeyPatch):
     def broken(*_: Any) -> None:
         raise RuntimeError("misaligned address\nsecond line")
