@@ -26,19 +26,35 @@ class Op:
     """Launches the kernels; also on CPU tensors in Triton's interpreter."""
     reference: Callable[..., Any]
     """The same rounding points in plain PyTorch."""
+    launch: Callable[..., Any]
+    """``triton`` on the first tensor's GPU."""
     dispatch: Callable[..., Any]
     """``torch.ops.coat.<name>``."""
 
     def __call__(self, *args: Any) -> Any:
         """Run the body of the tensors' device, or the reference where that is asked for."""
-        # The dispatcher costs a CPU as much as the arithmetic of a small tensor.
-        direct = device_of(args).type == "cpu" and not torch.compiler.is_compiling()
-        return self.reference(*args) if direct or _use_reference else self.dispatch(*args)
+        if _use_reference:
+            return self.reference(*args)
+        first = _first(args)
+        # The dispatcher costs a CPU more than the launch of a kernel, or than the arithmetic of a
+        # small tensor. Who looks at what is called (compilers, modes, subclasses, and autograd,
+        # which says that ops have no gradient) needs it.
+        recorded = first.requires_grad and torch.is_grad_enabled()
+        if type(first) not in _PLAIN or torch.compiler.is_compiling() or _modes() or recorded:
+            return self.dispatch(*args)
+        direct = {"cuda": self.launch, "cpu": self.reference}
+        return direct.get(first.device.type, self.dispatch)(*args)
 
 
-def device_of(args: Sequence[Any]) -> torch.device:
-    """The device of an op's first argument, a tensor or a list of tensors."""
-    return (args[0] if isinstance(args[0], torch.Tensor) else args[0][0]).device
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many modes (fake tensors, counters, tracers) look at what is called."""
+
+
+def _first(args: Sequence[Any]) -> torch.Tensor:
+    """An op's first argument, or the first of it if it is a list of tensors."""
+    return args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
 
 
 def use_reference(enabled: bool) -> None:
@@ -52,7 +68,10 @@ def _on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(launch)
     def run(*args: Any) -> Any:
-        with torch.cuda.device(device_of(args)):
+        device = _first(args).device
+        if device.index == torch.cuda.current_device():
+            return launch(*args)
+        with torch.cuda.device(device):
             return launch(*args)
 
     return run
@@ -67,11 +86,12 @@ def register(
     mutates: Sequence[str] = (),
 ) -> Op:
     """Register ``coat::<name>``; ``triton``'s annotations are the schema, tensors come first."""
+    launch = _on_its_device(triton)
     dispatch = torch.library.custom_op(
-        f"coat::{name}", _on_its_device(triton), mutates_args=tuple(mutates), device_types="cuda"
+        f"coat::{name}", launch, mutates_args=tuple(mutates), device_types="cuda"
     )
     dispatch.register_kernel("cpu")(reference)
     dispatch.register_fake(fake)
-    op = Op(name=name, triton=triton, reference=reference, dispatch=dispatch)
+    op = Op(name=name, triton=triton, reference=reference, launch=launch, dispatch=dispatch)
     OPS[name] = op
     return op

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_kernels import OPS, Op, use_reference
+from coat_kernels import OPS, Op, quantize_tensor, use_reference
 from coat_kernels.examples import examples
 from coat_kernels.testing import FP8, assert_matches, assert_same_bits, mapped, results
 
@@ -91,7 +92,13 @@ def test_every_op_has_examples():
 
 def test_the_reference_can_be_asked_for():
     x = torch.empty(2, device="meta")  # stands for a GPU: a CPU tensor takes the reference anyway
-    op = Op("op", triton=print, reference=lambda _: "reference", dispatch=lambda _: "kernel")
+    op = Op(
+        "op",
+        triton=print,
+        launch=print,
+        reference=lambda _: "reference",
+        dispatch=lambda _: "kernel",
+    )
     use_reference(True)
     try:
         assert op(x) == "reference"
@@ -118,7 +125,26 @@ def test_ops_run_on_the_device_of_their_tensors(op: str):
     for args in examples(op, rows=3, columns=32).values():
         on_gpu = mapped(lambda t: t.to("cuda:1"), args)
         with torch.cuda.device(0):
-            got = results(op, OPS[op].dispatch, on_gpu)
+            got = results(op, OPS[op], on_gpu)
         assert {str(result.device) for result in got} == {"cuda:1"}
         expected = results(op, OPS[op].reference, args)
         assert_matches(op, [result.cpu() for result in got], expected)
+
+
+def test_an_op_outside_of_a_function_says_that_it_has_no_gradient():
+    x = torch.randn(4, 32, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        quantize_tensor(x).scale.backward()
+
+
+def test_who_looks_at_what_is_called_sees_ops():
+    seen = []
+
+    class Watcher(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watcher():
+        quantize_tensor(torch.randn(4, 32))
+    assert {"coat.tensor_scale.default", "coat.quantize_tensor.default"} <= set(seen)
