@@ -18,13 +18,14 @@ from coat_vlm.bench.rows import number, require_gpu, table
 from coat_vlm.bench.shapes import LayerShape
 
 TILED = (
-    *("quantize_tensor", "quantize_rows", "quantize_group", "dequantize_group"),
+    *("quantize_tensor", "quantize_gradient", "quantize_rows", "quantize_group"),
+    *("dequantize_group", "transpose_codes"),
     *("norm_apply", "activation_stats", "activation_apply", "activation_bwd"),
 )
 """Ops whose kernels work on any tile of a matrix."""
 
 OF_ROWS = ("norm_stats", "norm_bwd")
-"""Ops whose kernels work on whole rows."""
+"""Ops whose kernels walk over whole rows."""
 
 TILES = tuple(
     Tile(rows, columns, warps)
@@ -33,7 +34,7 @@ TILES = tuple(
 )
 """What is tried for :data:`TILED`."""
 
-ROWS = tuple(Tile(rows, 0, warps) for rows in (1, 2, 4, 8) for warps in (4, 8, 16))
+ROWS = tuple(Tile(1, 0, warps) for warps in (2, 4, 8, 16))
 """What is tried for :data:`OF_ROWS`; their columns are the matrix's."""
 
 
@@ -115,5 +116,5 @@ def format_sweep(found: Sequence[Swept]) -> str:
 
 
 def _name(tile: Tile) -> str:
-    size = f"{tile.rows} x {tile.columns}" if tile.columns else f"rows {tile.rows}"
+    size = f"{tile.rows} x {tile.columns}" if tile.columns else "a row"
     return f"{size}, {tile.warps} warps"

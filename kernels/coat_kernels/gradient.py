@@ -24,7 +24,7 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.launch import TILE, launch, tiled, transposing_tile
+from coat_kernels.launch import TILE, cdiv, chosen, launch, tiled, transposing_tile
 from coat_kernels.quantize import empty_layouts, quantize_tensor_kernel, tensor_scale_triton
 from coat_kernels.registry import register
 
@@ -48,8 +48,8 @@ def _quantize_gradient_triton(
         return q, qt, scale, sums
     M, N = parts[0].shape[0], sum(part.shape[1] for part in parts)
     end = padded(M) if transposed else M
-    tile = transposing_tile() if transposed else TILE
-    partial = sums.new_empty((-(-end // tile.rows) if bias else 0, N))
+    tile = chosen(transposing_tile() if transposed else TILE)
+    partial = sums.new_empty((cdiv(end, tile.rows) if bias else 0, N))
     start = 0
     for part in parts:
         n = part.shape[1]

@@ -48,7 +48,7 @@ def transposing_tile(group: int = 1) -> Tile:
 def forced_tile(tile: Tile) -> Iterator[None]:
     """Let all kernels take this tile, so that tiles can be compared; see ``bench kernels --sweep``.
 
-    Kernels of whole rows take its rows and warps only, those without a choice of tiles nothing.
+    Kernels that walk over rows take its warps only, those without a choice of tiles nothing.
     """
     global _forced
     before, _forced = _forced, tile

@@ -76,7 +76,7 @@ def test_the_tables_have_a_column_per_tile():
     assert head.startswith("| op | variant | default us | 32 x 64, 4 warps | 32 x 64, 8 warps |")
     assert line.startswith("| quantize_group | x | 12.0 | - | 11.0 | - |")
     head, _, line = rows_table.splitlines()
-    assert head.startswith("| op | variant | default us | rows 1, 4 warps | rows 1, 8 warps |")
+    assert head.startswith("| op | variant | default us | a row, 2 warps | a row, 4 warps |")
     assert line.startswith("| norm_bwd | y | 7.0 | 6.5 | - |")
     assert format_sweep([]) == ""
 
