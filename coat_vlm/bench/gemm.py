@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 from coat_kernels import (
     E4M3,
     E5M2,
+    GEMM_MULTIPLE,
     Format,
     RowScaled,
     TensorScaled,
@@ -167,7 +169,8 @@ def operands_of(gemm: Gemm, device: torch.device) -> Operands:
 def _operand(x: Tensor, transposed: bool, fmt: Format) -> tuple[Tensor, TensorScaled, RowScaled]:
     rows, columns = quantize_layouts([x], fmt, rows=not transposed, transposed=transposed)
     operand, codes = (x.t(), columns) if transposed else (x, rows)
-    return operand, codes, quantize_rows(operand.contiguous(), fmt)
+    whole = F.pad(operand, (0, -operand.shape[1] % GEMM_MULTIPLE))  # zeros where tokens are missing
+    return operand, codes, quantize_rows(whole.contiguous(), fmt)
 
 
 def bench_gemm(shape: LayerShape) -> list[GemmRow]:
