@@ -264,9 +264,10 @@ def test_the_table_ends_with_the_means_of_several_seeds() -> None:
     assert lines[-1] == "| mean |  | 2.0000 | 2.2000 | +10.00% | 2.0000 | 2.0000 | +0.00% |"
 
 
-def test_the_documented_losses_are_those_of_the_kept_curves() -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_the_documented_losses_are_those_of_the_kept_curves(size: str) -> None:
     precisions = ["bf16", "coat", "coat_lean"]
-    curves = read_curves(RESULTS / "decoder_30m.csv")
+    curves = read_curves(RESULTS / f"decoder_{size}.csv")
     curves.sort(key=lambda curve: precisions.index(curve.precision))
     rows = [line.split(" | ") for line in format_curves(curves).splitlines()[-4:]]
     held_out = [" | ".join([row[0], *row[2:7]]) + " |" for row in rows]
@@ -277,6 +278,7 @@ def test_the_documented_losses_are_those_of_the_kept_curves() -> None:
         assert documented[start : start + 4] == table
 
 
-def test_the_kept_curves_are_of_the_size_that_the_command_trains() -> None:
-    there = json.loads((RESULTS / "decoder_30m.json").read_text())["settings"]["bench"]
-    assert there == {**asdict(SIZES["30m"]), "betas": list(SIZES["30m"].betas)}
+@pytest.mark.parametrize("size", SIZES)
+def test_the_kept_curves_are_of_the_size_that_the_command_trains(size: str) -> None:
+    there = json.loads((RESULTS / f"decoder_{size}.json").read_text())["settings"]["bench"]
+    assert there == {**asdict(SIZES[size]), "betas": list(SIZES[size].betas)}
