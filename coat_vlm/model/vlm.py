@@ -150,7 +150,8 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         skip = labels is not None and (self.training if skip_logits is None else skip_logits)
         if self.training or skip:
             kwargs.setdefault("use_cache", False)  # a cache would only hold memory
-        if skip and past_key_values is None and not kwargs["use_cache"]:
+        read = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
+        if skip and past_key_values is None and kwargs["use_cache"] is False and not read:
             attention_mask = mask_for_loss(attention_mask, self.language_model)
         batch, tokens, _ = hidden.shape
         packing = packing_of(batch, tokens, hidden.device, attention_mask, kwargs)

@@ -24,7 +24,15 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.launch import TILE, cdiv, chosen, launch, tiled, transposing_tile
+from coat_kernels.launch import (
+    TILE,
+    cdiv,
+    chosen,
+    launch,
+    one_or_two_passes,
+    tiled,
+    transposing_tile,
+)
 from coat_kernels.quantize import empty_layouts, quantize_tensor_kernel, tensor_scale_triton
 from coat_kernels.registry import register
 
@@ -54,13 +62,14 @@ def _quantize_gradient_triton(
     for part in parts:
         n = part.shape[1]
         grid, options = tiled(end, n, tile)
-        launch(
-            quantize_tensor_kernel, grid,
-            x_ptr=part, scale_ptr=scale, q_ptr=q[:, start:] if rows else q,
-            qt_ptr=qt[start:] if transposed else qt, sums_ptr=partial[:, start:], M=M, N=n,
-            M_END=end, stride_q=N, stride_t=padded(M), ROWS=rows, TRANSPOSED=transposed, SUMS=bias,
-            **options,
-        )  # fmt: skip
+        for in_rows, in_columns in one_or_two_passes(rows, transposed, N):
+            launch(
+                quantize_tensor_kernel, grid,
+                x_ptr=part, scale_ptr=scale, q_ptr=q[:, start:] if rows else q,
+                qt_ptr=qt[start:] if transposed else qt, sums_ptr=partial[:, start:], M=M, N=n,
+                M_END=end, stride_q=N, stride_t=padded(M), ROWS=in_rows, TRANSPOSED=in_columns,
+                SUMS=bias, **options,
+            )  # fmt: skip
         start += n
     return q, qt, scale, partial.sum(0) if bias else sums
 

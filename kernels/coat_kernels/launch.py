@@ -76,6 +76,18 @@ def tiled(M: int, N: int, tile: Tile = TILE) -> tuple[tuple[int], dict[str, int]
     return (cdiv(M, tile.rows) * tiles_n,), {**options, "num_warps": tile.warps}
 
 
+def one_or_two_passes(rows: bool, transposed: bool, columns: int) -> list[tuple[bool, bool]]:
+    """The layouts (row-major, transposed) that each launch of a kernel writes.
+
+    Both at once, unless rows are no multiple of 16 codes: a thread may then hold four tokens of one
+    channel for both layouts, the compiler makes one cast of the two, and the ptxas 12.8 of Triton
+    3.6 reads its result before it is computed (seen for heads of 24 channels on an H200).
+    """
+    if rows and transposed and columns % 16:
+        return [(True, False), (False, True)]
+    return [(rows, transposed)]
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int = NUM_WARPS, **args: Any) -> None:
     """Run ``kernel`` on the current stream; an empty grid, for an empty tensor, is not launched."""
     if all(grid):

@@ -31,7 +31,16 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.launch import COUNTS, TILE, TOKENS, cdiv, launch, tiled, transposing_tile
+from coat_kernels.launch import (
+    COUNTS,
+    TILE,
+    TOKENS,
+    cdiv,
+    launch,
+    one_or_two_passes,
+    tiled,
+    transposing_tile,
+)
 from coat_kernels.registry import register
 from coat_kernels.tile import (
     inverse_scale,
@@ -174,12 +183,13 @@ def _quantize_tensor_triton(
         # The last part's programs write the padding, too.
         end = padded(M) - start if transposed and i == len(parts) - 1 else m
         grid, options = tiled(end, N, transposing_tile() if transposed else TILE)
-        launch(
-            quantize_tensor_kernel, grid,
-            x_ptr=part, scale_ptr=scale, q_ptr=q[start:] if rows else q, qt_ptr=qt[..., start:],
-            sums_ptr=None, M=m, N=N, M_END=end, stride_q=N, stride_t=padded(M), ROWS=rows,
-            TRANSPOSED=transposed, SUMS=False, **options,
-        )  # fmt: skip
+        for in_rows, in_columns in one_or_two_passes(rows, transposed, N):
+            launch(
+                quantize_tensor_kernel, grid,
+                x_ptr=part, scale_ptr=scale, q_ptr=q[start:] if rows else q, qt_ptr=qt[..., start:],
+                sums_ptr=None, M=m, N=N, M_END=end, stride_q=N, stride_t=padded(M), ROWS=in_rows,
+                TRANSPOSED=in_columns, SUMS=False, **options,
+            )  # fmt: skip
         start += m
     return q, qt
 

@@ -1,7 +1,8 @@
 """One place where an op is given its three bodies: Triton on CUDA, PyTorch on CPU, shapes only.
 
 Each op is a ``torch.library`` op of the namespace ``coat``, so it works under ``torch.compile`` and
-``torch.library.opcheck``. ``OPS`` lists them all; the tests run over it.
+``torch.library.opcheck``. Where nobody looks at what is called, the body is called past torch's
+dispatcher. ``OPS`` lists them all; the tests run over it.
 """
 
 import functools
@@ -19,7 +20,7 @@ _use_reference = False
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An op and its bodies; calling it goes through torch's dispatcher."""
+    """An op and its bodies."""
 
     name: str
     triton: Callable[..., Any]
@@ -30,26 +31,44 @@ class Op:
     """``triton`` on the first tensor's GPU."""
     dispatch: Callable[..., Any]
     """``torch.ops.coat.<name>``."""
+    mutates: bool = False
+    """Whether it changes arguments, which the dispatcher tells autograd."""
 
     def __call__(self, *args: Any) -> Any:
         """Run the body of the tensors' device, or the reference where that is asked for."""
         if _use_reference:
             return self.reference(*args)
-        first = _first(args)
+        device = _first(args).device.type
         # The dispatcher costs a CPU more than the launch of a kernel, or than the arithmetic of a
-        # small tensor. Who looks at what is called (compilers, modes, subclasses, and autograd,
-        # which says that ops have no gradient) needs it.
-        recorded = first.requires_grad and torch.is_grad_enabled()
-        if type(first) not in _PLAIN or torch.compiler.is_compiling() or _modes() or recorded:
+        # small tensor.
+        if _is_looked_at(args) or device not in ("cpu", "cuda"):
             return self.dispatch(*args)
-        direct = {"cuda": self.launch, "cpu": self.reference}
-        return direct.get(first.device.type, self.dispatch)(*args)
+        if device == "cpu":
+            return self.reference(*args)
+        return self.dispatch(*args) if self.mutates else self.launch(*args)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many modes (fake tensors, counters, tracers) look at what is called."""
+
+def _is_looked_at(args: Sequence[Any]) -> bool:
+    """Whether compilers, modes, transforms, subclasses or autograd need to see which op is called.
+
+    Autograd says that ops have no gradient. In COAT's own Functions it does not record.
+    """
+    return (
+        type(_first(args)) not in _PLAIN
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (torch.is_grad_enabled() and any(map(_requires_grad, args)))
+    )
+
+
+def _requires_grad(argument: Any) -> bool:
+    if isinstance(argument, (list, tuple)):
+        return any(map(_requires_grad, argument))
+    return isinstance(argument, torch.Tensor) and argument.requires_grad
 
 
 def _first(args: Sequence[Any]) -> torch.Tensor:
@@ -92,6 +111,13 @@ def register(
     )
     dispatch.register_kernel("cpu")(reference)
     dispatch.register_fake(fake)
-    op = Op(name=name, triton=triton, reference=reference, launch=launch, dispatch=dispatch)
+    op = Op(
+        name=name,
+        triton=triton,
+        reference=reference,
+        launch=launch,
+        dispatch=dispatch,
+        mutates=bool(mutates),
+    )
     OPS[name] = op
     return op

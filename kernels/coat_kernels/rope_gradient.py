@@ -22,7 +22,7 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.launch import COUNTS, TOKENS, cdiv, launch
+from coat_kernels.launch import COUNTS, TOKENS, cdiv, launch, one_or_two_passes
 from coat_kernels.quantize import empty_layouts, new_scale
 from coat_kernels.registry import register
 from coat_kernels.rope import check_heads_gradient, load_half, of_head
@@ -39,9 +39,11 @@ BLOCK_ROWS = 32
 """Tokens per program: with 64 the tiles of both layouts take so many registers that one program
 fills a multiprocessor."""
 
-SMALL_HALF = 16
-"""Up to so many channels in half a head four warps do not fill the tile: on an H200, with Triton
-3.6, they wrote wrong codes for heads of 24 channels, eight warps the right ones."""
+BLOCK_HEADS = 8
+"""Heads per program, for which cos and sin stay in registers."""
+
+WARPS = 4
+"""Of a program; eight take 8% longer."""
 
 
 @triton.jit
@@ -142,11 +144,9 @@ def _rope_gradient_triton(
     M, (R, D) = dq.shape[0], cos.shape
     H, KV = dq.shape[1] // D, dk.shape[1] // D
     half = triton.next_power_of_2(D // 2)
-    # Heads per program, for which cos and sin stay in registers; and warps: eight take 8% longer.
-    heads_each, warps = (4, 8) if half <= SMALL_HALF else (8, 4)
-    heads, tiles = cdiv(H + 2 * KV, heads_each), cdiv(M, BLOCK_ROWS)
+    heads, tiles = cdiv(H + 2 * KV, BLOCK_HEADS), cdiv(M, BLOCK_ROWS)
     shapes = {"M": M, "R": R, "H": H, "KV": KV, "D": D}
-    blocks = {"HALF": half, "BLOCK_M": BLOCK_ROWS, "BLOCK_H": heads_each}
+    blocks = {"HALF": half, "BLOCK_M": BLOCK_ROWS, "BLOCK_H": BLOCK_HEADS}
     inputs = {"dq_ptr": dq, "dk_ptr": dk, "dv_ptr": dv, "cos_ptr": cos, "sin_ptr": sin}
     scale, shared = new_scale(fmt, tiles * heads, dq.device)
     launch(_rope_gradient_stats_kernel, (tiles, heads), **inputs, **shapes, **blocks, **shared)
@@ -154,12 +154,13 @@ def _rope_gradient_triton(
         return q, qt, scale, sums
     tiles = cdiv(padded(M) if transposed else M, BLOCK_ROWS)
     partial = sums.new_empty((tiles if bias else 0, sums.shape[0]))
-    launch(
-        _rope_gradient_kernel, (tiles, heads),
-        scale_ptr=scale, q_ptr=q, qt_ptr=qt, sums_ptr=partial, M_PADDED=padded(M),
-        N=(H + 2 * KV) * D, ROWS=rows, TRANSPOSED=transposed, BIAS=bias, num_warps=warps,
-        **inputs, **shapes, **blocks,
-    )  # fmt: skip
+    for in_rows, in_columns in one_or_two_passes(rows, transposed, D):
+        launch(
+            _rope_gradient_kernel, (tiles, heads),
+            scale_ptr=scale, q_ptr=q, qt_ptr=qt, sums_ptr=partial, M_PADDED=padded(M),
+            N=(H + 2 * KV) * D, ROWS=in_rows, TRANSPOSED=in_columns, BIAS=bias, num_warps=WARPS,
+            **inputs, **shapes, **blocks,
+        )  # fmt: skip
     return q, qt, scale, partial.sum(0) if bias else sums
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_kernels import OPS, Op, quantize_tensor, use_reference
+from coat_kernels import OPS, Op, norm_fwd, quantize_tensor, use_reference
 from coat_kernels.examples import examples
 from coat_kernels.testing import FP8, assert_matches, assert_same_bits, mapped, results
 
@@ -132,9 +132,17 @@ def test_ops_run_on_the_device_of_their_tensors(op: str):
 
 
 def test_an_op_outside_of_a_function_says_that_it_has_no_gradient():
-    x = torch.randn(4, 32, requires_grad=True)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
-        quantize_tensor(x).scale.backward()
+    x, weight = torch.randn(4, 32, requires_grad=True), torch.ones(32, requires_grad=True)
+    norm = norm_fwd(x.detach(), weight, None, 1e-5, centered=False, group_size=16)
+    for scale in (quantize_tensor(x).scale, norm[2].scale):
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            scale.backward()
+
+
+def test_an_op_under_a_transform_is_seen_by_it():
+    x = torch.randn(3, 4, 32)
+    with pytest.raises(RuntimeError):  # vmap: there is no rule, and none is invented
+        torch.vmap(lambda part: quantize_tensor(part).q.float())(x)
 
 
 def test_who_looks_at_what_is_called_sees_ops():
