@@ -25,6 +25,9 @@ LIMITS = (0.09, 0.13)
 REFERENCE = "hf_eager"
 """The implementation that the others are compared with."""
 
+OURS = "coat_"
+"""How the names of our implementations begin."""
+
 Attention = str
 """``default`` (what SDPA chooses), ``cudnn`` or ``flash``."""
 
@@ -161,7 +164,7 @@ def bench_layer(bench: LayerBench) -> list[LayerRow]:
                 exact = exact or result
                 if _correct(row, result, exact):
                     _note(row, cost(layer, forward, bench.shape))
-                    if name.startswith("coat_"):
+                    if name.startswith(OURS):
                         _note_cached(row, layer, forward, bench.shape)
                     if bench.on_profile is not None:
                         bench.on_profile(name, kernel_table(layer, forward, bench.shape))

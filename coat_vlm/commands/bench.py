@@ -88,9 +88,13 @@ def _add_layer(jobs: Commands) -> None:
   coat-vlm bench layer                                  # Llama-2-7B's layer, all that is installed
   coat-vlm bench layer --shape siglip-so400m --attention cudnn --csv layer.csv
   coat-vlm bench layer --shape qwen2.5-7b --batch 1 --length 8192
+  coat-vlm bench layer --csv layer.csv --plot layer.svg # a picture of rows that are there
 
 Memory counts from a state in which only the BF16 parameters are there. The time contains one
 quantization of the weights; "weights kept" is the time of a micro-batch that finds them.
+
+--plot measures nothing and needs no GPU: it draws the file's last run of each shape in that size
+and with that attention.
 """,
     )
     _add_shape(parser)
@@ -105,11 +109,18 @@ quantization of the weights; "weights kept" is the time of a micro-batch that fi
     )
     _add_csv(parser)
     parser.add_argument("--profile", action="store_true", help="also print the longest GPU kernels")
+    parser.add_argument(
+        "--plot", type=Path, metavar="SVG",
+        help="draw the rows of --csv as bars of time and saved memory instead of measuring",
+    )  # fmt: skip
 
 
 def _layer(args: argparse.Namespace) -> int:
     from coat_vlm.bench.layer import LayerBench, available, bench_layer, format_rows
     from coat_vlm.bench.shapes import shape_called
+
+    if args.plot is not None:
+        return _plot(args)
 
     def profile(name: str, table: str) -> None:
         say(f"\n{name}: {table}")
@@ -122,6 +133,23 @@ def _layer(args: argparse.Namespace) -> int:
         size = f"{shape.batch} x {shape.length:,} tokens"
         _show(f"{shape.name}, {size}, attention: {args.attention}", format_rows(rows))
         _keep(args.csv, rows)
+    return 0
+
+
+def _plot(args: argparse.Namespace) -> int:
+    from coat_vlm.bench.bars import draw_layers, last_run, read_layer_rows
+    from coat_vlm.bench.shapes import shape_called
+
+    if args.csv is None:
+        raise ValueError("--plot draws rows that are there; name their file with --csv")
+    if args.implementations or args.profile:
+        raise ValueError("--plot measures nothing; leave out --implementations and --profile")
+    if args.plot.suffix != ".svg":
+        raise ValueError(f"--plot {args.plot}: writes SVG; give a name that ends in .svg")
+    rows = read_layer_rows(args.csv)
+    shapes = [shape_called(name, args.batch, args.length) for name in args.shape]
+    draw_layers([last_run(rows, shape, args.attention) for shape in shapes], args.plot)
+    say(f"picture: {args.plot}")
     return 0
 
 
