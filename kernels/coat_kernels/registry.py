@@ -50,6 +50,8 @@ class Op:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+_FUNCTORCH: Any = getattr(torch._C, "_functorch")  # noqa: B009 - it has no type stub
+
 
 def _is_looked_at(args: Sequence[Any]) -> bool:
     """Whether compilers, modes, transforms, subclasses or autograd need to see which op is called.
@@ -60,7 +62,7 @@ def _is_looked_at(args: Sequence[Any]) -> bool:
         type(_first(args)) not in _PLAIN
         or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _FUNCTORCH.peek_interpreter_stack() is not None
         or (torch.is_grad_enabled() and any(map(_requires_grad, args)))
     )
 
