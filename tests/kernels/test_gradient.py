@@ -1,16 +1,21 @@
 """Gradients in FP8: their codes by torch's cast, their sums in FP64, parts against one matrix."""
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from coat_kernels import E4M3, E5M2, quantize_gradient
+from coat_kernels import E4M3, E5M2, OPS, quantize_gradient
 from coat_kernels.testing import assert_same_bits
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
+TWO = [(True, False), (False, True)]
+gradient_module, rope_module, quantize_module = (
+    import_module(f"coat_kernels.{name}") for name in ("gradient", "rope_gradient", "quantize")
+)
 
 
 def gradient(rows: int = 37, columns: int = 80) -> Tensor:
@@ -20,8 +25,9 @@ def gradient(rows: int = 37, columns: int = 80) -> Tensor:
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
-def test_codes_scale_and_sums_of_a_matrix(run: Run, fmt: Any):
-    dy = gradient().bfloat16()
+@pytest.mark.parametrize("columns", [80, 24])
+def test_codes_scale_and_sums_of_a_matrix(run: Run, columns: int, fmt: Any):
+    dy = gradient(37, columns).bfloat16()
     q, qt, scale, sums = run("quantize_gradient", ([dy], fmt.name, True, True, True))
     exact = dy.double()
     torch.testing.assert_close(scale.double(), exact.abs().max() / fmt.max, rtol=1e-7, atol=0)
@@ -65,6 +71,26 @@ def test_no_tokens_and_no_values(run: Run):
         assert q.shape == dy.shape
         assert not qt.float().any()
         assert sums.tolist() == [0.0] * 32
+
+
+@pytest.mark.parametrize(("columns", "passes"), [(32, [(True, True)]), (24, TWO), (40, TWO)])
+def test_layouts_whose_casts_a_compiler_could_mix_up_are_written_apart(
+    columns: int, passes: list[tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch
+):
+    """See ``one_or_two_passes``; the codes of such rows are compared above and in test_rope.py."""
+    written: list[tuple[bool, bool]] = []
+
+    def record(_kernel: Any, _grid: Any, **options: Any) -> None:
+        if "ROWS" in options:
+            written.append((options["ROWS"], options["TRANSPOSED"]))
+
+    for module in (gradient_module, rope_module, quantize_module):
+        monkeypatch.setattr(module, "launch", record)
+    dy, angles = gradient(20, columns), torch.ones(20, columns)
+    OPS["quantize_gradient"].triton([dy], "e5m2", True, True, False)
+    OPS["rope_gradient"].triton(dy, dy, dy, angles, angles, "e5m2", True, True, False)
+    OPS["quantize_tensor"].triton([dy], torch.ones(()), "e4m3", True, True)
+    assert written == 3 * passes
 
 
 @pytest.mark.parametrize(
