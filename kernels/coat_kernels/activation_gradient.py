@@ -7,7 +7,6 @@ layouts; the sums over the tokens (for a bias) come with the second pass, in FP3
 Slopes: ``activation.py``. Reference: ``reference.activation_bwd``.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,13 +17,12 @@ from coat_kernels.formats import (
     E5M2,
     Format,
     GradientCodes,
-    TensorScaled,
     check_matrix,
-    format_of,
     padded,
 )
+from coat_kernels.gradient import as_codes, empty_gradient
 from coat_kernels.launch import COUNTS, NUM_WARPS, TOKENS, Tile, launch, tiled
-from coat_kernels.quantize import empty_layouts, new_scale
+from coat_kernels.quantize import new_scale
 from coat_kernels.registry import register
 from coat_kernels.tile import (
     block_amax_bits,
@@ -115,22 +113,12 @@ def _activation_bwd_apply_kernel(
             tl.store(sums_ptr + F + o, tl.sum(dup, axis=0), mask=m_n)
 
 
-def _empty_gradient(
-    a: Tensor, fmt: str, rows: bool, transposed: bool, bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised results of ``activation_bwd``."""
-    M, W = a.shape
-    layouts = empty_layouts(M, W, format_of(fmt), rows, transposed, a.device)
-    scale = a.new_empty((), dtype=torch.float32)
-    return *layouts, scale, a.new_empty((W if bias else 0,), dtype=torch.float32)
-
-
 def _activation_bwd_triton(
     dh: Tensor, a: Tensor, exponents: Tensor, kind: str, fmt: str, rows: bool, transposed: bool,
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     M, F, W = width(a, kind)
-    q, qt, _, sums = _empty_gradient(a, fmt, rows, transposed, bias)
+    q, qt, _, sums = empty_gradient(M, W, a, fmt, rows, transposed, bias)
     group = W // exponents.shape[1]
     grid, options = tiled(M, F)
     scale, shared = new_scale(fmt, grid[0], dh.device)
@@ -159,7 +147,7 @@ _activation_bwd = register(
     "activation_bwd",
     triton=_activation_bwd_triton,
     reference=reference.activation_bwd,
-    fake=lambda _dh, a, _exponents, _kind, *rest: _empty_gradient(a, *rest),
+    fake=lambda _dh, a, _exponents, _kind, *rest: empty_gradient(a.shape[0], a.shape[1], a, *rest),
 )
 
 
@@ -190,7 +178,7 @@ def activation_bwd(
     check_kind(kind)
     M, F, _ = width(saved.a.q, kind)
     check_matrix("activation_bwd", "dh", dh, (M, F))
-    q, qt, scale, sums = _activation_bwd(
+    results = _activation_bwd(
         dh, saved.a.q, saved.a.exponents, kind, fmt.name, rows, transposed, bias
     )
-    return GradientCodes(TensorScaled(q, scale), TensorScaled(qt, scale), sums if bias else None)
+    return as_codes(results, bias)

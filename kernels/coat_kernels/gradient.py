@@ -10,6 +10,7 @@ sums per block of rows, then one sum), so it is deterministic. Kernels: ``quanti
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,14 +38,24 @@ from coat_kernels.quantize import empty_layouts, quantize_tensor_kernel, tensor_
 from coat_kernels.registry import register
 
 
-def _empty_gradient(
-    parts: Sequence[Tensor], fmt: str, rows: bool, transposed: bool, bias: bool
+def empty_gradient(
+    M: int, N: int, like: Tensor, fmt: str, rows: bool, transposed: bool, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised results."""
-    M, N = parts[0].shape[0], sum(part.shape[1] for part in parts)
-    layouts = empty_layouts(M, N, format_of(fmt), rows, transposed, parts[0].device)
-    scale, sums = (parts[0].new_empty(size, dtype=torch.float32) for size in ((), (N * bias,)))
+    """Uninitialised codes [M, N], [N, M'], scale [] and sums [N]; what is not wanted is empty."""
+    layouts = empty_layouts(M, N, format_of(fmt), rows, transposed, like.device)
+    scale, sums = (like.new_empty(size, dtype=torch.float32) for size in ((), (N * bias,)))
     return *layouts, scale, sums
+
+
+def as_codes(results: tuple[Tensor, Tensor, Tensor, Tensor], bias: bool) -> GradientCodes:
+    """What :func:`empty_gradient` made room for, with its names."""
+    q, qt, scale, sums = results
+    return GradientCodes(TensorScaled(q, scale), TensorScaled(qt, scale), sums if bias else None)
+
+
+def _empty_gradient(parts: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    columns = sum(part.shape[1] for part in parts)
+    return empty_gradient(parts[0].shape[0], columns, parts[0], *rest)
 
 
 def _quantize_gradient_triton(
@@ -105,8 +116,7 @@ def quantize_gradient(
         ValueError: a part is not a contiguous matrix of such a dtype, or they do not fit together.
     """
     check_side_by_side("quantize_gradient", parts)
-    q, qt, scale, sums = _quantize_gradient(parts, fmt.name, rows, transposed, bias)
-    return GradientCodes(TensorScaled(q, scale), TensorScaled(qt, scale), sums if bias else None)
+    return as_codes(_quantize_gradient(parts, fmt.name, rows, transposed, bias), bias)
 
 
 def check_side_by_side(op: str, parts: Sequence[Tensor]) -> None:

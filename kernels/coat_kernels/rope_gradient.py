@@ -8,7 +8,8 @@ Per element of 16 bits 6 bytes are moved, where rotation and quantization apart 
 Reference: ``reference.rope_gradient``.
 """
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,12 +19,11 @@ from coat_kernels.formats import (
     E5M2,
     Format,
     GradientCodes,
-    TensorScaled,
-    format_of,
     padded,
 )
+from coat_kernels.gradient import as_codes, empty_gradient
 from coat_kernels.launch import COUNTS, TOKENS, cdiv, launch, one_or_two_passes
-from coat_kernels.quantize import empty_layouts, new_scale
+from coat_kernels.quantize import new_scale
 from coat_kernels.registry import register
 from coat_kernels.rope import check_heads_gradient, load_half, of_head
 from coat_kernels.tile import (
@@ -126,14 +126,10 @@ def _rope_gradient_kernel(
 
 
 def _empty_gradient(
-    dq: Tensor, dk: Tensor, dv: Tensor, _cos: Tensor, _sin: Tensor, fmt: str, rows: bool,
-    transposed: bool, bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Uninitialised results."""
-    M, N = dq.shape[0], dq.shape[1] + dk.shape[1] + dv.shape[1]
-    layouts = empty_layouts(M, N, format_of(fmt), rows, transposed, dq.device)
-    scale, sums = (dq.new_empty(size, dtype=torch.float32) for size in ((), (N * bias,)))
-    return *layouts, scale, sums
+    dq: Tensor, dk: Tensor, dv: Tensor, _cos: Tensor, _sin: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    columns = dq.shape[1] + dk.shape[1] + dv.shape[1]
+    return empty_gradient(dq.shape[0], columns, dq, *rest)
 
 
 def _rope_gradient_triton(
@@ -202,5 +198,5 @@ def rope_gradient(
         ValueError: a shape, dtype or layout is wrong.
     """
     check_heads_gradient("rope_gradient", dq, dk, dv, cos, sin)
-    q, qt, scale, sums = _rope_gradient(dq, dk, dv, cos, sin, fmt.name, rows, transposed, bias)
-    return GradientCodes(TensorScaled(q, scale), TensorScaled(qt, scale), sums if bias else None)
+    results = _rope_gradient(dq, dk, dv, cos, sin, fmt.name, rows, transposed, bias)
+    return as_codes(results, bias)
