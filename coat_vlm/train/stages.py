@@ -25,7 +25,7 @@ from coat_vlm.train.loop import StageRun
 from coat_vlm.train.metrics import Metrics, rewind
 from coat_vlm.train.model_folder import save_model
 from coat_vlm.train.sources import StageData, open_data, texts
-from coat_vlm.train.world import World, start_world
+from coat_vlm.train.world import World, joined_world
 
 _MAY_CHANGE = {"num_workers", "save_total_limit", "log_every_steps", "tracking", "eval_sets"}
 """Recipe keys that a resumed run may change: they do not touch the training itself."""
@@ -51,19 +51,17 @@ def run_recipe(
         OSError: something could not be saved.
     """
     names = _stage_names(recipe, only_stage)
-    world = start_world()
-    run_dir = Path(recipe.output_dir)
-    _claim(
-        run_dir, recipe, world, resume=resume, chained=only_stage is not None, overwrite=overwrite
-    )
-    world.barrier()
-    model_dir = run_dir
-    for name in names:
-        model_dir = run_dir / name / "model"
-        if resume and problem_with(model_dir) is None:
-            _say(world, f"stage {name} is finished: {model_dir}")
-            continue
-        _run_stage(recipe, name, run_dir, world, resume=resume)
+    run_dir = model_dir = Path(recipe.output_dir)
+    chained = only_stage is not None
+    with joined_world() as world:
+        _claim(run_dir, recipe, world, resume=resume, chained=chained, overwrite=overwrite)
+        world.barrier()
+        for name in names:
+            model_dir = run_dir / name / "model"
+            if resume and problem_with(model_dir) is None:
+                _say(world, f"stage {name} is finished: {model_dir}")
+                continue
+            _run_stage(recipe, name, run_dir, world, resume=resume)
     return model_dir
 
 

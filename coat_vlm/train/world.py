@@ -1,8 +1,11 @@
 """The processes of a run: their ranks, their device, and sums over them."""
 
+import gc
 import os
 import socket
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -39,14 +42,37 @@ class World:
         self.sum([0.0])
 
 
-def start_world() -> World:
+@contextmanager
+def joined_world() -> Iterator[World]:
     """Join the processes that torchrun, deepspeed or SLURM started; one process needs no launcher.
 
     On a CPU also sets how the process keeps memory and how many threads it takes.
 
+    The processes are left again at the end: a thread of gloo that lets go of a tensor while the
+    interpreter shuts down aborts the process (status -6 where a launcher waits for 0 or 75). After
+    an error NCCL's are not: it would wait for ranks that may still work.
+
     Raises:
         ValueError: a rank has no GPU of its own.
     """
+    joined_before = dist.is_initialized()
+    world = _start()
+    orderly = False
+    try:
+        yield world
+        orderly = True
+    except BaseException as error:
+        orderly = isinstance(error, SystemExit)
+        # The engine, which holds process groups, lives on in the frames that the error keeps.
+        traceback.clear_frames(error.__traceback__)
+        raise
+    finally:
+        if not joined_before and (orderly or world.device.type == "cpu"):
+            gc.collect()
+            _leave()
+
+
+def _start() -> World:
     import deepspeed
     from deepspeed.ops import __compatible_ops__
 
@@ -76,6 +102,12 @@ def start_world() -> World:
         backend = "nccl" if device.type == "cuda" else "gloo"
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+
+
+def _leave() -> None:
+    from deepspeed import comm
+
+    comm.destroy_process_group()
 
 
 def _free_port() -> int:

@@ -263,13 +263,15 @@ def test_a_signal_saves_and_resume_continues_bit_exactly(
     assert train(whole, tmp_path).returncode == 0
     broken = {**whole, "output_dir": str(tmp_path / "broken"), "num_workers": num_workers}
     path = write_recipe(broken, tmp_path / "recipe.yaml")
-    process = subprocess.Popen([*TRAIN, str(path)], env=ENV, stderr=subprocess.DEVNULL)
+    log = tmp_path / "stderr"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen([*TRAIN, str(path)], env=ENV, stderr=stderr)
     metrics = tmp_path / "broken" / "metrics.jsonl"
     while not metrics.is_file() or metrics.read_text().count('"step_s"') < 5:
-        assert process.poll() is None
+        assert process.poll() is None, log.read_text()[-3000:]
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 75
+    assert process.wait(timeout=60) == 75, log.read_text()[-3000:]
     checkpoint = latest_checkpoint(tmp_path / "broken" / "sft" / "checkpoints")
     assert checkpoint is not None
     assert len(losses(tmp_path / "broken")) < 40

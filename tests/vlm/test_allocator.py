@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import resource, torch
-from coat_vlm.train.world import start_world
+from coat_vlm.train.world import joined_world
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -15,7 +15,8 @@ def faults():
 
 torch.set_num_threads(1)
 if {keep}:
-    start_world()
+    joined = joined_world()
+    joined.__enter__()
 faults()
 print(faults())
 """

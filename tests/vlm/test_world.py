@@ -1,0 +1,46 @@
+"""A run leaves no thread of its process groups behind, in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+from pathlib import Path
+from torch.distributed import new_group
+from coat_vlm.train.world import joined_world
+
+def gloo():
+    return [task for task in Path("/proc/self/task").iterdir() if "gloo" in names(task)]
+
+def names(task):
+    return (task / "comm").read_text()
+
+def train(world):
+    engine = [new_group([0])]
+    engine.append(engine)  # like DeepSpeed's, it goes with the garbage only
+    assert gloo()
+    assert world.sum([2.0]) == [2.0]
+    {end}
+
+for _ in range(2):
+    try:
+        with joined_world() as world:
+            train(world)
+    except (SystemExit, ValueError) as error:
+        print(repr(error))
+    print(len(gloo()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted on Linux")
+@pytest.mark.parametrize("end", ["pass", "raise SystemExit(75)", "raise ValueError('bad row')"])
+def test_a_world_is_left_at_every_end_and_can_be_joined_again(end: str) -> None:
+    command = [sys.executable, "-c", PROGRAM.format(end=end)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    raised = {"pass": [], "raise SystemExit(75)": ["SystemExit(75)"]}.get(
+        end, ["ValueError('bad row')"]
+    )
+    assert done.stdout.split("\n", 1)[1].splitlines() == [*raised, "0"] * 2
