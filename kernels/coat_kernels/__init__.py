@@ -23,18 +23,14 @@ from coat_kernels.formats import (
     GroupScaled,
     RowScaled,
     TensorScaled,
+    TransposedGroups,
 )
 from coat_kernels.gemm import scaled_mm
 from coat_kernels.gradient import quantize_gradient
+from coat_kernels.groups import dequantize_group, quantize_group, quantize_group_transposed
 from coat_kernels.norm import NormSaved, norm_fwd, norm_recompute
 from coat_kernels.norm_gradient import norm_bwd
-from coat_kernels.quantize import (
-    dequantize_group,
-    quantize_group,
-    quantize_layouts,
-    quantize_tensor,
-    quantize_transposed,
-)
+from coat_kernels.quantize import quantize_layouts, quantize_tensor, quantize_transposed
 from coat_kernels.registry import OPS, Op, use_reference
 from coat_kernels.rope import rope, rope_quantize
 from coat_kernels.rope_gradient import rope_gradient
@@ -56,6 +52,7 @@ __all__ = [
     "Op",
     "RowScaled",
     "TensorScaled",
+    "TransposedGroups",
     "activation_bwd",
     "activation_fwd",
     "activation_recompute",
@@ -69,6 +66,7 @@ __all__ = [
     "norm_recompute",
     "quantize_gradient",
     "quantize_group",
+    "quantize_group_transposed",
     "quantize_layouts",
     "quantize_rows",
     "quantize_tensor",

@@ -31,6 +31,7 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
+from coat_kernels.groups import empty_grouped
 from coat_kernels.launch import (
     COUNTS,
     TILE,
@@ -39,7 +40,7 @@ from coat_kernels.launch import (
     tiled,
     transposing_tile,
 )
-from coat_kernels.quantize import empty_grouped, empty_layouts, new_scale
+from coat_kernels.quantize import empty_layouts, new_scale
 from coat_kernels.registry import register
 from coat_kernels.tile import (
     block_amax_bits,

@@ -75,13 +75,20 @@ def _quantize_gradient(i: _Inputs) -> Examples:
 
 def _quantize_group(i: _Inputs) -> Examples:
     sizes = [size for size in GROUP_SIZES if i.columns % size == 0]
-    return {f"{fmt}-{size}": (i.matrix(), size, fmt) for fmt in FORMATS for size in sizes}
+    layouts = {"": False, "-transposed": True}
+    return {
+        f"{fmt}-{size}{layout}": (i.matrix(), size, fmt, transposed)
+        for fmt in FORMATS
+        for size in sizes
+        for layout, transposed in layouts.items()
+    }
 
 
 def _dequantize_group(i: _Inputs) -> Examples:
     return {
         name: (*reference.quantize_group(*args), i.dtype)
         for name, args in _quantize_group(i).items()
+        if not args[-1]
     }
 
 

@@ -33,8 +33,9 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
+from coat_kernels.groups import empty_grouped
 from coat_kernels.launch import COUNTS, TILE, TOKENS, Tile, chosen, launch, tiled, transposing_tile
-from coat_kernels.quantize import empty_grouped, empty_layouts, new_scale
+from coat_kernels.quantize import empty_layouts, new_scale
 from coat_kernels.registry import register
 from coat_kernels.tile import (
     inverse_scale,

@@ -1,12 +1,11 @@
-"""Quantize per tensor (row-major and transposed) and per group; dequantize per group.
+"""Quantize per tensor, row-major and transposed.
 
-    per tensor:  scale = max(amax(x) / max, 2^-126),  q = cast(x / scale)
-    per group:   e = smallest exponent that does not saturate,  q = cast(x * 2^(127 - e))
+    scale = max(amax(x) / max, 2^-126),  q = cast(x / scale)
 
-Formats and the convention: ``formats.py``. The reference: ``reference.py``. Per tensor reads x
-twice (amax, then codes); per group once. Weights of layers with the same input are quantized as
-one matrix without being copied together. Paper: arXiv 2410.19313, sections 4.1 (mixed granularity)
-and 4.2 (the amax of the first pass can come from the producer: ``norm.py``, ``activation.py``).
+Formats and the convention: ``formats.py``. The reference: ``reference.py``. Reads x twice (amax,
+then codes). Weights of layers with the same input are quantized as one matrix without being copied
+together. Paper: arXiv 2410.19313, sections 4.1 (mixed granularity) and 4.2 (the amax of the first
+pass can come from the producer: ``norm.py``, ``activation.py``).
 """
 
 from collections.abc import Sequence
@@ -23,10 +22,7 @@ from coat_kernels.formats import (
     GEMM_MULTIPLE,
     MIN_SCALE,
     Format,
-    GroupScaled,
     TensorScaled,
-    check_group,
-    check_grouped,
     check_matrix,
     format_of,
     padded,
@@ -44,13 +40,10 @@ from coat_kernels.launch import (
 from coat_kernels.registry import register
 from coat_kernels.tile import (
     inverse_scale,
-    load_grouped,
     load_tile,
     magnitude_bits,
     publish_scale,
-    row_offsets,
     store_codes,
-    store_grouped,
     word_offsets,
 )
 
@@ -101,35 +94,6 @@ def quantize_tensor_kernel(
         tl.store(sums_ptr + o_s, tl.sum(x, axis=0), mask=o_n < N)
 
 
-@triton.jit(do_not_specialize=TOKENS)
-def _quantize_group_kernel(
-    x_ptr, q_ptr, e_ptr,  # (M, N), (M, N) FP8, (M, N / GROUP) uint8
-    M, N, tiles_n,
-    MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)  # tiles are counted along the row first
-    o_m = row_offsets(pid // tiles_n, BLOCK_M)
-    i_n = pid % tiles_n * BLOCK_N
-    o_n = i_n + tl.arange(0, BLOCK_N)
-    x = load_tile(x_ptr, o_m, o_n, (o_m[:, None] < M) & (o_n[None, :] < N), N)
-    store_grouped(x, q_ptr, e_ptr, o_m, i_n, M, N, N, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
-
-
-@triton.jit(do_not_specialize=TOKENS)
-def _dequantize_group_kernel(
-    q_ptr, e_ptr, x_ptr, M, N, tiles_n,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)  # tiles are counted along the row first
-    o_m = row_offsets(pid // tiles_n, BLOCK_M)
-    i_n = pid % tiles_n * BLOCK_N
-    o_n = i_n + tl.arange(0, BLOCK_N)
-    x = load_grouped(q_ptr, e_ptr, o_m, i_n, M, N, N, GROUP, BLOCK_M, BLOCK_N)
-    m_mn = (o_m[:, None] < M) & (o_n[None, :] < N)
-    tl.store(x_ptr + o_m[:, None] * N + o_n[None, :], x.to(x_ptr.dtype.element_ty), mask=m_mn)
-
-
 def empty_layouts(
     M: int, N: int, fmt: Format, rows: bool, transposed: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -137,14 +101,6 @@ def empty_layouts(
     q = torch.empty((M, N) if rows else (0,), dtype=fmt.dtype, device=device)
     qt = torch.empty((N, padded(M)) if transposed else (0,), dtype=fmt.dtype, device=device)
     return q, qt
-
-
-def empty_grouped(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
-    """Uninitialised codes [M, N] and exponents [M, N / G] for a group-scaled copy of x."""
-    return (
-        x.new_empty(x.shape, dtype=format_of(fmt).dtype),
-        x.new_empty((x.shape[0], x.shape[1] // group_size), dtype=torch.uint8),
-    )
 
 
 def new_scale(fmt: str, programs: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
@@ -199,30 +155,6 @@ def stacked_shape(parts: Sequence[Tensor]) -> tuple[int, int]:
     return sum(part.shape[0] for part in parts), parts[0].shape[1]
 
 
-def _quantize_group_triton(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
-    form = format_of(fmt)
-    M, N = x.shape
-    q, exponents = empty_grouped(x, group_size, fmt)
-    grid, options = tiled(M, N)
-    launch(
-        _quantize_group_kernel, grid,
-        x_ptr=x, q_ptr=q, e_ptr=exponents, M=M, N=N, MAX_EXPONENT=form.max_exponent,
-        GROUP=group_size, **options,
-    )  # fmt: skip
-    return q, exponents
-
-
-def _dequantize_group_triton(q: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    M, N = q.shape
-    x = torch.empty((M, N), dtype=dtype, device=q.device)
-    grid, options = tiled(M, N)
-    launch(
-        _dequantize_group_kernel, grid,
-        q_ptr=q, e_ptr=exponents, x_ptr=x, M=M, N=N, GROUP=N // exponents.shape[1], **options,
-    )  # fmt: skip
-    return x
-
-
 _tensor_scale = register(
     "tensor_scale",
     triton=tensor_scale_triton,
@@ -236,18 +168,6 @@ _quantize_tensor = register(
     fake=lambda parts, _scale, fmt, rows, transposed: empty_layouts(
         *stacked_shape(parts), format_of(fmt), rows, transposed, parts[0].device
     ),
-)
-_quantize_group = register(
-    "quantize_group",
-    triton=_quantize_group_triton,
-    reference=reference.quantize_group,
-    fake=empty_grouped,
-)
-_dequantize_group = register(
-    "dequantize_group",
-    triton=_dequantize_group_triton,
-    reference=reference.dequantize_group,
-    fake=lambda q, _exponents, dtype: q.new_empty(q.shape, dtype=dtype),
 )
 
 
@@ -320,29 +240,3 @@ def check_parts(op: str, parts: Sequence[Tensor], transposed: bool) -> None:
             f"{op}: parts of {rows} rows; to be transposed, all but the last need a multiple of "
             f"{GEMM_MULTIPLE}: quantize them apart"
         )
-
-
-def quantize_group(x: Tensor, group_size: int, fmt: Format = E4M3) -> GroupScaled:
-    """Quantize with a power-of-two scale per 1 x ``group_size`` group.
-
-    Args:
-        x: FP32, BF16 or FP16 [M, N], contiguous; N a multiple of ``group_size``.
-        group_size: 16, 32, 64 or 128.
-        fmt: format of the codes.
-
-    Raises:
-        ValueError: the shape, dtype or group size does not fit.
-    """
-    check_matrix("quantize_group", "x", x)
-    check_group("quantize_group", x.shape[1], group_size)
-    return GroupScaled(*_quantize_group(x, group_size, fmt.name))
-
-
-def dequantize_group(x: GroupScaled, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of a group-scaled matrix [M, N], in ``dtype``: FP32, BF16 or FP16.
-
-    Raises:
-        ValueError: codes and exponents do not fit each other.
-    """
-    check_grouped("dequantize_group", "x", x)
-    return _dequantize_group(x.q, x.exponents, dtype)

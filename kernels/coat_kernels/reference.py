@@ -116,8 +116,12 @@ def dequantize_rows(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return dequantize_tensor(q, scale[:, None], dtype)
 
 
-def quantize_group(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
-    """Codes [M, N] and E8M0 exponents, uint8 [M, N / G]."""
+def quantize_group(
+    x: Tensor, group_size: int, fmt: str, transposed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Codes [M, N] and E8M0 exponents, uint8 [M, N / G]; transposed [N, M'] and [N / G, M']."""
+    if transposed:
+        x = torch.nn.functional.pad(x, (0, 0, 0, padded(len(x)) - len(x)))
     form = format_of(fmt)
     groups = x.float().unflatten(-1, (-1, group_size))
     bits = groups.abs().amax(-1).view(torch.int32)  # a NaN is the largest
@@ -126,7 +130,8 @@ def quantize_group(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor
     exponent = exponent.sub_(form.max_exponent).clamp_(min=1)
     exponent.masked_fill_(bits >= _INFINITY, 255)
     q = cast(groups * _looked_up(_INVERSES, exponent).unsqueeze(-1), form)
-    return q.flatten(-2), exponent.to(torch.uint8)
+    codes = q.flatten(-2), exponent.to(torch.uint8)
+    return (codes[0].t().contiguous(), codes[1].t().contiguous()) if transposed else codes
 
 
 def dequantize_group(q: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:

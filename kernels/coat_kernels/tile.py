@@ -138,19 +138,32 @@ def spread_exponents(q, e, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
+def tile_exponents(
+    x, MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """E8M0 exponents (int32) [BLOCK_M, BLOCK_N / GROUP] of the groups of a tile."""
+    return group_exponents(tl.reshape(x, (BLOCK_M, BLOCK_N // GROUP, GROUP)), MAX_EXPONENT)
+
+
+@triton.jit
+def divide_groups(x, e, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tile x / 2^(e - 127), one exponent per group: what is cast to codes."""
+    groups = tl.reshape(x, (BLOCK_M, BLOCK_N // GROUP, GROUP)) * exponent_inverse(e)[:, :, None]
+    return tl.reshape(groups, (BLOCK_M, BLOCK_N))
+
+
+@triton.jit
 def store_grouped(
     x, q_ptr, e_ptr, o_m, i_n, M, N, stride, MAX_EXPONENT: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Quantize tile x [BLOCK_M, BLOCK_N], columns from i_n, per group; store codes, exponents."""
-    GROUPS: tl.constexpr = BLOCK_N // GROUP
     o_n = i_n + tl.arange(0, BLOCK_N)
-    o_g = i_n // GROUP + tl.arange(0, GROUPS)
+    o_g = i_n // GROUP + tl.arange(0, BLOCK_N // GROUP)
     m_m = o_m[:, None] < M
-    groups = tl.reshape(x, (BLOCK_M, GROUPS, GROUP))
-    e = group_exponents(groups, MAX_EXPONENT)
-    q = (groups * exponent_inverse(e)[:, :, None]).to(q_ptr.dtype.element_ty)
-    q = tl.reshape(q, (BLOCK_M, BLOCK_N))
+    e = tile_exponents(x, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
+    q = divide_groups(x, e, GROUP, BLOCK_M, BLOCK_N).to(q_ptr.dtype.element_ty)
     tl.store(q_ptr + o_m[:, None] * stride + o_n[None, :], q, mask=m_m & (o_n[None, :] < N))
     tl.store(
         e_ptr + o_m[:, None] * (stride // GROUP) + o_g[None, :],

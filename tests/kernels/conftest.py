@@ -114,3 +114,30 @@ class Grid:
 def grid() -> Grid:
     """FP8 by definition, without torch."""
     return Grid()
+
+
+@pytest.fixture(scope="session")
+def special_values(grid: Grid) -> Callable[[Format], Tensor]:
+    """FP32 [rows, 256]: every value of a format, every tie and its neighbours, and extremes."""
+
+    def make(fmt: Format) -> Tensor:
+        values = grid.values(fmt)[:128]
+        values = np.concatenate([values[np.isfinite(values)], [fmt.max * 1.125, fmt.max * 2]])
+        ties = ((values[1:] + values[:-1]) / 2).astype(np.float32)
+        tiny = [2.0**-149, 2.0**-126, 1e-40, fmt.min_subnormal / 2, fmt.min_subnormal / 4]
+        tiny = np.array(tiny, np.float32)
+        x = np.concatenate(
+            [
+                values.astype(np.float32),
+                ties,
+                np.nextafter(ties, np.float32(0)),
+                np.nextafter(ties, np.float32(np.inf)),
+                tiny,
+                np.nextafter(tiny, np.float32(1)),
+                np.array([3e38, 1e10], np.float32),
+            ]
+        )
+        x = torch.from_numpy(np.concatenate([x, -x]))
+        return F.pad(x, (0, -x.numel() % 256)).view(-1, 256)
+
+    return make

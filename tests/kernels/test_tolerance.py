@@ -116,6 +116,7 @@ MISTAKES = [
     ("quantize_rows", "e5m2-transposed", "the tokens in another order", reversed_rows(0)),
     ("dequantize_rows", "e5m2", "the scales in another order", reversed_rows(1)),
     ("quantize_group", "e4m3-16", "another group size", replaced(1, 208)),
+    ("quantize_group", "e5m2-16-transposed", "tokens in another order", reversed_rows(0)),
     ("dequantize_group", "e4m3-16", "exponents off by one", scaled(1, 0)),
     ("transpose_codes", "e4m3", "the tokens in another order", reversed_rows(0)),
     ("dequantize_tensor", "e5m2", "a scale a little off", scaled(1, 1 + 2.0**-12)),

@@ -61,7 +61,7 @@ def test_tiles_that_are_wrong_or_too_large_get_no_time(monkeypatch: pytest.Monke
     monkeypatch.setattr(bench, "DEVICE", CPU)
     monkeypatch.setattr(bench, "disagreement", disagreement)
     monkeypatch.setattr(bench, "median_us", lambda _: float(chosen(Tile(1, 1)).columns))
-    (found,) = sweep(SMALL, ["quantize_group"])
+    (found,) = sweep(SMALL, ["dequantize_group"])
     assert found.us == {tile: None if tile.rows == 32 else tile.columns for tile in TILES}
     assert {swept.op for swept in sweep(SMALL)} == {*TILED, *OF_ROWS}
 
