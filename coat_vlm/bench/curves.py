@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from coat_vlm.config import Precision
 from coat_vlm.report.plots import COLOURS
 
 COLUMNS = ("precision", "seed", "step", "training_loss", "held_out_loss")
@@ -22,7 +21,7 @@ SMOOTHING_SHARE = 50
 class DecoderCurve:
     """Losses of one precision and seed, in nats per token."""
 
-    precision: Precision
+    precision: str
     seed: int = 0
     training: list[float] = field(default_factory=list)
     """Per step."""
@@ -71,8 +70,7 @@ def read_curves(path: Path) -> list[DecoderCurve]:
                 "folder"
             )
         for precision, seed, step, training, held_out in rows:
-            new = DecoderCurve(precision, int(seed))  # pyright: ignore[reportArgumentType]
-            curve = curves.setdefault((precision, seed), new)
+            curve = curves.setdefault((precision, seed), DecoderCurve(precision, int(seed)))
             curve.training.append(float(training))
             if held_out:
                 curve.held_out[int(step)] = float(held_out)

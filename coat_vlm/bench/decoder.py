@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from coat_vlm.bench.curves import DecoderCurve, read_curves, write_curves
 from coat_vlm.checkout import commit
-from coat_vlm.config import Fp8Config, Precision
-from coat_vlm.fp8 import arithmetic_of
+from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Precision
+from coat_vlm.fp8 import Arithmetic, arithmetic_of
 from coat_vlm.optim import CoatAdamW, lr_factor
 from coat_vlm.tokenizer import train_tokenizer
 
@@ -81,7 +83,7 @@ class Corpus:
 
 def bench_decoder(
     texts: Sequence[Path],
-    precisions: Sequence[Precision],
+    precisions: Sequence[str],
     seeds: Sequence[int],
     bench: DecoderBench,
     out: Path | None = None,
@@ -90,7 +92,7 @@ def bench_decoder(
 
     Args:
         texts: UTF-8 text files, read one after the other.
-        precisions: ``bf16``, ``coat``, ``fp32``.
+        precisions: as :func:`arithmetic_called` takes them.
         seeds: of the model's start and of the batches.
         bench: the model and the training.
         out: folder of ``decoder.csv`` (losses) and ``decoder.json`` (settings). Runs that are
@@ -100,9 +102,12 @@ def bench_decoder(
         After every run: the curves so far, precision by precision as given.
 
     Raises:
-        ValueError: a text is too short, or ``out`` has curves of other settings.
+        ValueError: a precision is unknown, a text is too short, or ``out`` has curves of other
+            settings.
         OSError: a text cannot be read, or ``out`` cannot be written.
     """
+    for precision in precisions:
+        arithmetic_called(precision)
     done = {} if out is None else _open_folder(out, texts, bench)
     corpus = read_corpus(texts, bench)
     precisions, seeds = list(dict.fromkeys(precisions)), list(dict.fromkeys(seeds))
@@ -148,28 +153,61 @@ def _open_folder(
     return {(c.precision, c.seed): c for c in curves if len(c.training) == bench.steps}
 
 
+def arithmetic_called(name: str) -> Arithmetic:
+    """A precision's arithmetic on this machine's device.
+
+    Args:
+        name: ``bf16``, ``fp32``, ``fp8_linear``, ``coat`` or ``coat_lean``; behind it may follow
+            keys of :class:`coat_vlm.config.Fp8Config`, to see what a part of FP8 costs:
+            ``coat,optimizer=adamw,skip_last=1``.
+
+    Raises:
+        ValueError: there is no such precision or key, or a key has no effect in it.
+    """
+    try:
+        precision, fp8 = _read_precision(name)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"precision {name!r}: {error}; give fp32, bf16, fp8_linear, coat or coat_lean, FP8 "
+            "with keys of a recipe's fp8 section behind it: coat,optimizer=adamw"
+        ) from error
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return arithmetic_of(precision, fp8, device)
+
+
+def _read_precision(name: str) -> tuple[Precision, Fp8Config | None]:
+    precision, *settings = name.split(",")
+    checked = TypeAdapter(Precision).validate_python(precision)
+    if not settings:
+        return checked, None
+    given: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ValueError(f"{setting} is no setting, which has the form key=value")
+        given[key] = yaml.safe_load(text)
+    if checked not in FP8_PRECISIONS:
+        raise ValueError(f"{', '.join(given)}: no effect, {precision} is not FP8")
+    return checked, TypeAdapter(Fp8Config).validate_python(given)
+
+
 def train_decoder(
-    corpus: Corpus,
-    precision: Precision,
-    bench: DecoderBench,
-    seed: int = 0,
-    fp8: Fp8Config | None = None,
+    corpus: Corpus, precision: str, bench: DecoderBench, seed: int = 0
 ) -> DecoderCurve:
     """Train on the text in one precision.
 
     Args:
         corpus: from :func:`read_corpus`.
-        precision: ``bf16`` or ``coat`` (``fp32`` trains in FP32).
+        precision: as :func:`arithmetic_called` takes it.
         bench: the model and the training.
         seed: of the model's start and of the batches.
-        fp8: what ``coat`` converts; its defaults when absent.
 
     Raises:
-        ValueError: FP8 does not fit the model.
+        ValueError: there is no such precision, or FP8 does not fit the model.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ids = corpus.training
-    arithmetic = arithmetic_of(precision, fp8, device)
+    arithmetic = arithmetic_called(precision)
     torch.manual_seed(seed)
     model = _model(bench).to(device, arithmetic.dtype)
     arithmetic.apply(model)

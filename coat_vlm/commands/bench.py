@@ -32,6 +32,7 @@ def _add_decoder(jobs: Commands) -> None:
   coat-vlm bench decoder --text wiki.txt                # bf16 and coat, the smaller size
   coat-vlm bench decoder --text a.txt b.txt --seeds 0 1 2 --out runs/decoder
   coat-vlm bench decoder --text wiki.txt --size 100m --precisions bf16 coat coat_lean
+  coat-vlm bench decoder --text wiki.txt --precisions bf16 coat coat,optimizer=adamw
 
 sizes:
   30m     27.3M parameters,  8 layers,  8,192 tokens per step, 200 steps
@@ -47,8 +48,9 @@ sizes:
         help="the model and its training, see below; default 30m",
     )  # fmt: skip
     parser.add_argument(
-        "--precisions", nargs="+", choices=PRECISIONS, default=["bf16", "coat"],
-        help="what to train, the first is what the others are compared with; default bf16 coat",
+        "--precisions", nargs="+", metavar="NAME", default=["bf16", "coat"],
+        help=f"{', '.join(PRECISIONS)}; an FP8 one may be followed by settings, as in the example. "
+        "The first is what the others are compared with; default bf16 coat",
     )  # fmt: skip
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[0], metavar="N",

@@ -17,11 +17,13 @@ from coat_vlm.bench.decoder import (
     Corpus,
     DecoderBench,
     Masters,
+    arithmetic_called,
     bench_decoder,
     read_corpus,
     train_decoder,
 )
 from coat_vlm.cli import main
+from coat_vlm.config import Fp8Config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "kernels" / "benchmarks" / "results"
@@ -51,6 +53,31 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [" ".join(words[i] for i in draws[n : n + 12]) for n in range(0, 6000, 12)]
     path.write_text("\n".join(lines))
     return path
+
+
+def test_settings_behind_a_precision_choose_parts_of_fp8(text: Path) -> None:
+    parts = arithmetic_called("coat,optimizer=adamw,skip_last=1,reference=true").fp8
+    settings = Fp8Config(optimizer="adamw", skip_last=1, reference=True)
+    assert parts == settings.resolved("coat")
+    names = ["coat", "coat,optimizer=adamw"]
+    *_, (fp8, part) = bench_decoder([text], names, [0], FEW_STEPS)
+    assert fp8.training[0] == part.training[0]  # the moments have not been used yet
+    assert fp8.training[2] != part.training[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("fp4", "Input should be 'fp32', 'bf16'"),
+        ("bf16,optimizer=adamw", "optimizer: no effect, bf16 is not FP8"),
+        ("coat,optimiser=adamw", "optimiser"),
+        ("coat,optimizer", "optimizer is no setting"),
+        ("coat,group_size=12", "group_size"),
+    ],
+)
+def test_a_precision_that_means_nothing_is_refused(name: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=rf"precision '{name}': (.|\n)*{problem}(.|\n)*coat,opt"):
+        arithmetic_called(name)
 
 
 def test_fp8_follows_fp32_from_the_same_start(text: Path) -> None:
