@@ -7,6 +7,7 @@ items -> percentages). Joining, bad input, the report and the command line are d
 :mod:`coat_eval.join` and :mod:`coat_eval.official`. docs/evaluation.md shows a complete example.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,6 +90,8 @@ class Benchmark(ABC):
     profiles: ClassVar[tuple[str, ...]] = ("official",)
     id_fields: ClassVar[tuple[str, ...]] = ("question_id",)
     text_fields: ClassVar[tuple[str, ...]] = ("prediction", "text")
+    id_pattern: ClassVar[re.Pattern[str] | None] = None
+    """What only this benchmark's question ids look like, to name files of it given to another."""
     carries_answers: ClassVar[bool] = False
     """Whether official predictions carry their answers, so that references may be left out."""
 

@@ -48,7 +48,6 @@ def join(
     texts: dict[int, object] = {}
     used: dict[Key, int] = {}
     misfits = _Misfits(allow_missing)
-    _check_any_known(predictions, by_id)
     for one in predictions:
         key = _key(one, slots, by_id)
         if key is None:
@@ -121,18 +120,6 @@ def _key(one: Prediction, slots: dict[Key, list[int]], by_id: dict[str, list[Key
             'add the field "category" to every prediction',
         )
     return None
-
-
-def _check_any_known(predictions: Sequence[Prediction], by_id: dict[str, list[Key]]) -> None:
-    """No id in common means that the files do not belong together; counting would hide that."""
-    if predictions and not any(one.question_id in by_id for one in predictions):
-        first = predictions[0]
-        raise DataError(
-            first.where,
-            f"none of the {len(predictions)} question ids is in the references, "
-            f"first {first.question_id!r} (the references have {next(iter(by_id), None)!r}, ...)",
-            "give the references that the predictions were made for",
-        )
 
 
 def _text(one: Prediction, misfits: _Misfits) -> str | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import Benchmark, Prediction, Scored, Settings, by_table
+from coat_eval.benchmark import Benchmark, Prediction, Question, Scored, Settings, by_table
 from coat_eval.join import join
 from coat_eval.score import file_sha256, write_json
 from coat_eval.table import Table, read_table
@@ -64,11 +64,9 @@ def score_official(
     rows: list[Prediction] = []
     for table in prediction_tables:
         rows += benchmark.predictions(table, questions)
+    _check_ids(benchmark, questions, rows)
     joined = join(
-        questions,
-        rows,
-        allow_missing=allow_missing,
-        need_answers=submission_path is None,
+        questions, rows, allow_missing=allow_missing, need_answers=submission_path is None
     )
     scored = benchmark.score_all(joined.pairs, settings)
     if submission_path is not None:
@@ -164,6 +162,28 @@ def _check_references(
             f"{predictions[0].path} does not carry the answers of {benchmark.name}: give "
             "--references FILE ..."
         )
+
+
+def _check_ids(
+    benchmark: Benchmark, questions: Sequence[Question], rows: Sequence[Prediction]
+) -> None:
+    """No id in common means that the files do not belong together; counting would hide that."""
+    known = {question.question_id for question in questions}
+    if not rows or any(row.question_id in known for row in rows):
+        return
+    first = rows[0].question_id
+    looks = [
+        one.name
+        for one in BENCHMARKS.values()
+        if one.id_pattern is not None and one.id_pattern.fullmatch(first) and one is not benchmark
+    ]
+    raise DataError(
+        rows[0].where,
+        f"none of the {len(rows)} question ids is in the references, first {first!r} (the "
+        f"references begin with {questions[0].question_id if questions else None!r})"
+        + (f"; these look like predictions for {' or '.join(looks)}" if looks else ""),
+        "give the references that the predictions were made for",
+    )
 
 
 def _summary(benchmark: Benchmark, scored: Sequence[Scored], settings: Settings) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class Mmmu(Benchmark):
     profiles = ("official", "lmms", "vlmeval")
     id_fields = ("question_id", "id")
     text_fields = ("prediction", "response", "text", "value")
+    id_pattern = _ID
     carries_answers = True
 
     def is_reference(self, table: Table) -> bool:

@@ -6,6 +6,7 @@ AILab-CVC/SEED-Bench eval.py (likelihood ranking) and LLaVA scripts/convert_seed
 leaderboard's task average is ``macro``.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,6 +50,7 @@ class SeedBench(Benchmark):
     headline = ("image", "video", "all", "macro")
     profiles = ("official", "lmms", "vlmeval")
     text_fields = ("prediction", "text", "losses")
+    id_pattern = re.compile(r"v\d+")
 
     def is_reference(self, table: Table) -> bool:
         """SEED-Bench.json, or rows of lmms-lab/SEED-Bench."""

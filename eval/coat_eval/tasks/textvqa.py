@@ -27,6 +27,7 @@ class TextVqa(Benchmark):
     headline = ("accuracy",)
     profiles = ("official", "lmms", "vlmeval")
     text_fields = ("prediction", "text", "answer")
+    id_pattern = re.compile(r"[0-9a-f]{16}")
 
     def is_reference(self, table: Table) -> bool:
         """The official annotations, or rows of lmms-lab/textvqa."""

@@ -5,6 +5,7 @@ in Video Analysis"; thanku-all/parse_answer eval_your_results.py of 2024-06-23. 
 be read count neither as right nor as wrong there; ``unanswered_wrong.*`` counts them as wrong.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class VideoMme(Benchmark):
     headline = ("overall", *DURATIONS, "unanswered_wrong.overall")
     profiles = ("official", OLDER, "lmms", "vlmeval")
     text_fields = ("prediction", "response", "text")
+    id_pattern = re.compile(r"\d{3}-[123]")
     carries_answers = True
 
     def is_reference(self, table: Table) -> bool:

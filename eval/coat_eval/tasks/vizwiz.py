@@ -36,6 +36,7 @@ class VizWiz(Benchmark):
     profiles = ("official", "lmms")
     id_fields = ("question_id", "image")
     text_fields = ("prediction", "text", "answer")
+    id_pattern = re.compile(r"VizWiz_\w+(?:\.\w+)?")
 
     def is_reference(self, table: Table) -> bool:
         """The official list, LLaVA's question file, or rows of lmms-lab/VizWiz-VQA."""
