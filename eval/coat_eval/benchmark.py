@@ -95,6 +95,9 @@ class Benchmark(ABC):
     carries_answers: ClassVar[bool] = False
     """Whether official predictions carry their answers, so that references may be left out."""
 
+    draws: ClassVar[bool] = False
+    """Whether answers that cannot be read are drawn, so that ``fallback`` and ``seed`` matter."""
+
     @abstractmethod
     def is_reference(self, table: Table) -> bool:
         """Whether a file's first row looks like this benchmark's references."""
@@ -141,8 +144,8 @@ class Benchmark(ABC):
         """
         return [
             Prediction(
-                question_id=str(pick(row, self.id_fields, table, index)),
-                text=pick(row, self.text_fields, table, index),
+                question_id=str(pick(row, self.id_fields, table.where(index))),
+                text=pick(row, self.text_fields, table.where(index)),
                 category=str(row.get("category") or ""),
                 where=table.where(index),
             )
@@ -183,14 +186,12 @@ class Benchmark(ABC):
         return bool(table.rows) and any(name in table.rows[0] for name in fields)
 
 
-def pick(row: Mapping[str, Any], fields: Sequence[str], table: Table, index: int) -> Any:
-    """The first of ``fields`` that the row has; DataError with file and row if it has none."""
+def pick(row: Mapping[str, Any], fields: Sequence[str], where: str) -> Any:
+    """The first of ``fields`` that the row has; DataError at ``where`` if it has none of them."""
     for name in fields:
         if name in row:
             return row[name]
-    raise DataError(
-        table.where(index), f"has none of {', '.join(fields)}; it has {sorted(row)}", "add one"
-    )
+    raise DataError(where, f"has no {' or '.join(fields)}; it has {sorted(row)}", "add it")
 
 
 def percent(scores: Sequence[float]) -> float:

@@ -1,6 +1,7 @@
 """Scores saved predictions of an official benchmark; needs no model, no GPU and no images."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,10 @@ def score_official(
             f"{benchmark.name} has no profile {settings.profile!r}; "
             f"allowed: {', '.join(benchmark.profiles)}"
         )
+    if settings.raw and settings.profile != "official":
+        raise ValueError(f"raw belongs to the profile official, not {settings.profile}")
+    if not benchmark.draws and settings != replace(settings, fallback="random", seed=42):
+        raise ValueError(f"{benchmark.name} draws nothing: fallback and seed are MMMU's")
     prediction_tables = [_predictions(benchmark, path) for path in _files(predictions)]
     reference_tables = [_reference(benchmark, path) for path in _files(references)]
     _check_references(benchmark, reference_tables, prediction_tables, allow_missing)
@@ -78,7 +83,7 @@ def score_official(
         "scorer_version": SCORER_VERSION,
         "source": benchmark.source,
         "raw": settings.raw,
-        **({"fallback": settings.fallback, "seed": settings.seed} if _draws(benchmark) else {}),
+        **({"fallback": settings.fallback, "seed": settings.seed} if benchmark.draws else {}),
         **_summary(benchmark, scored, settings),
         **{f"n_{kind}": number for kind, number in joined.misfits.items()},
         "inputs": {str(path): file_sha256(path) for path in inputs},
@@ -196,10 +201,6 @@ def _summary(benchmark: Benchmark, scored: Sequence[Scored], settings: Settings)
         "n_unparsed": sum(not one.parsed for one in counted),
         "n_random_fallback": sum(one.drawn for one in counted),
     }
-
-
-def _draws(benchmark: Benchmark) -> bool:
-    return benchmark.name == "mmmu"
 
 
 def _item(one: Scored) -> dict[str, Any]:

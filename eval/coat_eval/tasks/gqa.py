@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coat_data.sample import DataError
-from coat_eval.benchmark import Benchmark, Question, Scored, Settings, percent, table_percents
+from coat_eval.benchmark import Benchmark, Question, Scored, Settings, percent, pick, table_percents
 from coat_eval.table import Table
 
 _LAST_STEPS = ("exist", "query: name", "choose name")
@@ -85,6 +84,13 @@ class Gqa(Benchmark):
             metrics["consistency"] = agreement
         return metrics | dict(sorted(table_percents(counted).items(), key=_table_order))
 
+    def submission(self, scored: Sequence[Scored], settings: Settings) -> list[dict[str, str]]:
+        """The official list of {questionId, prediction}, prepared as LLaVA does."""
+        return [
+            {"questionId": one.question.question_id, "prediction": one.extracted or ""}
+            for one in scored
+        ]
+
 
 def num_steps(semantic: Sequence[Mapping[str, Any]]) -> int:
     """Reasoning steps of a question's program, without those that only ask for the answer."""
@@ -135,23 +141,22 @@ def consistency(scored: Sequence[Scored]) -> float | None:
 
 
 def _question(row: Mapping[str, Any], table: Table, index: int) -> Question:
-    question_id = row.get("question_id", row.get("id"))
-    if question_id is None:
-        raise DataError(table.where(index), f"has no id; it has {sorted(row)}", "add one")
+    where = table.where(index)
+    text = pick(row, ("question",), where)
     types = row.get("types") or {}
     tables = {name: types[name] for name in ("structural", "semantic") if types.get(name)}
     if row.get("semantic"):
         tables["steps"] = str(num_steps(row["semantic"]))
     return Question(
-        question_id=str(question_id),
+        question_id=str(pick(row, ("question_id", "id"), where)),
         answer=row.get("answer"),
-        tables={**tables, "words": str(len(row["question"].split()))},
+        tables={**tables, "words": str(len(text.split()))},
         details={
             "group": (row.get("groups") or {}).get("global"),
             "entailed": row.get("entailed") or (),
         },
         counted=row.get("isBalanced", True) is not False,
-        where=table.where(index),
+        where=where,
     )
 
 

@@ -21,6 +21,7 @@ from coat_eval.benchmark import (
     Scored,
     Settings,
     percent,
+    pick,
     table_percents,
 )
 from coat_eval.letters import inferred_letter, lettered
@@ -66,6 +67,7 @@ class Mmmu(Benchmark):
     text_fields = ("prediction", "response", "text", "value")
     id_pattern = _ID
     carries_answers = True
+    draws = True
 
     def is_reference(self, table: Table) -> bool:
         """answer_dict_val.json, official outputs, or rows of MMMU's Parquet files."""
@@ -102,7 +104,7 @@ class Mmmu(Benchmark):
         return [*questions.values(), *repeated]
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """As every benchmark. Without choices an answer has to be the bare letter."""
+        """As every benchmark; the answers of {id: answer} are marked as read already."""
         predictions = super().predictions(table, questions)
         if table.form == "mapping" and table.has("value"):
             # main_eval_only.py: the letters have been read already.
@@ -112,7 +114,8 @@ class Mmmu(Benchmark):
     def extract(self, text: str, question: Question, settings: Settings) -> Any:
         """A letter, or None if there is none; for open questions the values as sorted texts.
 
-        A text from {id: answer} is taken as the letter it is. lmms: its variant of the parser.
+        A text from {id: answer}, and any text where the choices are not known, is compared as it
+        is, as main_eval_only.py does. lmms: its variant of the parser.
         vlmeval: see :func:`coat_eval.letters.inferred_letter`; an open question is a choice
         between its answer and "Other Answers".
         """
@@ -124,10 +127,8 @@ class Mmmu(Benchmark):
         if not _is_choice(question):
             return mmmu_text.open_values(text)
         choices = question.details["choices"]
-        if isinstance(text, _ReadAnswer):
+        if isinstance(text, _ReadAnswer) or not choices:
             return str(text)
-        if not choices:
-            return _bare_letter(text, question)
         return mmmu_text.choice(text, choices, lmms=settings.profile == "lmms")
 
     def score(self, extracted: Any, question: Question, settings: Settings) -> float:
@@ -144,7 +145,7 @@ class Mmmu(Benchmark):
 
     def parsed(self, extracted: Any, text: str) -> bool:
         """Whether a letter was read, or an open answer is more than an empty text."""
-        if isinstance(text, _ReadAnswer) and isinstance(extracted, str):
+        if isinstance(extracted, str):
             return len(extracted) == 1 and extracted.isupper()
         return extracted is not None and extracted != {""}
 
@@ -211,18 +212,6 @@ def _official_order(one: Scored) -> tuple[int, str, int]:
     return place, subject, number
 
 
-def _bare_letter(text: str, question: Question) -> str:
-    if re.fullmatch(r"\s*[A-Z]\s*", text):
-        return text.strip()
-    raise DataError(
-        question.where,
-        f"question {question.question_id!r} has no choices, and its prediction {text[:60]!r} is "
-        "not a bare letter",
-        "give the official outputs (with all_choices and index2ans) or MMMU's Parquet files too, "
-        "or a JSON object {id: letter}",
-    )
-
-
 def _row_id(row: Mapping[str, Any]) -> str:
     return str(row.get("question_id", row.get("id")))
 
@@ -237,10 +226,18 @@ def _choices(row: Mapping[str, Any]) -> dict[str, str]:
         by_letter = row["index2ans"]
         letters = row.get("all_choices") or list(by_letter)
         return {letter: str(by_letter.get(letter, "")) for letter in letters}
-    options = row.get("options") or ()
-    if isinstance(options, str):
-        options = ast.literal_eval(options)
+    options = _python_list(row.get("options") or ())
     return lettered([str(option) for option in options])
+
+
+def _python_list(value: Any) -> Any:
+    """The list in a text such as "['a', 'b']", as MMMU's Parquet files have it; else ``value``."""
+    if not isinstance(value, str) or not value.startswith("["):
+        return value
+    try:
+        return ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return value
 
 
 def _question(
@@ -254,8 +251,9 @@ def _question(
             f"id {question_id!r} names no subject",
             "MMMU's ids are like validation_Accounting_1",
         )
-    answer = row.get("ground_truth", row.get("answer"))
-    kind = MULTIPLE_CHOICE if row["question_type"] == MULTIPLE_CHOICE else "open"
+    answer = _python_list(row.get("ground_truth", row.get("answer")))
+    asked = pick(row, ("question_type",), table.where(index))
+    kind = MULTIPLE_CHOICE if asked == MULTIPLE_CHOICE else "open"
     subject = found[1]
     return Question(
         question_id=question_id,

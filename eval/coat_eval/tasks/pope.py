@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from coat_data.sample import DataError
 from coat_eval import extract
-from coat_eval.benchmark import Benchmark, Prediction, Question, Scored, Settings
+from coat_eval.benchmark import Benchmark, Prediction, Question, Scored, Settings, pick
 from coat_eval.table import Table
 from coat_eval.vqa_text import strip_punctuation
 
@@ -24,6 +24,7 @@ class Pope(Benchmark):
     source = "RUCAIBox/POPE evaluate.py; LLaVA llava/eval/eval_pope.py"
     headline = (*(f"{split}.f1" for split in SPLITS), "mean_f1")
     profiles = ("official", "lmms", "vlmeval")
+    text_fields = ("prediction", "answer", "text")
 
     def is_reference(self, table: Table) -> bool:
         """Labelled rows, LLaVA's questions, or lmms-lab/POPE."""
@@ -159,7 +160,7 @@ def _labelled(table: Table) -> list[Question]:
         label = _label(table, index)
         questions.append(
             Question(
-                question_id=str(row["question_id"]),
+                question_id=str(pick(row, ("question_id",), table.where(index))),
                 category=split,
                 # evaluate.py takes every label but "no" for yes; null is a split without labels.
                 answer=None if label == "none" else ("no" if label == "no" else "yes"),

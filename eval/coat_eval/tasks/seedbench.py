@@ -19,6 +19,7 @@ from coat_eval.benchmark import (
     Scored,
     Settings,
     percent,
+    pick,
     table_percents,
 )
 from coat_eval.letters import inferred_letter, lowest_loss
@@ -126,10 +127,11 @@ def _ranked(one: Prediction) -> str:
 
 def _question(row: Mapping[str, Any], table: Table, index: int) -> Question:
     names = {int(number): name for name, number in (table.head.get("question_type") or {}).items()}
-    number = int(row["question_type_id"])
+    where = table.where(index)
+    number = int(pick(row, ("question_type_id",), where))
     name = names.get(number) or TYPES.get(number) or f"type {number}"
     return Question(
-        question_id=str(row["question_id"]),
+        question_id=str(pick(row, ("question_id",), where)),
         answer=row.get("answer") or None,
         tables={"type": name},
         details={
@@ -138,5 +140,5 @@ def _question(row: Mapping[str, Any], table: Table, index: int) -> Question:
                 letter: str(row.get(f"choice_{letter.lower()}") or letter) for letter in LETTERS
             },
         },
-        where=table.where(index),
+        where=where,
     )

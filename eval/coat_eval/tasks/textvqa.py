@@ -33,7 +33,8 @@ class TextVqa(Benchmark):
         """The official annotations, or rows of lmms-lab/textvqa."""
         answers = table.rows[0].get("answers") if table.rows else None
         listed = answers is None or all(isinstance(one, str) for one in answers)
-        return listed and table.has("question_id", "image_id", "question")
+        asked = bool(answers) or table.has("image_id", "question")
+        return listed and asked and table.has("question_id")
 
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
@@ -61,7 +62,7 @@ class TextVqa(Benchmark):
             places.setdefault(_place(one), []).append(one.question_id)
         predictions = []
         for index, row in enumerate(table.rows):
-            question_id = str(pick(row, self.id_fields, table, index))
+            question_id = str(pick(row, self.id_fields, table.where(index)))
             if question_id not in known and "prompt" in row:
                 place = (question_id, asked(str(row["prompt"]), table.where(index)))
                 ids = places.get(place, [f"{question_id}: {place[1]}"])
@@ -70,7 +71,7 @@ class TextVqa(Benchmark):
             predictions.append(
                 Prediction(
                     question_id=question_id,
-                    text=pick(row, self.text_fields, table, index),
+                    text=pick(row, self.text_fields, table.where(index)),
                     where=table.where(index),
                 )
             )
@@ -147,9 +148,13 @@ def _question(row: Mapping[str, Any], table: Table, index: int) -> Question:
         raise DataError(
             table.where(index), f"has {len(answers)} answers", "the metric needs exactly ten"
         )
+    where = table.where(index)
     return Question(
-        question_id=str(row["question_id"]),
+        question_id=str(pick(row, ("question_id",), where)),
         answer=answers,
-        details={"image_id": str(row["image_id"]), "text": str(row["question"]).lower()},
-        where=table.where(index),
+        details={
+            "image_id": str(row.get("image_id")),
+            "text": str(row.get("question")).lower(),
+        },
+        where=where,
     )

@@ -17,6 +17,7 @@ from coat_eval.benchmark import (
     Settings,
     by_table,
     percent,
+    pick,
 )
 from coat_eval.letters import PREFIXES_20240603, first_letter, inferred_letter, ranked_letter
 from coat_eval.table import Table
@@ -39,7 +40,8 @@ class VideoMme(Benchmark):
     def is_reference(self, table: Table) -> bool:
         """Official results, or rows of lmms-lab/Video-MME."""
         nested = table.has("questions") and table.has("video_id")
-        return nested or table.has("question_id", "task_type", "duration")
+        video = any(table.has(name) for name in ("duration", "task_type", "videoID"))
+        return nested or (video and table.has("question_id", "answer"))
 
     def is_predictions(self, table: Table) -> bool:
         """Official results, or rows by question id."""
@@ -63,7 +65,11 @@ class VideoMme(Benchmark):
         if not table.has("questions"):
             return super().predictions(table, questions)
         return [
-            Prediction(question_id=str(asked["question_id"]), text=asked["response"], where=where)
+            Prediction(
+                question_id=str(pick(asked, ("question_id",), where)),
+                text=asked["response"],
+                where=where,
+            )
             for video, asked, where in _asked(table)
             if "response" in asked and not video.get("missing")
         ]
@@ -132,7 +138,7 @@ def _question(video: Mapping[str, Any], asked: Mapping[str, Any], where: str) ->
     }
     options = asked.get("options") or ()
     return Question(
-        question_id=str(asked["question_id"]),
+        question_id=str(pick(asked, ("question_id",), where)),
         answer=asked.get("answer") or None,
         tables={name: str(value) for name, value in tables.items() if value},
         details={

@@ -18,6 +18,7 @@ from coat_eval.benchmark import (
     Scored,
     Settings,
     percent,
+    pick,
     table_percents,
 )
 from coat_eval.table import Table
@@ -41,9 +42,11 @@ class VizWiz(Benchmark):
     def is_reference(self, table: Table) -> bool:
         """The official list, LLaVA's question file, or rows of lmms-lab/VizWiz-VQA."""
         row = table.rows[0] if table.rows else {}
-        if not (table.has("question") or table.has("text")) or _TEXTS & set(row):
+        if _TEXTS & set(row):
             return False
-        return "VizWiz_" in str(row.get("image")) or "VizWiz_" in str(row.get("question_id"))
+        named = any("VizWiz_" in str(row.get(name)) for name in ("image", "question_id"))
+        asked = table.has("question") or table.has("text")
+        return (named and (asked or table.has("answers"))) or table.has("image", "answers")
 
     def is_predictions(self, table: Table) -> bool:
         """Submissions name images; other rows have ids."""
@@ -69,11 +72,18 @@ class VizWiz(Benchmark):
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """By image, with or without suffix, or by the ids of LLaVA's question file."""
-        by_alias = {one.details.get("alias"): one.question_id for one in questions}
-        return [
-            replace(one, question_id=by_alias.get(one.question_id, _stem(one.question_id)))
-            for one in super().predictions(table, questions)
-        ]
+        names = {one.question_id: one.question_id for one in questions}
+        names |= {
+            one.details["alias"]: one.question_id for one in questions if "alias" in one.details
+        }
+        predictions = super().predictions(table, questions)
+        for index, one in enumerate(predictions):
+            stem = _stem(one.question_id)
+            # Where the id says nothing (LLaVA's, without its question file) the image may.
+            image = _stem(str(table.rows[index].get("image")))
+            known = names.get(one.question_id) or names.get(stem) or names.get(image)
+            predictions[index] = replace(one, question_id=known or stem)
+        return predictions
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """The text as it is compared: EvalAIAnswerProcessor (not with ``raw``), then the API's."""
@@ -120,8 +130,11 @@ def _stem(name: str) -> str:
 
 def _question(row: Mapping[str, Any], table: Table, index: int) -> Question:
     image = row.get("image") if isinstance(row.get("image"), str) else None
-    name = image or str(row["question_id"])
-    answers = [one["answer"] if isinstance(one, dict) else one for one in row.get("answers") or ()]
+    name = image or str(pick(row, ("question_id", "image"), table.where(index)))
+    answers = [
+        pick(one, ("answer",), table.where(index)) if isinstance(one, dict) else one
+        for one in row.get("answers") or ()
+    ]
     kind = row.get("answer_type") or row.get("category")
     return Question(
         question_id=_stem(name),

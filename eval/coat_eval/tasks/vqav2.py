@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coat_eval import vqa_text
-from coat_eval.benchmark import Benchmark, Question, Scored, Settings, percent, table_percents
+from coat_eval.benchmark import Benchmark, Question, Scored, Settings, percent, pick, table_percents
 from coat_eval.table import Table
 
 
@@ -103,12 +103,13 @@ def _number(question_id: str) -> int | str:
 
 
 def _question(row: Mapping[str, Any], table: Table, index: int) -> Question:
-    answers = [vqa_text.plain(one["answer"]) for one in row.get("answers") or ()]
+    where = table.where(index)
+    answers = [vqa_text.plain(pick(one, ("answer",), where)) for one in row.get("answers") or ()]
     types = ("answer_type", "question_type")
     return Question(
-        question_id=str(row["question_id"]),
+        question_id=str(pick(row, ("question_id",), where)),
         answer=answers or None,
         tables={name: str(row[name]) for name in types if row.get(name)},
         details={"unanimous": len(set(answers)) == 1},
-        where=table.where(index),
+        where=where,
     )
