@@ -41,7 +41,7 @@ _CONTRACTED = """
 """
 _STRAIGHT_KEYS = frozenset({"couldn'tve", "hadn'tve"})
 _STRAIGHT_VALUES = frozenset(
-    {"aint", "arent", "cant", "couldve", "couldnt", "weve", "wheres", "whove"}
+    {"ain't", "aren't", "can't", "could've", "couldn't", "we've", "where's", "who've"}
 )
 
 
@@ -67,7 +67,7 @@ def _curly_contractions() -> dict[str, str]:
     curly = str.maketrans("'", "\u2019")
     return {
         key if key in _STRAIGHT_KEYS else key.translate(curly): (
-            right if key in _STRAIGHT_VALUES else right.translate(curly)
+            right if right in _STRAIGHT_VALUES else right.translate(curly)
         )
         for key, right in CONTRACTIONS.items()
     }
