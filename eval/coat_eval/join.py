@@ -66,7 +66,7 @@ def join(
                 f"a further prediction for question {one.question_id!r}",
                 "keep one row per question",
             )
-            place -= 1
+            place -= 1; continue
         used[key] = place + 1
         texts[slots[key][place]] = _text(one, misfits)
     joined = Joined(misfits=misfits.counts)
@@ -81,9 +81,8 @@ class _Misfits:
 
     def __init__(self, allowed: bool) -> None:
         self.allowed = allowed
-        self.counts = dict.fromkeys(
-            ("missing", "unknown", "duplicate", "empty", "not_text", "without_answer"), 0
-        )
+        kinds = ("missing", "unknown", "duplicate", "empty", "not_text", "without_answer")
+        self.counts: dict[str, int] = dict.fromkeys(kinds, 0)
 
     def add(self, kind: str, where: str, problem: str, remedy: str) -> None:
         if not self.allowed:

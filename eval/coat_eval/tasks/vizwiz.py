@@ -65,7 +65,9 @@ class VizWiz(Benchmark):
                 if known is None:
                     images[one.question_id] = one
                 elif table.has("text"):
-                    images[one.question_id] = replace(known, details=known.details | one.details)
+                    images[one.question_id] = replace(
+                        known, details={**known.details, **one.details}
+                    )
                 else:
                     repeated.append(one)
         return [*images.values(), *repeated]
