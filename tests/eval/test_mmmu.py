@@ -44,6 +44,7 @@ ROWS = [
     chosen("Sociology_10", "A", "**B**"),
     chosen("Accounting_3", "C", "**C**"),
     chosen("Accounting_12", "C", "**C**"),
+    chosen("Accounting_20", "D", "**C**"),
     opened("Accounting_4", ["12", "twelve"], "The answer is twelve apples"),
     opened("Math_1", "0.33", "= 1/3"),
 ]
@@ -56,18 +57,18 @@ def run(*paths: Path, references: tuple[Path, ...] = (), **settings) -> dict:
 def test_subjects_are_drawn_in_the_official_order_and_by_number(tmp_path: Path):
     report = run(write(tmp_path / "output.json", ROWS))
     generator = random.Random(42)
-    # Accounting before Sociology, 3 before 12: the file's order does not matter.
-    order = ("Accounting_3", "Accounting_12", "Sociology_10")
+    # Accounting before Sociology, 3 before 12: neither the file's order nor the text's matters.
+    order = ("Accounting_3", "Accounting_12", "Accounting_20", "Sociology_10")
     drawn = {f"validation_{name}": generator.choice("ABCD") for name in order}
     items = {item["question_id"]: item for item in report["items"]}
     assert {i: one["extracted"] for i, one in items.items() if "random_fallback" in one} == drawn
-    assert report["n_random_fallback"] == report["n_unparsed"] == 3
+    assert report["n_random_fallback"] == report["n_unparsed"] == 4
     # The unread ones apart: (B) is right, "twelve" is found, 1/3 is not 0.33.
-    assert report["metrics"]["overall_fallback_wrong"] == pytest.approx(100 * 2 / 6)
+    assert report["metrics"]["overall_fallback_wrong"] == pytest.approx(100 * 2 / 7)
     wrong = run(tmp_path / "output.json", fallback="wrong")
-    assert wrong["metrics"]["overall"] == pytest.approx(100 * 2 / 6)
+    assert wrong["metrics"]["overall"] == pytest.approx(100 * 2 / 7)
     assert wrong["metrics"]["subject.Sociology"] == 50
-    assert wrong["metrics"]["domain.Business"] == pytest.approx(100 / 3)
+    assert wrong["metrics"]["domain.Business"] == 25
     assert wrong["metrics"]["type.open"] == 50
     assert wrong["n_random_fallback"] == 0
     assert (wrong["fallback"], report["seed"]) == ("wrong", 42)
