@@ -66,7 +66,7 @@ def join(
                 f"a further prediction for question {one.question_id!r}",
                 "keep one row per question",
             )
-            place -= 1; continue
+            place -= 1
         used[key] = place + 1
         texts[slots[key][place]] = _text(one, misfits)
     joined = Joined(misfits=misfits.counts)
