@@ -14,8 +14,6 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 
-import torch
-
 from coat_vlm.commands import bench, data, evaluate, show, train
 from coat_vlm.commands.command import add_launcher_rank, complain
 
@@ -43,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has seen enough; Python's own flush at exit would complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _out_of_memory(error):
+            raise
         if args.debug:
             traceback.print_exc()
         complain(f"{_explain(error)}\n(--debug shows the traceback)")
@@ -78,8 +78,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def _out_of_memory(error: Exception) -> bool:
+    """Whether torch ran out of memory; it is not imported for the question."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
 def _explain(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
+    if _out_of_memory(error):
         return (
             f"out of memory: {error}\nLower micro_batch_size, set gradient_checkpointing: true, or "
             "raise zero_stage on several GPUs."

@@ -8,9 +8,10 @@ this project uses; calling them (or decoding images through torchvision) still r
 """
 
 import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
 from pathlib import Path
-
-import torch
+from typing import Any
 
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -18,7 +19,25 @@ _SCHEMAS = (
 )
 
 # The declarations live as long as this list does.
-_libraries: list[torch.library.Library] = []
+_libraries: list[Any] = []
+
+
+class _BeforeTorchvision(MetaPathFinder):
+    """Declares the operators when torchvision is about to be imported, and finds nothing itself."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:  # noqa: ARG002
+        if fullname == "torchvision":
+            sys.meta_path.remove(self)
+            ensure_torchvision()
+
+
+def ensure_torchvision_later() -> None:
+    """Call :func:`ensure_torchvision` at the first import of torchvision, whoever imports it.
+
+    Importing torch takes seconds, and half of the commands do without it.
+    """
+    if not any(isinstance(finder, _BeforeTorchvision) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _BeforeTorchvision())
 
 
 def ensure_torchvision() -> None:
@@ -27,6 +46,8 @@ def ensure_torchvision() -> None:
     Does nothing on a CUDA build of torch, without torchvision, beside a working torchvision, or
     when called again. torchvision itself is not imported.
     """
+    import torch
+
     if torch.version.cuda is not None or _libraries:
         return
     spec = importlib.util.find_spec("torchvision")
@@ -39,6 +60,8 @@ def ensure_torchvision() -> None:
 
 
 def _extension_loads(path: Path) -> bool:
+    import torch
+
     try:
         torch.ops.load_library(str(path))
     except OSError:  # what a missing file or a missing CUDA library raises

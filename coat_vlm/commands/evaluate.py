@@ -96,33 +96,122 @@ def _eval_set(args: argparse.Namespace) -> int:
     return 0
 
 
+OFFICIAL = ("pope", "gqa", "vqav2", "textvqa", "vizwiz", "seedbench", "mmmu", "videomme")
+"""Those of ``coat_eval.tasks.BENCHMARKS``, which ``--help`` should not have to import."""
+
+
 def _add_score(commands: Commands) -> None:
     parser = command(
         commands,
         "score",
         _score,
-        "score a file of predictions; needs no model and no images",
+        "score a file of predictions; needs no model, no GPU and no images",
         """\
-  coat-vlm score --task yes_no --data my_set --predictions predictions.jsonl --out report.json
+  coat-vlm score gqa --predictions answers.jsonl --references testdev_balanced_questions.json \\
+      --out gqa.json
+  coat-vlm score pope --predictions answers.jsonl --out pope.json \\
+      --references llava_pope_test.jsonl coco_pope_*.json
+  coat-vlm score mmmu --predictions output.json --fallback wrong --out mmmu.json
+  coat-vlm score vqav2 --predictions answers.jsonl --submission upload.json --allow-missing \\
+      --references v2_OpenEnded_mscoco_test2015_questions.json --out vqav2.json
+  coat-vlm score yes_no --data my_set --predictions predictions.jsonl --out report.json
+
+A prediction row is {"question_id": ..., "prediction": "..."}; LLaVA's answers files and the
+benchmarks' own formats are read as they are. docs/evaluation.md has every metric, its source and
+the formats.
 """,
     )
-    parser.add_argument("--task", required=True, help="yes_no, multiple_choice or short_answer")
-    parser.add_argument("--data", type=Path, required=True, help="folder with questions.jsonl")
-    parser.add_argument("--predictions", type=Path, required=True, help="one JSON row per answer")
-    parser.add_argument("--out", type=Path, required=True, help="report to write")
-    parser.add_argument("--limit", type=int, help="only the first questions")
     parser.add_argument(
-        "--allow-missing", action="store_true", help="count missing predictions as wrong"
+        "name", metavar="TASK", nargs="?",
+        help=f"{', '.join(OFFICIAL)}; or yes_no, multiple_choice, short_answer with --data",
+    )  # fmt: skip
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--predictions", type=Path, nargs="+", required=True, metavar="FILE",
+        help="JSON, JSON lines or Parquet; a folder stands for the output.json files in it",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, help="report to write")
+    parser.add_argument(
+        "--allow-missing",
+        action="store_true",
+        help="count missing, unknown, repeated, empty and non-text predictions instead of stopping",
     )
+    official = parser.add_argument_group("official benchmarks")
+    official.add_argument(
+        "--references", type=Path, nargs="+", default=[], metavar="FILE",
+        help="official files with the answers, in any order",
+    )  # fmt: skip
+    official.add_argument(
+        "--profile", default="official",
+        help="whose rules: official (default), lmms (lmms-eval), vlmeval (VLMEvalKit); "
+        "videomme also official_20240603",
+    )  # fmt: skip
+    official.add_argument(
+        "--raw", action="store_true",
+        help="score the text untouched, without what LLaVA and VILA do to it first",
+    )  # fmt: skip
+    official.add_argument(
+        "--fallback", choices=("random", "wrong"), default="random",
+        help="mmmu: letters that cannot be read are drawn as officially (default), or wrong",
+    )  # fmt: skip
+    official.add_argument(
+        "--seed", type=int, default=42, help="mmmu: seed of the draws; default 42"
+    )
+    official.add_argument("--items", action="store_true", help="put every item into the report")
+    official.add_argument(
+        "--submission", type=Path, metavar="FILE",
+        help="also write what the server of vqav2, textvqa, vizwiz, mmmu or seedbench takes",
+    )  # fmt: skip
+    own = parser.add_argument_group("a set of your own")
+    own.add_argument("--data", type=Path, help="folder with questions.jsonl")
+    own.add_argument("--limit", type=int, help="only the first questions")
 
 
 def _score(args: argparse.Namespace) -> int:
+    name = args.name or args.task
+    if name is None or (args.name and args.task):
+        raise ValueError(f"name one task: coat-vlm score TASK ...; official: {', '.join(OFFICIAL)}")
+    if name in OFFICIAL:
+        if args.data is not None:
+            raise ValueError(f"{name} takes its official files: --references instead of --data")
+        return _score_official(args, name)
+    if args.references or args.data is None or len(args.predictions) != 1:
+        raise ValueError(
+            f"{name} is no official benchmark ({', '.join(OFFICIAL)}): it takes --data FOLDER and "
+            "one --predictions file"
+        )
+    return _score_set(args, name)
+
+
+def _score_official(args: argparse.Namespace, name: str) -> int:
+    from coat_eval.benchmark import Settings
+    from coat_eval.official import headline, score_official
+    from coat_eval.tasks import get_benchmark
+
+    benchmark = get_benchmark(name)
+    report = score_official(
+        benchmark,
+        args.predictions,
+        args.references,
+        settings=Settings(
+            profile=args.profile, raw=args.raw, fallback=args.fallback, seed=args.seed
+        ),
+        allow_missing=args.allow_missing,
+        with_items=args.items,
+        report_path=args.out,
+        submission_path=args.submission,
+    )
+    say(f"{headline(benchmark, report)}\n{args.out} has all metrics")
+    return 0
+
+
+def _score_set(args: argparse.Namespace, name: str) -> int:
     from coat_eval import get_task, score_file
 
     report = score_file(
-        get_task(args.task),
+        get_task(name),
         args.data,
-        args.predictions,
+        args.predictions[0],
         args.out,
         limit=args.limit,
         allow_missing=args.allow_missing,

@@ -21,16 +21,21 @@ _LONE_LETTER = re.compile(rf"(?<![A-Za-z0-9'])([A-Z]){_NOT_IN_WORD}")
 _ARTICLE = re.compile(r"\b[AI]\s+(?!(?:is|and|or)\b)(?=[a-z])")
 
 
-def yes_no(text: str) -> str:
+def pope_answer(text: str) -> str:
     """POPE's rule: ``"yes"`` or ``"no"`` for any text.
 
-    The text is stripped, cut at its first period, freed of commas and split at single spaces; it
-    means "no" if one of the words is exactly ``No``, ``no`` or ``not``, otherwise "yes". So "NO",
-    "no?" and "" all mean "yes". Source: RUCAIBox/POPE evaluate.py and LLaVA
-    llava/eval/eval_pope.py, which strips the generated text first, as is done here.
+    The text is cut at its first period, freed of commas and split at single spaces; it means "no"
+    if one of the words is exactly ``No``, ``no`` or ``not``, otherwise "yes". So "NO", "no?", "No"
+    with a newline behind it and "" all mean "yes".
+    Source: RUCAIBox/POPE evaluate.py and LLaVA llava/eval/eval_pope.py.
     """
-    words = text.strip().split(".")[0].replace(",", "").split(" ")
+    words = text.split(".")[0].replace(",", "").split(" ")
     return "no" if any(word in _NO_WORDS for word in words) else "yes"
+
+
+def yes_no(text: str) -> str:
+    """POPE's rule (:func:`pope_answer`) on the stripped text, as LLaVA strips what it generates."""
+    return pope_answer(text.strip())
 
 
 def mentions_yes_or_no(text: str) -> bool:

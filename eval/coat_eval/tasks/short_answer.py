@@ -27,7 +27,7 @@ class ShortAnswer(Task):
             raise ValueError(f"answer {reference['answer']!r} is empty after normalisation")
         return {**reference, "answer": answer}
 
-    def extract(self, text: str, item: Item) -> str | None:  # noqa: ARG002, the text is enough
+    def extract(self, text: str, item: Item) -> str | None:
         """The normalised text, or None when it is empty."""
         return extract.short_answer(text) or None
 

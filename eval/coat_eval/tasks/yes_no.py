@@ -27,15 +27,15 @@ class YesNo(Task):
             raise ValueError(f"answer {reference['answer']!r} is neither 'yes' nor 'no'")
         return {**reference, "answer": answer}
 
-    def extract(self, text: str, item: Item) -> str:  # noqa: ARG002, the rule needs the text only
+    def extract(self, text: str, item: Item) -> str:
         """``"yes"`` or ``"no"`` by :func:`coat_eval.extract.yes_no`."""
         return extract.yes_no(text)
 
-    def parsed(self, text: str, item: Item) -> bool:  # noqa: ARG002
+    def parsed(self, text: str, item: Item) -> bool:
         """Whether the text mentions yes or no at all."""
         return extract.mentions_yes_or_no(text)
 
-    def chance(self, items: Sequence[Item]) -> float:  # noqa: ARG002
+    def chance(self, items: Sequence[Item]) -> float:
         """50: the accuracy of a fair coin."""
         return 50.0
 

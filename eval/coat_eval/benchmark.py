@@ -1,0 +1,213 @@
+"""What an official benchmark is: its files in, extracted answers, item scores and percentages out.
+
+A benchmark is one class in one file of ``coat_eval/tasks``. It says how its references and
+predictions are recognised and read, and has three layers that are tested apart: ``extract``
+(text -> canonical answer), ``score`` (one answer against its reference) and ``aggregate`` (scored
+items -> percentages). Joining, bad input, the report and the command line are done once, in
+:mod:`coat_eval.join` and :mod:`coat_eval.official`. docs/evaluation.md shows a complete example.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from coat_data.sample import DataError
+from coat_eval.table import Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What can be chosen about scoring; the defaults are what papers print."""
+
+    profile: str = "official"
+    """Whose rules: ``official``, ``lmms`` (lmms-eval), ``vlmeval`` (VLMEvalKit), ..."""
+    raw: bool = False
+    """Score the text untouched, without the preprocessing that LLaVA and VILA publish with."""
+    fallback: Literal["random", "wrong"] = "random"
+    """MMMU: what becomes of a choice that cannot be read."""
+    seed: int = 42
+    """MMMU: seed of the random choices; 42 is the official one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One row of the references."""
+
+    question_id: str
+    where: str
+    """File and row, for messages."""
+    answer: Any = None
+    """What a prediction is compared with, in the form ``score`` wants; None in a test split."""
+    category: str = ""
+    """Second half of the key in benchmarks whose ids restart (POPE's splits)."""
+    tables: Mapping[str, str] = field(default_factory=dict)
+    """The sub-tables it counts in, e.g. ``{"answer_type": "number"}``."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """What else extraction or aggregation needs, e.g. the choices."""
+    counted: bool = True
+    """False for questions that are known but not part of the score (GQA's unbalanced ones)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One row of the predictions."""
+
+    question_id: str
+    where: str
+    text: Any
+    """The model's text; anything else than a string is reported as bad input."""
+    category: str = ""
+    """Given where ids restart; empty when the file does not say."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Scored:
+    """One question with its prediction, the extracted answer and the score."""
+
+    question: Question
+    text: str | None
+    """None when the prediction is missing."""
+    extracted: Any
+    """The canonical answer; None when the prediction is missing or holds none."""
+    score: float
+    """0 to 1."""
+    parsed: bool = True
+    """Whether the text really holds an answer; True for missing predictions, counted elsewhere."""
+    drawn: bool = False
+    """Whether the answer is a random choice."""
+
+
+class Benchmark(ABC):
+    """One official benchmark. Subclasses fill in the names and the three layers."""
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    """The scorer that is reproduced: repository and file."""
+    headline: ClassVar[tuple[str, ...]]
+    """The metrics shown first; those of them that the data have."""
+    profiles: ClassVar[tuple[str, ...]] = ("official",)
+    id_fields: ClassVar[tuple[str, ...]] = ("question_id",)
+    text_fields: ClassVar[tuple[str, ...]] = ("prediction", "text")
+    id_pattern: ClassVar[re.Pattern[str] | None] = None
+    """What only this benchmark's question ids look like, to name files of it given to another."""
+    carries_answers: ClassVar[bool] = False
+    """Whether official predictions carry their answers, so that references may be left out."""
+
+    draws: ClassVar[bool] = False
+    """Whether answers that cannot be read are drawn, so that ``fallback`` and ``seed`` matter."""
+
+    @abstractmethod
+    def is_reference(self, table: Table) -> bool:
+        """Whether a file's first row looks like this benchmark's references."""
+
+    @abstractmethod
+    def questions(
+        self, references: Sequence[Table], predictions: Sequence[Table]
+    ) -> list[Question]:
+        """All questions of the references, in their order.
+
+        Args:
+            references: recognised files, in any order; empty only if ``carries_answers``.
+            predictions: for benchmarks whose predictions carry choices or answers.
+
+        Raises:
+            DataError: naming file and row of a reference that cannot be used.
+        """
+
+    @abstractmethod
+    def extract(self, text: str, question: Question, settings: Settings) -> Any:
+        """The canonical answer in a text, or None."""
+
+    @abstractmethod
+    def score(self, extracted: Any, question: Question, settings: Settings) -> float:
+        """0 to 1 for an extracted answer; never called with None."""
+
+    @abstractmethod
+    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
+        """The metrics by name over the counted questions, in percent."""
+
+    def parsed(self, extracted: Any, text: str) -> bool:
+        """Whether the text holds an answer: by default, whether something was extracted."""
+        return extracted not in (None, "")
+
+    def is_predictions(self, table: Table) -> bool:
+        """Whether a file's first row looks like predictions for this benchmark."""
+        return self._first(table, self.id_fields) and self._first(table, self.text_fields)
+
+    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
+        """The predictions of one file, in its order.
+
+        Raises:
+            DataError: naming file and row of a prediction without id or text.
+        """
+        return [
+            Prediction(
+                question_id=str(pick(row, self.id_fields, table.where(index))),
+                text=pick(row, self.text_fields, table.where(index)),
+                category=str(row.get("category") or ""),
+                where=table.where(index),
+            )
+            for index, row in enumerate(table.rows)
+        ]
+
+    def score_one(self, question: Question, text: str | None, settings: Settings) -> Scored:
+        """Extract and score one prediction; a missing one scores 0."""
+        if text is None:
+            return Scored(question=question, text=None, extracted=None, score=0.0)
+        extracted = self.extract(text, question, settings)
+        return Scored(
+            question=question,
+            text=text,
+            extracted=extracted,
+            score=self.rate(extracted, question, settings),
+            parsed=self.parsed(extracted, text),
+        )
+
+    def rate(self, extracted: Any, question: Question, settings: Settings) -> float:
+        """:meth:`score`, or 0 where there is nothing to compare (a submission for a test split)."""
+        if extracted is None or question.answer is None:
+            return 0.0
+        return self.score(extracted, question, settings)
+
+    def score_all(
+        self, joined: Iterable[tuple[Question, str | None]], settings: Settings
+    ) -> list[Scored]:
+        """All items, in order; overridden where one item's score depends on others."""
+        return [self.score_one(question, text, settings) for question, text in joined]
+
+    def submission(self, scored: Sequence[Scored], settings: Settings) -> Any:
+        """What the benchmark's server takes, as JSON; ValueError where it has none."""
+        raise ValueError(f"{self.name} has no submission file; score it here")
+
+    @staticmethod
+    def _first(table: Table, fields: Iterable[str]) -> bool:
+        return bool(table.rows) and any(name in table.rows[0] for name in fields)
+
+
+def pick(row: Mapping[str, Any], fields: Sequence[str], where: str) -> Any:
+    """The first of ``fields`` that the row has; DataError at ``where`` if it has none of them."""
+    for name in fields:
+        if name in row:
+            return row[name]
+    raise DataError(where, f"has no {' or '.join(fields)}; it has {sorted(row)}", "add it")
+
+
+def percent(scores: Sequence[float]) -> float:
+    """100 times the mean, not rounded; 0 for no scores."""
+    return 100.0 * sum(scores) / len(scores) if scores else 0.0
+
+
+def by_table(scored: Iterable[Scored]) -> dict[str, list[Scored]]:
+    """The items of every sub-table by dotted name, e.g. ``answer_type.number``."""
+    groups: dict[str, list[Scored]] = {}
+    for one in scored:
+        for table, value in one.question.tables.items():
+            groups.setdefault(f"{table}.{value}", []).append(one)
+    return groups
+
+
+def table_percents(scored: Iterable[Scored]) -> dict[str, float]:
+    """:func:`percent` of every sub-table."""
+    return {name: percent([one.score for one in group]) for name, group in by_table(scored).items()}

@@ -1,0 +1,154 @@
+"""Reads a file of rows in any of the forms in which benchmarks and predictions are published.
+
+JSON (a list of rows, rows by id, or rows beside a header), JSON lines, Parquet, each of them with
+or without gzip. The content decides, never the name: POPE's ``.json`` files are JSON lines.
+"""
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from coat_data.sample import DataError
+
+_GZIP = b"\x1f\x8b"
+_PARQUET = b"PAR1"
+_LISTS = ("annotations", "questions", "data")
+"""Under these keys stand the rows of VQA v2 (the first two), SEED-Bench (the second), TextVQA."""
+_ROW_FIELDS = frozenset({"question_id", "questionId", "id", "image", "video_id", "prediction"})
+"""A JSON object with one of these is itself a row: JSON lines of one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """The rows of one file."""
+
+    path: Path
+    rows: list[dict[str, Any]]
+    form: Literal["rows", "mapping"] = "rows"
+    """``mapping``: the file was one object by id. Rows that were no objects became
+    ``{"question_id": id, "value": row}``; the others got their id as ``question_id``."""
+    head: Mapping[str, Any] = field(default_factory=dict)
+    """What stands beside the rows, e.g. SEED-Bench's names of question types."""
+    lines: Sequence[int] | None = None
+    """Line of each row, from 1; None where rows are no lines."""
+
+    def where(self, index: int) -> str:
+        """File and line, or file and row counted from 1."""
+        if self.lines is not None:
+            return f"{self.path}:{self.lines[index]}"
+        return f"{self.path}, row {index + 1}"
+
+    def has(self, *fields: str) -> bool:
+        """Whether the first row has all of these fields."""
+        return bool(self.rows) and all(name in self.rows[0] for name in fields)
+
+
+def read_table(path: Path) -> Table:
+    """The rows of ``path``; an empty file or list has none.
+
+    Columns of images are left out of Parquet files.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DataError: naming the file and, where there is one, the line that cannot be read.
+    """
+    if path.is_dir():
+        raise DataError(str(path), "is a folder, not a file", "name the files in it")
+    data = path.read_bytes()
+    if data.startswith(_GZIP):
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError) as error:
+            raise DataError(str(path), f"broken gzip: {error}", "download it again") from error
+    if data.startswith(_PARQUET):
+        return _parquet(path, data)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            str(path),
+            f"neither UTF-8 text, gzip nor Parquet: {error}",
+            "give JSON, JSON lines or Parquet",
+        ) from error
+    return _json(path, text)
+
+
+def _parquet(path: Path, data: bytes) -> Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data))
+        columns = [field.name for field in file.schema_arrow if not _is_image(pa, field.type)]
+        return Table(path=path, rows=file.read(columns=columns).to_pylist())
+    except pa.ArrowException as error:
+        raise DataError(str(path), f"broken Parquet: {error}", "download it again") from error
+
+
+def _is_image(pa: Any, kind: Any) -> bool:
+    """Whether a column's type is bytes, a struct with bytes, or a list of either."""
+    if pa.types.is_list(kind):
+        return _is_image(pa, kind.value_type)
+    if pa.types.is_struct(kind):
+        return any(_is_image(pa, kind.field(i).type) for i in range(kind.num_fields))
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def _json(path: Path, text: str) -> Table:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        if not text.strip():
+            return Table(path=path, rows=[])
+        # JSON lines: a complete object, and then more.
+        if error.msg == "Extra data":
+            return _json_lines(path, text)
+        raise _not_json(f"{path}:{error.lineno}", error) from error
+    if isinstance(value, list):
+        return Table(path=path, rows=_objects(value, str(path)))
+    if not isinstance(value, dict):
+        raise DataError(str(path), f"holds a {type(value).__name__}", "give rows")
+    if _ROW_FIELDS & set(value):
+        return Table(path=path, rows=[value], lines=[1])
+    for key in _LISTS:
+        if isinstance(value.get(key), list):
+            head = {name: part for name, part in value.items() if name != key}
+            return Table(path=path, rows=_objects(value[key], str(path)), head=head)
+    rows = [
+        {"question_id": key, **row} if isinstance(row, dict) else {"question_id": key, "value": row}
+        for key, row in value.items()
+    ]
+    return Table(path=path, rows=rows, form="mapping")
+
+
+def _json_lines(path: Path, text: str) -> Table:
+    rows: list[Any] = []
+    lines: list[int] = []
+    # Not splitlines(): JSON strings may hold U+2028 and other separators as they are.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise _not_json(f"{path}:{number}", error) from error
+        if not isinstance(rows[-1], dict):
+            raise DataError(f"{path}:{number}", f"holds {line[:40]!r}", "write one object per line")
+        lines.append(number)
+    return Table(path=path, rows=rows, lines=lines)
+
+
+def _objects(values: list[Any], where: str) -> list[dict[str, Any]]:
+    for number, value in enumerate(values, start=1):
+        if not isinstance(value, dict):
+            raise DataError(
+                f"{where}, row {number}", f"is a {type(value).__name__}", "every row is an object"
+            )
+    return values
+
+
+def _not_json(where: str, error: json.JSONDecodeError) -> DataError:
+    return DataError(where, f"not JSON: {error}", "repair or download it again")

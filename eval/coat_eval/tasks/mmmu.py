@@ -1,0 +1,272 @@
+"""MMMU: multiple choice and open questions in 30 subjects of six domains.
+
+Source: Yue et al., "MMMU: A Massive Multi-discipline Multimodal Understanding and Reasoning
+Benchmark"; MMMU-Benchmark/MMMU main_parse_and_eval.py, main_eval_only.py, utils/eval_utils.py.
+Where no letter can be read the official parser draws one. It seeds once and goes through the
+subjects in a fixed order, so the draws can be replayed; ``fallback: wrong`` draws nothing.
+"""
+
+import ast
+import random
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from coat_data.sample import DataError
+from coat_eval import mmmu_text
+from coat_eval.benchmark import (
+    Benchmark,
+    Prediction,
+    Question,
+    Scored,
+    Settings,
+    percent,
+    pick,
+    table_percents,
+)
+from coat_eval.letters import inferred_letter, lettered
+from coat_eval.table import Table
+
+DOMAINS = {
+    "Art and Design": ("Art", "Art_Theory", "Design", "Music"),
+    "Business": ("Accounting", "Economics", "Finance", "Manage", "Marketing"),
+    "Science": ("Biology", "Chemistry", "Geography", "Math", "Physics"),
+    "Health and Medicine": (
+        "Basic_Medical_Science",
+        "Clinical_Medicine",
+        "Diagnostics_and_Laboratory_Medicine",
+        "Pharmacy",
+        "Public_Health",
+    ),
+    "Humanities and Social Science": ("History", "Literature", "Sociology", "Psychology"),
+    "Tech and Engineering": (
+        "Agriculture",
+        "Architecture_and_Engineering",
+        "Computer_Science",
+        "Electronics",
+        "Energy_and_Power",
+        "Materials",
+        "Mechanical_Engineering",
+    ),
+}
+SUBJECTS = tuple(sorted(subject for subjects in DOMAINS.values() for subject in subjects))
+"""In the official order (the values of CAT_SHORT2LONG), which is that of the alphabet."""
+_DOMAIN = {subject: domain for domain, subjects in DOMAINS.items() for subject in subjects}
+_ID = re.compile(r"(?:dev|validation|test)_(\w+)_(\d+)$")
+MULTIPLE_CHOICE = "multiple-choice"
+
+
+class Mmmu(Benchmark):
+    """Accuracy over all questions, per domain, subject and kind of question."""
+
+    name = "mmmu"
+    source = "MMMU-Benchmark/MMMU main_parse_and_eval.py, main_eval_only.py, utils/eval_utils.py"
+    headline = ("overall", *(f"domain.{domain}" for domain in DOMAINS))
+    profiles = ("official", "lmms", "vlmeval")
+    id_fields = ("question_id", "id")
+    text_fields = ("prediction", "response", "text", "value")
+    id_pattern = _ID
+    carries_answers = True
+    draws = True
+
+    def is_reference(self, table: Table) -> bool:
+        """answer_dict_val.json, official outputs, or rows of MMMU's Parquet files."""
+        return table.has("question_type") and (
+            table.has("ground_truth") or table.has("answer") or table.has("options")
+        )
+
+    def is_predictions(self, table: Table) -> bool:
+        """Official outputs, {id: answer}, or rows by id."""
+        return super().is_predictions(table) and not table.has("ground_truth")
+
+    def questions(
+        self, references: Sequence[Table], predictions: Sequence[Table]
+    ) -> list[Question]:
+        """The references' questions; choices may stand in them or in official outputs."""
+        choices: dict[str, dict[str, str]] = {}
+        for table in [*predictions, *references]:
+            for row in table.rows:
+                found = _choices(row)
+                if found:
+                    choices[_row_id(row)] = found
+        carrying = [table for table in predictions if self.is_reference(table)]
+        questions: dict[str, Question] = {}
+        repeated: list[Question] = []
+        for table in references or carrying:
+            for index, row in enumerate(table.rows):
+                one = _question(row, table, index, choices)
+                earlier = questions.get(one.question_id)
+                # A question may come as answer and again with its choices; these are read above.
+                if earlier is None or earlier.answer is None:
+                    questions[one.question_id] = one
+                elif table.path == _path(earlier):
+                    repeated.append(one)
+        return [*questions.values(), *repeated]
+
+    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
+        """As every benchmark; the answers of {id: answer} are marked as read already."""
+        predictions = super().predictions(table, questions)
+        if table.form == "mapping" and table.has("value"):
+            # main_eval_only.py: the letters have been read already.
+            return [_ReadAnswer.of(one) for one in predictions]
+        return predictions
+
+    def extract(self, text: str, question: Question, settings: Settings) -> Any:
+        """A letter, or None if there is none; for open questions the values as sorted texts.
+
+        A text from {id: answer}, and any text where the choices are not known, is compared as it
+        is, as main_eval_only.py does. lmms: its variant of the parser.
+        vlmeval: see :func:`coat_eval.letters.inferred_letter`; an open question is a choice
+        between its answer and "Other Answers".
+        """
+        if settings.profile == "vlmeval":
+            choices = question.details["choices"]
+            if not _is_choice(question):
+                choices = {"A": str(question.answer), "B": "Other Answers"}
+            return inferred_letter(text, choices)
+        if not _is_choice(question):
+            return mmmu_text.open_values(text)
+        choices = question.details["choices"]
+        if isinstance(text, _ReadAnswer) or not choices:
+            return str(text)
+        return mmmu_text.choice(text, choices, lmms=settings.profile == "lmms")
+
+    def score(self, extracted: Any, question: Question, settings: Settings) -> float:
+        """1 for the letter (or one of several), or for an open answer that fits."""
+        if _is_choice(question):
+            gold = question.answer
+            return float(extracted in gold if isinstance(gold, list) else extracted == gold)
+        if settings.profile == "vlmeval":
+            return float(extracted == "A")
+        # lmms-eval keeps one value of the set as text and then compares its characters: always 0.
+        if settings.profile == "lmms":
+            return 0.0
+        return float(mmmu_text.open_correct(extracted, question.answer))
+
+    def parsed(self, extracted: Any, text: str) -> bool:
+        """Whether a letter was read, or an open answer is more than an empty text."""
+        if isinstance(extracted, str):
+            return len(extracted) == 1 and extracted.isupper()
+        return extracted is not None and extracted != {""}
+
+    def score_all(
+        self, joined: Iterable[tuple[Question, str | None]], settings: Settings
+    ) -> list[Scored]:
+        """All items; letters that could not be read are drawn in the official order.
+
+        ``random.seed(seed)`` once, then one ``random.choice`` per such question, subject by
+        subject, within a subject by number.
+        """
+        scored = super().score_all(joined, settings)
+        if settings.fallback == "wrong" or settings.profile == "vlmeval":
+            return scored
+        generator = random.Random(settings.seed)
+        for one in sorted(scored, key=_official_order):
+            unread = one.text is not None and one.extracted is None
+            if unread and _is_choice(one.question) and one.question.details["choices"]:
+                one.extracted = generator.choice(list(one.question.details["choices"]))
+                one.drawn = True
+                one.score = self.rate(one.extracted, one.question, settings)
+        return scored
+
+    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
+        """``overall``, ``domain.<name>``, ``subject.<name>``, ``type.<kind>``.
+
+        All are over questions. ``overall_fallback_wrong`` counts drawn letters as wrong.
+        """
+        return {
+            "overall": percent([one.score for one in scored]),
+            "overall_fallback_wrong": percent([0.0 if one.drawn else one.score for one in scored]),
+            **dict(sorted(table_percents(scored).items())),
+        }
+
+    def submission(self, scored: Sequence[Scored], settings: Settings) -> dict[str, str]:
+        """EvalAI's {id: answer}: letters, and the text itself for open questions."""
+        return {
+            one.question.question_id: str(one.extracted or "")
+            if _is_choice(one.question)
+            else one.text or ""
+            for one in scored
+        }
+
+
+class _ReadAnswer(str):
+    """An answer of main_eval_only.py, in which letters have been read already."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, one: Prediction) -> Prediction:
+        text = cls(one.text) if isinstance(one.text, str) else one.text
+        return Prediction(question_id=one.question_id, where=one.where, text=text)
+
+
+def _is_choice(question: Question) -> bool:
+    return question.details["type"] == MULTIPLE_CHOICE
+
+
+def _official_order(one: Scored) -> tuple[int, str, int]:
+    found = _ID.match(one.question.question_id)
+    subject, number = (found[1], int(found[2])) if found else ("", 0)
+    place = SUBJECTS.index(subject) if subject in SUBJECTS else len(SUBJECTS)
+    return place, subject, number
+
+
+def _row_id(row: Mapping[str, Any]) -> str:
+    return str(row.get("question_id", row.get("id")))
+
+
+def _path(question: Question) -> Any:
+    return question.details["path"]
+
+
+def _choices(row: Mapping[str, Any]) -> dict[str, str]:
+    """Choices by letter, from official outputs or from Parquet (a list, or its Python text)."""
+    if row.get("index2ans"):
+        by_letter = row["index2ans"]
+        letters = row.get("all_choices") or list(by_letter)
+        return {letter: str(by_letter.get(letter, "")) for letter in letters}
+    options = _python_list(row.get("options") or ())
+    return lettered([str(option) for option in options])
+
+
+def _python_list(value: Any) -> Any:
+    """The list in a text such as "['a', 'b']", as MMMU's Parquet files have it; else ``value``."""
+    if not isinstance(value, str) or not value.startswith("["):
+        return value
+    try:
+        return ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return value
+
+
+def _question(
+    row: Mapping[str, Any], table: Table, index: int, choices: Mapping[str, dict[str, str]]
+) -> Question:
+    question_id = _row_id(row)
+    found = _ID.match(question_id)
+    if found is None:
+        raise DataError(
+            table.where(index),
+            f"id {question_id!r} names no subject",
+            "MMMU's ids are like validation_Accounting_1",
+        )
+    answer = _python_list(row.get("ground_truth", row.get("answer")))
+    asked = pick(row, ("question_type",), table.where(index))
+    kind = MULTIPLE_CHOICE if asked == MULTIPLE_CHOICE else "open"
+    subject = found[1]
+    return Question(
+        question_id=question_id,
+        answer=None if answer in (None, "", "?") else _texts(answer),
+        tables={
+            "subject": subject,
+            "type": kind,
+            **({"domain": _DOMAIN[subject]} if subject in _DOMAIN else {}),
+        },
+        details={"type": kind, "choices": choices.get(question_id, {}), "path": table.path},
+        where=table.where(index),
+    )
+
+
+def _texts(answer: Any) -> str | list[str]:
+    return [str(one) for one in answer] if isinstance(answer, list) else str(answer)

@@ -1,0 +1,144 @@
+"""SEED-Bench (v1): four-way choices about images (types 1 to 9) and videos (10 to 12).
+
+Source: Li et al., "SEED-Bench: Benchmarking Multimodal LLMs with Generative Comprehension";
+AILab-CVC/SEED-Bench eval.py (likelihood ranking) and LLaVA scripts/convert_seed_for_submission.py
+(the generated letter must equal the answer). Papers print the accuracy over questions; the
+leaderboard's task average is ``macro``.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from coat_data.sample import DataError
+from coat_eval.benchmark import (
+    Benchmark,
+    Prediction,
+    Question,
+    Scored,
+    Settings,
+    percent,
+    pick,
+    table_percents,
+)
+from coat_eval.letters import inferred_letter, lowest_loss
+from coat_eval.table import Table
+
+TYPES = {
+    1: "Scene Understanding",
+    2: "Instance Identity",
+    3: "Instance Attributes",
+    4: "Instance Location",
+    5: "Instances Counting",
+    6: "Spatial Relation",
+    7: "Instance Interaction",
+    8: "Visual Reasoning",
+    9: "Text Understanding",
+    10: "Action Recognition",
+    11: "Action Prediction",
+    12: "Procedure Understanding",
+}
+"""Names by ``question_type_id`` (SEED-Bench DATASET.md), for files that do not carry them."""
+LETTERS = "ABCD"
+
+
+class SeedBench(Benchmark):
+    """Accuracy over image, video and all questions, per type, and the mean over types."""
+
+    name = "seedbench"
+    source = "AILab-CVC/SEED-Bench eval.py; LLaVA scripts/convert_seed_for_submission.py"
+    headline = ("image", "video", "all", "macro")
+    profiles = ("official", "lmms", "vlmeval")
+    text_fields = ("prediction", "text", "losses")
+    id_pattern = re.compile(r"v\d+")
+
+    def is_reference(self, table: Table) -> bool:
+        """SEED-Bench.json, or rows of lmms-lab/SEED-Bench."""
+        return table.has("question_id", "question_type_id")
+
+    def questions(
+        self, references: Sequence[Table], predictions: Sequence[Table]
+    ) -> list[Question]:
+        """All questions; an id may repeat, as 49914 does."""
+        return [
+            _question(row, table, index)
+            for table in references
+            for index, row in enumerate(table.rows)
+        ]
+
+    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
+        """As every benchmark; four ``losses`` become the letter of the lowest one."""
+        return [
+            replace(one, text=_ranked(one)) if isinstance(one.text, list) else one
+            for one in super().predictions(table, questions)
+        ]
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str | None:
+        """The stripped text (``raw``: the text itself), which must equal the letter.
+
+        lmms: its first character, in upper case. vlmeval: a letter or a choice's text, see
+        :func:`coat_eval.letters.inferred_letter`.
+        """
+        if settings.profile == "lmms":
+            return text.strip()[:1].upper()
+        if settings.profile == "vlmeval":
+            return inferred_letter(text, question.details["choices"])
+        return text if settings.raw else text.strip()
+
+    def parsed(self, extracted: str | None, text: str) -> bool:
+        """Whether one of the four letters was extracted."""
+        return extracted in tuple(LETTERS)
+
+    def score(self, extracted: str, question: Question, settings: Settings) -> float:
+        """1 for the letter."""
+        return float(extracted == question.answer)
+
+    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
+        """``image``, ``video``, ``all``; ``macro`` over types, also per kind; ``type.<name>``."""
+        types = table_percents(scored)
+        metrics = {"all": percent([one.score for one in scored]), "macro": _mean(types.values())}
+        for kind in ("image", "video"):
+            part = [one for one in scored if one.question.details["kind"] == kind]
+            if part:
+                metrics[kind] = percent([one.score for one in part])
+                metrics[f"macro_{kind}"] = _mean(table_percents(part).values())
+        return metrics | types
+
+    def submission(self, scored: Sequence[Scored], settings: Settings) -> list[dict[str, Any]]:
+        """The leaderboard's rows {question_id, prediction}."""
+        return [
+            {"question_id": one.question.question_id, "prediction": one.extracted or ""}
+            for one in scored
+        ]
+
+
+def _mean(values: Any) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0
+
+
+def _ranked(one: Prediction) -> str:
+    losses = one.text
+    if len(losses) != len(LETTERS) or not all(isinstance(loss, int | float) for loss in losses):
+        raise DataError(one.where, f"losses are {losses!r}", "give one number per choice, A to D")
+    return lowest_loss(losses)
+
+
+def _question(row: Mapping[str, Any], table: Table, index: int) -> Question:
+    names = {int(number): name for name, number in (table.head.get("question_type") or {}).items()}
+    where = table.where(index)
+    number = int(pick(row, ("question_type_id",), where))
+    name = names.get(number) or TYPES.get(number) or f"type {number}"
+    return Question(
+        question_id=str(pick(row, ("question_id",), where)),
+        answer=row.get("answer") or None,
+        tables={"type": name},
+        details={
+            "kind": row.get("data_type") or ("image" if number <= 9 else "video"),
+            "choices": {
+                letter: str(row.get(f"choice_{letter.lower()}") or letter) for letter in LETTERS
+            },
+        },
+        where=where,
+    )

@@ -1,0 +1,160 @@
+"""TextVQA: soft accuracy against ten annotators, both sides through EvalAIAnswerProcessor.
+
+Source: Singh et al., "Towards VQA Models That Can Read"; TextVQAAccuracyEvaluator of
+facebookresearch/mmf mmf/utils/m4c_evaluators.py; LLaVA llava/eval/eval_textvqa.py, which joins its
+answers by (image id, question in the prompt).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from coat_data.sample import DataError
+from coat_eval import vqa_text
+from coat_eval.benchmark import Benchmark, Prediction, Question, Scored, Settings, percent, pick
+from coat_eval.table import Table
+from coat_eval.tasks.vqav2 import submitted
+
+NUM_ANSWERS = 10
+
+
+class TextVqa(Benchmark):
+    """Leave-one-out accuracy; there is no shortcut for unanimous annotators."""
+
+    name = "textvqa"
+    source = "facebookresearch/mmf m4c_evaluators.py; LLaVA llava/eval/eval_textvqa.py"
+    headline = ("accuracy",)
+    profiles = ("official", "lmms", "vlmeval")
+    text_fields = ("prediction", "text", "answer")
+    id_pattern = re.compile(r"[0-9a-f]{16}")
+
+    def is_reference(self, table: Table) -> bool:
+        """The official annotations, or rows of lmms-lab/textvqa."""
+        answers = table.rows[0].get("answers") if table.rows else None
+        listed = answers is None or all(isinstance(one, str) for one in answers)
+        asked = bool(answers) or table.has("image_id", "question")
+        return listed and asked and table.has("question_id")
+
+    def questions(
+        self, references: Sequence[Table], predictions: Sequence[Table]
+    ) -> list[Question]:
+        """The annotated questions.
+
+        Where LLaVA's answers are joined by image and question and several questions share these,
+        all get the answers of the last, as in eval_textvqa.py's dictionary.
+        """
+        questions = [
+            _question(row, table, index)
+            for table in references
+            for index, row in enumerate(table.rows)
+        ]
+        if any(table.has("prompt") for table in predictions):
+            last = {_place(one): one.answer for one in questions}
+            questions = [replace(one, answer=last[_place(one)]) for one in questions]
+        return questions
+
+    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
+        """By question id; LLaVA's answers, whose id is the image's, by image and prompt."""
+        known = {one.question_id for one in questions}
+        places: dict[tuple[str, str], list[str]] = {}
+        for one in questions:
+            places.setdefault(_place(one), []).append(one.question_id)
+        predictions = []
+        for index, row in enumerate(table.rows):
+            question_id = str(pick(row, self.id_fields, table.where(index)))
+            if question_id not in known and "prompt" in row:
+                place = (question_id, asked(str(row["prompt"]), table.where(index)))
+                ids = places.get(place, [f"{question_id}: {place[1]}"])
+                # Questions that share image and words are answered by one row each, in order.
+                question_id = ids.pop(0) if len(ids) > 1 else ids[0]
+            predictions.append(
+                Prediction(
+                    question_id=question_id,
+                    text=pick(row, self.text_fields, table.where(index)),
+                    where=table.where(index),
+                )
+            )
+        return predictions
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str:
+        """The processed text; the processing is the scorer's own, so ``raw`` changes nothing."""
+        return _process(text, settings)
+
+    def score(self, extracted: str, question: Question, settings: Settings) -> float:
+        """0, 0.3, 0.6, 0.9 or 1 for 0, 1, 2, 3 and more of ten annotators."""
+        answers = [_process(answer, settings) for answer in question.answer]
+        return vqa_text.leave_one_out(extracted, answers)
+
+    def parsed(self, extracted: str, text: str) -> bool:
+        """Whether anything is left of the text."""
+        return bool(extracted)
+
+    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
+        """``accuracy``."""
+        return {"accuracy": percent([one.score for one in scored])}
+
+    def submission(self, scored: Sequence[Scored], settings: Settings) -> list[dict[str, Any]]:
+        """EvalAI's list of {question_id, answer}."""
+        return [
+            {
+                "question_id": int(one.question.question_id)
+                if one.question.question_id.isdigit()
+                else one.question.question_id,
+                "answer": submitted(one.text, settings),
+            }
+            for one in scored
+        ]
+
+
+def asked(prompt: str, where: str) -> str:
+    """The question in a prompt of LLaVA's, in lower case (``prompt_processor``).
+
+    Three forms: "OCR tokens: ... Question: Q Short answer:"; three lines with the reference OCR
+    tokens on the first or the second of them; two lines, the question first.
+
+    Raises:
+        DataError: at ``where``, for any other prompt.
+    """
+    lines = prompt.split("\n")
+    if prompt.startswith("OCR tokens: "):
+        found = re.search(r"Question: (.*?) Short answer:", prompt, re.DOTALL)
+        if found:
+            return found[1].lower()
+    elif "Reference OCR token: " in prompt and len(lines) == 3:
+        return lines[1 if prompt.startswith("Reference OCR token:") else 0].lower()
+    elif len(lines) == 2:
+        return lines[0].lower()
+    raise DataError(
+        where,
+        f"cannot tell the question in the prompt {prompt[:80]!r}",
+        "use LLaVA's prompts, or give TextVQA's own question ids",
+    )
+
+
+def _process(text: str, settings: Settings) -> str:
+    if settings.profile == "vlmeval":
+        return vqa_text.normalise_vlmeval(text)
+    return vqa_text.process_answer(text)
+
+
+def _place(question: Question) -> tuple[str, str]:
+    return question.details["image_id"], question.details["text"]
+
+
+def _question(row: Mapping[str, Any], table: Table, index: int) -> Question:
+    answers = row.get("answers") or None
+    if answers is not None and len(answers) != NUM_ANSWERS:
+        raise DataError(
+            table.where(index), f"has {len(answers)} answers", "the metric needs exactly ten"
+        )
+    where = table.where(index)
+    return Question(
+        question_id=str(pick(row, ("question_id",), where)),
+        answer=answers,
+        details={
+            "image_id": str(row.get("image_id")),
+            "text": str(row.get("question")).lower(),
+        },
+        where=where,
+    )

@@ -1,0 +1,149 @@
+"""Video-MME: three choices about each of 900 videos, short, medium and long.
+
+Source: Fu et al., "Video-MME: The First-Ever Comprehensive Evaluation Benchmark of Multi-modal LLMs
+in Video Analysis"; thanku-all/parse_answer eval_your_results.py of 2024-06-23. Answers that cannot
+be read count neither as right nor as wrong there; ``unanswered_wrong.*`` counts them as wrong.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from coat_eval.benchmark import (
+    Benchmark,
+    Prediction,
+    Question,
+    Scored,
+    Settings,
+    by_table,
+    percent,
+    pick,
+)
+from coat_eval.letters import PREFIXES_20240603, first_letter, inferred_letter, ranked_letter
+from coat_eval.table import Table
+
+DURATIONS = ("short", "medium", "long")
+OLDER = "official_20240603"
+
+
+class VideoMme(Benchmark):
+    """Accuracy overall, by duration, domain, sub-category and type of task."""
+
+    name = "videomme"
+    source = "thanku-all/parse_answer eval_your_results.py @2024-06-23"
+    headline = ("overall", *DURATIONS, "unanswered_wrong.overall")
+    profiles = ("official", OLDER, "lmms", "vlmeval")
+    text_fields = ("prediction", "response", "text")
+    id_pattern = re.compile(r"\d{3}-[123]")
+    carries_answers = True
+
+    def is_reference(self, table: Table) -> bool:
+        """Official results, or rows of lmms-lab/Video-MME."""
+        nested = table.has("questions") and table.has("video_id")
+        video = any(table.has(name) for name in ("duration", "task_type", "videoID"))
+        return nested or (video and table.has("question_id", "answer"))
+
+    def is_predictions(self, table: Table) -> bool:
+        """Official results, or rows by question id."""
+        if table.has("questions"):
+            return any("response" in asked for _, asked, _ in _asked(table))
+        return super().is_predictions(table)
+
+    def questions(
+        self, references: Sequence[Table], predictions: Sequence[Table]
+    ) -> list[Question]:
+        """The references' questions, or those of the results themselves."""
+        carrying = [table for table in predictions if self.is_reference(table)]
+        return [
+            _question(video, asked, where)
+            for table in references or carrying
+            for video, asked, where in _asked(table)
+        ]
+
+    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
+        """Official results question by question, without videos marked missing; or rows by id."""
+        if not table.has("questions"):
+            return super().predictions(table, questions)
+        return [
+            Prediction(
+                question_id=str(pick(asked, ("question_id",), where)),
+                text=asked["response"],
+                where=where,
+            )
+            for video, asked, where in _asked(table)
+            if "response" in asked and not video.get("missing")
+        ]
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str | None:
+        """A letter, or None if there is none.
+
+        official: see :func:`coat_eval.letters.first_letter`, with the prefixes of 2024-06-23 or,
+        as ``official_20240603``, of that day. lmms: :func:`coat_eval.letters.ranked_letter`.
+        vlmeval: the official rule, then a choice's text.
+        """
+        if settings.profile == "lmms":
+            return ranked_letter(text) or None
+        if settings.profile == OLDER:
+            return first_letter(text, PREFIXES_20240603) or None
+        letter = first_letter(text) or None
+        if letter is None and settings.profile == "vlmeval":
+            return inferred_letter(text, question.details["choices"])
+        return letter
+
+    def score(self, extracted: str, question: Question, settings: Settings) -> float:
+        """1 for the letter."""
+        return float(extracted == question.answer)
+
+    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
+        """Per table, over answered questions; ``unanswered_wrong.<table>`` over all.
+
+        lmms and vlmeval have the latter as their accuracy.
+        """
+        tables = by_table(scored)
+        groups = {
+            "overall": list(scored),
+            **{
+                name: tables[f"duration.{name}"]
+                for name in DURATIONS
+                if f"duration.{name}" in tables
+            },
+            **{name: rows for name, rows in sorted(tables.items()) if "duration." not in name},
+        }
+        official = settings.profile in ("official", OLDER)
+        answered = {
+            name: percent([r.score for r in rows if r.extracted is not None or not official])
+            for name, rows in groups.items()
+        }
+        everything = {
+            f"unanswered_wrong.{name}": percent([r.score for r in rows])
+            for name, rows in groups.items()
+        }
+        return answered | everything
+
+
+def _asked(table: Table) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any], str]]:
+    """Every question with its video and its place; flat rows are both."""
+    for index, row in enumerate(table.rows):
+        for asked in row.get("questions", (row,)):
+            yield row, asked, table.where(index)
+
+
+def _question(video: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> Question:
+    # The second names are those of VILA's copy of the annotations.
+    tables = {
+        "duration": video.get("duration", video.get("duration_category")),
+        "domain": video.get("domain", video.get("video_category")),
+        "sub_category": video.get("sub_category", video.get("video_subcategory")),
+        "task_type": asked.get("task_type"),
+    }
+    options = asked.get("options") or ()
+    return Question(
+        question_id=str(pick(asked, ("question_id",), where)),
+        answer=asked.get("answer") or None,
+        tables={name: str(value) for name, value in tables.items() if value},
+        details={
+            # Options carry their letter: "A. Two."
+            "choices": {str(one)[:1]: str(one)[2:].strip(" .") for one in options}
+        },
+        where=where,
+    )

@@ -1,0 +1,150 @@
+"""VizWiz-VQA: questions of blind people; many have no answer in the picture.
+
+Source: Gurari et al., "VizWiz Grand Challenge"; vqaEval.py of the VizWiz API, which compares the
+normalised prediction with the annotators' answers as they are, and whose leave-one-out leaves
+nothing out; LLaVA scripts/convert_vizwiz_for_submission.py, which prepares the predictions.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from coat_eval import vqa_text
+from coat_eval.benchmark import (
+    Benchmark,
+    Prediction,
+    Question,
+    Scored,
+    Settings,
+    percent,
+    pick,
+    table_percents,
+)
+from coat_eval.table import Table
+from coat_eval.tasks.vqav2 import submitted
+
+ANSWER_TYPES = ("unanswerable", "other", "yes/no", "number")
+_SUFFIX = re.compile(r"\.(?:jpe?g|png)$", re.IGNORECASE)
+
+
+class VizWiz(Benchmark):
+    """min(matches / 3, 1) overall and by type of answer, and how often "unanswerable" is said."""
+
+    name = "vizwiz"
+    source = "VizWiz API vqaEval.py; LLaVA scripts/convert_vizwiz_for_submission.py"
+    headline = ("overall", *(f"answer_type.{kind}" for kind in ANSWER_TYPES), "unanswerable_rate")
+    profiles = ("official", "lmms")
+    id_fields = ("question_id", "image")
+    text_fields = ("prediction", "text", "answer")
+    id_pattern = re.compile(r"VizWiz_\w+(?:\.\w+)?")
+
+    def is_reference(self, table: Table) -> bool:
+        """The official list, LLaVA's question file, or rows of lmms-lab/VizWiz-VQA."""
+        row = table.rows[0] if table.rows else {}
+        if _TEXTS & set(row):
+            return False
+        named = any("VizWiz_" in str(row.get(name)) for name in ("image", "question_id"))
+        asked = table.has("question") or table.has("text")
+        return (named and (asked or table.has("answers"))) or table.has("image", "answers")
+
+    def is_predictions(self, table: Table) -> bool:
+        """Submissions name images; other rows have ids."""
+        return super().is_predictions(table) and not table.has("answers")
+
+    def questions(
+        self, references: Sequence[Table], predictions: Sequence[Table]
+    ) -> list[Question]:
+        """One question per image; LLaVA's question file adds the ids of its answers."""
+        images: dict[str, Question] = {}
+        repeated: list[Question] = []
+        for table in sorted(references, key=lambda table: table.has("text")):
+            for index, row in enumerate(table.rows):
+                one = _question(row, table, index)
+                known = images.get(one.question_id)
+                if known is None:
+                    images[one.question_id] = one
+                elif table.has("text"):
+                    images[one.question_id] = replace(
+                        known, details={**known.details, **one.details}
+                    )
+                else:
+                    repeated.append(one)
+        return [*images.values(), *repeated]
+
+    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
+        """By image, with or without suffix, or by the ids of LLaVA's question file."""
+        names = {one.question_id: one.question_id for one in questions}
+        names |= {
+            one.details["alias"]: one.question_id for one in questions if "alias" in one.details
+        }
+        predictions = super().predictions(table, questions)
+        for index, one in enumerate(predictions):
+            stem = _stem(one.question_id)
+            # Where the id says nothing (LLaVA's, without its question file) the image may.
+            image = _stem(str(table.rows[index].get("image")))
+            known = names.get(one.question_id) or names.get(stem) or names.get(image)
+            predictions[index] = replace(one, question_id=known or stem)
+        return predictions
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str:
+        """The text as it is compared: EvalAIAnswerProcessor (not with ``raw``), then the API's."""
+        if settings.profile == "lmms":
+            return vqa_text.process_answer(text)
+        if not settings.raw:
+            text = vqa_text.process_answer(text)
+        return vqa_text.normalise_vizwiz(text)
+
+    def score(self, extracted: str, question: Question, settings: Settings) -> float:
+        """min(matches / 3, 1) with raw answers; lmms: leave-one-out with processed ones."""
+        if settings.profile == "lmms":
+            answers = vqa_text.normalised(question.answer, vqa_text.process_answer)
+            return vqa_text.leave_one_out(extracted, answers)
+        return vqa_text.all_ten(extracted, question.answer)
+
+    def parsed(self, extracted: str, text: str) -> bool:
+        """Whether anything is left of the text."""
+        return bool(extracted)
+
+    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
+        """``overall``, ``answer_type.<type>`` and ``unanswerable_rate``."""
+        said = [float(one.extracted == "unanswerable") for one in scored]
+        return {
+            "overall": percent([one.score for one in scored]),
+            **table_percents(scored),
+            "unanswerable_rate": percent(said),
+        }
+
+    def submission(self, scored: Sequence[Scored], settings: Settings) -> list[dict[str, Any]]:
+        """EvalAI's list of {image, answer}."""
+        return [
+            {"image": one.question.details["image"], "answer": submitted(one.text, settings)}
+            for one in scored
+        ]
+
+
+_TEXTS = frozenset({"prediction", "prompt"})
+
+
+def _stem(name: str) -> str:
+    return _SUFFIX.sub("", name)
+
+
+def _question(row: Mapping[str, Any], table: Table, index: int) -> Question:
+    image = row.get("image") if isinstance(row.get("image"), str) else None
+    name = image or str(pick(row, ("question_id", "image"), table.where(index)))
+    answers = [
+        pick(one, ("answer",), table.where(index)) if isinstance(one, dict) else one
+        for one in row.get("answers") or ()
+    ]
+    kind = row.get("answer_type") or row.get("category")
+    return Question(
+        question_id=_stem(name),
+        answer=answers or None,
+        tables={"answer_type": kind} if kind in ANSWER_TYPES else {},
+        details={
+            "image": name if _SUFFIX.search(name) else f"{name}.jpg",
+            **({"alias": str(row["question_id"])} if "question_id" in row else {}),
+        },
+        where=table.where(index),
+    )

@@ -1,0 +1,115 @@
+"""VQA v2: soft accuracy against ten annotators.
+
+Source: Goyal et al., "Making the V in VQA Matter"; GT-Vision-Lab/VQA PythonEvaluationTools
+vqaEval.py; LLaVA scripts/convert_vqav2_for_submission.py, which prepares the predictions.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coat_eval import vqa_text
+from coat_eval.benchmark import Benchmark, Question, Scored, Settings, percent, pick, table_percents
+from coat_eval.table import Table
+
+
+class VqaV2(Benchmark):
+    """Leave-one-out accuracy overall, by type of answer and by type of question."""
+
+    name = "vqav2"
+    source = "GT-Vision-Lab/VQA vqaEval.py; LLaVA scripts/convert_vqav2_for_submission.py"
+    headline = ("overall", "answer_type.yes/no", "answer_type.number", "answer_type.other")
+    profiles = ("official", "lmms", "vlmeval")
+    text_fields = ("prediction", "text", "answer")
+
+    def is_reference(self, table: Table) -> bool:
+        """Annotations, questions (for a submission), or rows of lmms-lab/VQAv2."""
+        answers = table.rows[0].get("answers") if table.rows else None
+        structs = isinstance(answers, list) and all(isinstance(one, dict) for one in answers)
+        return table.has("question_id") and (
+            (structs and table.has("image_id"))
+            or table.has("question_type")
+            or (answers is None and table.has("image_id", "question"))
+        )
+
+    def questions(
+        self, references: Sequence[Table], predictions: Sequence[Table]
+    ) -> list[Question]:
+        """The annotated questions, and those that only a question file has, without answers."""
+        found: dict[str, Question] = {}
+        repeated: list[Question] = []
+        for table in sorted(references, key=lambda table: not table.has("answers")):
+            for index, row in enumerate(table.rows):
+                one = _question(row, table, index)
+                if one.question_id not in found:
+                    found[one.question_id] = one
+                elif one.answer is not None:
+                    repeated.append(one)
+        return [*found.values(), *repeated]
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str:
+        """The text as it is compared with the answers.
+
+        official: EvalAIAnswerProcessor (not with ``raw``), then vqaEval.py's normalisation unless
+        all annotators agree. lmms and vlmeval normalise always.
+        """
+        if settings.profile == "lmms":
+            return vqa_text.normalise_vqa(text)
+        if settings.profile == "vlmeval":
+            return vqa_text.normalise_vlmeval(text)
+        text = vqa_text.plain(text if settings.raw else vqa_text.process_answer(text))
+        return text if question.details["unanimous"] else vqa_text.normalise_vqa(text)
+
+    def score(self, extracted: str, question: Question, settings: Settings) -> float:
+        """0, 0.3, 0.6, 0.9 or 1 for 0, 1, 2, 3 and more of ten annotators."""
+        if settings.profile == "vlmeval":
+            answers = vqa_text.normalised(question.answer, vqa_text.normalise_vlmeval)
+        elif settings.profile == "official" and question.details["unanimous"]:
+            answers = question.answer
+        else:
+            answers = vqa_text.normalised(question.answer, vqa_text.normalise_vqa)
+        return vqa_text.leave_one_out(extracted, answers)
+
+    def parsed(self, extracted: str, text: str) -> bool:
+        """Whether anything is left of the text."""
+        return bool(extracted)
+
+    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
+        """``overall``, ``answer_type.<type>`` and ``question_type.<type>``."""
+        return {
+            "overall": percent([one.score for one in scored]),
+            **dict(sorted(table_percents(scored).items())),
+        }
+
+    def submission(self, scored: Sequence[Scored], settings: Settings) -> list[dict[str, Any]]:
+        """EvalAI's list of {question_id, answer} over all questions, "" where nothing is said."""
+        return [
+            {
+                "question_id": _number(one.question.question_id),
+                "answer": submitted(one.text, settings),
+            }
+            for one in scored
+        ]
+
+
+def submitted(text: str | None, settings: Settings) -> str:
+    """A text as LLaVA and VILA submit it: EvalAIAnswerProcessor, unless ``raw``."""
+    if text is None or settings.raw:
+        return text or ""
+    return vqa_text.process_answer(text)
+
+
+def _number(question_id: str) -> int | str:
+    return int(question_id) if question_id.isdigit() else question_id
+
+
+def _question(row: Mapping[str, Any], table: Table, index: int) -> Question:
+    where = table.where(index)
+    answers = [vqa_text.plain(pick(one, ("answer",), where)) for one in row.get("answers") or ()]
+    types = ("answer_type", "question_type")
+    return Question(
+        question_id=str(pick(row, ("question_id",), where)),
+        answer=answers or None,
+        tables={name: str(row[name]) for name in types if row.get(name)},
+        details={"unanimous": len(set(answers)) == 1},
+        where=where,
+    )

@@ -1,0 +1,241 @@
+"""coat-vlm score TASK: the report, bad input of every kind, speed, and what it does not import."""
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coat_eval.official import SCORER_VERSION, score_official
+from coat_eval.tasks import BENCHMARKS, get_benchmark
+from coat_vlm.cli import main
+from coat_vlm.commands.evaluate import OFFICIAL
+
+QUESTIONS = {
+    str(i): {
+        "question": "Is it?",
+        "answer": "yes",
+        "imageId": "n1",
+        "isBalanced": True,
+        "types": {"structural": "verify", "semantic": "obj"},
+        "groups": {"global": "g"},
+        "semantic": [{"operation": "select", "argument": "x"}],
+        "entailed": [],
+    }
+    for i in range(3)
+}
+GOOD = [{"question_id": str(i), "prediction": "Yes."} for i in range(3)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "questions.json").write_text(json.dumps(QUESTIONS))
+    return tmp_path
+
+
+def score(folder: Path, rows: object, *more: str, task: str = "gqa") -> int:
+    (folder / "p.json").write_text(json.dumps(rows))
+    files = [
+        "--predictions",
+        str(folder / "p.json"),
+        "--references",
+        str(folder / "questions.json"),
+    ]
+    return main(["score", task, *files, "--out", str(folder / "report.json"), *more])
+
+
+def report(folder: Path) -> dict:
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_the_report(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert score(folder, GOOD, "--items") == 0
+    found = report(folder)
+    assert found["task"] == "gqa"
+    assert found["profile"] == "official"
+    assert found["scorer_version"] == SCORER_VERSION
+    assert found["metrics"]["accuracy"] == found["metrics"]["binary"] == 100
+    assert (found["n"], found["n_unparsed"], found["n_random_fallback"]) == (3, 0, 0)
+    files = [folder / "p.json", folder / "questions.json"]
+    assert found["inputs"] == {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
+    }
+    assert found["items"][0] == {
+        "question_id": "0",
+        "prediction": "Yes.",
+        "extracted": "yes",
+        "reference": "yes",
+        "score": 1.0,
+    }
+    printed = capsys.readouterr().out
+    assert "accuracy             100.0000" in printed
+    assert "structural.verify" not in printed
+    assert score(folder, GOOD, "--raw") == 0
+    assert report(folder)["metrics"]["accuracy"] == 0
+    assert "items" not in report(folder)
+
+
+BAD = {
+    "missing": (GOOD[:2], "no prediction for question '2'", "n_missing"),
+    "duplicate": ([*GOOD, GOOD[1]], "a further prediction for question '1'", "n_duplicate"),
+    "unknown": (
+        [*GOOD, {"question_id": "x", "prediction": "no"}],
+        "question id 'x' is not in the references",
+        "n_unknown",
+    ),
+    "empty": ([*GOOD[:2], {"question_id": "2", "prediction": " "}], "'2' is empty", "n_empty"),
+    "no text": (
+        [*GOOD[:2], {"question_id": "2", "prediction": None}],
+        "'2' is None, not a text",
+        "n_not_text",
+    ),
+}
+
+
+@pytest.mark.parametrize(("rows", "message", "counter"), BAD.values(), ids=BAD.keys())
+def test_a_misfit_is_an_error_that_names_file_and_id_or_is_counted(
+    folder: Path, capsys: pytest.CaptureFixture[str], rows: list, message: str, counter: str
+):
+    assert score(folder, rows) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "--allow-missing" in error
+    assert str(folder / ("questions.json" if counter == "n_missing" else "p.json")) in error
+    assert not (folder / "report.json").exists()
+    assert score(folder, rows, "--allow-missing") == 0
+    found = report(folder)
+    assert found[counter] == 1
+    assert found["n"] == 3
+    wrong = counter in ("n_missing", "n_empty", "n_not_text")
+    assert found["metrics"]["accuracy"] == pytest.approx(200 / 3 if wrong else 100)
+
+
+def test_of_repeated_predictions_the_last_counts(folder: Path):
+    rows = [*GOOD, {"question_id": "0", "prediction": "no"}]
+    assert score(folder, rows, "--allow-missing") == 0
+    assert report(folder)["metrics"]["accuracy"] == pytest.approx(200 / 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "has no prediction"),
+        ([{"image": "VizWiz_val_1.jpg", "answer": "a"}], "looks like predictions for vizwiz"),
+        ([{"question_id": "validation_Art_1", "text": "A"}], "look like predictions for mmmu"),
+        (QUESTIONS, "looks like references for gqa"),
+        ([{"question_id": "0"}], "no file of gqa predictions"),
+        ([*GOOD[:2], {"question_id": "2"}], "row 3: has no prediction or text"),
+    ],
+    ids=["empty", "vizwiz", "mmmu", "references", "no text", "a row without text"],
+)
+def test_other_files_are_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], rows: object, message: str
+):
+    assert score(folder, rows) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert str(folder / "p.json") in error
+
+
+def test_references_of_another_benchmark_or_without_answers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert score(folder, GOOD, task="vqav2") == 2
+    assert "looks like references for gqa" in capsys.readouterr().err
+    questions = {i: {k: v for k, v in q.items() if k != "answer"} for i, q in QUESTIONS.items()}
+    (folder / "questions.json").write_text(json.dumps(questions))
+    assert score(folder, GOOD) == 2
+    assert "row 1: question '0' has no answer (a test split?)" in capsys.readouterr().err
+    assert score(folder, GOOD, "--allow-missing") == 0
+    assert (report(folder)["n_without_answer"], report(folder)["metrics"]) == (3, {})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gqa", "--profile", "mine"], "allowed: official, lmms, vlmeval"),
+        (["gqa", "--profile", "lmms", "--raw"], "raw belongs to the profile official"),
+        (["gqa", "--fallback", "wrong"], "fallback and seed are MMMU's"),
+        (["gqa", "--data", "."], "--references instead of --data"),
+        (["gqa"], "needs its reference files"),
+        (["yes_no", "--references", "x"], "it takes --data FOLDER"),
+        ([], "name one task"),
+    ],
+)
+def test_options_that_do_not_fit(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+):
+    (folder / "p.json").write_text(json.dumps(GOOD))
+    words = [*words, "--predictions", str(folder / "p.json"), "--out", str(folder / "r.json")]
+    assert main(["score", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_set_of_ones_own_by_position_or_by_option(folder: Path):
+    row = {"question_id": "a", "text": "a?", "answer": "yes"}
+    (folder / "questions.jsonl").write_text(json.dumps(row))
+    (folder / "p.jsonl").write_text(json.dumps({"question_id": "a", "prediction": "Yes"}))
+    words = ["--data", str(folder), "--predictions", str(folder / "p.jsonl")]
+    for name in (["yes_no"], ["--task", "yes_no"]):
+        assert main(["score", *name, *words, "--out", str(folder / "report.json")]) == 0
+        assert report(folder)["metrics"]["accuracy"] == 100
+
+
+def test_the_command_line_knows_the_benchmarks():
+    assert set(OFFICIAL) == set(BENCHMARKS)
+    with pytest.raises(ValueError, match="unknown benchmark 'x'; allowed: pope"):
+        get_benchmark("x")
+
+
+def test_scoring_imports_neither_torch_nor_transformers(folder: Path):
+    (folder / "p.json").write_text(json.dumps(GOOD))
+    words = ["score", "gqa", "--predictions", "p.json", "--references", "questions.json"]
+    code = (
+        "import sys; from coat_vlm.cli import main; "
+        f"status = main({[*words, '--out', 'r.json']!r}); "
+        "sys.exit(status or str(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip() == "[]", done.stderr
+
+
+def test_ten_thousand_predictions_take_less_than_two_seconds(folder: Path):
+    answers = [{"answer": f"a red-cup {i}", "answer_id": i} for i in range(10)]
+    rows = [
+        {
+            "question_id": i,
+            "image_id": i,
+            "question_type": f"what {i % 60}",
+            "answer_type": "other",
+            "answers": [{**one, "answer": f"{one['answer']} {i % 5000}"} for one in answers],
+        }
+        for i in range(10_000)
+    ]
+    (folder / "questions.json").write_text(json.dumps({"annotations": rows}))
+    predictions = [{"question_id": i, "answer": f"The red cup 3 {i}."} for i in range(10_000)]
+    start = time.process_time()
+    assert score(folder, predictions, task="vqav2") == 0
+    # Two on an idle core; processor time stretches on a shared one.
+    assert time.process_time() - start < 4
+
+
+def test_the_documented_example_of_a_benchmark_scores(tmp_path: Path):
+    document = Path(__file__).parents[2] / "docs" / "evaluation.md"
+    [code] = re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL)
+    room: dict = {}
+    exec(code, room)
+    counts = [("a", 3, "cup"), ("b", 1, "cup"), ("c", 7, "fork")]
+    rows = [{"question_id": i, "count": n, "kind": kind} for i, n, kind in counts]
+    (tmp_path / "refs.json").write_text(json.dumps(rows))
+    said = [("c", "none"), ("a", "I see 3"), ("b", "2 cups")]
+    predictions = [{"question_id": i, "prediction": text} for i, text in said]
+    (tmp_path / "p.json").write_text(json.dumps(predictions))
+    found = score_official(room["Counting"](), [tmp_path / "p.json"], [tmp_path / "refs.json"])
+    assert found["metrics"] == {"overall": 50, "kind.cup": 75, "kind.fork": 0}
+    assert found["n_unparsed"] == 1

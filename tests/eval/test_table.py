@@ -1,0 +1,89 @@
+"""Every form of file gives the same rows, and a broken one is named."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from coat_data.sample import DataError
+from coat_eval.table import read_table
+
+ROWS = [{"question_id": 1, "answers": [{"answer": "a\u2028b"}]}, {"question_id": 2, "answers": []}]
+LINES = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps(ROWS),
+        LINES,
+        "\ufeff" + LINES,
+        json.dumps({"info": {}, "annotations": ROWS}),
+        json.dumps({"1": {"answers": ROWS[0]["answers"], "question_id": 1}, "2": ROWS[1]}),
+    ],
+    ids=["list", "lines", "byte order mark", "header", "by id"],
+)
+@pytest.mark.parametrize("zipped", [False, True])
+def test_text_forms(tmp_path: Path, content: str, zipped: bool):
+    path = tmp_path / "any.name"
+    data = content.encode()
+    path.write_bytes(gzip.compress(data) if zipped else data)
+    assert read_table(path).rows == ROWS
+
+
+def test_parquet_without_its_images(tmp_path: Path):
+    rows = [{**row, "image": {"bytes": b"x", "path": "a"}, "images": [b"x"]} for row in ROWS]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.json")
+    assert read_table(tmp_path / "rows.json").rows == ROWS
+
+
+def test_one_line_is_a_row_and_a_plain_object_goes_by_id(tmp_path: Path):
+    path = tmp_path / "p"
+    path.write_text('{"question_id": "1", "prediction": "x"}')
+    assert read_table(path).rows == [{"question_id": "1", "prediction": "x"}]
+    path.write_text('{"validation_Art_1": "D"}')
+    table = read_table(path)
+    assert table.form == "mapping"
+    assert table.rows == [{"question_id": "validation_Art_1", "value": "D"}]
+
+
+def test_places(tmp_path: Path):
+    path = tmp_path / "p"
+    path.write_text(LINES)
+    assert read_table(path).where(1) == f"{path}:3"
+    path.write_text(json.dumps(ROWS))
+    assert read_table(path).where(1) == f"{path}, row 2"
+
+
+@pytest.mark.parametrize(
+    ("content", "where", "problem"),
+    [
+        (b'{"a": 1}\n{"a"', ":2", "not JSON"),
+        (b'{"a": 1}\n7', ":2", "holds '7'"),
+        (b'[{"a": 1},', ":1", "not JSON"),
+        (b"[1]", ", row 1", "is a int"),
+        (b"3", "", "holds a int"),
+        (b"\xff\xfe\x00", "", "neither UTF-8"),
+        (b"\x1f\x8bx", "", "broken gzip"),
+        (b"PAR1xxxx", "", "broken Parquet"),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, content: bytes, where: str, problem: str):
+    path = tmp_path / "p"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=problem) as error:
+        read_table(path)
+    assert error.value.where == f"{path}{where}"
+
+
+def test_empty_files_have_no_rows_and_absent_ones_are_absent(tmp_path: Path):
+    path = tmp_path / "p"
+    path.write_text("\n")
+    assert read_table(path).rows == []
+    with pytest.raises(FileNotFoundError):
+        read_table(tmp_path / "none")
+    with pytest.raises(DataError, match="is a folder"):
+        read_table(tmp_path)
