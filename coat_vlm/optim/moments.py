@@ -1,8 +1,8 @@
 """Optimizer states by element: what can be cut and joined when parameters are partitioned anew.
 
-The one place of this package that knows how :class:`~coat_vlm.optim.CoatAdamW` stores a moment: FP8
-codes by element, amax and k by group of elements counted from the partition's start. Cutting codes
-anywhere but between groups means decoding them; putting values into another partition means
+The one place of this package that knows how :class:`~coat_vlm.optim.CoatAdamW` stores a moment:
+FP8 codes by element, amax and k by group of elements counted from the partition's start. Cutting
+codes anywhere but between groups means decoding them; putting values into another partition means
 encoding them again, which moves each by at most half a step of its new group's codes.
 """
 
@@ -16,27 +16,26 @@ from coat_kernels import reference_adamw
 from coat_kernels.reference_adamw import GROUP
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_METADATA = ("amax", "k")
+_METADATA = ("_amax", "_k")
+"""Suffixes of what a coded moment has per group."""
 
 Read = Callable[[str, int, int], Tensor]
 """Entries ``start`` to ``stop`` of a flat saved tensor: ``read(key, start, stop)``."""
 
 
 def codec(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
-    """The name of an optimizer and of how it stores a group's moments; checkpoints record it."""
-    name = group.get("codec")
-    return type(optimizer).__name__ + (f" {name}" if name else "")
+    """The name of an optimizer and of how it stores a group's states; checkpoints record it."""
+    settings = [str(group[key]) for key in ("codec", "master", "released") if group.get(key)]
+    return " ".join([type(optimizer).__name__, *settings])
 
 
 def by_element(state: Mapping[str, Tensor], size: int) -> set[str]:
     """The keys of a state that have an entry for each of ``size`` elements, codes included."""
-    metadata = {f"{moment}_{field}" for moment in MOMENTS for field in _METADATA}
+    metadata = {key for moment in MOMENTS for key in _metadata(moment, state)}
     return {
         key
         for key, tensor in state.items()
-        if tensor.ndim
-        and tensor.numel() == size
-        and not (key in metadata and _is_coded(key, state))
+        if tensor.ndim and tensor.numel() == size and key not in metadata
     }
 
 
@@ -57,13 +56,14 @@ def decoded(
     """
     values: dict[str, Tensor] = {}
     for key in elements:
-        if not _is_coded(f"{key}_amax", keys):
+        metadata = _metadata(key, keys)
+        if not metadata:
             values[key] = read(key, start, stop)
             continue
         first, last = start // GROUP, -(-stop // GROUP)
         codes = read(key, first * GROUP, stop)
-        amax, k = (read(f"{key}_{field}", first, last) for field in _METADATA)
-        values[key] = reference_adamw.decode(codes, amax, k)[start - first * GROUP :]
+        fields = [read(name, first, last) for name in metadata]
+        values[key] = reference_adamw.decode(codes, *fields)[start - first * GROUP :]
     return values
 
 
@@ -79,16 +79,17 @@ def encoded(
     """
     state: dict[str, Tensor] = {}
     for key, value in values.items():
-        if not _is_coded(f"{key}_amax", keys):
+        metadata = _metadata(key, keys)
+        if not metadata:
             state[key] = value
             continue
-        fields = reference_adamw.encode(value, bool(group.get("released", False)))
-        for name, tensor in zip((key, *(f"{key}_{f}" for f in _METADATA)), fields, strict=True):
-            state[name] = tensor
+        fields = reference_adamw.encode(value, bool(group.get("released")))
+        state.update(zip((key, *metadata), fields, strict=True))
     return state
 
 
-def _is_coded(metadata: str, keys: Collection[str]) -> bool:
-    """Whether a key names the metadata of a moment that is there as codes."""
-    moment = metadata.rpartition("_")[0]
-    return metadata in keys and moment in keys and moment in MOMENTS
+def _metadata(moment: str, keys: Collection[str]) -> tuple[str, ...]:
+    """The keys of a moment's metadata; none where it is not stored as codes."""
+    if moment not in MOMENTS:
+        return ()
+    return tuple(moment + suffix for suffix in _METADATA if moment + suffix in keys)

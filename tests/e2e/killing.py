@@ -57,19 +57,34 @@ def save_for_ever(folder: Path, step: int, report: int) -> None:
         os.write(report, b".")  # ends
 
 
-def kill_one(folder: Path, step: int, delay_s: float) -> tuple[int, bool]:
-    """Steps saved by a process that is killed, and whether that was during a save."""
+def kill_one(folder: Path, step: int, delay_s: float | None) -> tuple[int, bool, float]:
+    """Start a process that saves, and kill it.
+
+    Args:
+        folder: the checkpoints.
+        step: the newest of them.
+        delay_s: between the beginning of its first save and its death; None waits for the end.
+
+    Returns:
+        Steps that it saved, whether it died during a save, and the seconds that it had.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         save_for_ever(folder, step, writing)
     os.close(writing)
-    time.sleep(delay_s)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with os.fdopen(reading) as file:
-        reported = file.read()
-    return reported.count("."), reported.endswith("+")
+    with os.fdopen(reading, "rb", buffering=0) as file:
+        reported = file.read(1)
+        begin = time.perf_counter()
+        if delay_s is None:
+            reported += file.read(1)
+        else:
+            time.sleep(delay_s)
+        os.kill(child, signal.SIGKILL)
+        seconds = time.perf_counter() - begin
+        os.waitpid(child, 0)
+        reported += file.read()
+    return reported.count(b"."), reported.endswith(b"+"), seconds
 
 
 def check(folder: Path, expected: set[int]) -> int:
@@ -91,9 +106,10 @@ def main() -> None:
         folder_module._swap = lambda *_: False  # as on a file system that cannot
     folder.mkdir()
     left: dict[str, int] = {"inside a save": 0}
-    step = 0
+    saved, inside, step_s = kill_one(folder, 0, None)
+    step = check(folder, {saved, saved + inside})
     for _ in range(times):
-        saved, inside = kill_one(folder, step, draw.uniform(0.02, 0.3))
+        saved, inside, _ = kill_one(folder, step, draw.uniform(0.0, 2 * step_s))
         left["inside a save"] += inside
         for prefix in {path.name.split("step")[0] for path in folder.iterdir()}:
             left[prefix] = left.get(prefix, 0) + 1
