@@ -5,6 +5,7 @@ other is put together from the saved partitions that overlap it: weights and FP3
 FP8 moments decoded and encoded again in the groups of the new partition.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,13 +118,14 @@ def _assembled(partition: Partition, shards: Shards, group: dict[str, Any]) -> d
             if not saved.keys:
                 continue  # its parameters had no gradient yet: zeros
             sources.append(saved)
-            parts = decoded(saved.keys, saved.elements, saved.read, first, first + count)
+            read = partial(saved.read, device=master.device)  # a GPU decodes faster
+            parts = decoded(saved.keys, saved.elements, read, first, first + count)
             for key, part in parts.items():
                 if key not in values:
                     values[key] = torch.zeros(
                         master.numel(), dtype=part.dtype, device=master.device
                     )
-                values[key][here] = part.to(master.device)
+                values[key][here] = part
     master.copy_(weights.view(master.shape))
     if not sources:
         return {}

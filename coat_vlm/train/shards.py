@@ -129,9 +129,9 @@ class SavedPartition:
         """A whole tensor, as it was saved: flat, or without dimensions."""
         return self.file.get_tensor(f"{self.number}.{key}")
 
-    def read(self, key: str, start: int, stop: int) -> Tensor:
+    def read(self, key: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
         """Some entries of a flat tensor."""
-        return self.file.get_slice(f"{self.number}.{key}")[start:stop]
+        return self.file.get_slice(f"{self.number}.{key}")[start:stop].to(device=device)
 
 
 class Shards:

@@ -27,7 +27,7 @@ from coat_vlm.train.checkpoint import (
 )
 from coat_vlm.train.engine import build_engine, clips_itself, set_trainable
 from coat_vlm.train.export import save_description
-from coat_vlm.train.folder import problem_with, remove_folder, settle
+from coat_vlm.train.folder import problem_inside, problem_with, remove_folder, settle
 from coat_vlm.train.fp8_record import Fp8Record
 from coat_vlm.train.loop import StageRun
 from coat_vlm.train.metrics import Metrics, rewind
@@ -229,10 +229,10 @@ def _model_for(
     """The model and processor that a stage starts from."""
     earlier = [stage for stage in STAGES[: STAGES.index(name)] if stage in recipe.stages]
     start = run_dir / earlier[-1] / "model" if earlier else recipe.init_from
-    if earlier and problem_with(run_dir / earlier[-1] / "model") is not None:
+    problem = problem_inside(run_dir / earlier[-1] / "model", world) if earlier else None
+    if problem is not None:
         raise ValueError(
-            f"stage {name} starts from {start}, and {problem_with(Path(str(start)))}; train the "
-            f"stage {earlier[-1]} first"
+            f"stage {name} starts from {start}, and {problem}; train the stage {earlier[-1]} first"
         )
     if start is not None:
         model = CoatVlm.from_pretrained(
