@@ -27,7 +27,13 @@ from coat_vlm.optim.moments import codec
 from coat_vlm.train.contents import Contents, SavedParameter, read_contents, write_contents
 from coat_vlm.train.engine_state import load_engine, save_engine
 from coat_vlm.train.folder import problem_inside, remove_folder, write_folder
-from coat_vlm.train.partitions import full_shape, groups_by_name, persistent_buffers
+from coat_vlm.train.partitions import (
+    full_shape,
+    groups_by_name,
+    model_of,
+    optimizer_of,
+    persistent_buffers,
+)
 from coat_vlm.train.random_state import random_state, set_random_state
 from coat_vlm.train.shards import Shards, ShardWriter
 from coat_vlm.train.world import ALONE, World
@@ -187,21 +193,20 @@ def _contents(engine: DeepSpeedEngine) -> Contents:
             dtype=str(parameter.dtype).removeprefix("torch."),
             group=groups.get(name),
         )
-        for name, parameter in engine.module.named_parameters()
+        for name, parameter in model_of(engine).named_parameters()
     }
     settings = [
-        {"codec": codec(engine.basic_optimizer, group), "lr": float(group["lr"])}
+        {"codec": codec(optimizer_of(engine), group), "lr": float(group["lr"])}
         for group in _groups(engine)
     ]
     buffers = {
-        name: tuple(buffer.shape) for name, buffer in persistent_buffers(engine.module).items()
+        name: tuple(buffer.shape) for name, buffer in persistent_buffers(model_of(engine)).items()
     }
     return Contents(parameters=parameters, buffers=buffers, groups=settings)
 
 
 def _groups(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
-    optimizer: Any = engine.basic_optimizer
-    return optimizer.param_groups
+    return optimizer_of(engine).param_groups
 
 
 def _set_lr(group: dict[str, Any], lr: float) -> None:

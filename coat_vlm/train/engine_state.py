@@ -19,6 +19,8 @@ from coat_vlm.train.partitions import (
     before_reading,
     frozen_piece,
     is_split,
+    model_of,
+    optimizer_of,
     partitions,
     persistent_buffers,
 )
@@ -40,20 +42,20 @@ def save_engine(engine: DeepSpeedEngine, writer: ShardWriter, world: World) -> N
     Raises:
         OSError: a file could not be written.
     """
-    optimizer: Any = engine.basic_optimizer
+    optimizer = optimizer_of(engine)
     alike = engine.zero_optimization_stage() == 0
     for number, partition in enumerate(partitions(engine)):
         if not alike or number % world.size == world.rank:
             # Not optimizer.state[...], which would leave an empty state behind.
             state = optimizer.state.get(partition.tensor)
             writer.add(partition.pieces, partition.tensor, state)
-    for number, (name, parameter) in enumerate(engine.module.named_parameters()):
+    for number, (name, parameter) in enumerate(model_of(engine).named_parameters()):
         if not parameter.requires_grad:
             part = frozen_piece(name, parameter, owner=number % world.size == world.rank)
             if part is not None:
                 writer.add((part[1],), part[0])
     if world.is_main:
-        for name, buffer in persistent_buffers(engine.module).items():
+        for name, buffer in persistent_buffers(model_of(engine)).items():
             writer.add((Piece(name, 0, buffer.numel(), 0),), buffer)
 
 
@@ -71,7 +73,7 @@ def load_engine(engine: DeepSpeedEngine, shards: Shards) -> bool:
     Raises:
         ValueError: elements are missing.
     """
-    optimizer: Any = engine.basic_optimizer
+    optimizer = optimizer_of(engine)
     before_reading(engine)
     exact = True
     for partition in partitions(engine):
@@ -84,10 +86,10 @@ def load_engine(engine: DeepSpeedEngine, shards: Shards) -> bool:
             exact = False
         if state:
             optimizer.state[partition.tensor] = state
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in model_of(engine).named_parameters():
         if not parameter.requires_grad:
             _fill_frozen(name, parameter, shards)
-    for name, buffer in persistent_buffers(engine.module).items():
+    for name, buffer in persistent_buffers(model_of(engine)).items():
         buffer.copy_(shards.weight(name, tuple(buffer.shape)))
     after_reading(engine)
     return exact

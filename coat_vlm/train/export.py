@@ -124,7 +124,7 @@ def _from_checkpoint(
     state: dict[str, Tensor] = {}
     for name in tqdm(names, desc="reading", unit="tensor", delay=2.0, leave=False):
         state[name] = _weight(name, contents, shards, dtype)
-    model.to(dtype or _common_dtype(contents))
+    nn.Module.to(model, dtype or _common_dtype(contents))
     _check_names(checkpoint, model, state)
     return model, state
 

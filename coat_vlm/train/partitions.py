@@ -7,7 +7,7 @@ of each parameter in turn. All become lists of :class:`Piece`, which say the sam
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -82,9 +82,19 @@ def _weights_by_group(engine: DeepSpeedEngine) -> list[tuple[int, list[Any]]]:
     )
 
 
+def model_of(engine: DeepSpeedEngine) -> nn.Module:
+    """The engine's model."""
+    return cast(nn.Module, engine.module)
+
+
+def optimizer_of(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
+    """The optimizer itself, which DeepSpeed wraps."""
+    return cast(torch.optim.Optimizer, engine.basic_optimizer)
+
+
 def _names(engine: DeepSpeedEngine) -> dict[int, str]:
     """The (first) name of each parameter by its id."""
-    return {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    return {id(parameter): name for name, parameter in model_of(engine).named_parameters()}
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
