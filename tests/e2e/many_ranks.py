@@ -6,6 +6,7 @@ Whole parameters and states are put together by DeepSpeed's functions, not by th
 
 import json
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Iterator
@@ -14,13 +15,14 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.ops import __compatible_ops__
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
 from coat_kernels import reference_adamw
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.train.checkpoint import Progress, load_checkpoint, save_checkpoint
-from coat_vlm.train.world import World, start_world
+from coat_vlm.train.world import World
 
 BATCH = 8
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -176,8 +178,21 @@ def dump(engine: Any) -> dict[str, Any]:
     return result
 
 
+def join() -> World:
+    __compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return World(rank=rank, size=size, device=torch.device("cpu"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def work(folder: Path, run: dict[str, Any]) -> None:
-    world = start_world()
+    world = join()
     engine = build(run)
     clips = run["zero"] == 0 and not run["bf16"]
     progress = Progress(
@@ -211,14 +226,14 @@ def work(folder: Path, run: dict[str, Any]) -> None:
 
 def main() -> int:
     folder = Path(sys.argv[1])
-    for number, run in enumerate(json.load(sys.stdin)):
-        children = []
+    for run in json.load(sys.stdin):
+        children, port = [], free_port()
         for rank in range(run["ranks"]):
             child = os.fork()
             if not child:
                 os.environ.update(
                     RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run["ranks"]),
-                    MASTER_ADDR="127.0.0.1", MASTER_PORT=str(run["port"] + number),
+                    MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                 )  # fmt: skip
                 try:
                     work(folder, run)

@@ -1,7 +1,6 @@
 """Checkpoints read at another number of ranks and another ZeRO stage (many_ranks.py trains)."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -33,16 +32,13 @@ RATES = [1e-2, 3e-3, 1e-3]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("regroup")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     steps: dict[str, int] = {}
     listed = []
     for name, run in RUNS.items():
         source = run.get("resume")
         steps[name] = run["steps"] + (steps[source] if source else 0)
         resume = f"{source}/step-{steps[source]:08d}" if source else None
-        defaults = {"name": name, "port": port, "optimizer": "coat", "bf16": False}
+        defaults = {"name": name, "optimizer": "coat", "bf16": False}
         listed.append({**defaults, **run, "resume": resume})
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("many_ranks.py")), str(folder)],
