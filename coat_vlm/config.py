@@ -193,6 +193,9 @@ class StageConfig:
     """Checkpoint interval; 0 saves at the end only."""
     max_bad_samples: NonNegative = 0
     """Bad samples that may be replaced and listed before the run stops."""
+    max_skipped_steps: NonNegative = 0
+    """Steps that may be skipped because a gradient is NaN or infinite before the run stops;
+    counted anew when a run is resumed."""
 
     def __post_init__(self) -> None:
         _exactly_one("stage", epochs=self.epochs, max_steps=self.max_steps)

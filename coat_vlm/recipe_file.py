@@ -153,6 +153,11 @@ def _explain(problem: Any) -> str:
     dotted = ".".join(keys)
     if problem["type"] == "unexpected_keyword_argument" or "[key]" in problem["loc"]:
         known = _known_keys(keys[:-1])
+        if "offload" in dotted:
+            return (
+                f"  {dotted}: optimizer states and weights are not offloaded: DeepSpeed's CPU Adam "
+                "would step instead of the FP8 optimizer; raise zero_stage, or use precision coat"
+            )
         close = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.4)
         did_you_mean = f"did you mean {'.'.join([*keys[:-1], close[0]])}? " if close else ""
         return f"  {dotted}: unknown key; {did_you_mean}(allowed: {', '.join(known)})"

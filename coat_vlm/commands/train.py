@@ -19,6 +19,7 @@ def add(commands: Commands) -> None:
   coat-vlm train my_recipe.yaml --resume auto          # continue where the run stopped
   torchrun --nproc-per-node 8 --no-python coat-vlm train my_recipe.yaml zero_stage=2
   deepspeed --num_gpus 8 "$(command -v coat-vlm)" train my_recipe.yaml zero_stage=2
+  coat-vlm train my_recipe.yaml --resume auto zero_stage=0   # saved by 8 GPUs, continued by one
 """,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a built-in recipe's name")
@@ -28,7 +29,10 @@ def add(commands: Commands) -> None:
     parser.add_argument("--stage", help="train this stage only: align, pretrain or sft")
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
-        "--resume", choices=["auto"], help="continue from the newest complete checkpoint, if any"
+        "--resume",
+        choices=["auto"],
+        help="continue from the newest whole checkpoint, if any; the number of processes, "
+        "zero_stage and micro_batch_size may have changed",
     )
     start.add_argument(
         "--overwrite", action="store_true", help="delete an earlier run in the output folder first"

@@ -113,4 +113,22 @@ def build_engine(
     # it moves nothing; forgetting the states it made undoes the rest (the step count).
     if recipe.zero_stage == 0:
         optimizer.state.clear()
+    check_optimizer(engine, optimizer)
     return engine
+
+
+def check_optimizer(engine: deepspeed.DeepSpeedEngine, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an engine that would not step with this optimizer on this device.
+
+    Raises:
+        ValueError: DeepSpeed took another optimizer, or offloads states or weights.
+    """
+    offloads = engine.zero_offload_optimizer(), engine.zero_offload_param()
+    offloaded = any(o is not None and o.device != "none" for o in offloads)
+    if engine.basic_optimizer is not optimizer or offloaded:
+        raise ValueError(
+            f"DeepSpeed would step with {type(engine.basic_optimizer).__name__}"
+            f"{' on the CPU (offload)' if offloaded else ''}, not with the kernel of "
+            f"{type(optimizer).__name__}; leave offload_optimizer, offload_param and optimizer out "
+            "of its configuration: FP8 states and a higher zero_stage save memory instead"
+        )

@@ -1,8 +1,9 @@
-"""Checks in the first step that every module that should train gets a gradient."""
+"""Watches gradients: do all modules that should train get one, and which are not finite."""
 
 from types import TracebackType
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from coat_vlm.config import MODULES, ModuleName, StageConfig
@@ -58,5 +59,41 @@ class GradientWatch:
     def _note(self, name: str):
         def hook(_gradient: torch.Tensor) -> None:
             self._reached.add(name)
+
+        return hook
+
+
+class NonFiniteWatch:
+    """Notes which parameters get a gradient with a NaN or an infinity.
+
+    Args:
+        model: the model; ZeRO may have split its parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+        self.names: list[str] = []
+        """Parameters found so far."""
+
+    def __enter__(self) -> "NonFiniteWatch":
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(self._note(name)))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, name: str):
+        def hook(gradient: torch.Tensor) -> None:
+            if name not in self.names and not gradient.isfinite().all():
+                self.names.append(name)
 
         return hook

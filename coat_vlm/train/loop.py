@@ -28,7 +28,7 @@ from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import lr_factor
 from coat_vlm.train.engine import set_train_mode
 from coat_vlm.train.fp8_record import Fp8Record
-from coat_vlm.train.gradients import GradientWatch
+from coat_vlm.train.gradients import GradientWatch, NonFiniteWatch
 from coat_vlm.train.interrupt import Interrupts
 from coat_vlm.train.metrics import Metrics
 from coat_vlm.train.sources import StageData
@@ -66,14 +66,17 @@ class StageRun:
     """Finished steps."""
     bad_samples: int = 0
     """Rows replaced so far, over all ranks."""
+    skipped_steps: int = 0
+    """Steps of this process that changed nothing, because a gradient was not finite."""
 
     def train(self) -> None:
         """Run the remaining steps, validating and saving on the way and at the end.
 
         Raises:
             DataError: a row is bad, or more than ``max_bad_samples`` are.
-            ValueError: the loss is not finite, nothing in a batch is trained, or a module that
-                should train gets no gradient.
+            ValueError: the loss is not finite, more than ``max_skipped_steps`` had gradients that
+                were not, nothing in a batch is trained, or a module that should train gets no
+                gradient.
             Stopped: after a signal, when the checkpoint is saved.
         """
         batches = self.data.loader.steps(self.step)
@@ -174,10 +177,14 @@ class StageRun:
             norm = self.engine.get_global_grad_norm()
         (loss_value,) = self.world.sum([total.item()])
         self.step += 1
-        self._check_finite(loss_value)
+        norm = None if norm is None else float(norm)
+        if norm is not None and not math.isfinite(norm):
+            self._note_skipped(micro_batches, loss_value, tokens)
+        else:
+            self._check_finite(loss_value)
         return {
-            "loss": loss_value,
-            "grad_norm": None if norm is None else float(norm),
+            "loss": loss_value if math.isfinite(loss_value) else None,
+            "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
             "lr": lr,
             "trained_tokens": int(tokens),
             "tokens": int(all_tokens),
@@ -195,7 +202,29 @@ class StageRun:
     def _clip(self) -> float:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         limit = self.stage.grad_clip or math.inf
-        return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        if not math.isfinite(norm):
+            for parameter in parameters:  # AdamW passes over parameters without a gradient
+                parameter.grad = None
+        return norm
+
+    def _note_skipped(self, micro_batches: list[LoadedBatch], loss: float, tokens: float) -> None:
+        """Count a step that DeepSpeed or :meth:`_clip` skipped; stop when there are too many."""
+        self.skipped_steps += 1
+        if self.skipped_steps <= self.stage.max_skipped_steps:
+            return
+        # Nothing was updated, so the step can be looked at again, parameter by parameter.
+        with NonFiniteWatch(self.model) as watch:
+            for loaded in micro_batches:
+                self.engine.backward(self._loss(loaded.batch, divisor=tokens))
+        names = sorted({name for found in self.world.gather(watch.names) for name in found})
+        where = f"first in {names[0]}, one of {len(names)}" if names else "not when tried again"
+        raise ValueError(
+            f"stage {self.name}, step {self.step}: gradients are NaN or infinite ({where}; the "
+            f"loss is {loss}); no weight was changed. {self.skipped_steps} steps were skipped so "
+            f"far, max_skipped_steps is {self.stage.max_skipped_steps}: lower the learning rates, "
+            "raise warmup_ratio or raise max_skipped_steps, and continue with --resume auto"
+        )
 
     def _set_lr(self) -> dict[str, float]:
         """Set this step's learning rates; returns them by module."""
@@ -230,11 +259,13 @@ class StageRun:
                 "step_s": round(seconds, 4),
                 "data_wait_s": round(data_wait, 4),
                 "bad_samples": self.bad_samples,
+                "skipped_steps": self.skipped_steps,
             }
         )
         bar.update()
         if self.step % self.log_every_steps == 0 or self.step == self.total_steps:
-            bar.set_postfix(loss=f"{row['loss']:.4f}", samples_s=f"{samples / seconds:.0f}")
+            loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+            bar.set_postfix(loss=loss, samples_s=f"{samples / seconds:.0f}")
 
     def _peak_memory_mb(self) -> float:
         """Largest memory so far in MB: allocated on the GPU, or the process's resident set."""

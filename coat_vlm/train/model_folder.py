@@ -4,13 +4,13 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 
-import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 from coat_vlm.checkout import commit
 from coat_vlm.config import Recipe
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.processor import CoatVlmProcessor
+from coat_vlm.train.export import share_tied
 from coat_vlm.train.folder import write_folder
 from coat_vlm.train.world import World
 
@@ -54,7 +54,8 @@ def save_model(
     def write(temporary: Path) -> None:
         if not world.is_main:
             return
-        model.save_pretrained(temporary, state_dict=_share_tied(state, model))
+        assert state is not None
+        model.save_pretrained(temporary, state_dict=share_tied(state, model))
         processor.save_pretrained(temporary)
         training = {
             "recipe": recipe.name,
@@ -70,16 +71,3 @@ def save_model(
         (temporary / "training.json").write_text(text, encoding="utf-8")
 
     write_folder(target, world, write)
-
-
-def _share_tied(
-    state: dict[str, torch.Tensor] | None, model: torch.nn.Module
-) -> dict[str, torch.Tensor]:
-    """Let names of one parameter (tied embeddings) share one tensor, so that it is saved once."""
-    assert state is not None
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in state:
-            original = first.setdefault(id(parameter), name)
-            state[name] = state[original]
-    return state

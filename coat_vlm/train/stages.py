@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import shutil
 import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -17,9 +18,16 @@ from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
 from coat_vlm.processor import CoatVlmProcessor, build_processor, prepare_tokenizer, train_tokenizer
 from coat_vlm.recipe_file import load_recipe, save_recipe
-from coat_vlm.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
+from coat_vlm.train.checkpoint import (
+    Progress,
+    checkpoints_in,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from coat_vlm.train.engine import build_engine, clips_itself, set_trainable
-from coat_vlm.train.folder import problem_with
+from coat_vlm.train.export import save_description
+from coat_vlm.train.folder import problem_inside, problem_with, remove_folder, settle
 from coat_vlm.train.fp8_record import Fp8Record
 from coat_vlm.train.loop import StageRun
 from coat_vlm.train.metrics import Metrics, rewind
@@ -27,7 +35,14 @@ from coat_vlm.train.model_folder import save_model
 from coat_vlm.train.sources import StageData, open_data, texts
 from coat_vlm.train.world import World, joined_world
 
-_MAY_CHANGE = {"num_workers", "save_total_limit", "log_every_steps", "tracking", "eval_sets"}
+_MAY_CHANGE = {
+    "num_workers",
+    "save_total_limit",
+    "log_every_steps",
+    "tracking",
+    "eval_sets",
+    "zero_stage",
+}
 """Recipe keys that a resumed run may change: they do not touch the training itself."""
 
 
@@ -92,6 +107,9 @@ def _claim(
     world.barrier()
     if world.is_main:
         run_dir.mkdir(parents=True, exist_ok=True)
+        for stage in STAGES:
+            settle(run_dir / stage)
+            settle(run_dir / stage / "checkpoints")
         save_recipe(recipe, saved)
 
 
@@ -107,10 +125,18 @@ def _check_same(old: Recipe, new: Recipe, path: Path) -> None:
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as data, without ``fp8.weights``, which changes memory and time, no gradient."""
+    """A recipe as data, without nested keys that change memory and time only.
+
+    These are ``fp8.weights`` and the stages' ``micro_batch_size``, which another number of ranks
+    may need (FP8 scales are those of a micro-batch: losses then differ by FP8's rounding).
+    """
     fp8 = dataclasses.asdict(recipe.fp8 or Fp8Config())
     del fp8["weights"]
-    return {**recipe.to_dict(), "fp8": fp8}
+    settings = recipe.to_dict()
+    stages = {name: dict(stage) for name, stage in settings["stages"].items()}
+    for stage in stages.values():
+        del stage["micro_batch_size"]
+    return {**settings, "fp8": fp8, "stages": stages}
 
 
 def _run_stage(
@@ -145,13 +171,23 @@ def _run_stage(
 
     def save(step: int, bad_samples: int) -> None:
         here = progress(step, bad_samples)
-        save_checkpoint(checkpoints, engine, here, world, recipe.save_total_limit)
+        describe = partial(save_description, model=model, processor=processor)
+        save_checkpoint(checkpoints, engine, here, world, recipe.save_total_limit, describe)
 
     done = progress(0, 0)
-    checkpoint = latest_checkpoint(checkpoints) if resume else None
+    checkpoint = latest_checkpoint(checkpoints, world) if resume else None
     if checkpoint is not None:
         done = load_checkpoint(checkpoint, engine, done, world)
         _say(world, f"stage {name} continues from {checkpoint}")
+        if (done.world_size, done.zero_stage) != (world.size, recipe.zero_stage):
+            _say(
+                world,
+                f"  its states, of {done.world_size} ranks at ZeRO stage {done.zero_stage}, are "
+                f"regrouped for {world.size} at stage {recipe.zero_stage}",
+            )
+    elif not resume and world.is_main:
+        for left in checkpoints_in(checkpoints):  # of an earlier run of this stage
+            remove_folder(left)
     if world.is_main and resume:
         rewind(run_dir, name, done.step)
     metrics = Metrics(run_dir, recipe.tracking, recipe.name, enabled=world.is_main)
@@ -191,10 +227,10 @@ def _model_for(
     """The model and processor that a stage starts from."""
     earlier = [stage for stage in STAGES[: STAGES.index(name)] if stage in recipe.stages]
     start = run_dir / earlier[-1] / "model" if earlier else recipe.init_from
-    if earlier and problem_with(run_dir / earlier[-1] / "model") is not None:
+    problem = problem_inside(run_dir / earlier[-1] / "model", world) if earlier else None
+    if problem is not None:
         raise ValueError(
-            f"stage {name} starts from {start}, and {problem_with(Path(str(start)))}; train the "
-            f"stage {earlier[-1]} first"
+            f"stage {name} starts from {start}, and {problem}; train the stage {earlier[-1]} first"
         )
     if start is not None:
         model = CoatVlm.from_pretrained(

@@ -7,11 +7,14 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from coat_vlm.train.allocator import keep_freed_memory
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,8 @@ class World:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum each value over all ranks, in FP64."""
+        if self.size == 1:
+            return [float(value) for value in values]
         total = torch.tensor(list(values), dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.tolist()
@@ -37,9 +42,21 @@ class World:
         """Whether the flag is set on any rank."""
         return self.sum([float(flag)])[0] > 0
 
+    def gather(self, value: _T) -> list[_T]:
+        """The values of all ranks in order; small ones, as they are pickled on the way."""
+        if self.size == 1:
+            return [value]
+        values: list[_T] = [value] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.sum([0.0])
+
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+"""One process that was not launched as a rank: no process group is needed."""
 
 
 @contextmanager

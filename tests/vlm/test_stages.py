@@ -13,6 +13,7 @@ from coat_vlm.train import stages
     [
         ([], ["fp8.weights=recompute"]),  # a run that ran out of memory under auto
         (["fp8.weights=cache", "fp8.skip_last=1"], ["fp8.skip_last=1", "num_workers=0"]),
+        ([], ["zero_stage=3", "stages.sft.micro_batch_size=1"]),  # more GPUs
     ],
 )
 def test_what_changes_no_gradient_may_change(before: list[str], after: list[str]) -> None:

@@ -1,0 +1,46 @@
+"""``coat-vlm export``."""
+
+import argparse
+from pathlib import Path
+
+from coat_vlm.commands.command import Commands, command, say
+
+
+def add(commands: Commands) -> None:
+    """Declare ``export``."""
+    parser = command(
+        commands,
+        "export",
+        _export,
+        "write a checkpoint's model as a plain Hugging Face folder",
+        """\
+  coat-vlm export runs/quickstart/sft/checkpoints/step-00000100 --to exported
+  coat-vlm export runs/quickstart/sft/model --to exported_bf16 --dtype bfloat16
+
+Any number of ranks, ZeRO stage and precision can have saved the checkpoint; one process on a CPU
+reads it. The folder loads with coat_vlm.generate.load, with AutoModelForImageTextToText after
+"import coat_vlm", and as init_from in a recipe.
+""",
+    )
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="CKPT",
+        help="RUN/STAGE/checkpoints/step-..., or RUN/STAGE/model",
+    )
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the new folder")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        help="dtype of the weights; as in training when absent (float32 keeps master weights)",
+    )
+
+
+def _export(args: argparse.Namespace) -> int:
+    import torch
+
+    from coat_vlm.train.export import export
+
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    say(f"model: {export(args.source, args.to, dtype)}")
+    return 0

@@ -1,0 +1,47 @@
+"""Gradients that are not finite: the step changes nothing, is counted, and its parameter named."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from coat_vlm.cli import main
+
+training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_bad_gradients_are_counted_and_then_stop_the_run(
+    tiny_data: Path, tmp_path: Path, zero_stage: int
+) -> None:
+    recipe = training["tiny_recipe"](tiny_data, tmp_path / "run", zero_stage=zero_stage)
+    stage = recipe["stages"]["sft"]
+    stage["language"] = {"train": True, "lr": 1e30}  # after the first step nothing is finite
+    stage.update(max_skipped_steps=2, save_every_steps=1, schedule="constant", val_data=[])
+    recipe["save_total_limit"] = 9
+    done = training["train"](recipe, tmp_path)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert re.search(
+        r"step 4: gradients are NaN or infinite \(first in (language_model|projector)\S+, one of "
+        r"\d+.*no weight was changed. 3 steps.*max_skipped_steps is 2",
+        done.stderr,
+    )
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [row for row in map(json.loads, lines) if row["kind"] == "step"]
+    assert [row["skipped_steps"] for row in steps] == [0, 1, 2]
+    assert [row["grad_norm"] is None for row in steps] == [False, True, True]
+    # Skipped steps leave weights and states as they were.
+    saved = sorted((tmp_path / "run/sft/checkpoints").glob("step-*/rank-00000-000.safetensors"))
+    first, *others = (load_file(path) for path in saved)
+    assert len(others) == 2
+    for other in others:
+        for name, value in first.items():
+            assert value.equal(other[name]), name
+
+
+def test_a_recipe_may_not_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "quickstart", "offload_optimizer=cpu"]) == 2
+    assert "CPU Adam would step instead of the FP8 optimizer" in capsys.readouterr().err

@@ -1,0 +1,95 @@
+"""Checkpoints that do not fit: the error names the parameter, and says what to do."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from coat_vlm.optim import CoatAdamW, moments
+from coat_vlm.train.contents import Contents, SavedParameter, read_contents, write_contents
+from coat_vlm.train.piece import Piece
+from coat_vlm.train.shards import Shards, ShardWriter
+
+
+def contents(**changes: object) -> Contents:
+    parameters = {
+        "tower.weight": SavedParameter(shape=(4, 3), dtype="bfloat16", group=None),
+        "head.weight": SavedParameter(shape=(5, 4), dtype="bfloat16", group=0),
+    }
+    groups = [{"lr": 0.1, "codec": "CoatAdamW dre_e4m3"}]
+    whole = Contents(parameters=parameters, buffers={"scale": ()}, groups=groups)
+    return dataclasses.replace(whole, **changes)
+
+
+def with_head(**changes: object) -> Contents:
+    parameters = contents().parameters
+    head = dataclasses.replace(parameters["head.weight"], **changes)
+    return contents(parameters={**parameters, "head.weight": head})
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (with_head(shape=(6, 4)), r"head.weight has shape \(5, 4\), in this run \(6, 4\)"),
+        (with_head(group=None), r"head.weight is in parameter group 0 .* and frozen in this run"),
+        (with_head(group=1), r"head.weight is in parameter group 0 .* parameter group 1 in"),
+        (contents(parameters={}), "only the checkpoint has a parameter head.weight"),
+        (contents(groups=[]), "1 parameter groups were saved, this run has 0"),
+        (
+            contents(groups=[{"lr": 0.1, "codec": "CoatAdamW e4m3"}]),
+            "states of head.weight .* CoatAdamW dre_e4m3's, this run has CoatAdamW e4m3",
+        ),
+    ],
+)
+def test_what_differs_is_named(model: Contents, message: str) -> None:
+    contents().check(contents(), "step-1")
+    with pytest.raises(ValueError, match=f"step-1: .*{message}.*resume with"):
+        contents().check(model, "step-1")
+
+
+def test_contents_are_read_as_written(tmp_path: Path) -> None:
+    write_contents(tmp_path, contents())
+    assert read_contents(tmp_path) == contents()
+
+
+def test_another_layout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no contents.json; .*the version that wrote it"):
+        read_contents(tmp_path)
+    (tmp_path / "contents.json").write_text('{"format": 3}')
+    with pytest.raises(ValueError, match="has format 3, this version reads 2"):
+        read_contents(tmp_path)
+
+
+def test_optimizers_and_their_codecs_have_different_names() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    names = {
+        moments.codec(optimizer, optimizer.param_groups[0])
+        for optimizer in (
+            torch.optim.AdamW([parameter]),
+            CoatAdamW([parameter]),
+            CoatAdamW([parameter], released=True),
+        )
+    }
+    assert len(names) == 3
+
+
+def test_missing_elements_are_named(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, 0)
+    writer.add((Piece("w", 0, 6, 0),), torch.arange(6.0))
+    writer.close()
+    assert Shards(tmp_path).weight("w", (2, 3)).tolist() == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ValueError, match="lacks 2 of 8 elements of w"):
+        Shards(tmp_path).weight("w", (8,))
+
+
+def test_many_files_hold_what_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coat_vlm.train.shards.SHARD_BYTES", 100)
+    writer = ShardWriter(tmp_path, 3)
+    weights = [torch.randn(size) for size in (7, 30, 1, 50)]
+    for number, weight in enumerate(weights):
+        writer.add((Piece(str(number), 0, weight.numel(), 0),), weight)
+    writer.close()
+    assert len(list(tmp_path.glob("rank-00003-*.safetensors"))) == 2
+    for number, weight in enumerate(weights):
+        assert torch.equal(Shards(tmp_path).weight(str(number), weight.shape), weight)
