@@ -26,7 +26,8 @@ def frame_indices(starts: Sequence[float], times: Sequence[float]) -> list[int]:
     """The distinct frames on screen at ``times``, by the ascending times at which frames start."""
     import numpy as np
 
-    return np.unique(np.searchsorted(starts, times, side="right") - 1).clip(min=0).tolist()
+    started = np.searchsorted(starts, times, side="right") - 1
+    return np.unique(started.clip(min=0)).tolist()
 
 
 def shown_at(source: Any, times: Sequence[float]) -> tuple[list[float], Any]:
@@ -36,7 +37,7 @@ def shown_at(source: Any, times: Sequence[float]) -> tuple[list[float], Any]:
     # Threads of their own would only contend with those of the other loading processes.
     reader = decord.VideoReader(source, ctx=decord.cpu(0), num_threads=1)
     starts = reader.get_frame_timestamp(range(len(reader)))[:, 0]
-    indices = sorted(set(frame_indices(starts, times)))
+    indices = frame_indices(starts, times)
     return [float(starts[index]) for index in indices], reader.get_batch(indices).asnumpy()
 
 

@@ -22,12 +22,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
+from PIL.TiffImagePlugin import TiffImageFile
 
 from coat_data.sample import DataError, Media
 
 ImageMode = Literal["resize", "pad", "dynamic", "dynamic_s2"]
 Augment = Literal["none", "crop_flip"]
 
+_WIDTH, _HEIGHT = 0x0100, 0x0101  # TIFF tags
 _ORIENTATION = 0x0112  # EXIF tag; values of 5 to 8 lay the picture on its side
 
 
@@ -66,6 +68,8 @@ def image_size(
     """
     with _opened(media, max_pixels) as (image, _):
         width, height = image.size
+        if isinstance(image, TiffImageFile):  # Pillow may have turned the size already
+            width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]
         if image.format == "PNG" and not _describes_itself_behind(image):
             # Pillow's own PNG getexif() decodes the picture to see what stands behind it.
             orientation = Image.Image.getexif(image).get(_ORIENTATION, 1)

@@ -73,7 +73,9 @@ class VideoReader:
     def read(self, media: Media) -> Clip:
         """The frames that the settings ask for; fewer where the video is short.
 
-        ``media.path`` may be a folder of frames, which are taken in the order of their names.
+        ``media.path`` may be a folder of frames, which are taken in the order of their names,
+        evenly by number: ``num_frames`` of them, or under other sampling than uniform up to
+        ``max_frames``.
 
         Raises:
             DataError: the file is missing or not a video, no frame of it can be decoded, or
