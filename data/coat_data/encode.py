@@ -116,7 +116,8 @@ class Encoder:
     def media_plan(self, media: Media) -> tuple[MediaPlan, int]:
         """What an image or video becomes and its number of tokens, from its header alone.
 
-        Exact for images; for videos the most that reading can give (:meth:`MediaLoader.plan`).
+        Exact for images; for videos the most that reading can give, but for the digits of times
+        (:meth:`coat_data.media_loader.MediaLoader.plan`).
 
         Raises:
             DataError: the header cannot be read.

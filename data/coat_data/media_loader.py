@@ -66,17 +66,15 @@ class MediaLoader:
         """What ``media`` becomes, from its header alone.
 
         Exact for images. For videos the number of frames is the largest that reading can give,
-        which is their number in whole files that are long enough; the times are those of the middle
-        of each span.
+        which is their number in whole files that are long enough; the times are right to within a
+        frame.
 
         Raises:
             DataError: the header cannot be read.
         """
         if media.kind == "video":
-            from coat_data.frame_sampling import middles
-
-            frames = self._video_reader().count(media)
-            return MediaPlan((ONE_TILE,) * frames, tuple(middles(0.0, float(frames), frames)))
+            count, times = self._video_reader().plan(media)
+            return MediaPlan((ONE_TILE,) * count, None if times is None else tuple(times))
         return MediaPlan((self._image_plan(media),))
 
     def open(self, media: Media) -> tuple[MediaPlan, "Clip | Media"]:

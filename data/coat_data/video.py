@@ -94,24 +94,29 @@ class VideoReader:
             raise _unreadable(media, "no frame could be decoded")
         return Clip([image for _, image in frames], [time - span.start_s for time, _ in frames])
 
-    def count(self, media: Media) -> int:
+    def plan(self, media: Media) -> tuple[int, list[float] | None]:
         """The largest number of frames that :meth:`read` gives, from the header alone.
 
         It is the number itself for a whole file with at least as many frames as are asked for.
+
+        Returns:
+            That number, and the middles of as many spans in seconds from the video's first frame
+            (None for a folder), which are the frames' times to within a frame.
 
         Raises:
             DataError: as for :meth:`read`, as far as the header shows it.
         """
         if (folder := _folder_of(media)) is not None:
-            return len(self._chosen(len(_frames_of(folder, media))))
+            return len(self._chosen(len(_frames_of(folder, media)))), None
         with _OpenVideo(media) as video:
             span = video.span()
-            _, duration = _window(media, span)
-            spans = self.settings.num_spans(duration)
+            start, duration = _window(media, span)
+            count = self.settings.num_spans(duration)
             frames = span.num_frames
             if frames is None and self.settings.sampling == "all":
                 frames = len(video.packet_times())
-            return spans if frames is None else min(spans, frames)
+            count = count if frames is None else min(count, frames)
+            return count, middles(start - span.start_s, duration, count)
 
     def close(self) -> None:
         """End decord's child process; the next video would start another."""

@@ -34,7 +34,7 @@ def read(path: Path, start: float | None = None, end: float | None = None, **set
     media = Media(kind="video", path=str(path), start=start, end=end)
     reader = VideoReader(VideoSettings(backend="pyav", **settings))
     clip = reader.read(media)
-    assert len(clip.frames) <= reader.count(media)
+    assert len(clip.frames) <= reader.plan(media)[0]
     return clip
 
 
@@ -76,7 +76,7 @@ def test_between_start_and_end(clip: Path):
 @pytest.mark.parametrize(("start", "end"), [(3.5, None), (2.0, 1.0), (1.0, 1.0), (-1.0, 2.0)])
 def test_a_part_that_shows_nothing_is_a_data_error(clip: Path, start: float, end: float | None):
     media = Media(kind="video", path=str(clip), start=start, end=end)
-    for act in (VideoReader(VideoSettings()).read, VideoReader(VideoSettings()).count):
+    for act in (VideoReader(VideoSettings()).read, VideoReader(VideoSettings()).plan):
         with pytest.raises(DataError, match=r"a\.mp4: start="):
             act(media)
 
@@ -92,7 +92,7 @@ def test_short_clips_give_fewer_frames_and_are_counted_so(tmp_path: Path):
     path = make_clip(tmp_path / "short.mp4", [0, 1])
     reader = VideoReader(VideoSettings(num_frames=8))
     media = Media(kind="video", path=str(path))
-    assert reader.count(media) == len(reader.read(media).frames) == 2
+    assert reader.plan(media)[0] == len(reader.read(media).frames) == 2
     assert dict(reader.counts) == {"video_pyav": 1}
 
 
@@ -110,10 +110,17 @@ def test_folders_of_frames(tmp_path: Path):
         read_clip = reader.read(media)
         assert [np.asarray(frame)[0, 0, 0] // 8 for frame in read_clip.frames] == expected
         assert read_clip.times_s is None
-        assert reader.count(media) == len(expected)
+        assert reader.plan(media)[0] == len(expected)
         assert dict(reader.counts) == {"video_folder": 1}
     with pytest.raises(DataError, match="a folder of frames has no times"):
         reader.read(Media(kind="video", path=str(tmp_path), start=1.0))
+
+
+def test_the_plan_knows_about_when(clip: Path):
+    media = Media(kind="video", path=str(clip), start=1.0, end=2.0)
+    count, times = VideoReader(VideoSettings(num_frames=2)).plan(media)
+    assert count == 2
+    assert times == pytest.approx([1.25, 1.75], abs=1e-5)
 
 
 def test_middles():

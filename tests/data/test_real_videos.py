@@ -67,7 +67,7 @@ def test_every_clip_shows_the_frames_of_its_time_stamps(name: str):
             media = Media(kind="video", path=str(FOLDER / name))
             clip = reader.read(media)
             assert clip.times_s is not None
-            assert len(clip.frames) == reader.count(media)
+            assert len(clip.frames) == reader.plan(media)[0]
             numbers = [int(np.argmin(np.abs(np.subtract(times, t)))) for t in clip.times_s]
             assert [frame.tobytes() for frame in clip.frames] == [every[k] for k in numbers]
             duration = times[-1] + step - times[0]
