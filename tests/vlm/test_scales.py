@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def by_hand(tiles: torch.Tensor, grid: tuple[int, int], project) -> torch.Tensor
     return torch.cat(lines, dim=0).flatten(0, 1)
 
 
-def model_of(tiny, mode: str = "dynamic_s2", **image) -> tuple[CoatVlm, CoatVlmProcessor]:
+def model_of(tiny, mode: Any = "dynamic_s2", **image) -> tuple[Any, Any]:
     tokenizer = train_tokenizer(TEXTS, 300)
     recipe = dataclasses.replace(
         tiny.recipe(), image=ImageConfig(mode=mode, **image), max_length=2048
@@ -71,12 +72,12 @@ def model_of(tiny, mode: str = "dynamic_s2", **image) -> tuple[CoatVlm, CoatVlmP
     language = recipe.language.config | {"max_position_embeddings": 2048}
     recipe = dataclasses.replace(recipe, language=type(recipe.language)(config=language))
     torch.manual_seed(0)
-    model = build_model(recipe, tokenizer).eval()
+    model: Any = build_model(recipe, tokenizer).eval()
     return model, build_processor(recipe, tokenizer, model.config)
 
 
 @pytest.fixture(scope="module")
-def s2(tiny) -> tuple[CoatVlm, CoatVlmProcessor]:
+def s2(tiny) -> tuple[Any, Any]:
     return model_of(tiny)
 
 
@@ -86,7 +87,7 @@ def picture(width: int, height: int) -> Image.Image:
 
 
 @torch.no_grad()
-def test_the_model_reads_the_stitched_features(s2: tuple[CoatVlm, CoatVlmProcessor]):
+def test_the_model_reads_the_stitched_features(s2: tuple[Any, Any]):
     """Two pictures of different shapes in one batch; where the placeholders are, and what there."""
     model, processor = s2
     assert model.config.s2_scales == SCALES
@@ -107,7 +108,7 @@ def test_the_model_reads_the_stitched_features(s2: tuple[CoatVlm, CoatVlmProcess
 
 
 @torch.no_grad()
-def test_a_single_tile_stands_for_all_scales(s2: tuple[CoatVlm, CoatVlmProcessor], tmp_path: Path):
+def test_a_single_tile_stands_for_all_scales(s2: tuple[Any, Any], tmp_path: Path):
     """Frames of a video: one tile and tokens_per_image tokens each."""
     model, processor = s2
     for number in range(3):
@@ -126,7 +127,7 @@ def test_a_single_tile_stands_for_all_scales(s2: tuple[CoatVlm, CoatVlmProcessor
     assert torch.equal(model.embed(ids, encoded.pixel_values), embeds)  # single tiles by default
 
 
-def test_generation_in_a_batch_equals_one_by_one(s2: tuple[CoatVlm, CoatVlmProcessor]):
+def test_generation_in_a_batch_equals_one_by_one(s2: tuple[Any, Any]):
     """Grids are shared out to rows, and repeated with their row where there are beams."""
     model, processor = s2
     inputs = processor(images=[picture(120, 90), [], picture(60, 90)], text=["a", "b c", "d"])
@@ -144,12 +145,12 @@ def test_images_are_shared_out_to_rows():
     assert tiles_per_row([48 + 4, 0, 4 + 48], grids, SCALES, 4) == [(2, 18), (0, 0), (2, 18)]
 
 
-def test_training_without_images_gives_zero_gradients(s2: tuple[CoatVlm, CoatVlmProcessor]):
+def test_training_without_images_gives_zero_gradients(s2: tuple[Any, Any]):
     model, processor = s2
     turns = (Turn("user", (Part("text", "What?"),)), Turn("assistant", (Part("text", "Red."),)))
     encoded = processor.encoder(train=True)(Sample(id="t", turns=turns))
     batch = collate([encoded], pad_token_id=0)
-    assert batch["image_grids"].shape == (0, 2)
+    assert batch.get("image_grids", torch.ones(1)).shape == (0, 2)
     model.train()
     model(**batch).loss.backward()
     model.eval()
@@ -171,7 +172,7 @@ def test_a_saved_model_and_processor_keep_their_scales(tiny, tmp_path: Path):
     assert generate(again, reader, [Sample(id="q", turns=(turn,))], max_new_tokens=1)
 
 
-def test_what_does_not_fit_together_is_refused(s2: tuple[CoatVlm, CoatVlmProcessor], tiny):
+def test_what_does_not_fit_together_is_refused(s2: tuple[Any, Any], tiny):
     model, processor = s2
     inputs = dict(processor(images=picture(120, 90), text="What?"))
     with pytest.raises(ValueError, match="need 17 tiles"):
