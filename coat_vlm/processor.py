@@ -178,7 +178,7 @@ class CoatVlmProcessor(ProcessorMixin):
             padding_side="left",
         )
         names = ("input_ids", "attention_mask", "pixel_values", "image_grids")
-        return BatchFeature({name: batch[name] for name in names if name in batch})
+        return BatchFeature({name: value for name, value in batch.items() if name in names})
 
 
 def _samples(images: Any, text: Any, messages: Any) -> list[Sample]:

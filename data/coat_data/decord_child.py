@@ -32,7 +32,7 @@ def frame_indices(starts: Sequence[float], times: Sequence[float]) -> list[int]:
 
 def shown_at(source: Any, times: Sequence[float]) -> tuple[list[float], Any]:
     """Start times of the frames on screen at ``times``, and their pixels (N, H, W, 3) uint8."""
-    import decord
+    import decord  # pyright: ignore[reportMissingImports] - optional
 
     # Threads of their own would only contend with those of the other loading processes.
     reader = decord.VideoReader(source, ctx=decord.cpu(0), num_threads=1)

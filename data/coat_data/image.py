@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from coat_data.sample import DataError, Media
@@ -70,7 +71,7 @@ def image_size(
         width, height = image.size
         if isinstance(image, TiffImageFile):  # Pillow may have turned the size already
             width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]
-        if image.format == "PNG" and not _describes_itself_behind(image):
+        if isinstance(image, PngImageFile) and not _describes_itself_behind(image):
             # Pillow's own PNG getexif() decodes the picture to see what stands behind it.
             orientation = Image.Image.getexif(image).get(_ORIENTATION, 1)
         else:
@@ -132,7 +133,7 @@ def _rgb(image: Image.Image, where: str) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _describes_itself_behind(image: Image.Image) -> bool:
+def _describes_itself_behind(image: PngImageFile) -> bool:
     """Whether a PNG may have EXIF or XMP data behind its pixels, where no header shows it."""
     file = image.fp
     if file is None:

@@ -131,7 +131,14 @@ def test_videos_in_memory_reach_the_child():
 
 
 def _read_in_a_fork(reader: VideoReader, media: Media, queue: "multiprocessing.Queue") -> None:
-    queue.put((frames_of(reader, media), dict(reader.counts)))
+    queue.put((frames_of(reader, media), dict(reader.counts), pid_of(reader)))
+
+
+def pid_of(reader: VideoReader) -> int:
+    """The process that reads with decord for ``reader``."""
+    assert reader._decord is not None
+    assert reader._decord._child is not None
+    return reader._decord._child.pid
 
 
 def test_a_forked_daemon_has_a_child_of_its_own(clip: Media):
@@ -143,8 +150,10 @@ def test_a_forked_daemon_has_a_child_of_its_own(clip: Media):
     queue = context.Queue()
     worker = context.Process(target=_read_in_a_fork, args=(reader, clip, queue), daemon=True)
     worker.start()
-    assert queue.get(timeout=60) == (expected, {"video_decord": 1})
+    found, counts, pid = queue.get(timeout=60)
     worker.join()
+    assert (found, counts) == (expected, {"video_decord": 1})
+    assert pid != pid_of(reader)
     assert frames_of(reader, clip) == expected  # the parent's child still answers the parent
     copy = pickle.loads(pickle.dumps(reader))
     assert frames_of(copy, clip) == expected

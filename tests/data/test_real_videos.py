@@ -9,6 +9,7 @@ decoding of the whole stream, and its number with the list of all packets' time 
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -27,7 +28,7 @@ CLIPS = {  # codec, frames (as many as packets), width and height, from the file
     "h265_video.mp4": ("hevc", 10, (128, 128)),
     "nasa_13013.mp4": ("h264", 390, (480, 270)),
 }
-BACKENDS = ["pyav"] + (["decord"] if importlib.util.find_spec("decord") else [])
+BACKENDS: list[Any] = ["pyav"] + (["decord"] if importlib.util.find_spec("decord") else [])
 
 pytestmark = pytest.mark.skipif(
     not FOLDER.is_dir(),
@@ -38,13 +39,12 @@ pytestmark = pytest.mark.skipif(
 def all_frames(path: Path) -> tuple[list[float], list[bytes], tuple[int, int]]:
     """Times of all packets in order; all frames, decoded one after another; their size."""
     with av.open(str(path)) as container:
-        stream = container.streams.best("video")
-        assert stream is not None
+        stream: Any = container.streams.best("video")
         packets = [packet for packet in container.demux(stream) if packet.size]
-        base = stream.time_base
-        times = sorted(float(packet.pts * base) for packet in packets)
+        times = sorted(float(packet.pts * stream.time_base) for packet in packets)
     with av.open(str(path)) as container:
-        frames = [frame.to_image() for frame in container.decode(container.streams.best("video"))]
+        stream = container.streams.best("video")
+        frames = [frame.to_image() for frame in container.decode(stream)]
     return times, [frame.tobytes() for frame in frames], frames[0].size
 
 
