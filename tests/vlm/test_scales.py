@@ -131,6 +131,12 @@ def test_generation_in_a_batch_equals_one_by_one(s2: tuple[Any, Any]):
     """Grids are shared out to rows, and repeated with their row where there are beams."""
     model, processor = s2
     inputs = processor(images=[picture(120, 90), [], picture(60, 90)], text=["a", "b c", "d"])
+    pixels = inputs["pixel_values"]
+    media = {"pixel_values": pixels, "image_grids": inputs["image_grids"]}
+    _, expanded = model._expand_inputs_for_generation(2, False, inputs["input_ids"], **media)
+    assert expanded["image_grids"].tolist() == [[3, 4], [3, 4], [4, 3], [4, 3]]
+    own = [pixels[:17], pixels[:17], pixels[17:], pixels[17:]]
+    assert torch.equal(expanded["pixel_values"], torch.cat(own))
     settings = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
     batch = model.generate(**inputs, **settings)[:, inputs["input_ids"].shape[1] :]
     for row, images in enumerate([[picture(120, 90)], None, [picture(60, 90)]]):
