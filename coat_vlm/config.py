@@ -2,7 +2,8 @@
 
 A recipe names the model, the data of each stage and how each stage trains. ``load_recipe`` reads a
 file (or a built-in recipe by name), applies dotted overrides such as ``stages.sft.max_steps=10``
-and returns a :class:`Recipe`. This module is a leaf: it imports no other room of the project.
+and returns a :class:`Recipe`. This module and the one of the media are leaves: they import no other
+room of the project.
 """
 
 import dataclasses
@@ -11,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
+
+from coat_vlm.media_config import ImageConfig, VideoConfig
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -81,18 +84,6 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
-class ImageConfig:
-    """How an image becomes the tower's input."""
-
-    mode: Literal["resize", "pad"] = "resize"
-    """``resize`` to a square; ``pad`` to a square with the mean colour first (VILA's names)."""
-    augment: Literal["none", "crop_flip"] = "none"
-    """Training only: a random crop of the image padded by 1/8, and a horizontal flip."""
-    num_video_frames: Positive = 8
-    """Frames taken uniformly from a video, each handled as an image."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
 class ModelConfig:
     """The composed model."""
 
@@ -101,12 +92,21 @@ class ModelConfig:
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     image: ImageConfig = field(default_factory=ImageConfig)
+    video: VideoConfig = field(default_factory=VideoConfig)
     template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] = "chatml"
     """Chat template of the model (a stage may use another, e.g. ``plain`` for align)."""
     max_length: Positive = 2048
     """Longest sequence in tokens, image tokens included; a longer sample is a bad sample."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation passed to transformers."""
+
+    def __post_init__(self) -> None:
+        older = self.image.num_video_frames
+        if older is not None and (self.video.num_frames or self.video.sampling != "uniform"):
+            raise ValueError(
+                f"model.image.num_video_frames={older} has no effect beside model.video."
+                "num_frames or another sampling than uniform; remove it"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)

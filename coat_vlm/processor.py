@@ -3,6 +3,7 @@
 It holds the settings; the work is done by ``coat_data``, the same code in training and inference.
 """
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any, Literal, cast
@@ -21,11 +22,13 @@ from transformers.utils.constants import (
 from coat_data.chat import get_template
 from coat_data.collate import collate
 from coat_data.encode import Encoder
+from coat_data.frame_sampling import VideoSettings
 from coat_data.image import Augment, ImageMode, ImageTransform
 from coat_data.messages import Message, Picture, messages_to_sample, question_to_sample
 from coat_data.sample import Sample
+from coat_data.tiling import TiledTransform
 from coat_data.tokens import TokenizerLike
-from coat_vlm.config import ModelConfig, VisionConfig
+from coat_vlm.config import ModelConfig, VideoConfig, VisionConfig
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig
 from coat_vlm.tokenizer import prepare_tokenizer, train_tokenizer
 
@@ -54,11 +57,16 @@ class CoatVlmProcessor(ProcessorMixin):
         image_size: side of the tower's input in pixels.
         image_mean: mean of each colour channel, of values in 0..1.
         image_std: standard deviation of each colour channel.
-        image_mode: ``resize`` or ``pad``.
+        image_mode: ``resize``, ``pad``, ``dynamic`` or ``dynamic_s2``.
         image_augment: ``none`` or ``crop_flip``; in training only.
         image_resample: a filter of ``PIL.Image.Resampling``.
-        tokens_per_image: image tokens that stand for one image.
-        num_video_frames: frames taken from a video.
+        image_min_tiles: fewest tiles of the grid in mode ``dynamic``.
+        image_max_tiles: most tiles of the (largest) grid in modes ``dynamic`` and ``dynamic_s2``.
+        image_s2_scales: sides of the scales in pixels in mode ``dynamic_s2``, else None.
+        image_max_pixels: most pixels of an image file; Pillow's limit when None.
+        tokens_per_image: image tokens that stand for one tile of an image.
+        num_video_frames: frames taken from a video under uniform sampling.
+        video: the other fields of :class:`coat_data.frame_sampling.VideoSettings`.
         max_length: longest allowed sequence in tokens.
         template: name of the chat template (``coat_data.chat.get_template``).
     """
@@ -77,6 +85,11 @@ class CoatVlmProcessor(ProcessorMixin):
         max_length: int = 2048,
         template: str = "chatml",
         chat_template: str | None = None,
+        image_min_tiles: int = 1,
+        image_max_tiles: int = 12,
+        image_s2_scales: Sequence[int] | None = None,
+        image_max_pixels: int | None = None,
+        video: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(tokenizer, chat_template=chat_template)
         self.image_size = image_size
@@ -89,6 +102,11 @@ class CoatVlmProcessor(ProcessorMixin):
         self.num_video_frames = num_video_frames
         self.max_length = max_length
         self.template = template
+        self.image_min_tiles = image_min_tiles
+        self.image_max_tiles = image_max_tiles
+        self.image_s2_scales = None if image_s2_scales is None else list(image_s2_scales)
+        self.image_max_pixels = image_max_pixels
+        self.video = dict(video or {})
 
     def encoder(self, *, train: bool, template: str | None = None) -> Encoder:
         """What encodes samples for this model.
@@ -107,23 +125,28 @@ class CoatVlmProcessor(ProcessorMixin):
                 f"the tokenizer {tokenizer.name_or_path!r} has no {IMAGE_TOKEN} token; add it with "
                 "coat_vlm.processor.prepare_tokenizer"
             )
-        transform = ImageTransform(
-            self.image_size,
-            self.image_mean,
-            self.image_std,
-            mode=self.image_mode,
-            resample=Image.Resampling(self.image_resample),
-            augment=self.image_augment if train else "none",
-        )
         return Encoder(
             tokenizer,
             get_template(template or self.template, tokenizer),
-            transform,
+            self._transform(augmented=train),
             tokens_per_image=self.tokens_per_image,
             image_token_id=image_token_id,
-            num_video_frames=self.num_video_frames,
+            video=VideoSettings(num_frames=self.num_video_frames, **self.video),
             max_length=self.max_length,
+            max_pixels=self.image_max_pixels,
         )
+
+    def _transform(self, *, augmented: bool) -> ImageTransform:
+        resample = Image.Resampling(self.image_resample)
+        basic = (self.image_size, self.image_mean, self.image_std, self.image_mode, resample)
+        if self.image_mode in TiledTransform.modes:
+            return TiledTransform(
+                *basic,
+                min_tiles=self.image_min_tiles,
+                max_tiles=self.image_max_tiles,
+                scales=self.image_s2_scales or (),
+            )
+        return ImageTransform(*basic, augment=self.image_augment if augmented else "none")
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -140,7 +163,8 @@ class CoatVlmProcessor(ProcessorMixin):
             messages: instead of ``text``, a conversation in Hugging Face's form, or one per row.
 
         Returns:
-            input_ids and attention_mask (B, T) int64, pixel_values (N, 3, H, W) float32.
+            input_ids and attention_mask (B, T) int64, pixel_values (N, 3, H, W) float32; in mode
+            ``dynamic_s2`` also image_grids (M, 2) int64.
 
         Raises:
             DataError: an image cannot be read, or a prompt is too long.
@@ -153,8 +177,8 @@ class CoatVlmProcessor(ProcessorMixin):
             pad_token_id=self.tokenizer.pad_token_id,
             padding_side="left",
         )
-        names = ("input_ids", "attention_mask", "pixel_values")
-        return BatchFeature({name: batch[name] for name in names})
+        names = ("input_ids", "attention_mask", "pixel_values", "image_grids")
+        return BatchFeature({name: value for name, value in batch.items() if name in names})
 
 
 def _samples(images: Any, text: Any, messages: Any) -> list[Sample]:
@@ -198,17 +222,30 @@ def build_processor(
         model_config: configuration of the built model.
     """
     settings = _image_settings(recipe_model.vision, model_config.vision_config)
+    image = recipe_model.image
     return CoatVlmProcessor(
         tokenizer,
         image_size=model_config.vision_config.image_size,
-        image_mode=recipe_model.image.mode,
-        image_augment=recipe_model.image.augment,
+        image_mode=image.mode,
+        image_augment=image.augment,
+        image_min_tiles=image.min_tiles or 1,
+        image_max_tiles=image.max_tiles or 12,
+        image_s2_scales=model_config.s2_scales,
+        image_max_pixels=image.max_pixels,
         tokens_per_image=model_config.tokens_per_image,
-        num_video_frames=recipe_model.image.num_video_frames,
+        num_video_frames=recipe_model.video.num_frames or image.num_video_frames or 8,
+        video=_video_settings(recipe_model.video),
         max_length=recipe_model.max_length,
         template=recipe_model.template,
         **settings,
     )
+
+
+def _video_settings(video: VideoConfig) -> dict[str, Any]:
+    """What a recipe says of videos, besides the number of frames."""
+    given = dataclasses.asdict(video)
+    del given["num_frames"]
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _image_settings(

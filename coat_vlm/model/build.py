@@ -68,13 +68,22 @@ def build_model(
         select_layer=model.vision.select_layer,
         select_feature=model.vision.select_feature,
         image_token_id=image_token_id,
+        s2_scales=_scales(model, vision_config),
         attn_implementation=model.attention,
         dtype=dtype,
     )
     tower = VisionTower(config, backbone).to(dtype)
     width = language.config.hidden_size
-    projector = build_projector(model.projector.type, tower.hidden_size, width)
+    projector = build_projector(model.projector.type, config.feature_size, width)
     return _compose(config, tower, projector.to(dtype), language, tokenizer)
+
+
+def _scales(model: ModelConfig, vision: PretrainedConfig) -> list[int] | None:
+    """The scales of the recipe's image mode; VILA's are one, two and three times the tower's."""
+    if model.image.mode != "dynamic_s2":
+        return None
+    size = vision.image_size
+    return list(model.image.s2_scales or (size, 2 * size, 3 * size))
 
 
 def _compose(

@@ -76,6 +76,8 @@ class CoatVlmConfig(PretrainedConfig):
             block's, before the final norm, -2 the one before).
         select_feature: ``patch`` drops class and register tokens, ``cls_patch`` keeps them.
         image_token_id: id of the placeholder that image features replace.
+        s2_scales: sides of the scales in pixels at which an image is seen
+            (:mod:`coat_vlm.model.scales`), the tower's own first; None for one scale.
         **kwargs: fields of ``PretrainedConfig``.
 
     Raises:
@@ -94,6 +96,7 @@ class CoatVlmConfig(PretrainedConfig):
         select_layer: int = -2,
         select_feature: str = "patch",
         image_token_id: int = 0,
+        s2_scales: list[int] | None = None,
         **kwargs: Any,
     ) -> None:
         # Given to the base class, an absent choice would erase that of the parts' configurations.
@@ -106,6 +109,7 @@ class CoatVlmConfig(PretrainedConfig):
         self.select_layer = select_layer
         self.select_feature = select_feature
         self.image_token_id = image_token_id
+        self.s2_scales = None if s2_scales is None else list(s2_scales)
         if attention is not None:
             self._attn_implementation = attention  # reaches the parts' configurations too
         self._check()
@@ -119,8 +123,13 @@ class CoatVlmConfig(PretrainedConfig):
         return getattr(vision, "num_prefix_tokens", 0)
 
     @property
+    def feature_size(self) -> int:
+        """Width of what the projector reads: the tower's features, of all scales."""
+        return self.vision_config.hidden_size * len(self.s2_scales or (0,))
+
+    @property
     def tokens_per_image(self) -> int:
-        """Placeholders in the token sequence, and projected features, of one image."""
+        """Placeholders in the token sequence, and projected features, of one tile of an image."""
         grid = self.vision_config.image_size // self.vision_config.patch_size
         tokens = projected_tokens(self.projector_type, grid)
         return tokens + (self.num_prefix_tokens if self.select_feature == "cls_patch" else 0)
@@ -168,10 +177,27 @@ class CoatVlmConfig(PretrainedConfig):
                 f"select_feature=cls_patch keeps {self.num_prefix_tokens} class token(s) of this "
                 "tower; use select_feature=patch, or projector linear or mlp2x_gelu"
             )
+        if self.s2_scales is not None:
+            self._check_scales(self.s2_scales)
         if not 0 <= self.image_token_id < self.text_config.vocab_size:
             raise ValueError(
                 f"image_token_id {self.image_token_id} is outside the language model's vocabulary "
                 f"of {self.text_config.vocab_size}; resize its embeddings to the tokenizer"
+            )
+
+    def _check_scales(self, scales: list[int]) -> None:
+        size = self.vision_config.image_size
+        ascending = scales == sorted(set(scales)) and all(scale % size == 0 for scale in scales)
+        if len(scales) < 2 or scales[0] != size or not ascending:
+            raise ValueError(
+                f"s2_scales={scales} do not fit a tower of {size} pixels; give two or more "
+                f"ascending multiples of {size} that begin with it, e.g. [{size}, {2 * size}, "
+                f"{3 * size}]"
+            )
+        if self.select_feature == "cls_patch" and self.num_prefix_tokens:
+            raise ValueError(
+                "images of several scales need a square grid of patches, and select_feature="
+                f"cls_patch keeps {self.num_prefix_tokens} class token(s); use select_feature=patch"
             )
 
 

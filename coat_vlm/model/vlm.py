@@ -1,8 +1,9 @@
 """The composed model: vision tower, projector and causal language model as one PreTrainedModel.
 
-A sequence holds ``config.tokens_per_image`` placeholders (``config.image_token_id``) per image;
-their embeddings are replaced by the image's projected features, images in order (LLaVA, Liu et al.
-2023, arXiv:2304.08485, section 4.1). Everything after that is the language model's own forward.
+A sequence holds ``config.tokens_per_image`` placeholders (``config.image_token_id``) per image or
+tile; their embeddings are replaced by its projected features, in order (LLaVA, Liu et al. 2023,
+arXiv:2304.08485, section 4.1). Everything after that is the language model's own forward. Images of
+several scales: :mod:`coat_vlm.model.scales`.
 """
 
 import logging
@@ -26,6 +27,7 @@ from coat_vlm.model.packing import packing_of
 from coat_vlm.model.padding import mask_for_loss
 from coat_vlm.model.pretrained import check_complete, readable_errors
 from coat_vlm.model.projector import build_projector
+from coat_vlm.model.scales import Grid, project_scales, tiles_per_row
 from coat_vlm.model.vision import VisionTower
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.vision_tower = VisionTower(config)
         self.projector = build_projector(
-            config.projector_type, config.vision_config.hidden_size, config.text_config.hidden_size
+            config.projector_type, config.feature_size, config.text_config.hidden_size
         )
         self.language_model = AutoModelForCausalLM.from_config(config.text_config)
         # A generated placeholder would ask for an image that does not exist.
@@ -104,6 +106,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
+        image_grids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -121,6 +124,8 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
                 (:func:`coat_vlm.model.padding.mask_for_loss`).
             position_ids: (B, T) positions; counted by the language model when absent.
             pixel_values: (N, 3, S, S), the images of all rows in order; None or N = 0 for none.
+            image_grids: (M, 2) integers with ``config.s2_scales``: rows and columns of each image's
+                largest scale; every image is one tile when absent.
             inputs_embeds: (B, T, H) instead of input_ids; then images must already be in them.
             labels: (B, T) target ids, not shifted; -100 is not trained, and padding must have it.
             past_key_values: the language model's cache.
@@ -146,7 +151,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             raise ValueError("the loss needs all logits; give labels or logits_to_keep, not both")
         if skip_logits and labels is None:
             raise ValueError("skip_logits leaves nothing to return without labels; give labels")
-        hidden = self._embedded(input_ids, inputs_embeds, pixel_values)
+        hidden = self._embedded(input_ids, inputs_embeds, pixel_values, image_grids)
         skip = labels is not None and (self.training if skip_logits is None else skip_logits)
         if self.training or skip:
             kwargs.setdefault("use_cache", False)  # a cache would only hold memory
@@ -193,10 +198,11 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         input_ids: torch.LongTensor | None,
         inputs_embeds: torch.Tensor | None,
         pixel_values: torch.Tensor | None,
+        image_grids: torch.Tensor | None,
     ) -> torch.Tensor:
         """What the language model reads (B, T, H)."""
         if input_ids is not None and inputs_embeds is None:
-            return self.embed(input_ids, pixel_values)
+            return self.embed(input_ids, pixel_values, image_grids)
         if inputs_embeds is None or input_ids is not None:
             raise ValueError("give either input_ids or inputs_embeds, and not both")
         if _count(pixel_values):
@@ -204,7 +210,10 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         return inputs_embeds
 
     def embed(
-        self, input_ids: torch.LongTensor, pixel_values: torch.Tensor | None = None
+        self,
+        input_ids: torch.LongTensor,
+        pixel_values: torch.Tensor | None = None,
+        image_grids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Token embeddings (B, T, H) with projected image features at the placeholders.
 
@@ -213,27 +222,49 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         step, and their gradients are then exact zeros.
 
         Raises:
-            ValueError: the number of placeholders is not ``tokens_per_image`` times that of images.
+            ValueError: the number of placeholders is not ``tokens_per_image`` times that of images
+                (with grids: of the tiles of their largest scales), or the grids do not match the
+                tiles or the configuration.
         """
         is_image = input_ids == self.config.image_token_id
         num_images = _count(pixel_values)
-        self._check_placeholders(int(is_image.sum()), num_images)
+        grids = self._grids(image_grids, num_images)
+        self._check_placeholders(int(is_image.sum()), sum(rows * cols for rows, cols in grids))
         # Any valid id will do where image features go; the placeholder's own row stays untouched.
         embeds = self.get_input_embeddings()(input_ids.masked_fill(is_image, 0))
         if num_images:
-            features = self.projector(self.vision_tower(pixel_values))
+            features = self._features(pixel_values, grids)
             return embeds.masked_scatter(is_image.unsqueeze(-1), features.to(embeds.dtype))
         if self.training:
             size = self.vision_tower.image_size
             zero_image = embeds.new_zeros(1, 3, size, size)
-            return embeds + self.projector(self.vision_tower(zero_image)).sum().to(embeds.dtype) * 0
+            return embeds + self._features(zero_image, [(1, 1)]).sum().to(embeds.dtype) * 0
         return embeds
+
+    def _features(self, pixel_values: torch.Tensor | None, grids: list[Grid]) -> torch.Tensor:
+        """Embeddings of all images: (N, T, H), or (tokens, H) where they have several scales."""
+        features = self.vision_tower(pixel_values)
+        if self.config.s2_scales is None:
+            return self.projector(features)
+        return project_scales(features, grids, self.config.s2_scales, self.projector)
+
+    def _grids(self, image_grids: torch.Tensor | None, num_images: int) -> list[Grid]:
+        """The grid of each image; of single tiles where none are given."""
+        if image_grids is None:
+            return [(1, 1)] * num_images
+        if self.config.s2_scales is None:
+            raise ValueError(
+                "image_grids are for a model with s2_scales, and this one has none; use the "
+                "processor that was saved with the model"
+            )
+        return [(rows, columns) for rows, columns in image_grids.tolist()]
 
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.LongTensor,
         *args: Any,
         pixel_values: torch.Tensor | None = None,
+        image_grids: torch.Tensor | None = None,
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
@@ -242,7 +273,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             input_ids, *args, is_first_iteration=is_first_iteration, **kwargs
         )
         if is_first_iteration or not kwargs.get("use_cache", True):
-            inputs["pixel_values"] = pixel_values
+            inputs |= {"pixel_values": pixel_values, "image_grids": image_grids}
         return inputs
 
     def _expand_inputs_for_generation(
@@ -254,14 +285,29 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
     ) -> tuple[torch.LongTensor, dict[str, Any]]:
         # transformers would repeat each image; a row's images must be repeated together.
         images = model_kwargs.pop("pixel_values", None)
+        grids = model_kwargs.pop("image_grids", None)
         if _count(images) and expand_size > 1 and input_ids is not None:
-            placeholders = (input_ids == self.config.image_token_id).sum(1)
-            rows = images.split((placeholders // self.config.tokens_per_image).tolist())
+            counts = self.images_per_row(input_ids, grids)
+            rows = images.split([tiles for _, tiles in counts])
             images = torch.cat([row.repeat(expand_size, 1, 1, 1) for row in rows])
+            if grids is not None:
+                rows = grids.split([own for own, _ in counts])
+                grids = torch.cat([row.repeat(expand_size, 1) for row in rows])
         expanded_ids, model_kwargs = super()._expand_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             expand_size, is_encoder_decoder, input_ids, **model_kwargs
         )
-        return expanded_ids, {**model_kwargs, "pixel_values": images}
+        return expanded_ids, {**model_kwargs, "pixel_values": images, "image_grids": grids}
+
+    def images_per_row(
+        self, input_ids: torch.Tensor, image_grids: torch.Tensor | None = None
+    ) -> list[tuple[int, int]]:
+        """Images, and tiles in ``pixel_values``, of each row of ``input_ids`` (B, T)."""
+        placeholders = (input_ids == self.config.image_token_id).sum(1).tolist()
+        tokens = self.config.tokens_per_image
+        if self.config.s2_scales is None or image_grids is None:
+            return [(number // tokens, number // tokens) for number in placeholders]
+        grids = [(rows, columns) for rows, columns in image_grids.tolist()]
+        return tiles_per_row(placeholders, grids, self.config.s2_scales, tokens)
 
     @cached_property
     def _why_logits_are_needed(self) -> str | None:

@@ -33,7 +33,7 @@ class Fp8Record:
         """Measure the activations that each FP8 block keeps, on the first row of ``batch``."""
         if not fp8_blocks(model):  # linear layers alone
             return
-        row = _first_row(batch, model.config.image_token_id, model.config.tokens_per_image)
+        row = _first_row(batch, model)
         device = next(model.parameters()).device
         inputs = {name: value.to(device) for name, value in row.items()}
         # The blocks are measured; logits would only take memory.
@@ -89,10 +89,13 @@ def _original_bytes_per_parameter(like: Tensor) -> float:
     return kept / parameters
 
 
-def _first_row(batch: Batch, image_token_id: int, tokens_per_image: int) -> dict[str, Tensor]:
+def _first_row(batch: Batch, model: CoatVlm) -> dict[str, Tensor]:
     # Without a mask, as the loss runs: padding is on the right.
     rows: dict[str, Tensor] = {"input_ids": batch["input_ids"][:1]}
-    images = int((rows["input_ids"] == image_token_id).sum()) // tokens_per_image
+    grids = batch.get("image_grids")
+    images, tiles = model.images_per_row(rows["input_ids"], grids)[0]
     if images:
-        rows["pixel_values"] = batch["pixel_values"][:images]
+        rows["pixel_values"] = batch["pixel_values"][:tiles]
+        if grids is not None:
+            rows["image_grids"] = grids[:images]
     return rows

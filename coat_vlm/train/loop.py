@@ -194,7 +194,8 @@ class StageRun:
 
     def _loss(self, batch: Batch, divisor: float) -> torch.Tensor:
         inputs: dict[str, Any] = dict(batch)
-        for name in inputs.keys() - {"attention_mask"}:  # the model looks into it on the CPU
+        # The model looks into these on the CPU.
+        for name in inputs.keys() - {"attention_mask", "image_grids"}:
             inputs[name] = inputs[name].to(self.world.device)
         # In validation the model would return logits, too.
         return self.engine(**inputs, num_items_in_batch=divisor, skip_logits=True).loss

@@ -16,19 +16,22 @@ if TYPE_CHECKING:
     from coat_data.collate import Batch
     from coat_data.dataset import SampleDataset
     from coat_data.encode import IGNORE_INDEX, EncodedSample, Encoder
-    from coat_data.image import ImageTransform, open_image
+    from coat_data.frame_sampling import VideoSettings
+    from coat_data.image import ImageTransform, image_size, open_image
     from coat_data.loader import BadSample, LoadedBatch, TrainLoader, val_batches
     from coat_data.mixture import Mixture, SourceShare
     from coat_data.nlvr import convert_nlvr
     from coat_data.scenes import make_scenes
     from coat_data.shards import Manifest
-    from coat_data.video import read_frames
+    from coat_data.tiling import TiledTransform
+    from coat_data.video import Clip, VideoReader, read_frames
 
 __all__ = [
     "IGNORE_INDEX",
     "BadSample",
     "Batch",
     "ChatTemplate",
+    "Clip",
     "DataError",
     "EncodedSample",
     "Encoder",
@@ -42,11 +45,15 @@ __all__ = [
     "SampleDataset",
     "Segment",
     "SourceShare",
+    "TiledTransform",
     "TrainLoader",
     "Turn",
+    "VideoReader",
+    "VideoSettings",
     "convert_cifar10",
     "convert_nlvr",
     "get_template",
+    "image_size",
     "make_scenes",
     "open_image",
     "read_frames",
@@ -59,13 +66,15 @@ _NAMES_BY_MODULE = {
     "collate": ("Batch",),
     "dataset": ("SampleDataset",),
     "encode": ("IGNORE_INDEX", "EncodedSample", "Encoder"),
-    "image": ("ImageTransform", "open_image"),
+    "frame_sampling": ("VideoSettings",),
+    "image": ("ImageTransform", "image_size", "open_image"),
     "loader": ("BadSample", "LoadedBatch", "TrainLoader", "val_batches"),
     "mixture": ("Mixture", "SourceShare"),
     "nlvr": ("convert_nlvr",),
     "scenes": ("make_scenes",),
     "shards": ("Manifest",),
-    "video": ("read_frames",),
+    "tiling": ("TiledTransform",),
+    "video": ("Clip", "VideoReader", "read_frames"),
 }
 
 

@@ -1,7 +1,7 @@
 """Pads encoded samples to one length and stacks them into a batch."""
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 import torch
 
@@ -9,7 +9,7 @@ from coat_data.encode import IGNORE_INDEX, EncodedSample
 
 
 class Batch(TypedDict):
-    """One micro-batch of B samples of up to T tokens with N images in all."""
+    """One micro-batch of B samples of up to T tokens with N tiles of images in all."""
 
     input_ids: torch.Tensor
     """(B, T) int64."""
@@ -18,7 +18,9 @@ class Batch(TypedDict):
     labels: torch.Tensor
     """(B, T) int64, not shifted; IGNORE_INDEX where nothing is trained."""
     pixel_values: torch.Tensor
-    """(N, 3, H, W) float32, the images of all samples in order; N is 0 without images."""
+    """(N, 3, H, W) float32, the tiles of all samples in order; N is 0 without images."""
+    image_grids: NotRequired[torch.Tensor]
+    """(M, 2) int64, rows and columns of each image's largest scale; in mode ``dynamic_s2`` only."""
 
 
 def collate(
@@ -52,9 +54,15 @@ def collate(
         input_ids[row, span] = sample.input_ids
         attention_mask[row, span] = 1
         labels[row, span] = sample.labels
-    return Batch(
+    pixel_values = [sample.pixel_values for sample in samples]
+    batch = Batch(
         input_ids=input_ids,
         attention_mask=attention_mask,
         labels=labels,
-        pixel_values=torch.cat([sample.pixel_values for sample in samples]),
+        # A copy of the one sample's pixels would cost more than all the rest.
+        pixel_values=pixel_values[0] if len(pixel_values) == 1 else torch.cat(pixel_values),
     )
+    grids = [sample.image_grids for sample in samples if sample.image_grids is not None]
+    if grids:
+        batch["image_grids"] = torch.cat(grids)
+    return batch

@@ -1,19 +1,23 @@
 """Turns a sample into the model's inputs: token ids, labels and pixel values.
 
-Every image, and every frame of a video, is ``tokens_per_image`` image tokens in the place where it
-stands in the conversation. Nothing is ever truncated: a sample that is too long is an error, as a
-sequence cut inside an image would no longer match its pixel values.
+Every tile of an image, and every frame of a video, is ``tokens_per_image`` image tokens in the
+place where it stands in the conversation (mode ``dynamic_s2``: every tile of the largest scale).
+Between the tiles of an image in mode ``dynamic`` stands a line break, as in VILA's prompts. Nothing
+is ever truncated: a sample that is too long is an error, as a sequence cut inside an image would no
+longer match its pixel values.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from PIL import Image
 
 from coat_data.chat import ChatTemplate, Segment
-from coat_data.image import ImageTransform, open_image
+from coat_data.frame_sampling import VideoSettings
+from coat_data.image import ImageTransform
+from coat_data.media_loader import MediaLoader, MediaPlan
 from coat_data.sample import DataError, Media, Sample
 from coat_data.tokens import PieceTokenizer, TokenizerLike
 
@@ -23,7 +27,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
-    """The model's inputs for one sample of T tokens and N images."""
+    """The model's inputs for one sample of T tokens and N tiles."""
 
     input_ids: torch.Tensor
     """(T,) int64."""
@@ -31,6 +35,11 @@ class EncodedSample:
     """(T,) int64, equal to ``input_ids`` where trained, else IGNORE_INDEX; not shifted."""
     pixel_values: torch.Tensor
     """(N, 3, H, W) float32; N is 0 without images."""
+    image_grids: torch.Tensor | None = None
+    """(M, 2) int64 in mode ``dynamic_s2``: rows and columns of the largest scale of each image;
+    (1, 1) for one that is a single tile, as a frame of a video is. None in other modes."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """What happened while its media were read, e.g. ``video_decord_timeout``: 1."""
 
 
 class Encoder:
@@ -44,8 +53,9 @@ class Encoder:
         *,
         tokens_per_image: int,
         image_token_id: int,
-        num_video_frames: int = 8,
+        video: VideoSettings | None = None,
         max_length: int = 2048,
+        max_pixels: int | None = None,
     ) -> None:
         """Prepare the tokenizer.
 
@@ -53,19 +63,19 @@ class Encoder:
             tokenizer: a transformers fast tokenizer.
             template: writes a conversation as segments.
             transform: turns an image into the tower's input.
-            tokens_per_image: image tokens that stand for one image.
+            tokens_per_image: image tokens that stand for one tile.
             image_token_id: their id.
-            num_video_frames: frames taken from a video.
+            video: how videos are read; 8 frames uniform in time when absent.
             max_length: longest allowed sequence in tokens, image tokens included.
+            max_pixels: most pixels of an image file (:func:`coat_data.image.open_image`).
 
         Raises:
             ValueError: the tokenizer is not a fast one.
         """
         self._pieces = PieceTokenizer(tokenizer)
         self._template = template
-        self._transform = transform
+        self._media = MediaLoader(transform, video or VideoSettings(), max_pixels)
         self._image_ids = [image_token_id] * tokens_per_image
-        self._num_video_frames = num_video_frames
         self._max_length = max_length
 
     def __call__(self, sample: Sample, rng: np.random.Generator | None = None) -> EncodedSample:
@@ -101,8 +111,19 @@ class Encoder:
         segments = self._template.render(turns, add_generation_prompt=True)
         media = sample.media[:num_media]
         encoded = self._encode(sample, media, segments, None, before_answer=True)
-        labels = torch.full_like(encoded.labels, IGNORE_INDEX)
-        return EncodedSample(encoded.input_ids, labels, encoded.pixel_values)
+        return replace(encoded, labels=torch.full_like(encoded.labels, IGNORE_INDEX))
+
+    def media_plan(self, media: Media) -> tuple[MediaPlan, int]:
+        """What an image or video becomes and its number of tokens, from its header alone.
+
+        Exact for images; for videos the most that reading can give, but for the digits of times
+        (:meth:`coat_data.media_loader.MediaLoader.plan`).
+
+        Raises:
+            DataError: the header cannot be read.
+        """
+        plan = self._media.plan(media)
+        return plan, len(self._media_ids(plan))
 
     def _encode(
         self,
@@ -122,22 +143,23 @@ class Encoder:
                 "make the <image>/<video> placeholders match the listed files",
             )
         try:
-            frames = [
-                _frames(medium, self._num_video_frames) if medium.kind == "video" else [medium]
-                for medium in media
-            ]
-            ids, labels = self._tokens(segments, [len(shown) for shown in frames], before_answer)
-            self._check_length(sample, len(ids), sum(len(shown) for shown in frames))
-            pixel_values = self._pixels(frames, rng)
+            opened = [self._media.open(medium) for medium in media]
+            plans = [plan for plan, _ in opened]
+            ids, labels = self._tokens(segments, plans, before_answer)
+            self._check_length(sample, len(ids), plans)
+            pixel_values = self._media.write(opened, rng)
         except DataError as error:
             if error.where == sample.where:
                 raise
             where = f"{sample.where}: {error.where}"
             raise DataError(where, error.problem, error.remedy) from error
-        return EncodedSample(torch.tensor(ids), torch.tensor(labels), pixel_values)
+        counts, self._media.counts = self._media.counts, Counter()
+        return EncodedSample(
+            torch.tensor(ids), torch.tensor(labels), pixel_values, self._grids(plans), dict(counts)
+        )
 
     def _tokens(
-        self, segments: list[Segment], frame_counts: list[int], before_answer: bool
+        self, segments: list[Segment], plans: list[MediaPlan], before_answer: bool
     ) -> tuple[list[int], list[int]]:
         """Ids and labels of the segments.
 
@@ -148,7 +170,7 @@ class Encoder:
         pieces = self._pieces
         ids: list[int] = []
         labels: list[int] = []
-        counts = iter(frame_counts)
+        shown = iter(plans)
         first, space = True, ""
         behind = Segment("text", trained=True) if before_answer else Segment("image")
         for segment, following in zip(segments, [*segments[1:], behind], strict=True):
@@ -165,46 +187,37 @@ class Encoder:
                 piece = pieces.text((space or (pieces.prefix if first else "")) + text)
                 first, space = False, ""
             else:
-                piece = self._image_ids * next(counts)
+                piece = self._media_ids(next(shown))
             ids += piece
             labels += piece if trained else [IGNORE_INDEX] * len(piece)
         return ids, labels
 
-    def _check_length(self, sample: Sample, length: int, num_images: int) -> None:
+    def _media_ids(self, plan: MediaPlan) -> list[int]:
+        """The tokens of an image or video."""
+        if self._media.video.time_tokens and plan.times_s is not None:
+            times = [f"<{time:.1f} seconds>" for time in plan.times_s]
+            return [i for time in times for i in (*self._pieces.text(time), *self._image_ids)]
+        if not any(tiles.separated for tiles in plan.tiles):
+            return self._image_ids * plan.num_token_tiles
+        between = self._pieces.literal("\n") + self._image_ids
+        return self._image_ids + between * (plan.num_token_tiles - 1)
+
+    def _grids(self, plans: list[MediaPlan]) -> torch.Tensor | None:
+        if self._media.transform.mode != "dynamic_s2":
+            return None
+        grids = [(tiles.rows, tiles.columns) for plan in plans for tiles in plan.tiles]
+        return torch.tensor(grids, dtype=torch.int64).reshape(-1, 2)
+
+    def _check_length(self, sample: Sample, length: int, plans: list[MediaPlan]) -> None:
         if length > self._max_length:
-            in_images = num_images * len(self._image_ids)
+            images = sum(len(plan.tiles) for plan in plans)
+            tiles = sum(plan.num_token_tiles for plan in plans)
+            in_images = sum(len(self._media_ids(plan)) for plan in plans)
+            of = f"{images} images" if tiles == images else f"{images} images in {tiles} tiles"
             raise DataError(
                 sample.where,
-                f"{length} tokens ({num_images} images of {len(self._image_ids)} tokens = "
-                f"{in_images}, text {length - in_images}) are more than max_length="
-                f"{self._max_length}",
-                "raise model.max_length, take fewer images or model.image.num_video_frames, or "
-                "split the conversation",
+                f"{length} tokens ({of} of {len(self._image_ids)} tokens = {in_images}, text "
+                f"{length - in_images}) are more than max_length={self._max_length}",
+                "raise model.max_length, take fewer images, tiles (model.image.max_tiles) or "
+                "frames (model.video), or split the conversation",
             )
-
-    def _pixels(
-        self,
-        frames: Sequence[Sequence[Media | Image.Image]],
-        rng: np.random.Generator | None,
-    ) -> torch.Tensor:
-        """(N, 3, H, W); all frames of a video are augmented alike."""
-        tensors: list[torch.Tensor] = []
-        for shown in frames:
-            if rng is None or len(shown) == 1:
-                rngs = [rng] * len(shown)
-            else:
-                seed = int(rng.integers(2**63))
-                rngs = [np.random.default_rng(seed) for _ in shown]
-            for frame, frame_rng in zip(shown, rngs, strict=True):
-                image = open_image(frame) if isinstance(frame, Media) else frame
-                tensors.append(self._transform(image, frame_rng))
-        if not tensors:
-            return torch.empty(0, 3, self._transform.size, self._transform.size)
-        return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
-
-
-def _frames(medium: Media, num_frames: int) -> list[Image.Image]:
-    # Images alone need no video decoder, and loading one costs every worker some megabytes.
-    from coat_data.video import read_frames
-
-    return read_frames(medium, num_frames)

@@ -6,8 +6,9 @@ position alone: not on ranks, worker processes or where the run was started.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -48,6 +49,8 @@ class LoadedBatch:
     """Rows that were left out while it was loaded."""
     num_samples: int
     """Samples in the batch; 0 for a filler of validation."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """What happened while media were read, summed over the batch (``EncodedSample.counts``)."""
 
 
 class TrainLoader:
@@ -220,7 +223,9 @@ class _TrainBatches(_Batches):
         bad: list[BadSample] = []
         encoded = [self._encode(position, bad) for position in positions]
         batch = collate(encoded, pad_token_id=self._pad_token_id)
-        return LoadedBatch(batch=batch, bad=bad, num_samples=len(encoded))
+        return LoadedBatch(
+            batch=batch, bad=bad, num_samples=len(encoded), counts=_summed_counts(encoded)
+        )
 
     def _encode(self, position: int, bad: list[BadSample]) -> EncodedSample:
         """The sample at ``position``, or the first good one of its replacements."""
@@ -271,7 +276,9 @@ class _ValBatches(_Batches):
                     raise
                 bad.append(_bad_sample(error, row))
         batch = collate(encoded or [self._filler()], pad_token_id=self._pad_token_id)
-        return LoadedBatch(batch=batch, bad=bad, num_samples=len(encoded))
+        return LoadedBatch(
+            batch=batch, bad=bad, num_samples=len(encoded), counts=_summed_counts(encoded)
+        )
 
     def _filler(self) -> EncodedSample:
         """The first good row with every label ignored."""
@@ -285,6 +292,10 @@ class _ValBatches(_Batches):
         raise DataError(
             self._dataset.name, "no row is good", "check the path and media_root of this source"
         )
+
+
+def _summed_counts(encoded: Sequence[EncodedSample]) -> dict[str, int]:
+    return dict(sum((Counter(sample.counts) for sample in encoded), Counter()))
 
 
 def _bad_sample(error: DataError, position: int) -> BadSample:

@@ -85,8 +85,13 @@ def to_media(picture: Picture, kind: MediaKind) -> Media:
         return Media(kind=kind, path=f"<{kind} bytes>", data=picture)
     if isinstance(picture, Image.Image):
         buffer = io.BytesIO()
-        opaque = picture if picture.mode in ("L", "P", "RGBA", "LA") else picture.convert("RGB")
-        opaque.save(buffer, "PNG", compress_level=0)
+        # What open_image has its own rule for is kept; it is to decide, as for a file.
+        kept = picture.mode in ("L", "P", "RGBA", "LA", "I", "I;16", "F")
+        picture = picture if kept else picture.convert("RGB")
+        if picture.mode in ("I", "F"):
+            picture.save(buffer, "TIFF")
+        else:
+            picture.save(buffer, "PNG", compress_level=0)
         return Media(kind=kind, path="<PIL image>", data=buffer.getvalue())
     return Media(kind=kind, path=os.fspath(picture))
 

@@ -96,8 +96,15 @@ def features() -> "Features":
             "id": Value("string"),
             "row": Value("int64"),
             "turns": List({"role": Value("string"), "parts": List(part)}),
+            # start and end are null in folders that were written before there were any.
             "media": List(
-                {"kind": Value("string"), "path": Value("string"), "data": Value("large_binary")}
+                {
+                    "kind": Value("string"),
+                    "path": Value("string"),
+                    "data": Value("large_binary"),
+                    "start": Value("float64"),
+                    "end": Value("float64"),
+                }
             ),
         }
     )
@@ -110,7 +117,13 @@ def to_record(sample: Sample, media_root: Path) -> dict[str, Any]:
         "row": sample.row,
         "turns": [dataclasses.asdict(turn) for turn in sample.turns],
         "media": [
-            {"kind": media.kind, "path": _relative(media.path, media_root), "data": media.data}
+            {
+                "kind": media.kind,
+                "path": _relative(media.path, media_root),
+                "data": media.data,
+                "start": media.start,
+                "end": media.end,
+            }
             for media in sample.media
         ],
     }
@@ -125,7 +138,13 @@ def to_sample(record: dict[str, Any], *, source: str, media_root: Path) -> Sampl
             for turn in record["turns"]
         ),
         media=tuple(
-            Media(kind=media["kind"], path=str(media_root / media["path"]), data=media["data"])
+            Media(
+                kind=media["kind"],
+                path=str(media_root / media["path"]),
+                data=media["data"],
+                start=media.get("start"),
+                end=media.get("end"),
+            )
             for media in record["media"]
         ),
         source=source,

@@ -1,221 +1,239 @@
-"""Reads frames that stand uniformly in a video's time, with PyAV.
+"""Reads the frames of a video that a sampling rule asks for, with decord or PyAV.
 
-The clip is cut into ``num_frames`` equal spans; each span is shown by the frame on screen at its
-middle. Damaged packets are passed over, so that what is readable of a damaged file is used.
+PyAV is the default. It decodes what is needed only and was measured to be as fast as decord on few
+frames of a long clip (data/README.md).
 
-Only what is needed is decoded: a keyframe can be decoded without what came before it, so what came
-before is dropped undecoded when the next wanted time lies at the keyframe or behind it.
+decord is for those who want it. Its last release can hang while it holds the interpreter's lock, or
+abort (dmlc/decord issues 269, 363, 375), so it runs in a child process with a time limit
+(:mod:`coat_data.decord_child`). It also shows wrong frames of H.265 with keyframes between others,
+of MPEG transport streams and of videos whose clock does not start at zero, and other colours than
+today's FFmpeg of 10-bit video; so it is asked only for streams in which it was found exact. What it
+is not asked for, or cannot read, PyAV reads. Which frames are shown is decided here, from times
+that PyAV finds in the file's header, and is the same for both.
 """
 
-import contextlib
-import io
-from collections import deque
-from collections.abc import Iterator
+import importlib.util
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import av
-from av.container import InputContainer
-from av.error import FFmpegError
-from av.packet import Packet
-from av.video.frame import VideoFrame
-from av.video.stream import VideoStream
 from PIL import Image
 
+from coat_data.decord_reader import DecordError, DecordReader
+from coat_data.frame_sampling import VideoSettings, middles
 from coat_data.image import list_frames, open_image
+from coat_data.pyav_reader import PyavVideo, TimeSpan
 from coat_data.sample import DataError, Media
 
-_SEEK_SECONDS = 60.0
-"""A wanted time further ahead than this is neared by seeking half the way back from it (seeking is
-imprecise in some formats); from there, and to nearer times, the file is read on."""
 
-_MAX_READ_ERRORS = 100
-"""Reading errors after which the rest of a file is given up."""
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Frames of a video in order."""
 
-_MAX_DECODED_FRAMES = 50_000
-"""Decoding stops here, so that one endless file cannot hold a loader; 28 minutes at 30 fps."""
+    frames: list[Image.Image]
+    """In RGB, upright."""
+    times_s: list[float] | None
+    """When each frame comes on screen, in seconds from the video's first frame; None for a folder
+    of frames, which has no times."""
+
+
+class VideoReader:
+    """Reads clips; can be sent to a worker process, where it starts its own child for decord.
+
+    Attributes:
+        settings: what is read, and how.
+        counts: videos read by ``video_pyav``, ``video_decord`` and ``video_folder``; and those that
+            PyAV read in decord's place, by why: ``video_decord_unsuited`` (a stream that decord is
+            not asked for), ``video_decord_timeout``, ``video_decord_crash``,
+            ``video_decord_error``.
+    """
+
+    def __init__(self, settings: VideoSettings, decord: DecordReader | None = None) -> None:
+        """Choose the backend.
+
+        Args:
+            settings: what is read, and how.
+            decord: takes the place of the usual child process; for tests of what happens when it
+                hangs.
+
+        Raises:
+            ValueError: decord is asked for and not installed.
+        """
+        self.settings = settings
+        self.counts: Counter[str] = Counter()
+        self._decord = None
+        if settings.backend == "decord":
+            if decord is None and importlib.util.find_spec("decord") is None:
+                raise ValueError(
+                    "the video backend is decord, which is not installed; install it (pip install "
+                    "'coat-vlm[decord]'), or set model.video.backend to auto or pyav"
+                )
+            self._decord = decord or DecordReader(settings.timeout_s)
+
+    def read(self, media: Media) -> Clip:
+        """The frames that the settings ask for; fewer where the video is short.
+
+        ``media.path`` may be a folder of frames, which are taken in the order of their names,
+        evenly by number: ``num_frames`` of them, or under other sampling than uniform up to
+        ``max_frames``.
+
+        Raises:
+            DataError: the file is missing or not a video, no frame of it can be decoded, or
+                ``start`` and ``end`` do not fit it; names the path.
+        """
+        if (folder := _folder_of(media)) is not None:
+            self.counts["video_folder"] += 1
+            paths = _frames_of(folder, media)
+            return Clip([open_image(paths[i]) for i in self._chosen(len(paths))], None)
+        with _OpenVideo(media) as video:
+            span = video.span()
+            start, duration = _window(media, span)
+            times = self._times(video, start, duration)
+            frames = self._frames(video, media, times)
+        if not frames:
+            raise _unreadable(media, "no frame could be decoded")
+        return Clip([image for _, image in frames], [time - span.start_s for time, _ in frames])
+
+    def plan(self, media: Media) -> tuple[int, list[float] | None]:
+        """The largest number of frames that :meth:`read` gives, from the header alone.
+
+        It is the number itself for a whole file with at least as many frames as are asked for.
+
+        Returns:
+            That number, and the middles of as many spans in seconds from the video's first frame
+            (None for a folder), which are the frames' times to within a frame.
+
+        Raises:
+            DataError: as for :meth:`read`, as far as the header shows it.
+        """
+        if (folder := _folder_of(media)) is not None:
+            return len(self._chosen(len(_frames_of(folder, media)))), None
+        with _OpenVideo(media) as video:
+            span = video.span()
+            start, duration = _window(media, span)
+            count = self.settings.num_spans(duration)
+            frames = span.num_frames
+            if frames is None and self.settings.sampling == "all":
+                frames = len(video.packet_times())
+            count = count if frames is None else min(count, frames)
+            return count, middles(start - span.start_s, duration, count)
+
+    def close(self) -> None:
+        """End decord's child process; the next video would start another."""
+        if self._decord is not None:
+            self._decord.close()
+
+    def _times(self, video: PyavVideo, start: float, duration: float) -> list[float]:
+        if self.settings.sampling == "all":
+            end = start + duration
+            times = [time for time in video.packet_times() if start - 1e-6 <= time < end + 1e-6]
+            if len(times) <= self.settings.max_frames:
+                return [time + 1e-6 for time in times]
+        return middles(start, duration, self.settings.num_spans(duration))
+
+    def _frames(
+        self, video: PyavVideo, media: Media, times: list[float]
+    ) -> list[tuple[float, Image.Image]]:
+        if self._decord is not None and not video.suits_decord():
+            self.counts["video_decord_unsuited"] += 1
+        elif self._decord is not None:
+            try:
+                frames = self._decord.shown_at(media, times)
+            except DecordError as error:
+                self.counts[f"video_decord_{error.kind}"] += 1
+            else:
+                self.counts["video_decord"] += 1
+                return frames
+        self.counts["video_pyav"] += 1
+        return video.shown_at(times)
+
+    def _chosen(self, num_files: int) -> list[int]:
+        """Indices of the frames of a folder; without times, they are evenly spaced by number."""
+        settings = self.settings
+        spans = settings.num_frames if settings.sampling == "uniform" else settings.max_frames
+        return sorted({(2 * i + 1) * num_files // (2 * spans) for i in range(spans)})
 
 
 def read_frames(media: Media, num_frames: int) -> list[Image.Image]:
-    """Up to ``num_frames`` frames in RGB, uniform in time, upright.
+    """Up to ``num_frames`` frames in RGB, uniform in time, upright, read with PyAV.
 
     A video with fewer frames gives each of them once. ``media.path`` may be a folder of frames,
     which are taken in the order of their names.
 
     Raises:
-        DataError: the file is missing or not a video, or no frame of it can be decoded; names the
-            path.
+        DataError: as :meth:`VideoReader.read`.
         ValueError: ``num_frames`` is not positive.
     """
-    if num_frames <= 0:
-        raise ValueError(f"num_frames={num_frames}; ask for at least one frame")
-    where = media.path or "<video bytes>"
-    if media.data is None and media.path is not None and Path(media.path).is_dir():
-        return _read_folder(Path(media.path), num_frames)
-    try:
-        frames = _read_file(media, num_frames)
-    except FileNotFoundError as error:
-        raise DataError(where, "no such file", "fix the path or the media root") from error
-    except Exception as error:  # FFmpeg's, IndexError, UnicodeDecodeError, and others
-        raise _unreadable(where, f"{type(error).__name__}: {error}") from error
-    if not frames:
-        raise _unreadable(where, "no frame could be decoded")
-    return frames
+    return VideoReader(VideoSettings(backend="pyav", num_frames=num_frames)).read(media).frames
 
 
-def _unreadable(where: str, problem: str) -> DataError:
-    return DataError(
-        where, f"the video cannot be read: {problem}", "replace the file or remove the row"
-    )
+class _OpenVideo:
+    """A :class:`PyavVideo` whose errors name the file."""
 
+    def __init__(self, media: Media) -> None:
+        self._media = media
+        self._video: PyavVideo | None = None
 
-def _read_folder(folder: Path, num_frames: int) -> list[Image.Image]:
-    paths = list_frames(folder)
-    if not paths:
-        raise _unreadable(str(folder), "the folder has no image files")
-    middles = {(2 * i + 1) * len(paths) // (2 * num_frames) for i in range(num_frames)}
-    return [open_image(paths[index]) for index in sorted(middles)]
-
-
-def _read_file(media: Media, num_frames: int) -> list[Image.Image]:
-    with _open(media) as container:
-        start, duration = _time_span(container)
-        if duration is None:
-            start, duration = _time_span_of_packets(media)
-        # A microsecond later, so that rounding does not decide when a frame starts in the middle.
-        middles = [start + duration * (i + 0.5) / num_frames + 1e-6 for i in range(num_frames)]
-        return _shown_at(container, middles)
-
-
-def _open(media: Media) -> InputContainer:
-    source: Any = media.path if media.data is None else io.BytesIO(media.data)
-    return av.open(source, metadata_errors="replace")  # pyright: ignore[reportReturnType]
-
-
-def _video_stream(container: InputContainer) -> VideoStream:
-    stream = container.streams.best("video")
-    if not isinstance(stream, VideoStream):
-        raise ValueError("it has no video stream")
-    if stream.codec_context is None:
-        raise ValueError("no decoder knows its codec")
-    stream.thread_type = "NONE"  # loader workers are processes; threads inside them only contend
-    return stream
-
-
-def _time_span(container: InputContainer) -> tuple[float, float | None]:
-    """Start and duration of the video in seconds; the duration is None when the file has none."""
-    stream = _video_stream(container)
-    start = float((stream.start_time or 0) * (stream.time_base or 0))
-    if stream.duration is not None and stream.time_base is not None:
-        return start, float(stream.duration * stream.time_base)
-    if container.duration is not None:
-        return start, container.duration / av.time_base
-    return start, None
-
-
-def _time_span_of_packets(media: Media) -> tuple[float, float]:
-    """Start and duration of a video whose file does not say; in frames if they have no times."""
-    with _open(media) as container:
-        times = [_time(packet) for packet in _packets(container, _video_stream(container))]
-    known = [time for time in times if time is not None]
-    return (min(known), max(known) - min(known)) if known else (0.0, float(len(times)))
-
-
-def _shown_at(container: InputContainer, times: list[float]) -> list[Image.Image]:
-    """The distinct frames on screen at ``times`` (ascending): the last that starts by then."""
-    wanted = deque(times)
-    chosen: list[VideoFrame] = []
-    shown: VideoFrame | None = None
-    for time, frame in _decoded(container, wanted):
-        while wanted and time > wanted[0]:
-            wanted.popleft()
-            chosen.append(shown or frame)
-        shown = frame
-        if not wanted:
-            break
-    if wanted and shown is not None:  # the video ends before its duration says
-        chosen.append(shown)
-    distinct = {id(frame): frame for frame in chosen}
-    return [_upright(frame) for frame in distinct.values()]
-
-
-def _upright(frame: VideoFrame) -> Image.Image:
-    image = frame.to_image()
-    quarter_turns = round(frame.rotation / 90)
-    return image.rotate(90 * quarter_turns, expand=True) if quarter_turns else image
-
-
-def _decoded(container: InputContainer, wanted: deque[float]) -> Iterator[tuple[float, VideoFrame]]:
-    """Times and frames in display order, at least what is on screen at the times in ``wanted``.
-
-    The caller takes times out of ``wanted`` as it meets a later frame, and stops when it is empty.
-    """
-    stream = _video_stream(container)
-    seconds = float(stream.time_base or 1)  # frame.time is missing after the last packet
-    time = -1.0
-    for number, frame in enumerate(_decoded_packets(container, stream, wanted)):
-        time = time + 1.0 if frame.pts is None else frame.pts * seconds
-        yield time, frame
-        if number == _MAX_DECODED_FRAMES:
-            return
-
-
-def _decoded_packets(
-    container: InputContainer, stream: VideoStream, wanted: deque[float]
-) -> Iterator[VideoFrame]:
-    for packet in _needed_packets(container, stream, wanted):
-        if packet is None:
-            stream.codec_context.flush_buffers()
-            continue
-        with contextlib.suppress(FFmpegError):  # a damaged packet: the next ones may be whole
-            yield from packet.decode()  # pyright: ignore[reportReturnType]
-    with contextlib.suppress(FFmpegError):
-        yield from stream.decode(None)
-
-
-def _needed_packets(
-    container: InputContainer, stream: VideoStream, wanted: deque[float]
-) -> Iterator[Packet | None]:
-    """The packets to decode for the times in ``wanted``; None before a gap."""
-    held: list[Packet] = []  # read, and not yet known to be needed
-    fed = False
-    sought = None
-    for packet in _packets(container, stream):
-        time = _time(packet)
-        if time is None or time > wanted[0]:
-            yield from (*held, packet)
-            held.clear()
-            fed = True
-            continue
-        if packet.is_keyframe:
-            held.clear()
-            if fed:
-                yield None
-                fed = False
-            if wanted[0] - time > _SEEK_SECONDS and sought != wanted[0]:
-                sought = wanted[0]
-                _seek(container, stream, sought - _SEEK_SECONDS / 2)
-                continue
-        held.append(packet)
-    yield from held
-
-
-def _seek(container: InputContainer, stream: VideoStream, seconds: float) -> None:
-    """Go to about ``seconds``; without an index it fails, and reading on also gets there."""
-    with contextlib.suppress(FFmpegError):
-        container.seek(round(seconds / float(stream.time_base or 1)), stream=stream)
-
-
-def _packets(container: InputContainer, stream: VideoStream) -> Iterator[Packet]:
-    """The packets of ``stream`` in file order; where reading fails, it is tried again behind."""
-    for _ in range(_MAX_READ_ERRORS):
+    def __enter__(self) -> PyavVideo:
         try:
-            yield from (packet for packet in container.demux(stream) if packet.size)
-        except FFmpegError:
-            continue
-        return
+            self._video = PyavVideo(self._media)
+        except Exception as error:
+            raise _named(self._media, error) from error
+        return self._video
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        assert self._video is not None
+        self._video.__exit__()
+        if isinstance(error, Exception) and not isinstance(error, DataError):
+            raise _named(self._media, error) from error
 
 
-def _time(packet: Packet) -> float | None:
-    stamp = packet.dts if packet.pts is None else packet.pts
-    return None if stamp is None or packet.time_base is None else float(stamp * packet.time_base)
+def _named(media: Media, error: Exception) -> DataError:
+    """FFmpeg's errors, IndexError, UnicodeDecodeError and others, with the file's name."""
+    if isinstance(error, FileNotFoundError):
+        return DataError(_name(media), "no such file", "fix the path or the media root")
+    return _unreadable(media, f"{type(error).__name__}: {error}")
+
+
+def _unreadable(media: Media, problem: str) -> DataError:
+    remedy = "replace the file or remove the row"
+    return DataError(_name(media), f"the video cannot be read: {problem}", remedy)
+
+
+def _name(media: Media) -> str:
+    return media.path or "<video bytes>"
+
+
+def _folder_of(media: Media) -> Path | None:
+    if media.data is not None or media.path is None:
+        return None
+    folder = Path(media.path)
+    return folder if folder.is_dir() else None
+
+
+def _frames_of(folder: Path, media: Media) -> list[Path]:
+    if media.start is not None or media.end is not None:
+        raise DataError(
+            str(folder),
+            "start and end are given in seconds, and a folder of frames has no times",
+            "remove start and end, or put only the wanted frames into a folder",
+        )
+    if not (paths := list_frames(folder)):
+        raise _unreadable(media, "the folder has no image files")
+    return paths
+
+
+def _window(media: Media, span: TimeSpan) -> tuple[float, float]:
+    """Start and duration of what is to be shown, by the video's own clock."""
+    start = 0.0 if media.start is None else media.start
+    end = span.duration_s if media.end is None else min(media.end, span.duration_s)
+    if media.start is None and media.end is None:
+        return span.start_s, span.duration_s
+    if not 0 <= start < end:
+        raise DataError(
+            _name(media),
+            f"start={media.start}, end={media.end} show nothing of a video of "
+            f"{span.duration_s:.3f} seconds",
+            "give seconds from the video's beginning, start before end and before the video's end",
+        )
+    return span.start_s + start, end - start

@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from coat_data.chat import get_template
 from coat_data.encode import IGNORE_INDEX, EncodedSample, Encoder
+from coat_data.frame_sampling import VideoSettings
 from coat_data.image import ImageTransform
+from coat_data.messages import to_media
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.tokens import PieceTokenizer
 
@@ -175,9 +177,8 @@ def test_vicuna_equals_tokenizing_the_whole_text(make_tokenizer, name: str):
 def test_no_space_is_invented_in_the_middle(make_tokenizer, name: str):
     """A SentencePiece tokenizer puts a space before each text that it is given on its own."""
     tokenizer = make_tokenizer(name)
-    image = Media(kind="image", path="unused")
+    image = to_media(Image.new("RGB", (8, 8)), "image")
     encode = encoder_of(tokenizer, "vicuna_v1")
-    encode._pixels = lambda *_: torch.empty(1, 3, 8, 8)  # pyright: ignore[reportAttributeAccessIssue]
     encoded = encode(sample(("look", Part("image"), "here\nnow"), "a\nb", media=(image,)))
     text = tokenizer.decode(encoded.input_ids, clean_up_tokenization_spaces=False)
     assert "USER: look<image><image><image><image>here\nnow ASSISTANT: a\nb</s>" in text
@@ -238,7 +239,7 @@ def test_video_frames_are_images(make_tokenizer, tmp_path: Path):
     tokenizer = make_tokenizer("qwen2")
     conversation = sample((Part("video"), "?"), "a", media=(Media(kind="video", path=str(folder)),))
     for asked, given in ((3, 3), (100, 6)):
-        encode = encoder_of(tokenizer, "chatml", num_video_frames=asked)
+        encode = encoder_of(tokenizer, "chatml", video=VideoSettings(num_frames=asked))
         encoded = encode(conversation)
         assert (encoded.input_ids == tokenizer.convert_tokens_to_ids("<image>")).sum() == 4 * given
         assert encoded.pixel_values.shape == (given, 3, 8, 8)

@@ -10,7 +10,7 @@ import pytest
 from av.video.stream import VideoStream
 from PIL import Image
 
-from coat_data import video
+from coat_data import pyav_reader
 from coat_data.sample import DataError, Media
 from coat_data.video import read_frames
 
@@ -111,7 +111,7 @@ def test_groups_of_pictures_that_are_not_needed_are_not_decoded(
 ):
     path = make_clip(tmp_path / "a.mp4", 400, options={"g": "10", "bf": "0", "sc_threshold": "0"})
     decoded = 0
-    original = video._decoded_packets
+    original = pyav_reader._decoded_packets
 
     def counted(*arguments):
         nonlocal decoded
@@ -119,7 +119,7 @@ def test_groups_of_pictures_that_are_not_needed_are_not_decoded(
             decoded += 1
             yield frame
 
-    monkeypatch.setattr(video, "_decoded_packets", counted)
+    monkeypatch.setattr(pyav_reader, "_decoded_packets", counted)
     assert len(read(path, 4)) == 4
     assert decoded < 100
 
@@ -130,9 +130,11 @@ def test_seeking_gives_the_same_frames(tmp_path: Path, monkeypatch: pytest.Monke
     path = make_clip(tmp_path / name, 300, codec, options=options)
     expected = [frame.tobytes() for frame in read(path, 5)]
     seeks = []
-    original = video._seek
-    monkeypatch.setattr(video, "_SEEK_SECONDS", 4.0)
-    monkeypatch.setattr(video, "_seek", lambda *args: (seeks.append(args[2]), original(*args)))
+    original = pyav_reader._seek
+    monkeypatch.setattr(pyav_reader, "_SEEK_SECONDS", 4.0)
+    monkeypatch.setattr(
+        pyav_reader, "_seek", lambda *args: (seeks.append(args[2]), original(*args))
+    )
     assert [frame.tobytes() for frame in read(path, 5)] == expected
     assert len(seeks) == (0 if "long_groups" in name else 4)  # keyframes 25 s apart: none to reach
 

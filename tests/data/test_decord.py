@@ -1,0 +1,226 @@
+"""decord in its child process: the same frames as PyAV, and what happens when the child fails.
+
+What needs no decord runs everywhere, with children that speak the protocol and misbehave.
+"""
+
+import importlib.util
+import multiprocessing
+import pickle
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+from typing import cast
+
+import av
+import numpy as np
+import pytest
+from av.video.stream import VideoStream
+
+from coat_data.decord_child import frame_indices
+from coat_data.decord_reader import DecordError, DecordReader
+from coat_data.frame_sampling import VideoSettings
+from coat_data.sample import Media
+from coat_data.video import VideoReader
+
+needs_decord = pytest.mark.skipif(
+    importlib.util.find_spec("decord") is None,
+    reason="decord is not installed (extra decord: wheels for x86-64 Linux only)",
+)
+
+
+def make_clip(path: Path, codec: str = "libx264", options: dict[str, str] | None = None) -> Path:
+    with av.open(str(path), "w") as container:
+        stream = cast(VideoStream, container.add_stream(codec, rate=10, options=options or {}))
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for number in range(30):
+            values = np.zeros((48, 64, 3), dtype=np.uint8)
+            values[:, : 2 * number + 2, 1] = 200
+            frame = av.VideoFrame.from_ndarray(values, format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, 10)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Media:
+    path = make_clip(tmp_path_factory.mktemp("clips") / "a.mp4")
+    return Media(kind="video", path=str(path))
+
+
+def child(*lines: str, timeout_s: float = 20.0) -> DecordReader:
+    """A reader whose child runs these lines for every request ``r`` on its standard input."""
+    body = "\n    ".join(lines)
+    code = (
+        f"import sys, json, time, os\nfor line in sys.stdin:\n    r = json.loads(line)\n    {body}"
+    )
+    return DecordReader(timeout_s, (sys.executable, "-c", code))
+
+
+# 4 x 2 pixels, all 7, for each time that is asked for.
+GOOD = (
+    "sys.stdout.write(json.dumps(dict(times=r['times'], height=2, width=4)) + chr(10))",
+    "sys.stdout.flush()",
+    "sys.stdout.buffer.write(bytes([7] * 24 * len(r['times'])))",
+    "sys.stdout.flush()",
+)
+
+
+def frames_of(reader: VideoReader, media: Media) -> list[bytes]:
+    return [frame.tobytes() for frame in reader.read(media).frames]
+
+
+def test_what_the_child_answers_is_what_is_shown(clip: Media):
+    reader = VideoReader(VideoSettings(backend="decord", num_frames=3), child(*GOOD))
+    assert frames_of(reader, clip) == [bytes([7] * 24)] * 3
+    assert reader.read(clip).times_s == pytest.approx([0.5, 1.5, 2.5], abs=1e-5)
+    assert dict(reader.counts) == {"video_decord": 2}
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines"),
+    [
+        ("timeout", ("time.sleep(60)",)),
+        ("timeout", ("sys.stdout.write('{')", "sys.stdout.flush()", "time.sleep(60)")),
+        ("timeout", (*GOOD[:2], "time.sleep(60)")),
+        ("crash", ("os.abort()",)),
+        ("crash", (*GOOD[:2], "sys.stdout.write('short')", "sys.exit()")),
+        ("error", ("print(json.dumps(dict(error='bad')), flush=True)",)),
+    ],
+    ids=["hangs", "hangs in the head", "hangs in the body", "aborts", "ends early", "refuses"],
+)
+def test_a_child_that_fails_is_counted_and_pyav_reads(clip: Media, kind: str, lines: tuple):
+    expected = frames_of(VideoReader(VideoSettings(backend="pyav", num_frames=3)), clip)
+    decord = child(*lines, timeout_s=1.0 if kind == "timeout" else 20.0)
+    reader = VideoReader(VideoSettings(backend="decord", num_frames=3), decord)
+    started = time.monotonic()
+    assert frames_of(reader, clip) == expected
+    assert time.monotonic() - started < 15
+    assert dict(reader.counts) == {f"video_decord_{kind}": 1, "video_pyav": 1}
+    reader.close()
+
+
+def test_a_killed_child_is_replaced_and_a_good_one_is_kept():
+    hang_once = "time.sleep(60) if r['path'] == 'hang' else None"
+    tell = (GOOD[0].replace("r['times']", "[os.getpid()] * len(r['times'])"), *GOOD[1:])
+    reader = child(hang_once, *tell, timeout_s=2.0)
+    good, bad = Media(kind="video", path="a"), Media(kind="video", path="hang")
+    pids = [reader.shown_at(good, [0.5])[0][0] for _ in range(2)]
+    assert pids[0] == pids[1]
+    with pytest.raises(DecordError) as raised:
+        reader.shown_at(bad, [0.5])
+    assert raised.value.kind == "timeout"
+    assert reader.shown_at(good, [0.5])[0][0] != pids[0]
+    assert reader._child is not None
+    process = reader._child
+    reader.close()
+    assert process.poll() is not None
+
+
+def test_videos_in_memory_reach_the_child():
+    echo = "body = sys.stdin.buffer.read(r['size'])"
+    lines = (echo, "print(json.dumps(dict(error=body.decode())), flush=True)")
+    code = "import sys, json\nfor line in iter(sys.stdin.buffer.readline, b''):\n    r = json.loads"
+    code += "(line)\n    " + "\n    ".join(lines)
+    reader = DecordReader(20.0, (sys.executable, "-c", code))
+    with pytest.raises(DecordError, match="whole file"):
+        reader.shown_at(Media(kind="video", data=b"whole file"), [0.5])
+    reader.close()
+
+
+def _read_in_a_fork(reader: VideoReader, media: Media, queue: "multiprocessing.Queue") -> None:
+    queue.put((frames_of(reader, media), dict(reader.counts), pid_of(reader)))
+
+
+def pid_of(reader: VideoReader) -> int:
+    """The process that reads with decord for ``reader``."""
+    assert reader._decord is not None
+    assert reader._decord._child is not None
+    return reader._decord._child.pid
+
+
+def test_a_forked_daemon_has_a_child_of_its_own(clip: Media):
+    """As in a DataLoader's worker: it is a daemon, and it must not read its parent's answers."""
+    reader = VideoReader(VideoSettings(backend="decord", num_frames=1), child(*GOOD))
+    expected = frames_of(reader, clip)
+    reader.counts.clear()
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    worker = context.Process(target=_read_in_a_fork, args=(reader, clip, queue), daemon=True)
+    worker.start()
+    found, counts, pid = queue.get(timeout=60)
+    worker.join()
+    assert (found, counts) == (expected, {"video_decord": 1})
+    assert pid != pid_of(reader)
+    assert frames_of(reader, clip) == expected  # the parent's child still answers the parent
+    copy = pickle.loads(pickle.dumps(reader))
+    assert frames_of(copy, clip) == expected
+    copy.close()
+    reader.close()
+
+
+def test_streams_that_decord_shows_wrong_are_not_given_to_it(tmp_path: Path):
+    reader = VideoReader(VideoSettings(backend="decord", num_frames=2), child("os.abort()"))
+    path = make_clip(tmp_path / "a.ts")
+    expected = frames_of(
+        VideoReader(VideoSettings(num_frames=2)), Media(kind="video", path=str(path))
+    )
+    assert frames_of(reader, Media(kind="video", path=str(path))) == expected
+    assert dict(reader.counts) == {"video_decord_unsuited": 1, "video_pyav": 1}
+
+
+def test_the_frame_at_a_time_is_the_last_that_started():
+    starts = [0.0, 0.1, 0.2, 0.9]
+    assert frame_indices(starts, [-1.0, 0.05, 0.1, 0.15, 0.8, 0.95, 7.0]) == [0, 1, 2, 3]
+
+
+def test_decord_must_be_installed_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="not installed; install it"):
+        VideoReader(VideoSettings(backend="decord"))
+    VideoReader(VideoSettings(backend="auto"))
+
+
+@needs_decord
+@pytest.mark.parametrize(
+    ("name", "codec", "options"),
+    [
+        ("a.mp4", "libx264", {"g": "12", "bf": "2"}),
+        ("b.webm", "libvpx-vp9", {"g": "9"}),
+        ("c.avi", "mpeg4", {"g": "8"}),
+    ],
+)
+def test_decord_shows_the_frames_that_pyav_shows(tmp_path: Path, name: str, codec: str, options):
+    path = make_clip(tmp_path / name, codec, options)
+    for media in (
+        Media(kind="video", path=str(path), start=0.5),
+        Media(kind="video", path="row 7", data=path.read_bytes()),
+    ):
+        decord = VideoReader(VideoSettings(backend="decord", num_frames=5))
+        found, expected = decord.read(media), VideoReader(VideoSettings(num_frames=5)).read(media)
+        assert dict(decord.counts) == {"video_decord": 1}
+        assert [f.tobytes() for f in found.frames] == [f.tobytes() for f in expected.frames]
+        assert found.times_s == pytest.approx(expected.times_s, abs=2e-3)
+        decord.close()
+
+
+@needs_decord
+def test_what_decord_cannot_read_pyav_reads(tmp_path: Path):
+    """A clip cut in the middle of its pictures, whose index says that there are more."""
+    with av.open(str(tmp_path / "c.mp4"), "w", options={"movflags": "faststart"}) as container:
+        stream = cast(VideoStream, container.add_stream("libx264", rate=10, options={"g": "5"}))
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for number in range(60):
+            values = np.random.default_rng(number).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(values, format="rgb24")))
+        container.mux(stream.encode(None))
+    whole = (tmp_path / "c.mp4").read_bytes()
+    media = Media(kind="video", path="cut.mp4", data=whole[: len(whole) // 2])
+    reader = VideoReader(VideoSettings(backend="decord", num_frames=4))
+    expected = frames_of(VideoReader(VideoSettings(num_frames=4)), media)
+    assert frames_of(reader, media) == expected
+    assert expected
+    assert reader.counts["video_pyav"] == 1
+    reader.close()

@@ -1,0 +1,144 @@
+"""Which frames are shown, between which seconds, and how many beforehand; times by hand."""
+
+from fractions import Fraction
+from pathlib import Path
+from typing import cast
+
+import av
+import numpy as np
+import pytest
+from av.video.stream import VideoStream
+from PIL import Image
+
+from coat_data.frame_sampling import VideoSettings, middles
+from coat_data.sample import DataError, Media
+from coat_data.video import Clip, VideoReader
+
+
+def make_clip(path: Path, stamps: list[int]) -> Path:
+    """A grey clip whose frame at ``stamps[i]`` tenths of a second has the brightness 8 i."""
+    with av.open(str(path), "w") as container:
+        stream = cast(VideoStream, container.add_stream("libx264", rate=10, options={"qp": "0"}))
+        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 10)
+        for number, stamp in enumerate(stamps):
+            values = np.full((16, 32, 3), 8 * number % 256, dtype=np.uint8)
+            frame = av.VideoFrame.from_ndarray(values, format="rgb24")
+            frame.pts, frame.time_base = stamp, Fraction(1, 10)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def read(path: Path, start: float | None = None, end: float | None = None, **settings) -> Clip:
+    media = Media(kind="video", path=str(path), start=start, end=end)
+    reader = VideoReader(VideoSettings(backend="pyav", **settings))
+    clip = reader.read(media)
+    assert len(clip.frames) <= reader.plan(media)[0]
+    return clip
+
+
+def shown(clip: Clip) -> list[float]:
+    """The frames' times; each frame is the one that was written for its time."""
+    assert clip.times_s is not None
+    for time, frame in zip(clip.times_s, clip.frames, strict=True):
+        assert abs(np.asarray(frame).mean() - 80 * time) <= 3
+    return [round(time, 3) for time in clip.times_s]
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three seconds at 10 frames per second."""
+    return make_clip(tmp_path_factory.mktemp("clips") / "a.mp4", list(range(30)))
+
+
+def test_uniform_fps_and_all(clip: Path):
+    assert shown(read(clip, num_frames=3)) == [0.5, 1.5, 2.5]
+    assert shown(read(clip, sampling="fps", fps=1.0)) == [0.5, 1.5, 2.5]
+    assert shown(read(clip, sampling="fps", fps=2.0)) == [0.2, 0.7, 1.2, 1.7, 2.2, 2.7]
+    assert shown(read(clip, sampling="fps", fps=2.0, max_frames=3)) == [0.5, 1.5, 2.5]
+    assert shown(read(clip, sampling="fps", fps=0.1)) == [1.5]  # at least one
+    assert shown(read(clip, sampling="fps", fps=50.0)) == [i / 10 for i in range(30)]
+    assert shown(read(clip, sampling="all")) == [i / 10 for i in range(30)]
+    assert shown(read(clip, sampling="all", max_frames=3)) == [0.5, 1.5, 2.5]
+
+
+def test_between_start_and_end(clip: Path):
+    """A part of a clip has the spans of the part; times count from the whole clip's beginning."""
+    assert shown(read(clip, 1.0, 2.0, num_frames=2)) == [1.2, 1.7]
+    assert shown(read(clip, 2.0, None, num_frames=1)) == [2.5]
+    assert shown(read(clip, None, 0.4, num_frames=2)) == [0.1, 0.3]
+    assert shown(read(clip, 2.0, 99.0, num_frames=1)) == [2.5]  # the clip ends before
+    assert shown(read(clip, 1.0, 1.35, sampling="all")) == [1.0, 1.1, 1.2, 1.3]
+    assert shown(read(clip, 1.0, 2.0, sampling="fps", fps=3.0)) == [1.1, 1.5, 1.8]
+
+
+@pytest.mark.parametrize(("start", "end"), [(3.5, None), (2.0, 1.0), (1.0, 1.0), (-1.0, 2.0)])
+def test_a_part_that_shows_nothing_is_a_data_error(clip: Path, start: float, end: float | None):
+    media = Media(kind="video", path=str(clip), start=start, end=end)
+    for act in (VideoReader(VideoSettings()).read, VideoReader(VideoSettings()).plan):
+        with pytest.raises(DataError, match=r"a\.mp4: start="):
+            act(media)
+
+
+def test_all_frames_of_a_variable_rate(tmp_path: Path):
+    path = make_clip(tmp_path / "vfr.mp4", [0, 1, 2, 3, 13, 23])
+    times = read(path, sampling="all").times_s
+    assert times is not None
+    assert [round(time, 3) for time in times] == [0.0, 0.1, 0.2, 0.3, 1.3, 2.3]
+
+
+def test_short_clips_give_fewer_frames_and_are_counted_so(tmp_path: Path):
+    path = make_clip(tmp_path / "short.mp4", [0, 1])
+    reader = VideoReader(VideoSettings(num_frames=8))
+    media = Media(kind="video", path=str(path))
+    assert reader.plan(media)[0] == len(reader.read(media).frames) == 2
+    assert dict(reader.counts) == {"video_pyav": 1}
+
+
+def test_folders_of_frames(tmp_path: Path):
+    for number in range(6):
+        Image.new("L", (8, 8), 8 * number).save(tmp_path / f"{number}.png")
+    media = Media(kind="video", path=str(tmp_path))
+    for settings, expected in [
+        ({"num_frames": 3}, [1, 3, 5]),
+        ({"sampling": "all"}, [0, 1, 2, 3, 4, 5]),
+        ({"sampling": "all", "max_frames": 2}, [1, 4]),
+        ({"sampling": "fps", "fps": 1.0, "max_frames": 2}, [1, 4]),  # it has no seconds
+    ]:
+        reader = VideoReader(VideoSettings(**settings))
+        read_clip = reader.read(media)
+        assert [np.asarray(frame)[0, 0, 0] // 8 for frame in read_clip.frames] == expected
+        assert read_clip.times_s is None
+        assert reader.plan(media)[0] == len(expected)
+        assert dict(reader.counts) == {"video_folder": 1}
+    with pytest.raises(DataError, match="a folder of frames has no times"):
+        reader.read(Media(kind="video", path=str(tmp_path), start=1.0))
+
+
+def test_the_plan_knows_about_when(clip: Path):
+    media = Media(kind="video", path=str(clip), start=1.0, end=2.0)
+    count, times = VideoReader(VideoSettings(num_frames=2)).plan(media)
+    assert count == 2
+    assert times == pytest.approx([1.25, 1.75], abs=1e-5)
+
+
+def test_middles():
+    assert middles(10.0, 4.0, 2) == pytest.approx([11.0, 13.0], abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"backend": "opencv"}, "auto, decord, pyav"),
+        ({"sampling": "random"}, "uniform, fps, all"),
+        ({"num_frames": 0}, "num_frames=0"),
+        ({"sampling": "fps"}, "fps=None"),
+        ({"fps": 1.0}, "the others take none"),
+        ({"sampling": "fps", "fps": -1.0}, "above 0"),
+        ({"timeout_s": 0}, "a time above 0"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        VideoSettings(**settings)

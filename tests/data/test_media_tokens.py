@@ -1,0 +1,201 @@
+"""Media in the token sequence: never a mismatch, and lengths known from headers."""
+
+import io
+from fractions import Fraction
+from pathlib import Path
+from typing import cast
+
+import av
+import numpy as np
+import pytest
+import torch
+from av.video.stream import VideoStream
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from coat_data.chat import get_template
+from coat_data.collate import collate
+from coat_data.encode import EncodedSample, Encoder
+from coat_data.frame_sampling import VideoSettings
+from coat_data.image import ImageTransform
+from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_data.tiling import TiledTransform
+
+HALF = (0.5, 0.5, 0.5)
+TOKENS = 4
+TRANSFORMS = {
+    "resize": ImageTransform(8, HALF, HALF),
+    "dynamic": TiledTransform(8, HALF, HALF, max_tiles=6),
+    "dynamic_s2": TiledTransform(8, HALF, HALF, "dynamic_s2", max_tiles=6, scales=(8, 16)),
+}
+
+
+def encoder_of(tokenizer, transform: ImageTransform, **options) -> Encoder:
+    return Encoder(
+        tokenizer,
+        get_template("plain", tokenizer),
+        transform,
+        tokens_per_image=TOKENS,
+        image_token_id=image_id(tokenizer),
+        **options,
+    )
+
+
+def image_id(tokenizer) -> int:
+    return cast(int, tokenizer.convert_tokens_to_ids("<image>"))
+
+
+def sample(*media: Media, said: str = "words") -> Sample:
+    parts = tuple(part for m in media for part in (Part(m.kind), Part("text", said)))
+    turns = (Turn("user", parts or (Part("text", said),)), Turn("assistant", (Part("text", "a"),)))
+    return Sample(id="x", turns=turns, media=media, source="rows.json", row=7)
+
+
+def image(width: int, height: int, form: str = "PNG") -> Media:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), "red").save(buffer, form)
+    return Media(kind="image", path=f"{width}x{height}", data=buffer.getvalue())
+
+
+def clip(path: Path, num_frames: int, cut: float = 1.0) -> Media:
+    """A clip of noise, which keeps its size, as far as ``cut`` of its bytes."""
+    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
+        stream = cast(VideoStream, container.add_stream("libx264", rate=10, options={"g": "5"}))
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        for number in range(num_frames):
+            values = np.random.default_rng(number).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+            frame = av.VideoFrame.from_ndarray(values, format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, 10)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    data = path.read_bytes()
+    return Media(kind="video", path=str(path), data=data[: int(len(data) * cut)])
+
+
+def num_placeholders(encoded: EncodedSample, tokenizer) -> int:
+    return int((encoded.input_ids == image_id(tokenizer)).sum())
+
+
+@pytest.mark.parametrize("mode", TRANSFORMS)
+def test_placeholders_always_match_the_tiles(make_tokenizer, mode: str):
+    tokenizer = make_tokenizer("qwen2")
+    encode = encoder_of(tokenizer, TRANSFORMS[mode])
+    newline = tokenizer("\n").input_ids
+
+    @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), max_size=4))
+    @settings(max_examples=40, deadline=None)
+    def holds(sizes: list[tuple[int, int]]) -> None:
+        media = [image(*size) for size in sizes]
+        encoded = encode(sample(*media, said="<image> \n"))
+        plans = [TRANSFORMS[mode].plan(*size) for size in sizes]
+        assert len(encoded.pixel_values) == sum(plan.num_tiles for plan in plans)
+        assert bool(encoded.pixel_values.isfinite().all())  # every tile was written
+        token_tiles = sum(plan.num_token_tiles for plan in plans)
+        assert num_placeholders(encoded, tokenizer) == TOKENS * token_tiles
+        lengths = [encode.media_plan(medium)[1] for medium in media]
+        breaks = sum(plan.num_token_tiles - 1 for plan in plans) if mode == "dynamic" else 0
+        assert sum(lengths) == TOKENS * token_tiles + breaks * len(newline)
+        if mode == "dynamic_s2":
+            assert encoded.image_grids is not None
+            assert encoded.image_grids.prod(1).sum() == token_tiles
+        else:
+            assert encoded.image_grids is None
+
+    holds()
+
+
+def test_tiles_stand_between_line_breaks(tokenizer):
+    encode = encoder_of(tokenizer, TRANSFORMS["dynamic"])
+    shown = encode(sample(image(16, 8), said="")).input_ids.tolist()
+    between = encode._pieces.literal("\n")
+    tile = [image_id(tokenizer)] * TOKENS
+    start = shown.index(tile[0])
+    stop = start + 3 * TOKENS + 2 * len(between)
+    assert [*tile, *between, *tile, *between, *tile] == shown[start:stop]
+    decoded = str(tokenizer.decode(between, clean_up_tokenization_spaces=False))
+    assert decoded == "\n"
+
+
+def test_times_are_written_before_frames(tokenizer, tmp_path: Path):
+    video = VideoSettings(num_frames=2, time_tokens=True)
+    encode = encoder_of(tokenizer, TRANSFORMS["resize"], video=video)
+    media = clip(tmp_path / "a.mp4", 20)
+    ids = encode(sample(media, said="")).input_ids.tolist()
+    text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    pictures = "<image>" * TOKENS
+    text = text.removeprefix(tokenizer.bos_token or "")
+    assert text.startswith(f"<0.5 seconds>{pictures}<1.5 seconds>{pictures}")
+    stop = len(ids) - ids[::-1].index(image_id(tokenizer))
+    assert encode.media_plan(media)[1] == stop - (tokenizer.bos_token is not None)
+
+
+@pytest.mark.parametrize("time_tokens", [False, True])
+def test_short_and_damaged_clips_mean_fewer_tokens(make_tokenizer, tmp_path: Path, time_tokens):
+    tokenizer = make_tokenizer("qwen2")
+    video = VideoSettings(num_frames=6, time_tokens=time_tokens)
+    encode = encoder_of(tokenizer, TRANSFORMS["dynamic"], video=video)
+    whole, short = clip(tmp_path / "a.mp4", 30), clip(tmp_path / "b.mp4", 2)
+    cut = clip(tmp_path / "c.mp4", 30, cut=0.6)
+    shown = []
+    for media in (whole, short, cut):
+        encoded = encode(sample(media))
+        shown.append(len(encoded.pixel_values))
+        assert num_placeholders(encoded, tokenizer) == TOKENS * shown[-1]
+        plan, tokens = encode.media_plan(media)
+        assert plan.num_tiles >= shown[-1]
+        assert tokens >= TOKENS * shown[-1]
+        assert dict(encoded.counts) == {"video_pyav": 1}
+    assert shown[:2] == [6, 2]
+    assert 0 < shown[2] < 6
+
+
+@pytest.mark.parametrize("damage", ["zero", "no frame", "html"])
+def test_clips_without_a_frame_are_bad_samples(make_tokenizer, tmp_path: Path, damage: str):
+    media = clip(tmp_path / "a.mp4", 5)
+    assert media.data is not None
+    start = media.data.index(b"mdat")
+    data = {
+        "zero": b"",
+        "no frame": media.data[: start + 4] + bytes(len(media.data) - start - 4),
+        "html": b"<html>404</html>",
+    }[damage]
+    path = tmp_path / "bad.mp4"
+    path.write_bytes(data)
+    encode = encoder_of(make_tokenizer("qwen2"), TRANSFORMS["resize"])
+    with pytest.raises(DataError, match=r"rows\.json:7: .*bad\.mp4"):
+        encode(sample(Media(kind="video", path=str(path))))
+
+
+def test_a_picture_that_ends_early_is_a_bad_sample_though_its_header_is_whole(make_tokenizer):
+    encode = encoder_of(make_tokenizer("qwen2"), TRANSFORMS["dynamic"])
+    whole = image(400, 300, "JPEG")
+    assert whole.data is not None
+    cut = Media(kind="image", path="cut.jpg", data=whole.data[: len(whole.data) // 2])
+    assert encode.media_plan(cut) == encode.media_plan(whole)
+    with pytest.raises(DataError, match=r"rows\.json:7: cut\.jpg: the image cannot be read"):
+        encode(sample(whole, cut))
+
+
+def test_too_many_tiles_are_named_before_any_is_decoded(make_tokenizer):
+    encode = encoder_of(make_tokenizer("qwen2"), TRANSFORMS["dynamic"], max_length=20)
+    header = image(48, 8).data
+    assert header is not None
+    media = Media(kind="image", path="wide.png", data=header[:45])  # its pixels are not there
+    with pytest.raises(DataError, match="1 images in 7 tiles of 4 tokens") as raised:
+        encode(sample(media, said="w " * 20))
+    assert "model.image.max_tiles" in raised.value.remedy
+
+
+def test_batches_carry_grids_where_there_are_any(make_tokenizer):
+    tokenizer = make_tokenizer("qwen2")
+    for mode, grids in [("resize", None), ("dynamic_s2", [[2, 2], [2, 3]])]:
+        encode = encoder_of(tokenizer, TRANSFORMS[mode])
+        parts = [encode(sample(image(9, 9))), encode(sample()), encode(sample(image(30, 20)))]
+        batch = collate(parts, pad_token_id=0)
+        found = batch.get("image_grids")
+        assert (None if found is None else found.tolist()) == grids
+        assert torch.equal(batch["pixel_values"], torch.cat([p.pixel_values for p in parts]))
+        assert torch.equal(
+            collate(parts[:1], pad_token_id=0)["pixel_values"], parts[0].pixel_values
+        )

@@ -1,0 +1,81 @@
+"""Recipes' options of images and videos: none without effect, and what they make of a processor."""
+
+import dataclasses
+import json
+
+import pytest
+
+from coat_data.frame_sampling import VideoSettings
+from coat_data.tiling import TiledTransform
+from coat_vlm.config import ImageConfig, VideoConfig
+from coat_vlm.processor import CoatVlmProcessor, build_processor
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"min_tiles": 2}, "min_tiles has no effect with mode: resize"),
+        ({"mode": "dynamic_s2", "min_tiles": 2}, r"set mode: dynamic(?! or)"),
+        ({"mode": "pad", "max_tiles": 2}, "set mode: dynamic or dynamic_s2"),
+        ({"mode": "dynamic", "s2_scales": (28, 56)}, "set mode: dynamic_s2"),
+        ({"mode": "dynamic", "augment": "crop_flip"}, "augment: crop_flip has no effect"),
+        ({"mode": "anyres"}, "dynamic_s2"),
+        ({"max_pixels": 0}, "greater than 0"),
+    ],
+)
+def test_image_options_without_effect(settings: dict, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        ImageConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"fps": 1.0}, "fps has no effect with sampling: uniform"),
+        ({"max_frames": 9}, "max_frames has no effect with sampling: uniform"),
+        ({"sampling": "all", "num_frames": 9}, "num_frames has no effect with sampling: all"),
+        ({"sampling": "fps"}, "needs model.video.fps"),
+        ({"timeout_s": 9.0}, "timeout_s has no effect with backend: auto"),
+        ({"sampling": "random"}, "'uniform', 'fps' or 'all'"),
+    ],
+)
+def test_video_options_without_effect(settings: dict, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        VideoConfig(**settings)
+
+
+def processor_of(tiny, tokenizer, image: ImageConfig, video: VideoConfig) -> CoatVlmProcessor:
+    recipe = dataclasses.replace(tiny.recipe(), image=image, video=video)
+    return build_processor(recipe, tokenizer, tiny.model().config)
+
+
+def test_options_reach_the_encoder(tiny, tiny_tokenizer):
+    image = ImageConfig(mode="dynamic", min_tiles=2, max_tiles=5, max_pixels=1000)
+    video = VideoConfig(sampling="fps", fps=2.0, max_frames=9, time_tokens=True)
+    media = processor_of(tiny, tiny_tokenizer, image, video).encoder(train=True)._media
+    assert isinstance(media.transform, TiledTransform)
+    assert (media.transform.min_tiles, media.transform.max_tiles) == (2, 5)
+    assert media._max_pixels == 1000
+    assert media.video == VideoSettings(sampling="fps", fps=2.0, max_frames=9, time_tokens=True)
+
+
+def test_the_older_name_of_the_number_of_frames(tiny, tiny_tokenizer):
+    old, new = ImageConfig(num_video_frames=5), VideoConfig(num_frames=5)
+    for image, video in [(old, VideoConfig()), (ImageConfig(), new)]:
+        made = processor_of(tiny, tiny_tokenizer, image, video)
+        assert made.encoder(train=False)._media.video == VideoSettings(num_frames=5)
+    with pytest.raises(ValueError, match="num_video_frames=5 has no effect beside"):
+        processor_of(tiny, tiny_tokenizer, old, new)
+
+
+def test_a_processor_saved_before_there_were_tiles_and_sampling(tiny_tokenizer, tmp_path):
+    """What it says of itself has none of the new keys."""
+    processor = CoatVlmProcessor(tiny_tokenizer, image_size=28, num_video_frames=3)
+    processor.save_pretrained(tmp_path)
+    path = tmp_path / "processor_config.json"
+    saved = json.loads(path.read_text())
+    new = ("image_min_tiles", "image_max_tiles", "image_s2_scales", "image_max_pixels", "video")
+    path.write_text(json.dumps({key: value for key, value in saved.items() if key not in new}))
+    loaded = CoatVlmProcessor.from_pretrained(tmp_path)
+    assert loaded.to_dict() == processor.to_dict()
+    assert loaded.encoder(train=False)._media.video == VideoSettings(num_frames=3)
