@@ -41,6 +41,10 @@ class Media:
     """Absolute path of the file, or the name the bytes came from."""
     data: bytes | None = None
     """The encoded file; read from ``path`` when absent."""
+    start: float | None = None
+    """Videos: seconds from the beginning at which the clip starts; absent: the beginning."""
+    end: float | None = None
+    """Videos: seconds from the beginning at which the clip ends; absent: the end."""
 
 
 @dataclass(frozen=True, slots=True)
