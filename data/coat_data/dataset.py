@@ -66,8 +66,10 @@ class SampleDataset:
         entries = read_list(path)
         self.name = Path(path).stem if name is None else name
         self._rows: _OneSource | Concatenation
+        self._sources: list[SampleDataset] = []
         if entries is not None:
-            self._rows = _open_entries(entries, media_root, allow_pickle, follow_links, in_order)
+            self._sources = _open_entries(entries, media_root, allow_pickle, follow_links, in_order)
+            self._rows = Concatenation(entries, self._sources)
         else:
             self._rows = _OneSource(
                 Path(path).absolute(), media_root, format, allow_pickle, follow_links, columns
@@ -108,6 +110,10 @@ class SampleDataset:
         Reads with bounded memory, and ends with the reason where a file breaks off.
         """
         return self._rows.stream()
+
+    def sources(self) -> "Sequence[SampleDataset]":
+        """The sources of a list, each as a whole; else this dataset alone."""
+        return self._sources or [self]
 
 
 class _OneSource:
@@ -167,9 +173,9 @@ def _open_entries(
     allow_pickle: bool,
     follow_links: bool,
     in_order: bool,
-) -> Concatenation:
+) -> list[SampleDataset]:
     """The sources of a list; the user's media root holds where the list names none."""
-    parts = [
+    return [
         SampleDataset(
             entry.path,
             entry.media_root or media_root,
@@ -182,4 +188,3 @@ def _open_entries(
         )
         for entry in entries
     ]
-    return Concatenation(entries, parts)

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,8 @@ _DATA = re.compile(r"data:[^,;]*(?:;[^,;]*)*,")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 _LONGEST_PATH = 4096
 """PATH_MAX of Linux: a longer text is no path."""
+_DEEPEST_STRUCT = 4
+"""A part, its image_url, its url, and the text."""
 
 
 def media_list(value: object, kind: MediaKind, field: str, place: Place) -> list[Media]:
@@ -33,16 +36,13 @@ def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
 
     ``bytes`` may be bytes, as in Parquet, or base64 text, as in JSON. The same goes for the keys
     ``url``, ``base64``, ``data`` and the kind itself, alone or nested (OpenAI's
-    ``{"image_url": {"url": "data:..."}}``).
+    ``{"image_url": {"url": "data:..."}}``). A video's ``start`` and ``end`` are seconds.
 
     Raises:
         DataError: it is none of these, a remote address, or a path that leaves the media root.
     """
-    while isinstance(item, Mapping):
-        given = _struct_bytes(item, field, place)
-        if given is not None:
-            return Media(kind=kind, path=_name(item, field, place), data=given)
-        item = _inner(item, kind)
+    if isinstance(item, Mapping):
+        return with_span(_from_struct(item, kind, field, place), item, field, place)
     if isinstance(item, bytes | bytearray | memoryview):
         return Media(kind=kind, path=_member(field, place), data=bytes(item))
     text = as_string(item, field, place.where)
@@ -58,6 +58,40 @@ def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
     if len(text) > _LONGEST_PATH and _BASE64.fullmatch(text):
         return Media(kind=kind, path=_member(field, place), data=_decode(text, field, place))
     return Media(kind=kind, path=media_path(text, field, place))
+
+
+def with_span(media: Media, item: Mapping[str, Any], field: str, place: Place) -> Media:
+    """The medium, of which a video shows from ``start`` to ``end`` seconds if ``item`` says so.
+
+    Raises:
+        DataError: a time is no number of seconds, or the end comes first.
+    """
+    start, end = item.get("start"), item.get("end")
+    if media.kind != "video" or (start is None and end is None):
+        return media
+    for time in (start, end):
+        known = isinstance(time, int | float) and not isinstance(time, bool)
+        if time is not None and not (known and 0 <= time < float("inf")):
+            raise DataError(
+                place.where, f"{field}: the time {time!r} is wrong", "give seconds, 0 or greater"
+            )
+    if start is not None and end is not None and end <= start:
+        raise DataError(
+            place.where, f"{field} ends at {end} s and starts at {start} s", "swap them"
+        )
+    return dataclasses.replace(media, start=start, end=end)
+
+
+def _from_struct(item: Mapping[str, Any], kind: MediaKind, field: str, place: Place) -> Media:
+    value: Any = item
+    for _ in range(_DEEPEST_STRUCT):
+        if not isinstance(value, Mapping):
+            return to_media(value, kind, field, place)
+        given = _struct_bytes(value, field, place)
+        if given is not None:
+            return Media(kind=kind, path=_name(value, field, place), data=given)
+        value = _inner(value, kind)
+    raise DataError(place.where, f"{field} is nested too deep", 'write {"path": ...}')
 
 
 def media_path(text: str, field: str, place: Place) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coat_data.readers.llava import media_fields, with_system, without_first_answer
-from coat_data.readers.media import to_media
+from coat_data.readers.media import to_media, with_span
 from coat_data.readers.reader import (
     NOT_SFT,
     Place,
@@ -99,8 +99,8 @@ def to_sample(row: Any, place: Place) -> Sample:
 class _Piece:
     kind: str
     text: str = ""
-    source: Any = None
-    """Where a medium comes from; None takes the next one of the columns."""
+    source: Mapping[str, Any] = field(default_factory=dict)
+    """The part: where the medium comes from; without a source it is the next one of the columns."""
 
 
 @dataclass(slots=True)
@@ -153,10 +153,7 @@ def _pieces(content: Any, name: str, where: str) -> Iterator[_Piece]:
         if kind in _TEXT_TYPES:
             yield _Piece("text", as_string(part.get("text"), f"{own}.text", where))
         elif isinstance(kind, str) and kind in _MEDIA_TYPES:
-            source = {key: value for key, value in part.items() if key not in ("type", "text")}
-            if not any(name in source for name in _SOURCES):
-                source = None
-            yield _Piece(_MEDIA_TYPES[kind], source=source)
+            yield _Piece(_MEDIA_TYPES[kind], source=part)
         else:
             raise DataError(where, f"{own} has the type {kind!r}", "use text, image or video")
 
@@ -203,10 +200,11 @@ def _by_parts(
                 continue
             kind: MediaKind = "image" if piece.kind == "image" else "video"
             parts.append(Part(kind))
-            if piece.source is not None:
-                media.append(to_media(piece.source, kind, f"messages[{number}].{kind}", place))
+            name = f"messages[{number}].{kind}"
+            if any(key in piece.source for key in _SOURCES):
+                media.append(to_media(piece.source, kind, name, place))
             elif waiting.get(kind):
-                media.append(waiting[kind].pop(0))
+                media.append(with_span(waiting[kind].pop(0), piece.source, name, place))
             else:
                 raise DataError(
                     place.where,

@@ -88,7 +88,7 @@ def as_list(value: object, name: str, where: str) -> Sequence[Any]:
 def is_missing(value: object) -> bool:
     """Whether a field counts as absent: null, an empty list, or Arrow's object of nulls."""
     if isinstance(value, Mapping):
-        return all(is_missing(item) for item in value.values())
+        return all(item is None for item in value.values())
     return value is None or (isinstance(value, list | tuple) and not value)
 
 
