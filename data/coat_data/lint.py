@@ -58,7 +58,8 @@ def lint(
             error = _media_problem(sample.media, sample.where, check_media)
         if error is not None:
             bad += 1
-            report(error)
+            with tqdm.external_write_mode():  # so that the bar and the lines do not mix
+                report(error)
     if not rows:
         bad += 1
         report(DataError(str(path), "there are no rows", "give a source with at least one row"))

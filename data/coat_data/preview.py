@@ -31,6 +31,8 @@ FRAMES_SHOWN = 8
 """Of a video, where no encoder says how many."""
 _MOST_PICTURES = 64
 """Of one sample; the rest is counted."""
+_NEWLINE = "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n"
+"""Shown for a newline, which may be a token of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,7 @@ def write_preview(
     if number < 1:
         raise ValueError(f"number={number} must be at least 1")
     dataset = SampleDataset(path, in_order=True, **options)  # pyright: ignore[reportArgumentType]
-    rows = tqdm(_chosen(dataset, number), "preview", number, disable=not progress)
+    rows = tqdm(_chosen(dataset, number), "preview", disable=not progress)
     cards = [_card(sample, model) for sample in rows]
     environment = Environment(
         loader=PackageLoader("coat_data", package_path=""),
@@ -158,7 +160,9 @@ def _card(sample: Sample | DataError, model: ModelView | None) -> Card:
         else:
             _add_encoded(card, model.encode(sample), model)
     except DataError as error:
-        card.problem, card.remedy = f"{error.where}: {error.problem}", error.remedy
+        where = "" if error.where == card.where else error.where.removeprefix(f"{card.where}: ")
+        card.problem = f"{where}: {error.problem}" if where else error.problem
+        card.remedy = error.remedy
     hidden = len(card.pictures) - _MOST_PICTURES
     if hidden > 0:
         card.pictures = card.pictures[:_MOST_PICTURES]
@@ -189,9 +193,10 @@ def _add_encoded(card: Card, encoded: EncodedSample, model: ModelView) -> None:
     if len(pixels):
         card.facts.append(f"{len(pixels)} x {pixels.shape[-1]} x {pixels.shape[-2]} pixels")
     card.pictures = [_address(to_picture(image, model.mean, model.std)) for image in pixels]
-    card.tokens = token_pieces(
+    tokens = token_pieces(
         encoded.input_ids.tolist(), encoded.labels.tolist(), model.decode, model.image_token_id
     )
+    card.tokens = [Piece(piece.text.replace("\n", _NEWLINE), piece.kind) for piece in tokens]
 
 
 def to_picture(pixels: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> Image.Image:

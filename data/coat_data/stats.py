@@ -34,15 +34,15 @@ class SourceStats:
     """Rows without media."""
     unreadable_images: int = 0
     """Images whose header cannot be read; they have no size below."""
-    turns: array[int] = field(default_factory=lambda: array("q"))
+    turns: "array[int]" = field(default_factory=lambda: array("q"))
     """Turns per row."""
-    characters: array[int] = field(default_factory=lambda: array("q"))
+    characters: "array[int]" = field(default_factory=lambda: array("q"))
     """Characters of text per row."""
-    tokens: array[int] = field(default_factory=lambda: array("q"))
+    tokens: "array[int]" = field(default_factory=lambda: array("q"))
     """Text tokens per row, without template and media; empty without a tokenizer."""
-    widths: array[int] = field(default_factory=lambda: array("q"))
+    widths: "array[int]" = field(default_factory=lambda: array("q"))
     """Of images, in pixels."""
-    heights: array[int] = field(default_factory=lambda: array("q"))
+    heights: "array[int]" = field(default_factory=lambda: array("q"))
 
     def add(self, sample: Sample, count: Callable[[str], int] | None, *, sizes: bool) -> None:
         """Count a sample."""
@@ -76,7 +76,7 @@ class SourceStats:
         return {name: quantiles(values) for name, values in measured.items() if len(values)}
 
 
-def quantiles(values: array[int]) -> list[float]:
+def quantiles(values: "array[int]") -> list[float]:
     """:data:`QUANTILES` of a list of numbers."""
     return [float(value) for value in np.quantile(np.asarray(values), QUANTILES)]
 

@@ -1,6 +1,7 @@
 """Tells a list of sources from a source, and reads it."""
 
 import dataclasses
+import glob
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from coat_data.containers.braces import expand_braces
 from coat_data.lists import internvl, llama_factory, llava_next, native
 from coat_data.lists.entry import SourceEntry
 from coat_data.lists.phrase import is_phrase, read_phrase
@@ -15,6 +17,7 @@ from coat_data.sample import DataError
 
 _LARGEST_LIST = 16 << 20
 """Bytes; a larger JSON file is data."""
+_TEXT_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
 
 
 def read_list(path: str | Path) -> list[SourceEntry] | None:
@@ -40,6 +43,9 @@ def read_list(path: str | Path) -> list[SourceEntry] | None:
             "is no list of sources",
             'give it "sources" (ours) or "datasets" with json_path (LLaVA-NeXT)',
         )
+    several = _files(file)
+    if several:
+        return _unique([SourceEntry(name=one.stem, path=str(one)) for one in several])
     if is_phrase(str(path)) and not any(mark in Path(path).name for mark in "?["):
         entries = read_phrase(str(path))
         alone = len(entries) == 1 and not (entries[0].select or entries[0].repeat)
@@ -71,6 +77,18 @@ def _content(path: Path) -> Any:
         raise DataError(str(path), f"is not YAML: {error}", "fix it") from error
     except (ValueError, RecursionError):
         return None  # data, which its own reader explains
+
+
+def _files(pattern: Path) -> list[Path]:
+    """Several text files that a pattern stands for; shards of one source are none."""
+    if pattern.exists():
+        return []
+    found = [
+        Path(name)
+        for text in expand_braces(str(pattern))
+        for name in ([text] if Path(text).is_file() else sorted(glob.glob(text)))  # noqa: PTH207
+    ]
+    return found if len(found) > 1 and found[0].suffix in _TEXT_SUFFIXES else []
 
 
 def _chosen(entries: list[SourceEntry], names: Sequence[str], path: Path) -> list[SourceEntry]:
