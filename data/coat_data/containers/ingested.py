@@ -9,6 +9,10 @@ from coat_data.sample import DataError
 from coat_data.shards import Manifest, Shard, features
 
 
+class Record(dict[str, Any]):
+    """A row of a shard, in the columns of :func:`coat_data.shards.features`."""
+
+
 class ShardRows:
     """The records of all shards, memory mapped.
 
@@ -39,12 +43,12 @@ class ShardRows:
     def __len__(self) -> int:
         return len(self._table)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._table[index]
+    def __getitem__(self, index: int) -> Record:
+        return Record(self._table[index])
 
-    def stream(self) -> Iterator[dict[str, Any]]:
+    def stream(self) -> Iterator[Record]:
         """Records in order."""
-        return (self._table[index] for index in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
     def place(self, index: int) -> tuple[str, int]:
         """The file that was ingested; the record knows its row there."""

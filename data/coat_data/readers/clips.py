@@ -27,7 +27,7 @@ _TIME = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
 def matches(row: Any) -> bool:
     """Whether the row has the fields of one of the two sets."""
     return isinstance(row, Mapping) and (
-        CLIP in row
+        isinstance(row.get(CLIP), tuple)
         or ({"captions", "video_path"} <= set(row) and isinstance(row["captions"], list))
     )
 
@@ -39,7 +39,9 @@ def to_sample(row: Any, place: Place) -> Sample:
         DataError: a field is missing or of the wrong type.
     """
     row = as_object(row, place.where)
-    media, caption = _panda(row, place) if CLIP in row else _share_gpt(row, place)
+    media, caption = (
+        _panda(row, place) if isinstance(row.get(CLIP), tuple) else _share_gpt(row, place)
+    )
     row = {**row, "id": row.get("video_id", row.get("id"))}
     return Sample(
         id=row_id(row, place),

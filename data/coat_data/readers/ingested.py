@@ -1,19 +1,19 @@
 """Rows of a folder written by ``coat-vlm data ingest``: samples as they were checked."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from coat_data import shards
+from coat_data.containers.ingested import Record
 from coat_data.readers.reader import Place
-from coat_data.sample import Sample
+from coat_data.sample import DataError, Sample
 
 NAME = "ingested"
 SUMMARY = "a folder written by coat-vlm data ingest"
 
 
 def matches(row: Any) -> bool:
-    """Whether the row has the columns of a shard."""
-    return isinstance(row, Mapping) and {"turns", "media", "row"} <= set(row)
+    """Whether the row is one of a shard."""
+    return isinstance(row, Record)
 
 
 def to_sample(row: Any, place: Place) -> Sample:
@@ -22,4 +22,6 @@ def to_sample(row: Any, place: Place) -> Sample:
     Raises:
         DataError: a media path leaves the media root.
     """
+    if not isinstance(row, Record):
+        raise DataError(place.where, "the row is no stored sample", "give an ingested folder")
     return shards.to_sample(row, source=place.source, root=place.root)

@@ -35,7 +35,11 @@ _SELECTOR = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 
 def matches(row: Any) -> bool:
     """Whether the row is one of a tar."""
-    return isinstance(row, Mapping) and KEY in row
+    return (
+        isinstance(row, Mapping)
+        and KEY in row
+        and all(isinstance(value, bytes) for name, value in row.items() if name != KEY)
+    )
 
 
 def to_sample(row: Any, place: Place) -> Sample:
@@ -44,6 +48,8 @@ def to_sample(row: Any, place: Place) -> Sample:
     Raises:
         DataError: there is no text, or it does not fit the media.
     """
+    if not matches(row):
+        raise DataError(place.where, "the row is no sample of a tar", "give a .tar file")
     key = str(row[KEY])
     if any(name in place.columns for name in ("image", "video", "images", "videos")):
         return _mapped(row, key, place)
