@@ -76,6 +76,7 @@ def export(
         raise ValueError(f"shard_rows={shard_rows} must be at least 1")
     dataset = SampleDataset(path, in_order=True, **options)
     rows = left_out = 0
+    why = "there are no rows"
     total = len(dataset) if dataset.random_access else None
     with new_folder(out_dir) as folder:
         media = MediaFolder(folder, dataset.media_root if keep_paths else None)
@@ -90,9 +91,8 @@ def export(
                     left_out += 1
                     _list(folder / BAD_NAME, error)
                     if left_out == 1:
-                        first = error
+                        why = str(error)
         if not rows:
-            why = str(first) if left_out else "there are no rows"
             raise DataError(
                 str(path), f"no sample can be exported: {why}", "see coat-vlm data lint"
             )
