@@ -116,9 +116,13 @@ class SourceConfig:
     name: str
     """Name in logs, tables and validation losses."""
     path: str
-    """LLaVA JSON or JSONL file, or a folder written by ``coat-vlm data ingest``."""
+    """Data file, folder, pattern of shards or list of sources; data/README.md has the formats."""
     media_root: str | None = None
     """Folder that relative media paths start from; defaults to the folder of ``path``."""
+    format: str | None = None
+    """How to read a row, by a name that ``coat-vlm data lint`` shows; by content when absent."""
+    follow_links: bool = False
+    """Allow links below the media root that lead out of it."""
     repeat: Annotated[float, Field(gt=0.0)] | None = None
     """Passes over this source per epoch (default 1); fractions allowed. Exclusive with weight."""
     weight: Annotated[float, Field(gt=0.0)] | None = None

@@ -1,4 +1,4 @@
-"""``coat-vlm data``: ingest the user's files, or make one of the data sets the project knows."""
+"""``coat-vlm data``: ingest the user's files, look at them, or make one of the known data sets."""
 
 import argparse
 import hashlib
@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from coat_vlm.commands import data_look
 from coat_vlm.commands.command import Commands, command, say
 
 MADE_FILE = "made.json"
@@ -24,10 +25,11 @@ _SCENES_SETTINGS = {
 
 
 def add(commands: Commands) -> None:
-    """Declare ``data ingest`` and ``data make``."""
-    parser = commands.add_parser("data", help="ingest data, or make one of the known data sets")
+    """Declare ``data ingest``, ``data make`` and the jobs of :mod:`data_look`."""
+    parser = commands.add_parser("data", help="check, look at, convert, download or make data")
     jobs = parser.add_subparsers(title="jobs", metavar="JOB", required=True)
     _add_ingest(jobs)
+    data_look.add(jobs)
     make = jobs.add_parser("make", help="make scenes, cifar10 or nlvr as LLaVA JSON and images")
     sets = make.add_subparsers(title="data sets", metavar="SET", required=True)
     _add_scenes(sets)
@@ -40,15 +42,15 @@ def _add_ingest(jobs: Commands) -> None:
         jobs,
         "ingest",
         _ingest,
-        "check a LLaVA JSON or JSONL file row by row and write it as Parquet shards",
+        "check data in any known format row by row and write it as Parquet shards",
         """\
   coat-vlm data ingest llava.json --media-root images --out data/llava
-  coat-vlm data ingest llava.jsonl --out data/llava --embed-media --max-bad-samples 100
+  coat-vlm data ingest "shards/{000..099}.tar" --out data/captions --max-bad-samples 100
+  coat-vlm data ingest dataset_info.json#mllm_demo --out data/demo --embed-media
 """,
     )
-    parser.add_argument("path", type=Path, help="the JSON or JSONL file")
+    data_look.add_source(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
-    parser.add_argument("--media-root", type=Path, help="where paths start; default: beside PATH")
     parser.add_argument("--embed-media", action="store_true", help="put the files into the shards")
     parser.add_argument(
         "--no-check-media", action="store_true", help="do not open every image and video"
@@ -68,7 +70,7 @@ def _ingest(args: argparse.Namespace) -> int:
     manifest = ingest(
         args.path,
         args.out,
-        media_root=args.media_root,
+        **data_look.source_options(args),
         embed_media=args.embed_media,
         check_media=not args.no_check_media,
         max_bad_samples=args.max_bad_samples,

@@ -301,14 +301,17 @@ def prompt_sample(prompt: str, files: Sequence[tuple[str, Path]]) -> "Sample":
     Raises:
         DataError: other placeholders than files.
     """
+    from coat_data.media_root import MediaRoot
     from coat_data.readers.llava import to_sample
+    from coat_data.readers.reader import Place
 
     if not any(f"<{kind}>" in prompt for kind, _ in files):
         prompt = "".join(f"<{kind}>\n" for kind, _ in files) + prompt
     row = {
-        "image": [str(path) for kind, path in files if kind == "image"],
-        "video": [str(path) for kind, path in files if kind == "video"],
+        "image": [str(path.absolute()) for kind, path in files if kind == "image"],
+        "video": [str(path.absolute()) for kind, path in files if kind == "video"],
         # A sample needs an answer; generation does not look at it.
         "conversations": [{"from": "human", "value": prompt}, {"from": "gpt", "value": "-"}],
     }
-    return to_sample(row, row_number=0, source="--prompt", media_root=Path.cwd())
+    anywhere = MediaRoot("/", follow_links=True)  # the user named the files
+    return to_sample(row, Place(source="--prompt", row=0, root=anywhere))

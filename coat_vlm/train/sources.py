@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from coat_data.dataset import SampleDataset
 from coat_data.encode import Encoder
@@ -18,9 +17,15 @@ def open_source(source: SourceConfig) -> SampleDataset:
 
     Raises:
         DataError: the file or folder is missing or cannot be read.
+        ValueError: there is no such format.
     """
-    root = Path(source.media_root) if source.media_root else None
-    return SampleDataset(Path(source.path), root, source.name)
+    return SampleDataset(
+        source.path,
+        source.media_root or None,
+        source.name,
+        format=source.format,
+        follow_links=source.follow_links,
+    )
 
 
 def texts(recipe: Recipe) -> Iterator[str]:

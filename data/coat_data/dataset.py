@@ -1,58 +1,94 @@
-"""Map-style access to the samples of one file or ingested folder."""
+"""Map-style access to the samples of a source in any of the known formats."""
 
-import glob
-import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
-
-from coat_data import shards
+from coat_data.concatenation import Concatenation
+from coat_data.containers.open import open_rows
+from coat_data.lists.entry import SourceEntry
+from coat_data.lists.read import read_list
+from coat_data.media_root import MediaRoot
 from coat_data.readers import llava
+from coat_data.readers.catalogue import find_reader, reader_named
+from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Sample
-from coat_data.shards import Manifest, Shard
 
-if TYPE_CHECKING:
-    from datasets import Dataset
+_ROWS_PROBED = 100
+"""Rows in which a known kind is looked for; the first ones of a file may be broken."""
 
 
 class SampleDataset:
-    """The samples of a LLaVA JSON or JSONL file, or of a folder written by :func:`ingest`.
+    """The samples of a data file, a folder, a pattern of shards, or a list of these.
 
-    Cheap to send to worker processes: a file's rows are one block of bytes, a folder's are memory
-    mapped.
+    How rows are stored and what they hold is found out by content; ``data/README.md`` lists the
+    formats. Rows stay on disk, so that an instance is small and cheap to send to worker processes.
 
     Attributes:
         name: name in messages and tables; the file's or folder's name by default.
+        format: what the rows were read as; of a list, the formats of its sources.
         media_root: absolute folder that relative media paths start from.
+        random_access: whether samples can be taken by number.
 
     Args:
-        path: the file or folder.
-        media_root: defaults to the file's folder, or to what the manifest says.
+        path: the file or folder, or a list of sources (:mod:`coat_data.lists.read`).
+        media_root: defaults to the file's folder, or to what the manifest or list says.
         name: see above.
+        format: name of a reader, where the content does not tell.
+        allow_pickle: read .pkl files, through an unpickler that builds plain values only.
+        follow_links: allow links below the media root that lead out of it.
+        columns: the reader's names of fields -> those of the file.
+        in_order: for a full read by :meth:`stream` only: also what cannot be read by number, and
+            what breaks off.
 
     Raises:
-        DataError: ``path`` or ``media_root`` does not exist, the file does not parse, or the folder
-            does not hold what its manifest says.
+        DataError: ``path`` or ``media_root`` does not exist, the file does not parse, its rows are
+            of no known kind, or it can only be read in order.
+        ValueError: there is no such format.
     """
 
     def __init__(
-        self, path: str | Path, media_root: str | Path | None = None, name: str | None = None
+        self,
+        path: str | Path,
+        media_root: str | Path | None = None,
+        name: str | None = None,
+        *,
+        format: str | None = None,
+        allow_pickle: bool = False,
+        follow_links: bool = False,
+        columns: Mapping[str, str] | None = None,
+        in_order: bool = False,
     ) -> None:
-        path = Path(path).absolute()
-        if not path.exists():
-            raise DataError(
-                str(path),
-                "there is no such file or folder",
-                "give a LLaVA .json or .jsonl file, or a folder written by coat-vlm data ingest",
-            )
         if media_root is not None and not Path(media_root).is_dir():
             raise DataError(
                 str(media_root), "media_root is not a folder", "give the folder of the media files"
             )
-        self.name = path.stem if name is None else name
-        self._rows = _ShardRows(path) if path.is_dir() else _JsonRows(path)
-        self.media_root = Path(media_root or self._rows.media_root).absolute()
+        entries = read_list(path)
+        self.name = Path(path).stem if name is None else name
+        self._rows: _OneSource | Concatenation
+        self._sources: list[SampleDataset] = []
+        if entries is not None:
+            self._sources = _open_entries(entries, media_root, allow_pickle, follow_links, in_order)
+            self._rows = Concatenation(entries, self._sources)
+        else:
+            self._rows = _OneSource(
+                Path(path).absolute(), media_root, format, allow_pickle, follow_links, columns
+            )
+        self.format = self._rows.format
+        self.media_root = self._rows.media_root
+        self.random_access = self._rows.random_access
+        if not in_order:
+            self._check_access(path)
+
+    def _check_access(self, path: str | Path) -> None:
+        if self._rows.damage is not None:
+            raise self._rows.damage
+        if not self._rows.random_access:
+            raise DataError(
+                str(path),
+                "can only be read in order (a pickle or a compressed tar), not by number",
+                f"run: coat-vlm data ingest {path} --embed-media --out FOLDER, and train on FOLDER",
+            )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -66,90 +102,89 @@ class SampleDataset:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: row {index} of {len(self)} rows")
-        return self._rows.sample(int(index), self.media_root)
+        return self._rows.sample(int(index))
+
+    def stream(self) -> Iterator[Sample | DataError]:
+        """All samples in order; in the place of a bad row, what is wrong with it.
+
+        Reads with bounded memory, and ends with the reason where a file breaks off.
+        """
+        return self._rows.stream()
+
+    def sources(self) -> "Sequence[SampleDataset]":
+        """The sources of a list, each as a whole; else this dataset alone."""
+        return self._sources or [self]
 
 
-class _JsonRows:
-    """Rows of a file as JSON in one block of bytes.
+class _OneSource:
+    """Rows and the reader that understands them."""
 
-    A list of dicts would be copied page by page into every worker process, because reading an
-    object changes its reference count.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._source = str(path)
-        self.media_root = path.parent
-        encoded = [json.dumps(row).encode("ascii") for row in llava.read_rows(path)]
-        self._ends = np.cumsum([len(row) for row in encoded], dtype=np.int64)
-        self._block = b"".join(encoded)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def sample(self, index: int, media_root: Path) -> Sample:
-        start = self._ends[index - 1] if index else 0
-        row = json.loads(self._block[start : self._ends[index]])
-        return llava.to_sample(row, row_number=index, source=self._source, media_root=media_root)
-
-
-class _ShardRows:
-    """Rows of an ingested folder, memory mapped."""
-
-    def __init__(self, folder: Path) -> None:
-        manifest = Manifest.read(folder)
-        self._source = manifest.source
-        self.media_root = Path(manifest.media_root)
-        for shard in manifest.shards:
-            _check_shard(folder, shard)
-        self._table = _open_shards([folder / shard.name for shard in manifest.shards])
-        if not len(self._table) == manifest.rows == sum(shard.rows for shard in manifest.shards):
-            raise DataError(
-                str(folder),
-                f"the shards hold {len(self._table)} rows, the manifest says {manifest.rows}",
-                "ingest again",
-            )
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def sample(self, index: int, media_root: Path) -> Sample:
-        return shards.to_sample(self._table[index], source=self._source, media_root=media_root)
-
-
-def _check_shard(folder: Path, shard: Shard) -> None:
-    path = folder / shard.name
-    if not path.is_file():
-        raise DataError(str(path), "this shard is missing", "copy the whole folder or ingest again")
-    size = path.stat().st_size
-    if size != shard.size:
-        raise DataError(
-            str(path),
-            f"this shard has {size} bytes, the manifest says {shard.size}",
-            "copy the folder again or ingest again",
+    def __init__(
+        self,
+        path: Path,
+        media_root: str | Path | None,
+        format_name: str | None,
+        allow_pickle: bool,
+        follow_links: bool,
+        columns: Mapping[str, str] | None,
+    ) -> None:
+        opened = open_rows(path, allow_pickle=allow_pickle)
+        self._raw = opened.rows
+        self._columns = {**opened.columns, **(columns or {})}
+        self._root = MediaRoot(
+            Path(media_root or opened.rows.media_root).absolute(), follow_links=follow_links
         )
+        if format_name is None:
+            first = list(islice(opened.rows.stream(), _ROWS_PROBED))
+            self.format = (find_reader(first, str(path)) if first else llava).NAME
+        else:
+            self.format = reader_named(format_name).NAME
+        self.media_root = self._root.folder
+        self.random_access = opened.rows.random_access
+        self.damage = opened.rows.damage
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+    def sample(self, index: int) -> Sample:
+        return self._sample(self._raw[index], index)
+
+    def stream(self) -> Iterator[Sample | DataError]:
+        for index, row in enumerate(self._raw.stream()):
+            if isinstance(row, DataError):
+                yield row
+                continue
+            try:
+                yield self._sample(row, index)
+            except DataError as error:
+                yield error
+        if self.damage is not None:
+            yield self.damage
+
+    def _sample(self, row: object, index: int) -> Sample:
+        source, number = self._raw.place(index)
+        place = Place(source=source, row=number, root=self._root, columns=self._columns)
+        return reader_named(self.format).to_sample(row, place)
 
 
-def _open_shards(paths: list[Path]) -> "Dataset":
-    """The shards as one memory-mapped table.
-
-    ``datasets`` turns Parquet into Arrow files in its own cache (``HF_DATASETS_CACHE``, by default
-    ``~/.cache/huggingface/datasets``), under a lock and keyed by the shards' paths and modification
-    times. All ranks and workers of a host then share one mapping; reading Parquet into memory would
-    hold a copy per rank, media included where they are embedded.
-    """
-    from datasets import Dataset
-    from datasets.exceptions import DatasetGenerationError
-    from datasets.utils.typing import PathLike
-
-    try:
-        # The paths are patterns to datasets: a folder named "run[1]" must match itself.
-        files: list[PathLike] = [glob.escape(str(path)) for path in paths]
-        table = Dataset.from_parquet(files, features=shards.features())
-    except DatasetGenerationError as error:
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno is not None:
-            raise error.__cause__ from error  # such as a full disk, which is not the data's fault
-        raise DataError(
-            str(paths[0].parent), f"a shard cannot be read: {error.__cause__}", "ingest again"
-        ) from error
-    assert isinstance(table, Dataset)
-    return table
+def _open_entries(
+    entries: Sequence[SourceEntry],
+    media_root: str | Path | None,
+    allow_pickle: bool,
+    follow_links: bool,
+    in_order: bool,
+) -> list[SampleDataset]:
+    """The sources of a list; the user's media root holds where the list names none."""
+    return [
+        SampleDataset(
+            entry.path,
+            entry.media_root or media_root,
+            entry.name,
+            format=entry.format,
+            allow_pickle=allow_pickle,
+            follow_links=follow_links,
+            columns=entry.columns,
+            in_order=in_order,
+        )
+        for entry in entries
+    ]

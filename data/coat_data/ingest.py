@@ -1,4 +1,4 @@
-"""Turns a LLaVA JSON or JSONL file into a checked folder of Parquet shards.
+"""Turns a source in any known format into a checked folder of Parquet shards.
 
 The folder is described in :mod:`coat_data.shards` and opened by
 :class:`~coat_data.dataset.SampleDataset`.
@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
@@ -41,6 +41,9 @@ def ingest(
     out_dir: str | Path,
     *,
     media_root: str | Path | None = None,
+    format: str | None = None,
+    allow_pickle: bool = False,
+    follow_links: bool = False,
     embed_media: bool = False,
     check_media: bool = True,
     max_bad_samples: int = 0,
@@ -53,10 +56,14 @@ def ingest(
     ``out_dir`` appears when everything is on disk, or not at all.
 
     Args:
-        path: LLaVA JSON or JSONL file.
+        path: a data file, folder, pattern or list, as :class:`SampleDataset` takes it.
         out_dir: folder to make.
         media_root: folder that relative media paths start from; the file's folder by default.
-        embed_media: store the media files' bytes in the shards.
+        format: name of a reader, where the content does not tell.
+        allow_pickle: read .pkl files.
+        follow_links: allow links below the media root that lead out of it.
+        embed_media: store the media files' bytes in the shards. Media that have no files of their
+            own (in tars and Parquet) are always stored.
         check_media: decode every image, and one frame of every video.
         max_bad_samples: bad rows that may be left out; they are listed in ``bad_samples.jsonl``.
         shard_rows: rows per Parquet file.
@@ -66,34 +73,39 @@ def ingest(
     Raises:
         DataError: the file does not parse, or more than ``max_bad_samples`` rows are bad (names the
             first ones), or no row is good.
-        ValueError: ``out_dir`` exists and may not be replaced, or ``shard_rows`` < 1.
+        ValueError: ``out_dir`` exists and may not be replaced, ``shard_rows`` < 1, or there is no
+            such format.
     """
-    path, out_dir = Path(path).absolute(), Path(out_dir).absolute()
+    out_dir = Path(out_dir).absolute()
     if shard_rows < 1:
         raise ValueError(f"shard_rows={shard_rows} must be at least 1")
-    if path.is_dir():
-        raise DataError(str(path), "is a folder", "ingest reads one LLaVA .json or .jsonl file")
     with _output_folder(out_dir, overwrite=overwrite) as folder:
-        dataset = SampleDataset(path, media_root)
-        bad: list[DataError] = []
-        rows = tqdm(range(len(dataset)), desc=f"ingest {path.name}", disable=not progress)
+        dataset = SampleDataset(
+            path,
+            media_root,
+            format=format,
+            allow_pickle=allow_pickle,
+            follow_links=follow_links,
+            in_order=True,
+        )
+        loader = _Loader(dataset, embed=embed_media, check=check_media)
         records = (
             to_record(sample, dataset.media_root)
-            for sample in _good_samples(dataset, rows, bad, embed=embed_media, check=check_media)
-            if len(bad) <= max_bad_samples  # nothing is kept of an ingest that will fail
+            for sample in loader.good_samples(progress)
+            if len(loader.bad) <= max_bad_samples  # nothing is kept of an ingest that will fail
         )
         shards = _write_shards(records, folder, shard_rows)
-        if len(bad) > max_bad_samples or not shards:
-            raise _too_many_bad(path, bad, len(dataset), max_bad_samples)
-        _write_bad_samples(bad, folder)
+        if len(loader.bad) > max_bad_samples or not shards:
+            raise _too_many_bad(str(path), loader.bad, loader.num_rows, max_bad_samples)
+        _write_bad_samples(loader.bad, folder)
         manifest = Manifest(
             rows=sum(shard.rows for shard in shards),
             shards=tuple(shards),
-            bad_samples=len(bad),
-            source=str(path),
-            source_sha256=_sha256(path),
+            bad_samples=len(loader.bad),
+            source=str(Path(path).absolute()),
+            source_sha256=_sha256(Path(path)) if Path(path).is_file() else "",
             media_root=str(dataset.media_root),
-            embedded=embed_media,
+            embedded=embed_media or loader.num_stored > 0,
         )
         manifest.write(folder)
         _sync(*folder.iterdir(), folder)
@@ -128,40 +140,67 @@ def _output_folder(out_dir: Path, *, overwrite: bool) -> Iterator[Path]:
     shutil.rmtree(old)
 
 
-def _good_samples(
-    dataset: SampleDataset, rows: Iterable[int], bad: list[DataError], *, embed: bool, check: bool
-) -> Iterator[Sample]:
-    """The samples that pass every check; the errors of the others are added to ``bad``."""
-    for row in rows:
-        try:
-            sample = dataset[row]
+class _Loader:
+    """Reads and checks the samples of a dataset.
+
+    Attributes:
+        bad: what is wrong with the rows that were left out.
+        num_rows: rows met.
+        num_stored: media that were stored because they have no file of their own.
+    """
+
+    def __init__(self, dataset: SampleDataset, *, embed: bool, check: bool) -> None:
+        self.bad: list[DataError] = []
+        self.num_rows = 0
+        self.num_stored = 0
+        self._dataset = dataset
+        self._embed = embed
+        self._check = check
+
+    def good_samples(self, progress: bool) -> Iterator[Sample]:
+        """The samples that pass every check."""
+        total = len(self._dataset) if self._dataset.random_access else None
+        name = f"ingest {self._dataset.name}"
+        for sample in tqdm(self._dataset.stream(), name, total, disable=not progress):
+            self.num_rows += 1
+            if isinstance(sample, DataError):
+                self.bad.append(sample)
+                continue
             try:
-                media = tuple(_load(item, embed=embed, check=check) for item in sample.media)
+                media = tuple(self._load(item) for item in sample.media)
             except DataError as error:
                 where = f"{sample.where}: {error.where}"
-                raise DataError(where, error.problem, error.remedy) from error
-        except DataError as error:
-            bad.append(error)
-        else:
-            yield dataclasses.replace(sample, media=media)
+                self.bad.append(DataError(where, error.problem, error.remedy))
+            else:
+                yield dataclasses.replace(sample, media=media)
+
+    def _load(self, media: Media) -> Media:
+        if media.data is not None:
+            self.num_stored += 1
+        elif self._embed:
+            try:
+                media = dataclasses.replace(media, data=Path(media.path or "").read_bytes())
+            except OSError as error:
+                raise DataError(
+                    str(media.path),
+                    f"unreadable: {error.strerror}",
+                    "check path and media_root",
+                ) from error
+        if self._check:
+            decode(media)
+        return media
 
 
-def _load(media: Media, *, embed: bool, check: bool) -> Media:
-    if embed:
-        try:
-            media = dataclasses.replace(media, data=Path(media.path or "").read_bytes())
-        except OSError as error:
-            raise DataError(
-                str(media.path),
-                f"unreadable: {error.strerror}",
-                "check path and media_root",
-            ) from error
-    if check:
-        if media.kind == "image":
-            open_image(media)
-        else:
-            read_frames(media, 1)
-    return media
+def decode(media: Media) -> None:
+    """Decode an image, or one frame of a video.
+
+    Raises:
+        DataError: it cannot be decoded; names the path.
+    """
+    if media.kind == "image":
+        open_image(media)
+    else:
+        read_frames(media, 1)
 
 
 def _write_shards(records: Iterator[dict[str, Any]], folder: Path, shard_rows: int) -> list[Shard]:
@@ -193,13 +232,13 @@ def _write_shard(records: Iterator[dict[str, Any]], path: Path) -> int:
     return rows
 
 
-def _too_many_bad(path: Path, bad: list[DataError], rows: int, allowed: int) -> DataError:
+def _too_many_bad(path: str, bad: list[DataError], rows: int, allowed: int) -> DataError:
     if not rows:
-        return DataError(str(path), "there are no rows", "give a file with at least one row")
+        return DataError(path, "there are no rows", "give a file with at least one row")
     shown = "".join(f"\n  {error}" for error in bad[:_ERRORS_SHOWN])
     more = f"\n  and {len(bad) - _ERRORS_SHOWN} more" if len(bad) > _ERRORS_SHOWN else ""
     return DataError(
-        str(path),
+        path,
         f"{len(bad)} of {rows} rows are bad, {allowed} allowed:{shown}{more}\n",
         "fix or remove these rows, or allow more with max_bad_samples (at least one must be good)",
     )

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coat_data.media_root import MediaRoot
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 
 if TYPE_CHECKING:
     from datasets import Features
 
 FORMAT = "coat-vlm-samples"
-VERSION = 1
+VERSION = 2
+"""Version 1 had no ``start`` and ``end`` of videos; they are null then."""
 MANIFEST_NAME = "manifest.json"
 BAD_SAMPLES_NAME = "bad_samples.jsonl"
 
@@ -62,7 +64,7 @@ class Manifest:
         """Read ``folder``'s manifest.
 
         Raises:
-            DataError: it is missing, or is not a manifest of this version.
+            DataError: it is missing, or is not a manifest of this version or the one before.
         """
         path = folder / MANIFEST_NAME
         if not path.is_file():
@@ -74,7 +76,7 @@ class Manifest:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             found = (content.pop("format"), content.pop("version"))
-            if found == (FORMAT, VERSION):
+            if found in [(FORMAT, 1), (FORMAT, VERSION)]:
                 shards = tuple(Shard(**shard) for shard in content.pop("shards"))
                 return cls(shards=shards, **content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -91,21 +93,19 @@ def features() -> "Features":
     from datasets import Features, List, Value
 
     part = {"kind": Value("string"), "text": Value("large_string")}
+    medium = {
+        "kind": Value("string"),
+        "path": Value("string"),
+        "data": Value("large_binary"),
+        "start": Value("float64"),
+        "end": Value("float64"),
+    }
     return Features(
         {
             "id": Value("string"),
             "row": Value("int64"),
             "turns": List({"role": Value("string"), "parts": List(part)}),
-            # start and end are null in folders that were written before there were any.
-            "media": List(
-                {
-                    "kind": Value("string"),
-                    "path": Value("string"),
-                    "data": Value("large_binary"),
-                    "start": Value("float64"),
-                    "end": Value("float64"),
-                }
-            ),
+            "media": List(medium),
         }
     )
 
@@ -117,36 +117,32 @@ def to_record(sample: Sample, media_root: Path) -> dict[str, Any]:
         "row": sample.row,
         "turns": [dataclasses.asdict(turn) for turn in sample.turns],
         "media": [
-            {
-                "kind": media.kind,
-                "path": _relative(media.path, media_root),
-                "data": media.data,
-                "start": media.start,
-                "end": media.end,
-            }
+            {**dataclasses.asdict(media), "path": _relative(media.path, media_root)}
             for media in sample.media
         ],
     }
 
 
-def to_sample(record: dict[str, Any], *, source: str, media_root: Path) -> Sample:
-    """The sample that :func:`to_record` stored, with absolute media paths."""
+def to_sample(record: dict[str, Any], *, source: str, root: MediaRoot) -> Sample:
+    """The sample that :func:`to_record` stored, with absolute media paths.
+
+    Raises:
+        DataError: the path of a file to be opened leaves the media root.
+    """
+    where = f"{source}:{record['row']}"
+    media = [dict(entry) for entry in record["media"]]
+    for entry in media:
+        if entry["data"] is None:
+            entry["path"] = root.file(entry["path"], where)
+        else:  # only a name; nothing is opened
+            entry["path"] = str(root.folder / entry["path"])
     return Sample(
         id=record["id"],
         turns=tuple(
             Turn(turn["role"], tuple(Part(**part) for part in turn["parts"]))
             for turn in record["turns"]
         ),
-        media=tuple(
-            Media(
-                kind=media["kind"],
-                path=str(media_root / media["path"]),
-                data=media["data"],
-                start=media.get("start"),
-                end=media.get("end"),
-            )
-            for media in record["media"]
-        ),
+        media=tuple(Media(**entry) for entry in media),
         source=source,
         row=record["row"],
     )

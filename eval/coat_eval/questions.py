@@ -18,7 +18,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from coat_data.media_root import MediaRoot
 from coat_data.readers.llava import to_sample
+from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Sample
 from coat_eval.item import Item
 
@@ -121,9 +123,9 @@ def _sample(row: Mapping[str, Any], where: str, number: int, root: Path) -> Samp
     try:
         return to_sample(
             {"id": str(row["question_id"]), **media, "conversations": said},
-            row_number=number - 1,
-            source=source,
-            media_root=root,
+            Place(
+                source=source, row=number - 1, root=MediaRoot(root.absolute(), follow_links=True)
+            ),
         )
     except DataError as error:
         raise DataError(where, error.problem, error.remedy) from error

@@ -1,19 +1,26 @@
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coat_data.readers.llava import read_rows, to_sample
+from coat_data.containers import json_file
+from coat_data.containers.json_file import JsonRows
+from coat_data.dataset import SampleDataset
+from coat_data.media_root import MediaRoot
+from coat_data.readers.llava import to_sample
+from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 
 ROOT = Path("/media")
 
 
 def read(row: Any) -> Sample:
-    return to_sample(row, row_number=7, source="file.json", media_root=ROOT)
+    return to_sample(row, Place(source="file.json", row=7, root=MediaRoot(ROOT)))
 
 
 def talk(*texts: str, **fields: Any) -> dict[str, Any]:
@@ -64,15 +71,15 @@ def test_ids(given: object, expected: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"image": ["a.jpg", "/elsewhere/b.jpg"]},
-        {"images": ["a.jpg", "/elsewhere/b.jpg"]},
-        {"images": [{"path": "a.jpg"}, {"path": "/elsewhere/b.jpg", "bytes": None}]},
-        {"image": None, "images": ["a.jpg", "/elsewhere/b.jpg"], "video": None, "videos": []},
+        {"image": ["a.jpg", "/media/sub/b.jpg"]},
+        {"images": ["a.jpg", "/media/sub/b.jpg"]},
+        {"images": [{"path": "a.jpg"}, {"path": "/media/sub/b.jpg", "bytes": None}]},
+        {"image": None, "images": ["a.jpg", "/media/sub/b.jpg"], "video": None, "videos": []},
     ],
 )
 def test_several_images_keep_their_places_in_every_turn(fields: dict[str, Any]) -> None:
     row = talk("Is <image> like", "No", "<image>this?\n", "Yes", **fields)
-    assert [media.path for media in read(row).media] == ["/media/a.jpg", "/elsewhere/b.jpg"]
+    assert [media.path for media in read(row).media] == ["/media/a.jpg", "/media/sub/b.jpg"]
     assert parts(row, 0) == ["Is ", "[image]", " like"]
     assert parts(row, 2) == ["[image]", "this?\n"]
 
@@ -145,7 +152,12 @@ def test_role_names_and_unknown_fields() -> None:
         (talk("q", "a", image=""), ["image '' is not a path"]),
         (talk("q", "a", image="a\0.jpg"), ["is not a path"]),
         (talk("q", "a", image=3), ["image is int"]),
-        (talk("q", "a", images=[{"bytes": "x"}]), ["images is null"]),
+        (talk("q", "a", images=[{"bytes": "x"}]), ["images.bytes is not base64"]),
+        (talk("q", "a", images=[{"size": 3}]), ["images is null"]),
+        (talk("q", "a", image="../b.jpg"), ["'../b.jpg' leaves the media root /media"]),
+        (talk("q", "a", image="/mediator/b.jpg"), ["leaves the media root"]),
+        (talk("q", "a", image="https://x.org/b.jpg"), ["address", "download"]),
+        (talk("q", "a", audio="a.wav"), ["audio"]),
         (talk("q", "a", image="a", images=["a"]), ["both image and images"]),
         (talk("q", "a", id=[1]), ["id is list"]),
         (talk("q", "half \ud83d"), ["conversations[1].value", "broken character"]),
@@ -165,12 +177,24 @@ def test_bad_rows_are_named(row: Any, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"image": "a.jpg"}])
-def test_a_conversation_must_start_with_a_human(fields: dict[str, Any]) -> None:
+def test_an_answer_before_the_first_question_is_dropped(fields: dict[str, Any]) -> None:
     gpt_first = talk("q", "a", **fields)
-    gpt_first["conversations"].insert(0, {"from": "gpt", "value": "Hello"})
-    refused(gpt_first, "turn 0 is spoken by assistant", "start with a human turn")
+    gpt_first["conversations"].insert(0, {"from": "gpt", "value": "Hello <image>"})
+    assert read(gpt_first) == read(talk("q", "a", **fields))
+    gpt_first["conversations"].insert(0, {"from": "system", "value": "Be brief."})
+    assert [turn.text for turn in read(gpt_first).turns][::2] == ["Be brief.", "a"]
     gpt_only = {"conversations": [{"from": "gpt", "value": "Hello"}], **fields}
     refused(gpt_only, "start with a human turn")
+
+
+def test_the_system_field_is_a_turn_where_there_is_none() -> None:
+    assert read(talk("q", "a", system="Be brief.")).turns[0] == Turn(
+        "system", (Part("text", "Be brief."),)
+    )
+    row = talk("q", "a", system="Not me")
+    row["conversations"].insert(0, {"from": "system", "value": "Me"})
+    assert read(row).turns[0].text == "Me"
+    assert [turn.role for turn in read(talk("q", "a", system=None)).turns] == ["user", "assistant"]
 
 
 VALUES = st.recursive(
@@ -211,7 +235,11 @@ def test_any_row_gives_a_good_sample_or_a_data_error(row: Any) -> None:
         where = sample.check().where
         pieces = [part for turn in sample.turns for part in turn.parts]
         shown = _flat("".join(part.text or f"<{part.kind}>" for part in pieces))
-        said = _flat("".join(turn["value"] for turn in row["conversations"]))
+        turns = row["conversations"]
+        first = 1 if turns[0]["from"] == "system" else 0
+        if turns[first]["from"] in ("gpt", "assistant"):
+            del turns[first]
+        said = _flat("".join(turn["value"] for turn in turns))
         added = "@\n" * len(sample.media)  # where the row had no placeholders
         assert said in (shown, shown.replace(added, "", 1))
     assert where == "file.json:7"
@@ -226,6 +254,11 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+def read_rows(path: Path) -> list[Any]:
+    rows = JsonRows(path)
+    return [rows[index] for index in range(len(rows))]
+
+
 def test_json_and_jsonl_give_the_same_rows(tmp_path: Path) -> None:
     rows = [talk("q\u2028\x85\xe9", "a"), {"x": [1, None]}]
     array = write(tmp_path / "a.json", "\ufeff \n" + json.dumps(rows, indent=1, ensure_ascii=False))
@@ -238,28 +271,81 @@ def test_json_and_jsonl_give_the_same_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "where"),
+    ("text", "good", "problem"),
     [
-        ('[{"a": 1},\n {"a": }]', ":2"),
-        ('[{"a": 1},\n {"a": 2},\n', ":3"),
-        ('{"a": 1}\n\n{"a"\n{"a": 3}\n', ":3"),
-        ('{"a": 1}\n{"a": 2} trailing\n', ":2"),
-        ('{"a": 1}\n' + "[" * 100_000, ":2"),
-        ("[" * 100_000, ":1"),
-        ('{"a": ' + "9" * 10_000 + "}", ":1"),
-        ("id,image\n1,a.jpg", ":1"),
+        ('[{"a": 1},\n {"a": }]', 1, "line 2"),
+        ('[{"a": 1},\n {"a": 2},\n', 2, "line 3"),
+        ('[{"a": 1}\n {"a": 2}]', 1, "line 2"),
+        ('[{"a": 1}]\n 3', 1, "Extra data"),
+        ("[" * 100_000, 0, "recursion"),
     ],
 )
-def test_json_that_does_not_parse_names_the_line(tmp_path: Path, text: str, where: str) -> None:
+def test_an_array_that_breaks_off_keeps_its_rows(
+    tmp_path: Path, text: str, good: int, problem: str
+) -> None:
     path = write(tmp_path / "a.json", text)
-    with pytest.raises(DataError) as caught:
-        read_rows(path)
-    assert caught.value.where == f"{path}{where}"
+    rows = JsonRows(path)
+    assert len(rows) == good
+    assert problem in str(rows.damage)
+    with pytest.raises(DataError, match=problem):
+        SampleDataset(path, format="llava")
+
+
+@pytest.mark.parametrize(
+    ("text", "bad", "line"),
+    [
+        ('{"a": 1}\n\n{"a"\n{"a": 3}\n', 1, "line 3"),
+        ('{"a": 1}\n{"a": 2} trailing\n', 1, "line 2"),
+        ('{"a": 1}\n' + "[" * 100_000, 1, "recursion"),
+        ('{"a": ' + "9" * 10_000 + "}", 0, "digits"),
+        ("id,image\n1,a.jpg", 0, "line 1"),
+    ],
+)
+def test_a_line_that_does_not_parse_is_one_bad_row(
+    tmp_path: Path, text: str, bad: int, line: str
+) -> None:
+    path = write(tmp_path / "a.json", text)
+    rows = JsonRows(path)
+    errors = [row for row in rows.stream() if isinstance(row, DataError)]
+    assert errors[0].where == f"{path}:{bad}"
+    assert line in errors[0].problem
+    with pytest.raises(DataError, match=line):
+        rows[bad]
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         read_rows(tmp_path / "absent.json")
     (tmp_path / "latin.json").write_bytes('[{"id": "\xe9"}]'.encode("latin-1"))
-    with pytest.raises(DataError, match="byte 9 is not UTF-8"):
+    with pytest.raises(DataError, match="byte 9 of the file is not UTF-8"):
         read_rows(tmp_path / "latin.json")
+
+
+def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"a": 1}\n{"a": 2}\n')
+    rows = JsonRows(path)
+    write(path, '{"a": 1}\n')
+    with pytest.raises(DataError, match="changed since"):
+        rows[0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(VALUES, max_size=6), st.integers(1, 40), st.booleans(), st.sampled_from([None, 1]))
+def test_an_array_is_cut_as_the_json_module_parses_it(
+    rows: list[Any], window: int, escaped: bool, indent: int | None
+) -> None:
+    """Whatever stands at the end of a window: numbers, escapes, characters of several bytes."""
+    text = json.dumps(rows, ensure_ascii=escaped, indent=indent)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(json_file, "_WINDOW_BYTES", window),
+    ):
+        path = Path(folder) / "a.json"
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        read = JsonRows(path)
+        assert read.damage is None
+        assert len(read) == len(rows)
+        for index, row in enumerate(rows):
+            if "\ud800" in str(row) or any(0xD800 <= ord(c) < 0xE000 for c in str(row)):
+                continue  # not UTF-8 unless escaped
+            assert repr(read[index]) == repr(json.loads(json.dumps(row)))

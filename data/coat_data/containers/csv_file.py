@@ -1,0 +1,96 @@
+"""Rows of a CSV or TSV file with a header line, read by byte offsets."""
+
+import csv
+import io
+import sys
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from coat_data.containers.rows import IndexedFile
+from coat_data.sample import DataError
+
+_BOM = "\ufeff"
+
+
+class CsvRows(IndexedFile):
+    """Records as objects of column name to text; a record may span several lines.
+
+    Attributes:
+        columns: the header.
+
+    Raises:
+        DataError: the file has no header line, or names a column twice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        csv.field_size_limit(min(sys.maxsize, 1 << 30))
+        self._delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+        starts, ends = array("q"), array("q")
+        with path.open("rb") as stream:
+            spans = self._spans(stream)
+            header = next(spans, None)
+            for start, end in spans:
+                starts.append(start)
+                ends.append(end)
+        super().__init__(path, np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64))
+        if header is None:
+            raise DataError(str(path), "the file is empty", "write a header line and rows")
+        with path.open("rb") as stream:
+            self.columns = self._record(stream.read(header[1]), 0)
+        self.columns[0] = self.columns[0].removeprefix(_BOM)
+        if len(set(self.columns)) < len(self.columns):
+            raise DataError(
+                str(path), f"the header names a column twice: {self.columns}", "rename one"
+            )
+
+    def parse(self, data: bytes, index: int) -> dict[str, Any]:
+        """A record by column."""
+        fields = self._record(data, index)
+        if len(fields) != len(self.columns):
+            raise DataError(
+                f"{self.path}:{index}",
+                f"has {len(fields)} fields, the header {len(self.columns)}",
+                "put fields with commas, quotes or line ends into quotes",
+            )
+        return dict(zip(self.columns, fields, strict=True))
+
+    def _record(self, data: bytes, index: int) -> list[str]:
+        try:
+            text = io.StringIO(data.decode("utf-8"), newline="")
+            return next(csv.reader(text, delimiter=self._delimiter))
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.path}:{index}", f"is not UTF-8 ({error.reason})", "save the file as UTF-8"
+            ) from error
+        except csv.Error as error:
+            raise DataError(f"{self.path}:{index}", f"is not CSV: {error}", "fix it") from error
+
+    def _spans(self, stream: BinaryIO) -> Iterator[tuple[int, int]]:
+        """Start and end of every record that is not blank.
+
+        The reader takes as many lines as a record has; in Latin-1 they are as long as their bytes.
+        """
+        taken = 0
+
+        def lines() -> Iterator[str]:
+            nonlocal taken
+            for line in stream:
+                taken += len(line)
+                yield line.decode("latin-1")
+
+        start = 0
+        records = csv.reader(lines(), delimiter=self._delimiter)
+        while True:
+            try:
+                record = next(records, None)
+            except csv.Error:  # reported when the record is read
+                record = [""]
+            if record is None:
+                return
+            if record:
+                yield start, taken
+            start = taken

@@ -1,0 +1,198 @@
+"""Rows of a JSON array or a JSONL file, read by byte offsets.
+
+The file is scanned once for the offsets of its rows. A JSONL row is a line. In an array the end of
+an element is found by parsing it in a window of the file that holds a few rows; the window is read
+as Latin-1, in which every byte is one character, so that characters count bytes (all of JSON's own
+characters are ASCII, and no byte of a longer UTF-8 character is). Memory does not grow with the
+file: 16 bytes per row and the window.
+"""
+
+import json
+import re
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from coat_data.containers.rows import IndexedFile
+from coat_data.sample import DataError
+
+MAX_ROW_BYTES = 256 << 20
+"""The longest row of an array; a broken file is not read further to find a row's end."""
+
+_WINDOW_BYTES = 1 << 20
+_BOM = b"\xef\xbb\xbf"
+_REMEDY = "the file must be a JSON array of rows, or JSONL with one row per line"
+_GAP = re.compile(r"[ \t\r\n]*")
+_NEAR_END = 16
+"""The longest token that the end of a window can cut without the parser pointing at the end."""
+
+
+class JsonRows(IndexedFile):
+    """The rows of a JSON array or JSONL file; blank lines are not rows and are not counted.
+
+    Args:
+        path: the file.
+
+    Raises:
+        DataError: there is no such file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise DataError(str(path), "there is no such file", "give a .json or .jsonl file")
+        starts, ends = array("q"), array("q")
+        damage = None
+        with path.open("rb") as stream:
+            offset = len(_BOM) if stream.read(len(_BOM)) == _BOM else 0
+            first = _first_character(stream, offset)
+            stream.seek(offset)
+            spans = _array_spans(stream, path) if first == b"[" else _line_spans(stream)
+            try:
+                for start, end in spans:
+                    starts.append(start)
+                    ends.append(end)
+            except DataError as error:
+                damage = error
+        super().__init__(
+            path, np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64), damage
+        )
+
+    def parse(self, data: bytes, index: int) -> Any:
+        """The value of a row."""
+        try:
+            return json.loads(data.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            problem = (
+                f"byte {int(self._starts[index]) + error.start} of the file is not UTF-8 "
+                f"({error.reason})"
+            )
+            raise DataError(f"{self.path}:{index}", problem, "save the file as UTF-8") from error
+        except json.JSONDecodeError as error:
+            line = self.line(index) + error.lineno - 1
+            problem = f"is not JSON: {error.msg} (line {line}, column {error.colno})"
+            raise DataError(f"{self.path}:{index}", problem, _REMEDY) from error
+        except (ValueError, RecursionError) as error:  # an endless number, or too many brackets
+            problem = f"is not usable JSON: {error}"
+            raise DataError(f"{self.path}:{index}", problem, _REMEDY) from error
+
+
+def _first_character(stream: BinaryIO, offset: int) -> bytes:
+    stream.seek(offset)
+    while chunk := stream.read(4096):
+        if chunk.strip():
+            return chunk.strip()[:1]
+    return b""
+
+
+def _line_spans(stream: BinaryIO) -> Iterator[tuple[int, int]]:
+    """Start and end of every line that is not blank."""
+    start = stream.tell()
+    for line in stream:
+        if not line.isspace():
+            yield start, start + len(line.rstrip(b"\r\n"))
+        start += len(line)
+
+
+class _Window:
+    """A part of the file as text, with one character per byte."""
+
+    def __init__(self, stream: BinaryIO, path: Path) -> None:
+        self._stream = stream
+        self._path = path
+        self.text = ""
+        self.start = stream.tell()
+        """Offset of the window in the file."""
+        self.whole = False
+        """Whether the file ends with the window."""
+        self._lines = 1
+
+    def more(self) -> None:
+        """Read on: at least as much again as the window holds."""
+        data = self._stream.read(max(_WINDOW_BYTES, len(self.text)))
+        self.whole = not data
+        self.text += data.decode("latin-1")
+
+    def forget(self, position: int) -> None:
+        """Drop what stands before ``position``."""
+        self._lines += self.text.count("\n", 0, position)
+        self.text = self.text[position:]
+        self.start += position
+
+    def gap(self, position: int) -> int:
+        """The next position at or behind ``position`` that is not white space."""
+        while True:
+            position = _end(_GAP, self.text, position)
+            if position < len(self.text) or self.whole:
+                return position
+            self.more()
+
+    def error(self, message: str, position: int) -> DataError:
+        """What is wrong at ``position``, with the line of the file."""
+        line = self._lines + self.text.count("\n", 0, position)
+        column = position - self.text.rfind("\n", 0, position)
+        problem = f"is not JSON: {message} (line {line}, column {column})"
+        return DataError(f"{self._path}:{line}", problem, _REMEDY)
+
+
+def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
+    match = pattern.match(text, position)
+    assert match is not None
+    return match.end()
+
+
+def _array_spans(stream: BinaryIO, path: Path) -> Iterator[tuple[int, int]]:
+    """Start and end of every element.
+
+    Raises:
+        DataError: the text is not a JSON array; names the line.
+    """
+    window = _Window(stream, path)
+    position = window.gap(0) + 1  # behind the bracket
+    position = window.gap(position)
+    if window.text[position : position + 1] == "]":
+        _check_rest(window, position + 1)
+        return
+    while True:
+        end = _element_end(window, position)
+        yield window.start + position, window.start + end
+        position = window.gap(end)
+        mark = window.text[position : position + 1]
+        if mark == "]":
+            _check_rest(window, position + 1)
+            return
+        if mark != ",":
+            raise window.error("Expecting ',' delimiter", position)
+        position = window.gap(position + 1)
+        if position > _WINDOW_BYTES:
+            window.forget(position)
+            position = 0
+
+
+def _element_end(window: _Window, position: int) -> int:
+    """Where the element that starts at ``position`` ends; reads on as far as needed."""
+    decoder = json.JSONDecoder()
+    while True:
+        try:
+            _, end = decoder.raw_decode(window.text, position)
+        except json.JSONDecodeError as error:
+            cut = error.msg.startswith("Unterminated string")
+            if not (cut or error.pos >= len(window.text) - _NEAR_END) or window.whole:
+                raise window.error(error.msg, error.pos) from error
+            if len(window.text) - position > MAX_ROW_BYTES:
+                message = f"this row has no end within {MAX_ROW_BYTES} bytes"
+                raise window.error(message, position) from error
+        except (ValueError, RecursionError) as error:
+            raise window.error(str(error), position) from error
+        else:
+            if end < len(window.text) or window.whole:  # else a number may go on
+                return end
+        window.more()
+
+
+def _check_rest(window: _Window, position: int) -> None:
+    position = window.gap(position)
+    if position < len(window.text):
+        raise window.error("Extra data", position)

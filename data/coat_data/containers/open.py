@@ -1,0 +1,217 @@
+"""Finds out by content how the rows of a path are stored, and opens them."""
+
+import glob
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from coat_data.containers.braces import expand_braces
+from coat_data.containers.clip_list import COLUMNS, ClipRows
+from coat_data.containers.csv_file import CsvRows
+from coat_data.containers.folder import FolderRows
+from coat_data.containers.ingested import ShardRows
+from coat_data.containers.json_file import JsonRows
+from coat_data.containers.pickle_file import PickleRows
+from coat_data.containers.rows import Rows
+from coat_data.containers.table import TableRows
+from coat_data.containers.tar import TarRows, is_compressed
+from coat_data.sample import DataError
+from coat_data.shards import MANIFEST_NAME
+
+_JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+_TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+_METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Rows, and what their folder says about their fields."""
+
+    rows: Rows
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """The reader's names of fields -> those of the rows (Energon's field map)."""
+
+
+def open_rows(path: Path, *, allow_pickle: bool = False) -> Opened:
+    """The rows of a file, a folder, or a pattern of files (``*``, ``{000..099}``, ``{a,b}``).
+
+    Args:
+        path: absolute path or pattern.
+        allow_pickle: read .pkl files, through an unpickler that builds plain values only.
+
+    Raises:
+        DataError: there is nothing, or nothing that is known.
+    """
+    if path.is_dir():
+        return _open_folder(path, allow_pickle)
+    if path.is_file():
+        return Opened(_open_files(path, [path], allow_pickle))
+    names = [name for pattern in expand_braces(str(path)) for name in _matching(pattern)]
+    if not names:
+        raise DataError(
+            str(path),
+            "there is no such file or folder",
+            "give a data file, a folder, or a pattern such as shards/{000..099}.tar",
+        )
+    return Opened(_open_files(path, [Path(name) for name in names], allow_pickle))
+
+
+def _matching(pattern: str) -> list[str]:
+    return [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern))  # noqa: PTH207
+
+
+def _open_folder(folder: Path, allow_pickle: bool) -> Opened:
+    if (folder / MANIFEST_NAME).is_file():
+        return Opened(ShardRows(folder))
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        return Opened(TableRows(folder, []))
+    if (folder / ".nv-meta").is_dir():
+        return _open_energon(folder)
+    if (folder / "wids-meta.json").is_file():
+        return Opened(_open_wids(folder / "wids-meta.json"))
+    for name in _METADATA:
+        if (folder / name).is_file():
+            return Opened(_open_files(folder / name, [folder / name], allow_pickle))
+    for suffixes in ((".parquet",), _TAR_SUFFIXES, (".pkl",)):
+        files = [path for path in sorted(folder.rglob("*")) if path.name.endswith(suffixes)]
+        if files:
+            return Opened(_open_files(folder, files, allow_pickle))
+    return Opened(_open_media(folder))
+
+
+def _open_media(folder: Path) -> Rows:
+    rows = FolderRows(folder)
+    if len(rows):
+        return rows
+    listed = [path.name for path in sorted(folder.iterdir()) if path.suffix in _JSON_SUFFIXES]
+    if listed:
+        raise DataError(
+            str(folder), f"this folder holds {', '.join(listed[:5])}", "name one of these files"
+        )
+    raise DataError(
+        str(folder),
+        f"there is no {MANIFEST_NAME} in this folder, and no data file, tar or image",
+        "give a data file, or a folder written by coat-vlm data ingest",
+    )
+
+
+def _open_files(path: Path, files: list[Path], allow_pickle: bool) -> Rows:
+    first = files[0]
+    with first.open("rb") as stream:
+        head = stream.read(4096)
+    name = first.name.lower()
+    if head[:4] == b"PAR1":
+        return _open_parquet(path, files)
+    if name.endswith(_TAR_SUFFIXES) or head[257:262] == b"ustar":
+        return TarRows(files)
+    if name.endswith((".pkl", ".pickle")):
+        if not allow_pickle:
+            raise DataError(
+                str(first),
+                "is a pickle, which can hold code",
+                "allow it with --allow-pickle (only plain values are read), or convert it to JSONL",
+            )
+        return PickleRows(files)
+    if len(files) > 1:
+        raise DataError(
+            str(path), f"matches {len(files)} files", "only Parquet and tar files go together"
+        )
+    if first.name == "wids-meta.json":
+        return _open_wids(first)
+    return _open_text(first, head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1])
+
+
+def _open_parquet(path: Path, files: list[Path]) -> Rows:
+    rows = TableRows(path, files)
+    if {"turns", "media", "row"} <= set(rows.columns):  # media paths mean nothing by themselves
+        raise DataError(
+            str(path),
+            f"shards of an ingested folder, but there is no {MANIFEST_NAME}",
+            "copy the whole folder and name it, or ingest again",
+        )
+    return rows
+
+
+def _open_text(path: Path, first_character: bytes) -> Rows:
+    suffix = path.suffix.lower()
+    if suffix in _JSON_SUFFIXES or first_character in (b"[", b"{"):
+        return JsonRows(path)
+    if suffix in (".csv", ".tsv"):
+        rows = CsvRows(path)
+        return ClipRows(path) if set(rows.columns) >= COLUMNS else rows
+    if is_compressed(path):
+        raise DataError(str(path), "is compressed", "unpack it first")
+    raise DataError(
+        str(path),
+        "is not JSON, JSONL, CSV, Parquet or tar",
+        "give a data file, or a folder written by coat-vlm data ingest",
+    )
+
+
+def _open_wids(path: Path) -> Rows:
+    """The tars that a WIDS shard list names (webdataset, wids; VILA's simple_vila_webdataset)."""
+    content = _described(path, json.loads)
+    shards = content.get("shardlist")
+    if not isinstance(shards, list) or not shards:
+        raise DataError(str(path), "has no shardlist", "make the list again")
+    try:
+        names = [str(shard["url"]) for shard in shards]
+    except (TypeError, KeyError) as error:
+        raise DataError(str(path), f"a shard has no url: {error}", "make it again") from error
+    files = [_shard_file(path, name) for name in names]
+    rows = TarRows(files)
+    expected = [shard.get("nsamples") for shard in shards]
+    counted = sum(number for number in expected if isinstance(number, int))
+    if None not in expected and rows.random_access and not rows.damage and len(rows) != counted:
+        raise DataError(
+            str(path),
+            f"the shards hold {len(rows)} samples, the list says {counted}",
+            "make the list again, or copy the shards again",
+        )
+    return rows
+
+
+def _shard_file(listing: Path, name: str) -> Path:
+    path = listing.parent / name
+    if not path.resolve().is_relative_to(listing.parent.resolve()):
+        raise DataError(
+            str(listing), f"the shard {name!r} lies outside of the folder", "move it there"
+        )
+    if not path.is_file():
+        raise DataError(str(path), "this shard is missing", "copy the whole folder")
+    return path
+
+
+def _open_energon(folder: Path) -> Opened:
+    """The train shards and the field map of a folder prepared by Energon."""
+    meta = folder / ".nv-meta"
+    split = _described(meta / "split.yaml", yaml.safe_load)
+    parts = split.get("split_parts")
+    if not isinstance(parts, Mapping) or not parts.get("train"):
+        raise DataError(
+            str(meta / "split.yaml"), "names no train shards", "run energon prepare again"
+        )
+    excluded = set(split.get("exclude") or [])
+    names = [name for part in parts["train"] for name in expand_braces(str(part))]
+    files = [_shard_file(folder / "split.yaml", name) for name in names if name not in excluded]
+    columns: dict[str, str] = {}
+    if (meta / "dataset.yaml").is_file():
+        field_map = _described(meta / "dataset.yaml", yaml.safe_load).get("field_map") or {}
+        if isinstance(field_map, Mapping):
+            columns = {str(name): str(value) for name, value in field_map.items()}
+    return Opened(TarRows(files), columns)
+
+
+def _described(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
+    """The object in a small JSON or YAML file."""
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DataError(str(path), f"cannot be read: {error}", "make it again") from error
+    if not isinstance(content, Mapping):
+        raise DataError(str(path), "is not an object", "make it again")
+    return content

@@ -1,0 +1,189 @@
+"""Fetches known public data sets from the Hugging Face Hub.
+
+``data/mixtures/NAME.yaml`` says which repositories hold a set, under which licence, what is to be
+unpacked, and which sources it then has. Downloading it writes ``OUT/NAME.yaml``, a mixture file
+with the sources alone (:mod:`coat_data.lists.native`).
+"""
+
+import os
+import tarfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from coat_data.sample import DataError
+
+FOLDER = Path(__file__).resolve().parents[1] / "mixtures"
+"""The mixture files of a checkout; an installed copy has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repository:
+    """One dataset repository on the Hub."""
+
+    repo: str
+    """``owner/name``."""
+    license: str
+    """As its card says."""
+    files: tuple[str, ...]
+    """Patterns of the files that are fetched."""
+    unpack: Mapping[str, str]
+    """Pattern of archives -> folder to unpack them into, both below the repository's folder."""
+
+    @property
+    def folder(self) -> str:
+        """Its folder below the download's."""
+        return self.repo.split("/")[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownMixture:
+    """A data set that can be downloaded by name."""
+
+    name: str
+    about: str
+    hub: tuple[Repository, ...]
+    sources: tuple[Mapping[str, Any], ...]
+    """As in a native mixture file, with paths relative to the download's folder."""
+    notes: tuple[str, ...]
+    """What else the user has to get."""
+
+
+def known_mixtures() -> list[KnownMixture]:
+    """All mixture files of the checkout, by name; none in an installed copy."""
+    return [read_mixture(path) for path in sorted(FOLDER.glob("*.yaml"))]
+
+
+def read_mixture(path: Path) -> KnownMixture:
+    """A mixture file with its ``hub`` entries.
+
+    Raises:
+        DataError: it cannot be read, or has not the fields of a downloadable mixture.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return KnownMixture(
+            name=path.stem,
+            about=str(content["about"]),
+            hub=tuple(
+                Repository(
+                    repo=entry["repo"],
+                    license=entry["license"],
+                    files=tuple(entry["files"]),
+                    unpack=entry.get("unpack") or {},
+                )
+                for entry in content["hub"]
+            ),
+            sources=tuple(content["sources"]),
+            notes=tuple(content.get("notes") or ()),
+        )
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise DataError(
+            str(path),
+            f"is no mixture to download: {type(error).__name__}: {error}",
+            "give it about, hub (repo, license, files) and sources",
+        ) from error
+
+
+def download(name: str, out_dir: str | Path) -> tuple[Path, tuple[str, ...]]:
+    """Fetch a mixture, unpack it, and write its mixture file.
+
+    What is there already is not fetched again.
+
+    Args:
+        name: one of :func:`known_mixtures`, or the path of a mixture file.
+        out_dir: folder to download into.
+
+    Returns:
+        The mixture file, and what the user still has to do.
+
+    Raises:
+        DataError: the name is unknown, or the Hub cannot be reached.
+    """
+    mixture = _find(name)
+    out_dir = Path(out_dir)
+    for repository in mixture.hub:
+        folder = out_dir / repository.folder
+        _fetch(repository, folder)
+        for pattern, target in repository.unpack.items():
+            for archive in tqdm(sorted(folder.glob(pattern)), f"unpack {repository.folder}"):
+                unpack(archive, folder / target)
+    path = out_dir / f"{mixture.name}.yaml"
+    listing = yaml.safe_dump({"sources": [dict(source) for source in mixture.sources]})
+    path.write_text(f"# {mixture.about}\n{listing}", encoding="utf-8")
+    return path, mixture.notes
+
+
+def _find(name: str) -> KnownMixture:
+    if name.endswith((".yaml", ".yml")):
+        return read_mixture(Path(name))
+    known = {mixture.name: mixture for mixture in known_mixtures()}
+    if name not in known:
+        raise DataError(
+            name,
+            "is no known data set",
+            f"choose from {', '.join(known) or 'nothing (this copy has no data/mixtures)'}, or "
+            "give the path of a mixture file",
+        )
+    return known[name]
+
+
+def _fetch(repository: Repository, folder: Path) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        snapshot_download(
+            repository.repo,
+            repo_type="dataset",
+            local_dir=folder,
+            allow_patterns=list(repository.files),
+        )
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        if any(folder.glob(repository.files[0])):
+            return  # copied here by hand
+        files = " ".join(f"--include '{pattern}'" for pattern in repository.files)
+        raise DataError(
+            repository.repo,
+            f"cannot be downloaded: {str(error).splitlines()[0]}",
+            f"where there is a network, run: hf download {repository.repo} --repo-type dataset "
+            f"{files} --local-dir {folder}; then copy the folder here and run this again",
+        ) from error
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack a zip or tar once; a file beside it says that it was done.
+
+    Raises:
+        DataError: it is damaged, or a member leaves the folder.
+    """
+    done = archive.with_name(f".{archive.name}.unpacked")
+    if done.exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as file:
+                _check_names(archive, file.namelist())
+                file.extractall(folder)
+        else:
+            with tarfile.open(archive) as file:
+                file.extractall(folder, filter="data")
+    except (tarfile.TarError, zipfile.BadZipFile, OSError) as error:
+        raise DataError(
+            str(archive), f"cannot be unpacked: {error}", "delete it and download it again"
+        ) from error
+    done.touch()
+
+
+def _check_names(archive: Path, names: list[str]) -> None:
+    for name in names:
+        if os.path.isabs(name) or ".." in Path(name).parts:  # noqa: PTH117 - a name, no path yet
+            raise DataError(
+                str(archive), f"the member {name!r} leaves the folder", "do not use this archive"
+            )

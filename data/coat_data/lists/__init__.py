@@ -1,0 +1,1 @@
+"""Lists of sources in the forms that people have: one module per form, each gives SourceEntry."""

@@ -1,0 +1,211 @@
+"""Samples of WebDataset tars: an object of field to bytes (:mod:`coat_data.containers.tar`).
+
+- Fields that end in an image's or video's ending, or in ``img`` (Eagle), are media, in natural
+  order of their names: ``img2.jpg`` before ``img10.jpg``.
+- ``json`` with ``conversations``, ``messages``, ``texts`` or query fields is a row of that kind,
+  and the media of the tar are the row's media.
+- Else the sample is a caption pair: ``txt``, ``caption`` or ``text``, or the caption in ``json``
+  (img2dataset; VILA's WIDS folders).
+- Energon's ``field_map`` says which fields are ``image`` or ``video``, ``caption``, or ``context``
+  and ``answers``; ``json[a][b]`` is a value inside of a field (NVIDIA/Megatron-Energon,
+  docs/source/basic/data_prep.md).
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from coat_data.containers.folder import VIDEO_SUFFIXES, image_suffixes
+from coat_data.containers.tar import KEY
+from coat_data.readers import cauldron, llava, messages, query
+from coat_data.readers.reader import Place, as_string
+from coat_data.readers.turns import Said, caption_turns, place_media
+from coat_data.sample import DataError, Media, MediaKind, Sample
+
+NAME = "webdataset"
+SUMMARY = "WebDataset tars: caption pairs, conversations in .json, img2dataset, WIDS, Energon"
+
+_CAPTION_FIELDS = ("txt", "caption", "text", "cap")
+_CAPTION_KEYS = ("caption", "text", "title", "captions")
+_ROW_READERS = (llava, messages, cauldron, query)
+_NUMBERED = re.compile(r"<image-(\d+)>")
+_SELECTOR = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
+
+
+def matches(row: Any) -> bool:
+    """Whether the row is one of a tar."""
+    return (
+        isinstance(row, Mapping)
+        and KEY in row
+        and all(isinstance(value, bytes) for name, value in row.items() if name != KEY)
+    )
+
+
+def to_sample(row: Any, place: Place) -> Sample:
+    """One sample. Does not decode the media.
+
+    Raises:
+        DataError: there is no text, or it does not fit the media.
+    """
+    if not matches(row):
+        raise DataError(place.where, "the row is no sample of a tar", "give a .tar file")
+    key = str(row[KEY])
+    if any(name in place.columns for name in ("image", "video", "images", "videos")):
+        return _mapped(row, key, place)
+    media = _media(row, place)
+    value = _json(row, place)
+    if isinstance(value, Mapping):
+        reader = next((one for one in _ROW_READERS if one.matches(value)), None)
+        if reader is not None:
+            return reader.to_sample(_with_media(value, media, key), place)
+    caption = _caption(row, value, place)
+    if not media:
+        fields = ", ".join(sorted(name for name in row if name != KEY))
+        raise DataError(
+            place.where, f"{key} has no image or video (fields: {fields})", "remove the sample"
+        )
+    return _sample(key, caption_turns(media, caption), media, place)
+
+
+def _sample(key: str, turns: Any, media: list[Media], place: Place) -> Sample:
+    return Sample(
+        id=key, turns=turns, media=tuple(media), source=place.source, row=place.row
+    ).check()
+
+
+def _kind(field: str) -> MediaKind | None:
+    last = f".{field.rpartition('.')[2]}"
+    if last in VIDEO_SUFFIXES:
+        return "video"
+    return "image" if last in image_suffixes() or last == ".img" else None
+
+
+def _natural(field: str) -> list[tuple[int, int, str]]:
+    """Sorts digits as numbers."""
+    return [
+        (0, int(piece), "") if piece.isdigit() else (1, 0, piece)
+        for piece in re.findall(r"\d+|\D+", field)
+    ]
+
+
+def _media(row: Mapping[str, Any], place: Place) -> list[Media]:
+    fields = sorted((name for name in row if name != KEY and _kind(name)), key=_natural)
+    return [_medium(row, field, place) for field in fields]
+
+
+def _medium(row: Mapping[str, Any], field: str, place: Place) -> Media:
+    kind = _kind(field) or "image"
+    return Media(kind=kind, path=f"{place.source}/{row[KEY]}.{field}", data=row[field])
+
+
+def _json(row: Mapping[str, Any], place: Place) -> Any:
+    field = next((name for name in row if name == "json" or name.endswith(".json")), None)
+    return None if field is None else _parsed(row, field, place)
+
+
+def _parsed(row: Mapping[str, Any], field: str, place: Place) -> Any:
+    try:
+        return json.loads(row[field])
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            place.where, f"{row[KEY]}.{field} is not JSON: {error}", "write it again"
+        ) from error
+
+
+def _with_media(value: Mapping[str, Any], media: list[Media], key: str) -> dict[str, Any]:
+    """The row with the media of the tar in place of the names in its JSON."""
+    row = {"id": key, **value}
+    if media:
+        for name in ("image", "images", "video", "videos"):
+            row.pop(name, None)
+        for kind in ("image", "video"):
+            own = [{"bytes": one.data, "path": one.path} for one in media if one.kind == kind]
+            if own:
+                row[f"{kind}s"] = own
+    if isinstance(row.get("conversations"), list):
+        row["conversations"] = [_unnumbered(turn) for turn in row["conversations"]]
+    return row
+
+
+def _unnumbered(turn: Any) -> Any:
+    """A turn with ``<image-1>`` as ``<image>``."""
+    if isinstance(turn, Mapping) and isinstance(turn.get("value"), str):
+        return {**turn, "value": _NUMBERED.sub("<image>", turn["value"])}
+    return turn
+
+
+def _caption(row: Mapping[str, Any], value: Any, place: Place) -> str:
+    for field in _CAPTION_FIELDS:
+        if field in row:
+            return _text(row[field], f"{row[KEY]}.{field}", place)
+    if isinstance(value, Mapping):
+        for name in _CAPTION_KEYS:
+            if isinstance(value.get(name), str):
+                return as_string(value[name], name, place.where).strip()
+    fields = ", ".join(sorted(name for name in row if name != KEY))
+    raise DataError(
+        place.where,
+        f"{row[KEY]} has no text (fields: {fields})",
+        "add .txt with a caption, or .json with conversations or messages",
+    )
+
+
+def _text(value: Any, name: str, place: Place) -> str:
+    if isinstance(value, bytes):
+        try:
+            value = value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(place.where, f"{name} is not UTF-8", "save it as UTF-8") from error
+    return as_string(value, name, place.where).strip()
+
+
+def _mapped(row: Mapping[str, Any], key: str, place: Place) -> Sample:
+    """A sample by Energon's field map."""
+    columns = place.columns
+    media = []
+    for name in ("image", "images", "video", "videos"):
+        for field in columns.get(name, "").split(",") if name in columns else ():
+            if field not in row:
+                raise DataError(place.where, f"{key} has no field {field}", "fix the field map")
+            media.append(_medium(row, field, place))
+    if "caption" in columns:
+        caption = _text(_selected(row, columns["caption"], place), columns["caption"], place)
+        return _sample(key, caption_turns(media, caption), media, place)
+    if "context" in columns and "answers" in columns:
+        question = _text(_selected(row, columns["context"], place), columns["context"], place)
+        answers = _selected(row, columns["answers"], place)
+        answer = answers[0] if isinstance(answers, list) and answers else answers
+        said: Said = [
+            ("user", question),
+            ("assistant", _text(answer, columns["answers"], place)),
+        ]
+        files: dict[MediaKind, list[Media]] = {
+            kind: [one for one in media if one.kind == kind] for kind in ("image", "video")
+        }
+        turns, shown = place_media(said, files, place)
+        return _sample(key, turns, list(shown), place)
+    raise DataError(
+        place.where,
+        f"the field map has {sorted(columns)}",
+        "map image or video, and caption, or context and answers",
+    )
+
+
+def _selected(row: Mapping[str, Any], selector: str, place: Place) -> Any:
+    """The value of ``txt``, ``json[caption]`` or ``answers.json``."""
+    found = _SELECTOR.fullmatch(selector)
+    if found is None or found[1] not in row:
+        raise DataError(place.where, f"{row[KEY]} has no field {selector}", "fix the field map")
+    field, keys = found[1], re.findall(r"\[([^\[\]]+)\]", found[2])
+    if not field.endswith("json"):
+        return row[field]
+    value = _parsed(row, field, place)
+    for name in keys:
+        try:
+            value = value[int(name)] if isinstance(value, list) else value[name]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise DataError(
+                place.where, f"{row[KEY]}.{selector} does not exist", "fix the field map"
+            ) from error
+    return value

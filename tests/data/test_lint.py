@@ -1,0 +1,168 @@
+"""``lint`` tells what is wrong with every row and goes on, whatever the input is."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from coat_data.lint import LintSummary, lint
+from coat_data.readers.catalogue import READERS
+from coat_data.sample import DataError
+from coat_data.stats import collect
+from coat_vlm.cli import main
+
+
+def problems(path: Path, **options: Any) -> tuple[LintSummary, list[DataError]]:
+    found: list[DataError] = []
+    return lint(path, found.append, progress=False, **options), found
+
+
+def talk(text: str, **fields: Any) -> dict[str, Any]:
+    said = [{"from": "human", "value": text}, {"from": "gpt", "value": "a"}]
+    return {**fields, "conversations": said}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Eight rows, of which 1, 3, 4, 5 and 6 are bad, each in its own way."""
+    pixels = np.random.default_rng(0).integers(256, size=(20, 30, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    (tmp_path / "text.png").write_text("no image")
+    whole = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.mp4").touch()
+    rows = [
+        talk("<image>q", image="a.png"),
+        talk("<image><image>q", image="a.png"),
+        talk("two words"),
+        talk("q", image="absent.png"),
+        talk("q", image="text.png"),
+        talk("q", video="empty.mp4"),
+        "{",
+        talk("q", image="cut.png"),
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+def test_every_bad_row_is_named_with_a_remedy(source: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["data", "lint", str(source), "--no-progress"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    words = {1: "2 <image>", 3: "absent.png: no such file", 4: "text.png", 5: "is empty", 6: "JSON"}
+    for line, (row, problem) in zip(lines, words.items(), strict=False):
+        assert line.startswith(f"{source}:{row}: ")
+        assert problem in line
+        assert " -> " in line
+    assert lines[5:] == [f"{source}: 8 rows, 5 problems (read as llava)"]
+    summary, found = problems(source, check_media="none")
+    assert [error.where for error in found] == [f"{source}:1", f"{source}:6"]
+    _, found = problems(source, check_media="decode")
+    assert [error.where.split(":")[1] for error in found] == ["1", "3", "4", "5", "6", "7"]
+    source.write_text(json.dumps(talk("q")))
+    assert main(["data", "lint", str(source), "--no-progress"]) == 0
+    source.write_text(f'[{json.dumps(talk("q"))}, {json.dumps(talk("<image>", image=3))}, {{"c"')
+    summary, found = problems(source)
+    assert (summary.rows, summary.bad) == (3, 2)
+    assert "image is int" in found[0].problem
+    assert "is not JSON" in found[1].problem
+    for content in ("", "[]"):
+        source.write_text(content)
+        assert problems(source)[1][0].problem == "there are no rows"
+    assert problems(source.parent / "nowhere")[0].bad == 1
+
+
+FIELDS = [
+    "conversations", "messages", "images", "image", "video", "texts", "text_list", "image_info",
+    "query", "response", "instruction", "output", "history", "conversation", "captions", "caption",
+    "video_path", "system", "objects", "prompt", "completion", "id", "role", "content", "from",
+    "value", "type", "text", "path", "bytes", "url", "user", "assistant", "loss", "start",
+    "matched_text_index", "image_base64", "file_name", "idx", "ref", "bbox", "turns", "media",
+    "row", "__key__", "__clip__", "jpg", "txt", "path", "class",
+]  # fmt: skip
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(), max_size=4)
+    | st.sampled_from(
+        ["human", "gpt", "user", "assistant", "<image>", "<video>\n", "a.png", "..", "image",
+         "text", "<bbox>", "<ref-object>", "data:image/png;base64,AAAA", "http://x", "\ud800",
+         "a\0"]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4)
+    ),
+    max_leaves=25,
+)  # fmt: skip
+SAID = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional=dict.fromkeys(("role", "content", "from", "value", "loss", "user"), VALUES),
+    ),
+    max_size=3,
+)
+ROWS = st.dictionaries(st.sampled_from(FIELDS), VALUES | SAID, max_size=6) | VALUES
+NAMES = st.sampled_from([None, *(reader.NAME for reader in READERS)])
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(ROWS, max_size=4), NAMES, st.booleans())
+def test_no_row_makes_lint_crash(rows: list[Any], name: str | None, array: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.json"
+        lines = "\n".join(json.dumps(row) for row in rows)
+        path.write_text(json.dumps(rows) if array else lines)
+        summary, found = problems(path, format=name)
+        assert summary.bad == len(found)
+        assert all(error.problem and error.remedy for error in found)
+
+
+HEADS = [b"", b"[", b'{"a":', b"PAR1", b"\x1f\x8b", b"image,caption\n", b"datasets: ["]
+FILES = ["a.json", "a.jsonl", "a.csv", "a.parquet", "a.tar", "a.tgz", "a.pkl", "a.yaml", "a"]
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.binary(max_size=60), st.sampled_from(HEADS), st.sampled_from(FILES))
+def test_no_file_makes_lint_crash(content: bytes, head: bytes, name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.write_bytes(head + content)
+        summary, found = problems(path, allow_pickle=True)
+        assert summary.bad == len(found)
+        assert all(error.where.startswith((folder, "pickle")) for error in found)
+
+
+def test_stats_count_what_is_there(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = Tokenizer(
+        models.WordLevel({"two": 0, "words": 1, "a": 2, "q": 3, "?": 4}, unk_token="?")
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (stats,) = collect(source, tokenizer=tmp_path, progress=False)
+    assert (stats.rows, stats.bad, stats.text_only, stats.unreadable_images) == (6, 2, 1, 2)
+    assert stats.media == {"image": 4, "video": 1}
+    measured = stats.distributions()
+    assert measured["image width"] == [30] * 6
+    assert measured["image height"] == [20] * 6
+    # Characters: "q" or "\nq" and "a"; tokens: two words of the row without an image, and "a".
+    assert (measured["text characters"][0], measured["text characters"][-1]) == (2, 10)
+    assert (measured["text tokens"][0], measured["text tokens"][-1]) == (2, 3)
+    assert main(["data", "stats", str(source), "--no-progress", "--no-sizes"]) == 0
+    assert "rows without media            1" in capsys.readouterr().out
+    listed = tmp_path / "mix.yaml"
+    listed.write_text("sources: [{path: a.jsonl}, {path: a.jsonl, select: first 1}]")
+    assert [(one.name, one.rows) for one in collect(listed, progress=False)] == [
+        ("a", 6),
+        ("a_2", 6),
+    ]

@@ -1,0 +1,398 @@
+"""Every format, as its publishers describe it, gives the sample that one reads in it by eye."""
+
+import base64
+import io
+import json
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from datasets import Dataset, Image, config
+from PIL import Image as Pillow
+
+from coat_data.dataset import SampleDataset
+from coat_data.ingest import ingest
+from coat_data.sample import DataError, Sample
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def picture(colour: int, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Pillow.new("RGB", (6, 4), (colour, 0, 0)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+RED, BLUE = picture(200), picture(10)
+
+
+def jsonl(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def tar(path: Path, members: dict[str, bytes]) -> Path:
+    mode = "w:gz" if path.name.endswith("gz") else "w"
+    with tarfile.open(path, mode) as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def shown(sample: Sample) -> list[str]:
+    """A conversation as text: ``user: [a.png] What?``."""
+    names = iter(sample.media)
+    lines = []
+    for turn in sample.turns:
+        pieces = [
+            part.text if part.kind == "text" else f"[{Path(next(names).path or '').name}]"
+            for part in turn.parts
+        ]
+        lines.append(f"{turn.role}: {''.join(pieces)}")
+    return lines
+
+
+def only(path: Path, **options: Any) -> list[str]:
+    dataset = SampleDataset(path, **options)
+    assert len(dataset) == 1
+    return shown(dataset[0])
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "<image>What?<image>"},
+    {"role": "assistant", "content": "A bus, not <image>."},
+]
+SHOWN = ["system: Be brief.", "user: [a.png]What?[b.png]", "assistant: A bus, not <image>."]
+
+
+def test_messages_with_placeholders_as_ms_swift_has_them(tmp_path: Path) -> None:
+    row = {"messages": CHAT, "images": ["a.png", "b.png"], "videos": [], "audios": None}
+    assert only(jsonl(tmp_path / "a.jsonl", row)) == SHOWN
+    boxed = {
+        "messages": [
+            {"role": "user", "content": "<image>Where is <ref-object>?", "loss": False},
+            {"role": "assistant", "content": "At <bbox> and <bbox>", "loss": True},
+        ],
+        "images": ["a.png"],
+        "objects": {"ref": ["the sheep"], "bbox": [[90.9, 160, 135, 212], [3, 4]]},
+    }
+    assert only(jsonl(tmp_path / "b.jsonl", boxed)) == [
+        "user: [a.png]Where is the sheep?",
+        "assistant: At [90.9, 160, 135, 212] and [3, 4]",
+    ]
+    text = {"messages": [{"role": "assistant", "content": "<image>is a puppy"}], "images": ["a"]}
+    assert only(jsonl(tmp_path / "c.jsonl", text)) == ["user: ", "assistant: [a]is a puppy"]
+
+
+def test_messages_with_parts_as_openai_and_trl_have_them(tmp_path: Path) -> None:
+    address = "data:image/png;base64," + base64.b64encode(RED).decode()
+    parts = [
+        {"type": "image", "text": None, "image": "a.png"},
+        {"type": "image_url", "image_url": {"url": address}},
+        {"type": "image", "text": None},
+        {"type": "text", "text": "What is <image>?", "image": None},
+    ]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "A tag."}]}
+    row = {"messages": [{"role": "user", "content": parts}, answer], "images": ["c.png"]}
+    dataset = SampleDataset(jsonl(tmp_path / "a.jsonl", row))
+    assert dataset.format == "messages"
+    sample = dataset[0]
+    assert [media.data for media in sample.media] == [None, RED, None]
+    assert [part.kind for part in sample.turns[0].parts] == ["image", "image", "image", "text"]
+    assert sample.turns[0].parts[3].text == "What is <image>?"
+    assert (sample.media[0].path, sample.media[2].path) == (
+        str(tmp_path / "a.png"),
+        str(tmp_path / "c.png"),
+    )
+    row["images"] = []
+    with pytest.raises(DataError, match=r"a\.jsonl:0: the messages show more images"):
+        SampleDataset(jsonl(tmp_path / "a.jsonl", row))[0]
+    split = {"prompt": [CHAT[0], {"role": "user", "content": "Hi"}], "completion": "Yes."}
+    assert only(jsonl(tmp_path / "b.jsonl", split)) == [
+        "system: Be brief.", "user: Hi", "assistant: Yes."
+    ]  # fmt: skip
+
+
+def hub_rows() -> dict[str, list[Any]]:
+    """Columns as ``datasets`` stores them: every key in every part, missing ones null."""
+    content = [
+        [{"type": "image", "text": None}, {"type": "text", "text": "What?"}],
+        [{"type": "text", "text": "Red."}],
+    ]
+    messages = [
+        {"role": role, "content": parts}
+        for role, parts in zip(("user", "assistant"), content, strict=True)
+    ]
+    return {"messages": [messages] * 3, "images": [[{"bytes": RED, "path": "a.png"}]] * 3}
+
+
+@pytest.mark.parametrize("stored", ["parquet", "disk"])
+def test_messages_from_parquet_and_from_datasets_on_disk(tmp_path: Path, stored: str) -> None:
+    table = Dataset.from_dict(hub_rows()).cast_column("images", [Image()])
+    path = tmp_path / ("a.parquet" if stored == "parquet" else "saved")
+    if stored == "parquet":
+        table.to_parquet(str(path))
+    else:
+        table.save_to_disk(str(path))
+    dataset = SampleDataset(path)
+    streamed = list(dataset.stream())
+    assert streamed == [dataset[index] for index in range(3)]
+    assert shown(dataset[2]) == ["user: [a.png]What?", "assistant: Red."]
+    assert dataset[2].media[0].data == RED  # as stored, not decoded and encoded again
+    assert dataset[2].row == 2
+
+
+def test_the_cauldron_and_onevision_parquet(tmp_path: Path) -> None:
+    pairs = [
+        {"user": "What?", "assistant": "Two <image>.", "source": "x"},
+        {"user": "Sure?", "assistant": "Yes", "source": "x"},
+    ]
+    images = [{"bytes": RED, "path": None}, {"bytes": BLUE, "path": "b.png"}]
+    folder = tmp_path / "vqa"
+    folder.mkdir()
+    for number in range(2):
+        table = {"images": [images], "texts": [pairs], "relevance_ratings": [[5, 4]]}
+        pq.write_table(pyarrow.table(table), folder / f"train-{number:05d}-of-00002.parquet")
+    dataset = SampleDataset(folder)
+    assert (len(dataset), dataset.format) == (2, "cauldron")
+    assert dataset[1].where == f"{folder}/train-00001-of-00002.parquet:0"
+    assert [media.data for media in dataset[1].media] == [RED, BLUE]
+    assert [part.kind for part in dataset[1].turns[0].parts] == ["image", "text", "image", "text"]
+    assert [turn.text for turn in dataset[1].turns] == [
+        "\n\nWhat?", "Two <image>.", "Sure?", "Yes"
+    ]  # fmt: skip
+    said = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "Red"}]
+    row = {"id": ["7"], "image": [images[1]], "conversations": [said], "data_source": ["s"]}
+    pq.write_table(pyarrow.table(row), tmp_path / "ov.parquet")
+    assert only(tmp_path / "ov.parquet") == ["user: [b.png]\nWhat?", "assistant: Red"]
+
+
+def test_questions_and_answers_in_fields(tmp_path: Path) -> None:
+    alpaca = {
+        "instruction": "<image>Name it.", "input": "Short.", "output": "Bus", "system": "S",
+        "history": [["q", "a"]], "images": ["a.png"],
+    }  # fmt: skip
+    assert only(jsonl(tmp_path / "a.jsonl", alpaca)) == [
+        "system: S", "user: q", "assistant: a", "user: [a.png]Name it.\nShort.", "assistant: Bus"
+    ]  # fmt: skip
+    swift = {"query": "<video>Why?", "response": "So", "videos": ["v.mp4"]}
+    assert only(jsonl(tmp_path / "b.jsonl", swift)) == ["user: [v.mp4]Why?", "assistant: So"]
+    pairs = {"system": "S", "conversation": [{"human": "q", "assistant": "a"}]}
+    assert only(jsonl(tmp_path / "c.jsonl", pairs)) == ["system: S", "user: q", "assistant: a"]
+
+
+DOCUMENT = {
+    "text_list": ["One.", "Two.", "Three."],
+    "image_info": [
+        {"image_name": "b.png", "matched_text_index": 2, "matched_sim": 0.3},
+        {"image_name": "a.png", "matched_text_index": 0, "matched_sim": 0.2},
+    ],
+    "similarity_matrix": [[0.1, 0.1, 0.3], [0.2, 0.1, 0.1]],
+}
+
+
+def test_interleaved_documents(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", DOCUMENT)
+    assert only(path) == ["user: ", "assistant: [a.png]One. Two. [b.png]Three."]
+    wrong = json.loads(json.dumps(DOCUMENT))
+    wrong["image_info"][0]["matched_text_index"] = 3
+    with pytest.raises(DataError, match="matched_text_index is 3"):
+        SampleDataset(jsonl(path, wrong))[0]
+
+
+def test_pickles_are_read_on_request_and_hold_no_code(tmp_path: Path) -> None:
+    document = json.loads(json.dumps(DOCUMENT))
+    for info, data in zip(document["image_info"], (BLUE, RED), strict=True):
+        info["image_base64"] = base64.b64encode(data).decode()
+        del info["image_name"]
+    path = tmp_path / "0.pkl"
+    path.write_bytes(pickle.dumps([document, {**document, "set": {1}, "n": 2**80}]))
+    with pytest.raises(DataError, match="allow it with --allow-pickle"):
+        SampleDataset(path)
+    with pytest.raises(DataError, match="coat-vlm data ingest"):
+        SampleDataset(path, allow_pickle=True)
+    out = tmp_path / "out"
+    ingest(path, out, allow_pickle=True, progress=False)
+    assert [media.data for media in SampleDataset(out)[1].media] == [RED, BLUE]
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "owned",))
+
+    path.write_bytes(pickle.dumps([document, Evil()]))
+    with pytest.raises(DataError, match="which could run code"):
+        SampleDataset(path, allow_pickle=True, in_order=True)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_caption_pairs_in_tars(tmp_path: Path) -> None:
+    """img2dataset's layout; the key ends at the first dot of the file's name."""
+    first = {
+        "x/0001.jpg": picture(3, "JPEG"),
+        "x/0001.txt": b"A bus\n",
+        "x/0001.json": json.dumps({"url": "http://x", "key": "0001", "width": 6}).encode(),
+        "x/0002.jpg": picture(4, "JPEG"),
+        "x/0002.json": json.dumps({"caption": "Two", "status": "success"}).encode(),
+    }
+    tar(tmp_path / "shard-000.tar", first)
+    tar(tmp_path / "shard-001.tar", {"y.1.mp4": b"v", "y.txt": b"Clip"})
+    dataset = SampleDataset(tmp_path / "shard-{000..001}.tar")
+    assert [shown(sample) for sample in dataset.stream()] == [
+        ["user: [0001.jpg]", "assistant: A bus"],
+        ["user: [0002.jpg]", "assistant: Two"],
+        ["user: [y.1.mp4]", "assistant: Clip"],
+    ]
+    assert dataset[0].media[0].data == first["x/0001.jpg"]
+    assert dataset[2].where == f"{tmp_path}/shard-001.tar:0"
+    assert dataset[2].media[0].kind == "video"
+    assert list(SampleDataset(tmp_path).stream()) == list(dataset.stream())
+
+
+def test_conversations_in_tars_with_compound_endings(tmp_path: Path) -> None:
+    said = [
+        {"from": "human", "value": "<image-1> or <image-2>?"},
+        {"from": "gpt", "value": "Red"},
+    ]
+    members = {
+        "0001.img10.png": BLUE,
+        "0001.img2.png": RED,
+        "0001.json": json.dumps({"conversations": said, "image": ["old/a.png"]}).encode(),
+    }
+    sample = SampleDataset(tar(tmp_path / "a.tar", members))[0]
+    assert [media.data for media in sample.media] == [RED, BLUE]
+    assert shown(sample) == ["user: [0001.img2.png] or [0001.img10.png]?", "assistant: Red"]
+    eagle = {"7.1.img": RED, "7.2.img": BLUE, "7.json": members["0001.json"]}
+    assert [media.data for media in SampleDataset(tar(tmp_path / "b.tar", eagle))[0].media] == [
+        RED, BLUE
+    ]  # fmt: skip
+
+
+def test_compressed_tars_are_read_in_order(tmp_path: Path) -> None:
+    members = {"a.png": RED, "a.txt": b"one", "b.png": BLUE, "b.txt": b"two"}
+    path = tar(tmp_path / "a.tar.gz", members)
+    with pytest.raises(DataError, match=r"coat-vlm data ingest .* --embed-media"):
+        SampleDataset(path)
+    ingest(path, tmp_path / "out", progress=False)
+    assert [sample.turns[1].text for sample in SampleDataset(tmp_path / "out").stream()] == [
+        "one", "two"
+    ]  # fmt: skip
+
+
+def test_vila_wids_and_energon_folders(tmp_path: Path) -> None:
+    wids = tmp_path / "wids"
+    wids.mkdir()
+    tar(wids / "00000.tar", {"a.png": RED, "a.txt": b"one", "a.json": b'{"url": "u"}'})
+    tar(wids / "00001.tar", {"b.png": BLUE, "b.txt": b"two"})
+    meta = {
+        "name": "vila-dev", "__kind__": "VILA-WebDataset", "wids_version": 1,
+        "shardlist": [{"url": f"0000{n}.tar", "nsamples": 1, "filesize": 1} for n in (1, 0)],
+    }  # fmt: skip
+    (wids / "wids-meta.json").write_text(json.dumps(meta))
+    for path in (wids, wids / "wids-meta.json"):
+        texts = [sample.turns[1].text for sample in SampleDataset(path).stream()]
+        assert texts == ["two", "one"]  # in the order of the list
+    meta["shardlist"][0]["nsamples"] = 5
+    (wids / "wids-meta.json").write_text(json.dumps(meta))
+    with pytest.raises(DataError, match="hold 2 samples, the list says 6"):
+        SampleDataset(wids)
+
+    energon = tmp_path / "energon"
+    (energon / ".nv-meta").mkdir(parents=True)
+    (energon / "parts").mkdir()
+    answers = json.dumps({"q": "Which?", "a": ["Red", "Dark"]}).encode()
+    tar(energon / "parts/0.tar", {"a.jpg": RED, "a.thumb.png": BLUE, "a.json": answers})
+    tar(energon / "parts/1.tar", {"b.jpg": BLUE, "b.json": answers})
+    split = {"exclude": [], "split_parts": {"train": ["parts/0.tar"], "val": ["parts/1.tar"]}}
+    (energon / ".nv-meta/split.yaml").write_text(yaml.safe_dump(split))
+    fields = {"image": "jpg", "context": "json[q]", "answers": "json[a]"}
+    (energon / ".nv-meta/dataset.yaml").write_text(yaml.safe_dump({"field_map": fields}))
+    assert only(energon) == ["user: [a.jpg]\nWhich?", "assistant: Red"]
+
+
+def test_video_sets(tmp_path: Path) -> None:
+    share = {
+        "video_id": "v", "video_path": "p/v.mp4", "timestamp": ["0", "2"], "keyframe": [0, 48],
+        "captions": [{"idx": "1", "content": "first"}, {"idx": "-1", "content": "All of it."},
+                     {"idx": "2", "content": "later"}],
+    }  # fmt: skip
+    assert only(jsonl(tmp_path / "s.jsonl", share)) == ["user: [v.mp4]", "assistant: All of it."]
+    webvid = tmp_path / "w.csv"
+    webvid.write_text(
+        "videoid,contentUrl,duration,page_dir,name\n7,http://x/7.mp4,PT1S,0_9,A dog\n"
+    )
+    (tmp_path / "0_9").mkdir()
+    (tmp_path / "0_9/7.mp4").touch()
+    assert only(webvid) == ["user: [7.mp4]", "assistant: A dog"]
+    assert SampleDataset(webvid)[0].media[0].path == str(tmp_path / "0_9/7.mp4")
+    panda = tmp_path / "p.csv"
+    panda.write_text(
+        "videoID,url,timestamp,caption,matching_score\n"
+        "abc,https://y/abc,\"[['0:00:13.400', '0:01:20.1'], ['1:00:00.0', '1:00:02.5']]\","
+        '"[\'A man, ""talking"".\', \'It\\\'s a car\']","[0.4, 0.5]"\n'
+    )
+    first, second = SampleDataset(panda).stream()
+    assert isinstance(first, Sample)
+    assert isinstance(second, Sample)
+    assert [(sample.media[0].start, sample.media[0].end) for sample in (first, second)] == [
+        (13.4, 80.1), (3600.0, 3602.5)
+    ]  # fmt: skip
+    assert [shown(first)[1], shown(second)[1]] == [
+        'assistant: A man, "talking".', "assistant: It's a car"
+    ]  # fmt: skip
+    frames = {"video": "frames/7", "conversations": [{"from": "human", "value": "<video>?"},
+                                                     {"from": "gpt", "value": "Rain"}]}  # fmt: skip
+    assert only(jsonl(tmp_path / "f.jsonl", frames)) == ["user: [7]?", "assistant: Rain"]
+
+
+def test_folders_of_files_and_captions_in_tables(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    for name in ("big_dog/1.png", "cat/2.png", "cat/3.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(RED)
+    (folder / "cat/3.txt").write_text("A cat sleeps.\n")
+    (folder / "cat/notes.md").write_text("no medium")
+    question = "What is in the image?\nAnswer the question using a single word or phrase."
+    assert [shown(sample) for sample in SampleDataset(folder).stream()] == [
+        [f"user: [1.png]\n{question}", "assistant: big dog"],
+        [f"user: [2.png]\n{question}", "assistant: cat"],
+        ["user: [3.png]", "assistant: A cat sleeps."],
+    ]
+    table = 'file_name,caption\n1.png,"A dog, and\nits ""bone"""\n\n2.mp4,B\n'
+    (folder / "big_dog/metadata.csv").write_text(table, encoding="utf-8-sig")
+    rows = list(SampleDataset(folder / "big_dog").stream())
+    assert [shown(row) for row in rows if isinstance(row, Sample)] == [
+        ["user: [1.png]", 'assistant: A dog, and\nits "bone"'],
+        ["user: [2.mp4]", "assistant: B"],
+    ]
+    assert [media.kind for row in rows if isinstance(row, Sample) for media in row.media] == [
+        "image", "video"
+    ]  # fmt: skip
+    (folder / "b.tsv").write_text("image\tcaption\na.png\tone\ttoo many\nb.png\ttwo\n")
+    bad, good = SampleDataset(folder / "b.tsv").stream()
+    assert isinstance(bad, DataError)
+    assert "3 fields, the header 2" in bad.problem
+    assert isinstance(good, Sample)
+
+
+def test_a_format_can_be_named_and_unknown_rows_are_explained(tmp_path: Path) -> None:
+    both = {"conversations": [], "messages": CHAT, "images": ["a.png", "b.png"]}
+    path = jsonl(tmp_path / "a.jsonl", both)
+    assert SampleDataset(path).format == "llava"
+    assert only(path, format="messages") == SHOWN
+    with pytest.raises(ValueError, match=r"allowed: .*webdataset.*llava"):
+        SampleDataset(path, format="lava")
+    with pytest.raises(DataError, match=r"no known kind \(fields: x, y\)"):
+        SampleDataset(jsonl(path, {"x": 1, "y": 2}))
+    path.write_text("\n".join(["{"] * 3) + "\n" + json.dumps(both))
+    assert SampleDataset(path).format == "llava"  # the first rows are broken
