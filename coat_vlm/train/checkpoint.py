@@ -1,8 +1,8 @@
 """Checkpoints of a stage: everything that a bit-exact continuation needs.
 
 ``RUN/<stage>/checkpoints/step-00000100/`` holds DeepSpeed's state (weights, optimizer), the random
-generators of every rank and trainer.json. The order of data needs no state: it follows from the
-seed and the step.
+generators of every rank and trainer.json. Of the order of data only the cursor is saved; it follows
+from the seed and holds for any number of ranks.
 """
 
 import json
@@ -36,6 +36,8 @@ class Progress:
     zero_stage: int
     precision: str
     bad_samples: int
+    cursor: tuple[int, int]
+    """How far the order of data is used: :class:`coat_data.order.Cursor`."""
 
 
 def save_checkpoint(

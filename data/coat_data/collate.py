@@ -1,7 +1,8 @@
-"""Pads encoded samples to one length and stacks them into a batch."""
+"""Makes a batch of encoded samples: padded to one length, or packed into one row."""
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from itertools import accumulate
+from typing import Literal, NotRequired, TypedDict
 
 import torch
 
@@ -19,6 +20,10 @@ class Batch(TypedDict):
     """(B, T) int64, not shifted; IGNORE_INDEX where nothing is trained."""
     pixel_values: torch.Tensor
     """(N, 3, H, W) float32, the images of all samples in order; N is 0 without images."""
+    cu_seq_lens_q: NotRequired[torch.Tensor]
+    """Packed: (sequences + 1,) int32, where each sequence starts, and T."""
+    max_length_q: NotRequired[int]
+    """Packed: tokens of the longest sequence."""
 
 
 def collate(
@@ -57,4 +62,39 @@ def collate(
         attention_mask=attention_mask,
         labels=labels,
         pixel_values=torch.cat([sample.pixel_values for sample in samples]),
+    )
+
+
+def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align: int) -> Batch:
+    """One row (1, T) of ``samples`` one after the other, T a multiple of ``align``.
+
+    What fills the row up is a sequence of its own without labels. No sequence's first token is
+    trained, as nothing predicts it.
+
+    Args:
+        samples: at least one; their images have one size.
+        pad_token_id: fills the row; its label is IGNORE_INDEX, its attention 0.
+        align: T is a multiple of this.
+
+    Raises:
+        ValueError: there are no samples.
+    """
+    if not samples:
+        raise ValueError("a batch needs at least one sample, got none")
+    lengths = [len(sample.input_ids) for sample in samples]
+    used = sum(lengths)
+    padding = -used % align
+    bounds = [0, *accumulate(lengths + [padding] * bool(padding))]
+    filler = torch.full((padding,), pad_token_id)
+    labels = torch.cat([*(s.labels for s in samples), torch.full_like(filler, IGNORE_INDEX)])
+    labels[bounds[:-1]] = IGNORE_INDEX
+    attention_mask = torch.zeros(used + padding, dtype=torch.int64)
+    attention_mask[:used] = 1
+    return Batch(
+        input_ids=torch.cat([*(sample.input_ids for sample in samples), filler])[None],
+        attention_mask=attention_mask[None],
+        labels=labels[None],
+        pixel_values=torch.cat([sample.pixel_values for sample in samples]),
+        cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32),
+        max_length_q=max(*lengths, padding),
     )

@@ -7,6 +7,7 @@ sequence cut inside an image would no longer match its pixel values.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +34,22 @@ class EncodedSample:
     """(N, 3, H, W) float32; N is 0 without images."""
 
 
+class Size(NamedTuple):
+    """What a sample will take, known before any medium is decoded."""
+
+    tokens: int
+    """Tokens, image tokens included."""
+    images: int
+    """Images and frames that go through the vision tower."""
+
+
 class Encoder:
-    """Encodes samples; an instance can be sent to a worker process."""
+    """Encodes samples; an instance can be sent to a worker process.
+
+    Attributes:
+        pieces: the tokenizer.
+        template: writes a conversation as segments.
+    """
 
     def __init__(
         self,
@@ -61,8 +76,8 @@ class Encoder:
         Raises:
             ValueError: the tokenizer is not a fast one.
         """
-        self._pieces = PieceTokenizer(tokenizer)
-        self._template = template
+        self.pieces = PieceTokenizer(tokenizer)
+        self.template = template
         self._transform = transform
         self._image_ids = [image_token_id] * tokens_per_image
         self._num_video_frames = num_video_frames
@@ -79,10 +94,39 @@ class Encoder:
             DataError: a medium cannot be read, the placeholders do not match the media, there is
                 no answer, or the sequence is too long; names the row.
         """
-        encoded = self._encode(sample, sample.media, self._template.render(sample.turns), rng)
-        if not any(turn.role == "assistant" for turn in sample.turns):
-            raise DataError(sample.where, "there is no answer to train on", "add a gpt turn")
+        encoded = self._encode(sample, sample.media, self.template.render(sample.turns), rng)
+        _check_answered(sample)
         return encoded
+
+    def measure(self, sample: Sample) -> Size:
+        """The size of :meth:`__call__`'s result; larger only where a video turns out too short.
+
+        No medium is opened. A video counts as ``num_video_frames`` frames.
+
+        Raises:
+            DataError: as for a call, as far as it can be known without the media.
+        """
+        ids, _, num_images = self.layout(sample)
+        return Size(len(ids), num_images)
+
+    def layout(self, sample: Sample) -> tuple[list[int], list[int], int]:
+        """Ids, labels and number of images of a sample, without opening a medium.
+
+        Raises:
+            DataError: as for :meth:`measure`.
+        """
+        _check_answered(sample)
+        segments = self.template.render(sample.turns)
+        _check_placeholders(sample, sample.media, segments)
+        counts = [
+            self._num_video_frames if medium.kind == "video" else 1 for medium in sample.media
+        ]
+        try:
+            ids, labels = self._tokens(segments, counts, before_answer=False)
+        except DataError as error:
+            raise _within(sample, error) from error
+        self._check_length(sample, len(ids), sum(counts))
+        return ids, labels, sum(counts)
 
     def prompt(self, sample: Sample) -> EncodedSample:
         """The conversation up to its last user turn, and the template's start of an answer.
@@ -98,7 +142,7 @@ class Encoder:
             raise DataError(sample.where, "there is no question to answer", "add a human turn")
         turns = sample.turns[: asked[-1] + 1]
         num_media = sum(part.kind != "text" for turn in turns for part in turn.parts)
-        segments = self._template.render(turns, add_generation_prompt=True)
+        segments = self.template.render(turns, add_generation_prompt=True)
         media = sample.media[:num_media]
         encoded = self._encode(sample, media, segments, None, before_answer=True)
         labels = torch.full_like(encoded.labels, IGNORE_INDEX)
@@ -113,14 +157,7 @@ class Encoder:
         *,
         before_answer: bool = False,
     ) -> EncodedSample:
-        kinds = [segment.kind for segment in segments if segment.kind in ("image", "video")]
-        if kinds != [medium.kind for medium in media]:
-            raise DataError(
-                sample.where,
-                f"the conversation shows {kinds} but the files are "
-                f"{[medium.kind for medium in media]}",
-                "make the <image>/<video> placeholders match the listed files",
-            )
+        _check_placeholders(sample, media, segments)
         try:
             frames = [
                 _frames(medium, self._num_video_frames) if medium.kind == "video" else [medium]
@@ -132,8 +169,7 @@ class Encoder:
         except DataError as error:
             if error.where == sample.where:
                 raise
-            where = f"{sample.where}: {error.where}"
-            raise DataError(where, error.problem, error.remedy) from error
+            raise _within(sample, error) from error
         return EncodedSample(torch.tensor(ids), torch.tensor(labels), pixel_values)
 
     def _tokens(
@@ -145,7 +181,7 @@ class Encoder:
         Hi" is "USER", ":", " Hi"); but not to an answer, of which only its own characters are to be
         trained, unless the tokenizer does not count the first space as a character anyway.
         """
-        pieces = self._pieces
+        pieces = self.pieces
         ids: list[int] = []
         labels: list[int] = []
         counts = iter(frame_counts)
@@ -201,6 +237,28 @@ class Encoder:
         if not tensors:
             return torch.empty(0, 3, self._transform.size, self._transform.size)
         return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
+
+
+def _check_answered(sample: Sample) -> None:
+    if not any(turn.role == "assistant" for turn in sample.turns):
+        raise DataError(sample.where, "there is no answer to train on", "add a gpt turn")
+
+
+def _check_placeholders(
+    sample: Sample, media: Sequence[Media], segments: Sequence[Segment]
+) -> None:
+    kinds = [segment.kind for segment in segments if segment.kind in ("image", "video")]
+    if kinds != [medium.kind for medium in media]:
+        raise DataError(
+            sample.where,
+            f"the conversation shows {kinds} but the files are {[m.kind for m in media]}",
+            "make the <image>/<video> placeholders match the listed files",
+        )
+
+
+def _within(sample: Sample, error: DataError) -> DataError:
+    """The error of a medium or text, with the row that it belongs to."""
+    return DataError(f"{sample.where}: {error.where}", error.problem, error.remedy)
 
 
 def _frames(medium: Media, num_frames: int) -> list[Image.Image]:
