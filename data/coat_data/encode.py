@@ -107,10 +107,11 @@ class Encoder:
             DataError: as for a call, as far as it can be known without the media.
         """
         ids, _, num_images = self.layout(sample)
+        self._check_length(sample, len(ids), num_images)
         return Size(len(ids), num_images)
 
     def layout(self, sample: Sample) -> tuple[list[int], list[int], int]:
-        """Ids, labels and number of images of a sample, without opening a medium.
+        """Ids, labels and number of images of a sample of any length, without opening a medium.
 
         Raises:
             DataError: as for :meth:`measure`.
@@ -125,7 +126,6 @@ class Encoder:
             ids, labels = self._tokens(segments, counts, before_answer=False)
         except DataError as error:
             raise _within(sample, error) from error
-        self._check_length(sample, len(ids), sum(counts))
         return ids, labels, sum(counts)
 
     def prompt(self, sample: Sample) -> EncodedSample:
