@@ -73,9 +73,9 @@ def measured(
             disable=not world.is_main,
             mininterval=1.0,
         )
-        own: dict[str, np.ndarray] = {}
+        own: list[np.ndarray] = []
         with bar:
-            for number, dataset in enumerate(datasets):
+            for dataset in datasets:
                 chunks = [np.empty((0, 2), dtype=np.int32)]
                 for sizes in measure_rows(
                     dataset,
@@ -87,8 +87,8 @@ def measured(
                 ):
                     chunks.append(sizes)
                     bar.update(len(sizes))
-                own[str(number)] = np.concatenate(chunks)
-        np.savez(share, **own)
+                own.append(np.concatenate(chunks))
+        np.savez(share, *own)
         world.barrier()
         if world.is_main:
             _merge(folder, datasets, world, path, key)
@@ -116,7 +116,7 @@ def _read(path: Path, key: str, sources: int) -> list[np.ndarray] | None:
     with np.load(path) as saved:
         if str(saved["key"]) != key:
             return None
-        return [saved[str(number)] for number in range(sources)]
+        return [saved[f"arr_{number}"] for number in range(sources)]
 
 
 def _merge(folder: Path, datasets: Sequence[Rows], world: World, path: Path, key: str) -> None:
@@ -126,8 +126,8 @@ def _merge(folder: Path, datasets: Sequence[Rows], world: World, path: Path, key
         share = folder / f"lengths-{rank:05d}.npz"
         with np.load(share) as saved:
             for number, sizes in enumerate(whole):
-                sizes[rank :: world.size] = saved[str(number)]
+                sizes[rank :: world.size] = saved[f"arr_{number}"]
         share.unlink()
     temporary = path.with_name("lengths-new.npz")
-    np.savez(temporary, key=np.array(key), **{str(n): sizes for n, sizes in enumerate(whole)})
+    np.savez(temporary, *whole, key=np.array(key))
     temporary.replace(path)

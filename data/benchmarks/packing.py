@@ -49,7 +49,7 @@ def llava_like(rows: int, tokens_per_image: int, seed: int) -> tuple[np.ndarray,
 
 
 def measure(rows: int, tokens_per_image: int, tokens: int, images: int | None, buffer: int) -> str:
-    """One line: how full rows are, what padding would waste, and packed rows per second."""
+    """A line of the table: how full an epoch's rows are, and how long its windows take."""
     lengths, shown = llava_like(rows, tokens_per_image, seed=0)
     keep = lengths <= tokens
     lengths, shown = lengths[keep], shown[keep]
@@ -57,27 +57,26 @@ def measure(rows: int, tokens_per_image: int, tokens: int, images: int | None, b
     budget = Budget(tokens=tokens, images=images, buffer=buffer)
     order = PackedOrder(mixture, Lengths([lengths], [shown]), budget, 1, seed=0)
     mixture.locate(0)  # draws the epoch
-    times: list[float] = []
     bins, cursor = [], Cursor()
-    while cursor.position < len(lengths) and cursor.position // mixture.epoch_size == 0:
-        started = time.perf_counter()
+    started = time.perf_counter()
+    while cursor.position < len(lengths):
         step, cursor = order.step(cursor)
-        if len(step[0].positions) and cursor.bins in (0, 1):
-            times.append(time.perf_counter() - started)
         bins += step
+    windows = -(-len(lengths) // buffer)
+    window_ms = 1e3 * (time.perf_counter() - started) / windows
     used = sum(bin.tokens for bin in bins)
     aligned = sum(-(-bin.tokens // budget.align) * budget.align for bin in bins)
-    padded = sum(len(b) * int(b.max()) for b in np.array_split(lengths, len(lengths) // 8))
+    padded = sum(8 * int(batch.max()) for batch in lengths[: len(lengths) // 8 * 8].reshape(-1, 8))
     return (
-        f"| {tokens_per_image} | {tokens} | {images or '-'} | {buffer} | {len(bins)} "
-        f"| {used / (tokens * len(bins)):.2%} | {used / aligned:.2%} "
-        f"| {int(lengths.sum()) / padded:.1%} | {1e3 * max(times):.0f} |"
+        f"| {tokens_per_image} | {tokens} | {images or '-'} | {buffer} "
+        f"| {len(lengths) / len(bins):.2f} | {used / (tokens * len(bins)):.1%} "
+        f"| {used / aligned:.1%} | {int(lengths.sum()) / padded:.1%} | {window_ms:.0f} |"
     )
 
 
 def main() -> None:
     """Print the quantiles of the lengths and a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--buffer", type=int, default=1000, help="samples looked at together")
     parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 4096, 8192])
@@ -87,7 +86,8 @@ def main() -> None:
         at = (0, 1, 5, 25, 50, 75, 95, 99, 100)
         values = ", ".join(f"{q}%: {np.percentile(lengths, q):.0f}" for q in at)
         print(f"{tokens_per_image} tokens per image: {values}; mean {lengths.mean():.0f}")
-    print("\n| tokens per image | budget | image budget | buffer | rows | full | after aligning |")
+    print("\n| tokens per image | tokens | images | buffer | samples in a row | full |", end="")
+    print(" of aligned rows | padded batches of 8 | ms per window |\n|" + "---|" * 9)
     for tokens_per_image in (256, 576):
         for tokens in args.tokens:
             for images in (None, tokens // 512):

@@ -50,7 +50,7 @@ def test_a_runs_list_of_bad_rows_excludes_them_from_the_next(file: Path, tmp_pat
     with pytest.raises(DataError, match="lists no row of source 'c', only of \\['a', 'b'\\]"):
         open_source(SourceConfig(name="c", path=str(file), exclude=listed), seed=0)
     (tmp_path / "one.jsonl").write_text('{"source": "a", "file": "a.json", "row": 0}\n')
-    nothing = {"exclude": str(tmp_path / "one.jsonl"), "select": "first 1"}
+    nothing: dict[str, Any] = {"exclude": str(tmp_path / "one.jsonl"), "select": "first 1"}
     with pytest.raises(ValueError, match="a: all of its selected rows are excluded"):
         open_source(SourceConfig(**chosen, **nothing), seed=0)
 
