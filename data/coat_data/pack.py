@@ -23,7 +23,7 @@ from coat_data.order import Bin, Cursor
 MAX_DRAWS = 1000
 """Rows drawn in search of one that is good, and short enough, in place of a bad one."""
 
-_TRIED_UNDER_BOTH = 256
+_TRIED_UNDER_BOTH = 64
 """Samples of all lengths that are tried where the image budget matters, which takes longer."""
 
 _WINDOWS_KEPT = 4

@@ -221,6 +221,9 @@ def test_measuring_in_workers_gives_the_same(sources: list[SampleDataset]) -> No
         assert (a == b).all()
     assert here.of(0, 5) == (0, 0)
     assert here.of(1, 1) == (1 + 201 * 7 % 12, 0)
+    odd = range(1, 40, 2)  # a rank's share
+    (own,) = measure_rows(sources[0], talk.measure, odd, skip_bad=True)
+    assert (own[:, 0] == here.tokens[0][1::2]).all()
     with pytest.raises(DataError, match=r"100\.json:5: no answer"):
         list(measure_rows(sources[0], talk.measure, range(40), num_workers=1))
     with pytest.raises(DataError, match=r"100\.json:1: 2 images are more than packing.images=1"):

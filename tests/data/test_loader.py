@@ -15,6 +15,7 @@ from coat_data.loader import BadSample, LoadedBatch, TrainLoader, val_batches
 from coat_data.mixture import Mixture
 from coat_data.order import Cursor
 from coat_data.sample import DataError, Sample
+from coat_data.selection import SelectedRows
 
 PAD = 0
 
@@ -204,6 +205,28 @@ def test_bad_rows_are_replaced_and_listed(sources: list[SampleDataset]) -> None:
     replacements = Counter(used[position][0] for position in positions)
     assert len(replacements) > len(positions) / 3  # drawn all over, not the neighbour each time
     assert len(listed) > len(positions)  # replacements were bad too, and are listed
+
+
+def test_a_bad_row_of_a_selection_is_listed_as_the_files(sources: list[SampleDataset]) -> None:
+    """Else a list of bad rows would exclude others."""
+    chosen = [SelectedRows(sources[0], np.arange(0, 20, 2)), sources[1]]
+    train = TrainLoader(
+        chosen,
+        Mixture([10, 31], [2, 1], [None, None], seed=3),
+        NumberEncoder({106, 203}),
+        batch_size=12,
+        micro_batch_size=2,
+        rank=0,
+        world_size=1,
+        num_workers=0,
+        seed=7,
+        replace_bad=True,
+        pad_token_id=PAD,
+    )
+    bad = [bad for step in islice(train.steps(Cursor()), 5) for m in step for bad in m.bad]
+    assert {(item.source, item.row) for item in bad} == {(0, 6), (1, 3)}
+    assert all(item.where.endswith(f".json:{item.row}: {100 * (item.source + 1) + item.row}.png")
+               for item in bad)  # fmt: skip
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
