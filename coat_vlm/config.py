@@ -2,8 +2,8 @@
 
 A recipe names the model, the data of each stage and how each stage trains. ``load_recipe`` reads a
 file (or a built-in recipe by name), applies dotted overrides such as ``stages.sft.max_steps=10``
-and returns a :class:`Recipe`. This module and the one of the media are leaves: they import no other
-room of the project.
+and returns a :class:`Recipe`. This module and those of the media and of packing are leaves: they
+import no other room of the project.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from coat_vlm.media_config import ImageConfig, VideoConfig
+from coat_vlm.packing_config import Packing
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -127,8 +128,20 @@ class SourceConfig:
     """Passes over this source per epoch (default 1); fractions allowed. Exclusive with weight."""
     weight: Annotated[float, Field(gt=0.0)] | None = None
     """Share of the samples of an epoch, relative to the other sources' weights."""
+    select: Annotated[str, Field(pattern=r"^(first|last|random) \d+(\.\d+)?%?$")] | None = None
+    """Rows that take part: ``first 1000``, ``last 5%``, ``random 10%``; all when absent. ``repeat``
+    and ``weight`` are about these."""
+    seed: NonNegative | None = None
+    """Seed of a random ``select``; the recipe's when absent."""
+    exclude: str | None = None
+    """A ``bad_samples.jsonl`` of an earlier run, whose rows of this source are left out."""
 
     def __post_init__(self) -> None:
+        if self.seed is not None and not (self.select or "").startswith("random"):
+            raise ValueError(
+                f"source {self.name!r}: seed={self.seed} has no effect without select: random ...; "
+                "remove one of them"
+            )
         if self.repeat is not None and self.weight is not None:
             raise ValueError(
                 f"source {self.name!r}: both repeat={self.repeat} and weight={self.weight} are "
@@ -168,9 +181,11 @@ class StageConfig:
     template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] | None = None
     """Chat template of this stage; the model's when absent."""
     batch_size: Positive
-    """Samples per optimizer step, over all ranks and micro-batches."""
+    """Samples (packed: rows) per optimizer step, over all ranks and micro-batches."""
     micro_batch_size: Positive
-    """Samples per forward pass on one rank; must divide batch_size / world size."""
+    """Samples (packed: rows) per forward pass on one rank; must divide batch_size / world size."""
+    packing: Packing = None
+    """Fill rows with several samples; ``true``, or settings. Validation is not packed."""
     epochs: Annotated[float, Field(gt=0.0)] | None = None
     """Length in passes over the mixture. Exclusive with max_steps."""
     max_steps: Positive | None = None
@@ -200,6 +215,8 @@ class StageConfig:
     max_skipped_steps: NonNegative = 0
     """Steps that may be skipped because a gradient is NaN or infinite before the run stops;
     counted anew when a run is resumed."""
+    max_bad_fraction: Fraction | None = None
+    """Beyond max_bad_samples: bad samples allowed as a share of all samples met so far."""
 
     def __post_init__(self) -> None:
         _exactly_one("stage", epochs=self.epochs, max_steps=self.max_steps)
@@ -211,6 +228,11 @@ class StageConfig:
             )
         if self.eval_every_steps and not self.val_data:
             raise ValueError("eval_every_steps has no effect without val_data; add val_data")
+        if self.max_bad_fraction is not None and not self.max_bad_samples:
+            raise ValueError(
+                "max_bad_fraction needs max_bad_samples, the number that is allowed while too few "
+                "samples are met for a share to say anything; add it"
+            )
 
     def module(self, name: ModuleName) -> ModuleTraining:
         """The training settings of module ``name``."""
@@ -347,6 +369,12 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.stages:
             raise ValueError(f"recipe {self.name!r} has no stages; add at least one of {STAGES}")
+        for name, stage in self.stages.items():
+            if stage.packing is not None:
+                try:
+                    stage.packing.row_tokens(self.model.max_length)
+                except ValueError as error:
+                    raise ValueError(f"stages.{name}: {error}") from None
         if self.fp8 is not None and self.precision not in FP8_PRECISIONS:
             raise ValueError(
                 f"fp8 has no effect with precision: {self.precision}; set precision to one of "

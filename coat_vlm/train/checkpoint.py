@@ -9,8 +9,8 @@
 - ``model/``: configuration, tokenizer and processor, for ``coat-vlm export``;
 - ``manifest.json``: the size and SHA-256 of each of these files.
 
-At the same number of ranks and ZeRO stage a run continues bit for bit. The order of data needs no
-state: it follows from the seed and the step.
+At the same number of ranks and ZeRO stage a run continues bit for bit. Of the order of data only
+the cursor is saved; it follows from the seed and holds for any number of ranks.
 """
 
 import json
@@ -51,6 +51,8 @@ class Progress:
     zero_stage: int
     precision: str
     bad_samples: int
+    cursor: tuple[int, int]
+    """How far the order of data is used: :class:`coat_data.order.Cursor`."""
 
 
 def save_checkpoint(

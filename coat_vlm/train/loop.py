@@ -6,13 +6,11 @@ DeepSpeed average, clip and step. So the gradient is that of the mean loss per t
 whole batch, however it is split over micro-batches and ranks.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from tqdm import tqdm
 from coat_data.collate import Batch
 from coat_data.encode import IGNORE_INDEX
 from coat_data.loader import LoadedBatch
+from coat_data.order import Cursor
 from coat_vlm.config import StageConfig
 from coat_vlm.fp8 import WeightReuse
 from coat_vlm.model.vlm import CoatVlm
@@ -31,6 +30,7 @@ from coat_vlm.train.fp8_record import Fp8Record
 from coat_vlm.train.gradients import GradientWatch, NonFiniteWatch
 from coat_vlm.train.interrupt import Interrupts
 from coat_vlm.train.metrics import Metrics
+from coat_vlm.train.quarantine import Quarantine
 from coat_vlm.train.sources import StageData
 from coat_vlm.train.world import World
 
@@ -51,12 +51,12 @@ class StageRun:
     data: StageData
     world: World
     metrics: Metrics
-    run_dir: Path
+    quarantine: Quarantine
     total_steps: int
     clip_here: bool
     """Clip gradients in the loop; DeepSpeed does it otherwise."""
-    save: Callable[[int, int], None]
-    """Saves a checkpoint, given the step and the bad samples so far."""
+    save: Callable[[int, Cursor], None]
+    """Saves a checkpoint, given the step and how far the order of data is used."""
     log_every_steps: int
     reuse: WeightReuse
     """Whether micro-batches share FP8 weights."""
@@ -64,22 +64,22 @@ class StageRun:
     """Measures FP8 at the first and at the last step."""
     step: int = 0
     """Finished steps."""
-    bad_samples: int = 0
-    """Rows replaced so far, over all ranks."""
     skipped_steps: int = 0
     """Steps of this process that changed nothing, because a gradient was not finite."""
+    cursor: Cursor = field(default_factory=Cursor)
+    """How far the order of data is used."""
 
     def train(self) -> None:
         """Run the remaining steps, validating and saving on the way and at the end.
 
         Raises:
-            DataError: a row is bad, or more than ``max_bad_samples`` are.
-            ValueError: the loss is not finite, more than ``max_skipped_steps`` had gradients that
-                were not, nothing in a batch is trained, or a module that should train gets no
-                gradient.
+            DataError: a row is bad and none are allowed.
+            ValueError: too many rows are bad, the loss is not finite, more than
+                ``max_skipped_steps`` had gradients that were not, nothing in a batch is trained, or
+                a module that should train gets no gradient.
             Stopped: after a signal, when the checkpoint is saved.
         """
-        batches = self.data.loader.steps(self.step)
+        batches = self.data.loader.steps(self.cursor)
         bar = tqdm(
             total=self.total_steps,
             initial=self.step,
@@ -137,16 +137,19 @@ class StageRun:
 
     def _step(self, micro_batches: list[LoadedBatch], stop_requested: bool) -> dict[str, Any]:
         """One optimizer step; what is known of it only here."""
-        tokens, all_tokens, samples, bad, stop = self.world.sum(
+        bad = [bad for loaded in micro_batches for bad in loaded.bad]
+        tokens, all_tokens, samples, stop, *bad_by_source = self.world.sum(
             [
                 sum(_trained(loaded.batch) for loaded in micro_batches),
                 sum(int(loaded.batch["attention_mask"].sum()) for loaded in micro_batches),
                 sum(loaded.num_samples for loaded in micro_batches),
-                sum(len(loaded.bad) for loaded in micro_batches),
                 float(stop_requested),
+                *self.quarantine.note(bad, self.step + 1),
             ]
         )
-        self._note_bad(micro_batches, int(bad))
+        order = self.data.loader.order
+        _, self.cursor = order.step(self.cursor)
+        bad_rates = self.quarantine.count(bad_by_source, lambda: order.met(self.cursor))
         if not tokens:
             raise ValueError(
                 f"stage {self.name}, step {self.step + 1}: no token of this batch is trained; "
@@ -189,13 +192,15 @@ class StageRun:
             "trained_tokens": int(tokens),
             "tokens": int(all_tokens),
             "samples": int(samples),
+            "bad_by_source": bad_rates,
             "stop": stop > 0,
         }
 
     def _loss(self, batch: Batch, divisor: float) -> torch.Tensor:
         inputs: dict[str, Any] = dict(batch)
-        # The model looks into these on the CPU.
-        for name in inputs.keys() - {"attention_mask", "image_grids"}:
+        # What the model looks into on the CPU stays there.
+        stay = {"attention_mask", "image_grids", "cu_seq_lens_q", "max_length_q"}
+        for name in inputs.keys() - stay:
             inputs[name] = inputs[name].to(self.world.device)
         # In validation the model would return logits, too.
         return self.engine(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
@@ -247,7 +252,10 @@ class StageRun:
         self, row: dict[str, Any], started: float, data_wait: float, bar: "tqdm[Any]"
     ) -> None:
         seconds = time.perf_counter() - started
-        tokens, samples = row.pop("tokens"), row.pop("samples")
+        tokens, samples = row["tokens"], row["samples"]
+        if self.data.row_tokens is not None:
+            budget = self.stage.batch_size * self.data.row_tokens
+            row["packing_fill"] = round(tokens / budget, 4)
         self.metrics.write(
             {
                 "kind": "step",
@@ -259,7 +267,7 @@ class StageRun:
                 "samples_per_s": round(samples / seconds, 2),
                 "step_s": round(seconds, 4),
                 "data_wait_s": round(data_wait, 4),
-                "bad_samples": self.bad_samples,
+                "bad_samples": self.quarantine.total,
                 "skipped_steps": self.skipped_steps,
             }
         )
@@ -282,26 +290,10 @@ class StageRun:
         if self.data.validation and (at_end or _due(self.step, validate_every)):
             self.validate()
         if stop or at_end or _due(self.step, save_every):
-            self.save(self.step, self.bad_samples)
+            self.save(self.step, self.cursor)
         if stop and not at_end:
             # Another rank may have got the signal; launchers only ask that the status is not 0.
             raise Stopped(interrupts.exit_status)
-
-    def _note_bad(self, micro_batches: list[LoadedBatch], number: int) -> None:
-        """List replaced rows; stop when there are too many."""
-        self.bad_samples += number
-        bad = [bad for loaded in micro_batches for bad in loaded.bad]
-        if bad:
-            with (self.run_dir / "bad_samples.jsonl").open("a", encoding="utf-8") as file:
-                for sample in bad:
-                    row = {"stage": self.name, "where": sample.where, "problem": sample.problem}
-                    file.write(json.dumps({**row, "position": sample.position}) + "\n")
-        if self.bad_samples > self.stage.max_bad_samples:
-            raise ValueError(
-                f"stage {self.name}: {self.bad_samples} bad samples, max_bad_samples is "
-                f"{self.stage.max_bad_samples}; they are listed in "
-                f"{self.run_dir / 'bad_samples.jsonl'}; mend the data or raise max_bad_samples"
-            )
 
     def _check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):

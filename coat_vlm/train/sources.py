@@ -2,41 +2,68 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from coat_data.dataset import SampleDataset
 from coat_data.encode import Encoder
 from coat_data.loader import LoadedBatch, TrainLoader, val_batches
 from coat_data.mixture import Mixture, SourceShare
-from coat_vlm.config import Recipe, SourceConfig, StageConfig
+from coat_data.pack import Budget, Outlook, PackedOrder
+from coat_data.selection import Rows, SelectedRows, read_quarantine, select_rows, without
+from coat_data.verify import verify_rows, verify_template
+from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
 from coat_vlm.processor import CoatVlmProcessor
+from coat_vlm.train.measured import mean_tokens, measured
 from coat_vlm.train.world import World
 
 
-def open_source(source: SourceConfig) -> SampleDataset:
-    """The dataset of one source.
+def open_source(source: SourceConfig, seed: int) -> Rows:
+    """The rows of one source that take part.
+
+    Args:
+        source: what to open.
+        seed: of a random selection, where the source has none of its own.
 
     Raises:
-        DataError: the file or folder is missing or cannot be read.
-        ValueError: there is no such format.
+        DataError: the file or folder is missing or cannot be read, or the list of excluded rows is
+            not one of this source.
+        ValueError: there is no such format, no row is left, or there are fewer than are to be
+            selected.
     """
-    return SampleDataset(
+    dataset = SampleDataset(
         source.path,
         source.media_root or None,
         source.name,
         format=source.format,
         follow_links=source.follow_links,
     )
+    if source.select is None and source.exclude is None:
+        return dataset
+    size = len(dataset)
+    rows = select_rows(
+        size, source.select, seed if source.seed is None else source.seed, source.name
+    )
+    if source.exclude is not None:
+        excluded = read_quarantine(Path(source.exclude), source.name, source.path, size)
+        rows = without(rows, excluded)
+    if not len(rows):
+        raise ValueError(
+            f"{source.name}: all of its selected rows are excluded by {source.exclude}; remove the "
+            "source"
+        )
+    return SelectedRows(dataset, rows)
 
 
 def texts(recipe: Recipe) -> Iterator[str]:
-    """All text of the recipe's training sources, each file once: what a tokenizer learns from."""
-    seen: set[str] = set()
+    """All text of the recipe's training sources, each once: what a tokenizer learns from."""
+    seen: set[tuple[str | int | None, ...]] = set()
     for stage in recipe.stages.values():
         for source in stage.data:
-            if source.path in seen:
+            rows = (source.path, source.select, source.seed, source.exclude)
+            if rows in seen:
                 continue
-            seen.add(source.path)
-            dataset = open_source(source)
+            seen.add(rows)
+            dataset = open_source(source, recipe.seed)
             for row in range(len(dataset)):
                 for turn in dataset[row].turns:
                     yield turn.text
@@ -51,8 +78,17 @@ class StageData:
     """Rows and samples per epoch of each source."""
     epoch_size: int
     """Samples per epoch."""
-    validation: dict[str, SampleDataset]
+    tokens: list[float | None]
+    """Mean tokens of a sample of each source: of all its rows when packing, else of a few; None if
+    none of those could be measured."""
+    validation: dict[str, Rows]
     """Validation datasets by source name."""
+    verified_rows: int
+    """Rows whose label mask was verified."""
+    packing: Outlook | None
+    """What packing makes of an epoch."""
+    row_tokens: int | None
+    """Packing: the token budget of a row."""
     _encoder: Encoder
     _world: World
     _batch_size: int
@@ -63,7 +99,11 @@ class StageData:
         if stage.max_steps is not None:
             return stage.max_steps
         assert stage.epochs is not None
-        return max(1, round(stage.epochs * self.epoch_size / stage.batch_size))
+        return max(1, round(stage.epochs * self.epoch_size / self.samples_per_step(stage)))
+
+    def samples_per_step(self, stage: StageConfig) -> float:
+        """Samples of an optimizer step; their mean when packing."""
+        return stage.batch_size * (1 if self.packing is None else self.packing.samples_per_bin)
 
     def validation_batches(self, name: str) -> Iterator[LoadedBatch]:
         """Batches of one validation source, as many on every rank."""
@@ -78,35 +118,74 @@ class StageData:
 
 
 def open_data(
-    recipe: Recipe, stage: StageConfig, processor: CoatVlmProcessor, world: World
+    recipe: Recipe, name: StageName, run_dir: Path, processor: CoatVlmProcessor, world: World
 ) -> StageData:
-    """Open the stage's sources.
+    """Open the stage's sources and verify the label masks of their first rows.
+
+    Args:
+        recipe: what to train.
+        name: the stage.
+        run_dir: the run folder, where packing keeps what it has measured.
+        processor: makes model inputs.
+        world: the processes of the run.
 
     Raises:
-        DataError: a source is missing or cannot be read.
+        DataError: a source is missing or cannot be read, or a label mask is wrong.
         ValueError: a source has no rows, or the batch sizes do not divide.
     """
-    datasets = [open_source(source) for source in stage.data]
+    stage = recipe.stages[name]
+    datasets = [open_source(source, recipe.seed) for source in stage.data]
     mixture = _mixture(stage.data, datasets, recipe.seed)
+    encoder = processor.encoder(train=True, template=stage.template)
+    verify_template(encoder)
+    verified_rows = verify_rows(datasets, encoder)
+    replace_bad = stage.max_bad_samples > 0
+    order: PackedOrder | None = None
+    if stage.packing is None:
+        tokens = [mean_tokens(dataset, encoder) for dataset in datasets]
+    else:
+        budget = Budget(
+            tokens=stage.packing.row_tokens(processor.max_length),
+            images=stage.packing.images,
+            buffer=stage.packing.buffer,
+            align=stage.packing.align,
+        )
+        lengths = measured(
+            stage.data,
+            datasets,
+            encoder,
+            budget,
+            folder=run_dir / name,
+            world=world,
+            num_workers=recipe.num_workers,
+            skip_bad=replace_bad,
+        )
+        tokens = [float(t[t > 0].mean()) if t.any() else None for t in lengths.tokens]
+        order = PackedOrder(mixture, lengths, budget, stage.batch_size, recipe.seed)
     pad_token_id = processor.tokenizer.pad_token_id
     loader = TrainLoader(
         datasets,
         mixture,
-        processor.encoder(train=True, template=stage.template),
+        encoder,
         batch_size=stage.batch_size,
         micro_batch_size=stage.micro_batch_size,
         rank=world.rank,
         world_size=world.size,
         num_workers=recipe.num_workers,
         seed=recipe.seed,
-        replace_bad=stage.max_bad_samples > 0,
+        replace_bad=replace_bad,
         pad_token_id=pad_token_id,
+        packing=order,
     )
     return StageData(
         loader=loader,
         shares=mixture.accounting(),
         epoch_size=mixture.epoch_size,
-        validation={source.name: open_source(source) for source in stage.val_data},
+        tokens=tokens,
+        validation={source.name: open_source(source, recipe.seed) for source in stage.val_data},
+        verified_rows=verified_rows,
+        packing=None if order is None else order.outlook(),
+        row_tokens=None if order is None else order.budget.tokens,
         _encoder=processor.encoder(train=False, template=stage.template),
         _world=world,
         _batch_size=stage.micro_batch_size,
@@ -114,7 +193,7 @@ def open_data(
     )
 
 
-def _mixture(sources: Sequence[SourceConfig], datasets: list[SampleDataset], seed: int) -> Mixture:
+def _mixture(sources: Sequence[SourceConfig], datasets: Sequence[Rows], seed: int) -> Mixture:
     return Mixture(
         [len(dataset) for dataset in datasets],
         [source.repeat for source in sources],

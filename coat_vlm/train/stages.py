@@ -13,9 +13,11 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from coat_data.order import Cursor
 from coat_vlm.config import MODULES, STAGES, Fp8Config, Recipe, StageName
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
+from coat_vlm.model.packed_attention import PACKED
 from coat_vlm.processor import CoatVlmProcessor, build_processor, prepare_tokenizer, train_tokenizer
 from coat_vlm.recipe_file import load_recipe, save_recipe
 from coat_vlm.train.checkpoint import (
@@ -32,6 +34,7 @@ from coat_vlm.train.fp8_record import Fp8Record
 from coat_vlm.train.loop import StageRun
 from coat_vlm.train.metrics import Metrics, rewind
 from coat_vlm.train.model_folder import save_model
+from coat_vlm.train.quarantine import Quarantine, rewind_quarantine
 from coat_vlm.train.sources import StageData, open_data, texts
 from coat_vlm.train.world import World, joined_world
 
@@ -148,10 +151,12 @@ def _run_stage(
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device)
     model, processor = _model_for(recipe, name, run_dir, arithmetic.dtype, world)
     set_trainable(model, stage)
+    if stage.packing is not None and recipe.model.attention == "sdpa":
+        model.language_model.set_attn_implementation(PACKED)
     conversion = arithmetic.apply(model)
     if conversion is not None:
         _say(world, f"\n{conversion}")
-    data = open_data(recipe, stage, processor, world)
+    data = open_data(recipe, name, run_dir, processor, world)
     total_steps = data.total_steps(stage)
     overview = _overview(recipe, name, model, world)
     _print_tables(world, recipe, name, model, data, total_steps)
@@ -159,7 +164,7 @@ def _run_stage(
     torch.manual_seed(recipe.seed + world.rank)  # dropout differs between ranks
     checkpoints = run_dir / name / "checkpoints"
 
-    def progress(step: int, bad_samples: int) -> Progress:
+    def progress(step: int, bad_samples: int, cursor: Cursor) -> Progress:
         return Progress(
             stage=name,
             step=step,
@@ -167,14 +172,15 @@ def _run_stage(
             zero_stage=recipe.zero_stage,
             precision=recipe.precision,
             bad_samples=bad_samples,
+            cursor=cursor,
         )
 
-    def save(step: int, bad_samples: int) -> None:
-        here = progress(step, bad_samples)
+    def save(step: int, cursor: Cursor) -> None:
+        here = progress(step, quarantine.total, cursor)
         describe = partial(save_description, model=model, processor=processor)
         save_checkpoint(checkpoints, engine, here, world, recipe.save_total_limit, describe)
 
-    done = progress(0, 0)
+    done = progress(0, 0, Cursor())
     checkpoint = latest_checkpoint(checkpoints, world) if resume else None
     if checkpoint is not None:
         done = load_checkpoint(checkpoint, engine, done, world)
@@ -190,6 +196,8 @@ def _run_stage(
             remove_folder(left)
     if world.is_main and resume:
         rewind(run_dir, name, done.step)
+        rewind_quarantine(run_dir, name, done.step)
+    quarantine = Quarantine(run_dir, name, stage, done.bad_samples)
     metrics = Metrics(run_dir, recipe.tracking, recipe.name, enabled=world.is_main)
     metrics.write({"kind": "stage", "status": "start", **overview})
     run = StageRun(
@@ -200,7 +208,7 @@ def _run_stage(
         data=data,
         world=world,
         metrics=metrics,
-        run_dir=run_dir,
+        quarantine=quarantine,
         total_steps=total_steps,
         clip_here=clips_itself(recipe, arithmetic),
         save=save,
@@ -208,7 +216,7 @@ def _run_stage(
         reuse=arithmetic.weight_reuse(model, world.device),
         fp8=None if conversion is None else Fp8Record(name, conversion, metrics.write),
         step=done.step,
-        bad_samples=done.bad_samples,
+        cursor=Cursor(*done.cursor),
     )
     try:
         run.train()
@@ -282,8 +290,16 @@ def _print_tables(
     world: World, recipe: Recipe, name: StageName, model: CoatVlm, data: StageData, total_steps: int
 ) -> None:
     stage = recipe.stages[name]
-    samples = total_steps * stage.batch_size
-    _say(world, f"\nstage {name}: {total_steps} steps of {stage.batch_size} samples")
+    samples = total_steps * data.samples_per_step(stage)
+    rows = "samples" if data.packing is None else f"rows of {data.row_tokens:,} tokens"
+    _say(world, f"\nstage {name}: {total_steps} steps of {stage.batch_size} {rows}")
+    if data.packing is not None:
+        _say(
+            world,
+            f"  packed: {data.packing.samples_per_bin:.1f} samples and "
+            f"{data.packing.images_per_bin:.1f} images in a row, {data.packing.fill:.1%} full",
+        )
+    _say(world, f"  label masks verified on {data.verified_rows} rows")
     _say(world, f"  {'module':<12}{'parameters':>14}  {'trains':<8}peak lr")
     parts = module_parameters(model)
     for part in MODULES:
@@ -291,10 +307,23 @@ def _print_tables(
         lr = f"{training.lr:g}" if training.lr is not None else "-"
         trains = "yes" if training.train else "frozen"
         _say(world, f"  {part:<12}{count_parameters(parts[part]):>14,}  {trains:<8}{lr}")
-    _say(world, f"  {'source':<20}{'rows':>10}{'per epoch':>12}{'passes':>10}")
-    for share in data.shares:
+    about = "tokens" if data.packing is not None else "~tokens"
+    _say(
+        world,
+        f"  {'source':<20}{'rows':>10}{'per epoch':>12}{'epochs':>10}{about:>10}{'of all':>9}",
+    )
+    tokens = [
+        (mean or 0.0) * share.samples for mean, share in zip(data.tokens, data.shares, strict=True)
+    ]
+    for share, mean, own in zip(data.shares, data.tokens, tokens, strict=True):
         passes = samples / data.epoch_size * share.passes
-        _say(world, f"  {share.name:<20}{share.rows:>10,}{share.samples:>12,}{passes:>10.2f}")
+        each = "-" if mean is None else f"{mean:,.0f}"
+        of_all = f"{own / max(1.0, sum(tokens)):.1%}"
+        _say(
+            world,
+            f"  {share.name:<20}{share.rows:>10,}{share.samples:>12,}{passes:>10.2f}{each:>10}"
+            f"{of_all:>9}",
+        )
 
 
 def _say(world: World, text: str) -> None:

@@ -69,7 +69,7 @@ def stream(path: Path, _: Path) -> None:
     """Read every sample in order."""
     from coat_data.dataset import SampleDataset
 
-    for _ in SampleDataset(path).stream():
+    for _sample in SampleDataset(path).stream():
         pass
 
 
@@ -122,7 +122,7 @@ def _measure(job: str, path: Path, folder: Path) -> tuple[float, float]:
 
 def main() -> None:
     """Print a table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()

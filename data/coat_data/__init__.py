@@ -21,30 +21,41 @@ if TYPE_CHECKING:
     from coat_data.loader import BadSample, LoadedBatch, TrainLoader, val_batches
     from coat_data.mixture import Mixture, SourceShare
     from coat_data.nlvr import convert_nlvr
+    from coat_data.order import Cursor
+    from coat_data.pack import Budget, Lengths, PackedOrder
     from coat_data.scenes import make_scenes
+    from coat_data.selection import SelectedRows, select_rows
     from coat_data.shards import Manifest
+    from coat_data.stream_order import StreamOrder
     from coat_data.tiling import TiledTransform
+    from coat_data.verify import verify_rows, verify_template
     from coat_data.video import Clip, VideoReader, read_frames
 
 __all__ = [
     "IGNORE_INDEX",
     "BadSample",
     "Batch",
+    "Budget",
     "ChatTemplate",
     "Clip",
+    "Cursor",
     "DataError",
     "EncodedSample",
     "Encoder",
     "ImageTransform",
+    "Lengths",
     "LoadedBatch",
     "Manifest",
     "Media",
     "Mixture",
+    "PackedOrder",
     "Part",
     "Sample",
     "SampleDataset",
     "Segment",
+    "SelectedRows",
     "SourceShare",
+    "StreamOrder",
     "TiledTransform",
     "TrainLoader",
     "Turn",
@@ -57,7 +68,10 @@ __all__ = [
     "make_scenes",
     "open_image",
     "read_frames",
+    "select_rows",
     "val_batches",
+    "verify_rows",
+    "verify_template",
 ]
 
 _NAMES_BY_MODULE = {
@@ -71,9 +85,14 @@ _NAMES_BY_MODULE = {
     "loader": ("BadSample", "LoadedBatch", "TrainLoader", "val_batches"),
     "mixture": ("Mixture", "SourceShare"),
     "nlvr": ("convert_nlvr",),
+    "order": ("Cursor",),
+    "pack": ("Budget", "Lengths", "PackedOrder"),
     "scenes": ("make_scenes",),
+    "selection": ("SelectedRows", "select_rows"),
     "shards": ("Manifest",),
+    "stream_order": ("StreamOrder",),
     "tiling": ("TiledTransform",),
+    "verify": ("verify_rows", "verify_template"),
     "video": ("Clip", "VideoReader", "read_frames"),
 }
 

@@ -1,6 +1,7 @@
-"""Pads encoded samples to one length and stacks them into a batch."""
+"""Makes a batch of encoded samples: padded to one length, or packed into one row."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal, NotRequired, TypedDict
 
 import torch
@@ -21,6 +22,10 @@ class Batch(TypedDict):
     """(N, 3, H, W) float32, the tiles of all samples in order; N is 0 without images."""
     image_grids: NotRequired[torch.Tensor]
     """(M, 2) int64, rows and columns of each image's largest scale; in mode ``dynamic_s2`` only."""
+    cu_seq_lens_q: NotRequired[torch.Tensor]
+    """Packed: (sequences + 1,) int32, where each sequence starts, and T."""
+    max_length_q: NotRequired[int]
+    """Packed: tokens of the longest sequence."""
 
 
 def collate(
@@ -62,7 +67,48 @@ def collate(
         # A copy of the one sample's pixels would cost more than all the rest.
         pixel_values=pixel_values[0] if len(pixel_values) == 1 else torch.cat(pixel_values),
     )
+    _add_grids(batch, samples)
+    return batch
+
+
+def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align: int) -> Batch:
+    """One row (1, T) of ``samples`` one after the other, T a multiple of ``align``.
+
+    What fills the row up is a sequence of its own without labels. No sequence's first token is
+    trained, as nothing predicts it.
+
+    Args:
+        samples: at least one; their images have one size.
+        pad_token_id: fills the row; its label is IGNORE_INDEX, its attention 0.
+        align: T is a multiple of this.
+
+    Raises:
+        ValueError: there are no samples.
+    """
+    if not samples:
+        raise ValueError("a batch needs at least one sample, got none")
+    lengths = [len(sample.input_ids) for sample in samples]
+    used = sum(lengths)
+    padding = -used % align
+    bounds = [0, *accumulate(lengths + [padding] * bool(padding))]
+    filler = torch.full((padding,), pad_token_id)
+    labels = torch.cat([*(s.labels for s in samples), torch.full_like(filler, IGNORE_INDEX)])
+    labels[bounds[:-1]] = IGNORE_INDEX
+    attention_mask = torch.zeros(used + padding, dtype=torch.int64)
+    attention_mask[:used] = 1
+    batch = Batch(
+        input_ids=torch.cat([*(sample.input_ids for sample in samples), filler])[None],
+        attention_mask=attention_mask[None],
+        labels=labels[None],
+        pixel_values=torch.cat([sample.pixel_values for sample in samples]),
+        cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32),
+        max_length_q=max(*lengths, padding),
+    )
+    _add_grids(batch, samples)
+    return batch
+
+
+def _add_grids(batch: Batch, samples: Sequence[EncodedSample]) -> None:
     grids = [sample.image_grids for sample in samples if sample.image_grids is not None]
     if grids:
         batch["image_grids"] = torch.cat(grids)
-    return batch

@@ -10,13 +10,14 @@ longer match its pixel values.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from coat_data.chat import ChatTemplate, Segment
 from coat_data.frame_sampling import VideoSettings
-from coat_data.image import ImageTransform
+from coat_data.image import ONE_TILE, ImageTransform
 from coat_data.media_loader import MediaLoader, MediaPlan
 from coat_data.sample import DataError, Media, Sample
 from coat_data.tokens import PieceTokenizer, TokenizerLike
@@ -42,8 +43,22 @@ class EncodedSample:
     """What happened while its media were read, e.g. ``video_decord_timeout``: 1."""
 
 
+class Size(NamedTuple):
+    """What a sample will take, known before any medium is decoded."""
+
+    tokens: int
+    """Tokens, image tokens included."""
+    images: int
+    """Tiles of images, and frames, that go through the vision tower."""
+
+
 class Encoder:
-    """Encodes samples; an instance can be sent to a worker process."""
+    """Encodes samples; an instance can be sent to a worker process.
+
+    Attributes:
+        pieces: the tokenizer.
+        template: writes a conversation as segments.
+    """
 
     def __init__(
         self,
@@ -72,8 +87,8 @@ class Encoder:
         Raises:
             ValueError: the tokenizer is not a fast one.
         """
-        self._pieces = PieceTokenizer(tokenizer)
-        self._template = template
+        self.pieces = PieceTokenizer(tokenizer)
+        self.template = template
         self._media = MediaLoader(transform, video or VideoSettings(), max_pixels)
         self._image_ids = [image_token_id] * tokens_per_image
         self._max_length = max_length
@@ -89,10 +104,44 @@ class Encoder:
             DataError: a medium cannot be read, the placeholders do not match the media, there is
                 no answer, or the sequence is too long; names the row.
         """
-        encoded = self._encode(sample, sample.media, self._template.render(sample.turns), rng)
-        if not any(turn.role == "assistant" for turn in sample.turns):
-            raise DataError(sample.where, "there is no answer to train on", "add a gpt turn")
+        encoded = self._encode(sample, sample.media, self.template.render(sample.turns), rng)
+        _check_answered(sample)
         return encoded
+
+    def measure(self, sample: Sample) -> Size:
+        """The size of :meth:`__call__`'s result, from headers; no medium is decoded.
+
+        Larger only where a video turns out shorter than its header says, and by the digits of
+        times; headers are read where a size depends on them.
+
+        Raises:
+            DataError: as for a call, as far as it can be known from headers.
+        """
+        _check_answered(sample)
+        segments = self.template.render(sample.turns)
+        _check_placeholders(sample, sample.media, segments)
+        try:
+            plans = [self._media.plan(medium) for medium in sample.media]
+            ids, _ = self._tokens(segments, plans, before_answer=False)
+        except DataError as error:
+            raise _within(sample, error) from error
+        self._check_length(sample, len(ids), plans)
+        return Size(len(ids), sum(plan.num_tiles for plan in plans))
+
+    def layout(self, sample: Sample) -> tuple[list[int], list[int]]:
+        """Ids and labels of a sample of any length, each medium as one tile; none is opened.
+
+        Raises:
+            DataError: there is no answer, or the placeholders do not match the media.
+        """
+        _check_answered(sample)
+        segments = self.template.render(sample.turns)
+        _check_placeholders(sample, sample.media, segments)
+        plans = [MediaPlan((ONE_TILE,)) for _ in sample.media]
+        try:
+            return self._tokens(segments, plans, before_answer=False)
+        except DataError as error:
+            raise _within(sample, error) from error
 
     def prompt(self, sample: Sample) -> EncodedSample:
         """The conversation up to its last user turn, and the template's start of an answer.
@@ -108,7 +157,7 @@ class Encoder:
             raise DataError(sample.where, "there is no question to answer", "add a human turn")
         turns = sample.turns[: asked[-1] + 1]
         num_media = sum(part.kind != "text" for turn in turns for part in turn.parts)
-        segments = self._template.render(turns, add_generation_prompt=True)
+        segments = self.template.render(turns, add_generation_prompt=True)
         media = sample.media[:num_media]
         encoded = self._encode(sample, media, segments, None, before_answer=True)
         return replace(encoded, labels=torch.full_like(encoded.labels, IGNORE_INDEX))
@@ -134,14 +183,7 @@ class Encoder:
         *,
         before_answer: bool = False,
     ) -> EncodedSample:
-        kinds = [segment.kind for segment in segments if segment.kind in ("image", "video")]
-        if kinds != [medium.kind for medium in media]:
-            raise DataError(
-                sample.where,
-                f"the conversation shows {kinds} but the files are "
-                f"{[medium.kind for medium in media]}",
-                "make the <image>/<video> placeholders match the listed files",
-            )
+        _check_placeholders(sample, media, segments)
         try:
             opened = [self._media.open(medium) for medium in media]
             plans = [plan for plan, _ in opened]
@@ -151,8 +193,7 @@ class Encoder:
         except DataError as error:
             if error.where == sample.where:
                 raise
-            where = f"{sample.where}: {error.where}"
-            raise DataError(where, error.problem, error.remedy) from error
+            raise _within(sample, error) from error
         counts, self._media.counts = self._media.counts, Counter()
         return EncodedSample(
             torch.tensor(ids), torch.tensor(labels), pixel_values, self._grids(plans), dict(counts)
@@ -167,7 +208,7 @@ class Encoder:
         Hi" is "USER", ":", " Hi"); but not to an answer, of which only its own characters are to be
         trained, unless the tokenizer does not count the first space as a character anyway.
         """
-        pieces = self._pieces
+        pieces = self.pieces
         ids: list[int] = []
         labels: list[int] = []
         shown = iter(plans)
@@ -196,10 +237,10 @@ class Encoder:
         """The tokens of an image or video."""
         if self._media.video.time_tokens and plan.times_s is not None:
             times = [f"<{time:.1f} seconds>" for time in plan.times_s]
-            return [i for time in times for i in (*self._pieces.text(time), *self._image_ids)]
+            return [i for time in times for i in (*self.pieces.text(time), *self._image_ids)]
         if not any(tiles.separated for tiles in plan.tiles):
             return self._image_ids * plan.num_token_tiles
-        between = self._pieces.literal("\n") + self._image_ids
+        between = self.pieces.literal("\n") + self._image_ids
         return self._image_ids + between * (plan.num_token_tiles - 1)
 
     def _grids(self, plans: list[MediaPlan]) -> torch.Tensor | None:
@@ -221,3 +262,25 @@ class Encoder:
                 "raise model.max_length, take fewer images, tiles (model.image.max_tiles) or "
                 "frames (model.video), or split the conversation",
             )
+
+
+def _check_answered(sample: Sample) -> None:
+    if not any(turn.role == "assistant" for turn in sample.turns):
+        raise DataError(sample.where, "there is no answer to train on", "add a gpt turn")
+
+
+def _check_placeholders(
+    sample: Sample, media: Sequence[Media], segments: Sequence[Segment]
+) -> None:
+    kinds = [segment.kind for segment in segments if segment.kind in ("image", "video")]
+    if kinds != [medium.kind for medium in media]:
+        raise DataError(
+            sample.where,
+            f"the conversation shows {kinds} but the files are {[m.kind for m in media]}",
+            "make the <image>/<video> placeholders match the listed files",
+        )
+
+
+def _within(sample: Sample, error: DataError) -> DataError:
+    """The error of a medium or text, with the row that it belongs to."""
+    return DataError(f"{sample.where}: {error.where}", error.problem, error.remedy)

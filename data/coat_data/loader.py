@@ -2,76 +2,61 @@
 
 Every sample has a position in the endless order of a :class:`~coat_data.mixture.Mixture`. Which
 samples a step holds, their augmentation and what replaces a bad one depend on the seed and the
-position alone: not on ranks, worker processes or where the run was started.
+position alone (packed: and on the rows' measured lengths): not on ranks, worker processes or where
+the run was started.
 """
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from coat_data.collate import Batch, collate
-from coat_data.dataset import SampleDataset
+from coat_data.batches import (
+    BadSample,
+    Batches,
+    Encode,
+    LoadedBatch,
+    PackedBatches,
+    TrainBatches,
+    bad_sample,
+    summed_counts,
+)
+from coat_data.collate import collate
 from coat_data.encode import IGNORE_INDEX, EncodedSample
-from coat_data.mixture import Mixture, Stream, generator
-from coat_data.sample import DataError, Sample
-
-Encode = Callable[[Sample, np.random.Generator | None], EncodedSample]
-"""An :class:`~coat_data.encode.Encoder`; the generator draws the augmentation, None is for none."""
-
-MAX_REPLACEMENTS = 16
-"""Rows tried in place of a bad one before the error is raised."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadSample:
-    """A row that was left out."""
-
-    where: str
-    """File and row."""
-    problem: str
-    position: int
-    """Position in the order of training at which it was met (validation: its row)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedBatch:
-    """A micro-batch of one rank."""
-
-    batch: Batch
-    bad: list[BadSample]
-    """Rows that were left out while it was loaded."""
-    num_samples: int
-    """Samples in the batch; 0 for a filler of validation."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """What happened while media were read, summed over the batch (``EncodedSample.counts``)."""
+from coat_data.mixture import Mixture
+from coat_data.order import Bin, Cursor, Order, PlainOrder, deal
+from coat_data.pack import PackedOrder
+from coat_data.sample import DataError
+from coat_data.selection import Rows, original_row
 
 
 class TrainLoader:
     """Endless training batches for one rank.
 
-    Optimizer step s holds positions [s * batch_size, (s + 1) * batch_size). Micro-step m of rank r
-    takes ``micro_batch_size`` of them, from s * batch_size + (m * world_size + r) *
-    micro_batch_size.
+    An optimizer step holds ``batch_size`` bins of the order: single samples at consecutive
+    positions, or packed ones. Ranks and micro-batches share them out
+    (:func:`coat_data.order.deal`): ``micro_batch_size`` bins make a micro-batch, one padded row per
+    sample, or one row of all the samples.
+
+    Attributes:
+        order: what each step holds.
 
     Args:
         datasets: the sources, in the order of the mixture.
         mixture: the order of training.
         encoder: makes model inputs of samples.
-        batch_size: samples per optimizer step over all ranks and micro-batches.
-        micro_batch_size: samples per forward pass on one rank.
+        batch_size: bins per optimizer step over all ranks and micro-batches.
+        micro_batch_size: bins per forward pass on one rank.
         rank: this process, 0 to ``world_size - 1``.
         world_size: number of data parallel processes.
         num_workers: loading processes; 0 loads in this one.
         seed: seed of augmentation and replacement.
         replace_bad: replace a bad row by another one and list it, instead of raising its error.
         pad_token_id: token that fills short rows of a batch.
+        packing: the order of packed bins, of the same mixture, ``batch_size`` and seed; None does
+            not pack.
 
     Raises:
         ValueError: the sizes do not divide, or the mixture is of other datasets.
@@ -79,7 +64,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        datasets: Sequence[SampleDataset],
+        datasets: Sequence[Rows],
         mixture: Mixture,
         encoder: Encode,
         *,
@@ -91,6 +76,7 @@ class TrainLoader:
         seed: int,
         replace_bad: bool,
         pad_token_id: int,
+        packing: PackedOrder | None = None,
     ) -> None:
         _check_sizes(batch_size, micro_batch_size, rank, world_size)
         rows = [share.rows for share in mixture.accounting()]
@@ -99,18 +85,20 @@ class TrainLoader:
                 f"the mixture is of sources with {rows} rows, the datasets have "
                 f"{[len(dataset) for dataset in datasets]}; build the mixture from these datasets"
             )
-        self._batch_size = batch_size
+        self.order: Order = packing or PlainOrder(mixture, batch_size)
         self._micro_batch_size = micro_batch_size
         self._rank = rank
         self._world_size = world_size
         self._num_workers = num_workers
-        self._loading = _TrainBatches(datasets, mixture, encoder, seed, replace_bad, pad_token_id)
+        self._micro_steps = batch_size // (micro_batch_size * world_size)
+        loading = TrainBatches(datasets, mixture, encoder, seed, replace_bad, pad_token_id)
+        self._loading = loading if packing is None else PackedBatches(loading, packing)
 
-    def steps(self, start_step: int) -> Generator[list[LoadedBatch]]:
-        """The micro-batches of each optimizer step from ``start_step`` on, without end.
+    def steps(self, start: Cursor) -> Generator[list[LoadedBatch]]:
+        """The micro-batches of each optimizer step from ``start`` on, without end.
 
         Earlier data is not read. Worker processes live as long as the generator; ``close()`` ends
-        them.
+        them. The cursor after a step is ``order.step(cursor)[1]``.
 
         Yields:
             ``batch_size / (micro_batch_size * world_size)`` micro-batches.
@@ -118,21 +106,20 @@ class TrainLoader:
         Raises:
             DataError: a row is bad (with ``replace_bad``: and so were all its replacements).
         """
-        micro_steps = self._batch_size // (self._micro_batch_size * self._world_size)
-        loaded = _load(self._loading, self._positions(start_step), self._num_workers)
+        loaded = _load(self._loading, self._requests(start), self._num_workers)
         while True:
-            yield [next(loaded) for _ in range(micro_steps)]
+            yield [next(loaded) for _ in range(self._micro_steps)]
 
-    def _positions(self, start_step: int) -> Iterator[range]:
-        """The positions of this rank's micro-batches, in order."""
-        size = self._micro_batch_size
-        stride = size * self._world_size
-        for start in count(start_step * self._batch_size + self._rank * size, stride):
-            yield range(start, start + size)
+    def _requests(self, cursor: Cursor) -> Iterator[list[Bin]]:
+        """The bins of each of this rank's micro-batches."""
+        while True:
+            bins, cursor = self.order.step(cursor)
+            for ranks in deal(bins, self._micro_batch_size, self._world_size):
+                yield ranks[self._rank]
 
 
 def val_batches(
-    dataset: SampleDataset,
+    dataset: Rows,
     encoder: Encode,
     *,
     batch_size: int,
@@ -185,99 +172,26 @@ def _check_sizes(batch_size: int, micro_batch_size: int, rank: int, world_size: 
     )
 
 
-class _Batches(Dataset[LoadedBatch | DataError]):
-    """Loads micro-batches by their positions.
-
-    An error in the data is returned, not raised: a DataLoader rebuilds what a worker raises from
-    its text alone, with the worker's traceback in front.
-    """
-
-    def __getitem__(self, positions: range) -> LoadedBatch | DataError:
-        try:
-            return self.load(positions)
-        except DataError as error:
-            return error
-
-    def load(self, positions: range) -> LoadedBatch:
-        raise NotImplementedError
-
-
-class _TrainBatches(_Batches):
-    def __init__(
-        self,
-        datasets: Sequence[SampleDataset],
-        mixture: Mixture,
-        encoder: Encode,
-        seed: int,
-        replace_bad: bool,
-        pad_token_id: int,
-    ) -> None:
-        self._datasets = datasets
-        self._mixture = mixture
-        self._encoder = encoder
-        self._seed = seed
-        self._attempts = 1 + (MAX_REPLACEMENTS if replace_bad else 0)
-        self._pad_token_id = pad_token_id
-
-    def load(self, positions: range) -> LoadedBatch:
-        bad: list[BadSample] = []
-        encoded = [self._encode(position, bad) for position in positions]
-        batch = collate(encoded, pad_token_id=self._pad_token_id)
-        return LoadedBatch(
-            batch=batch, bad=bad, num_samples=len(encoded), counts=_summed_counts(encoded)
-        )
-
-    def _encode(self, position: int, bad: list[BadSample]) -> EncodedSample:
-        """The sample at ``position``, or the first good one of its replacements."""
-        errors: list[DataError] = []
-        for attempt in range(self._attempts):
-            source, row = self._mixture.locate(self._replacement(position, attempt))
-            rng = generator(self._seed, Stream.AUGMENTATION, position)
-            try:
-                return self._encoder(self._datasets[source][row], rng)
-            except DataError as error:
-                errors.append(error)
-                bad.append(_bad_sample(error, position))
-        if len(errors) == 1:
-            raise errors[0]
-        raise DataError(
-            errors[0].where,
-            f"{errors[0].problem}; and all {MAX_REPLACEMENTS} rows drawn to replace it are bad, "
-            f"the last one {errors[-1]}",
-            "check the paths, media_root and max_length of this data",
-        )
-
-    def _replacement(self, position: int, attempt: int) -> int:
-        """The position that is used for ``position`` at an attempt; one of the same epoch."""
-        if attempt == 0:
-            return position
-        size = self._mixture.epoch_size
-        rng = generator(self._seed, Stream.REPLACEMENT, position, attempt)
-        return position // size * size + int(rng.integers(size))
-
-
-class _ValBatches(_Batches):
-    def __init__(
-        self, dataset: SampleDataset, encoder: Encode, skip_bad: bool, pad_token_id: int
-    ) -> None:
+class _ValBatches(Batches):
+    def __init__(self, dataset: Rows, encoder: Encode, skip_bad: bool, pad_token_id: int) -> None:
         self._dataset = dataset
         self._encoder = encoder
         self._skip_bad = skip_bad
         self._pad_token_id = pad_token_id
 
-    def load(self, positions: range) -> LoadedBatch:
+    def load(self, request: range) -> LoadedBatch:
         bad: list[BadSample] = []
         encoded: list[EncodedSample] = []
-        for row in positions:
+        for row in request:
             try:
                 encoded.append(self._encoder(self._dataset[row], None))
             except DataError as error:
                 if not self._skip_bad:
                     raise
-                bad.append(_bad_sample(error, row))
+                bad.append(bad_sample(error, row, 0, original_row(self._dataset, row)))
         batch = collate(encoded or [self._filler()], pad_token_id=self._pad_token_id)
         return LoadedBatch(
-            batch=batch, bad=bad, num_samples=len(encoded), counts=_summed_counts(encoded)
+            batch=batch, bad=bad, num_samples=len(encoded), counts=summed_counts(encoded)
         )
 
     def _filler(self) -> EncodedSample:
@@ -294,19 +208,11 @@ class _ValBatches(_Batches):
         )
 
 
-def _summed_counts(encoded: Sequence[EncodedSample]) -> dict[str, int]:
-    return dict(sum((Counter(sample.counts) for sample in encoded), Counter()))
-
-
-def _bad_sample(error: DataError, position: int) -> BadSample:
-    return BadSample(where=error.where, problem=error.problem, position=position)
-
-
-def _load(batches: _Batches, positions: Iterable[range], num_workers: int) -> Iterator[LoadedBatch]:
+def _load(batches: Batches, requests: Iterable[Any], num_workers: int) -> Iterator[LoadedBatch]:
     """Load micro-batches in order, ahead of their use where there are workers."""
     loader = DataLoader(
         batches,
-        sampler=positions,
+        sampler=requests,
         batch_size=None,
         collate_fn=_unchanged,
         num_workers=num_workers,

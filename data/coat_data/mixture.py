@@ -20,6 +20,11 @@ class Stream(IntEnum):
     SOURCE_PASS = 2
     AUGMENTATION = 3
     REPLACEMENT = 4
+    BIN_ORDER = 5
+    SELECTION = 6
+    SHARD_ORDER = 7
+    WINDOW_ORDER = 8
+    WINDOW_ROWS = 9
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:
@@ -101,12 +106,30 @@ class Mixture:
 
     def locate(self, position: int) -> tuple[int, int]:
         """The source's index and the row in it that stand at ``position`` (0 or greater)."""
-        epoch, index = divmod(position, self.epoch_size)
+        sources, rows = self.locate_range(position, position + 1)
+        return int(sources[0]), int(rows[0])
+
+    def locate_range(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """:meth:`locate` for the positions from ``start`` to before ``stop``, of one epoch.
+
+        Returns:
+            Indices of sources and rows in them, int64, (stop - start,) each.
+        """
+        epoch, first = divmod(start, self.epoch_size)
         if epoch != self._epoch:
             self._draw(epoch)
-        place = self._order[index]
-        source = int(np.searchsorted(self._starts, place, side="right")) - 1
-        return source, int(self._rows[place])
+        places = self._order[first : first + stop - start]
+        assert len(places) == stop - start, "the positions are of one epoch"
+        return np.searchsorted(self._starts, places, side="right") - 1, self._rows[places]
+
+    def met(self, position: int) -> np.ndarray:
+        """How many of the positions before ``position`` are of each source: int64, (sources,)."""
+        epoch, index = divmod(position, self.epoch_size)
+        whole = epoch * np.array(self._samples, dtype=np.int64)
+        if not index:
+            return whole
+        sources, _ = self.locate_range(position - index, position)
+        return whole + np.bincount(sources, minlength=len(self._samples))
 
     def accounting(self) -> list[SourceShare]:
         """Rows, samples per epoch and passes per epoch of each source, in order."""

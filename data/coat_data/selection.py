@@ -1,13 +1,60 @@
-"""Which rows of a source take part: the first, the last or random ones."""
+"""Which rows of a source take part: the first, the last or random ones, without excluded ones."""
 
+import json
 import re
 import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from coat_data.mixture import Stream, generator
+from coat_data.sample import DataError, Sample
 
 _SELECT = re.compile(r"(first|last|random) (\d+(?:\.\d+)?)(%?)")
+
+
+class Rows(Protocol):
+    """Samples by row, as a :class:`~coat_data.dataset.SampleDataset` has them."""
+
+    name: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+class SelectedRows:
+    """Some rows of a dataset.
+
+    Attributes:
+        name: the dataset's.
+        rows: (n,) int64, the dataset's row of each row here.
+
+    Args:
+        dataset: the source.
+        rows: see above.
+    """
+
+    def __init__(self, dataset: Rows, rows: np.ndarray) -> None:
+        self.name = dataset.name
+        self.rows = rows
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        """The sample in row ``index`` of these; DataError and IndexError as the dataset's."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name}: row {index} of {len(self)} selected rows")
+        return self._dataset[int(self.rows[index])]
+
+
+def original_row(dataset: Rows, index: int) -> int:
+    """The row in the source's file or folder that ``dataset[index]`` is."""
+    return int(dataset.rows[index]) if isinstance(dataset, SelectedRows) else index
 
 
 def parse_select(select: str) -> tuple[str, float, bool]:
@@ -59,5 +106,62 @@ def select_rows(size: int, select: str | None, seed: int, name: str) -> np.ndarr
         return np.arange(number)
     if kind == "last":
         return np.arange(size - number, size)
-    rng = generator(seed, Stream.PARTIAL_PASS, zlib.crc32(name.encode()))
+    rng = generator(seed, Stream.SELECTION, zlib.crc32(name.encode()))
     return np.sort(rng.permutation(size)[:number])
+
+
+def read_quarantine(path: Path, source: str, file: str, size: int) -> set[int]:
+    """The rows of one source that a run listed in its bad_samples.jsonl.
+
+    Args:
+        path: the list; JSON lines with ``source``, ``file`` and ``row``. Those of other sources
+            are passed over.
+        source: name of the source.
+        file: the source's file or folder; its last part has to be the one that was listed.
+        size: rows of the source.
+
+    Raises:
+        DataError: the list is missing or damaged, names no row of this source, or was made with
+            another file under this name.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(
+            str(path), f"cannot be read: {error.strerror}", "fix exclude, or remove it"
+        ) from error
+    rows: set[int] = set()
+    others: set[str] = set()
+    for number, line in enumerate(lines):
+        try:
+            entry = json.loads(line)
+            name, listed, row = str(entry["source"]), Path(entry["file"]).name, int(entry["row"])
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{path}:{number}",
+                f"not a line of bad_samples.jsonl ({type(error).__name__}: {error})",
+                "each line is a JSON object with source, file and row",
+            ) from error
+        if name != source:
+            others.add(name)
+        elif listed != Path(file).name or not 0 <= row < size:
+            raise DataError(
+                f"{path}:{number}",
+                f"row {row} of {listed} is not of source {source!r}, {Path(file).name} with "
+                f"{size} rows",
+                "take the list of a run on this file, or remove exclude",
+            )
+        else:
+            rows.add(row)
+    if not rows:
+        raise DataError(
+            str(path),
+            f"lists no row of source {source!r}, only of {sorted(others) or 'none'}",
+            "name the source as the run did that wrote the list, or remove exclude",
+        )
+    return rows
+
+
+def without(rows: np.ndarray, excluded: Sequence[int] | set[int]) -> np.ndarray:
+    """``rows`` (n,) that are not excluded, in order."""
+    return rows[~np.isin(rows, np.fromiter(excluded, dtype=np.int64, count=len(excluded)))]

@@ -114,6 +114,15 @@ class PieceTokenizer:
         """Whether ``text`` is one control token."""
         return text in self._control_texts
 
+    def is_control_id(self, token: int) -> bool:
+        """Whether ``token`` is the id of a control token."""
+        return token in self._control_ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``, control tokens included."""
+        backend = self._tokenizer.backend_tokenizer
+        return backend.decode(list(ids), skip_special_tokens=False)
+
     def _literal(self, text: str, first: bool) -> list[int]:
         """Plain text up to the first control token; behind it the tokenizer decides on spaces."""
         starts = [text.find(token) for token in self._control_texts if token in text]

@@ -13,7 +13,9 @@ from coat_data.dataset import SampleDataset
 from coat_data.encode import IGNORE_INDEX, EncodedSample
 from coat_data.loader import BadSample, LoadedBatch, TrainLoader, val_batches
 from coat_data.mixture import Mixture
+from coat_data.order import Cursor
 from coat_data.sample import DataError, Sample
+from coat_data.selection import SelectedRows
 
 PAD = 0
 
@@ -75,7 +77,7 @@ def global_steps(
     loaders = [
         loader(sources, encoder, rank=rank, world_size=world, **options) for rank in range(world)
     ]
-    ranks = [list(islice(one.steps(first), number)) for one in loaders]
+    ranks = [list(islice(one.steps(Cursor(12 * first)), number)) for one in loaders]
     return [
         [
             item
@@ -131,8 +133,10 @@ def same(first: list[LoadedBatch], second: list[LoadedBatch]) -> bool:
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_workers_change_nothing(sources: list[SampleDataset], num_workers: int) -> None:
     encoder = NumberEncoder({101, 202, 210})
-    here = loader(sources, encoder, replace_bad=True).steps(2)
-    there = loader(sources, encoder, replace_bad=True, num_workers=num_workers).steps(2)
+    here = loader(sources, encoder, replace_bad=True).steps(Cursor(12 * 2))
+    there = loader(sources, encoder, replace_bad=True, num_workers=num_workers).steps(
+        Cursor(12 * 2)
+    )
     for _ in range(8):  # into the second epoch
         assert same(next(here), next(there))
     there.close()
@@ -140,27 +144,27 @@ def test_workers_change_nothing(sources: list[SampleDataset], num_workers: int) 
 
 
 def test_a_restart_continues_and_reads_nothing_earlier(sources: list[SampleDataset]) -> None:
-    whole = list(islice(loader(sources).steps(0), 12))
+    whole = list(islice(loader(sources).steps(Cursor()), 12))
     encoder = NumberEncoder()
-    rest = list(islice(loader(sources, encoder).steps(7), 5))
+    rest = list(islice(loader(sources, encoder).steps(Cursor(12 * 7)), 5))
     assert all(same(a, b) for a, b in zip(whole[7:], rest, strict=True))
     assert len(encoder.seen) == 5 * 12
     far = NumberEncoder()
-    next(loader(sources, far).steps(10**7))
+    next(loader(sources, far).steps(Cursor(12 * 10**7)))
     assert len(far.seen) == 12
 
 
 def test_the_global_random_state_is_left_alone(sources: list[SampleDataset]) -> None:
     for num_workers in (0, 1):
         before = torch.random.get_rng_state()
-        next(loader(sources, num_workers=num_workers).steps(0))
+        next(loader(sources, num_workers=num_workers).steps(Cursor()))
         assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_bad_row_is_raised_as_it_is(sources: list[SampleDataset], num_workers: int) -> None:
     bad = 200 + mixture_row(sources, 1)
-    steps = loader(sources, NumberEncoder({bad}), num_workers=num_workers).steps(0)
+    steps = loader(sources, NumberEncoder({bad}), num_workers=num_workers).steps(Cursor())
     with pytest.raises(DataError) as caught:
         list(islice(steps, 12))
     error = caught.value
@@ -178,7 +182,7 @@ def mixture_row(sources: list[SampleDataset], source: int) -> int:
 def test_a_bad_row_of_the_file_is_raised_too(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('[{"id": 1, "conversations": [{"from": "gpt", "value": "a"}]}]')
-    steps = loader([SampleDataset(path), write(tmp_path / "b.json", 200, 3)]).steps(0)
+    steps = loader([SampleDataset(path), write(tmp_path / "b.json", 200, 3)]).steps(Cursor())
     with pytest.raises(DataError, match=r"a\.json:0: turn 0 is spoken by assistant"):
         list(islice(steps, 2))
 
@@ -186,7 +190,7 @@ def test_a_bad_row_of_the_file_is_raised_too(tmp_path: Path) -> None:
 def test_bad_rows_are_replaced_and_listed(sources: list[SampleDataset]) -> None:
     bad = {*range(100, 120, 2), 203}
     plain = global_steps(sources, NumberEncoder(), 1, 0, 12)
-    steps = list(islice(loader(sources, NumberEncoder(bad), replace_bad=True).steps(0), 12))
+    steps = list(islice(loader(sources, NumberEncoder(bad), replace_bad=True).steps(Cursor()), 12))
     used = [item for step in steps for loaded in step for item in content(loaded)]
     listed: list[BadSample] = [item for step in steps for loaded in step for item in loaded.bad]
     positions = {item.position for item in listed}
@@ -203,10 +207,32 @@ def test_bad_rows_are_replaced_and_listed(sources: list[SampleDataset]) -> None:
     assert len(listed) > len(positions)  # replacements were bad too, and are listed
 
 
+def test_a_bad_row_of_a_selection_is_listed_as_the_files(sources: list[SampleDataset]) -> None:
+    """Else a list of bad rows would exclude others."""
+    chosen = [SelectedRows(sources[0], np.arange(0, 20, 2)), sources[1]]
+    train = TrainLoader(
+        chosen,
+        Mixture([10, 31], [2, 1], [None, None], seed=3),
+        NumberEncoder({106, 203}),
+        batch_size=12,
+        micro_batch_size=2,
+        rank=0,
+        world_size=1,
+        num_workers=0,
+        seed=7,
+        replace_bad=True,
+        pad_token_id=PAD,
+    )
+    bad = [bad for step in islice(train.steps(Cursor()), 5) for m in step for bad in m.bad]
+    assert {(item.source, item.row) for item in bad} == {(0, 6), (1, 3)}
+    assert all(item.where.endswith(f".json:{item.row}: {100 * (item.source + 1) + item.row}.png")
+               for item in bad)  # fmt: skip
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_it_gives_up_when_everything_is_bad(sources: list[SampleDataset], num_workers: int) -> None:
     encoder = NumberEncoder({*range(100, 120), *range(200, 231)})
-    steps = loader(sources, encoder, replace_bad=True, num_workers=num_workers).steps(0)
+    steps = loader(sources, encoder, replace_bad=True, num_workers=num_workers).steps(Cursor())
     with pytest.raises(DataError, match="all 16 rows drawn to replace it are bad"):
         next(steps)
     assert num_workers or len(encoder.seen) == 17

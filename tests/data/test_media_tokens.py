@@ -108,7 +108,7 @@ def test_placeholders_always_match_the_tiles(make_tokenizer, mode: str):
 def test_tiles_stand_between_line_breaks(tokenizer):
     encode = encoder_of(tokenizer, TRANSFORMS["dynamic"])
     shown = encode(sample(image(16, 8), said="")).input_ids.tolist()
-    between = encode._pieces.literal("\n")
+    between = encode.pieces.literal("\n")
     tile = [image_id(tokenizer)] * TOKENS
     start = shown.index(tile[0])
     stop = start + 3 * TOKENS + 2 * len(between)

@@ -48,8 +48,9 @@ def save_for_ever(folder: Path, step: int, report: int) -> None:
     while True:
         step += 1
         progress = Progress(
-            stage="sft", step=step, world_size=1, zero_stage=0, precision="coat", bad_samples=0
-        )
+            stage="sft", step=step, world_size=1, zero_stage=0, precision="coat", bad_samples=0,
+            cursor=(step, 0),
+        )  # fmt: skip
         engine = engine_of(step)
         os.write(report, b"+")  # begins
         for _ in range(2):

@@ -1,0 +1,140 @@
+"""Rows that a run had to replace: listed, counted by source, and too many of them an error."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coat_data.batches import BadSample
+from coat_vlm.config import STAGES, SourceConfig, StageConfig
+
+FILE = "bad_samples.jsonl"
+
+
+class Quarantine:
+    """The bad samples of one stage.
+
+    ``RUN/bad_samples.jsonl`` has a line per replaced row: ``stage``, ``step``, ``source``,
+    ``file``, ``row`` (in the file or folder), ``where``, ``problem`` and ``position``. A source's
+    ``exclude`` takes it as it is.
+
+    Attributes:
+        total: bad samples so far over all ranks.
+
+    Args:
+        run_dir: the run folder.
+        name: the stage's name.
+        stage: its sources and limits.
+        total: see above, when a run is continued.
+    """
+
+    def __init__(self, run_dir: Path, name: str, stage: StageConfig, total: int = 0) -> None:
+        self.total = total
+        self._path = run_dir / FILE
+        self._name = name
+        self._stage = stage
+        self._sources: Sequence[SourceConfig] = stage.data
+        self._counts = _listed(self._path, name, [source.name for source in self._sources])
+
+    def note(self, bad: Sequence[BadSample], step: int) -> list[int]:
+        """List this rank's bad samples of a step; returns how many there are of each source."""
+        counts = [0] * len(self._sources)
+        if bad:
+            with self._path.open("a", encoding="utf-8") as file:
+                for sample in bad:
+                    counts[sample.source] += 1
+                    file.write(json.dumps(self._row(sample, step)) + "\n")
+        return counts
+
+    def count(self, by_source: Sequence[float], met: Callable[[], np.ndarray]) -> dict[str, Any]:
+        """Add a step's bad samples of all ranks.
+
+        Args:
+            by_source: bad samples of the step.
+            met: samples of each source so far; asked only when there are bad ones.
+
+        Returns:
+            Number and share of the bad ones of each source that has any, for metrics.jsonl. On
+            other ranks than the main one it can lack those of before a resume.
+
+        Raises:
+            ValueError: there are too many.
+        """
+        self.total += int(sum(by_source))
+        self._counts = [a + int(b) for a, b in zip(self._counts, by_source, strict=True)]
+        if not self.total:
+            return {}
+        samples = met()
+        rates = {
+            source.name: {"rows": bad, "rate": round(bad / max(1, int(number)), 6)}
+            for source, bad, number in zip(self._sources, self._counts, samples, strict=True)
+            if bad
+        }
+        self._check(int(samples.sum()), rates)
+        return rates
+
+    def _check(self, met: int, rates: dict[str, Any]) -> None:
+        fraction = self._stage.max_bad_fraction
+        allowed = max(self._stage.max_bad_samples, int((fraction or 0.0) * met))
+        if self.total <= allowed:
+            return
+        limit = f"max_bad_samples={self._stage.max_bad_samples}"
+        if fraction is not None:
+            limit += f" and max_bad_fraction={fraction} of {met} samples"
+        by_source = ", ".join(f"{name} {found['rows']}" for name, found in rates.items())
+        raise ValueError(
+            f"stage {self._name}: {self.total} bad samples ({by_source}) are more than {limit} "
+            f"allow; {self._path} lists them: mend the data, give that file to the sources as "
+            "exclude, or raise the limit"
+        )
+
+    def _row(self, sample: BadSample, step: int) -> dict[str, Any]:
+        source = self._sources[sample.source]
+        return {
+            "stage": self._name,
+            "step": step,
+            "source": source.name,
+            "file": source.path,
+            "row": sample.row,
+            "where": sample.where,
+            "problem": sample.problem,
+            "position": sample.position,
+        }
+
+
+def rewind_quarantine(run_dir: Path, stage: str, step: int) -> None:
+    """Drop what was listed after ``step`` of ``stage``; a resumed run will list it again."""
+    path = run_dir / FILE
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = _parsed(line)
+        if row is None:
+            continue  # cut off when the run was killed
+        order = STAGES.index(row["stage"]) - STAGES.index(stage)
+        if order < 0 or (order == 0 and row["step"] <= step):
+            kept.append(line + "\n")
+    new = path.with_suffix(".tmp")
+    new.write_text("".join(kept), encoding="utf-8")
+    new.replace(path)
+
+
+def _listed(path: Path, stage: str, names: Sequence[str]) -> list[int]:
+    """Rows of ``stage`` in the list, by source."""
+    counts = [0] * len(names)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for line in lines:
+        row = _parsed(line)
+        if row is not None and row["stage"] == stage and row["source"] in names:
+            counts[names.index(row["source"])] += 1
+    return counts
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None

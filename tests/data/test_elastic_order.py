@@ -1,0 +1,242 @@
+"""The same global order whatever reads it: ranks, workers, restarts, packed or not."""
+
+import json
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from coat_data.dataset import SampleDataset
+from coat_data.encode import EncodedSample, Size
+from coat_data.lengths import measure_rows
+from coat_data.loader import LoadedBatch, TrainLoader
+from coat_data.mixture import Mixture
+from coat_data.order import Bin, Cursor, deal
+from coat_data.pack import Budget, Lengths, PackedOrder
+from coat_data.sample import DataError, Sample
+
+BATCH = 6
+BUDGET = Budget(tokens=32, images=5, buffer=20, align=8)
+MIXES = pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+
+
+class Talk:
+    """Encodes sample n as n, 1 to 12 times, with 0 to 2 images of the augmentation's draw."""
+
+    def __init__(self, bad: frozenset[int] = frozenset(), unreadable: frozenset[int] = frozenset()):
+        self.bad = bad
+        self.unreadable = unreadable  # known when measured
+
+    def measure(self, sample: Sample) -> Size:
+        number = int(sample.id)
+        if number in self.unreadable:
+            raise DataError(sample.where, "no answer", "write one")
+        return Size(1 + number * 7 % 12, number % 3)
+
+    def __call__(self, sample: Sample, rng: np.random.Generator | None) -> EncodedSample:
+        number = int(sample.id)
+        length, images = self.measure(sample)
+        if number in self.bad:
+            raise DataError(sample.where, "no such file", "fix the path")
+        assert rng is not None
+        ids = torch.full((length,), number)
+        return EncodedSample(ids, ids, torch.full((images, 1, 1, 1), float(rng.random())))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[SampleDataset]:
+    talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    found = []
+    for first, size in ((100, 40), (200, 33)):
+        path = tmp_path_factory.mktemp("order") / f"{first}.json"
+        rows = [{"id": first + row, "conversations": talk} for row in range(size)]
+        path.write_text(json.dumps(rows))
+        found.append(SampleDataset(path))
+    return found
+
+
+def lengths_of(sources: list[SampleDataset], encoder: Talk, num_workers: int = 0) -> Lengths:
+    sizes = [
+        np.concatenate(
+            list(
+                measure_rows(
+                    source,
+                    encoder.measure,
+                    range(len(source)),
+                    num_workers=num_workers,
+                    skip_bad=True,
+                )
+            )
+        )
+        for source in sources
+    ]
+    return Lengths([size[:, 0] for size in sizes], [size[:, 1] for size in sizes])
+
+
+def loader(
+    sources: list[SampleDataset],
+    packed: bool,
+    encoder: Talk | None = None,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    num_workers: int = 0,
+    micro: int = 1,
+    budget: Budget = BUDGET,
+) -> TrainLoader:
+    encoder = encoder or Talk()
+    mixture = Mixture([len(source) for source in sources], [2.0, 1.0], [None, None], seed=3)
+    order = None
+    if packed:
+        order = PackedOrder(mixture, lengths_of(sources, encoder), budget, BATCH, seed=7)
+    return TrainLoader(
+        sources,
+        mixture,
+        encoder,
+        batch_size=BATCH,
+        micro_batch_size=micro,
+        rank=rank,
+        world_size=world,
+        num_workers=num_workers,
+        seed=7,
+        replace_bad=True,
+        pad_token_id=0,
+        packing=order,
+    )
+
+
+def samples_of(loaded: LoadedBatch) -> list[tuple[int, int]]:
+    """(number, tokens) of each sample of a micro-batch, packed or padded."""
+    batch = loaded.batch
+    bounds = batch.get("cu_seq_lens_q")
+    if bounds is None:
+        rows = [row[row > 0] for row in batch["input_ids"]]
+    else:
+        rows = list(batch["input_ids"][0].tensor_split(bounds[1:-1].long()))
+        rows = [row for row in rows if row[0]]
+    assert all(len(set(row.tolist())) == 1 for row in rows)
+    return [(int(row[0]), len(row)) for row in rows]
+
+
+def content(micro_batches: list[LoadedBatch]) -> tuple[Counter[tuple[int, int]], list[float], int]:
+    """Samples, augmentations and bad samples of a step, in no order."""
+    samples = Counter(item for loaded in micro_batches for item in samples_of(loaded))
+    pixels = sorted(x for m in micro_batches for x in m.batch["pixel_values"].flatten().tolist())
+    return samples, pixels, sum(len(loaded.bad) for loaded in micro_batches)
+
+
+def steps(
+    sources: list[SampleDataset],
+    packed: bool,
+    start: Cursor,
+    number: int,
+    *,
+    world: int = 1,
+    **options: Any,
+) -> tuple[list[Any], Cursor]:
+    """The content of global steps, put together from all ranks, and the cursor after them."""
+    loaders = [loader(sources, packed, rank=rank, world=world, **options) for rank in range(world)]
+    ranks = []
+    for one in loaders:
+        stream = one.steps(start)
+        ranks.append(list(islice(stream, number)))
+        stream.close()
+    for _ in range(number):
+        _, start = loaders[0].order.step(start)
+    return [content([m for rank in ranks for m in rank[step]]) for step in range(number)], start
+
+
+@MIXES
+def test_one_two_three_ranks_and_zero_to_four_workers_continue_one_order(
+    sources: list[SampleDataset], packed: bool
+) -> None:
+    talk = Talk(bad=frozenset({103, 110, 204, 215}), unreadable=frozenset({107, 220}))
+    straight, end = steps(sources, packed, Cursor(), 12, encoder=talk)
+    found, cursor = [], Cursor()
+    for world, num_workers, number in ((1, 0, 4), (2, 1, 5), (3, 4, 3)):
+        cursor = Cursor(*json.loads(json.dumps(cursor)))  # as a checkpoint keeps it
+        part, cursor = steps(
+            sources, packed, cursor, number, world=world, num_workers=num_workers, encoder=talk
+        )
+        found += part
+    assert found == straight
+    assert cursor == end
+    assert sum(bad for _, _, bad in found) > 0
+    assert len(json.dumps(cursor)) < 20
+
+
+@MIXES
+def test_an_epoch_has_each_row_as_often_as_the_mixture_says(
+    sources: list[SampleDataset], packed: bool
+) -> None:
+    """Neither lost nor repeated, over all bins of whole epochs."""
+    one = loader(sources, packed)
+    cursor, seen = Cursor(), Counter()
+    while cursor.position < 3 * 113:
+        bins, cursor = one.order.step(cursor)
+        seen.update(position for bin in bins for position in bin.positions)
+    used = [p for p in seen if p < 3 * 113]
+    assert sorted(used) == list(range(3 * 113))
+    assert set(seen.values()) == {1}
+    assert one.order.met(Cursor(3 * 113)).tolist() == [3 * 80, 3 * 33]
+
+
+def test_what_was_met_is_counted_inside_a_window(sources: list[SampleDataset]) -> None:
+    one = loader(sources, True)
+    mixture = Mixture([40, 33], [2.0, 1.0], [None, None], seed=3)
+    cursor, seen = Cursor(), Counter()
+    for _ in range(9):
+        bins, cursor = one.order.step(cursor)
+        seen.update(mixture.locate(p)[0] for bin in bins for p in bin.positions)
+        assert one.order.met(cursor).tolist() == [seen[0], seen[1]]
+    assert cursor.bins > 0
+
+
+def test_bins_hold_both_budgets_also_after_replacements(sources: list[SampleDataset]) -> None:
+    talk = Talk(bad=frozenset(range(100, 140, 3)), unreadable=frozenset({101, 202, 230}))
+    replaced = 0
+    for loaded in (
+        m for step in islice(loader(sources, True, talk).steps(Cursor()), 15) for m in step
+    ):
+        batch = loaded.batch
+        bounds = batch.get("cu_seq_lens_q", torch.empty(0)).tolist()
+        assert batch["input_ids"].shape == (1, bounds[-1])
+        assert bounds[-1] % 8 == 0
+        assert int(batch["attention_mask"].sum()) <= 32
+        assert len(batch["pixel_values"]) <= 5
+        assert batch.get("max_length_q") == max(np.diff(bounds))
+        assert (batch["labels"][0, bounds[:-1]] == -100).all()
+        assert not {number for number, _ in samples_of(loaded)} & (talk.bad | talk.unreadable)
+        replaced += len(loaded.bad)
+    assert replaced > 10
+
+
+def test_measuring_in_workers_gives_the_same(sources: list[SampleDataset]) -> None:
+    talk = Talk(unreadable=frozenset({105}))
+    here, there = lengths_of(sources, talk), lengths_of(sources, talk, num_workers=2)
+    for a, b in zip(here.tokens + here.images, there.tokens + there.images, strict=True):
+        assert (a == b).all()
+    assert here.of(0, 5) == (0, 0)
+    assert here.of(1, 1) == (1 + 201 * 7 % 12, 0)
+    odd = range(1, 40, 2)  # a rank's share
+    (own,) = measure_rows(sources[0], talk.measure, odd, skip_bad=True)
+    assert (own[:, 0] == here.tokens[0][1::2]).all()
+    with pytest.raises(DataError, match=r"100\.json:5: no answer"):
+        list(measure_rows(sources[0], talk.measure, range(40), num_workers=1))
+    with pytest.raises(DataError, match=r"100\.json:1: 2 images are more than packing.images=1"):
+        list(measure_rows(sources[0], talk.measure, range(40), max_images=1))
+
+
+def test_ranks_of_a_micro_step_are_dealt_alike_images() -> None:
+    images = [9, 0, 0, 8, 1, 1, 5, 4]
+    bins = [Bin((n,), 100 - n, count) for n, count in enumerate(images)]
+    dealt = deal(bins, micro_batch_size=2, world_size=2)
+    loads = [[sum(bin.images for bin in rank) for rank in step] for step in dealt]
+    # 9 8 5 4: nine and four against eight and five; then 1 1 0 0
+    assert loads == [[13, 13], [1, 1]]
+    assert sorted(p for step in dealt for rank in step for bin in rank for p in bin.positions) == [
+        *range(8)
+    ]

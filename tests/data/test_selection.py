@@ -1,0 +1,119 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coat_data.dataset import SampleDataset
+from coat_data.sample import DataError
+from coat_data.selection import (
+    SelectedRows,
+    original_row,
+    parse_select,
+    read_quarantine,
+    select_rows,
+    without,
+)
+
+
+@pytest.mark.parametrize(
+    ("select", "rows"),
+    [
+        (None, range(40)),
+        ("first 3", range(3)),
+        ("last 3", range(37, 40)),
+        ("first 12.5%", range(5)),
+        ("last 5%", range(38, 40)),
+        ("random 100%", range(40)),
+    ],
+)
+def test_what_is_selected(select: str | None, rows: range) -> None:
+    assert select_rows(40, select, 0, "a").tolist() == list(rows)
+
+
+def test_random_rows_depend_on_seed_and_name_alone() -> None:
+    chosen = select_rows(1000, "random 10%", 0, "a")
+    assert len(set(chosen.tolist())) == 100
+    assert (np.diff(chosen) > 0).all()
+    assert abs(chosen.mean() - 500) < 100
+    assert (select_rows(1000, "random 100", 0, "a") == chosen).all()
+    assert set(select_rows(1000, "random 10%", 1, "a")) != set(chosen)
+    assert set(select_rows(1000, "random 10%", 0, "b")) != set(chosen)
+
+
+@pytest.mark.parametrize(
+    ("select", "message"),
+    [
+        ("first 41", r"a: select='first 41' is 41 of its 40 rows"),
+        ("random 1%", r"is 0 of its 40 rows; choose 1 to 40 rows"),
+        ("some 3", "write first, last or random"),
+        ("first", "write first, last or random"),
+        ("first 0", "above 0"),
+        ("first 1.5", "a whole number of rows"),
+        ("last 101%", "at most 100%"),
+    ],
+)
+def test_selections_that_make_no_sense(select: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        select_rows(40, select, 0, "a")
+
+
+def test_the_grammar() -> None:
+    assert parse_select(" random 2.5% ") == ("random", 2.5, True)
+    assert parse_select("first 1000") == ("first", 1000.0, False)
+
+
+def test_selected_rows_are_the_datasets(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    path.write_text(json.dumps([{"id": row, "conversations": talk} for row in range(9)]))
+    dataset = SampleDataset(path)
+    rows = SelectedRows(dataset, without(np.array([1, 4, 5, 8]), {5, 7}))
+    assert [rows[index].id for index in range(len(rows))] == ["1", "4", "8"]
+    assert (rows.name, original_row(rows, 2), original_row(dataset, 2)) == ("a", 8, 2)
+    with pytest.raises(IndexError, match="row 3 of 3 selected rows"):
+        _ = rows[3]
+
+
+def listed(tmp_path: Path, *rows: Any) -> Path:
+    path = tmp_path / "bad_samples.jsonl"
+    path.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    )
+    return path
+
+
+def test_a_quarantine_file_excludes_the_rows_of_its_source(tmp_path: Path) -> None:
+    path = listed(
+        tmp_path,
+        {"source": "a", "file": "elsewhere/a.json", "row": 3},
+        {"source": "b", "file": "b.json", "row": 5},
+        {"source": "a", "file": "a.json", "row": 3},
+        {"source": "a", "file": "a.json", "row": 8},
+    )
+    assert read_quarantine(path, "a", "data/a.json", 9) == {3, 8}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"source": "b", "file": "b.json", "row": 5},
+            r"lists no row of source 'a', only of \['b'\]",
+        ),
+        ({"source": "a", "file": "x.json", "row": 5}, r"jsonl:0: row 5 of x.json is not of source"),
+        ({"source": "a", "file": "a.json", "row": 9}, r"jsonl:0: row 9 of a.json is not of source"),
+        ({"source": "a", "row": 9}, r"jsonl:0: not a line of bad_samples.jsonl \(KeyError: 'file'"),
+        ("{cut", r"jsonl:0: not a line of bad_samples.jsonl \(JSONDecodeError"),
+        ("", r"jsonl:0: not a line"),
+    ],
+)
+def test_a_list_of_something_else_is_refused(tmp_path: Path, row: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_quarantine(listed(tmp_path, row), "a", "a.json", 9)
+
+
+def test_a_list_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.jsonl: cannot be read: No such file"):
+        read_quarantine(tmp_path / "none.jsonl", "a", "a.json", 9)

@@ -1,0 +1,154 @@
+"""The verifier passes every template and tokenizer, and sees each kind of wrong mask."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from coat_data.chat import get_template
+from coat_data.dataset import SampleDataset
+from coat_data.encode import IGNORE_INDEX, Encoder
+from coat_data.image import ImageTransform
+from coat_data.sample import DataError, Part, Sample, Turn
+from coat_data.verify import check_labels, synthetic_conversations, verify_rows, verify_template
+
+Break = Callable[[list[int], list[int], Encoder], None]
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerFast, template: str) -> Encoder:
+    return Encoder(
+        tokenizer,
+        get_template(template, tokenizer),
+        ImageTransform(8, (0.5,) * 3, (0.5,) * 3),
+        tokens_per_image=4,
+        image_token_id=cast(int, tokenizer.convert_tokens_to_ids("<image>")),
+    )
+
+
+def templates_of(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    own = ["chatml"] if tokenizer.eos_token == "<|im_end|>" else []
+    return ["plain", "vicuna_v1", "tokenizer", *own]
+
+
+def test_every_template_trains_exactly_the_answers(tokenizer: PreTrainedTokenizerFast) -> None:
+    """On every conversation of the check, with byte-level and SentencePiece-like tokenizers."""
+    for template in templates_of(tokenizer):
+        verify_template(encoder_of(tokenizer, template))
+
+
+def test_the_conversations_are_those_that_have_broken_masks() -> None:
+    said = [turn.text for sample in synthetic_conversations() for turn in sample.turns]
+    assert "" in said
+    for needle in ("\n\n", "\n", "<image>", "</s>", "<|im_end|>", "\u4f60", "\U0001f600"):
+        assert any(needle in text for text in said)
+    assert all(sample.media for sample in synthetic_conversations())
+
+
+def conversation() -> Sample:
+    words = [("user", "Read it."), ("assistant", "One.\nTwo."), ("user", ""), ("assistant", "42")]
+    turns = tuple(Turn(role, (Part("text", text),)) for role, text in words)  # pyright: ignore[reportArgumentType]
+    return Sample(id="x", turns=turns, source="rows.json", row=7)
+
+
+def first_newline_masked(ids: list[int], labels: list[int], encoder: Encoder) -> None:
+    """VILA's: the first line break inside an answer is taken for the template's."""
+    newline = encoder.pieces.text("\n")[-1]
+    place = next(i for i, label in enumerate(labels) if label == newline)
+    labels[place] = IGNORE_INDEX
+
+
+def separator_trained(ids: list[int], labels: list[int], encoder: Encoder) -> None:
+    """And the line break behind the end token is trained."""
+    last = max(i for i, label in enumerate(labels) if label != IGNORE_INDEX)
+    labels[last + 1] = ids[last + 1]
+
+
+def end_not_trained(ids: list[int], labels: list[int], encoder: Encoder) -> None:
+    last = max(i for i, label in enumerate(labels) if label != IGNORE_INDEX)
+    labels[last] = IGNORE_INDEX
+
+
+def question_trained(ids: list[int], labels: list[int], encoder: Encoder) -> None:
+    first = min(i for i, label in enumerate(labels) if label != IGNORE_INDEX)
+    labels[first - 1] = ids[first - 1]
+
+
+def shifted(ids: list[int], labels: list[int], encoder: Encoder) -> None:
+    labels[:] = [*labels[1:], IGNORE_INDEX]
+
+
+def all_masked(ids: list[int], labels: list[int], encoder: Encoder) -> None:
+    labels[:] = [IGNORE_INDEX] * len(labels)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "message"),
+    [
+        (first_newline_masked, r"of answer 0 the labels train 'One\.Two\.<\|im_end\|>', expected "
+         r"'One\.\\nTwo\.<\|im_end\|>'"),
+        (separator_trained, r"besides its answers the labels train '\\n'"),
+        (end_not_trained, r"of answer 1 the labels train '42', expected '42<\|im_end\|>'"),
+        (question_trained, r"of answer 0 the labels train '\\nOne\."),
+        (shifted, r"token \d+ has id \d+, but its label is \d+"),
+        (all_masked, r"of answer 0 the labels train ''"),
+    ],
+)  # fmt: skip
+def test_a_wrong_mask_is_named_with_its_row(
+    make_tokenizer: Callable[[str], PreTrainedTokenizerFast], breaks: Break, message: str
+) -> None:
+    encoder = encoder_of(make_tokenizer("qwen2"), "chatml")
+    ids, labels = encoder.layout(conversation())
+    check_labels(conversation(), ids, labels, encoder)
+    breaks(ids, labels, encoder)
+    with pytest.raises(DataError, match=r"rows\.json:7: the label mask is wrong: .*" + message):
+        check_labels(conversation(), ids, labels, encoder)
+
+
+def test_the_first_rows_of_every_source_are_checked(
+    make_tokenizer: Callable[[str], PreTrainedTokenizerFast],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a\nb"}]
+    rows = [{"conversations": talk} for _ in range(5)]
+    rows[1] = {"conversations": talk[:1]}  # bad: left to the loader
+    sources = []
+    for name in ("a", "b"):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(rows))
+        sources.append(SampleDataset(path))
+    encoder = encoder_of(make_tokenizer("llama2_first"), "vicuna_v1")
+    assert verify_rows(sources, encoder, rows_per_source=3) == 4
+    original = encoder.layout
+
+    def broken(sample: Sample) -> tuple[list[int], list[int]]:
+        ids, labels = original(sample)
+        if sample.where.endswith("b.json:2"):
+            end_not_trained(ids, labels, encoder)
+        return ids, labels
+
+    monkeypatch.setattr(encoder, "layout", broken)
+    assert verify_rows(sources, encoder, rows_per_source=2) == 2
+    with pytest.raises(DataError, match=r"b\.json:2: the label mask is wrong"):
+        verify_rows(sources, encoder, rows_per_source=3)
+
+
+def test_the_check_needs_no_long_context(
+    make_tokenizer: Callable[[str], PreTrainedTokenizerFast],
+) -> None:
+    """A model whose rows are short would refuse the conversations themselves."""
+    tokenizer = make_tokenizer("qwen2")
+    encoder = Encoder(
+        tokenizer,
+        get_template("chatml", tokenizer),
+        ImageTransform(8, (0.5,) * 3, (0.5,) * 3),
+        tokens_per_image=4,
+        image_token_id=cast(int, tokenizer.convert_tokens_to_ids("<image>")),
+        max_length=8,
+    )
+    verify_template(encoder)
+    with pytest.raises(DataError, match=r"rows\.json:7: \d+ tokens .* more than max_length=8"):
+        encoder.measure(conversation())

@@ -1,0 +1,150 @@
+"""Training with packing as users start it: ranks, resume, bad rows."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from coat_vlm.train.checkpoint import latest_checkpoint, read_progress
+
+MODEL = {
+    "vision": {
+        "config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "image_size": 16,
+            "patch_size": 4,
+        },
+        "select_layer": -1,
+    },
+    "language": {
+        "config": {
+            "model_type": "qwen2",
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "intermediate_size": 64,
+            "max_position_embeddings": 128,
+        }
+    },
+    "tokenizer": {"train_vocab_size": 280},
+    "max_length": 128,
+}
+
+
+def packed_recipe(folder: Path, output_dir: Path, **stage: Any) -> dict[str, Any]:
+    trains = {"train": True, "lr": 3e-3}
+    return {
+        "name": "packed",
+        "output_dir": str(output_dir),
+        "precision": "fp32",
+        "num_workers": 0,
+        "tracking": {"tensorboard": False},
+        "model": MODEL,
+        "stages": {
+            "sft": {
+                "data": [{"name": "tiny", "path": str(folder / "data.json")}],
+                "vision": trains,
+                "projector": trains,
+                "language": trains,
+                "batch_size": 6,
+                "micro_batch_size": 1,
+                "packing": {"tokens": 192, "images": 3, "align": 32},
+                "max_steps": 5,
+                **stage,
+            }
+        },
+    }
+
+
+def train(recipe: dict[str, Any], folder: Path, *options: str, ranks: int = 1) -> Any:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    launcher = ["-m", "coat_vlm.cli"]
+    if ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        launcher = [*torchrun, *launcher]
+    return subprocess.run(
+        [sys.executable, *launcher, "train", str(path), *options],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def step_rows(run: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed_one_rank")
+    done = train(packed_recipe(tiny_data, folder / "run", save_every_steps=3), folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "rows of 192 tokens" in done.stderr + done.stdout
+    assert "images in a row" in done.stderr + done.stdout
+    return folder / "run"
+
+
+def test_two_ranks_train_the_samples_of_one(
+    one_rank: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """ZeRO-3, and micro-steps in which one rank's rows have no image."""
+    recipe = {**packed_recipe(tiny_data, tmp_path / "run"), "zero_stage": 3, "num_workers": 1}
+    done = train(recipe, tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    wanted, found = step_rows(one_rank), step_rows(tmp_path / "run")
+    for name in ("samples", "tokens", "trained_tokens", "packing_fill"):
+        assert [row[name] for row in found] == [row[name] for row in wanted]
+    assert [row["loss"] for row in found] == pytest.approx([r["loss"] for r in wanted], rel=2e-5)
+    assert min(row["samples"] for row in found) > 6
+
+
+def test_a_packed_run_resumes_from_its_cursor(one_rank: Path) -> None:
+    """With worker processes that the first part did not have."""
+    whole = step_rows(one_rank)
+    checkpoints = one_rank / "sft" / "checkpoints"
+    (one_rank / "sft" / "model" / "manifest.json").unlink()
+    (checkpoints / "step-00000005" / "manifest.json").unlink()
+    newest = latest_checkpoint(checkpoints)
+    assert newest is not None
+    assert read_progress(newest).step == 3
+    saved = json.loads((newest / "trainer.json").read_text())["cursor"]
+    assert len(saved) == 2
+    done = train(
+        yaml.safe_load((one_rank / "recipe.yaml").read_text()) | {"num_workers": 2},
+        one_rank.parent,
+        "--resume",
+        "auto",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [row["loss"] for row in step_rows(one_rank)] == [row["loss"] for row in whole]
+
+
+def test_bad_rows_are_replaced_listed_and_counted(tiny_data: Path, tmp_path: Path) -> None:
+    rows = json.loads((tiny_data / "data.json").read_text())
+    for number in (4, 7):
+        rows[number]["image"] = "missing.png"
+    (tmp_path / "bad.json").write_text(json.dumps(rows))
+    source = {"name": "bad", "path": str(tmp_path / "bad.json"), "media_root": str(tiny_data)}
+    good = {"name": "good", "path": str(tiny_data / "data.json"), "select": "random 50%"}
+    recipe = packed_recipe(tiny_data, tmp_path / "run", data=[source, good], max_bad_samples=9)
+    done = train(recipe, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = step_rows(tmp_path / "run")[-1]
+    listed = [json.loads(line) for line in (tmp_path / "run/bad_samples.jsonl").open()]
+    assert {row["row"] for row in listed} <= {4, 7}
+    assert last["bad_samples"] == last["bad_by_source"]["bad"]["rows"] == len(listed) > 0
+    met = round(len(listed) / last["bad_by_source"]["bad"]["rate"])
+    assert 0 < met < sum(row["samples"] for row in step_rows(tmp_path / "run"))
+    assert "good" not in last["bad_by_source"]

@@ -1,0 +1,119 @@
+"""A packed batch trains what its samples train in a padded one: loss and gradients."""
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from coat_data.chat import get_template
+from coat_data.collate import Batch, collate, collate_packed
+from coat_data.encode import EncodedSample, Encoder
+from coat_data.image import ImageTransform
+from coat_data.sample import Media, Part, Sample, Turn
+from coat_vlm.model.packed_attention import PACKED
+from coat_vlm.train.loop import _trained  # pyright: ignore[reportPrivateUsage]
+
+IMAGES = (1, 0, 2, 0, 1)
+
+
+def picture(number: int) -> Media:
+    pixels = np.random.default_rng(number).integers(0, 256, (28, 28, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return Media(kind="image", path=f"{number}.png", data=file.getvalue())
+
+
+def encoded(tiny: Any, tokenizer: Any, model: Any) -> list[EncodedSample]:
+    """Five conversations with 0 to 2 images each; without one, an answer comes first."""
+    encoder = Encoder(
+        tokenizer,
+        get_template("plain", tokenizer),
+        ImageTransform(28, (0.5,) * 3, (0.5,) * 3),
+        tokens_per_image=model.config.tokens_per_image,
+        image_token_id=model.config.image_token_id,
+    )
+    found = []
+    for number, count in enumerate(IMAGES):
+        words = " ".join(f"w{(7 * number + word) % 50 + 1}" for word in range(2 + 3 * number))
+        turns = (
+            Turn("user", (Part("image"),) * count + (Part("text", "w3"),)),
+            Turn("assistant", (Part("text", words),)),
+        )
+        media = tuple(picture(10 * number + place) for place in range(count))
+        sample = Sample(id=str(number), turns=turns, media=media)
+        size = encoder.measure(sample)
+        found.append(encoder(sample))
+        assert size == (len(found[-1].input_ids), len(found[-1].pixel_values))
+    return found
+
+
+def loss_and_gradients(model: Any, batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
+    """As the training loop: the summed loss over the trained tokens of all micro-batches."""
+    model.zero_grad(set_to_none=True)
+    divisor, total = sum(map(_trained, batches)), 0.0
+    for batch in batches:
+        loss = model(**batch, num_items_in_batch=divisor).loss
+        loss.backward()
+        total += loss.item()
+    return total, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_packed_rows_train_what_padded_rows_train(
+    tiny: Any, tiny_tokenizer: Any, family: str
+) -> None:
+    model = tiny.model(language=tiny.language(family)).train()
+    samples = encoded(tiny, tiny_tokenizer, model)
+    padded = [collate(part, pad_token_id=0) for part in (samples[:3], samples[3:])]
+    wanted, wanted_gradients = loss_and_gradients(model, padded)
+    model.language_model.set_attn_implementation(PACKED)
+    # Two packed rows of other samples than the padded batches hold, one without an image.
+    packed = [
+        collate_packed([samples[i] for i in part], pad_token_id=0, align=32)
+        for part in ((4, 0, 2), (1, 3))
+    ]
+    assert sum(map(_trained, packed)) == sum(map(_trained, padded))
+    assert all(batch["input_ids"].shape[1] % 32 == 0 for batch in packed)
+    assert any((batch["attention_mask"] == 0).any() for batch in packed)
+    loss, gradients = loss_and_gradients(model, packed)
+    assert loss == pytest.approx(wanted, rel=1e-5)
+    assert gradients.keys() == wanted_gradients.keys()
+    assert any("vision_tower" in name for name in gradients)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted_gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_no_image_is_needed_and_every_module_takes_part(tiny: Any, tiny_tokenizer: Any) -> None:
+    """Else a rank whose rows have no image would leave the others waiting under ZeRO."""
+    model = tiny.model().train()
+    samples = encoded(tiny, tiny_tokenizer, model)
+    model.language_model.set_attn_implementation(PACKED)
+    batch = collate_packed([samples[1], samples[3]], pad_token_id=0, align=32)
+    assert len(batch["pixel_values"]) == 0
+    _, gradients = loss_and_gradients(model, [batch])
+    assert all(not g.any() for n, g in gradients.items() if "vision_tower" in n)
+    parts = {name.split(".")[0] for name in gradients}
+    assert parts == {"vision_tower", "projector", "language_model"}
+
+
+def test_the_layout_of_a_packed_row() -> None:
+    """By hand: 3 and 2 tokens, filled up to 8; nobody predicts a first token."""
+    empty = torch.empty(0, 3, 1, 1)
+    samples = [
+        EncodedSample(torch.tensor([5, 6, 7]), torch.tensor([5, 6, -100]), empty),
+        EncodedSample(torch.tensor([8, 9]), torch.tensor([-100, 9]), empty),
+    ]
+    batch = collate_packed(samples, pad_token_id=1, align=8)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 1, 1, 1]]
+    assert batch["labels"].tolist() == [[-100, 6, -100, -100, 9, -100, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]]
+    assert batch.get("cu_seq_lens_q", torch.empty(0)).tolist() == [0, 3, 5, 8]
+    assert batch.get("max_length_q") == 3
+    exact = collate_packed(samples, pad_token_id=1, align=5)
+    assert exact.get("cu_seq_lens_q", torch.empty(0)).tolist() == [0, 3, 5]
+    with pytest.raises(ValueError, match="at least one sample"):
+        collate_packed([], pad_token_id=0, align=8)

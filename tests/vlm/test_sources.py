@@ -1,0 +1,175 @@
+"""Sources of a recipe: selection and exclusion; bad rows counted and limited; the recipe's keys."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from coat_data.batches import BadSample
+from coat_data.sample import DataError
+from coat_vlm.config import SourceConfig, StageConfig
+from coat_vlm.recipe_file import load_recipe
+from coat_vlm.train.quarantine import Quarantine, rewind_quarantine
+from coat_vlm.train.sources import open_source
+
+TALK = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"id": row, "conversations": TALK} for row in range(20)]))
+    return path
+
+
+def stage_of(**changes: Any) -> StageConfig:
+    sources = [SourceConfig(name=name, path=f"data/{name}.json") for name in ("a", "b")]
+    trains: Any = {"train": True, "lr": 1e-3}
+    settings: dict[str, Any] = {"max_steps": 1, "batch_size": 4, "micro_batch_size": 1, **changes}
+    return StageConfig(data=sources, language=trains, **settings)
+
+
+def bad(source: int, row: int) -> BadSample:
+    return BadSample(where=f"x.json:{row}", problem="p", position=row, source=source, row=row)
+
+
+def test_a_runs_list_of_bad_rows_excludes_them_from_the_next(file: Path, tmp_path: Path) -> None:
+    quarantine = Quarantine(tmp_path, "sft", stage_of(max_bad_samples=9))
+    assert quarantine.note([bad(0, 3), bad(1, 4), bad(0, 17)], step=1) == [2, 1]
+    chosen: dict[str, Any] = {"name": "a", "path": str(file)}
+    listed = str(tmp_path / "bad_samples.jsonl")
+    rows = open_source(SourceConfig(**chosen, exclude=listed), seed=0)
+    kept = [number for number in range(20) if number not in (3, 17)]
+    assert [int(rows[index].id) for index in range(len(rows))] == kept
+    # Selected first: excluding rows does not change which others take part.
+    rows = open_source(SourceConfig(**chosen, exclude=listed, select="first 5"), seed=0)
+    assert [int(rows[index].id) for index in range(len(rows))] == [0, 1, 2, 4]
+    with pytest.raises(DataError, match="lists no row of source 'c', only of \\['a', 'b'\\]"):
+        open_source(SourceConfig(name="c", path=str(file), exclude=listed), seed=0)
+    (tmp_path / "one.jsonl").write_text('{"source": "a", "file": "a.json", "row": 0}\n')
+    nothing: dict[str, Any] = {"exclude": str(tmp_path / "one.jsonl"), "select": "first 1"}
+    with pytest.raises(ValueError, match="a: all of its selected rows are excluded"):
+        open_source(SourceConfig(**chosen, **nothing), seed=0)
+
+
+def test_a_random_selection_has_the_recipes_seed_or_its_own(file: Path) -> None:
+    def ids(recipe_seed: int, **own: Any) -> set[str]:
+        source = SourceConfig(name="a", path=str(file), select="random 50%", **own)
+        rows = open_source(source, recipe_seed)
+        return {rows[index].id for index in range(len(rows))}
+
+    assert len(ids(0)) == 10
+    assert ids(0) != ids(1)
+    assert ids(0, seed=5) == ids(1, seed=5) == ids(5)
+
+
+def met(*counts: int) -> Any:
+    return lambda: np.array(counts)
+
+
+def test_bad_rows_are_counted_by_source(tmp_path: Path) -> None:
+    quarantine = Quarantine(tmp_path, "sft", stage_of(max_bad_samples=9))
+    assert quarantine.count([0.0, 0.0], met()) == {}
+    assert quarantine.count([0.0, 2.0], met(30, 10)) == {"b": {"rows": 2, "rate": 0.2}}
+    rates = quarantine.count([1.0, 1.0], met(40, 20))
+    assert rates == {"a": {"rows": 1, "rate": 0.025}, "b": {"rows": 3, "rate": 0.15}}
+    assert quarantine.total == 4
+
+
+@pytest.mark.parametrize(
+    ("limits", "counts"),
+    [
+        ({"max_bad_samples": 3}, [True, False]),
+        # 4 of 40 are a tenth; 4 of 39 are more
+        ({"max_bad_samples": 2, "max_bad_fraction": 0.1}, [True, True, False]),
+    ],
+)
+def test_too_many_stop_the_run(
+    tmp_path: Path, limits: dict[str, float], counts: list[bool]
+) -> None:
+    quarantine = Quarantine(tmp_path, "sft", stage_of(**limits))
+    seen = [(2.0, met(5, 0)), (2.0, met(30, 10)), (0.0, met(30, 9))]
+    for allowed, (number, so_far) in zip(counts, seen, strict=False):
+        if allowed:
+            quarantine.count([number, 0.0], so_far)
+        else:
+            with pytest.raises(ValueError, match=r"4 bad samples \(a 4\) are more than max_bad"):
+                quarantine.count([number, 0.0], so_far)
+
+
+def test_a_resumed_run_counts_what_was_listed_before_its_checkpoint(tmp_path: Path) -> None:
+    first = Quarantine(tmp_path, "sft", stage_of(max_bad_samples=9))
+    for step, rows in ((1, [bad(0, 1)]), (2, [bad(1, 2)]), (3, [bad(1, 3), bad(0, 4)])):
+        first.note(rows, step)
+    Quarantine(tmp_path, "pretrain", stage_of(max_bad_samples=9)).note([bad(0, 9)], 8)
+    path = tmp_path / "bad_samples.jsonl"
+    path.write_text(path.read_text() + '{"stage": "sft", "st')  # cut off
+    rewind_quarantine(tmp_path, "sft", 2)
+    listed = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["stage"], row["row"]) for row in listed] == [
+        ("sft", 1),
+        ("sft", 2),
+        ("pretrain", 9),
+    ]
+    again = Quarantine(tmp_path, "sft", stage_of(max_bad_samples=9), total=2)
+    assert again.count([0.0, 0.0], met(10, 10)) == {
+        "a": {"rows": 1, "rate": 0.1},
+        "b": {"rows": 1, "rate": 0.1},
+    }
+
+
+def recipe_with(tmp_path: Path, source: dict[str, Any], **stage: Any) -> Path:
+    trains = {"train": True, "lr": 1e-3}
+    recipe = {
+        "name": "r",
+        "output_dir": "out",
+        "model": {
+            "vision": {"name_or_path": "v"},
+            "language": {"name_or_path": "l"},
+            "max_length": 1000,
+        },
+        "stages": {
+            "sft": {
+                "data": [{"name": "a", "path": "a.json", **source}],
+                "language": trains,
+                "batch_size": 1,
+                "micro_batch_size": 1,
+                "max_steps": 1,
+                **stage,
+            }
+        },
+    }
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("source", "stage", "message"),
+    [
+        ({"select": "some"}, {}, "should match pattern"),
+        ({"seed": 1}, {}, "seed=1 has no effect without select: random"),
+        ({"seed": 1, "select": "first 3"}, {}, "seed=1 has no effect"),
+        ({}, {"max_bad_fraction": 0.1}, "max_bad_fraction needs max_bad_samples"),
+        ({}, {"packing": {"tokens": 512}}, "packing.tokens=512 is less than model.max_length=1000"),
+        ({}, {"packing": {"tokens": 1100}}, "choose 1152, say"),
+        ({}, {"packing": {"buffer": 1001}}, "less than or equal to 1000"),
+        ({}, {"packing": {"budget": 1}}, "unknown key; did you mean stages.sft.packing.buffer"),
+        ({}, {"packing": "yes"}, "packing"),
+    ],
+)
+def test_keys_that_make_no_sense(
+    tmp_path: Path, source: dict[str, Any], stage: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_recipe(str(recipe_with(tmp_path, source, **stage)))
+
+
+def test_packing_is_switched_on_with_true(tmp_path: Path) -> None:
+    packing = load_recipe(str(recipe_with(tmp_path, {}, packing=True))).stages["sft"].packing
+    assert packing is not None
+    assert packing.row_tokens(1000) == 1024
+    assert load_recipe(str(recipe_with(tmp_path, {}, packing=False))).stages["sft"].packing is None
