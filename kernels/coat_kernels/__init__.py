@@ -11,7 +11,7 @@ from coat_kernels.activation import (
     activation_recompute,
 )
 from coat_kernels.activation_gradient import activation_bwd
-from coat_kernels.adamw import GROUP, adamw_step, new_moment
+from coat_kernels.adamw import CODECS, GROUP, adamw_step, decode_moment, encode_moment, new_moment
 from coat_kernels.codes import dequantize_tensor, transpose_codes
 from coat_kernels.formats import (
     E4M3,
@@ -42,6 +42,7 @@ from coat_kernels.rows import dequantize_rows, quantize_rows
 
 __all__ = [
     "ACTIVATIONS",
+    "CODECS",
     "E4M3",
     "E5M2",
     "GEMM_MULTIPLE",
@@ -60,9 +61,11 @@ __all__ = [
     "activation_fwd",
     "activation_recompute",
     "adamw_step",
+    "decode_moment",
     "dequantize_group",
     "dequantize_rows",
     "dequantize_tensor",
+    "encode_moment",
     "new_moment",
     "norm_bwd",
     "norm_fwd",

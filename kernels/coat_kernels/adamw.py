@@ -36,6 +36,11 @@ from coat_kernels.tile import magnitude_bits
 
 GROUPS_PER_PROGRAM = 16
 
+CODECS = ("dre_e4m3", "released")
+"""How moments can be stored."""
+
+Moment = tuple[Tensor, Tensor, Tensor]
+
 
 @triton.jit
 def _decode(q_ptr, amax_ptr, k_ptr, o, mask, o_g, m_g):
@@ -137,6 +142,43 @@ def new_moment(p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q = torch.zeros_like(p, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
     amax = torch.zeros(groups, dtype=torch.float32, device=p.device)
     return q, amax, torch.ones_like(amax)
+
+
+def encode_moment(values: Tensor, codec: str = "dre_e4m3", *, second: bool = False) -> Moment:
+    """A moment as it is stored, from its values.
+
+    Args:
+        values: FP32, BF16 or FP16, any shape; non-negative for a second moment.
+        codec: a name in :data:`CODECS`.
+        second: the second moment; codecs may store it otherwise than the first.
+
+    Returns:
+        Codes of the values' shape, then per group of 128 its metadata.
+
+    Raises:
+        ValueError: there is no such codec.
+    """
+    _check_codec(codec)
+    return reference_adamw.encode(values, codec == "released")
+
+
+def decode_moment(moment: Moment, codec: str = "dre_e4m3") -> Tensor:
+    """Values of a stored moment, FP32 of its codes' shape.
+
+    Args:
+        moment: from :func:`encode_moment` or an optimizer's state, in this order: codes, metadata.
+        codec: a name in :data:`CODECS`.
+
+    Raises:
+        ValueError: there is no such codec.
+    """
+    _check_codec(codec)
+    return reference_adamw.decode(*moment)
+
+
+def _check_codec(codec: str) -> None:
+    if codec not in CODECS:
+        raise ValueError(f"there is no codec {codec!r} of moments; use one of {', '.join(CODECS)}")
 
 
 def adamw_step(
