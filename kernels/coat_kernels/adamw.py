@@ -29,11 +29,11 @@ def _table(device: torch.device, codec: str, seed: int | None) -> tuple[AdamwTab
 def _adamw_step_triton(
     p: Tensor, g: Tensor, m: Tensor, m_amax: Tensor, m_k: Tensor, v: Tensor, v_amax: Tensor,
     v_k: Tensor, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
-    codec: str, remainder: Tensor | None, grad_scale: Tensor | None, seed: int | None,
+    codec: str, remainder: Tensor | None, grad_scale: Tensor | None, seed: int | None, index: int,
 ) -> None:  # fmt: skip
     table, count = _table(p.device, codec, seed)
     count.fill_(step - 1)
-    item = AdamwItem(p, g, (m, m_amax, m_k), (v, v_amax, v_k), count, remainder)
+    item = AdamwItem(p, g, (m, m_amax, m_k), (v, v_amax, v_k), count, remainder, index=index)
     table.step([item], [(lr, beta1, beta2, eps, weight_decay)], grad_scale)
 
 
@@ -61,6 +61,7 @@ def adamw_step(
     remainder: Tensor | None = None,
     grad_scale: Tensor | None = None,
     seed: int | None = None,
+    index: int = 0,
 ) -> None:
     """One AdamW step on one tensor; changes p, m, v and the remainder in place.
 
@@ -78,6 +79,7 @@ def adamw_step(
         remainder: int16 of p's shape; with it a BF16 p is an exact FP32 master.
         grad_scale: FP32 (), multiplied with the gradient.
         seed: round a BF16 p without remainder stochastically; to nearest if None. 31 bits.
+        index: a number of the parameter, for other random numbers than the next one's.
 
     Raises:
         ValueError: a shape, dtype or layout does not fit, there is no such codec, or the step is
@@ -110,7 +112,7 @@ def adamw_step(
         k = [*(m_k or [m_amax.new_empty(0)]), *(v_k or [v_amax.new_empty(0)])]
         _adamw_step(
             p, g, q_m, m_amax, k[0], q_v, v_amax, k[1], lr, *betas, eps, weight_decay, step, codec,
-            remainder, grad_scale, seed,
+            remainder, grad_scale, seed, index,
         )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def _mix(x):
     return x ^ (x >> 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tensors", "seed"))
 def adamw_scalars_kernel(
     table_ptr,  # (tensors, COLUMNS) int64
     rates_ptr,  # (parameter groups, 5) fp64: lr, beta1, beta2, eps, weight decay
@@ -56,6 +56,7 @@ def adamw_scalars_kernel(
     scalars_ptr,  # (tensors, SCALARS) fp32
     tensors, seed, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Count a step of all tensors and compute the scalars of their updates."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < tensors
     row = table_ptr + i * _COLUMNS
@@ -224,9 +225,10 @@ def adamw_kernel(
     WHOLE: tl.constexpr,  # chunks without an end of their tensor, whose addresses are aligned
     BLOCK_G: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
+    """Update one chunk of a tensor."""
+    tiles = TILES
     if skip_ptr is not None:
-        if tl.load(skip_ptr) != 0.0:
-            return
+        tiles = tl.where(tl.load(skip_ptr) == 0.0, TILES, 0)
     work = work_ptr + tl.program_id(0).to(tl.int64) * 2
     tensor = tl.load(work).to(tl.int64)
     first_g = tl.load(work + 1).to(tl.int64) * (BLOCK_G * TILES)
@@ -250,7 +252,7 @@ def adamw_kernel(
     if grad_scale_ptr is not None:
         grad_scale = tl.load(grad_scale_ptr)
 
-    for i in range(TILES):
+    for i in range(tiles):
         p = _load(p_ptr, i, left, WHOLE, BLOCK_G)
         g32 = _load(g_ptr, i, left, WHOLE, BLOCK_G).to(tl.float32) * grad_scale
         m32 = _load_moment(m_ptr, m_amax_ptr, m_k_ptr, i, left, EXPAND, True, M_MAX, WHOLE, BLOCK_G)

@@ -20,6 +20,7 @@ from torch import Tensor
 from coat_kernels.adamw_kernel import COLUMNS, SCALARS, adamw_kernel, adamw_scalars_kernel
 from coat_kernels.codecs import GROUP, Codec, Moment
 from coat_kernels.launch import cdiv, launch
+from coat_kernels.special import INTERPRETED
 
 CHUNK = 4096
 """Elements that a program updates: 2^23 of them cover 2^35 elements, a grid has up to 2^31."""
@@ -111,14 +112,15 @@ class AdamwTable:
         self._prepare([item for item in items if item.p.numel()])
         rates_tensor = self._uploaded_rates(rates)
         tensors = len(self._table)
-        # A seed is passed as an integer that Triton does not compile a special case of.
         launch(
             adamw_scalars_kernel, (cdiv(tensors, _TENSORS),), num_warps=_TENSORS // 32,
             table_ptr=self._table, rates_ptr=rates_tensor, skip_ptr=skip,
             scalars_ptr=self._scalars, tensors=tensors, seed=self._seed or 0, BLOCK=_TENSORS,
         )  # fmt: skip
         for p_type, g_type, remainder, whole, work in self._work:
-            block = max(1, _TILE_BYTES // p_type.itemsize // GROUP)
+            # The interpreter takes its time for every tile, whatever its size.
+            tile = CHUNK if INTERPRETED else _TILE_BYTES // p_type.itemsize
+            block = tile // GROUP
             launch(
                 adamw_kernel, (len(work),), num_warps=1,
                 table_ptr=self._table, work_ptr=work, scalars_ptr=self._scalars,

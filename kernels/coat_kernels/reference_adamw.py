@@ -1,4 +1,4 @@
-"""AdamW with FP8 moments in plain PyTorch: what runs on a CPU. Formulas: ``codecs.py``, ``adamw.py``.
+"""AdamW with FP8 moments in plain PyTorch: what runs on a CPU. See ``adamw_kernel.py``.
 
 All in FP32. What the kernels compute with the special function unit (``special.py``) is computed
 here with the CPU's functions: before its rounding a code differs by some 2^-20 of itself.
@@ -100,8 +100,7 @@ def decode_moment(moment: Moment, codec: str = "dre_e4m3") -> Tensor:
 def adamw_step(
     p: Tensor, g: Tensor, m: Tensor, m_amax: Tensor, m_k: Tensor, v: Tensor, v_amax: Tensor,
     v_k: Tensor, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
-    codec: str, remainder: Tensor | None, grad_scale: Tensor | None, seed: int | None,
-    index: int = 0,
+    codec: str, remainder: Tensor | None, grad_scale: Tensor | None, seed: int | None, index: int,
 ) -> None:  # fmt: skip
     """One step in place; see :func:`coat_kernels.adamw.adamw_step`."""
     moments = ((m, m_amax, m_k), (v, v_amax, v_k))
