@@ -10,7 +10,7 @@ corrected for their start; its mean squared error is measured, as in the paper's
 and of v the relative RMS and mean error ("bias"). ``lean`` is a candidate beside the codecs of
 ``coat_kernels``: sign and 127 (|m| / amax)^(1/2), and 255 steps of log v between a group's smallest
 and largest element, rounded up or down by chance so that v's mean is right. ``lean_nearest`` rounds
-to nearest; ``lean_second`` has the first moment of ``dre_e4m3``.
+to nearest.
 """
 
 from collections.abc import Callable, Iterator
@@ -77,11 +77,6 @@ def by_codec(name: str) -> Stored:
     return lambda x, second: decode_moment(encode_moment(x, name, second=second), name)
 
 
-def lean_second(x: Tensor, second: bool) -> Tensor:
-    """The first moment by the paper's formula, the second one as in ``lean``."""
-    return lean(x, True) if second else by_codec("dre_e4m3")(x, False)
-
-
 def lean(x: Tensor, second: bool, *, stochastic: bool = True) -> Tensor:
     """The candidate of this module's docstring; x is flat, FP32."""
     groups = F.pad(x, (0, -x.numel() % GROUP)).view(-1, GROUP)
@@ -107,7 +102,6 @@ def lean(x: Tensor, second: bool, *, stochastic: bool = True) -> Tensor:
 CANDIDATES: dict[str, Stored] = {
     **{name: by_codec(name) for name in CODECS},
     "lean": lean,
-    "lean_second": lean_second,
     "lean_nearest": lambda x, second: lean(x, second, stochastic=False),
 }
 

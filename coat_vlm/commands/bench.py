@@ -243,9 +243,9 @@ def _add_adamw(jobs: Commands) -> None:
   coat-vlm bench adamw --states wiki.txt --steps 300    # a first look
 
 Speed: a step of CoatAdamW in every codec, beside torch's fused AdamW and, where installed,
-torchao's 8-bit ones; ours is first compared with the reference on a sample. --states needs no GPU: it trains
-a small decoder on a text and keeps its moments in every codec beside FP32 ones, for beta2 0.95 and
-0.999; the error is that of m / sqrt(v). 3,000 steps take some ten minutes.
+torchao's 8-bit ones; ours is first compared with the reference on a sample. --states needs no GPU:
+it trains a small decoder on a text and keeps its moments in every codec beside FP32 ones, for beta2
+0.95 and 0.999; the error is that of m / sqrt(v). 3,000 steps take some ten minutes.
 """,
     )
     parser.add_argument(

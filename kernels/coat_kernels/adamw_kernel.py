@@ -64,7 +64,8 @@ def adamw_scalars_kernel(
     rates = rates_ptr + tl.load(row + RATES, mask=mask, other=0) * 5
     step = tl.load(step_ptr, mask=mask, other=0.0) + 1.0
     if skip_ptr is not None:
-        tl.store(step_ptr, step, mask=mask & (tl.load(skip_ptr) == 0.0))
+        counted = tl.where(tl.load(skip_ptr) == 0.0, step, step - 1.0)
+        tl.store(step_ptr, counted, mask=mask)
     else:
         tl.store(step_ptr, step, mask=mask)
     # In double precision: FP32's 1 - 0.999 is off by 1e-5.
