@@ -68,8 +68,9 @@ def encode_moment(values: Tensor, codec: str = "dre_e4m3", *, second: bool = Fal
         k = k.half()
         bias = math.log2(fmt.max) - k.float() * log_top
         code = logs.mul_(k.float()[:, None]).add_(bias[:, None]).exp2_()
-    # FP8 casts of a GPU saturate, torch's to E5M2 do not.
-    code = torch.copysign(code.clamp_(max=fmt.max), groups)
+    if fmt == E5M2:  # casts of a GPU saturate, torch's to E5M2 do not
+        code.clamp_(max=fmt.max)
+    code = torch.copysign(code, groups)
     q = code.to(fmt.dtype).view(-1)[: values.numel()].view(values.shape)
     return (q, amax) if k is None else (q, amax, k)
 
