@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_kernels import GROUP, OPS, reference_adamw
+from coat_kernels import GROUP, OPS, encode_moment
 from coat_kernels.formats import padded
 from coat_vlm.bench.shapes import LayerShape
 from coat_vlm.config import Fp8Config
@@ -340,14 +340,13 @@ def _rope_cases(shape: LayerShape) -> Iterator[Case]:
 def _adamw_case(shape: LayerShape) -> Case:
     n = shape.ffn * shape.hidden
     groups = -(-n // GROUP)
-    metadata = 4 * 4 * groups  # amax and k of two moments, FP32
+    metadata = 2 * (4 + 2) * groups  # amax in FP32 and k in FP16 of two moments
 
     def arguments(draw: Draw) -> Arguments:
         p = draw.matrix(shape.ffn, shape.hidden, torch.float32)
         g = draw.matrix(shape.ffn, shape.hidden, torch.float32)
-        m = reference_adamw.encode(0.1 * g)
-        v = reference_adamw.encode(0.001 * g.square())
-        return (p, g, *m, *v, 1e-3, 0.9, 0.999, 1e-8, 0.1, 2, False)
+        m, v = encode_moment(0.1 * g), encode_moment(0.001 * g.square(), second=True)
+        return (p, g, *m, *v, 1e-3, 0.9, 0.999, 1e-8, 0.1, 2, "dre_e4m3", None, None, None, 0)
 
     # Read p, g and both moments; write p and both moments. p and g are FP32, as under DeepSpeed,
     # whose flat partitions may be of any size; here it is that of one matrix of the MLP.

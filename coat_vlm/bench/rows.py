@@ -26,13 +26,16 @@ class Row:
 
 def origin() -> tuple[str, str, str, str, str]:
     """The fields of :class:`Row` for a measurement that is made here and now, on the first GPU."""
-    return (
-        datetime.now(UTC).date().isoformat(),
-        commit() or "unknown",
-        torch.cuda.get_device_name(),
-        torch.__version__,
-        triton.__version__,
-    )
+    return (*_when(), torch.cuda.get_device_name(), torch.__version__, triton.__version__)
+
+
+def local_origin() -> tuple[str, str, str, str, str]:
+    """The same for a measurement on the CPU, of errors: speeds are measured on a GPU."""
+    return (*_when(), "cpu", torch.__version__, triton.__version__)
+
+
+def _when() -> tuple[str, str]:
+    return datetime.now(UTC).date().isoformat(), commit() or "unknown"
 
 
 def require_gpu(what: str) -> None:
@@ -73,7 +76,9 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _cell(value: Any) -> Any:
-    return f"{value:.4f}" if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return f"{value:.4f}" if value == 0 or abs(value) >= 0.1 else f"{value:.4g}"
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -1,38 +1,52 @@
 """CoatAdamW: AdamW that keeps both moments in FP8 (COAT, arXiv 2410.19313, section 3)."""
 
-import itertools
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from coat_kernels import GROUP, adamw_step, new_moment
+from coat_kernels import MASTERS, AdamwItem, AdamwTable, codec_called
+from coat_vlm.optim.adamw_cpu import step_on_cpu
+from coat_vlm.optim.adamw_state import check_saved, loaded_state, moments_of, new_state, said
 
-SMALL = 1 << 18
-"""Elements up to which a CPU updates parameters together."""
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_FIELDS = ("", "_amax", "_k")
-_STATE = tuple(f"{moment}{field}" for moment in _MOMENTS for field in _FIELDS)
+NONFINITE = ("propagate", "skip", "raise")
 
 
 class CoatAdamW(torch.optim.Optimizer):
     """AdamW with first and second moments in FP8 and Dynamic Range Expansion.
 
     A drop-in for ``torch.optim.AdamW`` in a plain loop and under DeepSpeed ZeRO 0-3 (there the
-    parameters are flat partitions; groups of 128 are counted within them). State per parameter:
-    ``exp_avg`` and ``exp_avg_sq`` are E4M3 codes of the parameter's shape, their ``_amax`` and
-    ``_k`` FP32 with one entry per 128 elements, ``step`` an int: 2.125 bytes per element.
+    parameters are flat partitions; groups of 128 are counted within them). A step is two or three
+    kernel launches for all parameters of a dtype, and reads nothing back from the GPU: after a
+    first step it can be captured in a CUDA graph, with lr as a tensor on the GPU where it changes.
+
+    State per parameter: ``exp_avg`` and ``exp_avg_sq`` are FP8 codes of the parameter's shape,
+    their ``_amax`` (FP32) and, where the codec expands, ``_k`` (FP16) have one entry per 128
+    elements; ``step`` is FP32 (), on the parameter's device; 2.094 bytes per element.
+    ``coat_kernels.decode_moment`` and ``encode_moment`` convert moments to values and back.
+    With ``master="bf16_remainder"``, BF16 parameters also have ``master_remainder``, int16 of
+    their shape: ``coat_kernels.join_master`` gives the FP32 master.
 
     Args:
-        params: parameters or groups of them; FP32, BF16 or FP16.
-        lr: learning rate.
+        params: parameters or groups of them; FP32, BF16 or FP16, contiguous.
+        lr: learning rate, or a tensor () with it.
         betas: decay rates of the moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
-        released: the constants of the paper's released kernel instead of the paper's formula, see
-            ``coat_kernels/adamw.py``.
+        codec: how moments are stored: a name in ``coat_kernels.CODECS``, see
+            ``coat_kernels/codecs.py``.
+        released: short for ``codec="released"``, the constants of the paper's released kernel.
+        master: what BF16 parameters have beside them. ``fp32``: nothing, they are rounded to
+            nearest; ``bf16_remainder``: 16 bits that make them FP32 exactly; ``bf16_stochastic``:
+            nothing, they are rounded up or down by chance, so that small steps count on average.
+            Other parameters are their own masters.
+        nonfinite: what a NaN or an infinity among the gradients does. ``propagate``: it spoils its
+            group; ``skip``: no parameter is changed and the step counts in :attr:`skipped_steps`;
+            ``raise``: an error names the parameter. The last two read the gradients once more;
+            ``raise`` waits for the GPU. Under DeepSpeed, which sees all ranks, leave it to its
+            ``check_grad_overflow``.
+        seed: of stochastic rounding, which hangs on it, the step and the element only.
 
     Raises:
         ValueError: a setting is out of range.
@@ -41,12 +55,16 @@ class CoatAdamW(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
+        codec: str = "dre_e4m3",
         released: bool = False,
+        master: Literal["fp32", "bf16_remainder", "bf16_stochastic"] = "fp32",
+        nonfinite: Literal["propagate", "skip", "raise"] = "propagate",
+        seed: int = 0,
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0:
             raise ValueError(
@@ -54,81 +72,140 @@ class CoatAdamW(torch.optim.Optimizer):
             )
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas={tuple(betas)}: both must be at least 0 and below 1")
+        if released and codec not in ("dre_e4m3", "released"):
+            raise ValueError(f"released=True is codec='released', not {codec!r}; give one of them")
+        codec = codec_called("released" if released else codec).name
+        for name, value, allowed in (
+            ("master", master, MASTERS),
+            ("nonfinite", nonfinite, NONFINITE),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r}; use one of {', '.join(allowed)}")
+        if not 0 <= seed < 2**31:
+            raise ValueError(f"seed={seed}; use 0 to 2^31 - 1")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "released": released})
+        super().__init__(params, {**defaults, "codec": codec, "master": master})
+        self._nonfinite, self._seed = nonfinite, seed
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: torch's keeps defaults, state and groups only."""
+        return {**super().__getstate__(), "_nonfinite": self._nonfinite, "_seed": self._seed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Tables of addresses are made anew."""
+        super().__setstate__(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tables: dict[Any, AdamwTable] = {}
+        self._skipped: Tensor | None = None
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps ``nonfinite="skip"`` left out in this process; waits for the GPU."""
+        return 0 if self._skipped is None else int(self._skipped)
 
     @overload
-    def step(self, closure: None = None) -> None: ...
+    def step(self, closure: None = None, *, grad_scale: Tensor | None = None) -> None: ...
 
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float], *, grad_scale: Tensor | None = None) -> float: ...
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(
+        self, closure: Callable[[], float] | None = None, *, grad_scale: Tensor | None = None
+    ) -> float | None:
         """Update every parameter that has a gradient.
 
         Args:
             closure: computes the loss again and returns it; usually absent.
+            grad_scale: FP32 () on the gradients' device, multiplied with them as they are read:
+                the factor of clipping, or one over a loss scale. Gradients stay as they are.
 
         Raises:
-            ValueError: a gradient is sparse.
+            ValueError: a gradient is sparse, or not finite where that is to be an error; a
+                parameter has not the shape that its state has, or is not contiguous.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            for parameter in parameters:
-                self._prepare(parameter)
-            # One call per tensor costs a CPU more than the arithmetic of a small one.
-            small = [p for p in parameters if not p.is_cuda and p.numel() <= SMALL]
-            for dtypes in {(p.dtype, p.grad.dtype) for p in small}:
-                self._update_together(
-                    [p for p in small if (p.dtype, p.grad.dtype) == dtypes], group
-                )
-            for parameter in parameters:
-                if parameter.is_cuda or parameter.numel() > SMALL:
-                    state = [self.state[parameter][key] for key in _STATE]
-                    _step(parameter, parameter.grad, state, self.state[parameter]["step"], group)
+        batches, gradients = self._batches()
+        skip = self._skip(gradients, grad_scale)
+        for (device, codec, master), batch in batches.items():
+            items, rates = zip(*batch, strict=True)
+            seed = self._seed if master == "bf16_stochastic" else None
+            scale = None if grad_scale is None else grad_scale.to(device)
+            if device.type == "cpu":
+                if skip is None or not skip:
+                    step_on_cpu(items, rates, codec, seed, scale)
+                continue
+            key = (device, codec, master)
+            table = self._tables.setdefault(key, AdamwTable(device, codec_called(codec), seed))
+            groups = {item.group: rate for item, rate in batch}
+            all_rates = [groups.get(i, (0.0,) * 5) for i in range(max(groups) + 1)]
+            table.step(items, all_rates, scale, None if skip is None else skip.to(device))
         return loss
 
-    def _prepare(self, parameter: Tensor) -> None:
-        """Make the state of a parameter where there is none, and count the step."""
-        assert parameter.grad is not None
-        if parameter.grad.is_sparse:
-            raise ValueError("CoatAdamW: a gradient is sparse; use dense gradients (sparse=False)")
-        state = self.state[parameter]
-        # DeepSpeed looks parameters up and so leaves empty states behind.
-        if not state:
-            state["step"] = 0
-            for moment in _MOMENTS:
-                for name, value in zip(_FIELDS, new_moment(parameter), strict=True):
-                    state[f"{moment}{name}"] = value
-        state["step"] += 1
+    def _batches(self) -> tuple[dict[Any, list[tuple[AdamwItem, Any]]], list[tuple[str, Tensor]]]:
+        """What one launch can update, and all gradients with what to call their parameters."""
+        batches: dict[Any, list[tuple[AdamwItem, Any]]] = {}
+        gradients: list[tuple[str, Tensor]] = []
+        index = -1
+        for number, group in enumerate(self.param_groups):
+            rates = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+            for place, p in enumerate(group["params"]):
+                index += 1
+                if p.grad is None:
+                    continue
+                name = said(group, number, place)
+                if p.grad.is_sparse:
+                    raise ValueError(
+                        f"CoatAdamW: the gradient of {name} is sparse; use dense gradients "
+                        "(sparse=False)"
+                    )
+                state = self.state[p]
+                # DeepSpeed looks parameters up and so leaves empty states behind.
+                if not state:
+                    state.update(new_state(p, name, group["codec"], group["master"]))
+                if state["exp_avg"].shape != p.shape:
+                    raise ValueError(
+                        f"CoatAdamW: {name} has shape {tuple(p.shape)}, its moments "
+                        f"{tuple(state['exp_avg'].shape)}; make a new optimizer for a parameter "
+                        "that has changed its shape"
+                    )
+                m, v = moments_of(state, group["codec"])
+                item = AdamwItem(
+                    p, p.grad.contiguous(), m, v, state["step"], state.get("master_remainder"),
+                    number, index,
+                )  # fmt: skip
+                key = (p.device, group["codec"], group["master"])
+                batches.setdefault(key, []).append((item, rates))
+                gradients.append((name, p.grad))
+        return batches, gradients
 
-    def _update_together(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """One step on the concatenation of small parameters, each filled up to whole groups."""
-        by_step: dict[int, list[Tensor]] = {}
-        for parameter in parameters:
-            by_step.setdefault(self.state[parameter]["step"], []).append(parameter)
-        for step, together in by_step.items():
-            joined = _Joined(together)
-            states = [[self.state[p][key] for p in together] for key in _STATE]
-            flat = [
-                joined.elements(tensors) if index % len(_FIELDS) == 0 else torch.cat(tensors)
-                for index, tensors in enumerate(states)
-            ]
-            weights = joined.elements(together)
-            gradients = joined.elements([p.grad for p in together if p.grad is not None])
-            _step(weights, gradients, flat, step, group)
-            joined.put_back(weights, together)
-            for index, (tensor, tensors) in enumerate(zip(flat, states, strict=True)):
-                if index % len(_FIELDS) == 0:
-                    joined.put_back(tensor, tensors)
-                else:
-                    for old, new in zip(tensors, tensor.split(joined.groups), strict=True):
-                        old.copy_(new)
+    def _skip(
+        self, gradients: list[tuple[str, Tensor]], grad_scale: Tensor | None
+    ) -> Tensor | None:
+        """FP32 (): 1 if the step is to be left out; None where nobody asks."""
+        if self._nonfinite == "propagate" or not gradients:
+            return None
+        largest = torch.nn.utils.get_total_norm([g for _, g in gradients], float("inf"))
+        if grad_scale is not None:
+            largest = largest * grad_scale.to(largest.device)
+        skip = 1.0 - largest.isfinite().float()
+        if self._nonfinite == "raise" and skip:
+            bad = [name for name, g in gradients if not g.isfinite().all()]
+            names = ", ".join(bad[:4]) + (" and others" if len(bad) > 4 else "")
+            raise ValueError(
+                f"CoatAdamW: the gradient of {names or 'all parameters, times grad_scale,'} "
+                "is not finite; nothing was changed: lower "
+                "the learning rate, look at the batch, or leave such steps out with "
+                "nonfinite='skip'"
+            )
+        self._skipped = skip if self._skipped is None else self._skipped.add_(skip)
+        return skip.clone()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as it was saved: torch would cast FP8 codes to the parameter's dtype.
@@ -137,71 +214,31 @@ class CoatAdamW(torch.optim.Optimizer):
             state_dict: from :meth:`torch.optim.Optimizer.state_dict`.
 
         Raises:
-            ValueError: the state is another optimizer's, or of other parameters.
+            ValueError: the state is another optimizer's, another codec's or of other parameters;
+                the error names the parameter.
         """
-        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        groups = state_dict["param_groups"]
+        saved_ids = [i for group in groups for i in group["params"]]
+        places = [
+            (said(group, number, place), group, p)
+            for number, group in enumerate(self.param_groups)
+            for place, p in enumerate(group["params"])
+        ]
         states = [state_dict["state"].get(saved_id) for saved_id in saved_ids]
-        for saved, parameter in zip(states, parameters, strict=False):
+        for saved, (name, group, p) in zip(states, places, strict=False):
             if saved:
-                _check_state(saved, parameter)
-        super().load_state_dict(state_dict)  # raises where the groups or their sizes differ
-        for saved, parameter in zip(states, parameters, strict=True):
-            if not saved:
-                continue
-            self.state[parameter] = {
-                "step": int(saved["step"]),
-                **{key: saved[key].detach().clone().to(parameter.device) for key in _STATE},
-            }
-
-
-class _Joined:
-    """Where each of several parameters lies in their concatenation."""
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self.groups = [-(-p.numel() // GROUP) for p in parameters]
-        self._sizes = [p.numel() for p in parameters]
-        self._starts = [GROUP * n for n in itertools.accumulate(self.groups, initial=0)]
-
-    def elements(self, tensors: list[Tensor]) -> Tensor:
-        """One flat tensor; zeros between a tensor's end and its last group's end."""
-        flat = tensors[0].new_zeros(self._starts[-1])
-        for tensor, start, size in zip(tensors, self._starts, self._sizes, strict=False):
-            flat[start : start + size] = tensor.reshape(-1)
-        return flat
-
-    def put_back(self, flat: Tensor, tensors: list[Tensor]) -> None:
-        """The inverse of :meth:`elements`, in place."""
-        for tensor, start, size in zip(tensors, self._starts, self._sizes, strict=False):
-            tensor.copy_(flat[start : start + size].view(tensor.shape))
-
-
-def _step(
-    parameter: Tensor, gradient: Tensor, state: list[Tensor], step: int, group: dict[str, Any]
-) -> None:
-    adamw_step(
-        parameter,
-        gradient.contiguous(),
-        (state[0], state[1], state[2]),
-        (state[3], state[4], state[5]),
-        lr=float(group["lr"]),
-        betas=group["betas"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        step=step,
-        released=group["released"],
-    )
-
-
-def _check_state(saved: dict[str, Any], parameter: Tensor) -> None:
-    missing = [key for key in ("step", *_STATE) if key not in saved]
-    if missing:
-        raise ValueError(
-            f"CoatAdamW: the saved state has {sorted(saved)} and lacks {missing}; it was written "
-            "by another optimizer: resume with that one, or start from the model's weights"
-        )
-    if saved["exp_avg"].shape != parameter.shape:
-        raise ValueError(
-            f"CoatAdamW: a saved moment has shape {tuple(saved['exp_avg'].shape)}, its parameter "
-            f"{tuple(parameter.shape)}; resume with the model and world size that were saved"
-        )
+                check_saved(saved, name, p, group["codec"], group["master"])
+        for group, saved in zip(self.param_groups, groups, strict=False):
+            if saved.get("codec", group["codec"]) != group["codec"]:
+                raise ValueError(
+                    f"CoatAdamW: the saved state has codec {saved['codec']!r}, this optimizer "
+                    f"{group['codec']!r}; make it with codec={saved['codec']!r}"
+                )
+        # raises where the groups or their sizes differ
+        super().load_state_dict({**state_dict, "state": {}})
+        for group in self.param_groups:
+            group.setdefault("codec", self.defaults["codec"])
+            group.setdefault("master", self.defaults["master"])
+        for saved, (_, _, p) in zip(states, places, strict=True):
+            if saved:
+                self.state[p] = loaded_state(saved, p)

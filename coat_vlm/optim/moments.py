@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_kernels import reference_adamw
-from coat_kernels.reference_adamw import GROUP
+from coat_kernels import GROUP, decode_moment, encode_moment
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _METADATA = ("_amax", "_k")
@@ -25,7 +24,7 @@ Read = Callable[[str, int, int], Tensor]
 
 def codec(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
     """The name of an optimizer and of how it stores a group's states; checkpoints record it."""
-    settings = [str(group[key]) for key in ("codec", "master", "released") if group.get(key)]
+    settings = [str(group[key]) for key in ("codec", "master") if group.get(key)]
     return " ".join([type(optimizer).__name__, *settings])
 
 
@@ -40,7 +39,12 @@ def by_element(state: Mapping[str, Tensor], size: int) -> set[str]:
 
 
 def decoded(
-    keys: Collection[str], elements: Collection[str], read: Read, start: int, stop: int
+    keys: Collection[str],
+    elements: Collection[str],
+    read: Read,
+    start: int,
+    stop: int,
+    group: Mapping[str, Any],
 ) -> dict[str, Tensor]:
     """Values of the elements ``start`` to ``stop`` of a partition.
 
@@ -50,6 +54,7 @@ def decoded(
         read: reads the saved tensors.
         start: first element.
         stop: behind the last element.
+        group: the optimizer's parameter group, of the codec that was saved.
 
     Returns:
         By key one-dimensional tensors: moments that are codes as FP32, others as they are.
@@ -63,7 +68,7 @@ def decoded(
         first, last = start // GROUP, -(-stop // GROUP)
         codes = read(key, first * GROUP, stop)
         fields = [read(name, first, last) for name in metadata]
-        values[key] = reference_adamw.decode(codes, *fields)[start - first * GROUP :]
+        values[key] = decode_moment((codes, *fields), group["codec"])[start - first * GROUP :]
     return values
 
 
@@ -83,7 +88,7 @@ def encoded(
         if not metadata:
             state[key] = value
             continue
-        fields = reference_adamw.encode(value, bool(group.get("released")))
+        fields = encode_moment(value, group["codec"], second=key == "exp_avg_sq")
         state.update(zip((key, *metadata), fields, strict=True))
     return state
 

@@ -121,7 +121,7 @@ def _assembled(partition: Partition, shards: Shards, group: dict[str, Any]) -> d
                 continue  # its parameters had no gradient yet: zeros
             sources.append(saved)
             read = partial(saved.read, device=master.device)  # a GPU decodes faster
-            parts = decoded(saved.keys, saved.elements, read, first, first + count)
+            parts = decoded(saved.keys, saved.elements, read, first, first + count, group)
             for key, part in parts.items():
                 if key not in values:
                     values[key] = torch.zeros(
@@ -143,8 +143,9 @@ def _assembled(partition: Partition, shards: Shards, group: dict[str, Any]) -> d
 
 def _placed(tensor: Tensor, on_cpu: bool, master: Tensor, group: dict[str, Any]) -> Tensor:
     """A state without an entry per element, where the optimizer wants it."""
-    # torch's fused and capturable optimizers count steps on the device, others on the CPU.
-    counts_on_device = group.get("fused") or group.get("capturable")
+    # CoatAdamW and torch's fused and capturable optimizers count steps on the device, others on the
+    # CPU.
+    counts_on_device = group.get("fused") or group.get("capturable") or group.get("codec")
     return tensor if on_cpu and not counts_on_device else tensor.to(master.device)
 
 

@@ -11,7 +11,9 @@ from coat_kernels.activation import (
     activation_recompute,
 )
 from coat_kernels.activation_gradient import activation_bwd
-from coat_kernels.adamw import GROUP, adamw_step, new_moment
+from coat_kernels.adamw import adamw_step
+from coat_kernels.adamw_table import AdamwItem, AdamwTable
+from coat_kernels.codecs import CODECS, GROUP, Codec, Moment, codec_called, groups_of, new_moment
 from coat_kernels.codes import dequantize_tensor, transpose_codes
 from coat_kernels.formats import (
     E4M3,
@@ -28,9 +30,17 @@ from coat_kernels.formats import (
 from coat_kernels.gemm import scaled_mm
 from coat_kernels.gradient import quantize_gradient
 from coat_kernels.groups import dequantize_group, quantize_group, quantize_group_transposed
+from coat_kernels.masters import (
+    MASTERS,
+    join_master,
+    round_stochastically,
+    rounding_key,
+    split_master,
+)
 from coat_kernels.norm import NormSaved, norm_fwd, norm_recompute
 from coat_kernels.norm_gradient import norm_bwd
 from coat_kernels.quantize import quantize_layouts, quantize_tensor, quantize_transposed
+from coat_kernels.reference_adamw import decode_moment, encode_moment
 from coat_kernels.registry import OPS, Op, use_reference
 from coat_kernels.rope import rope, rope_quantize
 from coat_kernels.rope_gradient import rope_gradient
@@ -38,16 +48,22 @@ from coat_kernels.rows import dequantize_rows, quantize_rows
 
 __all__ = [
     "ACTIVATIONS",
+    "CODECS",
     "E4M3",
     "E5M2",
     "GEMM_MULTIPLE",
     "GROUP",
     "GROUP_SIZES",
+    "MASTERS",
     "OPS",
     "ActivationSaved",
+    "AdamwItem",
+    "AdamwTable",
+    "Codec",
     "Format",
     "GradientCodes",
     "GroupScaled",
+    "Moment",
     "NormSaved",
     "Op",
     "RowScaled",
@@ -57,9 +73,14 @@ __all__ = [
     "activation_fwd",
     "activation_recompute",
     "adamw_step",
+    "codec_called",
+    "decode_moment",
     "dequantize_group",
     "dequantize_rows",
     "dequantize_tensor",
+    "encode_moment",
+    "groups_of",
+    "join_master",
     "new_moment",
     "norm_bwd",
     "norm_fwd",
@@ -74,7 +95,10 @@ __all__ = [
     "rope",
     "rope_gradient",
     "rope_quantize",
+    "round_stochastically",
+    "rounding_key",
     "scaled_mm",
+    "split_master",
     "transpose_codes",
     "use_reference",
 ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coat_kernels import reference, reference_adamw
-from coat_kernels.adamw import new_moment
+from coat_kernels.codecs import CODECS, new_moment
 from coat_kernels.formats import FORMATS, GROUP_SIZES
 from coat_kernels.registry import OPS
 from coat_kernels.rows import ROW_ELEMENTS, TRANSPOSED_TILE
@@ -217,13 +217,22 @@ def _scaled_mm(i: _Inputs) -> Examples:
 
 def _adamw_step(i: _Inputs) -> Examples:
     examples: Examples = {}
-    for name, released in (("paper", False), ("released", True)):
+    is_bf16 = i.dtype == torch.bfloat16
+    for codec in CODECS:
         p, g = i.matrix(), i.matrix()
-        m, v = new_moment(p), new_moment(p)
+        # Without expansion there is no k.
+        no_k = (p.new_empty(0, dtype=torch.float16),)
+        first, second = (new_moment(p, codec, second=second) for second in (False, True))
+        moments = [tensor for moment in (first, second) for tensor in (*moment, *no_k)[:3]]
         settings = (1e-3, 0.9, 0.999, 1e-8, 0.1)
+        # In BF16, one codec each with a remainder, by chance and to nearest.
+        remainder = torch.zeros_like(p, dtype=torch.int16) if is_bf16 and codec == "e4m3" else None
+        seed = 7 if is_bf16 and codec == "released" else None
+        how = (codec, remainder, torch.tensor(0.5), seed, 0)
         if p.numel():  # moments as the first step leaves them
-            reference_adamw.adamw_step(p, i.matrix(), *m, *v, *settings, 1, released)
-        examples[name] = (p, g, *m, *v, *settings, 2, released)
+            step: Any = reference_adamw.adamw_step
+            step(p, i.matrix(), *moments, *settings, 1, *how)
+        examples["paper" if codec == "dre_e4m3" else codec] = (p, g, *moments, *settings, 2, *how)
     return examples
 
 

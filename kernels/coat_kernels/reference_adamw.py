@@ -1,82 +1,128 @@
-"""AdamW with FP8 moments in plain PyTorch: what runs on a CPU. Formulas: ``adamw.py``."""
+"""AdamW with FP8 moments in plain PyTorch: what runs on a CPU. See ``adamw_kernel.py``.
+
+All in FP32. What the kernels compute with the special function unit (``special.py``) is computed
+here with the CPU's functions: before its rounding a code differs by some 2^-20 of itself.
+"""
 
 import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from coat_kernels.formats import E4M3
+from coat_kernels.codecs import GROUP, K_MAX, SMALLEST_RATIO, Moment, codec_called
+from coat_kernels.formats import E4M3, E5M2
+from coat_kernels.masters import join_master, round_stochastically, rounding_key, split_master
 
-GROUP = 128
-"""Elements per group (the paper's choice, section 3.2)."""
-
-K_MAX = 64.0
-"""Bound of k for groups of (nearly) equal magnitudes, whose k would be infinite: no element of a
-group with this k is below 448 * 2^-17.8, so nothing underflows."""
-
-SMALLEST_RATIO = 2.0**-126
-"""Smaller elements of a group, measured by its largest, count as zeros: FP32's smallest normal."""
-
-_CODES = torch.arange(128, dtype=torch.uint8, device="cpu").view(E4M3.dtype).float()
-_LOG2_RATIO = (_CODES * (1.0 / E4M3.max)).log2()
-"""log2(code / 448) of the 128 non-negative codes: looked up, as there are so few."""
-
-
-def expansion(released: bool) -> tuple[float, bool]:
-    """log2 of FP8's dynamic range, and whether k is rounded down to a multiple of 1/16."""
-    if released:
-        return math.log2(E4M3.max * E4M3.max / 2.0), True
-    return math.log2(E4M3.max / E4M3.min_subnormal), False
+_CODES = torch.arange(128, dtype=torch.uint8, device="cpu")
+_RATIO = {fmt.dtype: _CODES.view(fmt.dtype).float() * (1.0 / fmt.max) for fmt in (E4M3, E5M2)}
+"""code / max of the 128 non-negative codes: looked up, as there are so few."""
+_LOG2_RATIO = {dtype: ratio.log2() for dtype, ratio in _RATIO.items()}
 
 
 def _grouped(x: Tensor) -> Tensor:
-    """[groups, 128] FP32, the last group padded with zeros."""
-    flat = x.reshape(-1).float()
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % GROUP)).view(-1, GROUP)
+    """[groups, 128], the last group padded with zeros."""
+    flat = x.reshape(-1)
+    return pad(flat, (0, -flat.numel() % GROUP)).view(-1, GROUP)
 
 
-def encode(x: Tensor, released: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of x (its shape), and per group amax and k, FP32 [groups]."""
-    log2_range, floor_k = expansion(released)
-    groups = _grouped(x)
-    amax = groups.abs().amax(1)
-    ratio = groups.abs().div_(torch.where(amax == 0, 1.0, amax)[:, None])
-    zero = ratio < SMALLEST_RATIO
-    logs = ratio.log2_()  # at most 0
-    spread = (-logs.masked_fill(zero, 0.0).amin(1)).clamp_min(log2_range / K_MAX)
-    k = torch.where(spread.isnan(), K_MAX, log2_range / spread)
-    if floor_k:
-        k = (k * 16.0).floor() / 16.0
-    code = logs.masked_fill_(zero, -math.inf).mul_(k[:, None]).exp2_().mul_(E4M3.max)
-    q = torch.copysign(code, groups).to(E4M3.dtype).view(-1)[: x.numel()].view(x.shape)
-    return q, amax, k
+def encode_moment(values: Tensor, codec: str = "dre_e4m3", *, second: bool = False) -> Moment:
+    """A moment as it is stored, from its values.
+
+    Args:
+        values: FP32, BF16 or FP16, any shape; non-negative for a second moment.
+        codec: a name in :data:`coat_kernels.CODECS`.
+        second: the second moment; a codec may store it otherwise than the first.
+
+    Returns:
+        Codes of the values' shape, then per group of 128 the codec's metadata.
+
+    Raises:
+        ValueError: there is no such codec.
+    """
+    how = codec_called(codec)
+    fmt = how.format(second)
+    groups = _grouped(values.float())
+    magnitudes = groups.abs()
+    amax = magnitudes.amax(1)
+    # Multiplied with a power of two, which is exact, amax is between 1 and 2: logarithms are small
+    # and their rounding does not hang on the size of the group.
+    exponent = ((amax.view(torch.int32) >> 23) & 0xFF).clamp(1, 253)
+    unit = ((254 - exponent) << 23).view(torch.float32)
+    unit = torch.where(amax.isfinite(), unit, math.nan)
+    top = amax * unit
+    scaled = magnitudes.mul_(unit[:, None])
+    if not how.expand:
+        code = scaled.mul_((fmt.max / torch.where(amax == 0, 1.0, top))[:, None])
+        k = None
+    else:
+        log_top = torch.where(amax == 0, 0.0, top.log2())
+        logs = scaled.log2_()
+        least = logs.masked_fill(logs.isneginf(), math.inf).amin(1)
+        spread = log_top - least.clamp_min(math.log2(SMALLEST_RATIO))
+        log2_range = how.log2_range(fmt)
+        limit = log2_range / K_MAX
+        k = log2_range / torch.where(spread > limit, spread, limit)
+        if how.floor_k:
+            k = (k * 16.0).floor() / 16.0
+        k = k.half()
+        bias = math.log2(fmt.max) - k.float() * log_top
+        code = logs.mul_(k.float()[:, None]).add_(bias[:, None]).exp2_()
+    if fmt == E5M2:  # casts of a GPU saturate, torch's to E5M2 do not
+        code.clamp_(max=fmt.max)
+    code = torch.copysign(code, groups)
+    q = code.to(fmt.dtype).view(-1)[: values.numel()].view(values.shape)
+    return (q, amax) if k is None else (q, amax, k)
 
 
-def decode(q: Tensor, amax: Tensor, k: Tensor) -> Tensor:
-    """Values of a moment, FP32 of q's shape."""
-    codes = torch.nn.functional.pad(q.reshape(-1).view(torch.int8), (0, -q.numel() % GROUP))
-    codes = codes.view(-1, GROUP)
+def decode_moment(moment: Moment, codec: str = "dre_e4m3") -> Tensor:
+    """Values of a stored moment, FP32 of its codes' shape.
+
+    Args:
+        moment: from :func:`encode_moment`, or of an optimizer's state: codes, then metadata.
+        codec: a name in :data:`coat_kernels.CODECS`.
+
+    Raises:
+        ValueError: there is no such codec.
+    """
+    expand = codec_called(codec).expand
+    q, amax = moment[:2]
+    codes = _grouped(q.view(torch.int8))
     index = (codes & 0x7F).view(-1).int()
-    logs = _LOG2_RATIO.to(q.device).index_select(0, index).view(codes.shape)
-    # A zero's logarithm is -inf; 0 * amax keeps a NaN or an infinity of the group visible in it.
-    value = logs.div_(k[:, None]).exp2_().mul_(amax[:, None])
+    table = (_LOG2_RATIO if expand else _RATIO)[q.dtype].to(q.device)
+    value = table.index_select(0, index).view(codes.shape)
+    if expand:
+        value.mul_((1.0 / moment[2].float())[:, None]).exp2_()  # log2 of zero is -inf
+    # 0 * amax keeps a NaN or an infinity of the group visible in its zeros.
+    value.mul_(amax[:, None])
     return torch.copysign(value, codes).view(-1)[: q.numel()].view(q.shape)
 
 
 def adamw_step(
     p: Tensor, g: Tensor, m: Tensor, m_amax: Tensor, m_k: Tensor, v: Tensor, v_amax: Tensor,
     v_k: Tensor, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
-    released: bool,
+    codec: str, remainder: Tensor | None, grad_scale: Tensor | None, seed: int | None, index: int,
 ) -> None:  # fmt: skip
     """One step in place; see :func:`coat_kernels.adamw.adamw_step`."""
-    g32 = g.float()
-    m32, v32 = decode(m, m_amax, m_k), decode(v, v_amax, v_k)
+    moments = ((m, m_amax, m_k), (v, v_amax, v_k))
+    if not codec_called(codec).expand:
+        moments = ((m, m_amax), (v, v_amax))
+    g32 = g.float() if grad_scale is None else g.float() * grad_scale
+    m32, v32 = (decode_moment(moment, codec) for moment in moments)
     m32.add_((1.0 - beta1) * (g32 - m32))
     v32.mul_(beta2).add_((1.0 - beta2) * g32 * g32)
-    p32 = p.float()
+    p32 = p.float() if remainder is None else join_master(p, remainder)
     p32 = p32 - (lr * weight_decay) * p32
     denominator = v32.sqrt().div_((1.0 - beta2**step) ** 0.5).add_(eps)
-    p.copy_(p32 - (lr / (1.0 - beta1**step)) * m32 / denominator)
-    for stored, values in (((m, m_amax, m_k), m32), ((v, v_amax, v_k), v32)):
-        for old, new in zip(stored, encode(values, released), strict=True):
+    p32 -= (lr / (1.0 - beta1**step)) * m32 / denominator
+    if remainder is not None:
+        rounded, rest = split_master(p32)
+        p.copy_(rounded)
+        remainder.copy_(rest)
+    else:
+        if seed is not None and p.dtype == torch.bfloat16:
+            p32 = round_stochastically(p32, rounding_key(seed, step, index))
+        p.copy_(p32)
+    for second, (stored, values) in enumerate(zip(moments, (m32, v32), strict=True)):
+        for old, new in zip(stored, encode_moment(values, codec, second=bool(second)), strict=True):
             old.copy_(new)

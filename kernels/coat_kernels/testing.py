@@ -169,7 +169,7 @@ def results(op: str, body: Callable[..., Any], args: Sequence[Any]) -> list[Tens
     result = body(*args)
     if op == "adamw_step":
         p, _, *moments = args[:8]
-        return [p, *moments]
+        return [p, *moments, *([args[15]] if args[15] is not None else [])]
     return [result] if isinstance(result, Tensor) else list(result)
 
 

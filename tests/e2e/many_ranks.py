@@ -19,7 +19,7 @@ from deepspeed.ops import __compatible_ops__
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-from coat_kernels import reference_adamw
+from coat_kernels import decode_moment
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.train.checkpoint import Progress, load_checkpoint, save_checkpoint
 from coat_vlm.train.world import World
@@ -110,7 +110,7 @@ def by_element(state: dict[str, Any], size: int) -> dict[str, torch.Tensor]:
         found[moment] = codes.float()
         if f"{moment}_amax" in state:
             amax, k = state[f"{moment}_amax"], state[f"{moment}_k"]
-            found[moment] = reference_adamw.decode(codes, amax, k)
+            found[moment] = decode_moment((codes, amax, k))
             found[f"{moment}.code"] = codes.float()
             for name, field in (("amax", amax), ("k", k)):
                 spread = field.repeat_interleave(128)[:size].view(codes.shape)

@@ -57,7 +57,8 @@ def adamw(
     decay: float = DECAY, eps: float = 2.0**-20,
 ) -> tuple[Tensor, Moments]:  # fmt: skip
     """The parameters and the six tensors of the moments after a step."""
-    p, *new = body("adamw_step", (p, g, *moments, LR, 0.9, 0.99, eps, decay, step, released))
+    how = ("released" if released else "dre_e4m3", None, None, None, 0)
+    p, *new = body("adamw_step", (p, g, *moments, LR, 0.9, 0.99, eps, decay, step, *how))
     return p, tuple(new)
 
 

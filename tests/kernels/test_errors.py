@@ -245,6 +245,7 @@ def test_adamw_moments_belong_to_the_parameter(name: str):
         new_moment(torch.ones(4, 32)),
         (q, amax[:1], k),
         (q, amax, k.double()),
+        (q, amax),
         (q.view(torch.uint8), amax, k),
         (q.t().contiguous().t(), amax, k),
     ]

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from coat_vlm.bench import curves
+from coat_vlm.bench.adamw import AdamwRow
 from coat_vlm.bench.gemm import GemmRow
 from coat_vlm.bench.kernels import KernelRow
 from coat_vlm.bench.layer import LayerRow
+from coat_vlm.bench.moments import MomentRow
 from coat_vlm.bench.rows import Row, append_rows, number, table
 
 RESULTS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "results"
@@ -42,15 +44,21 @@ def test_rows_are_added_to_a_file_of_the_same_columns(tmp_path: Path):
 
 
 def test_files_in_the_repository_have_the_columns_of_their_rows():
-    kinds: dict[str, type[Row]] = {"layer": LayerRow, "kernels": KernelRow, "gemm": GemmRow}
+    kinds: dict[str, type[Row]] = {
+        "layer": LayerRow,
+        "kernels": KernelRow,
+        "gemm": GemmRow,
+        "adamw": AdamwRow,
+    }
     columns = {name: tuple(field.name for field in fields(row)) for name, row in kinds.items()}
     columns["decoder"] = curves.COLUMNS
     committed = sorted(RESULTS.glob("*.csv"))
     assert committed
+    columns["adamw_error"] = tuple(field.name for field in fields(MomentRow))
     for path in committed:
         with path.open(newline="") as file:
             header, *rows = csv.reader(file)
-        assert tuple(header) == columns[path.stem.partition("_")[0]], path
+        assert tuple(header) == columns.get(path.stem, columns[path.stem.partition("_")[0]]), path
         assert rows, path
 
 

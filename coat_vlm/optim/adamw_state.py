@@ -1,0 +1,128 @@
+"""What CoatAdamW keeps for a parameter: its names, how it begins, and what may be loaded."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coat_kernels import CODECS, GROUP, Moment, codec_called, groups_of, new_moment
+from coat_kernels.formats import check_dtype
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+REMAINDER = "master_remainder"
+
+
+def said(group: dict[str, Any], number: int, place: int) -> str:
+    """What to call a parameter in an error: its name, if the optimizer was given names."""
+    names = group.get("param_names")
+    name = f" ({names[place]})" if names else ""
+    return f"parameter {place} of group {number}{name}"
+
+
+def keys_of(codec: str) -> list[str]:
+    """Names of a state's moments, first those of exp_avg."""
+    return [f"{moment}{field}" for moment in MOMENTS for field in codec_called(codec).fields]
+
+
+def moments_of(state: dict[str, Any], codec: str) -> tuple[Moment, Moment]:
+    """Both moments of a state."""
+    fields = codec_called(codec).fields
+    m, v = (tuple(state[f"{moment}{field}"] for field in fields) for moment in MOMENTS)
+    return m, v
+
+
+def new_state(p: Tensor, name: str, codec: str, master: str) -> dict[str, Tensor]:
+    """The state of a parameter before its first step.
+
+    Raises:
+        ValueError: the parameter has another dtype than FP32, BF16 or FP16, or has gaps.
+    """
+    check_dtype("CoatAdamW", name, p)
+    if not p.is_contiguous():
+        raise ValueError(
+            f"CoatAdamW: {name} has shape {tuple(p.shape)} and strides {p.stride()}; it must be "
+            "contiguous: call .contiguous() on its data"
+        )
+    state = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
+    for second, moment in enumerate(MOMENTS):
+        made = new_moment(p, codec, second=bool(second))
+        names = (f"{moment}{field}" for field in codec_called(codec).fields)
+        state |= dict(zip(names, made, strict=True))
+    if master == "bf16_remainder" and p.dtype == torch.bfloat16:
+        state[REMAINDER] = torch.zeros_like(p, dtype=torch.int16)
+    return state
+
+
+def check_saved(saved: dict[str, Any], name: str, p: Tensor, codec: str, master: str) -> None:
+    """Refuse a saved state that is not one of this parameter in this codec.
+
+    Raises:
+        ValueError: it says which parameter, what was found and what to do.
+    """
+    wanted = {"step", *keys_of(codec)}
+    if master == "bf16_remainder" and p.dtype == torch.bfloat16:
+        wanted.add(REMAINDER)
+    missing = sorted(wanted - saved.keys())
+    if "exp_avg_amax" in saved and _layout(saved) != _like(codec):
+        raise ValueError(
+            f"CoatAdamW: the saved state of {name} is not in codec {codec!r}; it has "
+            f"{_dtypes(saved)}: make the optimizer with codec= "
+            f"{' or '.join(_with(_layout(saved))) or 'that of the version that wrote it'}"
+        )
+    if missing:
+        raise ValueError(
+            f"CoatAdamW: the saved state of {name} has {sorted(saved)} and lacks {missing}; it was "
+            "written by another optimizer or with another master=: resume with that one, or start "
+            "from the model's weights"
+        )
+    if saved["exp_avg"].shape != p.shape:
+        raise ValueError(
+            f"CoatAdamW: a saved moment of {name} has shape {tuple(saved['exp_avg'].shape)}, its "
+            f"parameter {tuple(p.shape)}; resume with the model and world size that were saved"
+        )
+    groups = groups_of(p.numel())
+    for key in keys_of(codec):
+        if key not in MOMENTS and saved[key].shape != (groups,):
+            raise ValueError(
+                f"CoatAdamW: {key} of {name} has shape {tuple(saved[key].shape)}; groups of "
+                f"{GROUP} elements are {groups} for {p.numel()}: decode it with the version that "
+                "wrote it and encode it with coat_kernels.encode_moment"
+            )
+
+
+Layout = tuple[torch.dtype | None, ...]
+
+
+def _layout(saved: dict[str, Any]) -> Layout:
+    """Dtypes of a saved state's moments; None for what is not there."""
+    fields = ("", "_amax", "_k")
+    tensors = (saved.get(f"{moment}{field}") for moment in MOMENTS for field in fields)
+    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+
+
+def _like(codec: str) -> Layout:
+    """The same of a codec."""
+    how = codec_called(codec)
+    k = torch.float16 if how.expand else None
+    return (how.first.dtype, torch.float32, k, how.second.dtype, torch.float32, k)
+
+
+def _with(layout: Layout) -> list[str]:
+    return [name for name in CODECS if _like(name) == layout]
+
+
+def _dtypes(saved: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{key} {value.dtype}"
+        for key, value in saved.items()
+        if key != "step" and isinstance(value, Tensor)
+    )
+
+
+def loaded_state(saved: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
+    """A copy of a saved state on the parameter's device, bit for bit."""
+    step = torch.as_tensor(saved["step"], dtype=torch.float32, device=p.device).clone()
+    tensors = {
+        key: value.detach().clone().to(p.device) for key, value in saved.items() if key != "step"
+    }
+    return {"step": step, **tensors}

@@ -1,0 +1,218 @@
+"""CoatAdamW's options: masters, gradients that are not finite, states that do not fit."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from coat_kernels import CODECS, encode_moment, join_master
+from coat_kernels.testing import assert_same_bits
+from coat_vlm.optim import CoatAdamW
+
+SIZES = ((3, 50), (129,), (7,), (600_000,))
+"""Small ones are updated together, the last one alone."""
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in SIZES]
+
+
+def set_gradients(params: list[nn.Parameter], step: int, factor: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = (factor * torch.randn(p.shape, generator=generator).bfloat16()).to(p.dtype)
+
+
+def state_of(params: list[nn.Parameter], **options: Any) -> tuple[CoatAdamW, dict[str, Any]]:
+    optimizer = CoatAdamW(params, lr=1e-2, **options)
+    set_gradients(params, 0)
+    optimizer.step()
+    return optimizer, optimizer.state_dict()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_bf16_run_with_remainders_is_the_fp32_run(codec: str) -> None:
+    full = parameters(torch.bfloat16)
+    full = [nn.Parameter(p.detach().float()) for p in full]
+    half = parameters(torch.bfloat16)
+    first = CoatAdamW(full, lr=1e-2, codec=codec)
+    second = CoatAdamW(half, lr=1e-2, codec=codec, master="bf16_remainder")
+    for step in range(3):
+        for params, optimizer in ((full, first), (half, second)):
+            set_gradients(params, step)
+            optimizer.step()
+    for p32, p16 in zip(full, half, strict=True):
+        rest = second.state[p16]["master_remainder"]
+        assert_same_bits("master", join_master(p16.detach(), rest), p32.detach())
+        assert_same_bits("moment", second.state[p16]["exp_avg"], first.state[p32]["exp_avg"])
+
+
+def test_small_steps_count_on_average_with_stochastic_rounding() -> None:
+    """Steps of 1e-4 are far below half a step of BF16 near 1: rounded to nearest they are lost."""
+    moved = {}
+    for master in ("fp32", "bf16_stochastic"):
+        p = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+        optimizer = CoatAdamW([p], lr=1e-4, weight_decay=0.0, master=master)  # pyright: ignore[reportArgumentType]
+        for _ in range(10):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        moved[master] = (1 - p.detach().double()).mean().item()
+    assert moved["fp32"] == 0
+    # Each step of 1e-4 in units of 2^-8: standard deviation 2^-8 sqrt(10 * 0.026 / 4096).
+    assert moved["bf16_stochastic"] == pytest.approx(1e-3, abs=5 * 2**-8 * (0.26 / 4096) ** 0.5)
+
+
+def test_gradients_are_scaled_as_they_are_read() -> None:
+    plain, scaled = parameters(), parameters()
+    first, second = CoatAdamW(plain, lr=1e-2), CoatAdamW(scaled, lr=torch.tensor(1e-2))
+    for step in range(2):
+        set_gradients(plain, step, 0.25)
+        set_gradients(scaled, step)
+        first.step()
+        second.step(grad_scale=torch.tensor(0.25))
+    for one, other in zip(plain, scaled, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+def test_a_bad_gradient_skips_the_step_or_is_named(bad: float) -> None:
+    params = parameters()
+    optimizer, before = state_of(params, nonfinite="skip")
+    before = copy.deepcopy(before)
+    values = [p.detach().clone() for p in params]
+    set_gradients(params, 1)
+    assert params[1].grad is not None
+    params[1].grad[5] = bad
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    for i, (p, old) in enumerate(zip(params, values, strict=True)):
+        assert torch.equal(p, old)
+        for key, value in before["state"][i].items():
+            assert_same_bits(key, optimizer.state[p][key], value)
+    set_gradients(params, 1)
+    optimizer.step()
+    assert (optimizer.skipped_steps, int(optimizer.state[params[0]]["step"])) == (1, 2)
+    named = [("first", params[0]), ("second", params[1])]
+    raising = CoatAdamW(named, nonfinite="raise")
+    assert params[1].grad is not None
+    params[1].grad[5] = bad
+    with pytest.raises(ValueError, match=r"gradient of parameter 1 of group 0 \(second\) is not"):
+        raising.step()
+    assert torch.equal(raising.param_groups[0]["params"][0], params[0])
+    assert raising.state[params[0]]["step"] == 0
+    set_gradients(params, 1)
+    with pytest.raises(ValueError, match="all parameters, times grad_scale"):
+        raising.step(grad_scale=torch.tensor(bad))
+
+
+def test_groups_have_their_own_rates_and_can_be_added() -> None:
+    params, exact = parameters(), parameters()
+    optimizer = CoatAdamW([{"params": params[:2], "lr": 1e-2}], weight_decay=0.0)
+    optimizer.add_param_group({"params": params[2:], "lr": 1e-3, "weight_decay": 0.5})
+    twin = torch.optim.AdamW(
+        [
+            {"params": exact[:2], "lr": 1e-2},
+            {"params": exact[2:], "lr": 1e-3, "weight_decay": 0.5},
+        ],
+        weight_decay=0.0,
+    )
+    for group, step in ((params, optimizer.step), (exact, twin.step)):
+        set_gradients(group, 0)
+        step()
+    for one, other in zip(params, exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_a_copy_of_an_optimizer_steps() -> None:
+    params = parameters()
+    optimizer, _ = state_of(params, master="bf16_remainder", seed=3)
+    again = copy.deepcopy(optimizer)
+    twin = again.param_groups[0]["params"]
+    for each, stepped in ((params, optimizer), (twin, again)):
+        set_gradients(each, 1)
+        stepped.step()
+    assert torch.equal(params[0], twin[0])
+
+
+@pytest.mark.parametrize("codec", ["dre_e4m3_e5m2", "e4m3", "released"])
+def test_a_state_of_another_codec_is_refused(codec: str) -> None:
+    params = parameters()
+    _, state = state_of(params, codec=codec)
+    with pytest.raises(ValueError, match=rf"codec '?{codec}'?|codec= {codec}"):
+        CoatAdamW(params).load_state_dict(state)
+    CoatAdamW(params, codec=codec).load_state_dict(state)
+
+
+def without_remainder(state: dict[str, Any]) -> None:
+    del state["state"][0]["master_remainder"]
+
+
+def of_groups_of_64(state: dict[str, Any]) -> None:
+    for key in ("exp_avg_amax", "exp_avg_sq_amax"):
+        state["state"][1][key] = state["state"][1][key].repeat_interleave(2)
+
+
+def of_fp32_metadata(state: dict[str, Any]) -> None:
+    for key in ("exp_avg_k", "exp_avg_sq_k"):
+        state["state"][1][key] = state["state"][1][key].float()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_remainder, r"parameter 0 of group 0 has .* lacks \['master_remainder'\]"),
+        (of_groups_of_64, r"exp_avg_amax of parameter 1 of group 0 .* groups of 128 .*encode"),
+        (of_fp32_metadata, r"parameter 1 of group 0 is not in codec 'dre_e4m3'; it has .*float32"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(change: Any, message: str) -> None:
+    params = parameters(torch.bfloat16)
+    _, state = state_of(params, master="bf16_remainder")
+    CoatAdamW(params, master="bf16_remainder").load_state_dict(state)
+    change(state)
+    with pytest.raises(ValueError, match=message):
+        CoatAdamW(params, master="bf16_remainder").load_state_dict(state)
+
+
+def test_a_parameter_that_changed_its_shape_is_refused() -> None:
+    params = parameters()
+    optimizer, _ = state_of(params)
+    params[1].data = torch.zeros(130)
+    params[1].grad = torch.zeros(130)
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0 has shape \(130,\).*\(129,\)"):
+        optimizer.step()
+    gaps = nn.Parameter(torch.zeros(4, 6).t())
+    gaps.grad = torch.zeros_like(gaps)
+    with pytest.raises(ValueError, match=r"strides \(1, 6\); it must be contiguous"):
+        CoatAdamW([gaps]).step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"codec": "fp4"}, "no codec 'fp4'"),
+        ({"master": "fp64"}, "master='fp64'; use one of fp32, bf16_remainder"),
+        ({"nonfinite": "ignore"}, "nonfinite='ignore'; use one of propagate"),
+        ({"seed": -1}, "seed=-1"),
+        ({"codec": "e4m3", "released": True}, "released=True is codec='released', not 'e4m3'"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CoatAdamW(parameters(), **options)
+
+
+def test_moments_can_be_replaced_by_their_values() -> None:
+    """What a conversion of checkpoints does: decode, cut anew, encode."""
+    params = parameters()
+    _, state = state_of(params)
+    saved = state["state"][0]
+    values = encode_moment(torch.ones(3, 50))
+    for key, tensor in zip(("exp_avg", "exp_avg_amax", "exp_avg_k"), values, strict=True):
+        saved[key] = tensor
+    optimizer = CoatAdamW(params)
+    optimizer.load_state_dict(state)
+    assert_same_bits("codes", optimizer.state[params[0]]["exp_avg"], values[0])
