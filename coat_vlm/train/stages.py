@@ -17,6 +17,7 @@ from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
 from coat_vlm.processor import CoatVlmProcessor, build_processor, prepare_tokenizer, train_tokenizer
 from coat_vlm.recipe_file import load_recipe, save_recipe
+from coat_vlm.tokenizer import tokenizer_name
 from coat_vlm.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
 from coat_vlm.train.engine import build_engine, clips_itself, set_trainable
 from coat_vlm.train.folder import problem_with
@@ -216,12 +217,7 @@ def _tokenizer(recipe: Recipe, run_dir: Path, world: World) -> PreTrainedTokeniz
             train_tokenizer(texts(recipe), settings.train_vocab_size).save_pretrained(folder)
         world.barrier()
         return prepare_tokenizer(AutoTokenizer.from_pretrained(folder))
-    name = settings.name_or_path or recipe.model.language.name_or_path
-    if name is None:
-        raise ValueError(
-            "no tokenizer: set model.tokenizer.name_or_path, or model.tokenizer.train_vocab_size "
-            "to train one on the recipe's texts"
-        )
+    name = tokenizer_name(recipe.model)
     return prepare_tokenizer(AutoTokenizer.from_pretrained(name))
 
 
