@@ -2,7 +2,7 @@
 
 Tensors on torch's ``meta`` device have shapes and storages of a size, and no memory. Running the
 real model on them makes, keeps and frees the tensors that a GPU would, in the same order, in
-seconds. :class:`LiveMemory` adds up what is alive, and what attention's kernels take for themselves.
+seconds. :class:`LiveMemory` adds up what is alive, and what attention's kernels take themselves.
 """
 
 import weakref

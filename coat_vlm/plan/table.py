@@ -36,8 +36,8 @@ def _stage(plan: StagePlan) -> str:
         f"{plan.precision}, {plan.optimizer}{checkpointed}",
         f"  {plan.ranks} GPU(s) of {plan.gpu_bytes / GB:.1f} GB, of which tensors may take "
         f"{USABLE:.0%} (the rest: CUDA, NCCL, gaps)",
-        f"  a step: {stage.batch_size} rows = {plan.ranks} rank(s) x {micro_batches} micro-batch(es)"
-        f" x {stage.micro_batch_size}",
+        f"  a step: {stage.batch_size} rows = {plan.ranks} rank(s) x {micro_batches} "
+        f"micro-batch(es) x {stage.micro_batch_size}",
         f"  a row: {plan.tokens:,} tokens, all filled; {plan.images} image(s) of {plan.patches:,} "
         f"patches ({plan.images_why})",
         "",
