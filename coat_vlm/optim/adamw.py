@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from coat_kernels import GROUP, adamw_step, new_moment
+from coat_vlm.optim.shards import follow_shards, local
 
 SMALL = 1 << 18
 """Elements up to which a CPU updates parameters together."""
@@ -56,6 +57,7 @@ class CoatAdamW(torch.optim.Optimizer):
             raise ValueError(f"betas={tuple(betas)}: both must be at least 0 and below 1")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "released": released})
+        follow_shards(self)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -144,7 +146,7 @@ class CoatAdamW(torch.optim.Optimizer):
         states = [state_dict["state"].get(saved_id) for saved_id in saved_ids]
         for saved, parameter in zip(states, parameters, strict=False):
             if saved:
-                _check_state(saved, parameter)
+                _check_state(saved, local(parameter))
         super().load_state_dict(state_dict)  # raises where the groups or their sizes differ
         for saved, parameter in zip(states, parameters, strict=True):
             if not saved:
