@@ -1,11 +1,10 @@
-"""FP8 training with FSDP2: ``fully_shard`` over FP8 blocks, FP8 states on each rank's shards.
+"""FP8 training with FSDP2: ``fully_shard`` over FP8 blocks, FP8 states of each rank's shards.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py         # two processes, GPUs or none
 
-The order matters: convert first, then shard block by block (a block reads the weights of its
-parts itself, so it must be gathered as a whole), then make the optimizer. Each rank keeps FP8 states
-of its shards only. Weights are saved by ``torch.distributed.checkpoint``, which can load them on
-any number of ranks; a rank's states in its own file, for the same number.
+The order matters: convert, then shard block by block (a block reads its parts' weights itself, so
+it is gathered as a whole), then make the optimizer. Weights are saved so that any number of ranks
+can load them; a rank's FP8 states go into its own file, for the same number.
 """
 
 import argparse
@@ -66,10 +65,10 @@ def load(model: nn.Module, optimizer: CoatAdamW, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--precision", default="coat", choices=("bf16", "coat", "coat_lean"))
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--resume-at", type=int, help="save there, load into a new model, go on")
+    parser.add_argument("--resume-at", type=int, default=0, help="save and load after this step")
     parser.add_argument("--out", type=Path, default=Path("runs/fsdp2"), help="for --resume-at")
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
@@ -77,18 +76,15 @@ if __name__ == "__main__":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpu else "gloo")
 
-    def make() -> tuple[nn.Module, CoatAdamW]:
-        model = build_model(args.precision).to("cuda" if on_gpu else "cpu").train()
-        return model, shard(model)
-
-    model, optimizer = make()
-    halfway = args.resume_at or 0
-    losses = train(model, optimizer, 0, halfway)
-    if halfway:
-        save(model, optimizer, args.out)
-        model, optimizer = make()
-        load(model, optimizer, args.out)
-    losses += train(model, optimizer, halfway, args.steps)
+    device, losses = "cuda" if on_gpu else "cpu", []
+    for start, end in ((0, args.resume_at), (args.resume_at, args.steps)):
+        model = build_model(args.precision).to(device).train()
+        optimizer = shard(model)
+        if start:
+            load(model, optimizer, args.out)
+        losses += train(model, optimizer, start, end)
+        if start < end < args.steps:
+            save(model, optimizer, args.out)
     for number, loss in enumerate(losses, 1):
         if dist.get_rank() == 0:
             print(f"step {number:3d}  loss {loss:.6f}")

@@ -58,11 +58,13 @@ def follow_shards(optimizer: torch.optim.Optimizer) -> None:
     scopes: list[Any] = []
 
     def enter(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(value is not None for value in (*args, *kwargs.values())):
+        if any(value is not None for value in (*args[1:], *kwargs.values())):  # after self
             raise ValueError(
                 "a closure cannot run on sharded parameters inside of step; compute the loss and "
                 "its gradients first, then call step()"
             )
+        if scopes:  # of a step that raised
+            leave()
         scopes.append(local_shards(optimizer))
         scopes[-1].__enter__()
 
