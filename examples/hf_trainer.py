@@ -55,7 +55,7 @@ def build_trainer(out: Path, steps: int) -> Trainer:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")

@@ -67,7 +67,7 @@ def train(model: nn.Module, steps: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--precision", default="coat", choices=("bf16", "coat", "coat_lean"))
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()

@@ -58,7 +58,7 @@ def frame_of(config: CoatVlmConfig, dtype: torch.dtype) -> CoatVlm:
     """A composed model on ``meta``, its embeddings tied where the configuration says so."""
     with torch.device("meta"):
         frame = CoatVlm(config)
-    frame.to(dtype)
+    frame.to(dtype)  # pyright: ignore[reportArgumentType] - transformers declares its own
     frame.language_model.tie_weights()
     return frame
 

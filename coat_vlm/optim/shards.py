@@ -17,7 +17,10 @@ from torch.distributed.tensor import DTensor
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a ``DTensor``, sharing its memory; any other tensor as it is."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local().detach()
 
 
 @contextmanager

@@ -114,9 +114,8 @@ def trace(
         shape = (batch * images, 3, tower.image_size, tower.image_size)
         inputs["pixel_values"] = torch.empty(shape, device="meta")
     own = [*model.parameters(), *model.buffers()]
-    if trained is None:
-        trained = length - 1 - images * per_image
-    memory = LiveMemory("meta", own, batch * trained)
+    most = length - 1 - images * per_image
+    memory = LiveMemory("meta", own, batch * (most if trained is None else trained))
     backward: list[tuple[int, float]] = []
     with (
         _unchecked_placeholders(model),
@@ -146,7 +145,7 @@ def trace(
 @contextmanager
 def _growth(model: CoatVlm, memory: LiveMemory) -> Iterator[dict[str, int]]:
     """By how many bytes each part's forward pass raises the live memory."""
-    parts: dict[str, nn.Module] = dict(module_parameters(model))
+    parts: dict[str, nn.Module] = {**module_parameters(model)}
     parts["output"] = model.get_output_embeddings()
     kept = dict.fromkeys(parts, 0)
     handles = []

@@ -19,7 +19,7 @@ measured on its engines by ``tests/e2e/test_plan_zero.py``.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
@@ -82,6 +82,11 @@ class RankMemory:
         return max(self.backward_peak, self.step_peak)
 
 
+def _settings(zero_stage: ZeroStage) -> Any:
+    """DeepSpeed's own defaults."""
+    return DeepSpeedZeroConfig(**{"stage": zero_stage})  # pyright: ignore[reportCallIssue]
+
+
 def sizes_of(model: CoatVlm, stage: StageConfig, state_bytes: float) -> Sizes:
     """Count a model's parameters.
 
@@ -92,7 +97,7 @@ def sizes_of(model: CoatVlm, stage: StageConfig, state_bytes: float) -> Sizes:
     """
     parameters = list(model.parameters())
     groups = param_groups(model, stage)
-    threshold = DeepSpeedZeroConfig().param_persistence_threshold
+    threshold = _settings(0).param_persistence_threshold
     return Sizes(
         parameters=count_parameters(model),
         trained=count_parameters(model, trainable_only=True),
@@ -137,7 +142,7 @@ def rank_memory(
         bucket: K, elements of the reduction bucket; DeepSpeed's default when absent.
     """
     e = sizes.weight_bytes
-    settings = DeepSpeedZeroConfig(stage=zero_stage)
+    settings = _settings(zero_stage)
     share = 1.0 if zero_stage == 0 else 1 / ranks
     gradients = e * sizes.trained * (share if zero_stage >= 2 else 1.0)
     # Under ZeRO 1 to 3 an FP32 run has masters as well: the flat copy that is partitioned.
