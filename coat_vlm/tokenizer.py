@@ -6,6 +6,7 @@ from itertools import chain, cycle
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from coat_vlm.config import ModelConfig
 from coat_vlm.model.configuration import IMAGE_TOKEN
 
 PAD_TOKEN = "<|endoftext|>"
@@ -58,6 +59,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
     tokenizer.chat_template = CHATML
     return tokenizer
+
+
+def tokenizer_name(model: ModelConfig) -> str:
+    """Where a recipe's tokenizer comes from, if it is not to be trained.
+
+    Raises:
+        ValueError: the recipe does not say.
+    """
+    name = model.tokenizer.name_or_path or model.language.name_or_path
+    if name is None:
+        raise ValueError(
+            "no tokenizer: set model.tokenizer.name_or_path, or model.tokenizer.train_vocab_size "
+            "to train one on the recipe's texts"
+        )
+    return name
 
 
 def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

@@ -122,15 +122,18 @@ def _vision(
         return build_open_clip(vision.config or {})
     if vision.name_or_path is not None:
         return _pretrained_tower(vision.name_or_path, dtype, attention)
-    config = _config_from("model.vision.config", vision.config or {}, tuple(VISION_MODELS))
+    config = config_from("model.vision.config", vision.config or {}, tuple(VISION_MODELS))
     model_class = VISION_MODELS[config.model_type]
     tower = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
     return config, tower
 
 
-def _pretrained_tower(
-    path: str, dtype: torch.dtype, attention: str
-) -> tuple[PretrainedConfig, nn.Module]:
+def tower_type(path: str) -> str:
+    """The model type of the tower in a checkpoint of transformers, a key of VISION_MODELS.
+
+    Raises:
+        ValueError: there is none.
+    """
     where = "model.vision.name_or_path"
     found = read_config(where, path).model_type
     wanted = {"siglip": "siglip_vision_model", "clip": "clip_vision_model"}.get(found, found)
@@ -140,8 +143,15 @@ def _pretrained_tower(
             f"{', '.join(VISION_MODELS)}; for an open_clip folder set "
             "model.vision.library=open_clip"
         )
+    return wanted
+
+
+def _pretrained_tower(
+    path: str, dtype: torch.dtype, attention: str
+) -> tuple[PretrainedConfig, nn.Module]:
+    where = "model.vision.name_or_path"
     tower = load_weights(
-        VISION_MODELS[wanted], where, path, dtype=dtype, attn_implementation=attention
+        VISION_MODELS[tower_type(path)], where, path, dtype=dtype, attn_implementation=attention
     )
     return tower.config, tower
 
@@ -158,10 +168,10 @@ def _language(
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             values.setdefault(name, getattr(tokenizer, name))
         allowed = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        config = _config_from("model.language.config", values, allowed)
+        config = config_from("model.language.config", values, allowed)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     where = "model.language.name_or_path"
-    _check_causal(where, language.name_or_path, read_config(where, language.name_or_path))
+    check_causal(where, language.name_or_path, read_config(where, language.name_or_path))
     model = load_weights(
         AutoModelForCausalLM,
         where,
@@ -174,7 +184,8 @@ def _language(
     return model
 
 
-def _check_causal(where: str, path: str, config: PretrainedConfig) -> None:
+def check_causal(where: str, path: str, config: PretrainedConfig) -> None:
+    """Refuse the configuration of what is not a causal language model, with ValueError."""
     expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     architectures = config.architectures or [expected]
     if expected not in architectures or getattr(config, "vision_config", None) is not None:
@@ -187,10 +198,19 @@ def _check_causal(where: str, path: str, config: PretrainedConfig) -> None:
         )
 
 
-def _config_from(
+def config_from(
     where: str, values: Mapping[str, Any], allowed: tuple[str, ...]
 ) -> PretrainedConfig:
-    """A transformers configuration from a recipe's keys, all of which must be known to it."""
+    """A transformers configuration from a recipe's keys, all of which must be known to it.
+
+    Args:
+        where: the recipe key, for the error.
+        values: ``model_type`` and settings.
+        allowed: model types.
+
+    Raises:
+        ValueError: the type is not allowed or a setting unknown.
+    """
     values = dict(values)
     model_type = values.pop("model_type", None)
     if model_type not in allowed:

@@ -9,6 +9,7 @@ from torch import Tensor
 from coat_kernels import MASTERS, AdamwItem, AdamwTable, codec_called
 from coat_vlm.optim.adamw_cpu import step_on_cpu
 from coat_vlm.optim.adamw_state import check_saved, loaded_state, moments_of, new_state, said
+from coat_vlm.optim.shards import follow_shards, local
 
 NONFINITE = ("propagate", "skip", "raise")
 
@@ -87,6 +88,7 @@ class CoatAdamW(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "codec": codec, "master": master})
         self._nonfinite, self._seed = nonfinite, seed
         self._forget()
+        follow_shards(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: torch's keeps defaults, state and groups only."""
@@ -227,7 +229,7 @@ class CoatAdamW(torch.optim.Optimizer):
         states = [state_dict["state"].get(saved_id) for saved_id in saved_ids]
         for saved, (name, group, p) in zip(states, places, strict=False):
             if saved:
-                check_saved(saved, name, p, group["codec"], group["master"])
+                check_saved(saved, name, local(p), group["codec"], group["master"])
         for group, saved in zip(self.param_groups, groups, strict=False):
             if saved.get("codec", group["codec"]) != group["codec"]:
                 raise ValueError(

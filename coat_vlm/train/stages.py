@@ -20,6 +20,7 @@ from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters
 from coat_vlm.model.packed_attention import PACKED
 from coat_vlm.processor import CoatVlmProcessor, build_processor, prepare_tokenizer, train_tokenizer
 from coat_vlm.recipe_file import load_recipe, save_recipe
+from coat_vlm.tokenizer import tokenizer_name
 from coat_vlm.train.checkpoint import (
     Progress,
     checkpoints_in,
@@ -258,12 +259,7 @@ def _tokenizer(recipe: Recipe, run_dir: Path, world: World) -> PreTrainedTokeniz
             train_tokenizer(texts(recipe), settings.train_vocab_size).save_pretrained(folder)
         world.barrier()
         return prepare_tokenizer(AutoTokenizer.from_pretrained(folder))
-    name = settings.name_or_path or recipe.model.language.name_or_path
-    if name is None:
-        raise ValueError(
-            "no tokenizer: set model.tokenizer.name_or_path, or model.tokenizer.train_vocab_size "
-            "to train one on the recipe's texts"
-        )
+    name = tokenizer_name(recipe.model)
     return prepare_tokenizer(AutoTokenizer.from_pretrained(name))
 
 

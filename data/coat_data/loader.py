@@ -78,7 +78,7 @@ class TrainLoader:
         pad_token_id: int,
         packing: PackedOrder | None = None,
     ) -> None:
-        _check_sizes(batch_size, micro_batch_size, rank, world_size)
+        check_batch_sizes(batch_size, micro_batch_size, rank, world_size)
         rows = [share.rows for share in mixture.accounting()]
         if rows != [len(dataset) for dataset in datasets]:
             raise ValueError(
@@ -153,7 +153,12 @@ def val_batches(
     yield from _load(_ValBatches(dataset, encoder, skip_bad, pad_token_id), rows, num_workers)
 
 
-def _check_sizes(batch_size: int, micro_batch_size: int, rank: int, world_size: int) -> None:
+def check_batch_sizes(batch_size: int, micro_batch_size: int, rank: int, world_size: int) -> None:
+    """Refuse batches that cannot be split into whole micro-batches; arguments as the loader's.
+
+    Raises:
+        ValueError: it says which sizes can be.
+    """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} is not in 0 to world_size - 1 = {world_size - 1}")
     if batch_size < 1 or micro_batch_size < 1:

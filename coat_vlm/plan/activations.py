@@ -1,0 +1,204 @@
+"""What one micro-batch keeps for its backward pass, and its highest memory on the way."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from coat_vlm.config import MODULES
+from coat_vlm.fp8 import reused_weights
+from coat_vlm.fp8.weights import kept_bytes
+from coat_vlm.model.vlm import CoatVlm, module_parameters
+from coat_vlm.plan.memory import LiveMemory, flash_attention
+
+PARTS = (*MODULES, "output")
+"""``output`` is the output layer with the loss; ``language`` is what comes before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Memory of a forward and a backward pass in bytes, parameters and their gradients left out."""
+
+    kept: dict[str, float]
+    """At the end of the forward pass, by part (:data:`PARTS`). ``output`` holds the gradients that
+    the loss computes in the forward pass."""
+    forward_peak: float
+    """Highest in the forward pass."""
+    backward: tuple[tuple[int, float], ...]
+    """(elements of gradients finished so far, highest memory since the last one)."""
+    attention_workspace: float
+    """What attention's backward kernel takes for itself, of the largest call."""
+    weight_copies: float
+    """FP8 copies of weights that stay for the next micro-batch; in none of the others."""
+
+    @property
+    def total_kept(self) -> float:
+        """At the start of the backward pass."""
+        return sum(self.kept.values())
+
+    def peak(self, bytes_per_gradient: float = 0.0) -> float:
+        """Highest memory of both passes, if finished gradients stay at this size per element."""
+        return max(self.forward_peak, self.backward_peak(bytes_per_gradient))
+
+    def backward_peak(self, bytes_per_gradient: float = 0.0) -> float:
+        """Highest memory of the backward pass alone; see :meth:`peak`."""
+        return max(live + bytes_per_gradient * finished for finished, live in self.backward)
+
+    def scaled(self, factor: float) -> "Activations":
+        """Of a micro-batch of another size, if all of it grew with the rows: about right."""
+        return Activations(
+            {part: factor * size for part, size in self.kept.items()},
+            factor * self.forward_peak,
+            tuple((finished, factor * live) for finished, live in self.backward),
+            factor * self.attention_workspace,
+            self.weight_copies,
+        )
+
+    def towards(self, other: "Activations", amount: float) -> "Activations":
+        """On the line through both: this one at 0, the other at 1.
+
+        Memory grows by the same bytes with every sample, so two micro-batches tell all sizes.
+        """
+
+        def between(a: float, b: float) -> float:
+            return a + amount * (b - a)
+
+        return Activations(
+            {part: between(size, other.kept[part]) for part, size in self.kept.items()},
+            between(self.forward_peak, other.forward_peak),
+            tuple(
+                (finished, between(a, b))
+                for (finished, a), (_, b) in zip(self.backward, other.backward, strict=True)
+            ),
+            between(self.attention_workspace, other.attention_workspace),
+            self.weight_copies,
+        )
+
+
+def trace(
+    model: CoatVlm,
+    batch: int,
+    length: int,
+    images: int,
+    *,
+    trained: int | None = None,
+    reuse_weights: bool = False,
+) -> Activations:
+    """Run one micro-batch of full rows on ``meta`` and watch its memory.
+
+    Args:
+        model: a model on ``meta``, converted, with what trains and in which mode already set.
+        batch: rows.
+        length: tokens of a row, T.
+        images: images of a row.
+        trained: trained tokens of a row; all but those of images, which is the most, when absent.
+        reuse_weights: keep FP8 weights, as ``fp8.weights: cache`` does.
+
+    Raises:
+        ValueError: the images of a row have more tokens than the row.
+    """
+    per_image = model.config.tokens_per_image
+    if images * per_image >= length:
+        raise ValueError(
+            f"{images} images of {per_image} tokens leave no room for text in max_length={length}; "
+            "raise model.max_length or lower --images"
+        )
+    tower = model.vision_tower
+    inputs: dict[str, Tensor] = {
+        name: torch.empty(batch, length, dtype=torch.int64, device="meta")
+        for name in ("input_ids", "labels")
+    }
+    if images:
+        shape = (batch * images, 3, tower.image_size, tower.image_size)
+        inputs["pixel_values"] = torch.empty(shape, device="meta")
+    own = [*model.parameters(), *model.buffers()]
+    most = length - 1 - images * per_image
+    memory = LiveMemory("meta", own, batch * (most if trained is None else trained))
+    backward: list[tuple[int, float]] = []
+    with (
+        _unchecked_placeholders(model),
+        flash_attention(),
+        memory,
+        reused_weights(reuse_weights),
+        _growth(model, memory) as kept,
+        _finished_gradients(model, memory, backward),
+    ):
+        loss = model(**inputs, skip_logits=True).loss
+        copies, forward_peak = kept_bytes(), memory.peak
+        memory.peak = memory.live
+        loss.backward()
+        del loss
+        final_copies = kept_bytes()
+    backward.append((backward[-1][0] if backward else 0, memory.peak))
+    kept["language"] -= copies
+    return Activations(
+        {part: float(kept[part]) for part in PARTS},
+        forward_peak - copies,
+        tuple((finished, live - final_copies) for finished, live in backward),
+        memory.attention_workspace,
+        final_copies,
+    )
+
+
+@contextmanager
+def _growth(model: CoatVlm, memory: LiveMemory) -> Iterator[dict[str, int]]:
+    """By how many bytes each part's forward pass raises the live memory."""
+    parts: dict[str, nn.Module] = {**module_parameters(model)}
+    parts["output"] = model.get_output_embeddings()
+    kept = dict.fromkeys(parts, 0)
+    handles = []
+    for name, module in parts.items():
+
+        def enter(*_: object, name: str = name) -> None:
+            kept[name] -= memory.live
+
+        def leave(*_: object, name: str = name) -> None:
+            kept[name] += memory.live
+            if name == "output":
+                kept["language"] -= kept["output"]
+
+        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    try:
+        yield kept
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _finished_gradients(
+    model: nn.Module, memory: LiveMemory, finished: list[tuple[int, float]]
+) -> Iterator[None]:
+    """Free every parameter's gradient when it is complete, and note how high memory was till then.
+
+    What becomes of gradients is up to ZeRO; :meth:`Activations.peak` adds them again.
+    """
+    elements = 0
+
+    def note(parameter: Tensor) -> None:
+        nonlocal elements
+        finished.append((elements, memory.peak))
+        elements += parameter.numel()
+        parameter.grad = None
+        memory.peak = memory.live
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(note) for p in trained]
+    try:
+        yield
+        finished.append((elements, memory.peak))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _unchecked_placeholders(model: CoatVlm) -> Iterator[None]:
+    """Ids on ``meta`` have no values in which placeholders could be counted."""
+    vars(model)["_check_placeholders"] = lambda *_: None
+    try:
+        yield
+    finally:
+        del vars(model)["_check_placeholders"]

@@ -1,0 +1,244 @@
+"""Plans the stages of a recipe: memory per rank under ZeRO 0 to 3, and what would fit."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from coat_data.loader import check_batch_sizes
+from coat_data.sample import DataError
+from coat_vlm.config import STAGES, BlockPrecision, Fp8Config, Recipe, StageConfig, StageName
+from coat_vlm.optim import CoatAdamW
+from coat_vlm.plan.activations import Activations, trace
+from coat_vlm.plan.frames import BLOCK_PRECISIONS, gpu_arithmetic, stage_frame, vocabulary
+from coat_vlm.plan.zero import (
+    RankMemory,
+    Sizes,
+    ZeroStage,
+    rank_memory,
+    sizes_of,
+    state_bytes_per_parameter,
+)
+from coat_vlm.train.sources import open_source
+
+USABLE = 0.94
+"""Share of a GPU's memory that tensors may take. The rest is an allowance, not measured: CUDA's
+context and kernels, workspaces of cuBLAS and NCCL, and gaps between tensors."""
+
+_ROWS = 64
+"""Rows of each source in which images are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """What one stage needs."""
+
+    name: StageName
+    stage: StageConfig
+    precision: str
+    optimizer: str
+    ranks: int
+    gpu_bytes: float
+    """Memory of a GPU."""
+    tokens: int
+    """Of a row."""
+    images: int
+    """Of a row."""
+    images_why: str
+    """Where that number comes from."""
+    patches: int
+    """The tower computes for an image."""
+    sizes: Sizes
+    activations: Activations
+    """Of the recipe's micro-batch."""
+    doubled: Activations
+    """Of twice as many rows."""
+    recipe_zero: ZeroStage
+    memory: dict[ZeroStage, RankMemory]
+    kept: dict[tuple[BlockPrecision, bool], Activations]
+    """Activations of the recipe's micro-batch by precision of all blocks, and checkpointing."""
+
+    @property
+    def usable_bytes(self) -> float:
+        """What tensors may take of a GPU."""
+        return USABLE * self.gpu_bytes
+
+    def rows(self, micro_batch: int) -> Activations:
+        """Activations of another micro-batch."""
+        amount = micro_batch / self.stage.micro_batch_size - 1
+        return self.activations.towards(self.doubled, amount)
+
+    def with_micro_batch(self, zero_stage: ZeroStage, micro_batch: int) -> RankMemory:
+        """Memory under a ZeRO stage with another micro-batch and the recipe's batch."""
+        return rank_memory(
+            zero_stage,
+            self.sizes,
+            self.ranks,
+            self.rows(micro_batch),
+            accumulates=self.stage.batch_size > micro_batch * self.ranks,
+        )
+
+    def largest_micro_batch(self, zero_stage: ZeroStage) -> int:
+        """Largest micro-batch that fits, at most the rank's part of the batch; 0 if none does."""
+        low, high = 0, max(1, self.stage.batch_size // self.ranks) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self.with_micro_batch(zero_stage, middle).peak <= self.usable_bytes
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+
+def plan_recipe(
+    recipe: Recipe,
+    *,
+    ranks: int,
+    gpu_bytes: float,
+    zero_stages: Sequence[ZeroStage],
+    images: int | None = None,
+    tokens: int | None = None,
+    only_stage: str | None = None,
+) -> list[StagePlan]:
+    """Plan the stages of a recipe in order.
+
+    Args:
+        recipe: what would be trained.
+        ranks: GPUs, one process each.
+        gpu_bytes: memory of each.
+        zero_stages: those to compare; the recipe's own is always among them.
+        images: images of a row; counted in the data, or 1, when absent.
+        tokens: tokens of a row; ``model.max_length`` when absent.
+        only_stage: this stage alone.
+
+    Raises:
+        ValueError: the recipe could not be trained on so many ranks: as training would say.
+    """
+    names = [name for name in STAGES if name in recipe.stages]
+    if only_stage is not None and only_stage not in names:
+        raise ValueError(f"--stage {only_stage}: the recipe has the stages {', '.join(names)}")
+    chosen = [name for name in names if only_stage in (None, name)]
+    for name in chosen:
+        stage = recipe.stages[name]
+        check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, ranks)
+    vocab_size = None if recipe.init_from is not None else vocabulary(recipe)
+    return [
+        plan_stage(
+            recipe,
+            name,
+            vocab_size=vocab_size,
+            ranks=ranks,
+            gpu_bytes=gpu_bytes,
+            zero_stages=zero_stages,
+            images=images,
+            tokens=tokens,
+        )
+        for name in chosen
+    ]
+
+
+def plan_stage(
+    recipe: Recipe,
+    name: StageName,
+    *,
+    vocab_size: int | None,
+    ranks: int,
+    gpu_bytes: float,
+    zero_stages: Sequence[ZeroStage],
+    images: int | None = None,
+    tokens: int | None = None,
+) -> StagePlan:
+    """Plan one stage; arguments as :func:`plan_recipe`.
+
+    Args:
+        recipe: see there.
+        name: the stage.
+        vocab_size: tokens of the tokenizer; None with ``init_from``.
+        ranks: see there.
+        gpu_bytes: see there.
+        zero_stages: see there.
+        images: see there.
+        tokens: see there.
+
+    Raises:
+        ValueError: see there.
+    """
+    stage = recipe.stages[name]
+    length = tokens or recipe.model.max_length
+    why = "--images"
+    if images is None:
+        images, why = _images_per_row(recipe, stage)
+    arithmetic = gpu_arithmetic(recipe.precision, recipe.fp8)
+    coat = arithmetic.fp8 is not None and arithmetic.fp8.optimizer == "coat"
+    optimizer = CoatAdamW if coat else torch.optim.AdamW
+    frame = stage_frame(recipe, stage, arithmetic, vocab_size)
+    cached = arithmetic.fp8 is not None and arithmetic.fp8.weights == "cache"
+    sizes = sizes_of(frame, stage, state_bytes_per_parameter(optimizer))
+    exact, doubled = (
+        trace(frame, factor * stage.micro_batch_size, length, images, reuse_weights=cached)
+        for factor in (1, 2)
+    )
+    chosen = sorted({*zero_stages, recipe.zero_stage})
+    accumulates = stage.batch_size > stage.micro_batch_size * ranks
+    grid = frame.vision_tower.image_size // frame.vision_tower.patch_size
+    return StagePlan(
+        name=name,
+        stage=stage,
+        precision=recipe.precision,
+        optimizer=optimizer.__name__,
+        ranks=ranks,
+        gpu_bytes=gpu_bytes,
+        tokens=length,
+        images=images,
+        images_why=why,
+        patches=grid * grid,
+        sizes=sizes,
+        activations=exact,
+        doubled=doubled,
+        recipe_zero=recipe.zero_stage,
+        memory={
+            zero: rank_memory(zero, sizes, ranks, exact, accumulates=accumulates) for zero in chosen
+        },
+        kept=_by_precision(recipe, stage, vocab_size, length, images),
+    )
+
+
+def _by_precision(
+    recipe: Recipe, stage: StageConfig, vocab_size: int | None, tokens: int, images: int
+) -> dict[tuple[BlockPrecision, bool], Activations]:
+    """Activations in every precision that the model allows, without and with checkpointing."""
+    found: dict[tuple[BlockPrecision, bool], Activations] = {}
+    cases = [(precision, flag) for precision in BLOCK_PRECISIONS for flag in (False, True)]
+    for precision, checkpointing in tqdm(cases, desc="precisions", leave=False):
+        fp8 = recipe.fp8 or Fp8Config()
+        fp8 = dataclasses.replace(fp8, vision=None, language=None, group_size=16, optimizer=None)
+        fp8 = dataclasses.replace(fp8, released_constants=False)
+        arithmetic = gpu_arithmetic(precision, None if precision == "bf16" else fp8)
+        changed = dataclasses.replace(stage, gradient_checkpointing=checkpointing)
+        try:
+            frame = stage_frame(recipe, changed, arithmetic, vocab_size)
+        except ValueError:
+            if precision == recipe.precision:
+                raise
+            continue  # a model that has no FP8 blocks: the table then leaves a gap
+        found[precision, checkpointing] = trace(frame, stage.micro_batch_size, tokens, images)
+    return found
+
+
+def _images_per_row(recipe: Recipe, stage: StageConfig) -> tuple[int, str]:
+    """Mean images of the first rows of the stage's data, rounded up, and how that was found."""
+    counts: list[int] = []
+    try:
+        for source in stage.data:
+            dataset = open_source(source)
+            for row in range(min(_ROWS, len(dataset))):
+                media = dataset[row].media
+                videos = sum(medium.kind == "video" for medium in media)
+                frames = videos * recipe.model.image.num_video_frames
+                counts.append(len(media) - videos + frames)
+    except (DataError, OSError) as error:
+        return 1, f"assumed: the data cannot be read ({str(error).split(' -> ')[0]})"
+    if not counts:
+        return 1, "assumed: the data has no rows"
+    return math.ceil(sum(counts) / len(counts)), "mean of the data's first rows, rounded up"

@@ -1,0 +1,124 @@
+"""Trains a tiny model through DeepSpeed and prints its peaks beside the plan's, as JSON.
+
+Started by ``test_plan_zero.py``, once per process: ``DTYPE ACCUMULATION BUCKET``.
+"""
+
+import gc
+import json
+import sys
+
+import torch
+from transformers import Qwen2Config, SiglipVisionConfig
+
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_vlm.config import (
+    Fp8Config,
+    LanguageConfig,
+    ModelConfig,
+    ModuleTraining,
+    Recipe,
+    StageConfig,
+    VisionConfig,
+)
+from coat_vlm.fp8 import Arithmetic
+from coat_vlm.model import CoatVlm, CoatVlmConfig
+from coat_vlm.model.frame import frame_of
+from coat_vlm.optim import CoatAdamW
+from coat_vlm.plan import ZERO_STAGES, LiveMemory, rank_memory, trace
+from coat_vlm.plan.zero import ZeroStage, sizes_of, state_bytes_per_parameter
+from coat_vlm.train import engine as train_engine
+from coat_vlm.train.world import World, start_world
+
+TOKENS, IMAGES = 16, 1
+CONFIG = CoatVlmConfig(
+    vision_config=SiglipVisionConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+        image_size=16, patch_size=4,
+    ),
+    text_config=Qwen2Config(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=512,
+    ),
+    select_layer=-1, image_token_id=3, attn_implementation="sdpa",
+)  # fmt: skip
+
+
+def measured(
+    zero_stage: ZeroStage, dtype: torch.dtype, accumulation: int, bucket: int, world: World
+) -> dict[str, float]:
+    """Peaks in bytes: of the second step's passes and of its optimizer, and what the plan says."""
+    train = ModuleTraining(train=True, lr=1e-3)
+    stage = StageConfig(
+        data=[], projector=train, language=train, batch_size=accumulation * world.size,
+        micro_batch_size=1, max_steps=2,
+    )  # fmt: skip
+    model_config = ModelConfig(
+        vision=VisionConfig(config={"any": 0}), language=LanguageConfig(config={"any": 0})
+    )
+    recipe = Recipe(
+        name="plan", output_dir="unused", model=model_config, stages={"sft": stage},
+        zero_stage=zero_stage,
+    )  # fmt: skip
+    arithmetic = Arithmetic(dtype, Fp8Config().resolved("coat"))  # CoatAdamW; nothing is converted
+    frame = frame_of(CONFIG, dtype)
+    train_engine.set_trainable(frame, stage)
+    train_engine.set_train_mode(frame, stage)
+    planned = rank_memory(
+        zero_stage,
+        sizes_of(frame, stage, state_bytes_per_parameter(CoatAdamW)),
+        world.size,
+        trace(frame, 1, TOKENS, IMAGES),
+        accumulates=accumulation > 1,
+        bucket=bucket,
+    )
+    model = CoatVlm(CONFIG).to(dtype)
+    train_engine.set_trainable(model, stage)
+    memory = LiveMemory("cpu")
+    with memory:
+        engine = train_engine.build_engine(model, recipe, stage, arithmetic, world)
+    ids = torch.arange(TOKENS)[None] + 5
+    ids[:, :4] = 3
+    pixels = torch.randn(IMAGES, 3, 16, 16).to(dtype)
+    passes = 0
+    for _ in range(2):  # the first step makes the states
+        passes = 0
+        for _ in range(accumulation):
+            train_engine.set_train_mode(model, stage)
+            with memory:
+                memory.peak = memory.live
+                loss = engine(input_ids=ids, pixel_values=pixels, labels=ids, skip_logits=True).loss
+                engine.backward(loss)
+                del loss
+                passes = max(passes, memory.peak)
+                memory.peak = memory.live
+                engine.step()
+    engine.destroy()
+    return {
+        "zero_stage": zero_stage, "passes": passes, "step": memory.peak,
+        "planned_passes": planned.backward_peak, "planned_step": planned.step_peak,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure all ZeRO stages; rank 0 prints."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[sys.argv[1]]
+    accumulation, bucket = int(sys.argv[2]), int(sys.argv[3])
+    plain = train_engine.deepspeed_config
+
+    def with_bucket(*args: object) -> dict[str, object]:
+        config = plain(*args)  # pyright: ignore[reportArgumentType]
+        config["zero_optimization"]["reduce_bucket_size"] = bucket
+        return config
+
+    train_engine.deepspeed_config = with_bucket
+    world = start_world()
+    for zero_stage in ZERO_STAGES:
+        torch.manual_seed(0)
+        row = measured(zero_stage, dtype, accumulation, bucket, world)
+        gc.collect()
+        if world.is_main:
+            print("PLAN", json.dumps(row), flush=True)  # noqa: T201 - read by the test
+
+
+if __name__ == "__main__":
+    main()
