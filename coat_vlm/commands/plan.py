@@ -40,11 +40,11 @@ needs at most. The model is run once on shapes alone; an 8B model takes seconds 
     )  # fmt: skip
     parser.add_argument(
         "--images", type=_not_negative, metavar="N",
-        help="images of a row; default: counted in the stage's data, else 1",
+        help="tiles of images and frames of a row; default: counted in the stage's data, else 1",
     )  # fmt: skip
     parser.add_argument(
         "--tokens", type=_positive, metavar="T",
-        help="tokens of a row, images included; default model.max_length",
+        help="tokens of a row, images included; default model.max_length, or packing.tokens",
     )  # fmt: skip
     parser.add_argument("--stage", help="plan this stage only: align, pretrain or sft")
     parser.add_argument("--precision", choices=PRECISIONS, help="the same as precision=...")

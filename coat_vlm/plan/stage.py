@@ -1,7 +1,6 @@
 """Plans the stages of a recipe: memory per rank under ZeRO 0 to 3, and what would fit."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,11 +8,18 @@ import torch
 from tqdm import tqdm
 
 from coat_data.loader import check_batch_sizes
-from coat_data.sample import DataError
-from coat_vlm.config import STAGES, BlockPrecision, Fp8Config, Recipe, StageConfig, StageName
+from coat_vlm.config import (
+    STAGES,
+    BlockPrecision,
+    Fp8Config,
+    Recipe,
+    StageConfig,
+    StageName,
+)
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import Activations, trace
 from coat_vlm.plan.frames import BLOCK_PRECISIONS, gpu_arithmetic, stage_frame, vocabulary
+from coat_vlm.plan.images import images_per_row
 from coat_vlm.plan.zero import (
     RankMemory,
     Sizes,
@@ -22,14 +28,10 @@ from coat_vlm.plan.zero import (
     sizes_of,
     state_bytes_per_parameter,
 )
-from coat_vlm.train.sources import open_source
 
 USABLE = 0.94
 """Share of a GPU's memory that tensors may take. The rest is an allowance, not measured: CUDA's
 context and kernels, workspaces of cuBLAS and NCCL, and gaps between tensors."""
-
-_ROWS = 64
-"""Rows of each source in which images are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,17 +110,17 @@ def plan_recipe(
         ranks: GPUs, one process each.
         gpu_bytes: memory of each.
         zero_stages: those to compare; the recipe's own is always among them.
-        images: images of a row; counted in the data, or 1, when absent.
-        tokens: tokens of a row; ``model.max_length`` when absent.
+        images: tiles of a row; counted in the data, or 1, when absent.
+        tokens: tokens of a row; ``model.max_length``, or a packed row's, when absent.
         only_stage: this stage alone.
 
     Raises:
         ValueError: the recipe could not be trained on so many ranks: as training would say.
     """
-    names = [name for name in STAGES if name in recipe.stages]
+    names: list[StageName] = [name for name in STAGES if name in recipe.stages]
     if only_stage is not None and only_stage not in names:
         raise ValueError(f"--stage {only_stage}: the recipe has the stages {', '.join(names)}")
-    chosen = [name for name in names if only_stage in (None, name)]
+    chosen: list[StageName] = [name for name in names if only_stage in (None, name)]
     for name in chosen:
         stage = recipe.stages[name]
         check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, ranks)
@@ -165,21 +167,23 @@ def plan_stage(
         ValueError: see there.
     """
     stage = recipe.stages[name]
-    length = tokens or recipe.model.max_length
-    why = "--images"
-    if images is None:
-        images, why = _images_per_row(recipe, stage)
+    packing = stage.packing
+    longest = recipe.model.max_length
+    length = tokens or (packing.row_tokens(longest) if packing is not None else longest)
     arithmetic = gpu_arithmetic(recipe.precision, recipe.fp8)
     coat = arithmetic.fp8 is not None and arithmetic.fp8.optimizer == "coat"
     optimizer = CoatAdamW if coat else torch.optim.AdamW
     frame = stage_frame(recipe, stage, arithmetic, vocab_size)
+    why = "--images"
+    if images is None:
+        images, why = images_per_row(recipe, stage, length, frame.config.tokens_per_image)
     cached = arithmetic.fp8 is not None and arithmetic.fp8.weights == "cache"
     sizes = sizes_of(frame, stage, state_bytes_per_parameter(optimizer))
     exact, doubled = (
         trace(frame, factor * stage.micro_batch_size, length, images, reuse_weights=cached)
         for factor in (1, 2)
     )
-    chosen = sorted({*zero_stages, recipe.zero_stage})
+    chosen: list[ZeroStage] = sorted({*zero_stages, recipe.zero_stage})
     accumulates = stage.batch_size > stage.micro_batch_size * ranks
     grid = frame.vision_tower.image_size // frame.vision_tower.patch_size
     return StagePlan(
@@ -209,8 +213,11 @@ def _by_precision(
 ) -> dict[tuple[BlockPrecision, bool], Activations]:
     """Activations in every precision that the model allows, without and with checkpointing."""
     found: dict[tuple[BlockPrecision, bool], Activations] = {}
-    cases = [(precision, flag) for precision in BLOCK_PRECISIONS for flag in (False, True)]
-    for precision, checkpointing in tqdm(cases, desc="precisions", leave=False):
+    cases: list[tuple[BlockPrecision, bool]] = [
+        (precision, flag) for precision in BLOCK_PRECISIONS for flag in (False, True)
+    ]
+    bar = tqdm(cases, desc="precisions", leave=False)
+    for precision, checkpointing in bar:
         fp8 = recipe.fp8 or Fp8Config()
         fp8 = dataclasses.replace(fp8, vision=None, language=None, group_size=16, optimizer=None)
         fp8 = dataclasses.replace(fp8, released_constants=False)
@@ -224,21 +231,3 @@ def _by_precision(
             continue  # a model that has no FP8 blocks: the table then leaves a gap
         found[precision, checkpointing] = trace(frame, stage.micro_batch_size, tokens, images)
     return found
-
-
-def _images_per_row(recipe: Recipe, stage: StageConfig) -> tuple[int, str]:
-    """Mean images of the first rows of the stage's data, rounded up, and how that was found."""
-    counts: list[int] = []
-    try:
-        for source in stage.data:
-            dataset = open_source(source)
-            for row in range(min(_ROWS, len(dataset))):
-                media = dataset[row].media
-                videos = sum(medium.kind == "video" for medium in media)
-                frames = videos * recipe.model.image.num_video_frames
-                counts.append(len(media) - videos + frames)
-    except (DataError, OSError) as error:
-        return 1, f"assumed: the data cannot be read ({str(error).split(' -> ')[0]})"
-    if not counts:
-        return 1, "assumed: the data has no rows"
-    return math.ceil(sum(counts) / len(counts)), "mean of the data's first rows, rounded up"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from coat_vlm.config import BlockPrecision
 from coat_vlm.plan.activations import PARTS
 from coat_vlm.plan.advice import GB, advice
 from coat_vlm.plan.frames import BLOCK_PRECISIONS
@@ -55,7 +56,7 @@ def _stage(plan: StagePlan) -> str:
 
 def _activations(plan: StagePlan) -> list[str]:
     """What a micro-batch keeps, by precision."""
-    found = [name for name in BLOCK_PRECISIONS if (name, False) in plan.kept]
+    found: list[BlockPrecision] = [p for p in BLOCK_PRECISIONS if (p, False) in plan.kept]
     lines = [_row("GB kept by a micro-batch", list(found))]
     for part in PARTS:
         cells = [_gb(plan.kept[name, False].kept[part]) for name in found]

@@ -84,7 +84,8 @@ class RankMemory:
 
 def _settings(zero_stage: ZeroStage) -> Any:
     """DeepSpeed's own defaults."""
-    return DeepSpeedZeroConfig(**{"stage": zero_stage})  # pyright: ignore[reportCallIssue]
+    settings: dict[str, Any] = {"stage": zero_stage}
+    return DeepSpeedZeroConfig(**settings)
 
 
 def sizes_of(model: CoatVlm, stage: StageConfig, state_bytes: float) -> Sizes:

@@ -27,7 +27,7 @@ from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan import ZERO_STAGES, LiveMemory, rank_memory, trace
 from coat_vlm.plan.zero import ZeroStage, sizes_of, state_bytes_per_parameter
 from coat_vlm.train import engine as train_engine
-from coat_vlm.train.world import World, start_world
+from coat_vlm.train.world import World, joined_world
 
 TOKENS, IMAGES = 16, 1
 CONFIG = CoatVlmConfig(
@@ -71,7 +71,8 @@ def measured(
         accumulates=accumulation > 1,
         bucket=bucket,
     )
-    model = CoatVlm(CONFIG).to(dtype)
+    model = CoatVlm(CONFIG)
+    torch.nn.Module.to(model, dtype)
     train_engine.set_trainable(model, stage)
     memory = LiveMemory("cpu")
     with memory:
@@ -111,13 +112,13 @@ def main() -> None:
         return config
 
     train_engine.deepspeed_config = with_bucket
-    world = start_world()
-    for zero_stage in ZERO_STAGES:
-        torch.manual_seed(0)
-        row = measured(zero_stage, dtype, accumulation, bucket, world)
-        gc.collect()
-        if world.is_main:
-            print("PLAN", json.dumps(row), flush=True)  # noqa: T201 - read by the test
+    with joined_world() as world:
+        for zero_stage in ZERO_STAGES:
+            torch.manual_seed(0)
+            row = measured(zero_stage, dtype, accumulation, bucket, world)
+            gc.collect()
+            if world.is_main:
+                print("PLAN", json.dumps(row), flush=True)  # noqa: T201 - read by the test
 
 
 if __name__ == "__main__":

@@ -1,0 +1,54 @@
+"""How many images, tiles and frames go through the vision tower for a row of a batch."""
+
+import math
+
+from coat_data.sample import DataError, Media
+from coat_vlm.config import ModelConfig, Recipe, StageConfig
+from coat_vlm.train.sources import open_source
+
+_ROWS = 64
+"""Rows of each source that are looked at."""
+
+
+def images_per_row(
+    recipe: Recipe, stage: StageConfig, tokens: int, tokens_per_image: int
+) -> tuple[int, str]:
+    """Tiles of a row, and how that was found.
+
+    Args:
+        recipe: says what an image and a video become.
+        stage: whose data; of each source the first rows are looked at. Packed rows are taken to
+            hold what they may at most.
+        tokens: of a row.
+        tokens_per_image: of a tile.
+    """
+    if stage.packing is not None:
+        if stage.packing.images is not None:
+            return stage.packing.images, "packing.images"
+        return tokens // tokens_per_image, "as many as a packed row has room for"
+    counts: list[int] = []
+    try:
+        for source in stage.data:
+            dataset = open_source(source, recipe.seed)
+            for row in range(min(_ROWS, len(dataset))):
+                counts.append(sum(_tiles(medium, recipe.model) for medium in dataset[row].media))
+    except (DataError, OSError) as error:
+        return 1, f"assumed: the data cannot be read ({str(error).split(' -> ')[0]})"
+    if not counts:
+        return 1, "assumed: the data has no rows"
+    return math.ceil(sum(counts) / len(counts)), "mean of the data's first rows, rounded up"
+
+
+def _tiles(medium: Media, model: ModelConfig) -> int:
+    """Tiles of an image or frames of a video; at most, where that depends on the file."""
+    if medium.kind == "video":
+        if model.video.sampling == "uniform":
+            return model.video.num_frames or model.image.num_video_frames or 8
+        return model.video.max_frames or 64
+    if model.image.mode in ("resize", "pad"):
+        return 1
+    largest = model.image.max_tiles or 12
+    if model.image.mode == "dynamic":
+        return largest + (largest > 1)  # and the thumbnail
+    scales = len(model.image.s2_scales or (1, 2, 3))
+    return largest + sum(n * n for n in range(1, scales))
