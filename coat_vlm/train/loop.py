@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from coat_data.collate import Batch
 from coat_data.encode import IGNORE_INDEX
+from coat_data.frame_sampling import VIDEO_COUNTS
 from coat_data.loader import LoadedBatch
 from coat_data.order import Cursor
 from coat_vlm.config import StageConfig
@@ -138,15 +139,18 @@ class StageRun:
     def _step(self, micro_batches: list[LoadedBatch], stop_requested: bool) -> dict[str, Any]:
         """One optimizer step; what is known of it only here."""
         bad = [bad for loaded in micro_batches for bad in loaded.bad]
-        tokens, all_tokens, samples, stop, *bad_by_source = self.world.sum(
+        read = [loaded.counts for loaded in micro_batches]
+        tokens, all_tokens, samples, stop, *counts = self.world.sum(
             [
                 sum(_trained(loaded.batch) for loaded in micro_batches),
                 sum(int(loaded.batch["attention_mask"].sum()) for loaded in micro_batches),
                 sum(loaded.num_samples for loaded in micro_batches),
                 float(stop_requested),
+                *(sum(counts.get(name, 0) for counts in read) for name in VIDEO_COUNTS),
                 *self.quarantine.note(bad, self.step + 1),
             ]
         )
+        videos, bad_by_source = counts[: len(VIDEO_COUNTS)], counts[len(VIDEO_COUNTS) :]
         order = self.data.loader.order
         _, self.cursor = order.step(self.cursor)
         bad_rates = self.quarantine.count(bad_by_source, lambda: order.met(self.cursor))
@@ -193,6 +197,7 @@ class StageRun:
             "tokens": int(all_tokens),
             "samples": int(samples),
             "bad_by_source": bad_rates,
+            "videos": {name: int(n) for name, n in zip(VIDEO_COUNTS, videos, strict=True) if n},
             "stop": stop > 0,
         }
 

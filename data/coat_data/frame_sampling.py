@@ -22,6 +22,17 @@ Sampling = Literal["uniform", "fps", "all"]
 BACKENDS: tuple[VideoBackend, ...] = ("auto", "decord", "pyav")
 SAMPLINGS: tuple[Sampling, ...] = ("uniform", "fps", "all")
 
+VIDEO_COUNTS = (
+    "video_pyav",
+    "video_decord",
+    "video_folder",
+    "video_decord_unsuited",
+    "video_decord_timeout",
+    "video_decord_crash",
+    "video_decord_error",
+)
+"""What is counted while videos are read: what read them, and why decord did not."""
+
 _ROUNDING_S = 1e-6
 """A middle is moved by this much, so that rounding does not decide when a frame starts there."""
 

@@ -19,7 +19,7 @@ from av.video.stream import VideoStream
 
 from coat_data.decord_child import frame_indices
 from coat_data.decord_reader import DecordError, DecordReader
-from coat_data.frame_sampling import VideoSettings
+from coat_data.frame_sampling import VIDEO_COUNTS, VideoSettings
 from coat_data.sample import Media
 from coat_data.video import VideoReader
 
@@ -99,6 +99,7 @@ def test_a_child_that_fails_is_counted_and_pyav_reads(clip: Media, kind: str, li
     assert frames_of(reader, clip) == expected
     assert time.monotonic() - started < 15
     assert dict(reader.counts) == {f"video_decord_{kind}": 1, "video_pyav": 1}
+    assert set(reader.counts) <= set(VIDEO_COUNTS)
     reader.close()
 
 

@@ -13,7 +13,7 @@ COLORS = {"red": (220, 30, 40), "green": (40, 160, 60), "blue": (30, 70, 220)}
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """data.json: answers of different lengths, every third row without an image."""
+    """data.json: answers of different lengths; two rows of three show an image, one a video."""
     folder = tmp_path_factory.mktemp("tiny_data")
     rng = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
@@ -28,6 +28,12 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Image.fromarray(pixels).save(folder / f"{number}.png")
             row["image"] = f"{number}.png"
             question = f"<image>\n{question}"
+        if number == 21:
+            (folder / "clip").mkdir()
+            for frame in range(2):
+                Image.new("RGB", (16, 16), COLORS[color]).save(folder / f"clip/{frame}.png")
+            row["video"] = "clip"
+            question = f"<video>\n{question}"
         row["conversations"] = [
             {"from": "human", "value": question},
             {"from": "gpt", "value": answer},

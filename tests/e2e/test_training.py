@@ -94,6 +94,12 @@ def losses(run_dir: Path, stage: str = "sft") -> list[float]:
     return [row["loss"] for row in steps]
 
 
+def videos(run_dir: Path) -> list[dict[str, int]]:
+    """What was counted in steps that read a video, in metrics.jsonl."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row["videos"] for row in rows if row.get("videos")]
+
+
 TRAIN = [sys.executable, "-m", "coat_vlm.cli", "train"]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -148,6 +154,7 @@ def test_two_ranks_give_the_losses_of_one(
     done = train(recipe, tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(tmp_path / "run") == pytest.approx(one_rank, rel=2e-5)
+    assert videos(tmp_path / "run") == [{"video_folder": 1}] * 2  # two passes over its one video
     model, _ = load(tmp_path / "run" / "sft" / "model")
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
