@@ -139,7 +139,7 @@ def open_data(
     encoder = processor.encoder(train=True, template=stage.template)
     verify_template(encoder)
     verified_rows = verify_rows(datasets, encoder)
-    replace_bad = stage.max_bad_samples > 0
+    replace_bad = stage.max_bad_samples > 0 or stage.max_bad_fraction is not None
     order: PackedOrder | None = None
     if stage.packing is None:
         tokens = [mean_tokens(dataset, encoder) for dataset in datasets]
