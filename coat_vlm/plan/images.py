@@ -4,6 +4,7 @@ import math
 
 from coat_data.sample import DataError, Media
 from coat_vlm.config import ModelConfig, Recipe, StageConfig
+from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.train.sources import open_source
 
 _ROWS = 64
@@ -11,7 +12,7 @@ _ROWS = 64
 
 
 def images_per_row(
-    recipe: Recipe, stage: StageConfig, tokens: int, tokens_per_image: int
+    recipe: Recipe, stage: StageConfig, tokens: int, model: CoatVlmConfig
 ) -> tuple[int, str]:
     """Tiles of a row, and how that was found.
 
@@ -20,18 +21,23 @@ def images_per_row(
         stage: whose data; of each source the first rows are looked at. Packed rows are taken to
             hold what they may at most.
         tokens: of a row.
-        tokens_per_image: of a tile.
+        model: says how many tokens a tile has, and how large its scales are.
     """
+    sides = [scale // (model.s2_scales or [1])[0] for scale in model.s2_scales or [1]]
     if stage.packing is not None:
         if stage.packing.images is not None:
             return stage.packing.images, "packing.images"
-        return tokens // tokens_per_image, "as many as a packed row has room for"
+        # Of an image at several scales only the largest becomes tokens, all pass the tower.
+        tiles_per_tile = sum(side * side for side in sides) / sides[-1] ** 2
+        most = math.ceil(tokens // model.tokens_per_image * tiles_per_tile)
+        return most, "as many as a packed row has room for"
     counts: list[int] = []
     try:
         for source in stage.data:
             dataset = open_source(source, recipe.seed)
             for row in range(min(_ROWS, len(dataset))):
-                counts.append(sum(_tiles(medium, recipe.model) for medium in dataset[row].media))
+                media = dataset[row].media
+                counts.append(sum(_tiles(medium, recipe.model, sides) for medium in media))
     except (DataError, OSError) as error:
         return 1, f"assumed: the data cannot be read ({str(error).split(' -> ')[0]})"
     if not counts:
@@ -39,7 +45,7 @@ def images_per_row(
     return math.ceil(sum(counts) / len(counts)), "mean of the data's first rows, rounded up"
 
 
-def _tiles(medium: Media, model: ModelConfig) -> int:
+def _tiles(medium: Media, model: ModelConfig, sides: list[int]) -> int:
     """Tiles of an image or frames of a video; at most, where that depends on the file."""
     if medium.kind == "video":
         if model.video.sampling == "uniform":
@@ -50,5 +56,4 @@ def _tiles(medium: Media, model: ModelConfig) -> int:
     largest = model.image.max_tiles or 12
     if model.image.mode == "dynamic":
         return largest + (largest > 1)  # and the thumbnail
-    scales = len(model.image.s2_scales or (1, 2, 3))
-    return largest + sum(n * n for n in range(1, scales))
+    return max(largest, sides[-1] ** 2) + sum(side * side for side in sides[:-1])

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from tqdm import tqdm
@@ -16,6 +17,7 @@ from coat_vlm.config import (
     StageConfig,
     StageName,
 )
+from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import Activations, trace
 from coat_vlm.plan.frames import BLOCK_PRECISIONS, gpu_arithmetic, stage_frame, vocabulary
@@ -176,7 +178,8 @@ def plan_stage(
     frame = stage_frame(recipe, stage, arithmetic, vocab_size)
     why = "--images"
     if images is None:
-        images, why = images_per_row(recipe, stage, length, frame.config.tokens_per_image)
+        config = cast(CoatVlmConfig, frame.config)
+        images, why = images_per_row(recipe, stage, length, config)
     cached = arithmetic.fp8 is not None and arithmetic.fp8.weights == "cache"
     sizes = sizes_of(frame, stage, state_bytes_per_parameter(optimizer))
     exact, doubled = (
