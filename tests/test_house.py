@@ -172,7 +172,7 @@ README_COMMANDS = [
 
 def test_the_readme_shows_every_command():
     shown = {words[0] for words in README_COMMANDS}
-    running = {"train", "bench", "recipes", "data", "doctor"}
+    running = {"train", "plan", "export", "bench", "recipes", "data", "doctor"}
     assert shown == {*running, "eval", "score", "compare", "generate", "report"}
 
 

@@ -9,9 +9,12 @@ from torch import Tensor
 from coat_kernels import MASTERS, AdamwItem, AdamwTable, codec_called
 from coat_vlm.optim.adamw_cpu import step_on_cpu
 from coat_vlm.optim.adamw_state import check_saved, loaded_state, moments_of, new_state, said
-from coat_vlm.optim.shards import follow_shards, local
+from coat_vlm.optim.shards import is_sharded, local, local_shards
 
 NONFINITE = ("propagate", "skip", "raise")
+
+MAX_TABLES = 64
+"""Tables of addresses that are kept; where parameters come and go, they are made anew."""
 
 
 class CoatAdamW(torch.optim.Optimizer):
@@ -76,19 +79,35 @@ class CoatAdamW(torch.optim.Optimizer):
         if released and codec not in ("dre_e4m3", "released"):
             raise ValueError(f"released=True is codec='released', not {codec!r}; give one of them")
         codec = codec_called("released" if released else codec).name
-        for name, value, allowed in (
-            ("master", master, MASTERS),
-            ("nonfinite", nonfinite, NONFINITE),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r}; use one of {', '.join(allowed)}")
+        _check_master(master)
+        if nonfinite not in NONFINITE:
+            raise ValueError(f"nonfinite={nonfinite!r}; use one of {', '.join(NONFINITE)}")
         if not 0 <= seed < 2**31:
             raise ValueError(f"seed={seed}; use 0 to 2^31 - 1")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "codec": codec, "master": master})
         self._nonfinite, self._seed = nonfinite, seed
         self._forget()
-        follow_shards(self)
+        if nonfinite != "propagate" and is_sharded(self):
+            raise ValueError(
+                f"nonfinite={nonfinite!r} looks at this rank's shards only, and ranks would "
+                "disagree; with sharded parameters look at the gradients' total norm before step()"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own, as torch's optimizers.
+
+        Raises:
+            ValueError: a setting of the group is unknown; it is not added.
+        """
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        try:
+            codec_called(added["codec"])
+            _check_master(added["master"])
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: torch's keeps defaults, state and groups only."""
@@ -133,6 +152,11 @@ class CoatAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with local_shards(self):
+            self._update(grad_scale)
+        return loss
+
+    def _update(self, grad_scale: Tensor | None) -> None:
         batches, gradients = self._batches()
         skip = self._skip(gradients, grad_scale)
         for (device, codec, master), batch in batches.items():
@@ -143,12 +167,14 @@ class CoatAdamW(torch.optim.Optimizer):
                 if skip is None or not skip:
                     step_on_cpu(items, rates, codec, seed, scale)
                 continue
-            key = (device, codec, master)
+            # DeepSpeed steps one parameter group at a time: each has a table of its own.
+            key = (device, codec, master, id(items[0].p), len(items))
+            if key not in self._tables and len(self._tables) >= MAX_TABLES:
+                self._tables.clear()
             table = self._tables.setdefault(key, AdamwTable(device, codec_called(codec), seed))
             groups = {item.group: rate for item, rate in batch}
             all_rates = [groups.get(i, (0.0,) * 5) for i in range(max(groups) + 1)]
             table.step(items, all_rates, scale, None if skip is None else skip.to(device))
-        return loss
 
     def _batches(self) -> tuple[dict[Any, list[tuple[AdamwItem, Any]]], list[tuple[str, Tensor]]]:
         """What one launch can update, and all gradients with what to call their parameters."""
@@ -191,9 +217,10 @@ class CoatAdamW(torch.optim.Optimizer):
         self, gradients: list[tuple[str, Tensor]], grad_scale: Tensor | None
     ) -> Tensor | None:
         """FP32 (): 1 if the step is to be left out; None where nobody asks."""
-        if self._nonfinite == "propagate" or not gradients:
+        tensors = [g for _, g in gradients if g.numel()]
+        if self._nonfinite == "propagate" or not tensors:
             return None
-        largest = torch.nn.utils.get_total_norm([g for _, g in gradients], float("inf"))
+        largest = torch.nn.utils.get_total_norm(tensors, float("inf"))
         if grad_scale is not None:
             largest = largest * grad_scale.to(largest.device)
         skip = 1.0 - largest.isfinite().float()
@@ -231,11 +258,13 @@ class CoatAdamW(torch.optim.Optimizer):
             if saved:
                 check_saved(saved, name, local(p), group["codec"], group["master"])
         for group, saved in zip(self.param_groups, groups, strict=False):
-            if saved.get("codec", group["codec"]) != group["codec"]:
-                raise ValueError(
-                    f"CoatAdamW: the saved state has codec {saved['codec']!r}, this optimizer "
-                    f"{group['codec']!r}; make it with codec={saved['codec']!r}"
-                )
+            for setting in ("codec", "master"):
+                there, here = saved.get(setting, group[setting]), group[setting]
+                if there != here:
+                    raise ValueError(
+                        f"CoatAdamW: the saved state has {setting} {there!r}, this optimizer "
+                        f"{here!r}; make it with {setting}={there!r}"
+                    )
         # raises where the groups or their sizes differ
         super().load_state_dict({**state_dict, "state": {}})
         for group in self.param_groups:
@@ -244,3 +273,8 @@ class CoatAdamW(torch.optim.Optimizer):
         for saved, (_, _, p) in zip(states, places, strict=True):
             if saved:
                 self.state[p] = loaded_state(saved, p)
+
+
+def _check_master(master: object) -> None:
+    if master not in MASTERS:
+        raise ValueError(f"master={master!r}; use one of {', '.join(MASTERS)}")

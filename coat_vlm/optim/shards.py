@@ -53,27 +53,7 @@ def local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 optimizer.state[parameter] = optimizer.state.pop(part)
 
 
-def follow_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Run every ``step`` of the optimizer in :func:`local_shards`, if it has sharded parameters."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    if not any(isinstance(parameter, DTensor) for parameter in parameters):
-        return
-    scopes: list[Any] = []
-
-    def enter(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
-        if closure is not None:
-            raise ValueError(
-                "a closure cannot run on sharded parameters inside of step; compute the loss and "
-                "its gradients first, then call step()"
-            )
-        if scopes:  # of a step that raised
-            leave()
-        scopes.append(local_shards(optimizer))
-        scopes[-1].__enter__()
-
-    def leave(*_: object) -> None:
-        scopes.pop().__exit__(None, None, None)
-
-    optimizer.register_step_pre_hook(enter)
-    optimizer.register_step_post_hook(leave)
+def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a parameter is a ``DTensor``."""
+    groups = optimizer.param_groups
+    return any(isinstance(p, DTensor) for group in groups for p in group["params"])

@@ -29,7 +29,7 @@ def images_per_row(
             return stage.packing.images, "packing.images"
         # Of an image at several scales only the largest becomes tokens, all pass the tower.
         tiles_per_tile = sum(side * side for side in sides) / sides[-1] ** 2
-        most = math.ceil(tokens // model.tokens_per_image * tiles_per_tile)
+        most = math.ceil((tokens - 1) // model.tokens_per_image * tiles_per_tile)
         return most, "as many as a packed row has room for"
     counts: list[int] = []
     try:

@@ -166,6 +166,7 @@ def load_checkpoint(
     Raises:
         ValueError: the checkpoint is of another stage, precision, model or optimizer.
     """
+    contents = read_contents(checkpoint)  # first: it says so if an earlier version wrote this
     progress = read_progress(checkpoint)
     for name in ("stage", "precision"):
         saved, wanted = getattr(progress, name), getattr(expected, name)
@@ -174,7 +175,6 @@ def load_checkpoint(
                 f"{checkpoint} was saved with {name}={saved}, this run has {name}={wanted}; resume "
                 f"with {name}={saved}, or start a new run with init_from"
             )
-    contents = read_contents(checkpoint)
     contents.check(_contents(engine), str(checkpoint))
     load_engine(engine, Shards(checkpoint))
     for group, settings in zip(_groups(engine), contents.groups, strict=True):

@@ -43,10 +43,6 @@ def write_folder(target: Path, world: World, write: Callable[[Path], None]) -> N
         OSError: a rank could not write, because the disk is full, say.
     """
     temporary = target.with_name(f"{_TEMPORARY}{target.name}")
-    if world.is_main:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    world.barrier()
     failure: Exception | None = None
     entries: dict[str, _Entry] = {}
 
@@ -55,18 +51,22 @@ def write_folder(target: Path, world: World, write: Callable[[Path], None]) -> N
         nonlocal failure
         try:
             step()
-        except (OSError, RuntimeError) as error:  # some writers turn a full disk into RuntimeError
+        except Exception as error:
             failure = error
         return not world.any(failure is not None)
 
     if (
-        done(lambda: write(temporary))
+        done(lambda: _emptied(temporary, world))
+        and done(lambda: write(temporary))
         and done(lambda: entries.update(_synced(temporary, world)))
         and done(lambda: _finish(temporary, target, world.gather(entries), world))
     ):
         return
     if world.is_main:
         shutil.rmtree(temporary, ignore_errors=True)
+    # Some writers turn a full disk into a RuntimeError.
+    if failure is not None and not isinstance(failure, OSError | RuntimeError):
+        raise failure
     reason = failure or "another rank failed"
     raise OSError(
         f"{target} could not be saved: {reason}; free disk space or write elsewhere; what was "
@@ -158,6 +158,12 @@ def _synced(temporary: Path, world: World) -> dict[str, _Entry]:
             entry = {"bytes": path.stat().st_size, "sha256": _sha256(path, bar)}
             entries[path.relative_to(temporary).as_posix()] = entry
     return entries
+
+
+def _emptied(folder: Path, world: World) -> None:
+    if world.is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
 
 
 def _finish(temporary: Path, target: Path, shares: list[dict[str, _Entry]], world: World) -> None:

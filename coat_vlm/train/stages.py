@@ -77,9 +77,17 @@ def run_recipe(
         world.barrier()
         for name in names:
             model_dir = run_dir / name / "model"
-            if resume and problem_with(model_dir) is None:
+            finished = problem_with(model_dir) is None
+            if resume and finished:
                 _say(world, f"stage {name} is finished: {model_dir}")
                 continue
+            checkpoints = run_dir / name / "checkpoints"
+            if not (resume or finished) and checkpoints_in(checkpoints):
+                raise ValueError(
+                    f"stage {name} is not finished and has checkpoints in {checkpoints}; continue "
+                    "with --resume auto, or start the run over with --overwrite"
+                )
+            world.barrier()  # all have looked before one deletes
             _run_stage(recipe, name, run_dir, world, resume=resume)
     return model_dir
 
@@ -192,12 +200,9 @@ def _run_stage(
                 f"  its states, of {done.world_size} ranks at ZeRO stage {done.zero_stage}, are "
                 f"regrouped for {world.size} at stage {recipe.zero_stage}",
             )
-    elif not resume and world.is_main:
-        for left in checkpoints_in(checkpoints):  # of an earlier run of this stage
-            remove_folder(left)
-    if world.is_main and resume:
-        rewind(run_dir, name, done.step)
-        rewind_quarantine(run_dir, name, done.step)
+    if world.is_main:
+        _clear(run_dir, name, done.step, models=not resume)
+    world.barrier()  # before another rank lists a bad sample
     quarantine = Quarantine(run_dir, name, stage, done.bad_samples)
     metrics = Metrics(run_dir, recipe.tracking, recipe.name, enabled=world.is_main)
     metrics.write({"kind": "stage", "status": "start", **overview})
@@ -228,6 +233,19 @@ def _run_stage(
         metrics.close()
         engine.destroy()
     gc.collect()
+
+
+def _clear(run_dir: Path, name: StageName, step: int, *, models: bool) -> None:
+    """Drop what an earlier run left behind ``step`` of a stage: rows and, if asked, folders.
+
+    Its model must not pass for the result of this one.
+    """
+    if models:
+        for left in (run_dir / name / "model", *checkpoints_in(run_dir / name / "checkpoints")):
+            if left.exists():
+                remove_folder(left)
+    rewind(run_dir, name, step)
+    rewind_quarantine(run_dir, name, step)
 
 
 def _model_for(

@@ -180,6 +180,12 @@ class PackedOrder:
         while len(bins) < self._batch_size:
             start, stop = self._window(position)
             window = self._bins(start, stop)
+            if used > len(window):
+                raise ValueError(
+                    f"packing: the checkpoint has used {used} rows of the window at position "
+                    f"{position}, which now has {len(window)}: the data are not those that were "
+                    "packed; restore them, or start the stage over"
+                )
             taken = window[used : used + self._batch_size - len(bins)]
             bins += taken
             used += len(taken)

@@ -109,6 +109,19 @@ class AdamwTable:
         Raises:
             ValueError: the table has changed while a CUDA graph is captured.
         """
+        if self._device.type == "cuda":  # Triton launches on the current device
+            with torch.cuda.device(self._device):
+                self._step(items, rates, grad_scale, skip)
+        else:
+            self._step(items, rates, grad_scale, skip)
+
+    def _step(
+        self,
+        items: Sequence[AdamwItem],
+        rates: Sequence[Rates],
+        grad_scale: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:
         self._prepare([item for item in items if item.p.numel()])
         rates_tensor = self._uploaded_rates(rates)
         tensors = len(self._table)

@@ -216,3 +216,20 @@ def test_moments_can_be_replaced_by_their_values() -> None:
     optimizer = CoatAdamW(params)
     optimizer.load_state_dict(state)
     assert_same_bits("codes", optimizer.state[params[0]]["exp_avg"], values[0])
+
+
+def test_groups_are_checked_and_empty_parameters_do_no_harm() -> None:
+    weight, nothing = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(0))
+    with pytest.raises(ValueError, match="master='bf16'; use one of fp32"):
+        CoatAdamW([{"params": [weight], "master": "bf16"}])
+    optimizer = CoatAdamW([weight, nothing], lr=0.1, nonfinite="skip")
+    with pytest.raises(ValueError, match="no codec 'fp4'"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "codec": "fp4"})
+    assert len(optimizer.param_groups) == 1
+    weight.grad, nothing.grad = torch.ones(8), torch.ones(0)
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+    assert (weight < 1).all()
+    other = CoatAdamW([weight, nothing], master="bf16_stochastic")
+    with pytest.raises(ValueError, match="the saved state has master 'fp32'"):
+        other.load_state_dict(optimizer.state_dict())

@@ -60,8 +60,8 @@ def test_tiles_are_those_of_the_data_room_at_most(recipe: Recipe, mode: Any) -> 
 def test_packed_rows_are_full_of_tiles(recipe: Recipe) -> None:
     stage = replace(recipe.stages["sft"], packing=PackingConfig())
     plain, scaled = model_of(None), model_of((32, 64, 96))
-    assert images_per_row(recipe, stage, 256, plain)[0] == 256 // plain.tokens_per_image
-    of_scales = images_per_row(recipe, stage, 9 * scaled.tokens_per_image, scaled)[0]
+    assert images_per_row(recipe, stage, 256, plain)[0] == 255 // plain.tokens_per_image
+    of_scales = images_per_row(recipe, stage, 9 * scaled.tokens_per_image + 1, scaled)[0]
     assert of_scales == 1 + 4 + 9
     stage = replace(stage, packing=PackingConfig(images=5))
     assert images_per_row(recipe, stage, 256, plain) == (5, "packing.images")

@@ -8,7 +8,8 @@ import pytest
 
 PROGRAM = """
 from pathlib import Path
-from torch.distributed import new_group
+import torch
+from torch.distributed import all_reduce, new_group
 from coat_vlm.train.world import joined_world
 
 def gloo():
@@ -20,6 +21,7 @@ def names(task):
 def train(world):
     engine = [new_group([0])]
     engine.append(engine)  # like DeepSpeed's, it goes with the garbage only
+    all_reduce(torch.zeros(1), group=engine[0])  # by now the threads are there
     assert gloo()
     assert world.sum([2.0]) == [2.0]
     {end}
