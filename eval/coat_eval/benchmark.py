@@ -95,6 +95,9 @@ class Benchmark(ABC):
     carries_answers: ClassVar[bool] = False
     """Whether official predictions carry their answers, so that references may be left out."""
 
+    shares_repeated: ClassVar[bool] = False
+    """Whether one prediction serves every question of an id that the references repeat."""
+
     draws: ClassVar[bool] = False
     """Whether answers that cannot be read are drawn, so that ``fallback`` and ``seed`` matter."""
 

@@ -71,7 +71,11 @@ def score_official(
         rows += benchmark.predictions(table, questions)
     _check_ids(benchmark, questions, rows)
     joined = join(
-        questions, rows, allow_missing=allow_missing, need_answers=submission_path is None
+        questions,
+        rows,
+        allow_missing=allow_missing,
+        need_answers=submission_path is None,
+        share_repeated=benchmark.shares_repeated,
     )
     scored = benchmark.score_all(joined.pairs, settings)
     if submission_path is not None:
