@@ -92,9 +92,11 @@ class _Misfits:
         kinds = ("missing", "unknown", "duplicate", "empty", "not_text", "without_answer")
         self.counts: dict[str, int] = dict.fromkeys(kinds, 0)
 
-    def add(self, kind: str, where: str, problem: str, remedy: str) -> None:
+    def add(
+        self, kind: str, where: str, problem: str, remedy: str, allow: str = "count such rows"
+    ) -> None:
         if not self.allowed:
-            raise DataError(where, problem, f"{remedy}, or count such rows with --allow-missing")
+            raise DataError(where, problem, f"{remedy}, or {allow} with --allow-missing")
         self.counts[kind] += 1
 
 
@@ -144,6 +146,7 @@ def _text(one: Prediction, misfits: _Misfits) -> str | None:
             one.where,
             f"the prediction for question {one.question_id!r} is empty",
             "finish the run",
+            "score it as the empty text, as the official scorers do,",
         )
     return one.text
 
