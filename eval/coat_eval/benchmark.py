@@ -155,6 +155,12 @@ class Benchmark(ABC):
             for index, row in enumerate(table.rows)
         ]
 
+    def all_predictions(
+        self, tables: Sequence[Table], questions: Sequence[Question]
+    ) -> list[Prediction]:
+        """The predictions of all files; overridden where a row's id depends on other files."""
+        return [one for table in tables for one in self.predictions(table, questions)]
+
     def score_one(self, question: Question, text: str | None, settings: Settings) -> Scored:
         """Extract and score one prediction; a missing one scores 0."""
         if text is None:
