@@ -95,6 +95,9 @@ class Benchmark(ABC):
     carries_answers: ClassVar[bool] = False
     """Whether official predictions carry their answers, so that references may be left out."""
 
+    shares_repeated: ClassVar[bool] = False
+    """Whether one prediction serves every question of an id that the references repeat."""
+
     draws: ClassVar[bool] = False
     """Whether answers that cannot be read are drawn, so that ``fallback`` and ``seed`` matter."""
 
@@ -151,6 +154,12 @@ class Benchmark(ABC):
             )
             for index, row in enumerate(table.rows)
         ]
+
+    def all_predictions(
+        self, tables: Sequence[Table], questions: Sequence[Question]
+    ) -> list[Prediction]:
+        """The predictions of all files; overridden where a row's id depends on other files."""
+        return [one for table in tables for one in self.predictions(table, questions)]
 
     def score_one(self, question: Question, text: str | None, settings: Settings) -> Scored:
         """Extract and score one prediction; a missing one scores 0."""

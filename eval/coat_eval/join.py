@@ -3,7 +3,8 @@
 Without ``allow_missing`` the first misfit is an error that names file and id; with it every misfit
 is counted: a missing, non-string prediction is wrong, an empty one is scored as the text it is, an
 unknown one is passed over, and of repeated ones the last counts, as in the official scripts.
-Where the references repeat an id (SEED-Bench 49914) the rows pair in order.
+Where the references repeat an id (SEED-Bench 49914) the rows pair in order; a single row for it
+serves all its questions where the benchmark says so.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,6 +33,7 @@ def join(
     *,
     allow_missing: bool,
     need_answers: bool = True,
+    share_repeated: bool = False,
 ) -> Joined:
     """Pair every question with its prediction.
 
@@ -40,6 +42,7 @@ def join(
         predictions: rows in file order, for any order of questions.
         allow_missing: count misfits instead of raising.
         need_answers: whether a counted question without an answer is a misfit.
+        share_repeated: whether the only prediction for a repeated id serves all its questions.
 
     Raises:
         DataError: naming file, row and id of the first misfit.
@@ -69,6 +72,11 @@ def join(
             place -= 1
         used[key] = place + 1
         texts[slots[key][place]] = _text(one, misfits)
+    if share_repeated:
+        # Files that hold one row per id, as a dictionary by id writes them.
+        for key, number in used.items():
+            if number == 1:
+                texts.update(dict.fromkeys(slots[key], texts[slots[key][0]]))
     joined = Joined(misfits=misfits.counts)
     for index, question in enumerate(questions):
         if question.counted or index in texts:
@@ -84,9 +92,11 @@ class _Misfits:
         kinds = ("missing", "unknown", "duplicate", "empty", "not_text", "without_answer")
         self.counts: dict[str, int] = dict.fromkeys(kinds, 0)
 
-    def add(self, kind: str, where: str, problem: str, remedy: str) -> None:
+    def add(
+        self, kind: str, where: str, problem: str, remedy: str, allow: str = "count such rows"
+    ) -> None:
         if not self.allowed:
-            raise DataError(where, problem, f"{remedy}, or count such rows with --allow-missing")
+            raise DataError(where, problem, f"{remedy}, or {allow} with --allow-missing")
         self.counts[kind] += 1
 
 
@@ -136,6 +146,7 @@ def _text(one: Prediction, misfits: _Misfits) -> str | None:
             one.where,
             f"the prediction for question {one.question_id!r} is empty",
             "finish the run",
+            "score it as the empty text, as the official scorers do,",
         )
     return one.text
 

@@ -66,12 +66,14 @@ def score_official(
     reference_tables = [_reference(benchmark, path) for path in _files(references)]
     _check_references(benchmark, reference_tables, prediction_tables, allow_missing)
     questions = benchmark.questions(reference_tables, prediction_tables)
-    rows: list[Prediction] = []
-    for table in prediction_tables:
-        rows += benchmark.predictions(table, questions)
+    rows = benchmark.all_predictions(prediction_tables, questions)
     _check_ids(benchmark, questions, rows)
     joined = join(
-        questions, rows, allow_missing=allow_missing, need_answers=submission_path is None
+        questions,
+        rows,
+        allow_missing=allow_missing,
+        need_answers=submission_path is None,
+        share_repeated=benchmark.shares_repeated,
     )
     scored = benchmark.score_all(joined.pairs, settings)
     if submission_path is not None:

@@ -6,6 +6,7 @@ or without gzip. The content decides, never the name: POPE's ``.json`` files are
 
 import gzip
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +62,7 @@ def read_table(path: Path) -> Table:
     if data.startswith(_GZIP):
         try:
             data = gzip.decompress(data)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise DataError(str(path), f"broken gzip: {error}", "download it again") from error
     if data.startswith(_PARQUET):
         return _parquet(path, data)

@@ -101,9 +101,14 @@ def test_llavas_answers_in_any_order_and_predictions_for_unbalanced_questions(
     assert (report["n"], report["metrics"]["accuracy"]) == (5, pytest.approx(60))
 
 
-def test_consistency_needs_all_entailed_questions(tmp_path: Path):
+@pytest.mark.parametrize(
+    "entailed",
+    [["1", "2", "3"], "['1', '2', '3']", "['1' '2'\n '3']"],
+    ids=["list", "text", "array"],
+)
+def test_consistency_needs_all_entailed_questions(tmp_path: Path, entailed: list[str] | str):
     questions = {
-        "1": question("yes", "verify", None, "a", [], entailed=["1", "2", "3"]),
+        "1": question("yes", "verify", None, "a", [], entailed=entailed),
         "2": question("yes", "verify", None, "b", [], isBalanced=False),
         "3": question("no", "verify", None, "c", [], isBalanced=False),
         "4": question("no", "verify", None, "d", [], entailed=["2"]),

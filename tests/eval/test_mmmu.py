@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from coat_data.sample import DataError
 from coat_eval import mmmu_text
 from coat_eval.benchmark import Settings
 from coat_eval.official import score_official
@@ -107,6 +108,31 @@ def test_answers_that_were_read_already(tmp_path: Path):
     # main_eval_only.py compares letters as they are, and parses open answers.
     assert report["metrics"]["overall"] == pytest.approx(200 / 3)
     assert (report["n_random_fallback"], report["n_unparsed"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "num_drawn"), [("B.", 0), ("(B)", 0), ("", 1), ("bicycle", 1), ("B\n", 1)]
+)
+def test_texts_are_parsed_with_choices_or_not_at_all(tmp_path: Path, said: str, num_drawn: int):
+    art = [chosen(f"Art_{number}", "B", "B") for number in (1, 2)]
+    gold = {
+        **{row["id"]: {"question_type": "multiple-choice", "ground_truth": "B"} for row in art},
+        "validation_Math_1": {"question_type": "short-answer", "ground_truth": "5"},
+    }
+    answers = write(tmp_path / "answer_dict_val.json", gold)
+    math = {"id": "validation_Math_1", "response": "It is 5."}
+    letters = [math, *({"id": row["id"], "response": "B"} for row in art)]
+    # Letters need no choices; open answers have none.
+    report = run(write(tmp_path / "letters.json", letters), references=(answers,))
+    assert report["metrics"]["overall"] == 100
+    path = write(tmp_path / "p.json", [*letters[:2], {**letters[2], "response": said}])
+    with pytest.raises(DataError, match=r"validation_Art_2.*not a bare letter.*Parquet") as error:
+        run(path, references=(answers,))
+    assert error.value.where == f"{path}, row 3"
+    choices = write(tmp_path / "output.json", art)
+    report = score_official(MMMU, [path], [choices, answers], allow_missing=True)
+    # The official parser draws for a choice's text of few words and for a line end.
+    assert report["n_random_fallback"] == num_drawn
 
 
 def test_the_hubs_rows_carry_options_as_python_text(tmp_path: Path):

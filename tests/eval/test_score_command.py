@@ -104,6 +104,7 @@ def test_a_misfit_is_an_error_that_names_file_and_id_or_is_counted(
     error = capsys.readouterr().err
     assert message in error
     assert "--allow-missing" in error
+    assert ("as the empty text, as the official scorers do" in error) == (counter == "n_empty")
     assert str(folder / ("questions.json" if counter == "n_missing" else "p.json")) in error
     assert not (folder / "report.json").exists()
     assert score(folder, rows, "--allow-missing") == 0

@@ -71,6 +71,17 @@ def test_the_repeated_id_is_duplicate_only_the_third_time(tmp_path: Path):
         run(tmp_path, [*rows("A", "C", "A", "B", "A"), {"question_id": 49914, "text": "A"}])
 
 
+def test_one_prediction_serves_every_question_of_the_repeated_id(tmp_path: Path):
+    unique = rows("A", "C", "A", "A", "D")
+    del unique[3]
+    report = run(tmp_path, unique)
+    # "A" is right for the first question of 49914 and wrong for the second.
+    assert report["metrics"]["type.Instances Counting"] == 50
+    assert (report["n"], report["n_missing"]) == (5, 0)
+    with pytest.raises(DataError, match="there is no prediction for question '49914'"):
+        run(tmp_path, [one for one in unique if one["question_id"] != 49914])
+
+
 def test_extraction_by_profile(tmp_path: Path):
     said = rows("A\n", "B. Two", "(A)", "two", "d")
     # official: the stripped text is the letter or nothing.

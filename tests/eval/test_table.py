@@ -12,6 +12,7 @@ from coat_data.sample import DataError
 from coat_eval.table import read_table
 
 ROWS = [{"question_id": 1, "answers": [{"answer": "a\u2028b"}]}, {"question_id": 2, "answers": []}]
+ZIPPED = gzip.compress(json.dumps(ROWS).encode())
 LINES = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n"
 
 
@@ -68,6 +69,9 @@ def test_places(tmp_path: Path):
         (b"3", "", "holds a int"),
         (b"\xff\xfe\x00", "", "neither UTF-8"),
         (b"\x1f\x8bx", "", "broken gzip"),
+        (ZIPPED[:-9], "", "broken gzip: Compressed file ended"),
+        (ZIPPED[:10] + b"\xff" * 20, "", "broken gzip: Error -3"),
+        (ZIPPED[:-8] + b"\x00" * 8, "", "broken gzip: CRC check failed"),
         (b"PAR1xxxx", "", "broken Parquet"),
     ],
 )

@@ -207,6 +207,10 @@ def test_textvqa_joins_llavas_answers_by_image_and_prompt(tmp_path: Path):
     report = run("textvqa", path, textvqa_file(tmp_path), with_items=True)
     # Questions 7 and 8 have the same key; as in eval_textvqa.py the last one's answers count.
     assert [item["score"] for item in report["items"]] == [1, 0, 1]
+    chunks = [write(tmp_path / f"chunk{number}.json", [row]) for number, row in enumerate(rows)]
+    references = [textvqa_file(tmp_path)]
+    chunked = score_official(get_benchmark("textvqa"), chunks, references, with_items=True)
+    assert chunked["items"] == report["items"]
     path.write_text(json.dumps({"question_id": "img1", "prompt": "a\nb\nc", "text": "x"}))
     with pytest.raises(DataError, match="cannot tell the question in the prompt"):
         run("textvqa", path, textvqa_file(tmp_path))

@@ -6,6 +6,7 @@ prepares the predictions. Validity and plausibility need choice files that v1.2 
 testdev, and grounding needs attention maps: these three are left out.
 """
 
+import re
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -153,11 +154,16 @@ def _question(row: Mapping[str, Any], table: Table, index: int) -> Question:
         tables={**tables, "words": str(len(text.split()))},
         details={
             "group": (row.get("groups") or {}).get("global"),
-            "entailed": row.get("entailed") or (),
+            "entailed": _ids(row.get("entailed") or ()),
         },
         counted=row.get("isBalanced", True) is not False,
         where=where,
     )
+
+
+def _ids(value: str | Sequence[str]) -> Sequence[str]:
+    """Question ids; the Parquet files of lmms-lab/GQA hold a list's Python text, "['1', '2']"."""
+    return re.findall(r"[^][\s,'\"]+", value) if isinstance(value, str) else value
 
 
 def _table_order(entry: tuple[str, float]) -> tuple[str, int, str]:

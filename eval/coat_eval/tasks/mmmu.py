@@ -104,18 +104,23 @@ class Mmmu(Benchmark):
         return [*questions.values(), *repeated]
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """As every benchmark; the answers of {id: answer} are marked as read already."""
+        """As every benchmark; the answers of {id: answer} are marked as read already.
+
+        Raises:
+            DataError: also at a text that must be parsed for a question without its choices.
+        """
         predictions = super().predictions(table, questions)
         if table.form == "mapping" and table.has("value"):
             # main_eval_only.py: the letters have been read already.
             return [_ReadAnswer.of(one) for one in predictions]
+        _check_choices(predictions, questions)
         return predictions
 
     def extract(self, text: str, question: Question, settings: Settings) -> Any:
         """A letter, or None if there is none; for open questions the values as sorted texts.
 
-        A text from {id: answer}, and any text where the choices are not known, is compared as it
-        is, as main_eval_only.py does. lmms: its variant of the parser.
+        A text from {id: answer}, and a bare letter where the choices are not known, is compared as
+        it is, as main_eval_only.py does. lmms: its variant of the parser.
         vlmeval: see :func:`coat_eval.letters.inferred_letter`; an open question is a choice
         between its answer and "Other Answers".
         """
@@ -203,6 +208,22 @@ class _ReadAnswer(str):
 
 def _is_choice(question: Question) -> bool:
     return question.details["type"] == MULTIPLE_CHOICE
+
+
+def _check_choices(predictions: Iterable[Prediction], questions: Iterable[Question]) -> None:
+    """answer_dict_val.json has no choices, and "(B)" or "red" cannot be read without them."""
+    unknown = {
+        one.question_id for one in questions if _is_choice(one) and not one.details["choices"]
+    }
+    for one in predictions:
+        letter = isinstance(one.text, str) and re.fullmatch("[A-Z]", one.text)
+        if one.question_id in unknown and isinstance(one.text, str) and not letter:
+            raise DataError(
+                one.where,
+                f"the text for {one.question_id!r} is {one.text[:40]!r}, not a bare letter, and "
+                "the references do not have the question's choices",
+                "add references with the choices: MMMU's Parquet files or an official output.json",
+            )
 
 
 def _official_order(one: Scored) -> tuple[int, str, int]:

@@ -52,6 +52,7 @@ class SeedBench(Benchmark):
     profiles = ("official", "lmms", "vlmeval")
     text_fields = ("prediction", "text", "losses")
     id_pattern = re.compile(r"v\d+")
+    shares_repeated = True
 
     def is_reference(self, table: Table) -> bool:
         """SEED-Bench.json, or rows of lmms-lab/SEED-Bench."""

@@ -55,26 +55,32 @@ class TextVqa(Benchmark):
         return questions
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """By question id; LLaVA's answers, whose id is the image's, by image and prompt."""
+        """As :meth:`all_predictions`, of one file."""
+        return self.all_predictions([table], questions)
+
+    def all_predictions(
+        self, tables: Sequence[Table], questions: Sequence[Question]
+    ) -> list[Prediction]:
+        """By question id; LLaVA's answers, whose id is the image's, by image and prompt.
+
+        Questions that share image and words are answered by one row each, in order, whichever of
+        the files (LLaVA writes one per GPU) the rows stand in.
+        """
         known = {one.question_id for one in questions}
         places: dict[tuple[str, str], list[str]] = {}
         for one in questions:
             places.setdefault(_place(one), []).append(one.question_id)
         predictions = []
-        for index, row in enumerate(table.rows):
-            question_id = str(pick(row, self.id_fields, table.where(index)))
-            if question_id not in known and "prompt" in row:
-                place = (question_id, asked(str(row["prompt"]), table.where(index)))
-                ids = places.get(place, [f"{question_id}: {place[1]}"])
-                # Questions that share image and words are answered by one row each, in order.
-                question_id = ids.pop(0) if len(ids) > 1 else ids[0]
-            predictions.append(
-                Prediction(
-                    question_id=question_id,
-                    text=pick(row, self.text_fields, table.where(index)),
-                    where=table.where(index),
-                )
-            )
+        for table in tables:
+            for index, row in enumerate(table.rows):
+                where = table.where(index)
+                question_id = str(pick(row, self.id_fields, where))
+                if question_id not in known and "prompt" in row:
+                    place = (question_id, asked(str(row["prompt"]), where))
+                    ids = places.get(place, [f"{question_id}: {place[1]}"])
+                    question_id = ids.pop(0) if len(ids) > 1 else ids[0]
+                text = pick(row, self.text_fields, where)
+                predictions.append(Prediction(question_id=question_id, text=text, where=where))
         return predictions
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
