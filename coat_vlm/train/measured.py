@@ -1,18 +1,20 @@
 """The sizes of a stage's rows: all of them for packing, or of a few for the table."""
 
+import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from coat_data.dataset import SampleDataset
 from coat_data.encode import Encoder
 from coat_data.lengths import measure_rows
 from coat_data.pack import Budget, Lengths
 from coat_data.sample import DataError
-from coat_data.selection import Rows, original_row
+from coat_data.selection import Rows, SelectedRows, original_row
 from coat_vlm.config import SourceConfig
 from coat_vlm.train.world import World
 
@@ -59,7 +61,10 @@ def measured(
         DataError: a row is bad and ``skip_bad`` is False.
     """
     path = folder / "lengths.npz"
-    key = json.dumps([_key(s, d) for s, d in zip(sources, datasets, strict=True)])
+    own_key = ""
+    if world.is_main:  # the main process's alone: nodes may see other times of change
+        own_key = json.dumps([_key(s, d) for s, d in zip(sources, datasets, strict=True)])
+    key = world.gather(own_key)[0]
     kept = _read(path, key, len(datasets))
     if world.any(kept is None):  # together, as they wait for each other below
         share = folder / f"lengths-{world.rank:05d}.npz"
@@ -102,12 +107,27 @@ def _own_rows(dataset: Rows, world: World) -> range:
     return range(world.rank, len(dataset), world.size)
 
 
-def _key(source: SourceConfig, dataset: Rows) -> list[object]:
-    """What the sizes were measured on: the file as it was, and which of its rows."""
-    path = Path(source.path)
-    stat = (path / "manifest.json" if path.is_dir() else path).stat()
+def _key(source: SourceConfig, dataset: Rows) -> list[str | int]:
+    """What the sizes were measured on: the files as they were, and which of their rows."""
+    whole = dataset.dataset if isinstance(dataset, SelectedRows) else dataset
+    paths = whole.paths if isinstance(whole, SampleDataset) else ()
     rows = np.array([original_row(dataset, index) for index in range(len(dataset))])
-    return [source.path, stat.st_size, stat.st_mtime_ns, len(dataset), zlib.crc32(rows.tobytes())]
+    return [source.path, len(dataset), zlib.crc32(rows.tobytes()), *_state(paths)]
+
+
+def _state(paths: Sequence[Path]) -> tuple[int, str]:
+    """Number of files, and a SHA-256 of their paths, bytes and times of change."""
+    found = {str(file) for path in paths for file in _files(path)}
+    digest = hashlib.sha256()
+    for file in sorted(found):
+        stat = Path(file).stat()
+        digest.update(f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="replace"))
+    return len(found), digest.hexdigest()
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """The file, or all files below the folder; a link that leads nowhere is none."""
+    return (file for file in (path.rglob("*") if path.is_dir() else (path,)) if file.is_file())
 
 
 def _read(path: Path, key: str, sources: int) -> list[np.ndarray] | None:

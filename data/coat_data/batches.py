@@ -122,7 +122,13 @@ class TrainBatches(Batches):
         return encoded
 
     def first_good(
-        self, tried: Iterable[int], position: int, bad: list[BadSample]
+        self,
+        tried: Iterable[int],
+        position: int,
+        bad: list[BadSample],
+        *,
+        tokens: int | None = None,
+        images: int | None = None,
     ) -> tuple[EncodedSample | None, list[DataError]]:
         """The first good row among those at ``tried``, and the errors of those before it.
 
@@ -130,6 +136,8 @@ class TrainBatches(Batches):
             tried: positions whose rows are tried, with the augmentation of ``position``.
             position: where a sample is wanted.
             bad: is given the bad rows.
+            tokens: a sample with more is bad; None for any number.
+            images: a sample with more images, tiles or frames is bad; None for any number.
         """
         errors: list[DataError] = []
         for place in tried:
@@ -137,10 +145,14 @@ class TrainBatches(Batches):
             dataset = self._datasets[source]
             rng = generator(self._seed, Stream.AUGMENTATION, position)
             try:
-                return self._encoder(dataset[index], rng), errors
+                sample = dataset[index]
+                encoded = self._encoder(sample, rng)
+                _check_fits(encoded, sample.where, tokens, images)
             except DataError as error:
                 errors.append(error)
                 bad.append(bad_sample(error, position, source, original_row(dataset, index)))
+            else:
+                return encoded, errors
         return None, errors
 
 
@@ -179,7 +191,11 @@ class PackedBatches(Batches):
             room += tokens
             free_images = None if free_images is None else free_images + images
             found, errors = self._single.first_good(
-                self._fitting(position, room, free_images), position, bad
+                self._fitting(position, room, free_images),
+                position,
+                bad,
+                tokens=room,
+                images=free_images,
             )
             if found is not None:
                 encoded.append(found)
@@ -203,6 +219,19 @@ class PackedBatches(Batches):
             if self._order.usable(place, tokens, images):
                 left -= 1
                 yield place
+
+
+def _check_fits(encoded: EncodedSample, where: str, tokens: int | None, images: int | None) -> None:
+    """Raise DataError for a sample that is larger than what is free in its row."""
+    own = (len(encoded.input_ids), len(encoded.pixel_values))
+    free = (own[0] if tokens is None else tokens, own[1] if images is None else images)
+    if own[0] > free[0] or own[1] > free[1]:
+        raise DataError(
+            where,
+            f"does not fit the row it was measured for: {own[0]} tokens and {own[1]} images, "
+            f"{free[0]} and {free[1]} are free",
+            "raise packing.images if it has more; if its file has changed, start a new run",
+        )
 
 
 def bad_sample(error: DataError, position: int, source: int, row: int) -> BadSample:

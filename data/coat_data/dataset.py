@@ -7,7 +7,7 @@ from pathlib import Path
 from coat_data.concatenation import Concatenation
 from coat_data.containers.open import open_rows
 from coat_data.lists.entry import SourceEntry
-from coat_data.lists.read import read_list
+from coat_data.lists.read import list_file, read_list
 from coat_data.media_root import MediaRoot
 from coat_data.readers import llava
 from coat_data.readers.catalogue import find_reader, reader_named
@@ -29,6 +29,8 @@ class SampleDataset:
         format: what the rows were read as; of a list, the formats of its sources.
         media_root: absolute folder that relative media paths start from.
         random_access: whether samples can be taken by number.
+        paths: the files that the rows are from, of a list also the list itself; a folder stands
+            for all files below it. Media that rows name by path are not among them.
 
     Args:
         path: the file or folder, or a list of sources (:mod:`coat_data.lists.read`).
@@ -67,13 +69,19 @@ class SampleDataset:
         self.name = Path(path).stem if name is None else name
         self._rows: _OneSource | Concatenation
         self._sources: list[SampleDataset] = []
+        self.paths: tuple[Path, ...]
         if entries is not None:
             self._sources = _open_entries(entries, media_root, allow_pickle, follow_links, in_order)
             self._rows = Concatenation(entries, self._sources)
+            listing = list_file(path)
+            parts = [part for source in self._sources for part in source.paths]
+            paths = parts if listing is None else [listing, *parts]
+            self.paths = tuple(dict.fromkeys(paths))
         else:
             self._rows = _OneSource(
                 Path(path).absolute(), media_root, format, allow_pickle, follow_links, columns
             )
+            self.paths = self._rows.paths
         self.format = self._rows.format
         self.media_root = self._rows.media_root
         self.random_access = self._rows.random_access
@@ -130,6 +138,7 @@ class _OneSource:
     ) -> None:
         opened = open_rows(path, allow_pickle=allow_pickle)
         self._raw = opened.rows
+        self.paths = opened.paths
         self._columns = {**opened.columns, **(columns or {})}
         self._root = MediaRoot(
             Path(media_root or opened.rows.media_root).absolute(), follow_links=follow_links

@@ -30,17 +30,18 @@ class SelectedRows:
 
     Attributes:
         name: the dataset's.
+        dataset: the source.
         rows: (n,) int64, the dataset's row of each row here.
 
     Args:
-        dataset: the source.
+        dataset: see above.
         rows: see above.
     """
 
     def __init__(self, dataset: Rows, rows: np.ndarray) -> None:
         self.name = dataset.name
         self.rows = rows
-        self._dataset = dataset
+        self.dataset = dataset
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -49,7 +50,7 @@ class SelectedRows:
         """The sample in row ``index`` of these; DataError and IndexError as the dataset's."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: row {index} of {len(self)} selected rows")
-        return self._dataset[int(self.rows[index])]
+        return self.dataset[int(self.rows[index])]
 
 
 def original_row(dataset: Rows, index: int) -> int:

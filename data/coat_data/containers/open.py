@@ -3,7 +3,7 @@
 import glob
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class Opened:
     rows: Rows
     columns: Mapping[str, str] = field(default_factory=dict)
     """The reader's names of fields -> those of the rows (Energon's field map)."""
+    paths: tuple[Path, ...] = ()
+    """The files that the rows come from; a folder stands for all files below it."""
 
 
 def open_rows(path: Path, *, allow_pickle: bool = False) -> Opened:
@@ -47,9 +49,11 @@ def open_rows(path: Path, *, allow_pickle: bool = False) -> Opened:
         DataError: there is nothing, or nothing that is known.
     """
     if path.is_dir():
-        return _open_folder(path, allow_pickle)
+        return replace(_open_folder(path, allow_pickle), paths=(path,))
     if path.is_file():
-        return Opened(_open_files(path, [path], allow_pickle))
+        rows = _open_files(path, [path], allow_pickle)
+        listed = rows.files if isinstance(rows, TarRows) else []  # by a WIDS shard list
+        return Opened(rows, paths=tuple(dict.fromkeys([path, *listed])))
     names = [name for pattern in expand_braces(str(path)) for name in _matching(pattern)]
     if not names:
         raise DataError(
@@ -57,7 +61,8 @@ def open_rows(path: Path, *, allow_pickle: bool = False) -> Opened:
             "there is no such file or folder",
             "give a data file, a folder, or a pattern such as shards/{000..099}.tar",
         )
-    return Opened(_open_files(path, [Path(name) for name in names], allow_pickle))
+    files = [Path(name) for name in names]
+    return Opened(_open_files(path, files, allow_pickle), paths=tuple(files))
 
 
 def _matching(pattern: str) -> list[str]:

@@ -40,16 +40,17 @@ class TarRows:
     """The samples of several tars; a row is an object of field to bytes, and the key.
 
     Attributes:
+        files: the tars in order.
         media_root: the folder of the first tar.
         damage: set when a tar breaks off; the samples before are good.
 
     Args:
-        files: tars in order.
+        files: see above.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._files = list(files)
-        self.media_root = self._files[0].parent
+        self.files = list(files)
+        self.media_root = self.files[0].parent
         self.damage: DataError | None = None
         self.random_access = not any(is_compressed(path) for path in files)
         self._block = b""
@@ -62,7 +63,7 @@ class TarRows:
     def _index(self) -> None:
         """Keep the members of every sample as JSON in one block: no Python object per row."""
         block, ends, counts = bytearray(), array("q"), []
-        for path in self._files:
+        for path in self.files:
             before = len(ends)
             try:
                 for key, members in _samples(path):
@@ -78,7 +79,7 @@ class TarRows:
 
     def __len__(self) -> int:
         if not self.random_access:
-            raise TypeError(f"{self._files[0]}: the rows of a compressed tar are not counted")
+            raise TypeError(f"{self.files[0]}: the rows of a compressed tar are not counted")
         return len(self._ends)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class TarRows:
                 except DataError as error:
                     yield error
             return
-        for path in self._files:
+        for path in self.files:
             try:
                 yield from _read_in_order(path)
             except DataError as error:
@@ -111,17 +112,17 @@ class TarRows:
     def place(self, index: int) -> tuple[str, int]:
         """The tar and the sample in it; of compressed tars, the first one and ``index``."""
         if not self.random_access:
-            return str(self._files[0]), index
+            return str(self.files[0]), index
         number = int(np.searchsorted(self._shards, index, side="right"))
         before = int(self._shards[number - 1]) if number else 0
-        return str(self._files[number]), index - before
+        return str(self.files[number]), index - before
 
     def _open(self, number: int) -> int:
         entry = self._descriptors.get(number)
         if entry is None or entry[0] != os.getpid():
             if len(self._descriptors) >= 64:  # a process may have few files open
                 _close(self._descriptors)
-            entry = (os.getpid(), os.open(self._files[number], os.O_RDONLY))
+            entry = (os.getpid(), os.open(self.files[number], os.O_RDONLY))
             self._descriptors[number] = entry
         return entry[1]
 

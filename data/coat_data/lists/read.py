@@ -53,6 +53,12 @@ def read_list(path: str | Path) -> list[SourceEntry] | None:
     return None
 
 
+def list_file(path: str | Path) -> Path | None:
+    """The file that a list is written in; None for a line or a pattern of sources."""
+    file, _ = _wanted(str(path))
+    return file if file.is_file() else None
+
+
 def _wanted(text: str) -> tuple[Path, Sequence[str]]:
     """The file, and the names behind ``#``."""
     file, mark, names = text.rpartition("#")

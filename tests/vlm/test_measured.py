@@ -1,0 +1,186 @@
+"""Measured lengths are kept for a source of any form until one of its files changes."""
+
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+import torch
+from PIL import Image
+
+from coat_data.encode import Size
+from coat_data.pack import Budget, Lengths
+from coat_data.sample import Sample
+from coat_vlm.config import SourceConfig
+from coat_vlm.train.measured import measured
+from coat_vlm.train.sources import open_source
+from coat_vlm.train.world import ALONE, World
+
+_T = TypeVar("_T")
+
+
+class Counting:
+    """An encoder whose samples have as many tokens as their text has characters."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def measure(self, sample: Sample) -> Size:
+        self.calls += 1
+        return Size(1 + sum(len(turn.text) for turn in sample.turns), len(sample.media))
+
+
+def talk(answer: str) -> list[dict[str, Any]]:
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": answer}]
+    return [{"id": row, "conversations": turns} for row in range(3)]
+
+
+def jpeg() -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(stream, "JPEG")
+    return stream.getvalue()
+
+
+def write_json(path: Path, answer: str) -> None:
+    path.write_text(json.dumps(talk(answer)))
+
+
+def write_lines(path: Path, answer: str) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in talk(answer)))
+
+
+def write_tar(path: Path, answer: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for row in range(3):
+            for suffix, data in (("jpg", jpeg()), ("txt", answer.encode())):
+                member = tarfile.TarInfo(f"{row:04d}.{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+
+
+def write_picture(path: Path, answer: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(jpeg())
+    path.with_suffix(".txt").write_text(answer)
+
+
+LISTS = {
+    "list.yaml": "sources:\n- {name: a, path: a.json}\n- {name: b, path: b.json, repeat: 2}\n",
+    "dataset_info.json": json.dumps(
+        {"demo": {"file_name": "b.json", "formatting": "sharegpt",
+                  "columns": {"messages": "conversations"}}}
+    ),
+    "wids-meta.json": json.dumps({"shardlist": [{"url": f"shards/{n}.tar"} for n in range(2)]}),
+}  # fmt: skip
+
+FORMS = {
+    "b.json": ("b.json", write_json),
+    "{a,b}.jsonl": ("b.jsonl", write_lines),
+    "a.json+b.json*2": ("b.json", write_json),
+    "list.yaml": ("b.json", write_json),
+    "dataset_info.json#demo": ("b.json", write_json),
+    "shards": ("shards/1.tar", write_tar),
+    "shards/{0..1}.tar": ("shards/1.tar", write_tar),
+    "wids-meta.json": ("shards/1.tar", write_tar),
+    "pictures": ("pictures/cat/1.jpg", write_picture),
+}
+"""Path of a source -> one of its files, and what writes it."""
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)  # where the paths of a list on one line start from
+    for name in ("a", "b"):
+        write_json(tmp_path / f"{name}.json", "short")
+        write_lines(tmp_path / f"{name}.jsonl", "short")
+    for number in range(2):
+        write_tar(tmp_path / f"shards/{number}.tar", "short")
+        write_picture(tmp_path / f"pictures/cat/{number}.jpg", "short")
+    for name, text in LISTS.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def lengths_of(data: Path, path: str, encoder: Any, world: World = ALONE) -> Lengths:
+    source = SourceConfig(name="x", path=path, select="first 90%")
+    return measured(
+        [source],
+        [open_source(source, seed=0)],
+        encoder,
+        Budget(tokens=128),
+        folder=data / "run",
+        world=world,
+        num_workers=0,
+        skip_bad=False,
+    )
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_a_source_is_measured_again_only_after_a_change(data: Path, path: str) -> None:
+    encoder = Counting()
+    before = lengths_of(data, path, encoder)
+    size = len(before.tokens[0])
+    assert encoder.calls == size > 0
+    assert lengths_of(data, path, encoder).tokens[0].tolist() == before.tokens[0].tolist()
+    assert encoder.calls == size
+    name, write = FORMS[path]
+    write(data / name, "a longer answer")
+    after = lengths_of(data, path, encoder)
+    assert encoder.calls == 2 * size
+    # As many more tokens as characters, in each row of the changed file that takes part.
+    grown = (after.tokens[0] - before.tokens[0]).tolist()
+    assert set(grown) <= {0, len("a longer answer") - len("short")}
+    assert any(grown)
+
+
+def test_another_choice_of_a_list_is_measured_again(data: Path) -> None:
+    """The same files and as many rows, but other ones."""
+    encoder = Counting()
+    write_json(data / "b.json", "a longer answer")
+    before = lengths_of(data, "list.yaml", encoder).tokens[0].tolist()
+    listing = data / "list.yaml"
+    listing.write_text(
+        "sources:\n- {name: b, path: b.json, repeat: 2}\n- {name: a, path: a.json}\n"
+    )
+    assert lengths_of(data, "list.yaml", encoder).tokens[0].tolist() != before
+
+
+class OtherNode(World):
+    """Rank 1 of 2, on a node that sees other times of change than rank 0 does."""
+
+    sent: ClassVar[list[Any]] = []
+
+    def gather(self, value: _T) -> list[_T]:
+        """What rank 0 has sent, and ``value``."""
+        return [*self.sent, value]
+
+    def any(self, flag: bool) -> bool:
+        """As rank 0 has found its file."""
+        return flag
+
+
+def test_the_main_process_alone_looks_at_the_files(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else ranks would disagree on whether to measure, or on what was measured."""
+    sent: list[Any] = []
+    gather = World.gather
+
+    def noted(world: World, value: Any) -> list[Any]:
+        sent.append(value)
+        return gather(world, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(World, "gather", noted)
+        before = lengths_of(data, "a.json+b.json*2", Counting())
+    monkeypatch.setattr(OtherNode, "sent", sent)
+    os.utime(data / "b.json", (0, 0))
+    encoder = Counting()
+    other = OtherNode(rank=1, size=2, device=torch.device("cpu"))
+    after = lengths_of(data, "a.json+b.json*2", encoder, other)
+    assert encoder.calls == 0
+    assert after.tokens[0].tolist() == before.tokens[0].tolist()
