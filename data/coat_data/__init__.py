@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from coat_data.scenes import make_scenes
     from coat_data.selection import SelectedRows, select_rows
     from coat_data.shards import Manifest
-    from coat_data.stream_order import StreamOrder
     from coat_data.tiling import TiledTransform
     from coat_data.verify import verify_rows, verify_template
     from coat_data.video import Clip, VideoReader, read_frames
@@ -55,7 +54,6 @@ __all__ = [
     "Segment",
     "SelectedRows",
     "SourceShare",
-    "StreamOrder",
     "TiledTransform",
     "TrainLoader",
     "Turn",
@@ -90,7 +88,6 @@ _NAMES_BY_MODULE = {
     "scenes": ("make_scenes",),
     "selection": ("SelectedRows", "select_rows"),
     "shards": ("Manifest",),
-    "stream_order": ("StreamOrder",),
     "tiling": ("TiledTransform",),
     "verify": ("verify_rows", "verify_template"),
     "video": ("Clip", "VideoReader", "read_frames"),

@@ -1,5 +1,6 @@
 """Several sources one after the other, each with the rows and repeats that a list asks for."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -40,7 +41,8 @@ class Concatenation:
 
     Attributes:
         format: the formats of the sources.
-        media_root: the first source's, for relative paths in an ingested folder.
+        media_root: the deepest folder above those of all sources, for relative paths in an
+            ingested folder.
         random_access: whether all sources can be read by number.
 
     Args:
@@ -56,7 +58,7 @@ class Concatenation:
     def __init__(self, entries: Sequence[SourceEntry], parts: Sequence[Samples]) -> None:
         self._parts = list(parts)
         self.format = "+".join(dict.fromkeys(part.format for part in parts))
-        self.media_root = parts[0].media_root
+        self.media_root = _common_root([part.media_root for part in parts])
         self.random_access = all(part.random_access for part in parts)
         self._whole = [_is_whole(entry) for entry in entries]
         self._chosen = [
@@ -94,6 +96,15 @@ class Concatenation:
                     yield error
 
 
+def _common_root(roots: Sequence[Path]) -> Path:
+    """The deepest folder that holds all roots, also where links among them lead."""
+    common = os.path.commonpath(roots)
+    real = os.path.realpath(common)
+    if any(os.path.commonpath([os.path.realpath(root), real]) != real for root in roots):
+        return Path(Path(common).anchor)  # a source's folder is a link to elsewhere
+    return Path(common)
+
+
 def _is_whole(entry: SourceEntry) -> bool:
     return entry.select is None and entry.repeat is None
 
@@ -103,4 +114,9 @@ def _rows(entry: SourceEntry, size: int) -> np.ndarray:
     rows = select_rows(size, entry.select, _SEED, entry.name)
     copies, rest = divmod(entry.repeat or 1.0, 1.0)
     part = round(rest * len(rows))
+    if not copies and not part:
+        raise ValueError(
+            f"{entry.name}: repeat={entry.repeat} of {len(rows)} rows is no row; raise repeat, or "
+            "remove the source"
+        )
     return np.concatenate([np.tile(rows, int(copies)), rows[:part]])

@@ -144,8 +144,8 @@ class _OneSource:
             Path(media_root or opened.rows.media_root).absolute(), follow_links=follow_links
         )
         if format_name is None:
-            first = list(islice(opened.rows.stream(), _ROWS_PROBED))
-            self.format = (find_reader(first, str(path)) if first else llava).NAME
+            probed = islice(opened.rows.stream(), _ROWS_PROBED)
+            self.format = (find_reader(probed, str(path)) or llava).NAME
         else:
             self.format = reader_named(format_name).NAME
         self.media_root = self._root.folder

@@ -25,6 +25,7 @@ from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from coat_data.image_formats import IMAGE_FORMATS, image_suffixes
 from coat_data.sample import DataError, Media
 
 ImageMode = Literal["resize", "pad", "dynamic", "dynamic_s2"]
@@ -88,7 +89,7 @@ def _opened(
         media = Media(kind="image", path=str(media))
     where = media.path or "<image bytes>"
     try:
-        with _limit_of_pillow(max_pixels), Image.open(_source(media)) as image:
+        with _limit_of_pillow(max_pixels), _open(media) as image:
             _check_size(image, where)
             yield image, where
     except DataError:
@@ -151,6 +152,10 @@ def _describes_itself_behind(image: PngImageFile) -> bool:
         return False
     finally:
         file.seek(before)
+
+
+def _open(media: Media) -> Image.Image:
+    return Image.open(_source(media), formats=IMAGE_FORMATS)
 
 
 def _source(media: Media) -> io.BytesIO | str:
@@ -319,5 +324,5 @@ def _target(shift: int) -> slice:
 
 def list_frames(folder: Path) -> list[Path]:
     """The image files of a folder of video frames, in the order of their names."""
-    suffixes = Image.registered_extensions()
+    suffixes = image_suffixes()
     return sorted(path for path in folder.iterdir() if path.suffix.lower() in suffixes)

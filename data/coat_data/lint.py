@@ -8,8 +8,9 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from coat_data.dataset import SampleDataset
+from coat_data.image import image_size
 from coat_data.ingest import decode
-from coat_data.media_header import check_video, image_size
+from coat_data.media_header import check_video
 from coat_data.sample import DataError, Media
 
 MediaCheck = Literal["none", "header", "decode"]

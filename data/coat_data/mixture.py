@@ -22,9 +22,6 @@ class Stream(IntEnum):
     REPLACEMENT = 4
     BIN_ORDER = 5
     SELECTION = 6
-    SHARD_ORDER = 7
-    WINDOW_ORDER = 8
-    WINDOW_ROWS = 9
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:

@@ -14,7 +14,7 @@ from typing import Any
 
 import av
 from av.container import InputContainer
-from av.error import FFmpegError
+from av.error import ArgumentError, FFmpegError
 from av.packet import Packet
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
@@ -25,6 +25,16 @@ from coat_data.sample import Media
 _SEEK_SECONDS = 60.0
 """A wanted time further ahead than this is neared by seeking half the way back from it (seeking is
 imprecise in some formats); from there, and to nearer times, the file is read on."""
+
+_FORMATS = (
+    "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,m4v,h264,hevc,flv,ogg,asf,"
+    "gif,apng,ivf,nut,mxf,rm,dv,wtv,av1,obu,swf"
+)
+"""FFmpeg's names of the formats read. It goes by content, not by ending, and the formats left out
+(concat, hls, dash, image2, and others) are lists that make it open other files or addresses, past
+the guard of the media root."""
+
+_ONLY_VIDEO_FILES = {"format_whitelist": _FORMATS, "protocol_whitelist": "file"}
 
 _EXACT_IN_DECORD = ("h264", "vp9", "mpeg4")
 
@@ -107,7 +117,10 @@ class PyavVideo:
 
 def _open(media: Media) -> InputContainer:
     source: Any = media.path if media.data is None else io.BytesIO(media.data)
-    return av.open(source, metadata_errors="replace")  # pyright: ignore[reportReturnType]
+    try:
+        return av.open(source, metadata_errors="replace", options=_ONLY_VIDEO_FILES)  # pyright: ignore[reportReturnType]
+    except ArgumentError as error:  # what FFmpeg answers to a format that is not in the list
+        raise ValueError(f"its format is none of {_FORMATS}") from error
 
 
 def _video_stream(container: InputContainer) -> VideoStream:

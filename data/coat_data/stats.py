@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from coat_data.dataset import SampleDataset
-from coat_data.media_header import image_size
+from coat_data.image import image_size
 from coat_data.sample import DataError, Sample
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import EpsImagePlugin, Image, ImageOps
 
 from coat_data.image import image_size, open_image
+from coat_data.image_formats import image_suffixes
 from coat_data.sample import DataError, Media
+from coat_data.writers.media_folder import media_suffix
 
 
 def media_of(data: bytes) -> Media:
@@ -109,3 +111,22 @@ def test_a_broken_header_is_a_data_error(tmp_path: Path):
         with pytest.raises(DataError) as raised:
             image_size(given)
         assert raised.value.where == str(given)
+
+
+def test_a_file_for_ghostscript_is_no_image_whatever_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[object] = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given, **_: started.append(given))
+    path = tmp_path / "x.jpg"
+    Image.new("RGB", (10, 10)).save(path, "EPS")
+    with Image.open(path) as opened:
+        assert opened.format == "EPS"  # what Pillow takes it for
+    for read in (open_image, image_size):
+        with pytest.raises(DataError, match="cannot be read"):
+            read(path)
+    unnamed = Media(kind="image", data=path.read_bytes())
+    assert media_suffix(unnamed) == ".img"
+    assert not started
+    assert {".jpg", ".png", ".webp"} <= image_suffixes()
+    assert not {".eps", ".ps", ".pdf", ".wmf", ".mpg"} & image_suffixes()

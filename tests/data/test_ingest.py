@@ -331,3 +331,32 @@ def test_datasets_can_be_sent_to_workers(source: Path) -> None:
         for index in (-1, 10):
             with pytest.raises(IndexError, match=f"row {index} of 10"):
                 dataset[index]
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_list_of_sources_with_media_in_several_folders_can_be_read_back(
+    tmp_path: Path, linked: bool
+) -> None:
+    for name, shift in (("one", 0), ("two", 5)):
+        folder = tmp_path / "media" / name
+        if linked and name == "two":
+            (tmp_path / "elsewhere").mkdir()
+            folder.symlink_to(tmp_path / "elsewhere")
+        make_images(folder, shift + 2)
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows_of(shift + 2)))
+    listing = tmp_path / "both.json"
+    entries = [
+        {"path": f"{name}.json", "media_root": f"media/{name}"} for name in ("one", "two")
+    ]  # fmt: skip
+    listing.write_text(json.dumps({"sources": entries}))
+    out, manifest = run(listing, media_root=None)
+    assert manifest.media_root == ("/" if linked else str(tmp_path / "media"))
+    expected = [
+        str(tmp_path / f"media/{name}/{(index + n) % number}.png")
+        for name, number in (("one", 2), ("two", 7))
+        for index in range(number)
+        for n in range(index % 3)
+    ]
+    read = samples(SampleDataset(out))
+    assert [media.path for sample in read for media in sample.media] == expected
+    assert all(Path(path).is_file() for path in expected)

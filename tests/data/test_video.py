@@ -11,8 +11,10 @@ from av.video.stream import VideoStream
 from PIL import Image
 
 from coat_data import pyav_reader
+from coat_data.decord_reader import DecordReader
+from coat_data.frame_sampling import VideoSettings
 from coat_data.sample import DataError, Media
-from coat_data.video import read_frames
+from coat_data.video import VideoReader, read_frames
 
 
 def picture(number: int, size: tuple[int, int] = (64, 48)) -> np.ndarray:
@@ -258,3 +260,24 @@ def test_folder_without_frames_and_bad_number(tmp_path: Path):
         read(tmp_path, 4)
     with pytest.raises(ValueError, match="num_frames=0"):
         read_frames(Media(kind="video", data=b""), 0)
+
+
+def test_a_list_of_other_files_is_no_video_whatever_its_name(tmp_path: Path):
+    make_clip(tmp_path / "other.mp4", 10)
+    listing = tmp_path / "v.mp4"
+    listing.write_text("ffconcat version 1.0\nfile other.mp4\n")
+    with av.open(str(listing)) as opened:
+        assert len(list(opened.decode(video=0))) == 10  # FFmpeg alone goes to the other file
+    decord = DecordReader(5.0, ("false",))
+    for backend in ("pyav", "decord"):
+        reader = VideoReader(VideoSettings(backend=backend, num_frames=2), decord)
+        with pytest.raises(DataError, match=r"v\.mp4: .*its format is none of"):
+            reader.read(Media(kind="video", path=str(listing)))
+        with pytest.raises(DataError, match="its format is none of"):
+            reader.read(Media(kind="video", data=listing.read_bytes()))
+        assert not reader.counts  # decord was not asked
+    assert len(read_frames(Media(kind="video", path=str(tmp_path / "other.mp4")), 2)) == 2
+    playlist = tmp_path / "h.mp4"
+    playlist.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nother.mp4\n#EXT-X-ENDLIST\n")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_frames(Media(kind="video", path=str(playlist)), 2)

@@ -12,19 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
+from coat_data.image_formats import image_suffixes
 from coat_data.sample import DataError
 
 VIDEO_SUFFIXES = frozenset(
     {".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".gifv", ".flv", ".ts"}
 )
-
-
-def image_suffixes() -> frozenset[str]:
-    """File name endings of images that Pillow reads, in lower case with the dot."""
-    Image.init()
-    return frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in Image.OPEN)
 
 
 class FolderRows:

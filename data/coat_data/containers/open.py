@@ -2,6 +2,7 @@
 
 import glob
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,11 @@ from coat_data.shards import MANIFEST_NAME
 
 _JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+_SPLIT = re.compile(
+    r"(?:^|[-._ 0-9/])"
+    r"(train|training|validation|valid|val|dev|test|testing|eval|evaluation)(?=[-._ 0-9/]|$)",
+    re.IGNORECASE,
+)
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
@@ -46,7 +52,7 @@ def open_rows(path: Path, *, allow_pickle: bool = False) -> Opened:
         allow_pickle: read .pkl files, through an unpickler that builds plain values only.
 
     Raises:
-        DataError: there is nothing, or nothing that is known.
+        DataError: there is nothing, or nothing that is known, or a folder holds several splits.
     """
     if path.is_dir():
         return replace(_open_folder(path, allow_pickle), paths=(path,))
@@ -84,8 +90,33 @@ def _open_folder(folder: Path, allow_pickle: bool) -> Opened:
     for suffixes in ((".parquet",), _TAR_SUFFIXES, (".pkl",)):
         files = [path for path in sorted(folder.rglob("*")) if path.name.endswith(suffixes)]
         if files:
+            _check_one_split(folder, files)
             return Opened(_open_files(folder, files, allow_pickle))
     return Opened(_open_media(folder))
+
+
+def _check_one_split(folder: Path, files: list[Path]) -> None:
+    """Raise if the files' names say that they are training and test data.
+
+    The names are those by which the Hugging Face Hub finds splits (huggingface/datasets,
+    docs/source/repository_structure.mdx).
+    """
+    patterns: dict[str, str] = {}
+    for file in files:
+        name = file.relative_to(folder).as_posix()
+        found = _SPLIT.search(name)
+        if found is not None:
+            start = name[: found.end(1)]
+            if "/" in name[found.end(1) :]:
+                start = f"{name.rpartition('/')[0]}/"
+            patterns.setdefault(found[1].lower(), f"{start}*{file.suffix}")
+    if len(patterns) > 1:
+        example = patterns.get("train") or next(iter(patterns.values()))
+        raise DataError(
+            str(folder),
+            f"holds the splits {', '.join(patterns)}",
+            f"give a pattern of the files of one, such as {folder}/{example}",
+        )
 
 
 def _open_media(folder: Path) -> Rows:

@@ -1,6 +1,6 @@
 """All readers, and the one that fits a source."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from coat_data.readers import (
@@ -46,30 +46,38 @@ def reader_named(name: str) -> Reader:
     raise ValueError(f"format is {name!r}; allowed: {names}")
 
 
-def find_reader(first_rows: Sequence[Any], path: str) -> Reader:
+def find_reader(first_rows: Iterable[Any], path: str) -> Reader | None:
     """The reader of the first of ``first_rows`` that any reader knows.
 
     Args:
-        first_rows: raw rows; a DataError stands for one that does not parse.
+        first_rows: raw rows; a DataError stands for one that does not parse. No more are taken than
+            needed and none is kept, since rows may hold media.
         path: the source, for messages.
+
+    Returns:
+        The reader; None if there are no rows.
 
     Raises:
         DataError: none knows any of them.
     """
+    seen = None
+    kind = ""
     for row in first_rows:
         for reader in READERS:
             if reader.matches(row):
                 return reader
-    raise DataError(path, f"the rows are of no known kind ({_seen(first_rows)})", _remedy())
+        seen = seen or _seen(row)
+        kind = kind or type(row).__name__
+    if not kind:
+        return None
+    found = seen or f"the first one is {kind}"
+    raise DataError(path, f"the rows are of no known kind ({found})", _remedy())
 
 
-def _seen(rows: Sequence[Any]) -> str:
-    for row in rows:
-        if isinstance(row, dict):
-            return f"fields: {', '.join(map(str, list(row)[:12])) or 'none'}"
-        if isinstance(row, DataError):
-            return row.problem
-    return f"the first one is {type(rows[0]).__name__}" if rows else "there are no rows"
+def _seen(row: Any) -> str | None:
+    if isinstance(row, dict):
+        return f"fields: {', '.join(map(str, list(row)[:12])) or 'none'}"
+    return row.problem if isinstance(row, DataError) else None
 
 
 def _remedy() -> str:

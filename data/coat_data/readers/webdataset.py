@@ -3,7 +3,8 @@
 - Fields that end in an image's or video's ending, or in ``img`` (Eagle), are media, in natural
   order of their names: ``img2.jpg`` before ``img10.jpg``.
 - ``json`` with ``conversations``, ``messages``, ``texts`` or query fields is a row of that kind,
-  and the media of the tar are the row's media.
+  and the media of the tar are the row's media: those that it names, in its order and with its
+  ``start`` and ``end`` (``{"path": "0001.mp4", "start": 1.5}``), or all where it names none.
 - Else the sample is a caption pair: ``txt``, ``caption`` or ``text``, or the caption in ``json``
   (img2dataset; VILA's WIDS folders).
 - Energon's ``field_map`` says which fields are ``image`` or ``video``, ``caption``, or ``context``
@@ -14,12 +15,14 @@
 import json
 import re
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
-from coat_data.containers.folder import VIDEO_SUFFIXES, image_suffixes
+from coat_data.containers.folder import VIDEO_SUFFIXES
 from coat_data.containers.tar import KEY
+from coat_data.image_formats import image_suffixes
 from coat_data.readers import cauldron, llava, messages, query
-from coat_data.readers.reader import Place, as_string
+from coat_data.readers.reader import Place, as_string, is_missing
 from coat_data.readers.turns import Said, caption_turns, place_media
 from coat_data.sample import DataError, Media, MediaKind, Sample
 
@@ -28,6 +31,12 @@ SUMMARY = "WebDataset tars: caption pairs, conversations in .json, img2dataset, 
 
 _CAPTION_FIELDS = ("txt", "caption", "text", "cap")
 _CAPTION_KEYS = ("caption", "text", "title", "captions")
+_MEDIA_FIELDS: Mapping[MediaKind, tuple[str, ...]] = {
+    "image": ("image", "images"),
+    "video": ("video", "videos", "video_path"),
+}
+_LONGEST_NAME = 4096
+"""A longer text is the medium itself."""
 _ROW_READERS = (llava, messages, cauldron, query)
 _NUMBERED = re.compile(r"<image-(\d+)>")
 _SELECTOR = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
@@ -58,7 +67,7 @@ def to_sample(row: Any, place: Place) -> Sample:
     if isinstance(value, Mapping):
         reader = next((one for one in _ROW_READERS if one.matches(value)), None)
         if reader is not None:
-            return reader.to_sample(_with_media(value, media, key), place)
+            return reader.to_sample(_with_media(value, row, place), place)
     caption = _caption(row, value, place)
     if not media:
         fields = ", ".join(sorted(name for name in row if name != KEY))
@@ -90,13 +99,20 @@ def _natural(field: str) -> list[tuple[int, int, str]]:
 
 
 def _media(row: Mapping[str, Any], place: Place) -> list[Media]:
-    fields = sorted((name for name in row if name != KEY and _kind(name)), key=_natural)
-    return [_medium(row, field, place) for field in fields]
+    return [_medium(row, field, place) for field in _media_members(row)]
+
+
+def _media_members(row: Mapping[str, Any]) -> list[str]:
+    return sorted((name for name in row if name != KEY and _kind(name)), key=_natural)
 
 
 def _medium(row: Mapping[str, Any], field: str, place: Place) -> Media:
     kind = _kind(field) or "image"
-    return Media(kind=kind, path=f"{place.source}/{row[KEY]}.{field}", data=row[field])
+    return Media(kind=kind, path=_path(row, field, place), data=row[field])
+
+
+def _path(row: Mapping[str, Any], field: str, place: Place) -> str:
+    return f"{place.source}/{row[KEY]}.{field}"
 
 
 def _json(row: Mapping[str, Any], place: Place) -> Any:
@@ -113,19 +129,79 @@ def _parsed(row: Mapping[str, Any], field: str, place: Place) -> Any:
         ) from error
 
 
-def _with_media(value: Mapping[str, Any], media: list[Media], key: str) -> dict[str, Any]:
-    """The row with the media of the tar in place of the names in its JSON."""
-    row = {"id": key, **value}
-    if media:
-        for name in ("image", "images", "video", "videos"):
-            row.pop(name, None)
-        for kind in ("image", "video"):
-            own = [{"bytes": one.data, "path": one.path} for one in media if one.kind == kind]
-            if own:
-                row[f"{kind}s"] = own
-    if isinstance(row.get("conversations"), list):
-        row["conversations"] = [_unnumbered(turn) for turn in row["conversations"]]
-    return row
+def _with_media(value: Mapping[str, Any], row: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """The row of the JSON with the media of the tar in place of their names."""
+    changed = {"id": str(row[KEY]), **value}
+    members = _media_members(row)
+    for kind, names in _MEDIA_FIELDS.items() if members else ():
+        given = [changed.pop(name, None) for name in names]
+        entries = next((entry for entry in given if not is_missing(entry)), [])
+        entries = list(entries) if isinstance(entries, list | tuple) else [entries]
+        own = [member for member in members if _kind(member) == kind]
+        if own:
+            changed[f"{kind}s"] = [
+                {"bytes": row[member], "path": _path(row, member, place), **_span(entry)}
+                for member, entry in _shown(entries, own, row, place)
+            ]
+    if isinstance(changed.get("conversations"), list):
+        changed["conversations"] = [_unnumbered(turn) for turn in changed["conversations"]]
+    return changed
+
+
+def _shown(
+    entries: list[Any], own: list[str], row: Mapping[str, Any], place: Place
+) -> list[tuple[str, Any]]:
+    """The members that the JSON names, in its order; all of them where it names none.
+
+    Args:
+        entries: the JSON's media of one kind.
+        own: the tar's members of that kind, in natural order.
+        row: the sample of the tar.
+        place: for messages.
+
+    Raises:
+        DataError: some entries name members and some do not, or times are given of media that are
+            not as many as the members.
+    """
+    base = PurePosixPath(str(row[KEY])).name.lower()
+    by_name = {**{member: member for member in own}, **{f"{base}.{one}": one for one in own}}
+    found = [by_name.get(PurePosixPath(_name(entry)).name.lower()) for entry in entries]
+    named = [(one, entry) for one, entry in zip(found, entries, strict=True) if one is not None]
+    if named and len(named) < len(entries):
+        missing = next(entry for one, entry in zip(found, entries, strict=True) if one is None)
+        raise DataError(
+            place.where,
+            f"{row[KEY]}.json names {_name(missing)!r}, which is not in the sample (members: "
+            f"{', '.join(own)})",
+            "add the file to the tar, or remove its name",
+        )
+    if named:
+        return named
+    if len(entries) == len(own):
+        return list(zip(own, entries, strict=True))
+    if any(map(_span, entries)):
+        raise DataError(
+            place.where,
+            f"{row[KEY]}.json has start and end for {len(entries)} media, of which none is in the "
+            f"sample by name (members: {', '.join(own)})",
+            "name the members",
+        )
+    return [(member, None) for member in own]
+
+
+def _name(entry: Any) -> str:
+    """The file that an entry of the JSON names; empty if it names none."""
+    if isinstance(entry, Mapping):
+        names = (entry.get(field) for field in ("path", "image", "video", "url"))
+        entry = next((name for name in names if name is not None), None)
+    return entry if isinstance(entry, str) and len(entry) <= _LONGEST_NAME else ""
+
+
+def _span(entry: Any) -> dict[str, Any]:
+    """The times of a clip."""
+    if not isinstance(entry, Mapping):
+        return {}
+    return {time: entry[time] for time in ("start", "end") if entry.get(time) is not None}
 
 
 def _unnumbered(turn: Any) -> Any:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from coat_data.containers.folder import VIDEO_SUFFIXES, image_suffixes
+from coat_data.containers.folder import VIDEO_SUFFIXES
+from coat_data.image_formats import IMAGE_FORMATS, image_suffixes
 from coat_data.sample import DataError, Media
 
 FOLDER = "media"
@@ -66,7 +67,7 @@ def media_suffix(media: Media) -> str:
     if own in image_suffixes():
         return own
     try:
-        with Image.open(io.BytesIO(media_bytes(media))) as image:
+        with Image.open(io.BytesIO(media_bytes(media)), formats=IMAGE_FORMATS) as image:
             return f".{(image.format or 'img').lower()}"
     except Exception:  # whatever Pillow raises: an image that nobody can read is copied as it is
         return ".img"
