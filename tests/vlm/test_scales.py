@@ -1,6 +1,7 @@
 """Images of several scales: the stitching against torch's own resizing, and a whole model's."""
 
 import dataclasses
+import io
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from coat_data.collate import collate
+from coat_data.collate import Batch, collate, collate_packed
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import ImageConfig
 from coat_vlm.generate import generate
 from coat_vlm.model import build_model
+from coat_vlm.model.packed_attention import PACKED
 from coat_vlm.model.scales import area_average, num_tiles, project_scales, tiles_per_row
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.processor import CoatVlmProcessor, build_processor, train_tokenizer
@@ -206,3 +208,42 @@ def test_tiles_of_mode_dynamic_are_images_with_line_breaks_between(tiny):
     assert ids.count(image) == 12
     assert "image_grids" not in inputs
     assert model(**inputs).logits.shape[1] == len(ids)
+
+
+@pytest.mark.parametrize(("mode", "image"), [("dynamic_s2", {}), ("dynamic", {"max_tiles": 4})])
+def test_packed_tiles_train_what_padded_ones_train(tiny, mode: str, image: dict[str, int]):
+    """Pictures of other shapes, so that tiles and grids go to the wrong sample if miscounted."""
+    model, processor = model_of(tiny, mode, **image)
+    model = model.float().train()
+    encoder = processor.encoder(train=True)
+    samples = []
+    for number, count in enumerate((1, 0, 2)):
+        user = Turn("user", (Part("image"),) * count + (Part("text", "What is"),))
+        turns = (user, Turn("assistant", (Part("text", "red " * (number + 1)),)))
+        media = tuple(png(40 + 30 * place, 90 - 20 * number) for place in range(count))
+        sample = Sample(id=str(number), turns=turns, media=media)
+        samples.append(encoder(sample))
+        size = (len(samples[-1].input_ids), len(samples[-1].pixel_values))
+        assert encoder.measure(sample) == size
+        assert size[1] >= 2 * count
+    wanted, wanted_gradients = loss_and_gradients(model, collate(samples, pad_token_id=0))
+    model.language_model.set_attn_implementation(PACKED)
+    packed = collate_packed(samples[::-1], pad_token_id=0, align=64)
+    loss, gradients = loss_and_gradients(model, packed)
+    assert loss == pytest.approx(wanted, rel=1e-4)
+    assert gradients.keys() == wanted_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted_gradients[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def png(width: int, height: int) -> Media:
+    file = io.BytesIO()
+    picture(width, height).save(file, "png")
+    return Media(kind="image", path=f"{width}.png", data=file.getvalue())
+
+
+def loss_and_gradients(model: Any, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
