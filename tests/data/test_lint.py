@@ -166,3 +166,15 @@ def test_stats_count_what_is_there(
         ("a", 6),
         ("a_2", 6),
     ]
+
+
+def test_an_image_that_training_refuses_by_its_size_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 599)  # Pillow itself only warns up to the double
+    Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([talk("<image>q", image="a.png")]))
+    summary, found = problems(path)
+    assert summary.bad == 1
+    assert "larger than allowed: 30 x 20 pixels" in found[0].problem

@@ -77,7 +77,8 @@ def test_internvl_meta(folder: Path) -> None:
     path.write_text(json.dumps(meta, indent=2))
     assert ids(path) == [*a(0, 1), *B, *B]
     assert ids(f"{path}#two") == [*B, *B]
-    assert SampleDataset(path).media_root == folder / "images"
+    assert SampleDataset(path).media_root == folder  # above images and b.jsonl
+    assert SampleDataset(f"{path}#one").media_root == folder / "images"
     with pytest.raises(DataError, match="no source 'three'"):
         SampleDataset(f"{path}#three")
     meta["two"]["repeat_time"] = 1.5

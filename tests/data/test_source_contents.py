@@ -1,0 +1,116 @@
+"""What a tar's JSON, a folder's file names and the first rows say about a source."""
+
+import io
+import json
+import tarfile
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet as pq
+import pytest
+from datasets import config
+
+from coat_data.dataset import SampleDataset
+from coat_data.readers.catalogue import find_reader
+from coat_data.sample import DataError
+
+LEFT, RIGHT = b"the left picture", b"the right picture"  # nothing is decoded here
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def tar(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def test_json_in_tars_names_its_media_in_its_own_order_and_with_times(tmp_path: Path) -> None:
+    said = [{"from": "human", "value": "<image><image>?"}, {"from": "gpt", "value": "a"}]
+    row = {"conversations": said, "images": ["x/0.right.png", "left.png"]}
+    files = {"x/0.left.png": LEFT, "x/0.right.png": RIGHT, "x/0.thumb.png": LEFT}
+    ordered = tar(tmp_path / "a.tar", {"x/0.json": json.dumps(row).encode(), **files})
+    assert [media.data for media in SampleDataset(ordered)[0].media] == [RIGHT, LEFT]
+
+    row["images"] = ["0.right.png", "0.lost.png"]
+    partly = tar(tmp_path / "b.tar", {"x/0.json": json.dumps(row).encode(), **files})
+    with pytest.raises(DataError, match=r"names '0\.lost\.png', which is not in the sample"):
+        SampleDataset(partly)[0]
+
+    said[0]["value"] = "<video><video>?"
+    spans = [(2.0, 3.5), (0.5, None)]
+    clips = [{"path": "0.b.mp4", "start": 2, "end": 3.5}, {"path": "0.b.mp4", "start": 0.5}]
+    row = {"conversations": said, "video": clips}
+    for renamed in (False, True):  # the second time the tar's writer has given new names
+        names = ("1.mp4", "2.mp4") if renamed else ("a.mp4", "b.mp4")
+        movies = {f"0.{name}": name.encode() for name in names}
+        path = tar(tmp_path / f"{names[0]}.tar", {"0.json": json.dumps(row).encode(), **movies})
+        media = SampleDataset(path)[0].media
+        assert [(medium.start, medium.end) for medium in media] == spans
+        data = [b"1.mp4", b"2.mp4"] if renamed else [b"b.mp4", b"b.mp4"]
+        assert [medium.data for medium in media] == data
+    row["video"] = clips[:1]
+    one = tar(tmp_path / "c.tar", {"0.json": json.dumps(row).encode(), **movies})
+    with pytest.raises(DataError, match="start and end for 1 media"):
+        SampleDataset(one)[0]
+
+
+def test_a_folder_of_several_splits_is_no_source(tmp_path: Path) -> None:
+    said = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    hub, folders, tars = tmp_path / "hub", tmp_path / "folders", tmp_path / "tars"
+    for folder in (hub / "data", folders / "train", folders / "val", tars):
+        folder.mkdir(parents=True)
+    parts = ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001")
+    for part in parts:
+        table = pyarrow.table({"id": [part], "conversations": [said]})
+        pq.write_table(table, hub / "data" / f"{part}.parquet")
+    for split in ("train", "val"):
+        table = pyarrow.table({"id": [split], "conversations": [said]})
+        pq.write_table(table, folders / split / "0.parquet")
+    for name in ("set-train-0", "set-validation-0", "set-contest-0"):
+        tar(tars / f"{name}.tar", {"a.png": RIGHT, "a.txt": name.encode()})
+    expected = {
+        hub: ("test, train", "data/train*.parquet", list(parts[:2])),
+        folders: ("train, val", "train/*.parquet", ["train"]),
+        tars: ("train, validation", "set-train*.tar", ["a"]),
+    }
+    for folder, (splits, pattern, ids) in expected.items():
+        with pytest.raises(DataError, match=f"holds the splits {splits} -> ") as caught:
+            SampleDataset(folder)
+        advised = caught.value.remedy.rpartition(" ")[2]
+        assert advised == f"{folder}/{pattern}"
+        assert [getattr(one, "id", None) for one in SampleDataset(advised).stream()] == ids
+    (tars / "set-validation-0.tar").unlink()
+    assert len(SampleDataset(tars)) == 2  # a contest is no test
+
+
+def test_no_more_rows_are_taken_than_it_needs_to_know_them() -> None:
+    taken: list[weakref.ref[Any]] = []
+
+    class Row(dict):
+        """A row that tells whether it is still held."""
+
+    def rows() -> Iterator[Any]:
+        for number in range(100):
+            row = Row({"conversations": []} if number == 50 else {"unknown": number})
+            taken.append(weakref.ref(row))
+            yield row
+            del row
+            assert sum(one() is not None for one in taken) <= 1
+
+    reader = find_reader(rows(), "a")
+    assert reader is not None
+    assert reader.NAME == "llava"
+    assert len(taken) == 51
+    assert find_reader([], "a") is None
+    with pytest.raises(DataError, match="fields: unknown"):
+        find_reader([5, {"unknown": 1}, {"other": 2}], "a")
