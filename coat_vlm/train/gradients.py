@@ -10,7 +10,23 @@ from coat_vlm.config import MODULES, ModuleName, StageConfig
 from coat_vlm.model.vlm import CoatVlm, module_parameters
 
 
-class GradientWatch:
+class _Hooks:
+    """Hooks on parameters that go with the end of a context."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class GradientWatch(_Hooks):
     """Notes which modules a backward pass reaches.
 
     Hooks see the gradients before ZeRO takes them away. A module counts as reached when one of its
@@ -26,9 +42,9 @@ class GradientWatch:
         self._trained: list[ModuleName] = [
             name for name in MODULES if active and stage.module(name).train
         ]
+        super().__init__()
         self._model = model
         self._reached: set[str] = set()
-        self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> "GradientWatch":
         parts = module_parameters(self._model)
@@ -37,15 +53,6 @@ class GradientWatch:
                 if parameter.requires_grad:
                     self._handles.append(parameter.register_hook(self._note(name)))
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def check(self, stage_name: str) -> None:
         """Raise ValueError if a module that should train was not reached."""
@@ -63,7 +70,7 @@ class GradientWatch:
         return hook
 
 
-class NonFiniteWatch:
+class NonFiniteWatch(_Hooks):
     """Notes which parameters get a gradient with a NaN or an infinity.
 
     Args:
@@ -71,8 +78,8 @@ class NonFiniteWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self._model = model
-        self._handles: list[RemovableHandle] = []
         self.names: list[str] = []
         """Parameters found so far."""
 
@@ -81,15 +88,6 @@ class NonFiniteWatch:
             if parameter.requires_grad:
                 self._handles.append(parameter.register_hook(self._note(name)))
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def _note(self, name: str):
         def hook(gradient: torch.Tensor) -> None:

@@ -1,8 +1,7 @@
 """Training with packing as users start it: ranks, resume, bad rows."""
 
 import json
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -11,74 +10,17 @@ import yaml
 
 from coat_vlm.train.checkpoint import latest_checkpoint, read_progress
 
-MODEL = {
-    "vision": {
-        "config": {
-            "model_type": "siglip_vision_model",
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "image_size": 16,
-            "patch_size": 4,
-        },
-        "select_layer": -1,
-    },
-    "language": {
-        "config": {
-            "model_type": "qwen2",
-            "hidden_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "intermediate_size": 64,
-            "max_position_embeddings": 128,
-        }
-    },
-    "tokenizer": {"train_vocab_size": 280},
-    "max_length": 128,
-}
+training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
+train = training["train"]
 
 
 def packed_recipe(folder: Path, output_dir: Path, **stage: Any) -> dict[str, Any]:
-    trains = {"train": True, "lr": 3e-3}
-    return {
-        "name": "packed",
-        "output_dir": str(output_dir),
-        "precision": "fp32",
-        "num_workers": 0,
-        "tracking": {"tensorboard": False},
-        "model": MODEL,
-        "stages": {
-            "sft": {
-                "data": [{"name": "tiny", "path": str(folder / "data.json")}],
-                "vision": trains,
-                "projector": trains,
-                "language": trains,
-                "batch_size": 6,
-                "micro_batch_size": 1,
-                "packing": {"tokens": 192, "images": 3, "align": 32},
-                "max_steps": 5,
-                **stage,
-            }
-        },
-    }
-
-
-def train(recipe: dict[str, Any], folder: Path, *options: str, ranks: int = 1) -> Any:
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    launcher = ["-m", "coat_vlm.cli"]
-    if ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        launcher = [*torchrun, *launcher]
-    return subprocess.run(
-        [sys.executable, *launcher, "train", str(path), *options],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    recipe = training["no_dropout"](training["tiny_recipe"](folder, output_dir))
+    recipe["model"].update(max_length=128, image={"augment": "none"})
+    packing = {"tokens": 192, "images": 3, "align": 32}
+    changes = {"batch_size": 6, "micro_batch_size": 1, "max_steps": 5, "val_data": []}
+    recipe["stages"]["sft"].update(packing=packing, **{**changes, **stage})
+    return recipe
 
 
 def step_rows(run: Path) -> list[dict[str, Any]]:
