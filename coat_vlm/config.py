@@ -272,6 +272,9 @@ class Fp8Config:
     group_size: Literal[16, 32, 64, 128] = 16
     """Channels that share a scale in the FP8 copies that norms and activations keep. (Those of
     attention under ``coat_lean`` have one scale per head and token, or the largest group.)"""
+    gradients: Literal["e5m2", "e4m3"] | None = None
+    """Format of gradients in FP8: ``e4m3`` halves their rounding, ``e5m2`` reaches smaller ones.
+    When absent, ``e4m3`` in blocks under ``coat_lean`` and ``e5m2`` elsewhere."""
     weights: Literal["auto", "cache", "recompute"] = "auto"
     """Whether FP8 weights stay for all micro-batches of a step (2 bytes per parameter):
     ``auto`` keeps them where gradients are accumulated and the GPU's memory has room."""

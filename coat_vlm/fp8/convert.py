@@ -90,9 +90,13 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
     _check_found(model, config, seen, blocks)
     for module in linears:
         module.__class__ = Fp8Linear
+        setattr(module, "fp8_gradients", config.gradients or "e5m2")  # noqa: B010 - a new attribute
         # Shared by shallow copies (the loss makes them), not by deep ones.
         setattr(module, "fp8_key", object())  # noqa: B010 - a new attribute
     for module, lean in whole:
+        for child in _linears_of(module):
+            layer: Any = module.get_submodule(child)
+            layer.fp8_gradients = config.gradients or ("e4m3" if lean else "e5m2")
         module.__class__ = _fp8_class(type(module))
         block: Any = module
         block.fp8_group_size = config.group_size

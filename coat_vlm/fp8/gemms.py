@@ -1,13 +1,14 @@
 """The three GEMMs of a linear layer in FP8, shared by every FP8 block.
 
     forward          y  = x W^T + b      x E4M3 [M, K],    W E4M3 [N, K]
-    input gradient   dx = dy W           dy E5M2 [M, N],   W^T E4M3 [K, N]
-    weight gradient  dW = dy^T x         dy^T E5M2 [N, M'], x^T E4M3 [K, M']
+    input gradient   dx = dy W           dy [M, N],        W^T E4M3 [K, N]
+    weight gradient  dW = dy^T x         dy^T [N, M'],     x^T E4M3 [K, M']
 
-All operands have one scale per tensor (arXiv 2410.19313, section 4.1). The first accumulates fast,
-the gradients do not, as in torchao and TransformerEngine by default. Layers that read the same
-input (q, k, v; gate, up) are one GEMM: their weights are quantized together, under one scale. Where
-the FP8 weights come from, and whether they stay, is up to ``weights.py``.
+dy is E5M2 or E4M3, as the layers say (``fp8.gradients`` of a recipe). All operands have one scale
+per tensor (arXiv 2410.19313, section 4.1). The first accumulates fast, the gradients do not, as in
+torchao and TransformerEngine by default. Layers that read the same input (q, k, v; gate, up) are
+one GEMM: their weights are quantized together, under one scale. Where the FP8 weights come from,
+and whether they stay, is up to ``weights.py``.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,17 +17,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from coat_kernels import GradientCodes, TensorScaled, quantize_gradient, scaled_mm
+from coat_kernels import Format, GradientCodes, TensorScaled, quantize_gradient, scaled_mm
 from coat_vlm.fp8 import monitor, weights
 
 
 @dataclass(frozen=True, slots=True)
 class LinearNeeds:
-    """Which gradients of a linear layer are wanted."""
+    """Which gradients of a linear layer are wanted, and in which format they are worked out."""
 
     input: bool
     weight: bool
     bias: bool
+    fmt: Format
+    """Of the codes of its output's gradient."""
 
     @property
     def any(self) -> bool:
@@ -66,7 +69,9 @@ def forward(
 
 def gradient_codes(parts: Sequence[Tensor], needs: LinearNeeds) -> GradientCodes:
     """Dy, in parts [M, n_i] side by side, in the layouts that its GEMMs will need."""
-    codes = quantize_gradient(parts, rows=needs.input, transposed=needs.weight, bias=needs.bias)
+    codes = quantize_gradient(
+        parts, needs.fmt, rows=needs.input, transposed=needs.weight, bias=needs.bias
+    )
     monitor.observe_gradient(codes.rows, codes.transposed, lambda: torch.cat([*parts], 1))
     return codes
 

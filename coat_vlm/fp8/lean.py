@@ -13,6 +13,7 @@ monitor: nothing holds the values before their rounding.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,10 +32,13 @@ from coat_kernels import (
 from coat_vlm.fp8 import gemms, monitor, sdpa
 from coat_vlm.fp8.gemms import LinearNeeds
 from coat_vlm.fp8.linear import rows
-from coat_vlm.fp8.weights import Key, key_of
+from coat_vlm.fp8.weights import Joint, joint
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B, H, T, D], k and v [B, H_kv, T, D] to [B, T, H * D]."""
+
+PARTS = 4
+"""Parts of the batch that attention's backward pass takes one after the other."""
 
 Copies = tuple[GroupScaled, ...]
 """Of q, k and v, each [B * T, H * D], or one of all three side by side."""
@@ -71,7 +75,7 @@ def lean_attention(
     """
     given = [tensor for copy in copies or () for tensor in copy]
     return _LeanAttention.apply(
-        query, key, value, layer.weight, layer.bias, attend, fused, key_of([layer]), *given
+        query, key, value, layer.weight, layer.bias, attend, fused, joint([layer]), *given
     )
 
 
@@ -86,7 +90,7 @@ class _LeanAttention(torch.autograd.Function):
         bias: Tensor | None,
         attend: Attend,
         fused: sdpa.Fused | None,
-        weight_key: Key,
+        of_weight: Joint,
         *given: Tensor,
     ) -> Tensor:
         q, k, v = query, key, value
@@ -106,12 +110,12 @@ class _LeanAttention(torch.autograd.Function):
         out = rows(out)
         codes = quantize_tensor(out)
         monitor.observe("linear input", codes, out)
-        y, weight_scale = gemms.forward(codes, weight_key, [weight], bias, query.dtype)
+        y, weight_scale = gemms.forward(codes, of_weight.key, [weight], bias, query.dtype)
         kept = [tensor for copy in copies for tensor in copy]
         ctx.save_for_backward(*codes, weight, bias, weight_scale, *kept, *statistics.tensors)
         ctx.kept = len(kept)
         ctx.sizes = statistics.sizes
-        ctx.attend, ctx.fused, ctx.key = attend, fused, weight_key
+        ctx.attend, ctx.fused, ctx.joint = attend, fused, of_weight
         batch, _, length, _ = query.shape
         return y.view(batch, length, -1)
 
@@ -122,10 +126,12 @@ class _LeanAttention(torch.autograd.Function):
         weight, bias, weight_scale = tensors[2:5]
         copies, saved_statistics = paired(tensors[5 : 5 + ctx.kept]), tensors[5 + ctx.kept :]
         wanted = ctx.needs_input_grad
-        needs = LinearNeeds(any(wanted[:3]), wanted[3], wanted[4])
+        needs = LinearNeeds(any(wanted[:3]), wanted[3], wanted[4], ctx.joint.gradients)
         dy, dy_transposed, dbias = gemms.gradient_codes([rows(grad_outputs[0])], needs)
         del grad_outputs
-        dattended = gemms.input_gradient(dy, ctx.key, [weight], weight_scale, needs, ctx.dtype)
+        dattended = gemms.input_gradient(
+            dy, ctx.joint.key, [weight], weight_scale, needs, ctx.dtype
+        )
         del dy
         (dweight,) = gemms.weight_gradients(
             dy_transposed, lambda: transpose_codes(codes), [weight], needs
@@ -134,21 +140,84 @@ class _LeanAttention(torch.autograd.Function):
         if dbias is not None and bias is not None:
             dbias = dbias.to(bias.dtype)
         gradients: tuple[Tensor | None, ...] = (None, None, None)
-        if dattended is not None:
-            q, k, v = decoded(copies, ctx.shapes, ctx.dtype)
-            batch, _, length, _ = q.shape
-            dattended = dattended.view(batch, length, -1)
-            if ctx.fused is None:
-                gradients = _replayed(ctx.attend, (q, k, v), dattended)
-            else:
-                out = dequantize_tensor(codes, ctx.dtype).view(dattended.shape)
-                statistics = sdpa.Statistics(tuple(saved_statistics), ctx.sizes)
-                gradients = sdpa.backward(ctx.fused, dattended, q, k, v, out, statistics)
+        if dattended is not None and ctx.fused is None:
+            heads = decoded(copies, ctx.shapes, ctx.dtype)
+            gradients = _replayed(ctx.attend, heads, dattended.view(_joined(ctx.shapes[0])))
+        elif dattended is not None:
+            statistics = sdpa.Statistics(tuple(saved_statistics), ctx.sizes)
+            kept = _Kept(copies, codes, statistics)
+            gradients = _in_parts(ctx.fused, dattended, kept, ctx.shapes)
         return (*gradients, dweight, dbias, *(None for _ in wanted[5:]))
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What the forward pass leaves for fused attention's backward pass."""
+
+    copies: Copies
+    out: TensorScaled
+    """Attention's output, codes [B * T, H * D]."""
+    statistics: sdpa.Statistics
+
+    def part(self, start: int, end: int, length: int) -> "_Kept":
+        """Of the samples from ``start`` to before ``end``, of ``length`` tokens each."""
+        tokens = slice(start * length, end * length)
+        log_sums, *rest = self.statistics.tensors
+        assert log_sums is not None
+        return _Kept(
+            tuple(GroupScaled(copy.q[tokens], copy.exponents[tokens]) for copy in self.copies),
+            TensorScaled(self.out.q[tokens], self.out.scale),
+            sdpa.Statistics((log_sums[start:end], *rest), self.statistics.sizes),
+        )
+
+
+def _in_parts(
+    fused: sdpa.Fused, dattended: Tensor, kept: _Kept, shapes: Sequence[torch.Size]
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v, a part of the batch at a time.
+
+    Attention reads q, k, v and its output in high precision: four matrices, of which this holds a
+    part each. It is where a block needs most memory.
+
+    Args:
+        fused: the kernel.
+        dattended: gradient of attention's output, [B * T, H * D].
+        kept: from the forward pass.
+        shapes: of q, k and v.
+    """
+    batch, _, length, _ = shapes[0]
+    size = -(-batch // PARTS)
+    dattended = dattended.view(_joined(shapes[0]))
+    if size == batch:
+        return _gradients(fused, dattended, kept, shapes)
+    # Token-major, as the gradient of the projection wants to read them.
+    wholes = [dattended.new_empty(_joined(shape)).unflatten(-1, (shape[1], -1)) for shape in shapes]
+    for start in range(0, batch, size):
+        end = min(start + size, batch)
+        of_part = [torch.Size((end - start, *shape[1:])) for shape in shapes]
+        part = kept.part(start, end, length)
+        gradients = _gradients(fused, dattended[start:end], part, of_part)
+        for whole, gradient in zip(wholes, gradients, strict=True):
+            whole[start:end].copy_(gradient.transpose(1, 2))
+        del gradients
+    return tuple(whole.transpose(1, 2) for whole in wholes)
+
+
+def _gradients(
+    fused: sdpa.Fused, dattended: Tensor, kept: _Kept, shapes: Sequence[torch.Size]
+) -> tuple[Tensor, ...]:
+    q, k, v = decoded(kept.copies, shapes, dattended.dtype)
+    out = dequantize_tensor(kept.out, dattended.dtype).view(dattended.shape)
+    return sdpa.backward(fused, dattended, q, k, v, out, kept.statistics)
+
+
+def _joined(shape: torch.Size) -> torch.Size:
+    """[B, T, H * D] of heads [B, H, T, D]."""
+    return torch.Size((shape[0], shape[2], shape[1] * shape[3]))
+
+
 def _replayed(
-    attend: Attend, inputs: tuple[Tensor, ...], dattended: Tensor
+    attend: Attend, inputs: Sequence[Tensor], dattended: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients of attention by running it again."""
     leaves = [x.detach().requires_grad_() for x in inputs]

@@ -29,7 +29,7 @@ from coat_kernels import (
 )
 from coat_vlm.fp8 import gemms, monitor
 from coat_vlm.fp8.gemms import LinearNeeds
-from coat_vlm.fp8.weights import Key, key_of
+from coat_vlm.fp8.weights import Joint, joint
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     Returns:
         [..., N] in x's dtype.
     """
-    return _Linear.apply(x, layer.weight, layer.bias, key_of([layer]))
+    return _Linear.apply(x, layer.weight, layer.bias, joint([layer]))
 
 
 class Split(Protocol):
@@ -135,9 +135,8 @@ def norm_split(
     """
     settings = norm_settings(norm, group_size)
     bias = getattr(norm, "bias", None)
-    key = key_of(layers)
     return _NormLinear.apply(
-        x, delta, norm.weight, bias, settings, key, split, *gemms.stack(layers)
+        x, delta, norm.weight, bias, settings, joint(layers), split, *gemms.stack(layers)
     )
 
 
@@ -156,14 +155,16 @@ def rows(x: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, key: Key) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, of_weight: Joint
+    ) -> Tensor:
         x2 = rows(x)
         codes = quantize_tensor(x2)
         monitor.observe("linear input", codes, x2)
-        y, weight_scale = gemms.forward(codes, key, [weight], bias, x.dtype)
+        y, weight_scale = gemms.forward(codes, of_weight.key, [weight], bias, x.dtype)
         keep = codes.q if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(keep, codes.scale, weight, bias, weight_scale)
-        ctx.key = key
+        ctx.joint = of_weight
         ctx.shape = x.shape
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -171,10 +172,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         q, scale, weight, bias, weight_scale = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        needs = LinearNeeds(wants_x, wants_weight, wants_bias)
+        needs = LinearNeeds(wants_x, wants_weight, wants_bias, ctx.joint.gradients)
         dy, dy_transposed, dbias = gemms.gradient_codes([rows(grad_outputs[0])], needs)
         dtype = grad_outputs[0].dtype
-        dx = gemms.input_gradient(dy, ctx.key, [weight], weight_scale, needs, dtype)
+        dx = gemms.input_gradient(dy, ctx.joint.key, [weight], weight_scale, needs, dtype)
         (dweight,) = gemms.weight_gradients(
             dy_transposed, lambda: transpose_codes(TensorScaled(q, scale)), [weight], needs
         )
@@ -195,15 +196,15 @@ class _NormLinear(torch.autograd.Function):
         norm_weight: Tensor,
         norm_bias: Tensor | None,
         settings: NormSettings,
-        key: Key,
+        of_weights: Joint,
         split: Split,
         *stacked: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, bias = gemms.unstack(stacked)
         source, codes, saved = normed(x, delta, norm_weight, norm_bias, settings)
-        y, weight_scale = gemms.forward(codes, key, weights, bias, x.dtype)
+        y, weight_scale = gemms.forward(codes, of_weights.key, weights, bias, x.dtype)
         ctx.save_for_backward(*flat(saved), norm_weight, norm_bias, weight_scale, *stacked)
-        ctx.key, ctx.split = key, split
+        ctx.joint, ctx.split = of_weights, split
         ctx.shape, ctx.dtype = x.shape, x.dtype
         results, others = split.outputs(y, x.shape)
         ctx.number = len(results)
@@ -220,13 +221,18 @@ class _NormLinear(torch.autograd.Function):
         weights = list(stacked[:half])
         saved = unflat(kept)
         wanted = ctx.needs_input_grad
-        needs = LinearNeeds(any(wanted[:4]), any(wanted[7 : 7 + half]), any(wanted[7 + half :]))
+        needs = LinearNeeds(
+            any(wanted[:4]),
+            any(wanted[7 : 7 + half]),
+            any(wanted[7 + half :]),
+            ctx.joint.gradients,
+        )
         gradients, dresidual = grad_outputs[: ctx.number], grad_outputs[ctx.number]
         if all(gradient is None for gradient in gradients):  # only the residual stream was used
             return residual_only(dresidual, ctx)
         dy, dy_transposed, dbias = ctx.split.gradient(gradients, needs)
         del gradients, grad_outputs
-        dnormed = gemms.input_gradient(dy, ctx.key, weights, weight_scale, needs, ctx.dtype)
+        dnormed = gemms.input_gradient(dy, ctx.joint.key, weights, weight_scale, needs, ctx.dtype)
         del dy  # each layout goes as soon as its GEMM is done
         dweights = gemms.weight_gradients(
             dy_transposed, lambda: norm_recompute(saved, norm_weight, norm_bias), weights, needs

@@ -36,7 +36,7 @@ from coat_vlm.fp8.linear import (
     rows,
     unflat,
 )
-from coat_vlm.fp8.weights import Key, key_of
+from coat_vlm.fp8.weights import Joint, joint
 
 
 def norm_mlp(
@@ -70,7 +70,7 @@ def norm_mlp(
         getattr(norm, "bias", None),
         settings,
         activation,
-        (key_of(layers_in), key_of([layer_out])),
+        (joint(layers_in), joint([layer_out])),
         layer_out.weight,
         layer_out.bias,
         *gemms.stack(layers_in),
@@ -87,19 +87,19 @@ class _NormMlp(torch.autograd.Function):
         norm_bias: Tensor | None,
         settings: NormSettings,
         activation: str,
-        keys: tuple[Key, Key],
+        joints: tuple[Joint, Joint],
         weight_out: Tensor,
         bias_out: Tensor | None,
         *stacked_in: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         weights_in, bias_in = gemms.unstack(stacked_in)
         source, codes, saved = normed(x, delta, norm_weight, norm_bias, settings)
-        a, scale_in = gemms.forward(codes, keys[0], weights_in, bias_in, x.dtype)
+        a, scale_in = gemms.forward(codes, joints[0].key, weights_in, bias_in, x.dtype)
         h, kept = activation_fwd(a, activation, group_size=settings.group_size)
         monitor.observe_group("activation input", kept.a, a)
         monitor.observe_activation("activation output", h, a, activation)
         del a, codes  # the GEMM below needs their memory
-        y, scale_out = gemms.forward(h, keys[1], [weight_out], bias_out, x.dtype)
+        y, scale_out = gemms.forward(h, joints[1].key, [weight_out], bias_out, x.dtype)
         ctx.save_for_backward(
             *flat(saved),
             *kept.a,
@@ -113,7 +113,7 @@ class _NormMlp(torch.autograd.Function):
             *stacked_in,
         )
         ctx.activation = activation
-        ctx.keys = keys
+        ctx.joints = joints
         ctx.shape = x.shape
         ctx.set_materialize_grads(False)
         return y.view(x.shape), source
@@ -128,15 +128,21 @@ class _NormMlp(torch.autograd.Function):
         half = len(stacked_in) // 2
         weights_in = list(stacked_in[:half])
         wanted = ctx.needs_input_grad
-        wants_in = LinearNeeds(any(wanted[:4]), any(wanted[9 : 9 + half]), any(wanted[9 + half :]))
-        wants_out = LinearNeeds(wants_in.any, wanted[7], wanted[8])
+        joint_in, joint_out = ctx.joints
+        wants_in = LinearNeeds(
+            any(wanted[:4]),
+            any(wanted[9 : 9 + half]),
+            any(wanted[9 + half :]),
+            joint_in.gradients,
+        )
+        wants_out = LinearNeeds(wants_in.any, wanted[7], wanted[8], joint_out.gradients)
         grad_y, dresidual = grad_outputs
         if grad_y is None:  # only the residual stream was used
             return residual_only(dresidual, ctx)
         dtype = grad_y.dtype
         dy, dy_transposed, dbias_out = gemms.gradient_codes([rows(grad_y)], wants_out)
         del grad_y, grad_outputs
-        dh = gemms.input_gradient(dy, ctx.keys[1], [weight_out], scale_out, wants_out, dtype)
+        dh = gemms.input_gradient(dy, joint_out.key, [weight_out], scale_out, wants_out, dtype)
         del dy  # each layout goes as soon as its GEMM is done
         (dweight_out,) = gemms.weight_gradients(
             dy_transposed,
@@ -151,7 +157,7 @@ class _NormMlp(torch.autograd.Function):
         if dh is not None:
             da, da_transposed, dbias_in = _activation_gradient(dh, kept, ctx.activation, wants_in)
             del dh
-            dnormed = gemms.input_gradient(da, ctx.keys[0], weights_in, scale_in, wants_in, dtype)
+            dnormed = gemms.input_gradient(da, joint_in.key, weights_in, scale_in, wants_in, dtype)
             del da
             dweights_in = gemms.weight_gradients(
                 da_transposed,
@@ -177,7 +183,13 @@ def _activation_gradient(
 ) -> GradientCodes:
     """The gradient of the activation's input, in the layouts that are needed."""
     da = activation_bwd(
-        dh, kept, activation, rows=needs.input, transposed=needs.weight, bias=needs.bias
+        dh,
+        kept,
+        activation,
+        rows=needs.input,
+        transposed=needs.weight,
+        bias=needs.bias,
+        fmt=needs.fmt,
     )
     monitor.observe_gradient(
         da.rows,

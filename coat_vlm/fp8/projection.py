@@ -110,7 +110,9 @@ class _Rotated:
         """Of the joint projection."""
         dq, dk, dv = _matrices(gradients, self._sizes)
         back = (dq, dk, dv, self._cos, self._sin)
-        codes = rope_gradient(*back, rows=needs.input, transposed=needs.weight, bias=needs.bias)
+        codes = rope_gradient(
+            *back, needs.fmt, rows=needs.input, transposed=needs.weight, bias=needs.bias
+        )
         monitor.observe_gradient(codes.rows, codes.transposed, lambda: rope_gradient_values(*back))
         return codes
 

@@ -14,7 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from coat_kernels import TensorScaled, quantize_layouts, quantize_transposed
+from coat_kernels import E5M2, Format, TensorScaled, quantize_layouts, quantize_transposed
+from coat_kernels.formats import FORMATS
 from coat_vlm.fp8 import monitor
 
 ROOM = 0.8
@@ -23,6 +24,16 @@ ROOM = 0.8
 Key = tuple[Hashable, ...]
 """Says which weights are meant. Not an address: ZeRO-3 gathers one weight where another was. Nor
 the tensors that a backward pass unpacks: under checkpointing those are other objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """What a GEMM has to know of the layers, with the same input, that it is one for."""
+
+    key: Key
+    """Their weights."""
+    gradients: Format
+    """Format of the codes of their output's gradient."""
 
 
 class _Kept:
@@ -104,6 +115,11 @@ def key_of(layers: Sequence[nn.Linear]) -> Key:
     A shallow copy of a layer has the key of the layer if that has an attribute ``fp8_key``.
     """
     return tuple(vars(layer).get("fp8_key", id(layer.weight)) for layer in layers)
+
+
+def joint(layers: Sequence[nn.Linear]) -> Joint:
+    """Layers with the same input as one; the format is the first one's ``fp8_gradients``."""
+    return Joint(key_of(layers), FORMATS[vars(layers[0]).get("fp8_gradients", E5M2.name)])
 
 
 def codes(key: Key, parts: Sequence[Tensor]) -> TensorScaled:

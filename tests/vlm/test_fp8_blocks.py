@@ -180,9 +180,17 @@ def test_every_setting_of_the_model_is_used(kind: str, change: str) -> None:
     assert relative(difference8, difference) < 0.5
 
 
-def test_a_linear_layer_multiplies_the_rounded_operands() -> None:
+@pytest.mark.parametrize(
+    ("gradients", "dtype", "largest"),
+    [(None, torch.float8_e5m2, 57344.0), ("e4m3", torch.float8_e4m3fn, 448.0)],
+)
+def test_a_linear_layer_multiplies_the_rounded_operands(
+    gradients: str | None, dtype: torch.dtype, largest: float
+) -> None:
     torch.manual_seed(0)
-    layer = nn.Linear(48, 32)
+    layer: Any = nn.Linear(48, 32)
+    if gradients is not None:
+        layer.fp8_gradients = gradients
     x = torch.randn(3, 5, 48, requires_grad=True)
 
     def rounded(t: Tensor, dtype: torch.dtype, largest: float) -> Tensor:
@@ -192,7 +200,7 @@ def test_a_linear_layer_multiplies_the_rounded_operands() -> None:
     x8 = rounded(x.detach(), torch.float8_e4m3fn, 448.0)
     w8 = rounded(layer.weight.detach(), torch.float8_e4m3fn, 448.0)
     dy = torch.randn(3, 5, 32)
-    dy8 = rounded(dy, torch.float8_e5m2, 57344.0)
+    dy8 = rounded(dy, dtype, largest)
     y = linear(x, layer)
     y.backward(dy)
     assert x.grad is not None

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, SiglipVi
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.commands.command import PRECISIONS
 from coat_vlm.config import FP8_PRECISIONS, BlockPrecision, Fp8Config, Fp8Precision, Precision
-from coat_vlm.fp8 import Arithmetic, arithmetic_of, convert, fp8_blocks
+from coat_vlm.fp8 import Arithmetic, arithmetic_of, convert, fp8_blocks, monitor
 from coat_vlm.fp8.arithmetic import check_capability
 
 
@@ -258,3 +258,32 @@ def test_the_command_line_knows_every_precision() -> None:
     assert get_args(Precision) == PRECISIONS
     assert set(FP8_PRECISIONS) == set(get_args(Fp8Precision)) == set(PRECISIONS) - {"fp32", "bf16"}
     assert set(get_args(BlockPrecision)) == {"bf16", *FP8_PRECISIONS}
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({"language": "coat"}, torch.float8_e5m2),
+        ({"language": "fp8_linear"}, torch.float8_e5m2),
+        ({"language": "coat_lean"}, torch.float8_e4m3fn),
+        ({"language": "coat_lean", "gradients": "e5m2"}, torch.float8_e5m2),
+        ({"language": "coat", "gradients": "e4m3"}, torch.float8_e4m3fn),
+        ({"language": "fp8_linear", "gradients": "e4m3"}, torch.float8_e4m3fn),
+    ],
+)
+def test_every_gradient_has_the_format_that_was_asked_for(
+    settings: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.dtype] = []
+
+    def observe(rows: Any, transposed: Any, _: Any) -> None:
+        seen.extend((rows.q.dtype, transposed.q.dtype))
+
+    model = llama(num_hidden_layers=1)
+    convert(model, Fp8Config(**settings))
+    monkeypatch.setattr(monitor, "observe_gradient", observe)
+    ids = torch.arange(16)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert set(seen) == {dtype}
+    # q, k, v and gate, up are one GEMM each in a whole block; both layouts of each gradient.
+    assert len(seen) == 2 * (7 if settings["language"] == "fp8_linear" else 4)

@@ -16,7 +16,7 @@ from coat_vlm.config import BlockPrecision, Fp8Config
 from coat_vlm.fp8 import convert, decoder_block, gemms, linear, norm_mlp, projection, sdpa
 from coat_vlm.fp8.lean import lean_attention, rounded_heads
 
-B, T, D = 2, 24, 64
+B, T, D = 5, 24, 64  # five samples: parts of two, two and one in the backward pass
 
 
 def heads(count: int, seed: int, length: int = T) -> Tensor:
