@@ -33,7 +33,6 @@ from coat_kernels.formats import (
 )
 from coat_kernels.groups import empty_grouped
 from coat_kernels.launch import (
-    COUNTS,
     TILE,
     TOKENS,
     launch,
@@ -49,7 +48,7 @@ from coat_kernels.tile import (
     load_tile,
     publish_scale,
     row_offsets,
-    sigmoid,
+    sigmoid_base2,
     store_codes,
     store_grouped,
     word_offsets,
@@ -66,25 +65,25 @@ def value_and_slope(a, KIND: tl.constexpr):
         return a * cdf, cdf + a * tl.exp(-0.5 * a * a) * 0.3989422804014327
     else:
         # a * s with s = sigmoid(inner): the derivative is s + h (1 - s) inner'. Written so that it
-        # takes few instructions: these kernels are as much bound by them as by the bytes.
+        # takes few instructions, log2(e) in the constants: these kernels are as much bound by them
+        # as by the bytes.
         slope = 1.0
         if KIND == 2:
             squared = a * a
-            s = sigmoid(a * (1.5957691216057308 + 0.07135481282614447 * squared))
+            s = sigmoid_base2(a * (-2.302208198144325 + -0.10294323460783883 * squared))
             slope = 1.5957691216057308 + 0.21406443847843341 * squared
         elif KIND == 3:
-            s = sigmoid(1.702 * a)
+            s = sigmoid_base2(-2.4554669595930156 * a)
             slope = 1.702
         else:
-            s = sigmoid(a)
+            s = sigmoid_base2(-1.4426950408889634 * a)
         h = a * s
         return h, s + (h - h * s) * slope
 
 
-@triton.jit(do_not_specialize=(*TOKENS, *COUNTS))
+@triton.jit(do_not_specialize=TOKENS)
 def _activation_stats_kernel(
-    a_ptr, q_ptr, e_ptr,  # (M, W), (M, W) FP8, (M, W / GROUP)
-    work_ptr, scale_ptr, programs,  # of publish_scale
+    a_ptr, q_ptr, e_ptr, scale_ptr,  # (M, W), (M, W) FP8, (M, W / GROUP), ()
     M, F, W, tiles_n,
     KIND: tl.constexpr, MAX_EXPONENT: tl.constexpr, INVERSE_MAX: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -104,7 +103,7 @@ def _activation_stats_kernel(
             BLOCK_N,
         )  # fmt: skip
         h *= up
-    publish_scale(block_amax_bits(h), work_ptr, scale_ptr, programs, INVERSE_MAX)
+    publish_scale(block_amax_bits(h), scale_ptr, INVERSE_MAX)
 
 
 @triton.jit(do_not_specialize=TOKENS)
@@ -152,11 +151,12 @@ def _activation_stats_triton(
     M, F, W = width(a, kind)
     q, exponents = empty_grouped(a, group_size, fmt)
     grid, options = tiled(M, F)
-    scale, shared = new_scale(fmt, grid[0], a.device)
+    scale = new_scale(a.device)
     launch(
         _activation_stats_kernel, grid,
-        a_ptr=a, q_ptr=q, e_ptr=exponents, M=M, F=F, W=W, KIND=ACTIVATIONS.index(kind),
-        MAX_EXPONENT=form.max_exponent, GROUP=group_size, **shared, **options,
+        a_ptr=a, q_ptr=q, e_ptr=exponents, scale_ptr=scale, M=M, F=F, W=W,
+        KIND=ACTIVATIONS.index(kind),
+        MAX_EXPONENT=form.max_exponent, INVERSE_MAX=1.0 / form.max, GROUP=group_size, **options,
     )  # fmt: skip
     return q, exponents, scale
 

@@ -18,10 +18,11 @@ from coat_kernels.formats import (
     Format,
     GradientCodes,
     check_matrix,
+    format_of,
     padded,
 )
 from coat_kernels.gradient import as_codes, empty_gradient
-from coat_kernels.launch import COUNTS, NUM_WARPS, TOKENS, Tile, launch, tiled
+from coat_kernels.launch import NUM_WARPS, TOKENS, Tile, launch, tiled
 from coat_kernels.quantize import new_scale
 from coat_kernels.registry import register
 from coat_kernels.tile import (
@@ -57,10 +58,9 @@ def _gradients(
     return da, dup
 
 
-@triton.jit(do_not_specialize=(*TOKENS, *COUNTS))
+@triton.jit(do_not_specialize=TOKENS)
 def _activation_bwd_stats_kernel(
-    dh_ptr, a_ptr, e_ptr,  # (M, F), (M, W) FP8, (M, W / GROUP)
-    work_ptr, scale_ptr, programs,  # of publish_scale
+    dh_ptr, a_ptr, e_ptr, scale_ptr,  # (M, F), (M, W) FP8, (M, W / GROUP), ()
     M, F, W, tiles_n,
     KIND: tl.constexpr, INVERSE_MAX: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -75,7 +75,7 @@ def _activation_bwd_stats_kernel(
     amax_bits = block_amax_bits(da)
     if KIND == 0:
         amax_bits = tl.maximum(amax_bits, block_amax_bits(dup))
-    publish_scale(amax_bits, work_ptr, scale_ptr, programs, INVERSE_MAX)
+    publish_scale(amax_bits, scale_ptr, INVERSE_MAX)
 
 
 @triton.jit(do_not_specialize=TOKENS)
@@ -121,11 +121,11 @@ def _activation_bwd_triton(
     q, qt, _, sums = empty_gradient(M, W, a, fmt, rows, transposed, bias)
     group = W // exponents.shape[1]
     grid, options = tiled(M, F)
-    scale, shared = new_scale(fmt, grid[0], dh.device)
+    scale = new_scale(dh.device)
     launch(
         _activation_bwd_stats_kernel, grid,
-        dh_ptr=dh, a_ptr=a, e_ptr=exponents, M=M, F=F, W=W, KIND=ACTIVATIONS.index(kind),
-        GROUP=group, **shared, **options,
+        dh_ptr=dh, a_ptr=a, e_ptr=exponents, scale_ptr=scale, M=M, F=F, W=W,
+        KIND=ACTIVATIONS.index(kind), INVERSE_MAX=1.0 / format_of(fmt).max, GROUP=group, **options,
     )  # fmt: skip
     columns = max(64, group)
     # SwiGLU holds two gradients at a time and needs the registers of twice as many warps.

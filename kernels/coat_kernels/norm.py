@@ -34,7 +34,7 @@ from coat_kernels.formats import (
     padded,
 )
 from coat_kernels.groups import empty_grouped
-from coat_kernels.launch import COUNTS, TILE, TOKENS, Tile, chosen, launch, tiled, transposing_tile
+from coat_kernels.launch import COUNTS, TILE, TOKENS, launch, tiled, transposing_tile
 from coat_kernels.quantize import empty_layouts, new_scale
 from coat_kernels.registry import register
 from coat_kernels.tile import (
@@ -47,81 +47,100 @@ from coat_kernels.tile import (
     store_grouped,
     word_offsets,
 )
+from coat_kernels.walk import load_channels, load_row, row_sum, store_row, walked
 
-MULTIPROCESSORS = 132
-"""Of an H200. The kernels that walk over whole rows have as many programs as these hold; each takes
-every n-th row, so this also is the order in which weight gradients are summed."""
-
-ROW_ELEMENTS_PER_WARP = 512
-"""Of a row: 16 per thread, and as many registers for each vector that a program keeps."""
-
-REGISTER_FILE = 65536
-"""Registers of a multiprocessor."""
-
-REGISTERS = (80, 128)
-"""Most of a thread of ``norm_stats``: 24 warps then share a multiprocessor. With a bias or a delta,
-which take more, 16 do."""
+LANE = tl.constexpr(16)
+"""Channels whose largest magnitude is kept as one."""
 
 
 @triton.jit
-def load_vector(ptr, o_n, N):
-    """FP32 [1, BLOCK_N] of N channels; zero beyond."""
-    return tl.load(ptr + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
+def _added(x, delta, sum_ptr, row, o_n, N):
+    """X + delta, stored, as it is stored."""
+    total = (x + delta.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+    store_row(total, sum_ptr, row, o_n, N)
+    return total.to(tl.float32)
 
 
 @triton.jit
-def load_row(ptr, row, o_n, M, N):
-    """One row [1, BLOCK_N] as it is stored; zeros beyond the last, for which no one waits."""
-    return tl.load(
-        ptr + row.to(tl.int64) * N + o_n[None, :], mask=(o_n[None, :] < N) & (row < M), other=0.0
-    )
+def _largest(
+    middle, rstd, weight, bias_ptr, o_n, N, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Bits of the largest magnitudes of y, of LANE channels each: [1, WIDTH / LANE]."""
+    y = middle * rstd * weight.to(tl.float32)
+    if HAS_BIAS:
+        y += load_channels(bias_ptr, o_n, N).to(tl.float32)
+    return tl.max(tl.reshape(magnitude_bits(y), (1, WIDTH // LANE, LANE)), axis=2)
 
 
 @triton.jit(do_not_specialize=(*TOKENS, *COUNTS))
-def _norm_stats_kernel(
+def _norm_stats_kernel(  # noqa: C901 - the branches are those of the compiler
     x_ptr, delta_ptr, weight_ptr, bias_ptr,  # (M, N), (M, N) or null, (N,), (N,) or null
     sum_ptr,  # (M, N) if there is a delta
-    q_ptr, e_ptr, rstd_ptr, mean_ptr,  # (M, N) FP8, (M, N / GROUP), (M,), (M,)
-    work_ptr, scale_ptr, programs,  # of publish_scale
-    M, N, eps,
-    HAS_DELTA: tl.constexpr, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    q_ptr, e_ptr, rstd_ptr, mean_ptr, scale_ptr,  # (M, N) FP8, (M, N / GROUP), (M,), (M,), ()
+    M, N, programs, eps,
+    HAS_DELTA: tl.constexpr, CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr,
     MAX_EXPONENT: tl.constexpr, INVERSE_MAX: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    HEAD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    o_n = tl.arange(0, BLOCK_N)
-    m_n = o_n[None, :] < N
-    weight = load_row(weight_ptr, tl.program_id(1), o_n, 1, N)
-    bits = tl.zeros((1, BLOCK_N), dtype=tl.int32)
     row = tl.program_id(0)
-    rows = tl.cdiv(M - row, programs)
-    next_x = load_row(x_ptr, row, o_n, M, N)
+    o_h = tl.arange(0, HEAD)
+    weight_h = load_channels(weight_ptr, o_h, N)
+    bits_h = tl.zeros((1, HEAD // LANE), dtype=tl.int32)
+    next_h = load_row(x_ptr, row, o_h, M, N)
     if HAS_DELTA:
-        next_delta = load_row(delta_ptr, row, o_n, M, N)
-    for i in range(rows):
+        next_delta_h = load_row(delta_ptr, row, o_h, M, N)
+    if TAIL:
+        o_t = HEAD + tl.arange(0, TAIL)
+        weight_t = load_channels(weight_ptr, o_t, N)
+        bits_t = tl.zeros((1, TAIL // LANE), dtype=tl.int32)
+        next_t = load_row(x_ptr, row, o_t, M, N)
+        if HAS_DELTA:
+            next_delta_t = load_row(delta_ptr, row, o_t, M, N)
+    for i in range(tl.cdiv(M - row, programs)):
         # The next row is on its way while this one is worked on.
         row = tl.program_id(0) + i * programs
-        x = next_x.to(tl.float32)
-        next_x = load_row(x_ptr, row + programs, o_n, M, N)
+        after = row + programs
         o_m = row.to(tl.int64) + tl.arange(0, 1)
+        x_h = next_h.to(tl.float32)
+        next_h = load_row(x_ptr, after, o_h, M, N)
         if HAS_DELTA:
-            added = (x + next_delta.to(tl.float32)).to(sum_ptr.dtype.element_ty)
-            next_delta = load_row(delta_ptr, row + programs, o_n, M, N)
-            tl.store(sum_ptr + o_m[:, None] * N + o_n[None, :], added, mask=m_n)
-            x = added.to(tl.float32)
-        store_grouped(x, q_ptr, e_ptr, o_m, 0, M, N, N, MAX_EXPONENT, GROUP, 1, BLOCK_N)
-        middle = x
+            x_h = _added(x_h, next_delta_h, sum_ptr, row, o_h, N)
+            next_delta_h = load_row(delta_ptr, after, o_h, M, N)
+        store_grouped(x_h, q_ptr, e_ptr, o_m, 0, M, N, N, MAX_EXPONENT, GROUP, 1, HEAD)
+        if TAIL:
+            x_t = next_t.to(tl.float32)
+            next_t = load_row(x_ptr, after, o_t, M, N)
+            if HAS_DELTA:
+                x_t = _added(x_t, next_delta_t, sum_ptr, row, o_t, N)
+                next_delta_t = load_row(delta_ptr, after, o_t, M, N)
+            store_grouped(x_t, q_ptr, e_ptr, o_m, HEAD, M, N, N, MAX_EXPONENT, GROUP, 1, TAIL)
         if CENTERED:
-            mean = tl.sum(x, axis=1) / N
-            tl.store(mean_ptr + o_m, mean)
-            middle = tl.where(m_n, x - mean[:, None], 0.0)
-        rstd = tl.math.rsqrt(tl.sum(middle * middle, axis=1) / N + eps)
-        tl.store(rstd_ptr + o_m, rstd)
-        y = middle * rstd[:, None] * weight.to(tl.float32)
-        if HAS_BIAS:
-            y += load_vector(bias_ptr, o_n, N)
-        bits = tl.maximum(bits, magnitude_bits(y))
-    amax_bits = tl.max(tl.max(bits, axis=1), axis=0)
-    publish_scale(amax_bits, work_ptr, scale_ptr, programs, INVERSE_MAX)
+            total = row_sum(x_h)
+            if TAIL:
+                total += row_sum(x_t)
+            mean = total / N
+            tl.store(mean_ptr + row, mean)
+            x_h -= mean
+            if TAIL:
+                x_t -= mean
+                if MASKED:
+                    x_t = tl.where(o_t[None, :] < N, x_t, 0.0)
+            elif MASKED:
+                x_h = tl.where(o_h[None, :] < N, x_h, 0.0)
+        squares = row_sum(x_h * x_h)
+        if TAIL:
+            squares += row_sum(x_t * x_t)
+        rstd = tl.math.rsqrt(squares / N + eps)
+        tl.store(rstd_ptr + row, rstd)
+        bits = _largest(x_h, rstd, weight_h, bias_ptr, o_h, N, HAS_BIAS, HEAD)
+        bits_h = tl.maximum(bits_h, bits)
+        if TAIL:
+            bits = _largest(x_t, rstd, weight_t, bias_ptr, o_t, N, HAS_BIAS, TAIL)
+            bits_t = tl.maximum(bits_t, bits)
+    largest = tl.max(tl.max(bits_h, axis=1), axis=0)
+    if TAIL:
+        largest = tl.maximum(largest, tl.max(tl.max(bits_t, axis=1), axis=0))
+    publish_scale(largest, scale_ptr, INVERSE_MAX)
 
 
 @triton.jit(do_not_specialize=TOKENS)
@@ -146,31 +165,14 @@ def _norm_apply_kernel(
     rstd = tl.load(rstd_ptr + o_m, mask=o_m < M, other=0.0)
     if CENTERED:
         x -= tl.load(mean_ptr + o_m, mask=o_m < M, other=0.0)[:, None]
-    y = x * rstd[:, None] * load_vector(weight_ptr, o_n, N)
+    y = x * rstd[:, None] * load_channels(weight_ptr, o_n, N).to(tl.float32)
     if HAS_BIAS:
-        y += load_vector(bias_ptr, o_n, N)
+        y += load_channels(bias_ptr, o_n, N).to(tl.float32)
         y = tl.where(o_m[:, None] < M, y, 0.0)
     store_codes(
         y * inverse_scale(scale_ptr), q_ptr, qt_ptr, o_m, i_m, o_n, o_n < N, M, M_PADDED, N,
         M_PADDED, ROWS, TRANSPOSED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-
-
-def row_programs(M: int, N: int, registers: int) -> tuple[int, dict[str, int]]:
-    """How many programs walk over the rows, and their launch options.
-
-    Args:
-        M: rows.
-        N: columns.
-        registers: most of a thread; without a bound the compiler takes so many that one or two
-            programs fill a multiprocessor.
-    """
-    block_n = max(128, 1 << (N - 1).bit_length())
-    warps = max(1, min(16, block_n // ROW_ELEMENTS_PER_WARP))
-    warps = chosen(Tile(1, block_n, warps)).warps
-    each = max(1, REGISTER_FILE // (32 * registers) // warps)
-    options = {"BLOCK_N": block_n, "num_warps": warps, "maxnreg": registers}
-    return min(M, MULTIPROCESSORS * each), options
 
 
 def _empty_stats(
@@ -192,14 +194,15 @@ def _norm_stats_triton(
     form = format_of(fmt)
     M, N = x.shape
     total, q, exponents, rstd, mean = _empty_stats(x, delta, centered, group_size, fmt)[:5]
-    programs, options = row_programs(M, N, REGISTERS[bias is not None or delta is not None])
-    scale, shared = new_scale(fmt, programs, x.device)
+    programs, options = walked("stats" if delta is None else "sum", M, N)
+    scale = new_scale(x.device)
     launch(
         _norm_stats_kernel, (programs,),
         x_ptr=x, delta_ptr=delta, weight_ptr=weight, bias_ptr=bias, sum_ptr=total, q_ptr=q,
-        e_ptr=exponents, rstd_ptr=rstd, mean_ptr=mean, M=M, N=N, eps=eps,
-        HAS_DELTA=delta is not None, CENTERED=centered, HAS_BIAS=bias is not None,
-        MAX_EXPONENT=form.max_exponent, GROUP=group_size, **shared, **options,
+        e_ptr=exponents, rstd_ptr=rstd, mean_ptr=mean, scale_ptr=scale, M=M, N=N,
+        programs=programs, eps=eps, HAS_DELTA=delta is not None, CENTERED=centered,
+        HAS_BIAS=bias is not None, MASKED=options["HEAD"] + options["TAIL"] > N,
+        MAX_EXPONENT=form.max_exponent, INVERSE_MAX=1.0 / form.max, GROUP=group_size, **options,
     )  # fmt: skip
     return total, q, exponents, rstd, mean, scale
 

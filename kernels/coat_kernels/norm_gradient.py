@@ -18,71 +18,124 @@ from torch import Tensor
 from coat_kernels import reference
 from coat_kernels.formats import check_like, check_matrix, check_vector
 from coat_kernels.launch import COUNTS, TOKENS, launch
-from coat_kernels.norm import NormSaved, load_row, row_programs
+from coat_kernels.norm import NormSaved
 from coat_kernels.registry import register
 from coat_kernels.tile import spread_exponents
+from coat_kernels.walk import load_channels, load_row, row_sum, store_row, walked
 
-REGISTERS = 128
-"""Of a thread: 16 warps then share a multiprocessor."""
+
+@triton.jit
+def _load_piece(
+    dy_ptr, x_ptr, e_ptr, row, i_n, M, N, GROUP: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """A piece of a row: the output's gradient, x's codes and their exponents, as stored."""
+    o_n = i_n + tl.arange(0, WIDTH)
+    o_g = i_n // GROUP + tl.arange(0, WIDTH // GROUP)
+    e = load_row(e_ptr, row, o_g, M, N // GROUP)
+    return load_row(dy_ptr, row, o_n, M, N), load_row(x_ptr, row, o_n, M, N), e
+
+
+@triton.jit
+def _normalized(q, e, rstd, mean, GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """xhat; beyond the last channel it need not be zero, but dy is."""
+    return (spread_exponents(q.to(tl.float32), e, GROUP, 1, WIDTH) - mean) * rstd
+
+
+@triton.jit
+def _averages(g, xhat, N, CENTERED: tl.constexpr):
+    """avg(g xhat) and, both at once, avg(g): each sum costs the program a meeting of its warps."""
+    if CENTERED:
+        projection, total = tl.split(tl.sum(tl.join(g * xhat, g), axis=1))
+        return tl.sum(projection, axis=0) / N, tl.sum(total, axis=0) / N
+    else:
+        return row_sum(g * xhat) / N, 0.0
+
+
+@triton.jit
+def _store_gradient(
+    g, xhat, projection, total, rstd, residual_ptr, dx_ptr, row, o_n, M, N,
+    HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    dx = (g - xhat * projection - total) * rstd
+    if HAS_RESIDUAL:
+        dx += load_row(residual_ptr, row, o_n, M, N).to(tl.float32)
+    store_row(dx, dx_ptr, row, o_n, N)
 
 
 @triton.jit(do_not_specialize=(*TOKENS, *COUNTS))
-def _norm_bwd_kernel(
+def _norm_bwd_kernel(  # noqa: C901 - the branches are those of the compiler
     dy_ptr, x_ptr, e_ptr, weight_ptr, rstd_ptr, mean_ptr, residual_ptr,  # the last (M, N) or null
     dx_ptr, dweight_ptr, dbias_ptr,  # (M, N), (programs, N) FP32 partial sums
     M, N, programs,
-    HAS_RESIDUAL: tl.constexpr, CENTERED: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, CENTERED: tl.constexpr, GROUP: tl.constexpr,
+    HEAD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    o_n = tl.arange(0, BLOCK_N)
-    m_n = o_n[None, :] < N
-    GROUPS: tl.constexpr = BLOCK_N // GROUP
-    o_g = tl.arange(0, GROUPS)
-    o_1 = tl.arange(0, 1)
-    weight = load_row(weight_ptr, tl.program_id(1), o_n, 1, N)
-    dweight = tl.zeros((1, BLOCK_N), dtype=tl.float32)
-    dbias = tl.zeros((1, BLOCK_N), dtype=tl.float32)
     row = tl.program_id(0)
-    rows = tl.cdiv(M - row, programs)
-    # All of the next row is on its way while one is worked on.
-    next_dy = load_row(dy_ptr, row, o_n, M, N)
-    next_x = load_row(x_ptr, row, o_n, M, N)
-    next_e = load_row(e_ptr, row, o_g, M, N // GROUP)
-    next_rstd = load_row(rstd_ptr, row, o_1, M, 1)
+    o_h = tl.arange(0, HEAD)
+    weight_h = load_channels(weight_ptr, o_h, N)
+    dweight_h = tl.zeros((1, HEAD), dtype=tl.float32)
+    dbias_h = tl.zeros((1, HEAD), dtype=tl.float32)
+    next_dy_h, next_q_h, next_e_h = _load_piece(dy_ptr, x_ptr, e_ptr, row, 0, M, N, GROUP, HEAD)
+    if TAIL:
+        o_t = HEAD + tl.arange(0, TAIL)
+        weight_t = load_channels(weight_ptr, o_t, N)
+        dweight_t = tl.zeros((1, TAIL), dtype=tl.float32)
+        dbias_t = tl.zeros((1, TAIL), dtype=tl.float32)
+        next_dy_t, next_q_t, next_e_t = _load_piece(
+            dy_ptr, x_ptr, e_ptr, row, HEAD, M, N, GROUP, TAIL
+        )
+    next_rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)
+    next_mean = 0.0
     if CENTERED:
-        next_mean = load_row(mean_ptr, row, o_1, M, 1)
-    if HAS_RESIDUAL:
-        next_residual = load_row(residual_ptr, row, o_n, M, N)
-    for i in range(rows):
-        row = tl.program_id(0) + (i + 1) * programs
-        o_m = (row - programs).to(tl.int64)
-        dy = next_dy.to(tl.float32)
-        next_dy = load_row(dy_ptr, row, o_n, M, N)
-        x = spread_exponents(next_x.to(tl.float32), next_e, GROUP, 1, BLOCK_N)
-        next_x = load_row(x_ptr, row, o_n, M, N)
-        next_e = load_row(e_ptr, row, o_g, M, N // GROUP)
+        next_mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
+    for i in range(tl.cdiv(M - row, programs)):
+        # The next row is on its way while this one is worked on.
+        row = tl.program_id(0) + i * programs
+        after = row + programs
         rstd = next_rstd
-        next_rstd = load_row(rstd_ptr, row, o_1, M, 1)
+        mean = next_mean
+        next_rstd = tl.load(rstd_ptr + after, mask=after < M, other=0.0)
         if CENTERED:
-            x -= next_mean
-            next_mean = load_row(mean_ptr, row, o_1, M, 1)
-        xhat = x * rstd  # beyond the last channel it need not be zero, but dy and g are
-        g = dy * weight.to(tl.float32)
-        if CENTERED:  # both sums at once: each costs the program a meeting of its warps
-            projection, total = tl.split(tl.sum(tl.join(g * xhat, g), axis=1))
-            dx = g - xhat * (projection / N)[:, None] - (total / N)[:, None]
-            dbias += dy
-        else:
-            dx = g - xhat * (tl.sum(g * xhat, axis=1) / N)[:, None]
-        dx *= rstd
-        if HAS_RESIDUAL:
-            dx += next_residual.to(tl.float32)
-            next_residual = load_row(residual_ptr, row, o_n, M, N)
-        tl.store(dx_ptr + o_m * N + o_n[None, :], dx.to(dx_ptr.dtype.element_ty), mask=m_n)
-        dweight += dy * xhat
-    o = tl.program_id(0) * N + o_n[None, :]
-    tl.store(dweight_ptr + o, dweight, mask=m_n)
+            next_mean = tl.load(mean_ptr + after, mask=after < M, other=0.0)
+        dy_h = next_dy_h.to(tl.float32)
+        xhat_h = _normalized(next_q_h, next_e_h, rstd, mean, GROUP, HEAD)
+        next_dy_h, next_q_h, next_e_h = _load_piece(
+            dy_ptr, x_ptr, e_ptr, after, 0, M, N, GROUP, HEAD
+        )
+        g_h = dy_h * weight_h.to(tl.float32)
+        projection, total = _averages(g_h, xhat_h, N, CENTERED)
+        dweight_h += dy_h * xhat_h
+        if CENTERED:
+            dbias_h += dy_h
+        if TAIL:
+            dy_t = next_dy_t.to(tl.float32)
+            xhat_t = _normalized(next_q_t, next_e_t, rstd, mean, GROUP, TAIL)
+            next_dy_t, next_q_t, next_e_t = _load_piece(
+                dy_ptr, x_ptr, e_ptr, after, HEAD, M, N, GROUP, TAIL
+            )
+            g_t = dy_t * weight_t.to(tl.float32)
+            projection_t, total_t = _averages(g_t, xhat_t, N, CENTERED)
+            projection += projection_t
+            total += total_t
+            dweight_t += dy_t * xhat_t
+            if CENTERED:
+                dbias_t += dy_t
+            _store_gradient(
+                g_t, xhat_t, projection, total, rstd, residual_ptr, dx_ptr, row, o_t, M, N,
+                HAS_RESIDUAL,
+            )  # fmt: skip
+        _store_gradient(
+            g_h, xhat_h, projection, total, rstd, residual_ptr, dx_ptr, row, o_h, M, N,
+            HAS_RESIDUAL,
+        )  # fmt: skip
+    row = tl.program_id(0)
+    store_row(dweight_h, dweight_ptr, row, o_h, N)
     if CENTERED:
-        tl.store(dbias_ptr + o, dbias, mask=m_n)
+        store_row(dbias_h, dbias_ptr, row, o_h, N)
+    if TAIL:
+        store_row(dweight_t, dweight_ptr, row, o_t, N)
+        if CENTERED:
+            store_row(dbias_t, dbias_ptr, row, o_t, N)
 
 
 def _norm_bwd_triton(
@@ -91,7 +144,7 @@ def _norm_bwd_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     M, N = x.shape
     centered = mean.numel() > 0
-    programs, options = row_programs(max(1, M), N, REGISTERS)  # none: writes zero sums
+    programs, options = walked("bwd", max(1, M), N)  # none: writes zero sums
     dx = torch.empty_like(dy)
     sums = torch.empty((1 + centered, programs, N), dtype=torch.float32, device=dy.device)
     launch(
@@ -101,7 +154,8 @@ def _norm_bwd_triton(
         programs=programs, HAS_RESIDUAL=residual is not None, CENTERED=centered,
         GROUP=N // exponents.shape[1], **options,
     )  # fmt: skip
-    return dx, sums[0].sum(0), sums[1].sum(0) if centered else sums.new_empty(0)
+    summed = sums.sum(1)
+    return dx, summed[0], summed[1] if centered else summed.new_empty(0)
 
 
 def _norm_bwd_fake(dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

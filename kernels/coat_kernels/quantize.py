@@ -9,7 +9,6 @@ pass can come from the producer: ``norm.py``, ``activation.py``).
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -28,7 +27,6 @@ from coat_kernels.formats import (
     padded,
 )
 from coat_kernels.launch import (
-    COUNTS,
     TILE,
     TOKENS,
     cdiv,
@@ -54,10 +52,9 @@ AMAX_PROGRAMS = 1056
 """Most programs of that pass: eight per multiprocessor of an H200, each with many blocks."""
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit
 def _amax_kernel(
-    x_ptr, work_ptr, scale_ptr,  # numel elements, two int32, ()
-    numel, programs,  # of all parts of the matrix
+    x_ptr, scale_ptr, numel,  # numel elements, ()
     INVERSE_MAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     step = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -67,7 +64,7 @@ def _amax_kernel(
         o = start + i * step + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + o, mask=o < numel, other=0.0).to(tl.float32)
         bits = tl.maximum(bits, magnitude_bits(x))
-    publish_scale(tl.max(bits, axis=0), work_ptr, scale_ptr, programs, INVERSE_MAX)
+    publish_scale(tl.max(bits, axis=0), scale_ptr, INVERSE_MAX)
 
 
 @triton.jit(do_not_specialize=TOKENS)
@@ -103,28 +100,24 @@ def empty_layouts(
     return q, qt
 
 
-def new_scale(fmt: str, programs: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-    """A scale [], FP32, that ``programs`` programs will write together, and how they are told to.
+def new_scale(device: torch.device) -> Tensor:
+    """A scale [], FP32, that of zeros, for the programs of a launch to raise together.
 
-    See :func:`coat_kernels.tile.publish_scale`. Nothing to look at: the scale of zeros.
+    See :func:`coat_kernels.tile.publish_scale`.
     """
-    scale = torch.empty((), dtype=torch.float32, device=device)
-    if not programs:
-        scale.fill_(MIN_SCALE)
-    return scale, {
-        "work_ptr": torch.zeros(2, dtype=torch.int32, device=device),
-        "scale_ptr": scale,
-        "programs": programs,
-        "INVERSE_MAX": 1.0 / format_of(fmt).max,
-    }
+    return torch.full((), MIN_SCALE, dtype=torch.float32, device=device)
 
 
 def tensor_scale_triton(parts: Sequence[Tensor], fmt: str) -> Tensor:
     """The scale of matrices that are quantized together."""
     grids = [min(AMAX_PROGRAMS, cdiv(part.numel(), AMAX_ELEMENTS)) for part in parts]
-    scale, shared = new_scale(fmt, sum(grids), parts[0].device)
+    scale = new_scale(parts[0].device)
     for part, grid in zip(parts, grids, strict=True):
-        launch(_amax_kernel, (grid,), x_ptr=part, numel=part.numel(), BLOCK=AMAX_ELEMENTS, **shared)
+        launch(
+            _amax_kernel, (grid,),
+            x_ptr=part, scale_ptr=scale, numel=part.numel(),
+            INVERSE_MAX=1.0 / format_of(fmt).max, BLOCK=AMAX_ELEMENTS,
+        )  # fmt: skip
     return scale
 
 

@@ -19,10 +19,11 @@ from coat_kernels.formats import (
     E5M2,
     Format,
     GradientCodes,
+    format_of,
     padded,
 )
 from coat_kernels.gradient import as_codes, empty_gradient
-from coat_kernels.launch import COUNTS, TOKENS, cdiv, launch, one_or_two_passes
+from coat_kernels.launch import TOKENS, cdiv, launch, one_or_two_passes
 from coat_kernels.quantize import new_scale
 from coat_kernels.registry import register
 from coat_kernels.rope import check_heads_gradient, load_half, of_head
@@ -63,10 +64,10 @@ def _rotated_back(
     return x1, x2
 
 
-@triton.jit(do_not_specialize=(*TOKENS, *COUNTS))
+@triton.jit(do_not_specialize=TOKENS)
 def _rope_gradient_stats_kernel(
     dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr,  # (M, H D), (M, KV D), (M, KV D), (R, D), (R, D)
-    work_ptr, scale_ptr, programs,  # of publish_scale
+    scale_ptr,  # ()
     M, R, H, KV, D,
     INVERSE_MAX: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +85,7 @@ def _rope_gradient_stats_kernel(
         )
         bits = tl.maximum(bits, tl.maximum(magnitude_bits(x1), magnitude_bits(x2)))
     amax_bits = tl.max(tl.max(bits, axis=1), axis=0)
-    publish_scale(amax_bits, work_ptr, scale_ptr, programs, INVERSE_MAX)
+    publish_scale(amax_bits, scale_ptr, INVERSE_MAX)
 
 
 @triton.jit(do_not_specialize=TOKENS)
@@ -144,8 +145,11 @@ def _rope_gradient_triton(
     shapes = {"M": M, "R": R, "H": H, "KV": KV, "D": D}
     blocks = {"HALF": half, "BLOCK_M": BLOCK_ROWS, "BLOCK_H": BLOCK_HEADS}
     inputs = {"dq_ptr": dq, "dk_ptr": dk, "dv_ptr": dv, "cos_ptr": cos, "sin_ptr": sin}
-    scale, shared = new_scale(fmt, tiles * heads, dq.device)
-    launch(_rope_gradient_stats_kernel, (tiles, heads), **inputs, **shapes, **blocks, **shared)
+    scale = new_scale(dq.device)
+    launch(
+        _rope_gradient_stats_kernel, (tiles, heads), scale_ptr=scale,
+        INVERSE_MAX=1.0 / format_of(fmt).max, **inputs, **shapes, **blocks,
+    )  # fmt: skip
     if not (rows or transposed or bias):
         return q, qt, scale, sums
     tiles = cdiv(padded(M) if transposed else M, BLOCK_ROWS)

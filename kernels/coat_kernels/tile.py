@@ -9,9 +9,7 @@ would drop it).
 import triton
 import triton.language as tl
 
-from coat_kernels.formats import MIN_SCALE
-
-LEAST_SCALE = tl.constexpr(MIN_SCALE)
+from coat_kernels.special import exp2_fast, reciprocal_fast
 
 MAX_MANTISSA = tl.constexpr(0x600000)
 """Mantissa bits of 1.75, where E4M3 (448 = 1.75 * 2^8) and E5M2 (57344 = 1.75 * 2^15) end."""
@@ -30,17 +28,16 @@ def block_amax_bits(x):
 
 
 @triton.jit
-def publish_scale(bits, work_ptr, scale_ptr, programs, INVERSE_MAX: tl.constexpr):
-    """Raise the launch's amax to ``bits``; the last program to do so writes the scale.
+def publish_scale(bits, scale_ptr, INVERSE_MAX: tl.constexpr):
+    """Raise the scale that all programs of a launch share to that of the magnitude ``bits``.
 
-    ``work_ptr`` holds two int32 zeros: for the amax's bits, and for the number of programs that are
-    done. The second atomic releases the first, so the last program sees the maximum of all.
+    It starts as MIN_SCALE (``quantize.new_scale``). A scale grows with its magnitude, rounding
+    included, and the bits of neither are negative, so that the largest bits are those of the scale
+    of the largest magnitude, or NaN. Nothing waits for the result: one atomic without an answer.
     """
-    tl.atomic_max(work_ptr, bits, sem="relaxed")  # the order does not matter: exact
-    if tl.atomic_add(work_ptr + 1, 1) == programs - 1:
-        amax = tl.atomic_max(work_ptr, 0).to(tl.float32, bitcast=True)
-        scale = amax * INVERSE_MAX
-        tl.store(scale_ptr, tl.where(scale < LEAST_SCALE, LEAST_SCALE, scale))  # NaN is not less
+    scale = bits.to(tl.float32, bitcast=True) * INVERSE_MAX
+    words = scale_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(words, magnitude_bits(scale), sem="relaxed")
 
 
 @triton.jit
@@ -76,13 +73,13 @@ def exponent_inverse(exponent):
 
 
 @triton.jit
-def sigmoid(x):
-    """1 / (1 + exp(-x)), FP32: two instructions of the special function unit.
+def sigmoid_base2(x):
+    """1 / (1 + 2^x), FP32: two instructions of the special function unit.
 
-    Good to 2^-22 near 0; where it is small the rounding of the exponent shows: 2^-20 at -20.
+    Good to 2^-21 near 0; where it is small the rounding of the exponent shows: 2^-20 at -20. Below
+    2^-126 it is 0.
     """
-    root = tl.math.rsqrt(1.0 + tl.math.exp2(-1.4426950408889634 * x))
-    return root * root
+    return reciprocal_fast(1.0 + exp2_fast(x))
 
 
 @triton.jit

@@ -13,12 +13,12 @@ from coat_kernels import (
     GroupScaled,
     NormSaved,
     dequantize_group,
-    norm,
     norm_bwd,
     norm_fwd,
     norm_recompute,
     quantize_group,
     reference,
+    walk,
 )
 from coat_kernels.testing import TOLERANCE, assert_same_bits, relative_rms
 
@@ -156,7 +156,7 @@ def test_a_bad_element_never_gives_plausible_numbers(bad: float, run: Run):
 
 def test_weight_gradients_of_many_row_blocks(run: Run, monkeypatch: pytest.MonkeyPatch):
     """Each program then sums over several tiles of rows, the last one partly outside."""
-    monkeypatch.setattr(norm, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(walk, "MULTIPROCESSORS", 1)
     x, weight, _ = inputs(has_bias=False, rows=300, columns=48)
     stats = (x, None, weight, None, EPS, False, 16, "e4m3")
     _, q, exponents, rstd, mean, _ = reference.norm_stats(*stats)
