@@ -21,7 +21,7 @@ _REPLACED = ("apply_rotary_pos_emb", "Qwen2RMSNorm", "Qwen2MLP")
 
 
 def _eager(model: CoatVlm) -> None:
-    """transformers' decoder and its loss, from logits of all tokens in FP32."""
+    """The decoder and loss of transformers: logits of all tokens, in FP32."""
 
     def forward(
         self: CoatVlm, input_ids: Any, labels: Tensor, pixel_values: Tensor
@@ -54,7 +54,7 @@ def _liger_compile(model: CoatVlm) -> None:
 
 
 def _liger_torchao(model: CoatVlm) -> None:
-    """torchao's tensorwise FP8 in the linear layers of the decoder, compiled."""
+    """The tensorwise FP8 of torchao in the linear layers of the decoder, compiled."""
     from torchao.float8 import (  # pyright: ignore[reportMissingImports]
         Float8LinearConfig,
         convert_to_float8_training,

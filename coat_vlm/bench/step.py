@@ -153,16 +153,16 @@ def bench_step(
         ValueError: the settings do not fit each other or this machine.
     """
     contenders = _contenders(bench, world)
-    with attention_backend(bench.attention):
-        run = _Run(bench, world)
-        rows = []
-        bar = tqdm(contenders, desc="step", unit="contender", disable=not world.is_main)
-        for contender in bar:
-            bar.set_postfix_str(f"{contender.implementation}, {contender.optimizer}")
+    run = _Run(bench, world)
+    rows = []
+    bar = tqdm(contenders, desc="step", unit="contender", disable=not world.is_main)
+    for contender in bar:
+        bar.set_postfix_str(f"{contender.implementation}, {contender.optimizer}")
+        with attention_backend(run.attention(contender)):
             found = run.rows(contender)
-            rows += found
-            if world.is_main:
-                on_rows(found)
+        rows += found
+        if world.is_main:
+            on_rows(found)
     return rows
 
 
@@ -172,6 +172,11 @@ def _contenders(bench: StepBench, world: World) -> list[_Contender]:
         raise ValueError(
             f"--optimizer none is a step of one process without communication, and there are "
             f"{world.size}; start one, or name an optimizer"
+        )
+    if bench.attention == "cudnn" and set(bench.optimizers) != {"none"}:
+        raise ValueError(
+            "--attention cudnn: training does without that kernel; leave --attention out with an "
+            "optimizer"
         )
     if bench.accumulation < 1 or bench.steps < 1 or bench.warmup < 1:
         raise ValueError("--accumulation, --steps and --warmup are 1 or more")
@@ -206,6 +211,10 @@ class _Run:
     """Batch -> BF16's losses in its first steps through DeepSpeed."""
     plans: dict[tuple[Precision, bool], StepPlan] = field(default_factory=dict)
     """By precision, and whether FP8 weights are kept."""
+
+    def attention(self, contender: _Contender) -> Attention:
+        """SDPA's backend: training through the engine has the flash kernel."""
+        return self.bench.attention if contender.optimizer == "none" else "flash"
 
     def rows(self, contender: _Contender) -> list[StepRow]:
         """Measure one contender at every batch size, and free it."""
@@ -243,7 +252,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _model(self, contender: _Contender) -> Iterator[CoatVlm]:
-        """The contender's model, checked settings applied, in training mode."""
+        """The contender's model, in training mode."""
         precision = contender.precision or "bf16"
         device = self.world.device
         arithmetic = arithmetic_of(precision, fp8_config(precision, "coat"), device)
@@ -287,9 +296,7 @@ class _Run:
         if contender.optimizer == "none":
             reuse = arithmetic.weight_reuse(model, world.device)
             return PlainLoop(model, reuse, bench.accumulation)
-        stage = stage_config(
-            bench.batches[0], bench.accumulation, world.size, bench.checkpointing
-        )
+        stage = stage_config(bench.batches[0], bench.accumulation, world.size, bench.checkpointing)
         return engine_loop(
             model,
             stage,
@@ -328,9 +335,7 @@ class _Run:
         if self.bench.check_plan and contender.precision is not None and world.is_main:
             self._note_plan(row, contender, loop)
 
-    def _note_plan(
-        self, row: StepRow, contender: _Contender, loop: PlainLoop | EngineLoop
-    ) -> None:
+    def _note_plan(self, row: StepRow, contender: _Contender, loop: PlainLoop | EngineLoop) -> None:
         bench, precision = self.bench, contender.precision
         assert precision is not None
         kept = bench.accumulation > 1 and bool(loop.reuse.fits)
@@ -353,8 +358,6 @@ class _Run:
     def _row(self, contender: _Contender, batch: int) -> StepRow:
         bench, world = self.bench, self.world
         shape = SIZES[bench.size]
-        with_engine = contender.optimizer != "none"
-        attention = "flash" if with_engine and bench.attention == "default" else bench.attention
         return StepRow(
             *whereabouts(),
             gpus=world.size,
@@ -365,7 +368,7 @@ class _Run:
             optimizer=contender.optimizer,
             batch=batch,
             tokens=shape.tokens * batch * bench.accumulation * world.size,
-            note=f"attention {attention}, accumulation {bench.accumulation}",
+            note=f"attention {self.attention(contender)}, accumulation {bench.accumulation}",
         )
 
     def _free(self) -> None:

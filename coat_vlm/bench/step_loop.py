@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.zero import parameter_offload
 from torch import Tensor
 
 from coat_vlm.bench.vlm_shapes import Inputs
@@ -103,6 +104,8 @@ class EngineLoop:
     def close(self) -> None:
         """Take DeepSpeed's hooks off the model."""
         self.engine.destroy()
+        # Stage 3 keeps the model in a list of its module (deepspeed 0.19.8), and so all its memory.
+        parameter_offload.FWD_MODULE_STACK.clear()
 
     def _set_lr(self) -> None:
         optimizer: Any = self.engine.optimizer

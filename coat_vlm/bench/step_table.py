@@ -11,7 +11,11 @@ def format_rows(rows: Sequence[StepRow]) -> str:
     head = ["implementation", "optimizer", "ZeRO", "batch", "tokens", "ms", "tokens/s", "peak GB"]
     lines = []
     for row in rows:
-        cells = [row.implementation, row.optimizer, "-" if row.optimizer == "none" else str(row.zero)]
+        cells = [
+            row.implementation,
+            row.optimizer,
+            "-" if row.optimizer == "none" else str(row.zero),
+        ]
         cells += [str(row.batch), f"{row.tokens:,}", number(row.ms, 1)]
         cells += ["-" if row.tok_s is None else f"{row.tok_s:,.0f}", number(row.peak_gb, 2)]
         lines.append([*cells, row.problem or row.note])

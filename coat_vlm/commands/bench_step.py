@@ -72,7 +72,11 @@ by batch sizes); compiled peers take another minute.
         help="samples of a micro-batch on one GPU, ascending; default 1",
     )  # fmt: skip
     parser.add_argument(
-        "--accumulation", type=int, default=1, metavar="N", help="micro-batches of a step; default 1"
+        "--accumulation",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-batches of a step; default 1",
     )
     parser.add_argument(
         "--checkpointing", action="store_true", help="recompute activations in the backward pass"
