@@ -152,7 +152,7 @@ def bench_layer(bench: LayerBench) -> list[LayerRow]:
     original = build_layer(bench.shape, torch.device("cpu"), dtype)
     rows: list[LayerRow] = []
     exact: Result | None = None
-    with _attention(bench.attention):
+    with attention_backend(bench.attention):
         for name in names:
             torch.compiler.reset()
             row = _new_row(bench, name)
@@ -214,8 +214,16 @@ def _check(names: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _attention(name: Attention) -> Iterator[None]:
-    """Let SDPA use one backend only."""
+def attention_backend(name: Attention) -> Iterator[None]:
+    """Let SDPA use one backend only.
+
+    Args:
+        name: one of :data:`ATTENTIONS`; ``default`` changes nothing. What the code inside sets is
+            put back, too.
+
+    Raises:
+        ValueError: it is none of them.
+    """
     if name not in ATTENTIONS:
         raise ValueError(f"attention {name!r} is not known; use one of {', '.join(ATTENTIONS)}")
     backends = torch.backends.cuda

@@ -14,12 +14,18 @@ from coat_vlm.checkout import commit
 
 
 @dataclass(slots=True)
-class Row:
+class Measurement:
     """One measurement; the fields are the columns of its CSV file, these come first."""
 
     date: str
     commit: str
     gpu: str
+
+
+@dataclass(slots=True)
+class Row(Measurement):
+    """One measurement of code that depends on the versions of torch and Triton above all."""
+
     torch: str
     triton: str
 
@@ -27,6 +33,12 @@ class Row:
 def origin() -> tuple[str, str, str, str, str]:
     """The fields of :class:`Row` for a measurement that is made here and now, on the first GPU."""
     return (*_when(), torch.cuda.get_device_name(), torch.__version__, triton.__version__)
+
+
+def whereabouts() -> tuple[str, str, str]:
+    """The fields of :class:`Measurement`: of the first GPU, or of the CPU where there is none."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return (*_when(), gpu)
 
 
 def local_origin() -> tuple[str, str, str, str, str]:
@@ -51,7 +63,7 @@ def require_gpu(what: str) -> None:
         raise ValueError(f"there is no GPU; {what} measured on one")
 
 
-def append_rows(path: Path, rows: Sequence[Row]) -> None:
+def append_rows(path: Path, rows: Sequence[Measurement]) -> None:
     """Add rows of one kind to a CSV file, with a header if it is new.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``coat-vlm bench``: losses of a small decoder; speed of one layer, its kernels and its GEMMs."""
+"""``coat-vlm bench``: losses of a small decoder; speed of a step, one layer, kernels and GEMMs."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coat_vlm.commands.bench_step import add_step
 from coat_vlm.commands.command import PRECISIONS, Commands, command, say
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def add(commands: Commands) -> None:
     _add_kernels(jobs)
     _add_gemm(jobs)
     _add_adamw(jobs)
+    add_step(jobs)
 
 
 def _add_decoder(jobs: Commands) -> None:

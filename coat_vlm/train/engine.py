@@ -79,7 +79,12 @@ def build_optimizer(
 
 
 def build_engine(
-    model: CoatVlm, recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, world: World
+    model: CoatVlm,
+    recipe: Recipe,
+    stage: StageConfig,
+    arithmetic: Arithmetic,
+    world: World,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> deepspeed.DeepSpeedEngine:
     """The DeepSpeed engine of one stage.
 
@@ -90,11 +95,14 @@ def build_engine(
         arithmetic: the recipe's precision on this device.
         stage: batch sizes, optimizer settings.
         world: the processes of the run.
+        optimizer: over :func:`coat_vlm.optim.param_groups` of the model; by default
+            :func:`build_optimizer`'s.
 
     Raises:
         ValueError: the batch sizes do not divide.
     """
-    optimizer = build_optimizer(model, stage, arithmetic, world)
+    if optimizer is None:
+        optimizer = build_optimizer(model, stage, arithmetic, world)
     if recipe.zero_stage == 3:
         # An FP8 block reads its submodules' weights itself, so ZeRO must gather a block as a whole.
         blocks = {type(block) for _, block in fp8_blocks(model)}

@@ -1,0 +1,129 @@
+"""``coat-vlm bench step``."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coat_vlm.commands.command import PRECISIONS, Commands, command, say
+
+if TYPE_CHECKING:
+    from coat_vlm.bench.step import StepRow
+
+SIZES = ("tiny", "1b", "8b")
+PEERS = ("eager", "liger", "liger_compile", "liger_torchao")
+OPTIMIZERS = ("none", "adamw", "coat", "torchao_fp8", "torchao_8bit", "own")
+
+
+def add_step(jobs: Commands) -> None:
+    """Declare ``bench step``."""
+    parser = command(
+        jobs,
+        "step",
+        _step,
+        "measure the training step of a whole model, on one GPU or several",
+        """\
+  coat-vlm bench step                                    # both passes of the tiny model, anywhere
+  coat-vlm bench step --size 8b --peers eager liger liger_torchao --batch 1 2 4 8 --csv step.csv
+  coat-vlm bench step --size 8b --precisions coat_lean --optimizer own --batch 4 --accumulation 4
+  torchrun --nproc_per_node 2 -m coat_vlm.cli bench step --size 1b --precisions bf16 coat_lean \\
+      --optimizer own --zero 1 2 3 --batch 4 --check-plan --csv step.csv
+
+sizes, all with SigLIP-so400m at 448 pixels and samples of 4,096 tokens with 4 images of 256:
+  1b      0.90B parameters, a language model of Qwen2.5-0.5B's shape
+  8b      8.04B parameters, of Qwen2.5-7B's
+  tiny    0.2M parameters, 32 tokens: shows on a CPU that all of this works
+
+precisions are ours (bf16 included: its loss stores no logits); peers are transformers' own BF16
+(eager), Liger's kernels, these compiled, and these with torchao's tensorwise FP8, compiled.
+
+--optimizer none measures both passes in one process and frees the gradients between steps. Any
+other goes through DeepSpeed as training does; own is the one that a recipe of the precision gets:
+coat for coat and coat_lean, adamw for the rest.
+
+Before a contender gets a speed, its loss on a sample must be within 1% of BF16's and the norm of
+its gradients within a factor of 1.5; with an optimizer the loss of the repeated batch must fall.
+Times are medians of whole steps, peaks are what PyTorch allocated. A batch that does not fit is
+told as OOM, and no larger one is tried.
+
+How long it takes on H200s: start-up takes about 20 s, a contender about 5 s (1b) or 10 to 30 s (8b,
+by batch sizes); compiled peers take another minute.
+""",
+    )
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="the model; default tiny")
+    ours = [name for name in PRECISIONS if name != "fp32"]
+    parser.add_argument(
+        "--precisions", nargs="*", choices=ours, default=["bf16", "coat", "coat_lean"],
+        metavar="NAME", help=f"{', '.join(ours)}; default bf16 coat coat_lean",
+    )  # fmt: skip
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=[], metavar="NAME",
+        help=f"{', '.join(PEERS)}; default none of them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--optimizer", nargs="+", choices=OPTIMIZERS, default=["none"], metavar="NAME",
+        help=f"{', '.join(OPTIMIZERS)}; each is measured with each model. Default none",
+    )  # fmt: skip
+    parser.add_argument(
+        "--zero", nargs="+", type=int, choices=(0, 1, 2, 3), default=[1], metavar="STAGE",
+        help="ZeRO stages, one after the other; default 1",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch", nargs="+", type=int, default=[1], metavar="N",
+        help="samples of a micro-batch on one GPU, ascending; default 1",
+    )  # fmt: skip
+    parser.add_argument(
+        "--accumulation",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-batches of a step; default 1",
+    )
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="recompute activations in the backward pass"
+    )
+    parser.add_argument(
+        "--attention", default="default",
+        help="default (SDPA's choice; training takes flash), cudnn or flash, for all",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=int, default=5, help="measured steps; default 5")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them; default 3")
+    parser.add_argument(
+        "--check-plan", action="store_true",
+        help="beside our peaks, what coat-vlm plan expects and how far off that is",
+    )  # fmt: skip
+    parser.add_argument("--csv", type=Path, help="file to add the rows to, as they come")
+
+
+def _step(args: argparse.Namespace) -> int:
+    import coat_vlm.model  # noqa: F401 - before DeepSpeed, so that torchvision imports
+    from coat_vlm.bench.rows import append_rows
+    from coat_vlm.bench.step import StepBench, bench_step
+    from coat_vlm.bench.step_table import format_rows
+    from coat_vlm.train.world import joined_world
+
+    def keep(rows: "list[StepRow]") -> None:
+        if args.csv is not None:
+            append_rows(args.csv, rows)
+        for row in rows:
+            if row.problem:
+                say(f"{row.implementation}, {row.optimizer}, batch {row.batch}: {row.problem}")
+
+    bench = StepBench(
+        size=args.size,
+        precisions=args.precisions,
+        peers=args.peers,
+        optimizers=args.optimizer,
+        zero_stages=args.zero,
+        batches=args.batch,
+        checkpointing=args.checkpointing,
+        accumulation=args.accumulation,
+        steps=args.steps,
+        warmup=args.warmup,
+        attention=args.attention,
+        check_plan=args.check_plan,
+    )
+    with joined_world() as world:
+        rows = bench_step(bench, world, keep)
+        say(f"\n{rows[0].model}, {world.size} x {rows[0].gpu}\n")
+        say(format_rows(rows))
+    return 0
