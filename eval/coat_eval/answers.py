@@ -65,8 +65,8 @@ def merge(out_dir: Path) -> dict[int, dict[str, Any]]:
     for file in files:
         for row in _read(file):
             rows.setdefault(row["index"], row)
-    lines = (json.dumps(rows[index], ensure_ascii=False) + "\n" for index in sorted(rows))
-    write_text(out_dir / PREDICTIONS_FILE, "".join(lines))
+    rows = dict(sorted(rows.items()))
+    write_rows(out_dir / PREDICTIONS_FILE, rows.values())
     for file in files:
         if file.name != PREDICTIONS_FILE:
             file.unlink()
