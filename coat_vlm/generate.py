@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from coat_data.collate import Batch, collate
-from coat_data.encode import IGNORE_INDEX, Encoder
-from coat_data.sample import Part, Sample, Turn
+from coat_data.encode import IGNORE_INDEX, EncodedSample, Encoder
+from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import Fp8Config, Precision
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model.vlm import CoatVlm
@@ -114,11 +114,23 @@ class PromptEncoder:
         Raises:
             DataError: a medium cannot be read, or a prompt is too long.
         """
-        return collate(
-            [self._encoder.prompt(sample) for sample in samples],
-            pad_token_id=self.tokenizer.pad_token_id,
-            padding_side="left",
-        )
+        return self.collate([self.encode(sample) for sample in samples])
+
+    def encode(self, sample: Sample) -> EncodedSample:
+        """The prompt of one sample; DataError as in a call."""
+        return self._encoder.prompt(sample)
+
+    def collate(self, encoded: Sequence[EncodedSample]) -> Batch:
+        """The left-padded batch of encoded prompts."""
+        return collate(encoded, pad_token_id=self.tokenizer.pad_token_id, padding_side="left")
+
+    def frame_times(self, media: Media) -> tuple[float, ...] | None:
+        """Seconds at which a video is shown, from its header; None for a folder of frames."""
+        return self._encoder.media_plan(media)[0].times_s
+
+    def keep_last_clip(self) -> None:
+        """Keep a decoded video until another is asked for: several questions may be about it."""
+        self._encoder.keep_last_clip()
 
 
 @torch.inference_mode()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coat_vlm.commands import eval_tasks
 from coat_vlm.commands.command import Commands, command, complain, say
 
 if TYPE_CHECKING:
@@ -29,23 +30,28 @@ def _add_eval(commands: Commands) -> None:
         """\
   coat-vlm eval --run runs/quickstart        # all evaluation sets of the run's recipe
   coat-vlm eval --model runs/quickstart/sft/model --task yes_no --data my_set --out my_set/out
-""",
+"""
+        + eval_tasks.EXAMPLES,
     )
     parser.add_argument(
         "--run", type=Path, help="run folder; exit status 1 if a required figure is missed"
     )
-    parser.add_argument("--model", type=Path, help="model folder, e.g. RUN/sft/model")
+    parser.add_argument("--model", help="model folder, e.g. RUN/sft/model; see below for --tasks")
     parser.add_argument("--task", help="yes_no, multiple_choice or short_answer")
-    parser.add_argument("--data", type=Path, help="folder with questions.jsonl")
+    parser.add_argument("--data", type=Path, help="folder with questions.jsonl, or with benchmarks")
     parser.add_argument("--out", type=Path, help="gets predictions.jsonl and report.json")
     parser.add_argument("--media-root", type=Path, help="where image paths start; default --data")
     parser.add_argument("--batch-size", type=int, default=32, help="default 32")
-    parser.add_argument("--max-new-tokens", type=int, default=16, help="longest answer; default 16")
+    parser.add_argument(
+        "--max-new-tokens", type=int, help="longest answer; default 16, of benchmarks 128"
+    )
     parser.add_argument("--limit", type=int, help="only the first questions")
+    eval_tasks.add_arguments(parser)
 
 
 def _eval(args: argparse.Namespace) -> int:
-    single = {f"--{name}": getattr(args, name) for name in ("model", "task", "data", "out")}
+    task = "task" if args.tasks is None else "tasks"
+    single = {f"--{name}": getattr(args, name) for name in ("model", task, "data", "out")}
     given = [flag for flag, value in single.items() if value is not None]
     if args.run is not None:
         if given:
@@ -54,7 +60,11 @@ def _eval(args: argparse.Namespace) -> int:
     missing = [flag for flag in single if flag not in given]
     if missing:
         raise ValueError(f"missing {', '.join(missing)} (or give --run RUN_DIR instead)")
-    return _eval_set(args)
+    if args.tasks is None:
+        return _eval_set(args)
+    if args.task is not None:
+        raise ValueError("--task is for a set of your own, --tasks for benchmarks; give one")
+    return eval_tasks.evaluate_tasks(args)
 
 
 def _eval_run(args: argparse.Namespace) -> int:
@@ -64,7 +74,7 @@ def _eval_run(args: argparse.Namespace) -> int:
     unmet = evaluate_run(
         args.run,
         batch_size=args.batch_size,
-        max_new_tokens=args.max_new_tokens,
+        max_new_tokens=args.max_new_tokens or 16,
         limit=args.limit,
     )
     eval_json = json.loads((args.run / "eval.json").read_text(encoding="utf-8"))
@@ -79,17 +89,18 @@ def _eval_set(args: argparse.Namespace) -> int:
     from coat_vlm.generate import load
 
     task = get_task(args.task)
-    model, processor = load(args.model)
+    model_dir = Path(args.model)
+    model, processor = load(model_dir)
     report = evaluate(
         model,
         processor,
         task,
         args.data,
         args.out,
-        model_dir=args.model,
+        model_dir=model_dir,
         media_root=args.media_root,
         batch_size=args.batch_size,
-        max_new_tokens=args.max_new_tokens,
+        max_new_tokens=args.max_new_tokens or 16,
         limit=args.limit,
     )
     say(json.dumps(report["metrics"], indent=2))

@@ -174,6 +174,14 @@ class Encoder:
         plan = self._media.plan(media)
         return plan, len(self._media_ids(plan))
 
+    def keep_last_clip(self) -> None:
+        """Keep a decoded video until another is asked for.
+
+        For questions about one video that come one after the other; training would only hold
+        memory.
+        """
+        self._media.keeps_last_clip = True
+
     def _encode(
         self,
         sample: Sample,

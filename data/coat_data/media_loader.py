@@ -44,6 +44,7 @@ class MediaLoader:
         transform: cuts, scales and normalizes images.
         video: how videos are read.
         counts: what happened while reading videos (:class:`coat_data.video.VideoReader`).
+        keeps_last_clip: whether a decoded video is kept until another is asked for.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class MediaLoader:
         self.transform = transform
         self.video = video
         self.counts: Counter[str] = Counter()
+        self.keeps_last_clip = False
+        self._last_clip: tuple[Media, Clip] | None = None
         self._max_pixels = max_pixels
         self._reader: VideoReader | None = None
 
@@ -88,12 +91,20 @@ class MediaLoader:
         """
         if media.kind == "image":
             return MediaPlan((self._image_plan(media),)), media
+        clip = self._clip(media)
+        times = None if clip.times_s is None else tuple(clip.times_s)
+        return MediaPlan((ONE_TILE,) * len(clip.frames), times), clip
+
+    def _clip(self, media: Media) -> "Clip":
+        if self._last_clip is not None and self._last_clip[0] == media:
+            return self._last_clip[1]
         reader = self._video_reader()
         clip = reader.read(media)
         self.counts.update(reader.counts)
         reader.counts.clear()
-        times = None if clip.times_s is None else tuple(clip.times_s)
-        return MediaPlan((ONE_TILE,) * len(clip.frames), times), clip
+        if self.keeps_last_clip:
+            self._last_clip = (media, clip)
+        return clip
 
     def write(
         self,

@@ -3,17 +3,20 @@
 A benchmark is one class in one file of ``coat_eval/tasks``. It says how its references and
 predictions are recognised and read, and has three layers that are tested apart: ``extract``
 (text -> canonical answer), ``score`` (one answer against its reference) and ``aggregate`` (scored
-items -> percentages). Joining, bad input, the report and the command line are done once, in
+items -> percentages). ``layouts`` and ``prompts`` say what a model is asked, and are only needed to
+generate answers. Joining, bad input, the report and the command line are done once, in
 :mod:`coat_eval.join` and :mod:`coat_eval.official`. docs/evaluation.md shows a complete example.
 """
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from coat_data.sample import DataError
+from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.prompt import Asking, Prompt
 from coat_eval.table import Table
 
 
@@ -101,6 +104,12 @@ class Benchmark(ABC):
     draws: ClassVar[bool] = False
     """Whether answers that cannot be read are drawn, so that ``fallback`` and ``seed`` matter."""
 
+    layouts: ClassVar[Layouts] = {}
+    """Where the questions stand on disk, by split; the first split is the usual one. Empty for a
+    benchmark that can only be scored."""
+    variants: ClassVar[Mapping[str, str]] = {}
+    """Other prompts than the official one, and what they are."""
+
     @abstractmethod
     def is_reference(self, table: Table) -> bool:
         """Whether a file's first row looks like this benchmark's references."""
@@ -130,6 +139,21 @@ class Benchmark(ABC):
     @abstractmethod
     def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
         """The metrics by name over the counted questions, in percent."""
+
+    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
+        """What the model is asked, question by question; no image or video is opened.
+
+        Args:
+            folder: the tables that ``layouts`` names.
+            asking: variant of the prompt, and when a model sees a video.
+
+        Raises:
+            DataError: naming file and row of a question that cannot be asked.
+            ValueError: by default: the benchmark can only be scored.
+        """
+        raise ValueError(
+            f"{self.name} has no prompts and no layouts: answers can be scored, not generated"
+        )
 
     def parsed(self, extracted: Any, text: str) -> bool:
         """Whether the text holds an answer: by default, whether something was extracted."""

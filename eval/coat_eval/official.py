@@ -1,6 +1,6 @@
 """Scores saved predictions of an official benchmark; needs no model, no GPU and no images."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ def score_official(
     settings: Settings | None = None,
     allow_missing: bool = False,
     with_items: bool = False,
+    only: Collection[tuple[str, str]] | None = None,
     report_path: Path | None = None,
     submission_path: Path | None = None,
 ) -> dict[str, Any]:
@@ -38,6 +39,7 @@ def score_official(
         settings: profile and options; the official ones by default.
         allow_missing: count what does not fit instead of raising, see :mod:`coat_eval.join`.
         with_items: put every item into the report.
+        only: (category, id) of the questions that count, for part of a benchmark; all when None.
         report_path: where the report goes; not written if None.
         submission_path: where the benchmark's submission file goes. With it, references without
             answers (a test split) are accepted, and the report then has no metrics.
@@ -67,6 +69,9 @@ def score_official(
     _check_references(benchmark, reference_tables, prediction_tables, allow_missing)
     questions = benchmark.questions(reference_tables, prediction_tables)
     rows = benchmark.all_predictions(prediction_tables, questions)
+    if only is not None:
+        questions = [one for one in questions if (one.category, one.question_id) in only]
+        rows = [one for one in rows if (one.category, one.question_id) in only]
     _check_ids(benchmark, questions, rows)
     joined = join(
         questions,

@@ -5,6 +5,7 @@ or without gzip. The content decides, never the name: POPE's ``.json`` files are
 """
 
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,9 @@ def read_table(path: Path) -> Table:
     """
     if path.is_dir():
         raise DataError(str(path), "is a folder, not a file", "name the files in it")
+    with path.open("rb") as file:
+        if file.read(len(_PARQUET)) == _PARQUET:
+            return _parquet(path, path)  # not read whole: it may hold gigabytes of images
     data = path.read_bytes()
     if data.startswith(_GZIP):
         try:
@@ -65,7 +69,7 @@ def read_table(path: Path) -> Table:
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(str(path), f"broken gzip: {error}", "download it again") from error
     if data.startswith(_PARQUET):
-        return _parquet(path, data)
+        return _parquet(path, io.BytesIO(data))
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -77,14 +81,14 @@ def read_table(path: Path) -> Table:
     return _json(path, text)
 
 
-def _parquet(path: Path, data: bytes) -> Table:
+def _parquet(path: Path, source: Path | io.BytesIO) -> Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(pa.BufferReader(data))
-        columns = [field.name for field in file.schema_arrow if not _is_image(pa, field.type)]
-        return Table(path=path, rows=file.read(columns=columns).to_pylist())
+        with pq.ParquetFile(source) as file:
+            columns = [field.name for field in file.schema_arrow if not _is_image(pa, field.type)]
+            return Table(path=path, rows=file.read(columns=columns).to_pylist())
     except pa.ArrowException as error:
         raise DataError(str(path), f"broken Parquet: {error}", "download it again") from error
 

@@ -9,10 +9,12 @@ testdev, and grounding needs attention maps: these three are left out.
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from coat_eval.benchmark import Benchmark, Question, Scored, Settings, percent, pick, table_percents
+from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.prompt import SHORT_ANSWER, Asking, Prompt
 from coat_eval.table import Table
 
 _LAST_STEPS = ("exist", "query: name", "choose name")
@@ -27,6 +29,13 @@ class Gqa(Benchmark):
     headline = ("accuracy", "binary", "open", "distribution")
     profiles = ("official", "lmms", "vlmeval")
     id_fields = ("questionId", "question_id")
+    layouts: ClassVar[Layouts] = {
+        split: (
+            (f"{split}_questions.json",),
+            (f"{split}_instructions/*.parquet", f"{split}_images/*.parquet"),
+        )
+        for split in ("testdev_balanced", "val_balanced")
+    }
 
     def is_reference(self, table: Table) -> bool:
         """The official questions by id, or rows of lmms-lab/GQA."""
@@ -41,6 +50,25 @@ class Gqa(Benchmark):
             for table in references
             for index, row in enumerate(table.rows)
         ]
+
+    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
+        """LLaVA's prompt about every balanced question; pictures by ``imageId``."""
+        # In Parquet the pictures stand in tables of their own, with the question's imageId as id.
+        images = {
+            str(row.values["id"]): row.cell("image")
+            for row in folder.rows("id")
+            if row.in_parquet and "question" not in row.values
+        }
+        for row in folder.rows("question", "imageId"):
+            if row.values.get("isBalanced", True) is False:
+                continue
+            name = str(row.values["imageId"])
+            yield Prompt(
+                question_id=str(pick(row.values, ("question_id", "id"), row.where)),
+                text=f"{row.values['question']}\n{SHORT_ANSWER}",
+                media=(images.get(name) or folder.file(name, ("images", "."), (".jpg", ".png")),),
+                where=row.where,
+            )
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """The text without trailing periods in lower case; ``raw``: the text itself.

@@ -9,8 +9,8 @@ subjects in a fixed order, so the draws can be replayed; ``fallback: wrong`` dra
 import ast
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from coat_data.sample import DataError
 from coat_eval import mmmu_text
@@ -24,7 +24,9 @@ from coat_eval.benchmark import (
     pick,
     table_percents,
 )
+from coat_eval.data_folder import DataFolder, Layouts
 from coat_eval.letters import inferred_letter, lettered
+from coat_eval.prompt import LETTER_ANSWER, SHORT_ANSWER, Asking, Prompt
 from coat_eval.table import Table
 
 DOMAINS = {
@@ -53,6 +55,7 @@ SUBJECTS = tuple(sorted(subject for subjects in DOMAINS.values() for subject in 
 """In the official order (the values of CAT_SHORT2LONG), which is that of the alphabet."""
 _DOMAIN = {subject: domain for domain, subjects in DOMAINS.items() for subject in subjects}
 _ID = re.compile(r"(?:dev|validation|test)_(\w+)_(\d+)$")
+_IMAGE = re.compile(r"<image (\d)>")
 MULTIPLE_CHOICE = "multiple-choice"
 
 
@@ -68,6 +71,13 @@ class Mmmu(Benchmark):
     id_pattern = _ID
     carries_answers = True
     draws = True
+    layouts: ClassVar[Layouts] = {
+        split: ((f"{split}-*.parquet",), (f"{split}.jsonl",))
+        for split in ("validation", "dev", "test")
+    }
+    variants: ClassVar[Mapping[str, str]] = {
+        "all_images": "all images that the question names, where LLaVA shows the first"
+    }
 
     def is_reference(self, table: Table) -> bool:
         """answer_dict_val.json, official outputs, or rows of MMMU's Parquet files."""
@@ -102,6 +112,28 @@ class Mmmu(Benchmark):
                 elif table.path == _path(earlier):
                     repeated.append(one)
         return [*questions.values(), *repeated]
+
+    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
+        """MMMU's own prompt, which LLaVA and VILA use; ``<image 1>`` stays in the text."""
+        for row in folder.rows("question", "question_type"):
+            options = list(_choices(row.values).items())
+            is_choice = row.values["question_type"] == MULTIPLE_CHOICE
+            listed = "".join(f"({letter}) {option}\n" for letter, option in options)
+            text = f"{row.values['question']}\n\n"
+            text += f"{listed}\n\n{LETTER_ANSWER}" if is_choice else SHORT_ANSWER
+            named = sorted({int(number) for number in _IMAGE.findall(text)}) or [1]
+            shown = named if asking.variant == "all_images" else named[:1]
+            yield Prompt(
+                question_id=_row_id(row.values),
+                text=text,
+                media=tuple(
+                    row.cell(f"image_{number}")
+                    if row.in_parquet
+                    else folder.file(str(row.values.get(f"image_{number}")), (".", "images"))
+                    for number in shown
+                ),
+                where=row.where,
+            )
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """As every benchmark; the answers of {id: answer} are marked as read already.

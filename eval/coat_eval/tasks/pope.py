@@ -5,11 +5,14 @@ RUCAIBox/POPE evaluate.py and LLaVA llava/eval/eval_pope.py, which score alike.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from coat_data.sample import DataError
 from coat_eval import extract
 from coat_eval.benchmark import Benchmark, Prediction, Question, Scored, Settings, pick
+from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.prompt import SHORT_ANSWER, Asking, Prompt
 from coat_eval.table import Table
 from coat_eval.vqa_text import strip_punctuation
 
@@ -25,6 +28,9 @@ class Pope(Benchmark):
     headline = (*(f"{split}.f1" for split in SPLITS), "mean_f1")
     profiles = ("official", "lmms", "vlmeval")
     text_fields = ("prediction", "answer", "text")
+    layouts: ClassVar[Layouts] = {
+        "test": (("coco_pope_*.json",), ("Full/*.parquet",), ("test-*.parquet",), ("*.parquet",))
+    }
 
     def is_reference(self, table: Table) -> bool:
         """Labelled rows, LLaVA's questions, or lmms-lab/POPE."""
@@ -61,6 +67,22 @@ class Pope(Benchmark):
         if table.has("question", "answer") and not table.has("question_id"):
             return _in_order(table, questions)
         return super().predictions(table, questions)
+
+    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
+        """LLaVA's prompt; the pictures of COCO val2014, or those in Parquet."""
+        for row in folder.rows("question_id"):
+            image = row.values.get("image")
+            yield Prompt(
+                question_id=str(row.values["question_id"]),
+                category=_split(row.table, row.index),
+                text=f"{_text(row.table, row.index)}\n{SHORT_ANSWER}",
+                media=(
+                    row.cell("image")
+                    if row.in_parquet
+                    else folder.file(str(image), ("val2014", "images", "coco/val2014", ".")),
+                ),
+                where=row.where,
+            )
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """``yes`` or ``no``; other profiles may give another text, which is wrong.
@@ -153,10 +175,14 @@ def _split_of_name(table: Table) -> str:
     return known[0] if len(known) == 1 else table.path.name.split(".")[0]
 
 
+def _split(table: Table, index: int) -> str:
+    return str(table.rows[index].get("category") or _split_of_name(table))
+
+
 def _labelled(table: Table) -> list[Question]:
     questions = []
     for index, row in enumerate(table.rows):
-        split = str(row.get("category") or _split_of_name(table))
+        split = _split(table, index)
         label = _label(table, index)
         questions.append(
             Question(

@@ -7,9 +7,9 @@ leaderboard's task average is ``macro``.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from coat_data.sample import DataError
 from coat_eval.benchmark import (
@@ -22,7 +22,10 @@ from coat_eval.benchmark import (
     pick,
     table_percents,
 )
+from coat_eval.data_folder import DataFolder, Layouts, Row
 from coat_eval.letters import inferred_letter, lowest_loss
+from coat_eval.prompt import LETTER_ANSWER, Asking, Prompt
+from coat_eval.shown import Shown, ShownFile, ShownFrame
 from coat_eval.table import Table
 
 TYPES = {
@@ -53,6 +56,9 @@ class SeedBench(Benchmark):
     text_fields = ("prediction", "text", "losses")
     id_pattern = re.compile(r"v\d+")
     shares_repeated = True
+    layouts: ClassVar[Layouts] = {
+        "test": (("SEED-Bench.json",), ("test-*.parquet",), ("*.parquet",))
+    }
 
     def is_reference(self, table: Table) -> bool:
         """SEED-Bench.json, or rows of lmms-lab/SEED-Bench."""
@@ -67,6 +73,17 @@ class SeedBench(Benchmark):
             for table in references
             for index, row in enumerate(table.rows)
         ]
+
+    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
+        """LLaVA's prompt for a letter; of a video its middle frame."""
+        for row in folder.rows("question", "choice_a"):
+            choices = [f"{letter}. {row.values[f'choice_{letter.lower()}']}" for letter in LETTERS]
+            yield Prompt(
+                question_id=str(pick(row.values, ("question_id",), row.where)),
+                text="\n".join((str(row.values["question"]), *choices, LETTER_ANSWER)),
+                media=(_shown(row, folder),),
+                where=row.where,
+            )
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """As every benchmark; four ``losses`` become the letter of the lowest one."""
@@ -112,6 +129,28 @@ class SeedBench(Benchmark):
             {"question_id": one.question.question_id, "prediction": one.extracted or ""}
             for one in scored
         ]
+
+
+def _shown(row: Row, folder: DataFolder) -> Shown:
+    """The picture, or the middle frame of the video or of its part."""
+    is_video = row.values.get("data_type") == "video"
+    if row.in_parquet:
+        return row.cell("image", "middle" if is_video else "first")
+    name = str(row.values["data_id"])
+    if not is_video:
+        # The names of CC3M's pictures have no suffix.
+        folders = ("SEED-Bench-image", "images", ".")
+        return folder.file(name, folders, ("", ".jpg", ".png"))
+    # LLaVA's extract_video_frames.py leaves one picture per question.
+    frame = folder.file(
+        str(row.values["question_id"]), ("SEED-Bench-video-image",), (".png", ".jpg")
+    )
+    if isinstance(frame, ShownFile) and frame.path.is_file():
+        return frame
+    video = folder.file(name, ("SEED-Bench-video", "videos", "."), ("", ".mp4", ".webm", ".avi"))
+    start, end = row.values.get("segment") or (None, None)
+    assert isinstance(video, ShownFile)
+    return ShownFrame(video.path, start and float(start), end and float(end))
 
 
 def _mean(values: Any) -> float:

@@ -6,13 +6,15 @@ answers by (image id, question in the prompt).
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from coat_data.sample import DataError
 from coat_eval import vqa_text
 from coat_eval.benchmark import Benchmark, Prediction, Question, Scored, Settings, percent, pick
+from coat_eval.data_folder import DataFolder, Layouts, Row
+from coat_eval.prompt import SHORT_ANSWER, Asking, Prompt
 from coat_eval.table import Table
 from coat_eval.tasks.vqav2 import submitted
 
@@ -28,6 +30,23 @@ class TextVqa(Benchmark):
     profiles = ("official", "lmms", "vlmeval")
     text_fields = ("prediction", "text", "answer")
     id_pattern = re.compile(r"[0-9a-f]{16}")
+    layouts: ClassVar[Layouts] = {
+        "val": (
+            (
+                "TextVQA_0.5.1_val.json",
+                "TextVQA_Rosetta_OCR_v0.2_val.json",
+                "llava_textvqa_val_v051_ocr.jsonl",
+            ),
+            ("validation-*.parquet",),
+        ),
+        "test": (
+            ("TextVQA_0.5.1_test.json", "TextVQA_Rosetta_OCR_v0.2_test.json"),
+            ("test-*.parquet",),
+        ),
+    }
+    variants: ClassVar[Mapping[str, str]] = {
+        "no_ocr": "without the OCR tokens, as lmms-eval asks by default"
+    }
 
     def is_reference(self, table: Table) -> bool:
         """The official annotations, or rows of lmms-lab/textvqa."""
@@ -53,6 +72,34 @@ class TextVqa(Benchmark):
             last = {_place(one): one.answer for one in questions}
             questions = [replace(one, answer=last[_place(one)]) for one in questions]
         return questions
+
+    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
+        """LLaVA's prompt with the reference OCR tokens; the variant ``no_ocr`` without them.
+
+        LLaVA's question file, where it is there, is taken at its word. Otherwise the question
+        begins with a capital letter, as there, and the tokens are the row's own or Rosetta's.
+        """
+        written = {_asked_place(row): str(row.values["text"]) for row in folder.rows("text")}
+        tokens = {
+            str(row.values["image_id"]): row.values["ocr_tokens"]
+            for row in folder.rows("image_id", "ocr_tokens")
+        }
+        for row in folder.rows("question_id", "question"):
+            question = str(row.values["question"])
+            image = str(row.values["image_id"])
+            text = f"{question[:1].upper()}{question[1:]}\n{SHORT_ANSWER}"
+            if asking.variant != "no_ocr":
+                text = written.get((image, question.lower())) or _with_tokens(text, image, tokens)
+            yield Prompt(
+                question_id=str(row.values["question_id"]),
+                text=text,
+                media=(
+                    row.cell("image")
+                    if row.in_parquet
+                    else folder.file(f"{image}.jpg", ("train_images", "test_images", "images")),
+                ),
+                where=row.where,
+            )
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """As :meth:`all_predictions`, of one file."""
@@ -136,6 +183,24 @@ def asked(prompt: str, where: str) -> str:
         f"cannot tell the question in the prompt {prompt[:80]!r}",
         "use LLaVA's prompts, or give TextVQA's own question ids",
     )
+
+
+def _asked_place(row: Row) -> tuple[str, str]:
+    """Image and question of a row of LLaVA's question file."""
+    image = str(row.values["question_id"])
+    return image, asked(str(row.values["text"]), row.where)
+
+
+def _with_tokens(text: str, image: str, tokens: Mapping[str, Sequence[str]]) -> str:
+    if image not in tokens:
+        raise DataError(
+            f"TextVQA image {image}",
+            "there are no OCR tokens for it",
+            "put TextVQA_Rosetta_OCR_v0.2_val.json or llava_textvqa_val_v051_ocr.jsonl beside the "
+            "annotations, or ask without tokens: textvqa_no_ocr",
+        )
+    question, _, instruction = text.partition("\n")
+    return f"{question}\nReference OCR token: {', '.join(tokens[image])}\n{instruction}"
 
 
 def _process(text: str, settings: Settings) -> str:

@@ -7,8 +7,9 @@ be read count neither as right nor as wrong there; ``unanswered_wrong.*`` counts
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+from coat_data.sample import DataError
 from coat_eval.benchmark import (
     Benchmark,
     Prediction,
@@ -19,10 +20,20 @@ from coat_eval.benchmark import (
     percent,
     pick,
 )
+from coat_eval.data_folder import DataFolder, Layouts
 from coat_eval.letters import PREFIXES_20240603, first_letter, inferred_letter, ranked_letter
+from coat_eval.prompt import Asking, FrameTimes, Prompt
+from coat_eval.shown import Shown
+from coat_eval.subtitles import spoken_at
 from coat_eval.table import Table
 
 DURATIONS = ("short", "medium", "long")
+_VIDEOS = ("data", "videos", "video", ".")
+_TASK = (
+    "Select the best answer to the following multiple-choice question based on the video. Respond "
+    "with only the letter (A, B, C, or D) of the correct option."
+)
+_END = "The best answer is:"
 OLDER = "official_20240603"
 
 
@@ -36,6 +47,12 @@ class VideoMme(Benchmark):
     text_fields = ("prediction", "response", "text")
     id_pattern = re.compile(r"\d{3}-[123]")
     carries_answers = True
+    layouts: ClassVar[Layouts] = {
+        "test": (("videomme/test-*.parquet",), ("test-*.parquet",), ("*.parquet",), ("*.json",))
+    }
+    variants: ClassVar[Mapping[str, str]] = {
+        "subtitles": "with the subtitles of the frames that are shown"
+    }
 
     def is_reference(self, table: Table) -> bool:
         """Official results, or rows of lmms-lab/Video-MME."""
@@ -59,6 +76,24 @@ class VideoMme(Benchmark):
             for table in references or carrying
             for video, asked, where in _asked(table)
         ]
+
+    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
+        """The official prompt; options carry their letters. Videos without subtitles have none."""
+        subtitles: dict[str, str] = {}
+        for table in filter(self.is_reference, folder.tables):
+            for video, asked, where in _asked(table):
+                name = str(video.get("videoID") or pick(video, ("video_id",), where))
+                shown = folder.file(name, _VIDEOS, (".mp4", ".webm", ".mkv", ".avi"), "video")
+                if asking.variant == "subtitles" and name not in subtitles:
+                    subtitles[name] = _subtitles(folder, name, shown, asking.frame_times)
+                question = str(pick(asked, ("question",), where))
+                options = "\n".join(map(str, pick(asked, ("options",), where)))
+                yield Prompt(
+                    question_id=str(pick(asked, ("question_id",), where)),
+                    text=f"{subtitles.get(name, '')}{_TASK}\n{question}\n{options}\n{_END}",
+                    media=(shown,),
+                    where=where,
+                )
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """Official results question by question, without videos marked missing; or rows by id."""
@@ -119,6 +154,19 @@ class VideoMme(Benchmark):
             for name, rows in groups.items()
         }
         return answered | everything
+
+
+def _subtitles(folder: DataFolder, name: str, video: Shown, frame_times: FrameTimes) -> str:
+    """The part of a prompt with the subtitles on screen in the shown frames; or nothing."""
+    path = folder.path / "subtitle" / f"{name}.srt"
+    if not path.is_file():
+        return ""
+    try:
+        times = frame_times(video.load())
+    except DataError:
+        return ""  # it cannot be shown either, and is listed when it is asked about
+    spoken = spoken_at(path, times)
+    return f"This video's subtitles are listed below:\n{spoken}\n" if spoken else ""
 
 
 def _asked(table: Table) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any], str]]:

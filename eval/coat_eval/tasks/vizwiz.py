@@ -6,9 +6,9 @@ nothing out; LLaVA scripts/convert_vizwiz_for_submission.py, which prepares the 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from coat_eval import vqa_text
 from coat_eval.benchmark import (
@@ -21,10 +21,13 @@ from coat_eval.benchmark import (
     pick,
     table_percents,
 )
+from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.prompt import SHORT_ANSWER, Asking, Prompt
 from coat_eval.table import Table
 from coat_eval.tasks.vqav2 import submitted
 
 ANSWER_TYPES = ("unanswerable", "other", "yes/no", "number")
+_UNANSWERABLE = "When the provided information is insufficient, respond with 'Unanswerable'."
 _SUFFIX = re.compile(r"\.(?:jpe?g|png)$", re.IGNORECASE)
 
 
@@ -38,6 +41,10 @@ class VizWiz(Benchmark):
     id_fields = ("question_id", "image")
     text_fields = ("prediction", "text", "answer")
     id_pattern = re.compile(r"VizWiz_\w+(?:\.\w+)?")
+    layouts: ClassVar[Layouts] = {
+        "val": (("val.json",), ("val-*.parquet",)),
+        "test": (("test.json",), ("test-*.parquet",)),
+    }
 
     def is_reference(self, table: Table) -> bool:
         """The official list, LLaVA's question file, or rows of lmms-lab/VizWiz-VQA."""
@@ -71,6 +78,22 @@ class VizWiz(Benchmark):
                 else:
                     repeated.append(one)
         return [*images.values(), *repeated]
+
+    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
+        """LLaVA's prompt, which tells the model when to say 'Unanswerable'."""
+        for row in folder.rows("question"):
+            name = str(pick(row.values, ("image", "question_id"), row.where))
+            split = name.split("_")[1] if name.count("_") == 2 else "val"
+            yield Prompt(
+                question_id=_stem(name),
+                text=f"{row.values['question']}\n{_UNANSWERABLE}\n{SHORT_ANSWER}",
+                media=(
+                    row.cell("image")
+                    if row.in_parquet
+                    else folder.file(name, (split, "images", f"images/{split}", ".")),
+                ),
+                where=row.where,
+            )
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """By image, with or without suffix, or by the ids of LLaVA's question file."""

@@ -4,11 +4,13 @@ Source: Goyal et al., "Making the V in VQA Matter"; GT-Vision-Lab/VQA PythonEval
 vqaEval.py; LLaVA scripts/convert_vqav2_for_submission.py, which prepares the predictions.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from coat_eval import vqa_text
 from coat_eval.benchmark import Benchmark, Question, Scored, Settings, percent, pick, table_percents
+from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.prompt import SHORT_ANSWER, Asking, Prompt
 from coat_eval.table import Table
 
 
@@ -20,6 +22,17 @@ class VqaV2(Benchmark):
     headline = ("overall", "answer_type.yes/no", "answer_type.number", "answer_type.other")
     profiles = ("official", "lmms", "vlmeval")
     text_fields = ("prediction", "text", "answer")
+    layouts: ClassVar[Layouts] = {
+        "val": (
+            ("v2_OpenEnded_mscoco_val2014_questions.json", "v2_mscoco_val2014_annotations.json"),
+            ("validation-*.parquet",),
+        ),
+        "testdev": (
+            ("v2_OpenEnded_mscoco_test-dev2015_questions.json",),
+            ("testdev-*.parquet",),
+        ),
+        "test": (("v2_OpenEnded_mscoco_test2015_questions.json",), ("test-*.parquet",)),
+    }
 
     def is_reference(self, table: Table) -> bool:
         """Annotations, questions (for a submission), or rows of lmms-lab/VQAv2."""
@@ -45,6 +58,24 @@ class VqaV2(Benchmark):
                 elif one.answer is not None:
                     repeated.append(one)
         return [*found.values(), *repeated]
+
+    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
+        """LLaVA's prompt; the pictures of COCO val2014 or test2015, or those in Parquet."""
+        for row in folder.rows("question_id", "question"):
+            images = str(row.table.head.get("data_subtype", "val2014")).replace("-dev", "")
+            yield Prompt(
+                question_id=str(row.values["question_id"]),
+                text=f"{row.values['question']}\n{SHORT_ANSWER}",
+                media=(
+                    row.cell("image")
+                    if row.in_parquet
+                    else folder.file(
+                        f"COCO_{images}_{int(row.values['image_id']):012d}.jpg",
+                        (images, f"images/{images}", "images", "."),
+                    ),
+                ),
+                where=row.where,
+            )
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """The text as it is compared with the answers.

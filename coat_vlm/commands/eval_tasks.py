@@ -1,0 +1,113 @@
+"""``coat-vlm eval --tasks``: official benchmarks, from the questions to the report."""
+
+import argparse
+from pathlib import Path
+
+from coat_vlm.commands.command import PRECISIONS, say
+
+EXAMPLES = """\
+  coat-vlm eval --model runs/quickstart --tasks pope,gqa --data benchmarks --out out
+  coat-vlm eval --model runs/nvila/sft/model --tasks textvqa,textvqa_no_ocr \\
+      --data benchmarks --out out --limit 100
+  torchrun --nproc-per-node 8 --no-python coat-vlm eval --model llava-hf/llava-1.5-7b-hf \\
+      --tasks videomme,videomme_subtitles --data benchmarks --out out
+
+Official benchmarks (--tasks) are read from --data/TASK in their official files or in the Hub's
+Parquet files: coat-vlm data download TASK fetches them, docs/evaluation.md lists them. --model is a
+run folder, a model folder, or any image-text-to-text model of Hugging Face. A killed run goes on
+with the same command. Every GPU that torchrun starts a process for answers its share.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what belongs to ``--tasks``."""
+    suite = parser.add_argument_group("official benchmarks")
+    suite.add_argument(
+        "--tasks", metavar="TASK,...",
+        help="pope, gqa, vqav2, textvqa, vizwiz, seedbench, mmmu, videomme; other prompts: "
+        "textvqa_no_ocr, mmmu_all_images, videomme_subtitles",
+    )  # fmt: skip
+    suite.add_argument("--split", default="", help="e.g. test; default: the split with answers")
+    suite.add_argument(
+        "--profile",
+        default="official",
+        help="scoring rules: official (default), lmms, vlmeval",
+    )
+    suite.add_argument(
+        "--precision", choices=PRECISIONS, help="how to compute; default: as the run was trained"
+    )
+    suite.add_argument("--device", help="e.g. cpu; default: the process's GPU if there is one")
+    suite.add_argument(
+        "--num-frames", type=int, default=8,
+        help="frames of a video for models that are not of this project; default 8",
+    )  # fmt: skip
+    suite.add_argument(
+        "--num-workers", type=int,
+        help="processes that decode ahead; default 0 on a CPU, else up to 8",
+    )  # fmt: skip
+    suite.add_argument(
+        "--overwrite", action="store_true", help="replace answers of another model or prompt"
+    )
+
+
+def evaluate_tasks(args: argparse.Namespace) -> int:
+    """Run the benchmarks that the arguments name, one after the other."""
+    from coat_eval.answerer import ModelOptions, load_answerer
+    from coat_eval.benchmark import Settings
+    from coat_eval.generation import Generation
+    from coat_eval.official import headline
+    from coat_eval.ranks import joined_ranks, own_device
+    from coat_eval.suite import choose, run_benchmark
+
+    choices = [
+        choose(
+            name.strip(),
+            split=args.split,
+            limit=args.limit,
+            settings=Settings(profile=args.profile),
+            overwrite=args.overwrite,
+        )
+        for name in args.tasks.split(",")
+    ]
+    device = own_device(args.device)
+    generation = Generation(
+        batch_size=args.batch_size,
+        max_new_tokens=args.max_new_tokens or 128,
+        num_workers=_num_workers(args.num_workers, device.type),
+    )
+    with joined_ranks() as world:
+        options = ModelOptions(device=device, precision=args.precision, num_frames=args.num_frames)
+        answerer = load_answerer(args.model, options)
+        for choice in choices:
+            report = run_benchmark(
+                answerer,
+                choice,
+                args.data,
+                args.out,
+                generation,
+                world=world,
+                model_name=args.model,
+            )
+            if world.is_main:
+                say(f"{choice.name}\n{headline(choice.benchmark, report)}")
+                say(f"{_where(args.out / choice.name, report['n_media_problems'])}\n")
+    return 0
+
+
+def _num_workers(asked: int | None, device: str) -> int:
+    import os
+
+    if asked is not None:
+        return asked
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return 0 if device == "cpu" else min(8, (os.cpu_count() or 1) // local)
+
+
+def _where(folder: Path, num_problems: int) -> str:
+    text = f"{folder / 'report.json'} has all metrics and items"
+    if not num_problems:
+        return text
+    return (
+        f"{num_problems} questions were not asked and count as wrong, because an image or video "
+        f"cannot be read: {folder / 'media_problems.jsonl'} lists them\n{text}"
+    )

@@ -1,0 +1,86 @@
+"""This project's checkpoints as answerers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from coat_data.collate import Batch
+from coat_data.encode import EncodedSample
+from coat_data.sample import Media, Part, Sample, Turn
+from coat_eval.answerer import IMAGE_LINE, ModelOptions
+from coat_eval.run import final_model_dir
+from coat_eval.runner import folder_sha256
+from coat_vlm.config import Precision
+from coat_vlm.fp8 import fp8_blocks
+from coat_vlm.generate import PromptEncoder, generate_batch, load
+from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.processor import CoatVlmProcessor
+from coat_vlm.recipe_file import load_recipe
+
+
+class CoatAnswerer:
+    """A composed model with its processor.
+
+    Attributes:
+        encoder: makes its inputs as training did.
+        identity: what answers depend on.
+        device: where the model is.
+    """
+
+    def __init__(
+        self, model: CoatVlm, processor: CoatVlmProcessor, identity: dict[str, Any]
+    ) -> None:
+        self._model = model
+        self._prompts = PromptEncoder(processor)
+        self.encoder = CoatEncoder(self._prompts)
+        dtype = str(model.dtype).removeprefix("torch.")
+        blocks = fp8_blocks(model)
+        self.identity = {
+            **identity,
+            "dtype": f"{dtype}, fp8 blocks" if blocks else dtype,
+            # In FP8 a batch shares its scales, so that its size belongs to the answer.
+            "scales_shared_by_batch": bool(blocks),
+        }
+        self.device = torch.device(model.device)
+
+    @classmethod
+    def load(cls, folder: Path, options: ModelOptions) -> "CoatAnswerer":
+        """The model of a run folder (its last stage, in its precision) or of a model folder."""
+        precision, fp8, model_dir = options.precision, None, folder
+        if (folder / "recipe.yaml").is_file():
+            recipe = load_recipe(str(folder / "recipe.yaml"))
+            model_dir, fp8 = final_model_dir(folder, recipe), recipe.fp8
+            precision = precision or recipe.precision
+        model, processor = load(
+            model_dir, options.device, precision=cast(Precision | None, precision), fp8=fp8
+        )
+        identity = {"model_sha256": folder_sha256(model_dir), "precision": precision}
+        return cls(model, processor, identity)
+
+    def answer(self, batch: Batch, max_new_tokens: int) -> list[str]:
+        """See :class:`coat_eval.answerer.Answerer`."""
+        return generate_batch(self._model, self._prompts, batch, max_new_tokens)
+
+
+class CoatEncoder:
+    """Encodes prompts as conversations of one turn; keeps the last video it decoded."""
+
+    def __init__(self, prompts: PromptEncoder) -> None:
+        self._prompts = prompts
+        prompts.keep_last_clip()
+
+    def encode(self, text: str, media: Sequence[Media]) -> EncodedSample:
+        """See :class:`coat_eval.answerer.PromptEncoder`."""
+        parts = [part for one in media for part in (Part(one.kind), Part("text", IMAGE_LINE))]
+        turn = Turn("user", (*parts, Part("text", text)))
+        return self._prompts.encode(Sample(id="prompt", turns=(turn,), media=tuple(media)))
+
+    def collate(self, encoded: Sequence[EncodedSample]) -> Batch:
+        """See :class:`coat_eval.answerer.PromptEncoder`."""
+        return self._prompts.collate(encoded)
+
+    def frame_times(self, media: Media) -> Sequence[float] | None:
+        """See :class:`coat_eval.answerer.PromptEncoder`."""
+        return self._prompts.frame_times(media)

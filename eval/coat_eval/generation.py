@@ -1,0 +1,176 @@
+"""Asks a model the questions of a benchmark: in batches of like length, on any number of ranks.
+
+The order is decided before anything is decoded, and is the same on every rank: questions with the
+same number of media first by where their media stand (a row group of a Parquet file can only be
+read whole), then by length, longest first, so that memory runs out at the start if it does.
+Questions about one video stay in one batch, where the video is decoded once. Batches are dealt to
+the ranks in turn.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from coat_data.sample import DataError
+from coat_eval.answerer import Answerer, PromptEncoder
+from coat_eval.answers import AnswerWriter, named
+from coat_eval.prompt import Prompt
+from coat_eval.ranks import ALONE, World
+
+Problem = dict[str, Any]
+"""A question that could not be asked: its name, media, problem and remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """How answers are made."""
+
+    batch_size: int = 32
+    """Most questions per forward pass."""
+    max_new_tokens: int = 128
+    """Longest answer in tokens."""
+    num_workers: int = 0
+    """Processes per rank that decode and tokenize ahead; 0 does it in this process."""
+    progress: bool = True
+    """Show a progress bar with the time left, on rank 0."""
+
+
+def answer_all(
+    answerer: Answerer,
+    prompts: Sequence[Prompt],
+    done: set[int],
+    out_dir: Path,
+    generation: Generation,
+    *,
+    world: World = ALONE,
+    name: str = "",
+) -> list[Problem]:
+    """Answer what is not answered yet; every answer is on disk when the next batch begins.
+
+    Args:
+        answerer: the model.
+        prompts: all questions.
+        done: indices of those that are answered.
+        out_dir: gets this rank's predictions (:class:`coat_eval.answers.AnswerWriter`).
+        generation: batch size, length, workers.
+        world: this process among the ranks.
+        name: of the benchmark, for the progress bar.
+
+    Returns:
+        This rank's questions whose media could not be read; they have no answer.
+    """
+    left = [index for index in range(len(prompts)) if index not in done]
+    own = make_batches(prompts, left, generation.batch_size)[world.rank :: world.size]
+    dataset = _Encoded(answerer.encoder, [[(i, prompts[i]) for i in batch] for batch in own])
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        collate_fn=_unchanged,
+        num_workers=min(generation.num_workers, len(own)),
+    )
+    share = f" (rank 0 of {world.size})" if world.size > 1 else ""
+    bar = tqdm(
+        total=sum(map(len, own)),
+        desc=f"eval {name}{share}",
+        unit="item",
+        disable=not generation.progress or not world.is_main,
+    )
+    problems: list[Problem] = []
+    with bar, AnswerWriter(out_dir, world.rank) as writer:
+        for indices, batch, found in loader:
+            if indices:
+                texts = answerer.answer(batch, generation.max_new_tokens)
+                writer.write(indices, [prompts[index] for index in indices], texts)
+            problems += found
+            bar.update(len(indices) + len(found))
+    return problems
+
+
+def make_batches(
+    prompts: Sequence[Prompt], indices: Sequence[int], batch_size: int
+) -> list[list[int]]:
+    """Indices in batches; a function of its arguments alone.
+
+    Raises:
+        ValueError: the batch size is not positive.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+    groups = sorted(_groups(prompts, indices), key=lambda group: _order(prompts, group))
+    batches: list[list[int]] = []
+    for _, same in groupby(groups, key=lambda group: len(prompts[group[0]].media)):
+        batch: list[int] = []
+        for group in same:
+            if len(batch) + len(group) > batch_size and batch:
+                batches.append(batch)
+                batch = []
+            while len(group) > batch_size:
+                batches.append(group[:batch_size])
+                group = group[batch_size:]
+            batch = batch + group
+        if batch:
+            batches.append(batch)
+    return batches
+
+
+def _groups(prompts: Sequence[Prompt], indices: Sequence[int]) -> Iterator[list[int]]:
+    """Questions that show the same videos together, every other one alone."""
+    by_videos: dict[Any, list[int]] = {}
+    for index in indices:
+        videos = tuple(one.name for one in prompts[index].media if one.kind == "video")
+        by_videos.setdefault(videos or index, []).append(index)
+    yield from by_videos.values()
+
+
+def _order(prompts: Sequence[Prompt], group: Sequence[int]) -> tuple[int, str, int, int]:
+    first = prompts[group[0]]
+    place = first.media[0].place if first.media else ""
+    longest = max(len(prompts[index].text) for index in group)
+    return -len(first.media), place, -longest, group[0]
+
+
+class _Encoded(Dataset[tuple[list[int], Any, list[Problem]]]):
+    """Batches of inputs, without the questions whose media cannot be read, and these."""
+
+    def __init__(
+        self, encoder: PromptEncoder, batches: Sequence[Sequence[tuple[int, Prompt]]]
+    ) -> None:
+        self.encoder = encoder
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, place: int) -> tuple[list[int], Any, list[Problem]]:
+        indices: list[int] = []
+        encoded: list[Any] = []
+        problems: list[Problem] = []
+        for index, prompt in self.batches[place]:
+            try:
+                media = [one.load() for one in prompt.media]
+                encoded.append(self.encoder.encode(prompt.text, media))
+            except DataError as error:
+                problems.append(_problem(index, prompt, error))
+            else:
+                indices.append(index)
+        return indices, self.encoder.collate(encoded) if encoded else None, problems
+
+
+def _unchanged(batch: Any) -> Any:
+    """DataLoader would convert what it does not have to; in a worker, it must be a function."""
+    return batch
+
+
+def _problem(index: int, prompt: Prompt, error: DataError) -> Problem:
+    return {
+        **named(prompt, index),
+        "where": prompt.where,
+        "media": [one.name for one in prompt.media],
+        "problem": error.problem,
+        "remedy": error.remedy,
+    }

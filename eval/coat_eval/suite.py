@@ -1,0 +1,209 @@
+"""Runs a model over official benchmarks: prompts, answers, and the report by the official scorer.
+
+``OUT/TASK/`` gets ``prompts.jsonl`` (what is asked), ``predictions.jsonl``, ``run.json`` (what the
+predictions depend on), ``media_problems.jsonl`` (questions whose image or video could not be read)
+and ``report.json``. A killed run goes on with the same command.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coat_eval.answerer import Answerer
+from coat_eval.answers import PREDICTIONS_FILE, merge, resume, write_rows
+from coat_eval.benchmark import Benchmark, Settings
+from coat_eval.data_folder import DataFolder
+from coat_eval.generation import Generation, Problem, answer_all
+from coat_eval.official import score_official
+from coat_eval.prompt import Asking, Prompt
+from coat_eval.ranks import ALONE, World
+from coat_eval.score import REPORT_FILE, write_json
+from coat_eval.tasks import BENCHMARKS
+
+PROBLEMS_FILE = "media_problems.jsonl"
+PROMPTS_FILE = "prompts.jsonl"
+SUBMISSION_FILE = "submission.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One benchmark to run, and how."""
+
+    name: str
+    """As asked for, e.g. ``textvqa_no_ocr``; names the output folder."""
+    benchmark: Benchmark
+    variant: str = ""
+    split: str = ""
+    limit: int | None = None
+    """Ask the first questions only."""
+    settings: Settings = field(default_factory=Settings)
+    overwrite: bool = False
+    """Replace answers of another model or other prompts instead of refusing them."""
+
+
+def choose(name: str, **options: Any) -> Choice:
+    """The benchmark of a name such as ``pope`` or ``videomme_subtitles``.
+
+    Args:
+        name: a benchmark, with ``_VARIANT`` behind it for another prompt.
+        **options: further fields of :class:`Choice`.
+
+    Raises:
+        ValueError: naming what is allowed.
+    """
+    task, _, variant = name.partition("_")
+    if task not in BENCHMARKS or (variant and variant not in BENCHMARKS[task].variants):
+        known = [
+            "_".join(filter(None, (one.name, kind)))
+            for one in BENCHMARKS.values()
+            for kind in ("", *one.variants)
+        ]
+        raise ValueError(f"unknown benchmark {name!r}; allowed: {', '.join(known)}")
+    return Choice(name=name, benchmark=BENCHMARKS[task], variant=variant, **options)
+
+
+def folder_of(data: Path, benchmark: Benchmark) -> Path:
+    """``DATA/TASK`` if it is there, else ``DATA`` itself."""
+    return data / benchmark.name if (data / benchmark.name).is_dir() else data
+
+
+def run_benchmark(
+    answerer: Answerer,
+    choice: Choice,
+    data: Path,
+    out: Path,
+    generation: Generation,
+    *,
+    world: World = ALONE,
+    model_name: str = "",
+) -> dict[str, Any]:
+    """Ask, and score with the official scorer.
+
+    Args:
+        answerer: the model.
+        choice: the benchmark, and how.
+        data: folder with a folder per benchmark, or one benchmark's folder.
+        out: gets a folder ``choice.name``.
+        generation: batch size, length, workers.
+        world: this process among the ranks, all of which call this.
+        model_name: for the report.
+
+    Returns:
+        The report of :func:`coat_eval.official.score_official` on rank 0, with ``model``,
+        ``variant``, ``split``, ``limit``, ``n_media_problems``, what the answers depend on, and
+        ``seconds`` of this call; on other ranks nothing.
+
+    Raises:
+        ValueError: the folder has answers of another model or other prompts.
+        DataError: the benchmark's files are not there or cannot be read.
+    """
+    start = time.monotonic()
+    benchmark = choice.benchmark
+    folder = DataFolder.open(
+        folder_of(data, benchmark), benchmark.name, benchmark.layouts, choice.split
+    )
+    asking = Asking(
+        split=choice.split,
+        variant=choice.variant,
+        frame_times=answerer.encoder.frame_times,
+    )
+    prompts = list(benchmark.prompts(folder, asking))
+    asked = prompts[: choice.limit]
+    out_dir = out / choice.name
+    identity = {
+        "task": choice.name,
+        "prompts_sha256": _digest(prompts),
+        "max_new_tokens": generation.max_new_tokens,
+        **answerer.identity,
+    }
+    if answerer.identity.get("scales_shared_by_batch"):
+        identity["batch_size"] = generation.batch_size
+    done = world.gather(_start(out_dir, identity, choice, asked) if world.is_main else None)[0]
+    if isinstance(done, Exception):
+        raise done
+    assert done is not None
+    problems = answer_all(answerer, asked, done, out_dir, generation, world=world, name=choice.name)
+    everyones = [one for own in world.gather(problems) for one in own]
+    if not world.is_main:
+        return {}
+    _finish(out_dir, asked, everyones)
+    report = _scored(out_dir, choice, folder, asked) | {
+        "model": model_name,
+        "variant": choice.variant,
+        "split": choice.split or next(iter(benchmark.layouts)),
+        "limit": choice.limit,
+        "n_media_problems": len(everyones),
+        **{name: value for name, value in identity.items() if name != "task"},
+        "device": str(answerer.device),
+        "batch_size": generation.batch_size,
+        "num_ranks": world.size,
+        "seconds": round(time.monotonic() - start, 2),
+    }
+    write_json(out_dir / REPORT_FILE, report)
+    return report
+
+
+def _start(
+    out_dir: Path, identity: dict[str, Any], choice: Choice, asked: Sequence[Prompt]
+) -> set[int] | Exception:
+    """What is answered already; an error is handed to the other ranks, which would wait."""
+    try:
+        done = resume(out_dir, identity, overwrite=choice.overwrite)
+    except (ValueError, OSError) as error:
+        return error
+    write_rows(out_dir / PROMPTS_FILE, map(_row, asked))
+    return done
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    category = {"category": prompt.category} if prompt.category else {}
+    return {
+        "question_id": prompt.question_id,
+        **category,
+        "prompt": prompt.text,
+        "media": [{"kind": one.kind, "name": one.name} for one in prompt.media],
+    }
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 over all prompts; media by file name, as the folder may be somewhere else later."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        media = [(one.kind, Path(one.name).name) for one in prompt.media]
+        digest.update(json.dumps([*prompt.key, prompt.text, media]).encode())
+    return digest.hexdigest()
+
+
+def _scored(
+    out_dir: Path, choice: Choice, folder: DataFolder, asked: Sequence[Prompt]
+) -> dict[str, Any]:
+    """The official report over what was asked; a question without an answer is wrong."""
+    benchmark = choice.benchmark
+    references = [table for table in folder.tables if benchmark.is_reference(table)]
+    keys = {prompt.key for prompt in asked}
+    known = benchmark.questions(references, [])
+    answers = any(one.answer is not None for one in known)
+    submits = type(benchmark).submission is not Benchmark.submission
+    return score_official(
+        benchmark,
+        [out_dir / PREDICTIONS_FILE],
+        [table.path for table in references],
+        settings=choice.settings,
+        allow_missing=True,
+        with_items=True,
+        only=keys,
+        submission_path=out_dir / SUBMISSION_FILE if submits and not answers else None,
+    )
+
+
+def _finish(out_dir: Path, asked: Sequence[Prompt], problems: Sequence[Problem]) -> None:
+    """All answers in one file, the problems in another, and nothing else missing."""
+    answered = merge(out_dir)
+    write_rows(out_dir / PROBLEMS_FILE, sorted(problems, key=lambda row: row["index"]))
+    lost = set(range(len(asked))) - set(answered) - {row["index"] for row in problems}
+    if lost:
+        raise RuntimeError(f"{out_dir} lacks the answers of questions {sorted(lost)[:5]}")
