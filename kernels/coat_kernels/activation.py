@@ -46,6 +46,7 @@ from coat_kernels.tile import (
     inverse_scale,
     load_grouped,
     load_tile,
+    magnitude_bits,
     publish_scale,
     row_offsets,
     sigmoid_base2,
@@ -94,16 +95,25 @@ def _activation_stats_kernel(
     o_n = i_n + tl.arange(0, BLOCK_N)
     m_mn = (o_m[:, None] < M) & (o_n[None, :] < F)
     a = load_tile(a_ptr, o_m, o_n, m_mn, W)
-    store_grouped(a, q_ptr, e_ptr, o_m, i_n, M, F, W, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
-    h, _ = value_and_slope(a, KIND)
+    e = store_grouped(a, q_ptr, e_ptr, o_m, i_n, M, F, W, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
     if KIND == 0:
+        h, _ = value_and_slope(a, KIND)
         up = load_tile(a_ptr + F, o_m, o_n, m_mn, W)
         store_grouped(
             up, q_ptr + F, e_ptr + F // GROUP, o_m, i_n, M, F, W, MAX_EXPONENT, GROUP, BLOCK_M,
             BLOCK_N,
         )  # fmt: skip
-        h *= up
-    publish_scale(block_amax_bits(h), scale_ptr, INVERSE_MAX)
+        amax_bits = block_amax_bits(h * up)
+    else:
+        # GELUs grow with a > 0 and stay above -0.18: beside an a > 0.5, whose h is larger, only the
+        # largest a matters. As integers, floats of which one is positive have the same maximum.
+        largest = tl.max(tl.max(a.to(tl.int32, bitcast=True), axis=1), axis=0)
+        largest = largest.to(tl.float32, bitcast=True)
+        if (largest > 0.5) & (tl.max(tl.max(e, axis=1), axis=0) < 255):
+            amax_bits = magnitude_bits(value_and_slope(largest, KIND)[0])
+        else:
+            amax_bits = block_amax_bits(value_and_slope(a, KIND)[0])
+    publish_scale(amax_bits, scale_ptr, INVERSE_MAX)
 
 
 @triton.jit(do_not_specialize=TOKENS)

@@ -14,7 +14,7 @@ TOKENS = ("M",)
 
 
 COUNTS = ("programs",)
-"""The same for the number of programs that share a scale, which follows the number of tokens."""
+"""The same for the number of programs that walk over rows, which follows the number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,9 @@ def recorded_launches() -> list[tuple[str, Any, dict[str, Any]]]:
             if op != "scaled_mm":  # cuBLASLt's kernel
                 # Whole chunks of AdamW and the end of a tensor, which take a launch each.
                 rows = 65 if op == "adamw_step" else 64
-                OPS[op].triton(*examples(op, rows, 128, dtype)[variant])
+                # Rows in two pieces.
+                columns = 144 if op in {"norm_stats", "norm_bwd"} else 128
+                OPS[op].triton(*examples(op, rows, columns, dtype)[variant])
     return launches
 
 
