@@ -32,13 +32,7 @@ from coat_kernels.formats import (
     padded,
 )
 from coat_kernels.groups import empty_grouped
-from coat_kernels.launch import (
-    TILE,
-    TOKENS,
-    launch,
-    tiled,
-    transposing_tile,
-)
+from coat_kernels.launch import TOKENS, Tile, launch, tiled
 from coat_kernels.quantize import empty_layouts, new_scale
 from coat_kernels.registry import register
 from coat_kernels.tile import (
@@ -56,6 +50,12 @@ from coat_kernels.tile import (
 )
 
 ACTIVATIONS = reference.ACTIVATIONS
+
+ROWS_TILE = Tile(16, 256, 4)
+"""Of the forward pass: the fastest of three on an H200 for the MLPs of SigLIP and Llama."""
+
+TRANSPOSED_TILE = Tile(64, 128, 8)
+"""Of the output made again, transposed: likewise, of five."""
 
 
 @triton.jit
@@ -160,7 +160,7 @@ def _activation_stats_triton(
     form = format_of(fmt)
     M, F, W = width(a, kind)
     q, exponents = empty_grouped(a, group_size, fmt)
-    grid, options = tiled(M, F)
+    grid, options = tiled(M, F, ROWS_TILE)
     scale = new_scale(a.device)
     launch(
         _activation_stats_kernel, grid,
@@ -178,7 +178,7 @@ def _activation_apply_triton(
     M, F, W = width(a, kind)
     q, qt = empty_layouts(M, F, format_of(fmt), rows, transposed, a.device)
     group = 1 if exponents is None else W // exponents.shape[1]
-    tile = transposing_tile(group) if transposed else TILE
+    tile = TRANSPOSED_TILE if transposed else ROWS_TILE
     grid, options = tiled(padded(M) if transposed else M, F, tile)
     launch(
         _activation_apply_kernel, grid,

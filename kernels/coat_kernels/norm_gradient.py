@@ -53,12 +53,12 @@ def _averages(g, xhat, N, CENTERED: tl.constexpr):
 
 @triton.jit
 def _store_gradient(
-    g, xhat, projection, total, rstd, residual_ptr, dx_ptr, row, o_n, M, N,
+    g, xhat, projection, total, rstd, residual, dx_ptr, row, o_n, N,
     HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     dx = (g - xhat * projection - total) * rstd
     if HAS_RESIDUAL:
-        dx += load_row(residual_ptr, row, o_n, M, N).to(tl.float32)
+        dx += residual.to(tl.float32)
     store_row(dx, dx_ptr, row, o_n, N)
 
 
@@ -88,6 +88,10 @@ def _norm_bwd_kernel(  # noqa: C901 - the branches are those of the compiler
     next_mean = 0.0
     if CENTERED:
         next_mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
+    # Two pieces leave no registers for the next residual: it is read when it is used.
+    AHEAD: tl.constexpr = HAS_RESIDUAL and not TAIL
+    if AHEAD:
+        next_residual = load_row(residual_ptr, row, o_h, M, N)
     for i in range(tl.cdiv(M - row, programs)):
         # The next row is on its way while this one is worked on.
         row = tl.program_id(0) + i * programs
@@ -120,14 +124,21 @@ def _norm_bwd_kernel(  # noqa: C901 - the branches are those of the compiler
             dweight_t += dy_t * xhat_t
             if CENTERED:
                 dbias_t += dy_t
+            residual_t = 0.0
+            if HAS_RESIDUAL:
+                residual_t = load_row(residual_ptr, row, o_t, M, N)
             _store_gradient(
-                g_t, xhat_t, projection, total, rstd, residual_ptr, dx_ptr, row, o_t, M, N,
-                HAS_RESIDUAL,
-            )  # fmt: skip
+                g_t, xhat_t, projection, total, rstd, residual_t, dx_ptr, row, o_t, N, HAS_RESIDUAL
+            )
+        residual_h = 0.0
+        if AHEAD:
+            residual_h = next_residual
+            next_residual = load_row(residual_ptr, after, o_h, M, N)
+        elif HAS_RESIDUAL:
+            residual_h = load_row(residual_ptr, row, o_h, M, N)
         _store_gradient(
-            g_h, xhat_h, projection, total, rstd, residual_ptr, dx_ptr, row, o_h, M, N,
-            HAS_RESIDUAL,
-        )  # fmt: skip
+            g_h, xhat_h, projection, total, rstd, residual_h, dx_ptr, row, o_h, N, HAS_RESIDUAL
+        )
     row = tl.program_id(0)
     store_row(dweight_h, dweight_ptr, row, o_h, N)
     if CENTERED:
