@@ -165,8 +165,8 @@ def _norm_bwd_triton(
         programs=programs, HAS_RESIDUAL=residual is not None, CENTERED=centered,
         GROUP=N // exponents.shape[1], **options,
     )  # fmt: skip
-    summed = sums.sum(1)
-    return dx, summed[0], summed[1] if centered else summed.new_empty(0)
+    # Two sums, not two views of one: an op's results may not share memory.
+    return dx, sums[0].sum(0), sums[1].sum(0) if centered else sums.new_empty(0)
 
 
 def _norm_bwd_fake(dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
