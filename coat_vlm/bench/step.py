@@ -333,7 +333,10 @@ class _Run:
         row.peak_gb = max(world.gather(peak)) / 1e9 if peak else None
         row.note += f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}"
         if self.bench.check_plan and contender.precision is not None and world.is_main:
-            self._note_plan(row, contender, loop)
+            try:
+                self._note_plan(row, contender, loop)
+            except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+                row.note += f"; no plan: {_told(error)}"  # what was measured stays
 
     def _note_plan(self, row: StepRow, contender: _Contender, loop: PlainLoop | EngineLoop) -> None:
         bench, precision = self.bench, contender.precision
