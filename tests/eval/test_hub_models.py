@@ -123,7 +123,7 @@ def make_qwen(folder: Path) -> None:
         },
         image_token_id=6, video_token_id=7, vision_start_token_id=4, vision_end_token_id=5,
     )  # fmt: skip
-    pixels = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    pixels: Any = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
     size = {"shortest_edge": 64, "longest_edge": 1024}
     processor = Qwen2VLProcessor(
         image_processor=Qwen2VLImageProcessor(**pixels, size=size),

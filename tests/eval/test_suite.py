@@ -187,9 +187,9 @@ def child(words: tuple[Any, ...], ranks: tuple[int, int, int] | None = None) -> 
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     answer = CoatAnswerer.answer
 
-    def slowly(*args: Any) -> list[str]:
+    def slowly(self: CoatAnswerer, batch: Any, max_new_tokens: int) -> list[str]:
         time.sleep(SLOW_S)
-        return answer(*args)
+        return answer(self, batch, max_new_tokens)
 
     CoatAnswerer.answer = slowly
     os._exit(evaluate(*words))
@@ -220,9 +220,9 @@ def test_a_killed_run_goes_on_and_says_the_same(
     asked: list[int] = []
     answer = CoatAnswerer.answer
 
-    def counted(self: CoatAnswerer, batch: Any, most: int) -> list[str]:
+    def counted(self: CoatAnswerer, batch: Any, max_new_tokens: int) -> list[str]:
         asked.append(len(batch["input_ids"]))
-        return answer(self, batch, most)
+        return answer(self, batch, max_new_tokens)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CoatAnswerer, "answer", counted)
