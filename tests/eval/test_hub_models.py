@@ -62,7 +62,7 @@ QWEN = (
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
-TEXT = {
+TEXT: Any = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -99,7 +99,7 @@ def make_llava(folder: Path) -> None:
             image_size=16, patch_size=8,
         ),
         text_config=LlamaConfig(**TEXT),
-        image_token_id=3,
+        image_token_index=3,
         image_seq_length=4,
     )  # fmt: skip
     size = {"height": 16, "width": 16}
