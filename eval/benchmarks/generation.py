@@ -217,7 +217,7 @@ def main() -> None:
         pope = get_benchmark("pope")
         data = DataFolder.open(folder, "pope", pope.layouts)
         prompts = list(pope.prompts(data, Asking()))
-        answerer = CoatAnswerer(model, processor, {})
+        answerer = CoatAnswerer(model, processor, dict)
         encoded = answerer.encoder.encode(prompts[0].text, [one.load() for one in prompts[0].media])
         settings = Generation(
             batch_size=args.batch_size,

@@ -167,6 +167,29 @@ def test_the_answers_are_worth_scoring(out: Path):
     assert max(words.count(word) for word in set(words)) < 0.7 * len(words)
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["pope_ocr"], "unknown benchmark 'pope_ocr'; allowed: pope, gqa"),
+        (["vizwiz", "--profile", "vlmeval"], "vizwiz has no profile 'vlmeval'"),
+        (["gqa", "--limit", "0"], "--limit is 0"),
+        (["gqa", "--split", "tset"], "gqa has no split 'tset'"),
+        (["gqa", "--task", "yes_no"], "--task is for a set of your own"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_asked(
+    more: list[str],
+    message: str,
+    benchmarks: Path,
+    speaking_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    assert evaluate(speaking_model, benchmarks, tmp_path / "new", *more) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_missing_video_is_listed(out: Path):
     rows = lines(out / "videomme" / "media_problems.jsonl")
     assert [row["question_id"] for row in rows] == ["002-1", "002-2", "002-3"]
