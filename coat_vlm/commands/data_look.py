@@ -212,10 +212,11 @@ def _add_download(jobs: Commands) -> None:
         jobs,
         "download",
         _download,
-        "fetch a known public data set from the Hugging Face Hub, or list what is known",
+        "fetch a known data set or benchmark from the Hugging Face Hub, or list what is known",
         """\
   coat-vlm data download
   coat-vlm data download llava_558k --out data
+  coat-vlm data download pope --out benchmarks     # for coat-vlm eval --tasks pope
 """,
     )
     parser.add_argument("name", nargs="?", help="a name from the list, or a mixture file")
@@ -223,16 +224,23 @@ def _add_download(jobs: Commands) -> None:
 
 
 def _download(args: argparse.Namespace) -> int:
-    from coat_data.download import download, known_mixtures
+    from coat_data.download import BENCHMARKS, download, download_benchmark, known_mixtures
 
     if args.name is None:
         for mixture in known_mixtures():
             say(f"{mixture.name:<20} {mixture.about}")
             for repository in mixture.hub:
                 say(f"{'':<20} {repository.repo} ({repository.license})")
+        for name, repository in BENCHMARKS.items():
+            say(f"{name:<20} benchmark: {repository.repo} ({repository.license})")
         return 0
     if args.out is None:
         raise ValueError("--out is missing; name the folder to download into")
+    if args.name in BENCHMARKS:
+        say(f"licence: {BENCHMARKS[args.name].license}")
+        path = download_benchmark(args.name, args.out)
+        say(f"{path}: coat-vlm eval --tasks {args.name} --data {args.out} --model ... --out ...")
+        return 0
     path, notes = download(args.name, args.out)
     say(f"{path}: name it as the path of a source, or look at it with coat-vlm data stats {path}")
     for note in notes:

@@ -1,6 +1,7 @@
 """``coat-vlm eval --tasks``: official benchmarks, from the questions to the report."""
 
 import argparse
+import os
 from pathlib import Path
 
 from coat_vlm.commands.command import PRECISIONS, say
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     suite.add_argument(
         "--num-workers", type=int,
-        help="processes that decode ahead; default 0 on a CPU, else up to 8",
+        help="processes that decode ahead; default 0 on a CPU, else up to 12",
     )  # fmt: skip
     suite.add_argument(
         "--overwrite", action="store_true", help="replace answers of another model or prompt"
@@ -54,7 +55,7 @@ def evaluate_tasks(args: argparse.Namespace) -> int:
     """Run the benchmarks that the arguments name, one after the other."""
     from coat_eval.answerer import ModelOptions, load_answerer
     from coat_eval.benchmark import Settings
-    from coat_eval.generation import Generation
+    from coat_eval.generation import Generation, default_workers
     from coat_eval.official import headline
     from coat_eval.ranks import joined_ranks, own_device
     from coat_eval.suite import choose, run_benchmark
@@ -73,7 +74,9 @@ def evaluate_tasks(args: argparse.Namespace) -> int:
     generation = Generation(
         batch_size=args.batch_size,
         max_new_tokens=args.max_new_tokens or 128,
-        num_workers=_num_workers(args.num_workers, device.type),
+        num_workers=default_workers(device.type, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if args.num_workers is None
+        else args.num_workers,
     )
     with joined_ranks() as world:
         options = ModelOptions(device=device, precision=args.precision, num_frames=args.num_frames)
@@ -92,15 +95,6 @@ def evaluate_tasks(args: argparse.Namespace) -> int:
                 say(f"{choice.name}\n{headline(choice.benchmark, report)}")
                 say(f"{_where(args.out / choice.name, report['n_media_problems'])}\n")
     return 0
-
-
-def _num_workers(asked: int | None, device: str) -> int:
-    import os
-
-    if asked is not None:
-        return asked
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return 0 if device == "cpu" else min(8, (os.cpu_count() or 1) // local)
 
 
 def _where(folder: Path, num_problems: int) -> str:

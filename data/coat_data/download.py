@@ -1,4 +1,4 @@
-"""Fetches known public data sets from the Hugging Face Hub.
+"""Fetches known public data sets and benchmarks from the Hugging Face Hub.
 
 ``data/mixtures/NAME.yaml`` says which repositories hold a set, under which licence, what is to be
 unpacked, and which sources it then has. Downloading it writes ``OUT/NAME.yaml``, a mixture file
@@ -52,6 +52,61 @@ class KnownMixture:
     """As in a native mixture file, with paths relative to the download's folder."""
     notes: tuple[str, ...]
     """What else the user has to get."""
+
+
+_VIDEO_ARCHIVES = {"videos_chunked_*.zip": ".", "subtitle.zip": "."}
+
+BENCHMARKS: Mapping[str, Repository] = {
+    name: Repository(
+        repo=f"lmms-lab/{repo}",
+        license=license_note,
+        files=files,
+        unpack=_VIDEO_ARCHIVES if name == "videomme" else {},
+    )
+    for name, repo, license_note, files in (
+        ("pope", "POPE", "MIT; pictures of COCO under their owners' terms", ("Full/*.parquet",)),
+        (
+            "gqa",
+            "GQA",
+            "CC BY 4.0; pictures of Visual Genome under their owners' terms",
+            ("testdev_balanced_instructions/*.parquet", "testdev_balanced_images/*.parquet"),
+        ),
+        (
+            "vqav2",
+            "VQAv2",
+            "CC BY 4.0; pictures of COCO under their owners' terms",
+            ("data/validation-*.parquet",),
+        ),
+        ("textvqa", "textvqa", "CC BY 4.0", ("data/validation-*.parquet",)),
+        ("vizwiz", "VizWiz-VQA", "CC BY 4.0", ("data/val-*.parquet",)),
+        ("seedbench", "SEED-Bench", "CC BY-NC 4.0: no commercial use", ("data/test-*.parquet",)),
+        (
+            "mmmu",
+            "MMMU",
+            "Apache 2.0; pictures from many sources under their owners' terms",
+            ("data/validation-*.parquet",),
+        ),
+        (
+            "videomme",
+            "Video-MME",
+            "academic research only, not to be passed on; about 100 GB of videos",
+            ("videomme/*.parquet", *_VIDEO_ARCHIVES),
+        ),
+    )
+}
+"""The official benchmarks as lmms-lab stores them: the splits that have answers."""
+
+
+def download_benchmark(name: str, out_dir: str | Path) -> Path:
+    """Fetch a benchmark into ``out_dir/name``, where ``coat-vlm eval --tasks`` finds it.
+
+    Raises:
+        DataError: the Hub cannot be reached; says how to get the files elsewhere.
+        KeyError: the benchmark is not one of :data:`BENCHMARKS`.
+    """
+    repository, folder = BENCHMARKS[name], Path(out_dir) / name
+    _fetch_and_unpack(repository, folder)
+    return folder
 
 
 def known_mixtures() -> list[KnownMixture]:
@@ -109,14 +164,18 @@ def download(name: str, out_dir: str | Path) -> tuple[Path, tuple[str, ...]]:
     out_dir = Path(out_dir)
     for repository in mixture.hub:
         folder = out_dir / repository.folder
-        _fetch(repository, folder)
-        for pattern, target in repository.unpack.items():
-            for archive in tqdm(sorted(folder.glob(pattern)), f"unpack {repository.folder}"):
-                unpack(archive, folder / target)
+        _fetch_and_unpack(repository, folder)
     path = out_dir / f"{mixture.name}.yaml"
     listing = yaml.safe_dump({"sources": [dict(source) for source in mixture.sources]})
     path.write_text(f"# {mixture.about}\n{listing}", encoding="utf-8")
     return path, mixture.notes
+
+
+def _fetch_and_unpack(repository: Repository, folder: Path) -> None:
+    _fetch(repository, folder)
+    for pattern, target in repository.unpack.items():
+        for archive in tqdm(sorted(folder.glob(pattern)), f"unpack {repository.folder}"):
+            unpack(archive, folder / target)
 
 
 def _find(name: str) -> KnownMixture:

@@ -24,7 +24,6 @@ not counted.
 import argparse
 import csv
 import json
-import os
 import platform
 import statistics
 import tempfile
@@ -41,7 +40,7 @@ from tqdm import tqdm
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_eval.coat_answerer import CoatAnswerer
 from coat_eval.data_folder import DataFolder
-from coat_eval.generation import Generation, answer_all
+from coat_eval.generation import Generation, answer_all, default_workers
 from coat_eval.prompt import Asking, Prompt
 from coat_eval.tasks import get_benchmark
 from coat_vlm.config import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
@@ -206,8 +205,9 @@ def main() -> None:
     """Measure, print a table, and write it if asked to."""
     args = _arguments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU"
-    print(f"{where}; torch {torch.__version__}, transformers {transformers.__version__}")
+    chip = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    print(f"{chip}; {versions}; {args.workers} workers")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "pope"
         make_pope(folder, args.items)
@@ -217,7 +217,7 @@ def main() -> None:
         pope = get_benchmark("pope")
         data = DataFolder.open(folder, "pope", pope.layouts)
         prompts = list(pope.prompts(data, Asking()))
-        answerer = CoatAnswerer(model, processor, {})
+        answerer = CoatAnswerer(model, processor, dict)
         encoded = answerer.encoder.encode(prompts[0].text, [one.load() for one in prompts[0].media])
         settings = Generation(
             batch_size=args.batch_size,
@@ -275,7 +275,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--workers",
         type=int,
-        default=min(12, (os.cpu_count() or 2) - 1) if torch.cuda.is_available() else 0,
+        default=default_workers("cuda" if torch.cuda.is_available() else "cpu"),
         help="processes that decode ahead; default 0 without a GPU",
     )
     parser.add_argument("--csv", type=Path, help="file for the table")

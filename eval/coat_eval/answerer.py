@@ -44,7 +44,10 @@ class Answerer(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What its answers depend on, as plain JSON: weights, dtype, frames."""
+        """What its answers depend on, as plain JSON: weights, dtype, frames.
+
+        Asked for by one rank only, as weights may have to be read in full.
+        """
         ...
 
     @property

@@ -1,6 +1,7 @@
 """This project's checkpoints as answerers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,25 +26,37 @@ class CoatAnswerer:
 
     Attributes:
         encoder: makes its inputs as training did.
-        identity: what answers depend on.
         device: where the model is.
     """
 
     def __init__(
-        self, model: CoatVlm, processor: CoatVlmProcessor, identity: dict[str, Any]
+        self, model: CoatVlm, processor: CoatVlmProcessor, weights: Callable[[], dict[str, Any]]
     ) -> None:
+        """Take a loaded model.
+
+        Args:
+            model: the model, in evaluation mode.
+            processor: its processor.
+            weights: names the weights, as plain JSON; called once, by the rank that writes it down,
+                as it may have to read them all.
+        """
         self._model = model
+        self._weights = weights
         self._prompts = PromptEncoder(processor)
         self.encoder = CoatEncoder(self._prompts)
-        dtype = str(model.dtype).removeprefix("torch.")
-        blocks = fp8_blocks(model)
-        self.identity = {
-            **identity,
+        self.device = torch.device(model.device)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """See :class:`coat_eval.answerer.Answerer`."""
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        blocks = fp8_blocks(self._model)
+        return {
+            **self._weights(),
             "dtype": f"{dtype}, fp8 blocks" if blocks else dtype,
             # In FP8 a batch shares its scales, so that its size belongs to the answer.
             "scales_shared_by_batch": bool(blocks),
         }
-        self.device = torch.device(model.device)
 
     @classmethod
     def load(cls, folder: Path, options: ModelOptions) -> "CoatAnswerer":
@@ -56,8 +69,11 @@ class CoatAnswerer:
         model, processor = load(
             model_dir, options.device, precision=cast(Precision | None, precision), fp8=fp8
         )
-        identity = {"model_sha256": folder_sha256(model_dir), "precision": precision}
-        return cls(model, processor, identity)
+        return cls(
+            model,
+            processor,
+            lambda: {"model_sha256": folder_sha256(model_dir), "precision": precision},
+        )
 
     def answer(self, batch: Batch, max_new_tokens: int) -> list[str]:
         """See :class:`coat_eval.answerer.Answerer`."""

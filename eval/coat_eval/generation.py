@@ -7,6 +7,8 @@ Questions about one video stay in one batch, where the video is decoded once. Ba
 the ranks in turn.
 """
 
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,6 +23,9 @@ from coat_eval.answerer import Answerer, PromptEncoder
 from coat_eval.answers import AnswerWriter, named
 from coat_eval.prompt import Prompt
 from coat_eval.ranks import ALONE, World
+
+_BYTES_OF_A_WORKER = 3 * 64 * 3 * 384 * 384 * 4
+"""Three batches (one in use, two ahead) of 64 pictures of 384 pixels in FP32: 340 MB."""
 
 Problem = dict[str, Any]
 """A question that could not be asked: its name, media, problem and remedy."""
@@ -89,6 +94,20 @@ def answer_all(
             problems += found
             bar.update(len(indices) + len(found))
     return problems
+
+
+def default_workers(device: str, num_processes: int = 1) -> int:
+    """Worker processes that decode ahead: none on a CPU, which the model needs itself.
+
+    On a GPU at most 12 for each process, and no more than the shared memory lets through: batches
+    go through it, and containers often have 64 MB of it.
+    """
+    if device == "cpu":
+        return 0
+    shared = Path("/dev/shm")
+    room = shutil.disk_usage(shared).free if shared.is_dir() else 0
+    fitting = room // (num_processes * _BYTES_OF_A_WORKER)
+    return int(min(12, (os.cpu_count() or 1) // num_processes, fitting))
 
 
 def make_batches(

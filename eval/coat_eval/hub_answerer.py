@@ -5,6 +5,7 @@ model that takes several images. A processor's own way with videos differs from 
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,28 @@ class HubAnswerer:
 
     Attributes:
         encoder: writes prompts with the chat template and makes batches with the processor.
-        identity: what answers depend on.
         device: where the model is.
     """
 
-    def __init__(
-        self, model: Any, processor: Any, identity: dict[str, Any], num_frames: int
-    ) -> None:
+    def __init__(self, model: Any, processor: Any, name: str, num_frames: int) -> None:
+        """Take a loaded model; ``name`` is the folder or Hub name that it is from."""
         self._model = model
+        self._name = name
+        self._num_frames = num_frames
         self.encoder = HubEncoder(processor, num_frames)
-        self.identity = {
-            **identity,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "num_frames": num_frames,
-        }
         self.device = torch.device(model.device)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """See :class:`coat_eval.answerer.Answerer`; a folder's weights are read in full."""
+        folder = Path(self._name)
+        weights = (
+            {"model_sha256": folder_sha256(folder)}
+            if folder.is_dir()
+            else {"model": self._name, "commit": getattr(self._model.config, "_commit_hash", None)}
+        )
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        return {**weights, "dtype": dtype, "num_frames": self._num_frames}
 
     @classmethod
     def load(cls, name: str, options: ModelOptions) -> "HubAnswerer":
@@ -70,13 +78,7 @@ class HubAnswerer:
                 f"the processor of {name} has no chat template, so that nothing says how to ask; "
                 "add chat_template.jinja to its folder, as its newer versions on the Hub have"
             )
-        folder = Path(name)
-        weights = (
-            {"model_sha256": folder_sha256(folder)}
-            if folder.is_dir()
-            else {"model": name, "commit": getattr(model.config, "_commit_hash", None)}
-        )
-        return cls(model.to(options.device).eval(), processor, weights, options.num_frames)
+        return cls(model.to(options.device).eval(), processor, name, options.num_frames)
 
     @torch.inference_mode()
     def answer(self, batch: Any, max_new_tokens: int) -> list[str]:

@@ -63,7 +63,15 @@ def choose(name: str, **options: Any) -> Choice:
             for kind in ("", *one.variants)
         ]
         raise ValueError(f"unknown benchmark {name!r}; allowed: {', '.join(known)}")
-    return Choice(name=name, benchmark=BENCHMARKS[task], variant=variant, **options)
+    choice = Choice(name=name, benchmark=BENCHMARKS[task], variant=variant, **options)
+    if choice.settings.profile not in choice.benchmark.profiles:
+        raise ValueError(
+            f"{task} has no profile {choice.settings.profile!r}; allowed: "
+            f"{', '.join(choice.benchmark.profiles)}"
+        )
+    if choice.limit is not None and choice.limit < 1:
+        raise ValueError(f"--limit is {choice.limit}; ask for at least one question")
+    return choice
 
 
 def folder_of(data: Path, benchmark: Benchmark) -> Path:
@@ -114,14 +122,7 @@ def run_benchmark(
     prompts = list(benchmark.prompts(folder, asking))
     asked = prompts[: choice.limit]
     out_dir = out / choice.name
-    identity = {
-        "task": choice.name,
-        "prompts_sha256": _digest(prompts),
-        "max_new_tokens": generation.max_new_tokens,
-        **answerer.identity,
-    }
-    if answerer.identity.get("scales_shared_by_batch"):
-        identity["batch_size"] = generation.batch_size
+    identity = _identity(answerer, choice, prompts, generation) if world.is_main else {}
     done = world.gather(_start(out_dir, identity, choice, asked) if world.is_main else None)[0]
     if isinstance(done, Exception):
         raise done
@@ -145,6 +146,21 @@ def run_benchmark(
     }
     write_json(out_dir / REPORT_FILE, report)
     return report
+
+
+def _identity(
+    answerer: Answerer, choice: Choice, prompts: Sequence[Prompt], generation: Generation
+) -> dict[str, Any]:
+    """What the answers depend on."""
+    identity = {
+        "task": choice.name,
+        "prompts_sha256": _digest(prompts),
+        "max_new_tokens": generation.max_new_tokens,
+        **answerer.identity,
+    }
+    if answerer.identity.get("scales_shared_by_batch"):
+        identity["batch_size"] = generation.batch_size
+    return identity
 
 
 def _start(

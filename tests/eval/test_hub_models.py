@@ -62,7 +62,7 @@ QWEN = (
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
-TEXT = {
+TEXT: Any = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -99,7 +99,7 @@ def make_llava(folder: Path) -> None:
             image_size=16, patch_size=8,
         ),
         text_config=LlamaConfig(**TEXT),
-        image_token_id=3,
+        image_token_index=3,
         image_seq_length=4,
     )  # fmt: skip
     size = {"height": 16, "width": 16}
@@ -123,7 +123,7 @@ def make_qwen(folder: Path) -> None:
         },
         image_token_id=6, video_token_id=7, vision_start_token_id=4, vision_end_token_id=5,
     )  # fmt: skip
-    pixels = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    pixels: Any = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
     size = {"shortest_edge": 64, "longest_edge": 1024}
     processor = Qwen2VLProcessor(
         image_processor=Qwen2VLImageProcessor(**pixels, size=size),

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from coat_eval.data_folder import DataFolder
 from coat_eval.official import SCORER_VERSION, score_official
+from coat_eval.prompt import Asking
 from coat_eval.tasks import BENCHMARKS, get_benchmark
 from coat_vlm.cli import main
 from coat_vlm.commands.evaluate import OFFICIAL
@@ -240,3 +242,11 @@ def test_the_documented_example_of_a_benchmark_scores(tmp_path: Path):
     found = score_official(room["Counting"](), [tmp_path / "p.json"], [tmp_path / "refs.json"])
     assert found["metrics"] == {"overall": 50, "kind.cup": 75, "kind.fork": 0}
     assert found["n_unparsed"] == 1
+
+    rows = [{**row, "picture": "a.png"} for row in rows]
+    (tmp_path / "counting.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = DataFolder.open(tmp_path, "counting", room["Counting"].layouts)
+    asked = list(room["Counting"]().prompts(folder, Asking()))
+    assert [one.question_id for one in asked] == [str(row["question_id"]) for row in rows]
+    assert asked[0].text == f"How many are there: {rows[0]['kind']}?"
+    assert asked[0].media[0].name == str(tmp_path / "pictures" / "a.png")

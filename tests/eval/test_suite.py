@@ -5,12 +5,10 @@ of ours; the model says single words, for which those rules are short.
 """
 
 import json
-import multiprocessing
 import os
 import random
-import signal
-import socket
-import time
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +167,29 @@ def test_the_answers_are_worth_scoring(out: Path):
     assert max(words.count(word) for word in set(words)) < 0.7 * len(words)
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["pope_ocr"], "unknown benchmark 'pope_ocr'; allowed: pope, gqa"),
+        (["vizwiz", "--profile", "vlmeval"], "vizwiz has no profile 'vlmeval'"),
+        (["gqa", "--limit", "0"], "--limit is 0"),
+        (["gqa", "--split", "tset"], "gqa has no split 'tset'"),
+        (["gqa", "--task", "yes_no"], "--task is for a set of your own"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_asked(
+    more: list[str],
+    message: str,
+    benchmarks: Path,
+    speaking_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    assert evaluate(speaking_model, benchmarks, tmp_path / "new", *more) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_missing_video_is_listed(out: Path):
     rows = lines(out / "videomme" / "media_problems.jsonl")
     assert [row["question_id"] for row in rows] == ["002-1", "002-2", "002-3"]
@@ -176,84 +197,56 @@ def test_a_missing_video_is_listed(out: Path):
     assert rows[0]["problem"] == "no such file"
 
 
-SLOW_S = 0.05
-
-
-def child(words: tuple[Any, ...], ranks: tuple[int, int, int] | None = None) -> None:
-    """The command in a forked process; slowly, so that it can be killed in the middle."""
-    if ranks is not None:
-        names = ("RANK", "WORLD_SIZE", "MASTER_PORT")
-        os.environ.update({name: str(value) for name, value in zip(names, ranks, strict=True)})
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-    answer = CoatAnswerer.answer
-
-    def slowly(*args: Any) -> list[str]:
-        time.sleep(SLOW_S)
-        return answer(*args)
-
-    CoatAnswerer.answer = slowly
-    os._exit(evaluate(*words))
-
-
-def start(*args: Any) -> Any:
-    process = multiprocessing.get_context("fork").Process(target=child, args=args)
-    process.start()
-    return process
+@pytest.fixture(scope="module")
+def processes(
+    benchmarks: Path, speaking_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("processes")
+    script = Path(__file__).with_name("suite_processes.py")
+    words = [sys.executable, str(script), str(speaking_model), str(benchmarks), str(folder)]
+    subprocess.run(words, check=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return folder
 
 
 def test_a_killed_run_goes_on_and_says_the_same(
-    benchmarks: Path, speaking_model: Path, out: Path, tmp_path: Path
+    benchmarks: Path,
+    speaking_model: Path,
+    out: Path,
+    processes: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    words = (speaking_model, benchmarks, tmp_path, "pope")
-    process = start(words)
-    path = tmp_path / "pope" / "predictions.rank0.jsonl"
-    deadline = time.monotonic() + 60
-    while not (path.is_file() and len(path.read_bytes().splitlines()) >= 4):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    killed = processes / "killed" / "pope"
+    path = killed / "predictions.rank0.jsonl"
     kept = path.read_bytes()
     assert 4 <= kept.count(b"\n") < 18
     path.write_bytes(kept + b'{"index": 17, "question')  # killed in the middle of a line
-    first = {row["index"] for row in map(json.loads, kept.splitlines())}
+    first = {json.loads(line)["index"] for line in kept.split(b"\n")[:-1]}
     asked: list[int] = []
     answer = CoatAnswerer.answer
 
-    def counted(self: CoatAnswerer, batch: Any, most: int) -> list[str]:
+    def counted(self: CoatAnswerer, batch: Any, max_new_tokens: int) -> list[str]:
         asked.append(len(batch["input_ids"]))
-        return answer(self, batch, most)
+        return answer(self, batch, max_new_tokens)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CoatAnswerer, "answer", counted)
-        assert evaluate(*words) == 0
+    monkeypatch.setattr(CoatAnswerer, "answer", counted)
+    assert evaluate(speaking_model, benchmarks, killed.parent, "pope") == 0
     assert sum(asked) == 18 - len(first)
-    again, whole = (lines(folder / "pope" / "predictions.jsonl") for folder in (tmp_path, out))
+    again, whole = (lines(folder / "predictions.jsonl") for folder in (killed, out / "pope"))
     assert again == whole
     assert len(whole) == 18
-    assert sorted(path.name for path in (tmp_path / "pope").iterdir()) == [
+    assert sorted(path.name for path in killed.iterdir()) == [
         "media_problems.jsonl", "predictions.jsonl", "prompts.jsonl", "report.json", "run.json",
     ]  # fmt: skip
 
 
-def test_two_ranks_say_the_same(benchmarks: Path, speaking_model: Path, out: Path, tmp_path: Path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = (speaking_model, benchmarks, tmp_path, "seedbench,videomme")
-    ranks = [start(words, (rank, 2, port)) for rank in (0, 1)]
-    for process in ranks:
-        process.join(120)
-    assert [process.exitcode for process in ranks] == [0, 0]
+def test_two_ranks_say_the_same(out: Path, processes: Path):
     for task in ("seedbench", "videomme"):
-        reports = [
-            json.loads((folder / task / "report.json").read_text()) for folder in (tmp_path, out)
-        ]
-        assert [report["num_ranks"] for report in reports] == [2, 1]
-        assert reports[0]["metrics"] == reports[1]["metrics"]
-        names = ("predictions.jsonl", "media_problems.jsonl")
-        for name in names:
-            assert lines(tmp_path / task / name) == lines(out / task / name)
+        folders = (processes / "ranks" / task, out / task)
+        two, one = (json.loads((folder / "report.json").read_text()) for folder in folders)
+        assert (two["num_ranks"], one["num_ranks"]) == (2, 1)
+        assert two["metrics"] == one["metrics"]
+        for name in ("predictions.jsonl", "media_problems.jsonl"):
+            assert lines(folders[0] / name) == lines(folders[1] / name)
 
 
 def test_a_limit_and_then_the_rest(

@@ -1,0 +1,68 @@
+"""``coat-vlm data download`` of a benchmark, with a stand-in for the Hub."""
+
+import zipfile
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
+
+from coat_data.download import BENCHMARKS
+from coat_eval.tasks import get_benchmark
+from coat_vlm.cli import main
+
+FILES = {
+    "lmms-lab/POPE": ["Full/random-0.parquet", "data/test-0.parquet"],
+    "lmms-lab/Video-MME": ["videomme/test-0.parquet", "videos_chunked_01.zip", "subtitle.zip"],
+}
+
+
+def stand_in(repo: str, *, repo_type: str, local_dir: Path, allow_patterns: list[str]) -> None:
+    assert repo_type == "dataset"
+    for name in FILES[repo]:
+        if any(fnmatch(name, pattern) for pattern in allow_patterns):
+            path = local_dir / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix == ".zip":
+                inside = "subtitle/a.srt" if "subtitle" in name else "data/a.mp4"
+                with zipfile.ZipFile(path, "w") as archive:
+                    archive.writestr(inside, "content")
+            else:
+                path.touch()
+
+
+def test_files_of_the_benchmark_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", stand_in)
+    for name in ("pope", "videomme"):
+        assert main(["data", "download", name, "--out", str(tmp_path)]) == 0
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert "pope/Full/random-0.parquet" in found
+    assert "pope/data/test-0.parquet" not in found
+    assert {"videomme/data/a.mp4", "videomme/subtitle/a.srt"} <= found
+    said = capsys.readouterr().out
+    assert "licence: MIT" in said
+    assert "coat-vlm eval --tasks videomme" in said
+
+
+def test_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def offline(*_: Any, **__: Any) -> None:
+        raise OfflineModeIsEnabled("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    assert main(["data", "download", "gqa", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "hf download lmms-lab/GQA --repo-type dataset --include" in said
+    assert f"--local-dir {tmp_path / 'gqa'}" in said
+
+
+def test_every_benchmark_has_a_source_in_a_layout_that_is_read():
+    for name, repository in BENCHMARKS.items():
+        usual = next(iter(get_benchmark(name).layouts.values()))
+        ends = {pattern.rpartition("/")[2] for layout in usual for pattern in layout}
+        assert {file.rpartition("/")[2] for file in repository.files if "parquet" in file} <= ends
