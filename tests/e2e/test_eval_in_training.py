@@ -14,7 +14,7 @@ from coat_eval.tasks import get_task
 from coat_vlm.generate import generate, load
 from coat_vlm.train.export import export
 
-STEPS, EVERY, QUESTIONS = 45, 15, 13
+STEPS, EVERY, QUESTIONS = 45, 15, 23
 ANSWERS = {"red": "red", "green": "green green", "blue": "blue blue blue blue"}
 RUNS: dict[str, dict[str, Any]] = {
     "0": {"zero_stage": 0, "eval_every": EVERY},
@@ -52,6 +52,12 @@ def recipe(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         }
         for row in rows
     ]
+    # The odd ones are not asked. Of the others with an image every second is green: with two ranks
+    # one has short answers and the other long ones.
+    decoys = [
+        {**row, "question_id": f"not {row['question_id']}", "answer": "never"} for row in questions
+    ]
+    questions = [row for pair in zip(questions, decoys, strict=True) for row in pair]
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
     trains = {"train": True, "lr": 1e-2}
     size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -127,7 +133,7 @@ def asked_again(recipe: dict[str, Any], checkpoint: Path, target: Path) -> tuple
     settings = recipe["eval_sets"]["colors"]
     task = get_task("short_answer")
     items = task.load(Path(settings["path"]), Path(settings["media_root"]))
-    chosen = [items[k * len(items) // QUESTIONS] for k in range(QUESTIONS)]
+    chosen = items[::2]
     model, processor = load(export(checkpoint, target))
     samples: list[Sample] = [item.sample for item in chosen]
     answers = [generate(model, processor, [sample], 16)[0] for sample in samples]
@@ -150,7 +156,7 @@ def test_live_weights_answer_as_the_checkpoint_of_that_step(
         found.append(accuracy)
         words |= lengths
     assert len(set(found)) > 1, found  # otherwise a mix-up of steps or questions would pass
-    assert len(words) > 1, words  # ranks end at different times
+    assert len(words) > 1, words
 
 
 def test_asking_leaves_no_trace_in_the_training(runs: dict[str, Path]) -> None:
