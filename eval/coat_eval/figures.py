@@ -95,7 +95,8 @@ def _f1_part(scored: ScoredSet, mask: Mask) -> tuple[Numbers, Numbers]:
     wrong = mask & ~tp & _where(scored, lambda item: item["extracted"] != item["reference"])
     if scored.profile == "lmms":
         wrong &= _where(scored, lambda item: item["extracted"] in ("yes", "no", None))
-    return 2.0 * tp, 2.0 * tp + wrong
+    twice = 2 * tp.astype(np.float64)
+    return twice, twice + wrong
 
 
 def _answered(item: Mapping[str, Any]) -> bool:

@@ -52,6 +52,8 @@ def load_language_model(
 
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     wanted: Any = dtype or (torch.float32 if place.type == "cpu" else "auto")
-    language = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, local_files_only=True)
+    language: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=wanted, local_files_only=True
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return language.to(place).eval(), tokenizer

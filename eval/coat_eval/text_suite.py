@@ -176,9 +176,9 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 def _import_lm_eval() -> tuple[Any, Any, Any]:
     try:
-        import lm_eval
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
+        import lm_eval  # pyright: ignore[reportMissingImports]
+        from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError(
             f"text suites need lm-eval, which is an optional extra ({error}): {INSTALL}; "
