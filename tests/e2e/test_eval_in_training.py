@@ -14,7 +14,7 @@ from coat_eval.tasks import get_task
 from coat_vlm.generate import generate, load
 from coat_vlm.train.export import export
 
-STEPS, EVERY, QUESTIONS = 45, 15, 23
+STEPS, EVERY, QUESTIONS = 45, 15, 24
 ANSWERS = {"red": "red", "green": "green green", "blue": "blue blue blue blue"}
 RUNS: dict[str, dict[str, Any]] = {
     "0": {"zero_stage": 0, "eval_every": EVERY},
@@ -52,8 +52,15 @@ def recipe(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         }
         for row in rows
     ]
-    # The odd ones are not asked. Of the others with an image every second is green: with two ranks
-    # one has short answers and the other long ones.
+    # What two ranks would do out of step: every second question has an image for as long as there
+    # are others, so one rank would see a whole batch of images and the other none; of those with an
+    # image every second one is green, so one rank has short answers and the other long ones.
+    blind = [row for row in questions if "image" not in row]
+    blind.append({**blind[0], "question_id": "again"})
+    seeing = [row for row in questions if "image" in row]
+    pairs = zip(blind, seeing, strict=False)
+    questions = [*(row for pair in pairs for row in pair), *seeing[len(blind) :]]
+    # Each one is followed by one that is not asked.
     decoys = [
         {**row, "question_id": f"not {row['question_id']}", "answer": "never"} for row in questions
     ]
