@@ -1,6 +1,6 @@
 """The ``coat-vlm`` command.
 
-Only ``commands.evaluate`` reaches above this package, into ``coat_eval``, and nothing imports this
+Only a few of ``commands`` reach above this package, into ``coat_eval``, and nothing imports this
 module. Every command imports what it needs when it runs. Mistakes of the user (a wrong key, a
 broken file, a full disk) end as one readable message and exit status 2; ``--debug`` adds the
 traceback. Exit status 1 means that a required figure was missed or that the doctor found something
@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from coat_vlm.commands import bench, data, evaluate, export, plan, show, train
+from coat_vlm.commands import bench, compare, data, evaluate, export, plan, show, text, train
 from coat_vlm.commands.command import add_launcher_rank, complain
 
 USER_ERROR = 2
@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     # DeepSpeed's launcher puts its argument before the command.
     add_launcher_rank(parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (train, plan, evaluate, bench, data, export, show):
+    for module in (train, plan, evaluate, compare, text, bench, data, export, show):
         module.add(commands)
     return parser
 

@@ -2,8 +2,8 @@
 
 A recipe names the model, the data of each stage and how each stage trains. ``load_recipe`` reads a
 file (or a built-in recipe by name), applies dotted overrides such as ``stages.sft.max_steps=10``
-and returns a :class:`Recipe`. This module and those of the media and of packing are leaves: they
-import no other room of the project.
+and returns a :class:`Recipe`. This module and those of the media, of packing and of
+evaluation are leaves: they import no other room of the project.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from coat_vlm.eval_config import EvalSchedule
 from coat_vlm.media_config import ImageConfig, VideoConfig
 from coat_vlm.packing_config import Packing
 
@@ -240,20 +241,6 @@ class StageConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
-class EvalSetConfig:
-    """One evaluation set, run by ``coat-vlm eval --run``."""
-
-    task: Literal["yes_no", "multiple_choice", "short_answer"]
-    """How answers are extracted and scored."""
-    path: str
-    """Folder with questions.jsonl (and, usually, the images)."""
-    media_root: str | None = None
-    """Folder that relative image paths start from; defaults to ``path``."""
-    require: dict[str, float] = field(default_factory=dict)
-    """Smallest allowed value of a metric, in percent; ``coat-vlm eval --run`` fails below it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
 class Fp8Config:
     """What becomes FP8 under the precisions ``fp8_linear``, ``coat`` and ``coat_lean``."""
 
@@ -336,7 +323,7 @@ class TrackingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
-class Recipe:
+class Recipe(EvalSchedule):
     """A whole run: model, stages in order, evaluation sets."""
 
     name: str
@@ -346,8 +333,6 @@ class Recipe:
     model: ModelConfig
     stages: dict[StageName, StageConfig]
     """The stages to run; they always run in the order align, pretrain, sft."""
-    eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
-    """Evaluation sets by name."""
     init_from: str | None = None
     """Composed checkpoint folder to start from instead of ``model``'s initial weights."""
     seed: int = 0
@@ -370,6 +355,7 @@ class Recipe:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
+        EvalSchedule.__post_init__(self)
         if not self.stages:
             raise ValueError(f"recipe {self.name!r} has no stages; add at least one of {STAGES}")
         for name, stage in self.stages.items():
@@ -387,8 +373,10 @@ class Recipe:
             self.fp8.resolved(self.precision)  # complains before anything is touched
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as plain YAML-ready data."""
-        return dataclasses.asdict(self)
+        """The recipe as plain YAML-ready data, evaluation last as in a recipe's file."""
+        data = dataclasses.asdict(self)
+        last = {each.name: data.pop(each.name) for each in dataclasses.fields(EvalSchedule)}
+        return data | last
 
 
 def _exactly_one(where: str, **options: object) -> None:

@@ -141,6 +141,30 @@ def generate_batch(
 
     The batch ends when every row has produced an end token or ``max_new_tokens``.
     """
+    return answer_batch(model, encoder, batch, max_new_tokens)
+
+
+def answer_batch(
+    model: CoatVlm,
+    encoder: PromptEncoder,
+    batch: Batch,
+    max_new_tokens: int,
+    *,
+    synced: bool = False,
+) -> list[str]:
+    """:func:`generate_batch` for a model that goes on training.
+
+    Gradients are off, but not by inference mode: the weights that ZeRO-3 gathers and keeps would
+    become inference tensors, which no later step may save for its backward pass.
+
+    Args:
+        model: the model, in evaluation mode.
+        encoder: made the batch.
+        batch: left-padded prompts.
+        max_new_tokens: longest answer in tokens.
+        synced: go on with empty passes until all ranks have ended; needed where a pass gathers
+            weights from all of them.
+    """
     # transformers' stubs want attributes of its own quantized and encoder-decoder models.
     output = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
         input_ids=batch["input_ids"].to(model.device),
@@ -150,6 +174,7 @@ def generate_batch(
         max_new_tokens=max_new_tokens,
         pad_token_id=encoder.tokenizer.pad_token_id,
         eos_token_id=encoder.stop_token_ids,
+        synced_gpus=synced,
         **GREEDY,
     )
     answers = output[:, batch["input_ids"].shape[1] :]

@@ -1,4 +1,4 @@
-"""``coat-vlm eval``, ``score``, ``compare``, ``generate``: what reaches ``coat_eval``."""
+"""``coat-vlm eval``, ``score`` and ``generate``."""
 
 import argparse
 import json
@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    """Declare ``eval``, ``score``, ``compare`` and ``generate``."""
+    """Declare ``eval``, ``score`` and ``generate``."""
     _add_eval(commands)
     _add_score(commands)
-    _add_compare(commands)
     _add_generate(commands)
 
 
@@ -228,39 +227,6 @@ def _score_set(args: argparse.Namespace, name: str) -> int:
         allow_missing=args.allow_missing,
     )
     say(json.dumps(report["metrics"], indent=2))
-    return 0
-
-
-def _add_compare(commands: Commands) -> None:
-    parser = command(
-        commands,
-        "compare",
-        _compare,
-        "compare evaluated runs: means, spread over seeds, intervals paired by item",
-        """\
-  coat-vlm compare runs/bf16_0 runs/bf16_1                          # mean and spread
-  coat-vlm compare runs/bf16_0 runs/bf16_1 --with runs/coat_0 runs/coat_1 --plot loss.svg
-""",
-    )
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="evaluated run folders")
-    parser.add_argument(
-        "--with", dest="other", metavar="RUN", nargs="+", type=Path, default=[],
-        help="the other group; differences are this group minus the first",
-    )  # fmt: skip
-    parser.add_argument("--plot", type=Path, help="picture of the training losses (.svg or .png)")
-    parser.add_argument(
-        "--labels", nargs=2, default=("first", "second"), help="names of the groups in the picture"
-    )
-
-
-def _compare(args: argparse.Namespace) -> int:
-    from coat_eval.compare import compare_runs, format_comparison
-    from coat_eval.curves import draw_curves
-
-    say(format_comparison(compare_runs(args.runs, args.other)))
-    if args.plot is not None:
-        draw_curves(args.runs, args.other, tuple(args.labels), args.plot)
-        say(f"curves: {args.plot}")
     return 0
 
 

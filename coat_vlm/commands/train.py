@@ -15,6 +15,7 @@ def add(commands: Commands) -> None:
         """\
   coat-vlm train quickstart
   coat-vlm train my_recipe.yaml seed=1 stages.sft.max_steps=100 stages.sft.language.lr=1e-5
+  coat-vlm train my_recipe.yaml eval_every=500 eval_samples=64    # ask questions on the way
   coat-vlm train my_recipe.yaml --stage sft            # on the previous stage's model
   coat-vlm train my_recipe.yaml --resume auto          # continue where the run stopped
   torchrun --nproc-per-node 8 --no-python coat-vlm train my_recipe.yaml zero_stage=2
@@ -52,13 +53,22 @@ def _train(args: argparse.Namespace) -> int:
     if args.precision:
         overrides.append(f"precision={args.precision}")
     recipe = load_recipe(args.recipe, overrides)
+    subsets = []
+    if recipe.eval_every:
+        from coat_eval.subset import eval_subsets
+
+        subsets = eval_subsets(recipe)
     # DeepSpeed takes seconds to import: a mistake in the recipe is told before that.
     from coat_vlm.train.loop import Stopped
     from coat_vlm.train.stages import run_recipe
 
     try:
         model_dir = run_recipe(
-            recipe, resume=args.resume == "auto", only_stage=args.stage, overwrite=args.overwrite
+            recipe,
+            resume=args.resume == "auto",
+            only_stage=args.stage,
+            overwrite=args.overwrite,
+            subsets=subsets,
         )
     except Stopped:
         say(f"stopped by a signal after saving a checkpoint in {recipe.output_dir}")

@@ -42,7 +42,7 @@ Draw = Callable[[Axes, StageLog], None]
 
 
 def stage_plots(stage: StageLog) -> list[Plot]:
-    """Loss with validation points, learning rate, gradient norm, throughput, data wait, memory.
+    """Loss with validation points, questions answered in training, learning rate and the others.
 
     A curve whose values are absent from the log is left out.
     """
@@ -55,11 +55,15 @@ def stage_plots(stage: StageLog) -> list[Plot]:
         ("waiting for data, % of step", _draw_wait, False, "data_wait_s"),
         ("peak memory, GiB", _draw_memory, False, "peak_memory_mb"),
     ]
-    return [
+    plots = [
         Plot(title, _render(stage, draw, wide), wide)
         for title, draw, wide, key in drawn
         if any(row.get(key) is not None for row in stage.steps)
     ]
+    if stage.evaluations:
+        title = "questions answered in training, %"
+        plots.insert(1, Plot(title, _render(stage, _draw_evaluations, wide=True), wide=True))
+    return plots
 
 
 def _draw_loss(axes: Axes, stage: StageLog) -> None:
@@ -71,6 +75,18 @@ def _draw_loss(axes: Axes, stage: StageLog) -> None:
         axes.plot(
             points, values, "o-", color=colour, markersize=4, linewidth=1, label=f"val {source}"
         )
+    axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
+
+
+def _draw_evaluations(axes: Axes, stage: StageLog) -> None:
+    """The headline metric of every set."""
+    sets = dict.fromkeys(name for row in stage.evaluations for name in row["headline"])
+    for number, name in enumerate(sets):
+        steps, values = _series(stage.evaluations, _headline_of(name))
+        metric = stage.evaluations[-1]["headline"].get(name, "")
+        colour, label = COLOURS[number % len(COLOURS)], f"{name} {metric}"
+        axes.plot(steps, values, "o-", color=colour, markersize=4, linewidth=1, label=label)
+    axes.set_ylim(0, 105)
     axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
 
 
@@ -123,6 +139,13 @@ def _plot_noisy(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
 
 def _loss_of(source: str) -> Callable[[Mapping[str, Any]], float | None]:
     return lambda row: (row.get("losses") or {}).get(source)
+
+
+def _headline_of(name: str) -> Callable[[Mapping[str, Any]], float | None]:
+    def value(row: Mapping[str, Any]) -> float | None:
+        return (row["metrics"].get(name) or {}).get(row["headline"].get(name))
+
+    return value
 
 
 def _lr_of(module: str) -> Callable[[Mapping[str, Any]], float | None]:

@@ -24,6 +24,8 @@ class StageLog:
     """One row per optimizer step, in order; a step repeated after a resume counts once."""
     validations: list[dict[str, Any]] = field(default_factory=list)
     """One row per validation, in order."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """One row per time that ``eval_every`` asked questions, in order."""
     fp8: list[dict[str, Any]] = field(default_factory=list)
     """What ``precision: coat`` measured, in order."""
 
@@ -104,16 +106,13 @@ def _read_metrics(path: Path, recipe: Mapping[str, Any], missing: list[str]) -> 
     rows, unreadable = _read_rows(path)
     if unreadable:
         missing.append(f"metrics.jsonl has {unreadable} unreadable lines (cut off by a crash?)")
-    steps: dict[str, dict[int, dict[str, Any]]] = {}
-    validations: dict[str, dict[int, dict[str, Any]]] = {}
+    numbered: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for row in rows:
         name = str(row.get("stage"))
         log = logs.setdefault(name, StageLog(name=name))
         match row.get("kind"), row.get("status"):
-            case "step", _:
-                steps.setdefault(name, {})[int(row["step"])] = row
-            case "val", _:
-                validations.setdefault(name, {})[int(row["step"])] = row
+            case "step" | "val" | "eval" as kind, _:
+                numbered.setdefault((name, kind), {})[int(row["step"])] = row
             case "fp8", _:
                 log.fp8.append(row)
             case "stage", "start":
@@ -121,8 +120,10 @@ def _read_metrics(path: Path, recipe: Mapping[str, Any], missing: list[str]) -> 
             case "stage", "end":
                 log.end = row
     for name, log in logs.items():
-        log.steps = [row for _, row in sorted(steps.get(name, {}).items())]
-        log.validations = [row for _, row in sorted(validations.get(name, {}).items())]
+        log.steps, log.validations, log.evaluations = (
+            [row for _, row in sorted(numbered.get((name, kind), {}).items())]
+            for kind in ("step", "val", "eval")
+        )
         _note_progress(log, missing)
     return list(logs.values())
 

@@ -3,7 +3,7 @@
 import base64
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,18 +53,21 @@ def choose(correct: Sequence[bool], number: int) -> list[int]:
     right = [index for index, value in enumerate(correct) if value]
     wrong = [index for index, value in enumerate(correct) if not value]
     num_wrong = min(len(wrong), max(number // 2, number - len(right)))
-    return sorted(_spread(wrong, num_wrong) + _spread(right, number - num_wrong))
+    return sorted(spread(wrong, num_wrong) + spread(right, number - num_wrong))
 
 
-def _spread(indices: Sequence[int], number: int) -> list[int]:
-    number = min(number, len(indices))
-    return [indices[position * len(indices) // number] for position in range(number)]
+def shown_media(entries: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """Images and frames of videos as ``data:`` addresses, made small, at most MEDIA_PER_CARD.
 
+    Args:
+        entries: rows with ``kind`` and ``path``.
 
-def _card(row: dict[str, Any]) -> SampleCard:
+    Returns:
+        The addresses, and what cannot be shown and why.
+    """
     images: list[str] = []
     problems: list[str] = []
-    for entry in row["media"]:
+    for entry in entries:
         try:
             images += [_data_address(picture) for picture in _pictures(Media(**entry))]
         except (DataError, OSError) as error:
@@ -72,13 +75,24 @@ def _card(row: dict[str, Any]) -> SampleCard:
     hidden = len(images) - MEDIA_PER_CARD
     if hidden > 0:
         problems.append(f"{hidden} more images are not shown")
+    return images[:MEDIA_PER_CARD], problems
+
+
+def spread(indices: Sequence[int], number: int) -> list[int]:
+    """At most ``number`` of the indices, at even distances, so the same ones each time."""
+    number = min(number, len(indices))
+    return [indices[position * len(indices) // number] for position in range(number)]
+
+
+def _card(row: dict[str, Any]) -> SampleCard:
+    images, problems = shown_media(row["media"])
     return SampleCard(
         question=row["question"],
         category=row["category"],
         reference=row["reference"],
         prediction=row["prediction"],
         correct=row["correct"],
-        images=images[:MEDIA_PER_CARD],
+        images=images,
         problems=problems,
     )
 

@@ -68,6 +68,7 @@ def _stage_column(stage: StageLog, config: dict[str, Any]) -> dict[str, Any]:
         ("schedule", config.get("schedule")),
         ("train loss, last 20 steps", _mean_of_last(stage, "loss")),
         ("validation loss", _validation(stage)),
+        ("last questions in training", _evaluation(stage)),
         ("tokens/s, median", _median(stage, "tokens_per_s")),
         ("samples/s, median", _median(stage, "samples_per_s")),
         ("waiting for data", _waiting(stage)),
@@ -114,6 +115,17 @@ def _median(stage: StageLog, key: str) -> str:
 def _validation(stage: StageLog) -> str:
     losses = stage.validations[-1].get("losses") or {} if stage.validations else {}
     return ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+
+
+def _evaluation(stage: StageLog) -> str:
+    """The headline metrics, and how many questions are behind them."""
+    if not stage.evaluations:
+        return ""
+    row = stage.evaluations[-1]
+    return ", ".join(
+        f"{name} {metric} {row['metrics'][name][metric]:.2f} of {row['samples'][name]}"
+        for name, metric in row["headline"].items()
+    )
 
 
 def _waiting(stage: StageLog) -> str:

@@ -27,6 +27,7 @@ from coat_vlm.fp8 import WeightReuse
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import lr_factor
 from coat_vlm.train.engine import set_train_mode
+from coat_vlm.train.evaluation import LiveEvaluation
 from coat_vlm.train.fp8_record import Fp8Record
 from coat_vlm.train.gradients import GradientWatch, NonFiniteWatch
 from coat_vlm.train.interrupt import Interrupts
@@ -63,6 +64,8 @@ class StageRun:
     """Whether micro-batches share FP8 weights."""
     fp8: Fp8Record | None = None
     """Measures FP8 at the first and at the last step."""
+    evaluation: LiveEvaluation | None = None
+    """Asks questions on the way."""
     step: int = 0
     """Finished steps."""
     skipped_steps: int = 0
@@ -135,6 +138,12 @@ class StageRun:
             losses[name] = round(loss / max(1.0, count), 6)
         row = {"kind": "val", "stage": self.name, "step": self.step, "losses": losses}
         self.metrics.write(row)
+
+    def _evaluate(self, evaluation: LiveEvaluation) -> None:
+        """Answer questions with the weights as they are now."""
+        self.engine.eval()
+        row = evaluation(self.model)
+        self.metrics.write({"kind": "eval", "stage": self.name, "step": self.step, **row})
 
     def _step(self, micro_batches: list[LoadedBatch], stop_requested: bool) -> dict[str, Any]:
         """One optimizer step; what is known of it only here."""
@@ -294,6 +303,8 @@ class StageRun:
         validate_every, save_every = self.stage.eval_every_steps, self.stage.save_every_steps
         if self.data.validation and (at_end or _due(self.step, validate_every)):
             self.validate()
+        if self.evaluation is not None and (at_end or _due(self.step, self.evaluation.every)):
+            self._evaluate(self.evaluation)
         if stop or at_end or _due(self.step, save_every):
             self.save(self.step, self.cursor)
         if stop and not at_end:

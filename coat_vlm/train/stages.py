@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import shutil
 import time
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +30,7 @@ from coat_vlm.train.checkpoint import (
     save_checkpoint,
 )
 from coat_vlm.train.engine import build_engine, clips_itself, set_trainable
+from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
 from coat_vlm.train.export import save_description
 from coat_vlm.train.folder import problem_inside, problem_with, remove_folder, settle
 from coat_vlm.train.fp8_record import Fp8Record
@@ -45,13 +47,20 @@ _MAY_CHANGE = {
     "log_every_steps",
     "tracking",
     "eval_sets",
+    "eval_every",
+    "eval_samples",
     "zero_stage",
 }
 """Recipe keys that a resumed run may change: they do not touch the training itself."""
 
 
 def run_recipe(
-    recipe: Recipe, *, resume: bool, only_stage: str | None = None, overwrite: bool = False
+    recipe: Recipe,
+    *,
+    resume: bool,
+    only_stage: str | None = None,
+    overwrite: bool = False,
+    subsets: Sequence[EvalSubset] = (),
 ) -> Path:
     """Train the stages of a recipe.
 
@@ -60,6 +69,8 @@ def run_recipe(
         resume: continue from the newest whole checkpoint; finished stages are skipped.
         only_stage: run this stage only, on the previous stage's model in the run folder.
         overwrite: delete an earlier run in the output folder first.
+        subsets: the questions of ``eval_every``, see :func:`coat_eval.subset.eval_subsets`; what
+            scores them is above this package.
 
     Returns:
         The last stage's model folder.
@@ -69,6 +80,8 @@ def run_recipe(
         DataError: the data is bad.
         OSError: something could not be saved.
     """
+    if recipe.eval_every and not subsets:
+        raise ValueError("eval_every needs questions: pass coat_eval.eval_subsets(recipe)")
     names = _stage_names(recipe, only_stage)
     run_dir = model_dir = Path(recipe.output_dir)
     chained = only_stage is not None
@@ -88,7 +101,7 @@ def run_recipe(
                     "with --resume auto, or start the run over with --overwrite"
                 )
             world.barrier()  # all have looked before one deletes
-            _run_stage(recipe, name, run_dir, world, resume=resume)
+            _run_stage(recipe, name, run_dir, world, subsets, resume=resume)
     return model_dir
 
 
@@ -152,7 +165,13 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _run_stage(
-    recipe: Recipe, name: StageName, run_dir: Path, world: World, *, resume: bool
+    recipe: Recipe,
+    name: StageName,
+    run_dir: Path,
+    world: World,
+    subsets: Sequence[EvalSubset],
+    *,
+    resume: bool,
 ) -> None:
     started = time.perf_counter()
     stage = recipe.stages[name]
@@ -166,6 +185,11 @@ def _run_stage(
     if conversion is not None:
         _say(world, f"\n{conversion}")
     data = open_data(recipe, name, run_dir, processor, world)
+    evaluation = None
+    if recipe.eval_every:
+        evaluation = LiveEvaluation(
+            subsets, processor, world, every=recipe.eval_every, in_step=recipe.zero_stage == 3
+        )
     total_steps = data.total_steps(stage)
     overview = _overview(recipe, name, model, world)
     _print_tables(world, recipe, name, model, data, total_steps)
@@ -221,6 +245,7 @@ def _run_stage(
         log_every_steps=recipe.log_every_steps,
         reuse=arithmetic.weight_reuse(model, world.device),
         fp8=None if conversion is None else Fp8Record(name, conversion, metrics.write),
+        evaluation=evaluation,
         step=done.step,
         cursor=Cursor(*done.cursor),
     )

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from coat_eval.run import Unmet, evaluate_run, format_table
     from coat_eval.runner import evaluate
     from coat_eval.score import read_predictions, score_file
+    from coat_eval.subset import eval_subsets
     from coat_eval.task import Task
     from coat_eval.tasks import BENCHMARKS, TASKS, get_benchmark, get_task
 
@@ -25,6 +26,7 @@ __all__ = [
     "Settings",
     "Task",
     "Unmet",
+    "eval_subsets",
     "evaluate",
     "evaluate_run",
     "format_table",
@@ -42,6 +44,7 @@ _NAMES_BY_MODULE = {
     "run": ("Unmet", "evaluate_run", "format_table"),
     "runner": ("evaluate",),
     "score": ("read_predictions", "score_file"),
+    "subset": ("eval_subsets",),
     "task": ("Task",),
     "tasks": ("BENCHMARKS", "TASKS", "get_benchmark", "get_task"),
 }

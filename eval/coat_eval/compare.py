@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coat_eval.statistics import RESAMPLES
 from coat_eval.tasks import get_task
 from coat_vlm.recipe_file import load_recipe
 
-RESAMPLES = 2000
 LAST_SHARE = 0.02
 """The training loss of a run is the mean over this last share of its steps."""
 
@@ -46,12 +46,15 @@ class SetComparison:
         return float(np.mean(self.second) - np.mean(self.first)) if self.second else None
 
 
-def compare_runs(first: Sequence[Path], second: Sequence[Path] = ()) -> list[SetComparison]:
+def compare_runs(
+    first: Sequence[Path], second: Sequence[Path] = (), *, seed: int = 0
+) -> list[SetComparison]:
     """Compare run folders that ``coat-vlm eval --run`` has evaluated.
 
     Args:
         first: run folders of one group, one per seed.
         second: run folders of the other group; none for a table of the first alone.
+        seed: of the bootstrap.
 
     Returns:
         One row per evaluation set (the task's headline figure), then training and validation loss.
@@ -67,7 +70,7 @@ def compare_runs(first: Sequence[Path], second: Sequence[Path] = ()) -> list[Set
         answers = [_answers(run, name) for run in (*first, *second)]
         _check_same_items(answers, [*first, *second], name)
         flags = np.stack([answer.flags for answer in answers])
-        rows.append(_compare_set(name, metric, flags, len(first)))
+        rows.append(_compare_set(name, metric, flags, len(first), seed))
     losses = [_losses(run) for run in (*first, *second)]
     for run, names in zip((*first, *second), losses, strict=True):
         if names.keys() != losses[0].keys():
@@ -109,13 +112,13 @@ def _check_same_items(answers: Sequence[_Answers], runs: Sequence[Path], name: s
             )
 
 
-def _compare_set(name: str, metric: str, flags: Flags, num_first: int) -> SetComparison:
+def _compare_set(name: str, metric: str, flags: Flags, num_first: int, seed: int) -> SetComparison:
     """Flags [runs, 3, items]."""
     items = flags.shape[2]
     values = _figure(metric, flags, np.ones((1, items)))[0]
     interval = None
     if num_first < len(flags):
-        rng = np.random.default_rng(0)
+        rng = np.random.default_rng(seed)
         gaps = []
         for _ in range(RESAMPLES):
             # How often each item is drawn: figures are sums weighted with it.

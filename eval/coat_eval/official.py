@@ -220,4 +220,7 @@ def _item(one: Scored) -> dict[str, Any]:
         "reference": one.question.answer,
         "score": one.score,
         **({"random_fallback": True} if one.drawn else {}),
+        **({} if one.question.counted else {"counted": False}),
+        **({"tables": dict(one.question.tables)} if one.question.tables else {}),
+        **({"kind": one.question.details["kind"]} if "kind" in one.question.details else {}),
     }

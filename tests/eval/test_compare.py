@@ -155,6 +155,12 @@ def test_the_command_prints_a_table_and_draws(
     assert picture.read_text().count("<path") > 4
     assert main(["compare", str(first[0])]) == 0
     assert "difference" not in capsys.readouterr().out
+    assert main(["compare", str(first[0]), str(second[0])]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    flags = [np.array(runs[2]["naming"][index]) for index in (0, 2)]
+    only = [int((flags[i] & ~flags[1 - i]).sum()) for i in (0, 1)]
+    (row,) = [row for row in rows if "naming" in row and row.endswith("| 200 |")]
+    assert [int(cell) for cell in row.split("|")[6:8]] == only
 
 
 def test_a_single_group_has_no_interval(

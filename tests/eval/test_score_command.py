@@ -72,6 +72,7 @@ def test_the_report(folder: Path, capsys: pytest.CaptureFixture[str]):
         "extracted": "yes",
         "reference": "yes",
         "score": 1.0,
+        "tables": {"structural": "verify", "semantic": "obj", "steps": "1", "words": "2"},
     }
     printed = capsys.readouterr().out
     assert "accuracy             100.0000" in printed

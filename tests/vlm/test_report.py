@@ -13,6 +13,7 @@ from PIL import Image
 
 from coat_vlm.report import write_report
 from coat_vlm.report.evaluation import baseline, evaluation_rows
+from coat_vlm.report.plots import stage_plots
 from coat_vlm.report.run_folder import StageLog, read_run_folder
 from coat_vlm.report.samples import choose, sample_cards
 from coat_vlm.report.stages import count, duration
@@ -170,6 +171,21 @@ def test_plots_are_svg_of_every_curve(run: Path):
     assert len(svgs) == 7
     assert "val scenes" in svgs[0]
     assert all(svg.count("</svg>") == 1 for svg in svgs)
+
+
+def test_questions_answered_in_training_are_drawn_and_the_last_are_named(run: Path):
+    with (run / "metrics.jsonl").open("a") as file:
+        for number, value in ((2, 25.0), (4, 62.5)):
+            metrics = {"naming": {"accuracy": value, "chance": 10.0}}
+            row = {"kind": "eval", "stage": "sft", "step": number, "metrics": metrics}
+            row |= {"headline": {"naming": "accuracy"}, "samples": {"naming": 16}}
+            file.write("\n" + json.dumps(row))
+    page = Page(write_report(run))
+    assert "naming accuracy 62.50 of 16" in page.text
+    (plot,) = [p for p in stage_plots(read_run_folder(run).stages[-1]) if "questions" in p.title]
+    svg = base64.b64decode(plot.address.partition(",")[2]).decode()
+    assert "naming accuracy" in svg
+    assert svg.count("<use ") >= 2  # its two markers
 
 
 def test_samples_are_small_pictures_half_of_them_wrong(run: Path):

@@ -1,0 +1,204 @@
+"""Compares models item by item: differences, what they are worth, and which items flipped."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coat_eval.figures import figures, same_items, scores
+from coat_eval.published import format_published
+from coat_eval.scored_set import ScoredSet, read_sets
+from coat_eval.statistics import bootstrap_intervals, mcnemar
+
+RIGHT = 0.5
+"""A graded item (VQA's accuracy) counts as right from this score on, where items are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One metric of two models, in percent."""
+
+    first_name: str
+    second_name: str
+    set_name: str
+    metric: str
+    first: float
+    second: float
+    difference: float
+    """second - first."""
+    interval: tuple[float, float] | None
+    """95%, by paired bootstrap over items; None for a metric that is no sum over items."""
+    items: int
+    only_first: int
+    """Items that only the first model gets right."""
+    only_second: int
+    p_value: float | None
+    """McNemar's exact test on these two numbers; None where scores are not 0 or 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The models that were compared, and each one against the first."""
+
+    sets: Mapping[str, Mapping[str, ScoredSet]]
+    """By model, then by set."""
+    differences: Sequence[Difference]
+
+    def to_json(self) -> dict[str, Any]:
+        """Models with their headline metrics, and the differences, as JSON-ready data."""
+        return {
+            "models": {name: own_figures(sets) for name, sets in self.sets.items()},
+            "differences": [asdict(one) for one in self.differences],
+        }
+
+
+def compare_items(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
+    """Compare every model with the first, over the same items.
+
+    Args:
+        paths: run folders, reports or folders of reports, see
+            :func:`coat_eval.scored_set.read_sets`.
+        seed: of the bootstrap.
+
+    Raises:
+        ValueError: the models were asked other sets or other items, or a path is named twice.
+        FileNotFoundError: a path holds nothing scored.
+        DataError: a report has no items, or its items do not add up to its metrics.
+    """
+    names = _names(paths)
+    sets = {name: read_sets(path) for name, path in zip(names, paths, strict=True)}
+    first = sets[names[0]]
+    rows = []
+    for name, other in list(sets.items())[1:]:
+        if other.keys() != first.keys():
+            raise ValueError(
+                f"{name} was scored on {', '.join(sorted(other))} and {names[0]} on "
+                f"{', '.join(sorted(first))}; compare reports of the same tasks"
+            )
+        for set_name, one in first.items():
+            why = same_items(one, other[set_name])
+            if why is not None:
+                raise ValueError(f"set {set_name!r} does not compare: {why}")
+            rows += _set_rows((names[0], name), set_name, one, other[set_name], seed)
+    return Comparison(sets, rows)
+
+
+def own_figures(sets: Mapping[str, ScoredSet]) -> dict[str, float]:
+    """The headline metrics of one model by ``set.metric``, from the items where possible."""
+    found = {}
+    for name, scored in sets.items():
+        sums = figures(scored)
+        for metric in scored.headline:
+            if metric in sums:
+                found[f"{name}.{metric}"] = sums[metric][0].value()
+            elif metric in scored.metrics:
+                found[f"{name}.{metric}"] = scored.metrics[metric]
+    return found
+
+
+def format_differences(comparison: Comparison) -> str:
+    """The differences as Markdown, and the models beside published ones."""
+    lines = []
+    for (first, second), rows in _by_pair(comparison.differences).items():
+        lines += [f"A = {first}, B = {second}", "", _line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
+        lines += [_line(_row_cells(row)) for row in rows] + [""]
+    if lines:
+        lines.append(
+            "Interval: paired bootstrap over items. p: McNemar's exact test on the items that only "
+            "one model gets right; not corrected for the number of rows."
+        )
+    table = format_published({name: own_figures(sets) for name, sets in comparison.sets.items()})
+    return "\n".join([*lines, *(["", table] if table else [])])
+
+
+def only_right(first: ScoredSet, second: ScoredSet) -> tuple[list[int], list[int]]:
+    """Indices of the items that only the first, and only the second, gets right."""
+    a, b = scores(first) >= RIGHT, scores(second) >= RIGHT
+    return np.flatnonzero(a & ~b).tolist(), np.flatnonzero(b & ~a).tolist()
+
+
+_COLUMNS = ("figure", "A", "B", "B - A", "95% interval", "only A right", "only B right", "p", "n")
+
+
+def _set_rows(
+    names: tuple[str, str], set_name: str, one: ScoredSet, other: ScoredSet, seed: int
+) -> list[Difference]:
+    first, second = figures(one), figures(other)
+    common = [metric for metric in first if metric in second]
+    pairs = [(first[metric][0], second[metric][0]) for metric in common]
+    intervals = dict(
+        zip(common, bootstrap_intervals(pairs, seed=seed) if pairs else [], strict=True)
+    )
+    a, b = scores(one), scores(other)
+    binary = bool(np.isin(np.concatenate([a, b]), (0.0, 1.0)).all())
+    rows = []
+    for metric in one.headline:
+        everything = np.ones(len(a), bool)
+        mask = first[metric][1] if metric in intervals else everything
+        values = [
+            sums[metric][0].value() if metric in sums else scored.metrics.get(metric)
+            for sums, scored in ((first, one), (second, other))
+        ]
+        if values[0] is None or values[1] is None:
+            continue
+        counts = [int((mask & right).sum()) for right in _flips(a, b)]
+        rows.append(
+            Difference(
+                first_name=names[0],
+                second_name=names[1],
+                set_name=set_name,
+                metric=metric,
+                first=values[0],
+                second=values[1],
+                difference=values[1] - values[0],
+                interval=intervals.get(metric),
+                items=int(mask.sum()),
+                only_first=counts[0],
+                only_second=counts[1],
+                p_value=mcnemar(*counts) if binary and metric in intervals else None,
+            )
+        )
+    return rows
+
+
+def _flips(a: Any, b: Any) -> tuple[Any, Any]:
+    return (a >= RIGHT) & (b < RIGHT), (b >= RIGHT) & (a < RIGHT)
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The shortest endings of the paths that tell them apart."""
+    whole = [Path(path).resolve() for path in paths]
+    if len(set(whole)) != len(whole):
+        raise ValueError(f"the same path is named twice: {', '.join(map(str, paths))}")
+    for length in range(1, max(len(path.parts) for path in whole) + 1):
+        names = ["/".join(path.parts[-length:]) for path in whole]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in whole]
+
+
+def _by_pair(rows: Sequence[Difference]) -> dict[tuple[str, str], list[Difference]]:
+    pairs: dict[tuple[str, str], list[Difference]] = {}
+    for row in rows:
+        pairs.setdefault((row.first_name, row.second_name), []).append(row)
+    return pairs
+
+
+def _row_cells(row: Difference) -> list[str]:
+    return [
+        f"{row.set_name} {row.metric}",
+        f"{row.first:.2f}",
+        f"{row.second:.2f}",
+        f"{row.difference:+.2f}",
+        "-" if row.interval is None else "{:+.2f} .. {:+.2f}".format(*row.interval),
+        str(row.only_first),
+        str(row.only_second),
+        "-" if row.p_value is None else f"{row.p_value:.3g}",
+        str(row.items),
+    ]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,157 @@
+"""A page of the items that flipped: one model right and the other wrong, with their images."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from tqdm import tqdm
+
+from coat_eval.differences import Comparison, only_right
+from coat_eval.score import write_text
+from coat_eval.scored_set import ScoredSet
+from coat_vlm.report.samples import shown_media, spread
+
+FLIPS_PER_SET = 40
+LONGEST_TEXT = 1000
+"""Characters of a prediction or reference that are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipCard:
+    """One item as shown."""
+
+    item: str
+    question: str
+    reference: str
+    first: str
+    second: str
+    second_is_right: bool
+    images: list[str]
+    """``data:`` addresses."""
+    problems: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipSection:
+    """The flipped items of one set and two models."""
+
+    set_name: str
+    first_name: str
+    second_name: str
+    only_first: int
+    only_second: int
+    cards: list[FlipCard]
+
+
+def write_flips(
+    comparison: Comparison,
+    path: Path,
+    *,
+    per_set: int = FLIPS_PER_SET,
+    media_root: Path | None = None,
+) -> Path:
+    """Write one self-contained HTML file: the differences, and the items that flipped.
+
+    Args:
+        comparison: of at least two models.
+        path: the file; its folder is made.
+        per_set: most items shown per set and pair of models, half of each direction where there
+            are as many, at even distances over the set. Images are made small, so a set adds about
+            20 kB times this.
+        media_root: where relative media paths start; the working directory by default.
+
+    Raises:
+        ValueError: ``per_set`` is negative.
+        OSError: the file cannot be written.
+    """
+    if per_set < 0:
+        raise ValueError(f"flips={per_set}: give 0 or more items per set")
+    environment = Environment(
+        loader=PackageLoader("coat_eval", package_path=""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    html = environment.get_template("flips.html.jinja").render(
+        differences=comparison.differences,
+        sections=flip_sections(comparison, per_set, media_root),
+    )
+    write_text(path, html)
+    return path
+
+
+def flip_sections(
+    comparison: Comparison, per_set: int, media_root: Path | None = None
+) -> list[FlipSection]:
+    """One section per set and model, each against the first model."""
+    names = list(comparison.sets)
+    return [
+        _section(
+            (names[0], name), set_name, one, comparison.sets[name][set_name], per_set, media_root
+        )
+        for name in names[1:]
+        for set_name, one in comparison.sets[names[0]].items()
+    ]
+
+
+def _section(
+    names: tuple[str, str],
+    set_name: str,
+    one: ScoredSet,
+    other: ScoredSet,
+    per_set: int,
+    media_root: Path | None,
+) -> FlipSection:
+    lost, won = only_right(one, other)
+    num_won = min(len(won), max(per_set // 2, per_set - len(lost)))
+    shown = sorted([*spread(lost, per_set - num_won), *spread(won, num_won)])
+    won_items = set(won)
+    bar = tqdm(shown, desc=f"flips {set_name}", unit="item", delay=2.0, leave=False)
+    return FlipSection(
+        set_name=set_name,
+        first_name=names[0],
+        second_name=names[1],
+        only_first=len(lost),
+        only_second=len(won),
+        cards=[_card(one, other, index, index in won_items, media_root) for index in bar],
+    )
+
+
+def _card(
+    one: ScoredSet, other: ScoredSet, index: int, second_is_right: bool, media_root: Path | None
+) -> FlipCard:
+    first, second = one.items[index], other.items[index]
+    entries = first.get("media") or second.get("media") or []
+    images, problems = shown_media([_rooted(entry, media_root) for entry in entries])
+    question = first.get("question") or second.get("question")
+    return FlipCard(
+        item=one.ids[index],
+        question=_cut(question) if question else "",
+        reference=_cut(first["reference"]),
+        first=_said(first),
+        second=_said(second),
+        second_is_right=second_is_right,
+        images=images,
+        problems=problems,
+    )
+
+
+def _rooted(entry: Mapping[str, Any], media_root: Path | None) -> dict[str, Any]:
+    # An absolute path stays itself below another root.
+    path = Path(media_root or "") / entry["path"]
+    return {"kind": entry["kind"], "path": str(path)}
+
+
+def _said(item: Mapping[str, Any]) -> str:
+    text = item.get("prediction")
+    return "(no prediction)" if text is None else _cut(text) or "(empty)"
+
+
+def _cut(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        value = ", ".join(map(str, value))
+    text = str(value)
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."

@@ -1,0 +1,162 @@
+"""Scored answers as they lie on disk: of a run folder, of one report, of a folder of reports.
+
+Three writers are read: ``coat-vlm eval --run`` (RUN/eval/SET/items.jsonl), ``coat-vlm score`` and
+``eval`` for a set of one's own (report.json with items.jsonl beside it), and official benchmarks
+(report.json with ``items`` inside, alone or as OUT/TASK/report.json).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coat_data.sample import DataError
+from coat_eval.score import ITEMS_FILE, REPORT_FILE
+
+PREDICTION_FILES = "predictions*.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredSet:
+    """One evaluation set or benchmark as one model answered it; items in the order of their ids."""
+
+    task: str
+    path: Path
+    """Where the items were read, for messages."""
+    headline: Sequence[str]
+    """The metrics shown first."""
+    metrics: Mapping[str, float]
+    """What the report says, in percent; empty for a run folder without a report."""
+    profile: str = "official"
+    items: Sequence[Mapping[str, Any]] = ()
+    """Rows with question_id, prediction, extracted, reference and score; some have category,
+    tables, kind, question and media."""
+    ids: Sequence[str] = field(default=())
+    """One per item and unique; repeated official ids are numbered."""
+
+
+def read_sets(path: Path) -> dict[str, ScoredSet]:
+    """The scored sets of a run folder, a report, or a folder of reports, by name.
+
+    Args:
+        path: RUN (with ``eval/SET/items.jsonl``), a report file, OUT (with ``report.json``), or OUT
+            with ``TASK/report.json``.
+
+    Raises:
+        FileNotFoundError: nothing scored is there.
+        DataError: a report without items, or a file that is no JSON.
+    """
+    path = Path(path)
+    if (path / "recipe.yaml").is_file():
+        folders = sorted(file.parent for file in path.glob(f"eval/*/{ITEMS_FILE}"))
+        if not folders:
+            raise FileNotFoundError(
+                f"{path}/eval has no scored set; evaluate it: coat-vlm eval --run {path}"
+            )
+        return {folder.name: _own_set(folder / REPORT_FILE) for folder in folders}
+    if path.is_file() or (path / REPORT_FILE).is_file():
+        one = _read_report(path if path.is_file() else path / REPORT_FILE)
+        return {one.task: one}
+    reports = sorted(path.glob(f"*/{REPORT_FILE}"))
+    if not reports:
+        raise FileNotFoundError(
+            f"{path} is no run folder, no report and no folder of reports: give a RUN that "
+            "coat-vlm eval --run has evaluated, a report of coat-vlm score --items, or a folder "
+            "with TASK/report.json"
+        )
+    return {report.parent.name: _read_report(report) for report in reports}
+
+
+def _read_report(path: Path) -> ScoredSet:
+    report = _json(path)
+    if "items" not in report and "questions_sha256" in report:
+        return _own_set(path, report)
+    if not isinstance(report.get("items"), list) or "task" not in report:
+        raise DataError(
+            str(path),
+            "has no items, and what is compared are items",
+            "score again with --items: coat-vlm score TASK --predictions ... --items --out ...",
+        )
+    from coat_eval.tasks import get_benchmark
+
+    shown = _shown_by_id(path.parent)
+    rows = [
+        {**shown.get(_key(row), {}), **row}
+        for row in report["items"]
+        if row.get("counted", True) and row.get("reference") is not None
+    ]
+    return _sorted_set(
+        rows,
+        task=report["task"],
+        path=path,
+        headline=get_benchmark(report["task"]).headline,
+        metrics=report["metrics"],
+        profile=report["profile"],
+    )
+
+
+def _own_set(path: Path, report: Mapping[str, Any] | None = None) -> ScoredSet:
+    """A set in the format of :mod:`coat_eval.score`; the report may be absent in an old run."""
+    report = report or (_json(path) if path.is_file() else {})
+    items_path = path.parent / ITEMS_FILE
+    if not items_path.is_file():
+        raise FileNotFoundError(f"{items_path} is not there; score the predictions again")
+    rows = [{**row, "score": float(row["correct"])} for row in _json_lines(items_path)]
+    return _sorted_set(
+        rows,
+        task=report.get("task", ""),
+        path=items_path,
+        headline=(report.get("headline", "accuracy"),),
+        metrics=report.get("metrics", {}),
+    )
+
+
+def _sorted_set(rows: list[dict[str, Any]], **settings: Any) -> ScoredSet:
+    rows = sorted(rows, key=lambda row: "\0".join(_key(row)))
+    seen: dict[str, int] = {}
+    ids = []
+    for row in rows:
+        name = "/".join(part for part in _key(row) if part)
+        seen[name] = seen.get(name, 0) + 1
+        ids.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    if not rows:
+        raise DataError(str(settings["path"]), "has no scored item", "score some answers first")
+    return ScoredSet(items=rows, ids=ids, **settings)
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Category and id: POPE's ids restart in each split."""
+    return str(row.get("category") or ""), str(row.get("question_id"))
+
+
+def _shown_by_id(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """What prediction files beside a report say of question and media, for pages that show them."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for path in sorted(folder.glob(PREDICTION_FILES)):
+        for row in _json_lines(path):
+            question = row.get("question", row.get("prompt"))
+            shown = {"question": question, "media": row.get("media")}
+            found[_key(row)] = {name: value for name, value in shown.items() if value is not None}
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise DataError(str(path), f"not JSON: {error}", "score the predictions again") from error
+    if not isinstance(value, dict):
+        raise DataError(str(path), f"a {type(value).__name__}, not a report", "give report.json")
+    return value
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{number}", f"not JSON: {error}", "score again") from error
+    return rows

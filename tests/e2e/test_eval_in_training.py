@@ -1,0 +1,174 @@
+"""``eval_every``: what the live weights answer, against the checkpoint saved at the same step."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from coat_data.sample import Sample
+from coat_eval.tasks import get_task
+from coat_vlm.generate import generate, load
+from coat_vlm.train.export import export
+
+STEPS, EVERY, QUESTIONS = 45, 15, 24
+ANSWERS = {"red": "red", "green": "green green", "blue": "blue blue blue blue"}
+RUNS: dict[str, dict[str, Any]] = {
+    "0": {"zero_stage": 0, "eval_every": EVERY},
+    "3": {"zero_stage": 3, "eval_every": EVERY},
+    "not asked": {"zero_stage": 3},
+}
+TRAIN_ALL = """
+import sys
+from coat_vlm.cli import main
+from coat_vlm.train.world import joined_world
+with joined_world():
+    failed = any([main(["train", path]) for path in sys.argv[1:]])
+sys.exit(failed)
+"""
+"""One start of Python, which is what takes long here, for all runs."""
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Questions with and without images (the red ones), answered in one, two or four words."""
+    folder = tmp_path_factory.mktemp("asked")
+    rows = json.loads((tiny_data / "data.json").read_text())
+    rows = [row for row in rows if "video" not in row]
+    for row in rows:
+        answer = row["conversations"][1]
+        answer["value"] = ANSWERS[answer["value"].split()[0]]
+    (folder / "data.json").write_text(json.dumps(rows))
+    questions = [
+        {
+            "question_id": str(row["id"]),
+            **({"image": row["image"]} if "image" in row else {}),
+            "text": "Which color?",
+            "answer": row["conversations"][1]["value"],
+            "category": "plain",
+        }
+        for row in rows
+    ]
+    # What two ranks would do out of step: every second question has an image for as long as there
+    # are others, so one rank would see a whole batch of images and the other none; of those with an
+    # image every second one is green, so one rank has short answers and the other long ones.
+    blind = [row for row in questions if "image" not in row]
+    blind.append({**blind[0], "question_id": "again"})
+    seeing = [row for row in questions if "image" in row]
+    pairs = zip(blind, seeing, strict=False)
+    questions = [*(row for pair in pairs for row in pair), *seeing[len(blind) :]]
+    # Each one is followed by one that is not asked.
+    decoys = [
+        {**row, "question_id": f"not {row['question_id']}", "answer": "never"} for row in questions
+    ]
+    questions = [row for pair in zip(questions, decoys, strict=True) for row in pair]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    trains = {"train": True, "lr": 1e-2}
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    # ZeRO-3 leaves parameters below 1e5 elements whole on every rank; those of the MLPs are larger.
+    size["intermediate_size"] = 4096
+    tower = {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 8}
+    language = {"model_type": "qwen2", "num_key_value_heads": 1, "max_position_embeddings": 128}
+    language["attention_dropout"] = 0.1  # draws, and disturbs answers, outside evaluation mode
+    return {
+        "name": "asked",
+        "precision": "fp32",
+        "num_workers": 0,
+        "tracking": {"tensorboard": False},
+        "save_total_limit": 9,
+        "model": {
+            "vision": {"config": {**tower, **size}, "select_layer": -1},
+            "language": {"config": {**language, **size}},
+            "tokenizer": {"train_vocab_size": 280},
+        },
+        "stages": {
+            "sft": {
+                "data": [
+                    {
+                        "name": "tiny",
+                        "path": str(folder / "data.json"),
+                        "media_root": str(tiny_data),
+                    }
+                ],
+                **dict.fromkeys(("vision", "projector", "language"), trains),
+                "batch_size": 8,
+                "micro_batch_size": 4,
+                "max_steps": STEPS,
+                "save_every_steps": EVERY,
+            }
+        },
+        "eval_sets": {
+            "colors": {
+                "task": "short_answer",
+                "path": str(folder),
+                "media_root": str(tiny_data),
+            }
+        },
+        "eval_samples": QUESTIONS,
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three run folders of two ranks each."""
+    folder = tmp_path_factory.mktemp("runs")
+    paths = {}
+    for name, changes in RUNS.items():
+        paths[name] = folder / f"{name}.yaml"
+        settings = {**recipe, **changes, "output_dir": str(folder / name)}
+        paths[name].write_text(yaml.safe_dump(settings))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, sys.executable, "-c", TRAIN_ALL, *map(str, paths.values())],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {name: folder / name for name in RUNS}
+
+
+def metric_rows(run: Path, kind: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def asked_again(recipe: dict[str, Any], checkpoint: Path, target: Path) -> tuple[float, set[int]]:
+    """Accuracy of an exported checkpoint asked one by one, and the answers' numbers of words."""
+    settings = recipe["eval_sets"]["colors"]
+    task = get_task("short_answer")
+    items = task.load(Path(settings["path"]), Path(settings["media_root"]))
+    chosen = items[::2]
+    model, processor = load(export(checkpoint, target))
+    samples: list[Sample] = [item.sample for item in chosen]
+    answers = [generate(model, processor, [sample], 16)[0] for sample in samples]
+    right = sum(answer.lower() == item.answer for answer, item in zip(answers, chosen, strict=True))
+    return round(100 * right / QUESTIONS, 2), {len(answer.split()) for answer in answers}
+
+
+@pytest.mark.parametrize("zero_stage", ["0", "3"])
+def test_live_weights_answer_as_the_checkpoint_of_that_step(
+    recipe: dict[str, Any], runs: dict[str, Path], tmp_path: Path, zero_stage: str
+) -> None:
+    asked = metric_rows(runs[zero_stage], "eval")
+    assert [row["step"] for row in asked] == [15, 30, 45]
+    found, words = [], set()
+    for row in asked:
+        checkpoint = runs[zero_stage] / f"sft/checkpoints/step-{row['step']:08d}"
+        accuracy, lengths = asked_again(recipe, checkpoint, tmp_path / str(row["step"]))
+        assert row["metrics"]["colors"]["accuracy"] == accuracy
+        assert (row["headline"], row["samples"]) == ({"colors": "accuracy"}, {"colors": QUESTIONS})
+        found.append(accuracy)
+        words |= lengths
+    assert len(set(found)) > 1, found  # otherwise a mix-up of steps or questions would pass
+    assert len(words) > 1, words
+
+
+def test_asking_leaves_no_trace_in_the_training(runs: dict[str, Path]) -> None:
+    losses = [[row["loss"] for row in metric_rows(runs[name], "step")] for name in RUNS]
+    assert losses[1] == losses[2]
+    assert not metric_rows(runs["not asked"], "eval")

@@ -1,0 +1,227 @@
+"""Differences between models item by item, against enumerated bootstraps and binomials by hand."""
+
+import itertools
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from coat_eval.differences import compare_items, own_figures
+from coat_eval.figures import figures
+from coat_eval.official import score_official
+from coat_eval.scored_set import read_sets
+from coat_eval.statistics import Figure, bootstrap_intervals, mcnemar
+from coat_eval.tasks import get_benchmark
+from coat_vlm.cli import main
+
+SPLITS = ("random", "popular", "adversarial")
+LABELS = ["yes", "no", "yes", "no"]
+ANSWERS = {
+    # One of twelve wrong; six of twelve wrong, five of them only here.
+    "a": ["yes", "no", "yes", "no"] * 2 + ["yes", "no", "yes", "yes"],
+    "b": ["no", "yes", "yes", "no"] * 2 + ["no", "no", "no", "no"],
+}
+
+
+def pope_report(folder: Path, answers: list[str], **changes: Any) -> Path:
+    """OUT/pope/report.json of the real scorer, with pictures and questions for the page."""
+    folder = folder / "pope"
+    folder.mkdir(parents=True)
+    Image.new("RGB", (8, 8), (200, 30, 30)).save(folder / "red.png")
+    questions, rows = [], []
+    for index, answer in enumerate(answers):
+        ids = {"question_id": index % 4, "category": SPLITS[index // 4]}
+        questions.append({**ids, "text": "A <dog>?", "label": LABELS[index % 4]})
+        media = [{"kind": "image", "path": "red.png"}]
+        rows.append({**ids, "prediction": answer, "question": "Is there a <dog>?", "media": media})
+    for name, content in (("predictions", rows), ("labels", questions)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)))
+    score_official(
+        get_benchmark("pope"),
+        [folder / "predictions.jsonl"],
+        [folder / "labels.jsonl"],
+        with_items=True,
+        report_path=folder / "report.json",
+    )
+    report = json.loads((folder / "report.json").read_text())
+    (folder / "report.json").write_text(json.dumps({**report, **changes}))
+    return folder.parent
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> tuple[Path, Path]:
+    return pope_report(tmp_path / "a", ANSWERS["a"]), pope_report(tmp_path / "b", ANSWERS["b"])
+
+
+@pytest.mark.parametrize(
+    ("b", "c", "p"),
+    [
+        (0, 0, 1.0),
+        (0, 5, 2 / 32),
+        (8, 2, 2 * (1 + 10 + 45) / 1024),
+        (3, 3, 1.0),
+        (1, 7, 2 * (1 + 8) / 256),
+    ],
+)
+def test_mcnemar_is_twice_the_binomial_tail(b: int, c: int, p: float) -> None:
+    assert mcnemar(b, c) == mcnemar(c, b) == pytest.approx(p, abs=1e-15)
+
+
+def test_mcnemar_of_many_items_is_the_normal_tail() -> None:
+    """Twice the tail of N(0, 1) at (|b - c| - 1) / sqrt(b + c) = 2.991: 0.00278."""
+    assert mcnemar(10212, 9788) == pytest.approx(0.00278, abs=1e-5)
+
+
+def f1(pairs: list[tuple[str, str]]) -> float:
+    """From precision and recall, as the paper has it."""
+    tp = sum(pair == ("yes", "yes") for pair in pairs)
+    said, labelled = (sum(pair[i] == "yes" for pair in pairs) for i in (0, 1))
+    if not tp:
+        return 0.0
+    return 100 * 2 * (tp / said) * (tp / labelled) / (tp / said + tp / labelled)
+
+
+def test_the_interval_is_that_of_all_possible_draws() -> None:
+    """Six items have 6^6 draws: all of them, by the formula of precision and recall."""
+    labels = ["yes", "yes", "yes", "no", "no", "no"]
+    said = (["yes", "no", "yes", "yes", "no", "no"], ["no", "no", "yes", "yes", "no", "yes"])
+    pairs = [list(zip(one, labels, strict=True)) for one in said]
+    gaps = [
+        f1([pairs[1][i] for i in draw]) - f1([pairs[0][i] for i in draw])
+        for draw in itertools.product(range(6), repeat=6)
+    ]
+    exact = np.percentile(gaps, [2.5, 97.5])
+    found = []
+    for one in pairs:
+        tp = np.array([pair == ("yes", "yes") for pair in one], float)
+        wrong = np.array([pair[0] != pair[1] for pair in one], float)
+        found.append(Figure([(2 * tp, 2 * tp + wrong)]))
+    assert [one.value() for one in found] == pytest.approx([f1(one) for one in pairs])
+    ((low, high),) = bootstrap_intervals([(found[0], found[1])], seed=3, resamples=100_000)
+    assert (low, high) == pytest.approx(tuple(exact), abs=1.0)
+    again = bootstrap_intervals([(found[0], found[1])], seed=3, resamples=100_000)
+    assert again == [(low, high)]
+    assert exact[0] < -40 < exact[1]  # an interval that a mistake would move
+
+
+def test_differences_of_pope_are_those_of_its_scorer(models: tuple[Path, Path]) -> None:
+    rows = {row.metric: row for row in compare_items(models).differences}
+    for name, answers in ANSWERS.items():
+        pairs = list(zip(answers, LABELS * 3, strict=True))
+        by_split = [f1(pairs[i : i + 4]) for i in (0, 4, 8)]
+        value = rows["mean_f1"].first if name == "a" else rows["mean_f1"].second
+        assert value == pytest.approx(sum(by_split) / 3)
+    row = rows["mean_f1"]
+    assert row.difference == pytest.approx(row.second - row.first)
+    assert (row.only_first, row.only_second, row.items) == (6, 1, 12)
+    assert row.p_value == pytest.approx(2 * (1 + 7) / 128)
+    assert (rows["adversarial.f1"].only_first, rows["adversarial.f1"].items) == (2, 4)
+    assert row.interval is not None
+    assert row.interval[0] < row.difference < row.interval[1]
+
+
+def test_the_command_writes_text_json_and_a_page(
+    models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    html, out = tmp_path / "flips.html", tmp_path / "d.json"
+    arguments = ["--json", str(out), "--html", str(html), "--media-root", str(models[0] / "pope")]
+    assert main(["compare", *map(str, models), *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "| pope mean_f1 |" in printed
+    assert "| LLaVA-1.5-7B | 85.9 |" in printed
+    assert "docs/MODEL_ZOO.md" in printed
+    written = json.loads(out.read_text())
+    row = next(one for one in written["differences"] if one["metric"] == "mean_f1")
+    assert (row["only_first"], row["only_second"]) == (6, 1)
+    page = html.read_text()
+    assert page.count("<article") == page.count("data:image/png;base64,") == 7
+    assert page.count("Is there a &lt;dog&gt;?") == 7
+    assert page.count('class="card won"') == 1
+    assert main(["compare", *map(str, models), *arguments, "--flips", "3"]) == 0
+    page = html.read_text()
+    assert (page.count("<article"), page.count('class="card won"')) == (3, 1)
+
+
+def test_what_does_not_compare_is_an_error(
+    models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*arguments: object) -> str:
+        assert main(["compare", *map(str, arguments)]) == 2
+        return capsys.readouterr().err
+
+    short = pope_report(tmp_path / "short", ANSWERS["a"][:8])
+    assert "12 items and" in (said := fails(models[0], short))
+    assert "4 of them are in one only, first 'adversarial/0'" in said
+    empty = pope_report(tmp_path / "empty", ANSWERS["a"], items=None)
+    assert "score again with --items" in fails(models[0], empty)
+    wrong = json.loads((models[1] / "pope/report.json").read_text())["items"]
+    wrong[3] = {**wrong[3], "extracted": "yes"}
+    edited = pope_report(tmp_path / "edited", ANSWERS["b"], items=wrong)
+    assert "over its items" in fails(models[0], edited)
+    other = pope_report(tmp_path / "other", ANSWERS["b"])
+    (other / "pope").rename(other / "gqa")
+    assert "was scored on gqa and a on pope" in fails(models[0], other)
+    lmms = pope_report(tmp_path / "lmms", ANSWERS["b"], profile="lmms")
+    assert "score both by one" in fails(models[0], lmms)
+    assert "nothing to compare with" in fails(models[0])
+    assert "named twice" in fails(models[0], models[0])
+    assert "without --html" in fails(*models, "--flips", 3)
+    assert "no run folder, no report" in fails(models[0], tmp_path / "nothing")
+
+
+def test_ten_thousand_items_take_seconds() -> None:
+    rng = np.random.default_rng(0)
+    pairs = [
+        tuple(Figure([(rng.random(10_000).round(), np.ones(10_000))]) for _ in range(2))
+        for _ in range(3)
+    ]
+    started = time.perf_counter()
+    bootstrap_intervals([(a, b) for a, b in pairs])
+    assert time.perf_counter() - started < 10
+
+
+DATA = os.environ.get("COAT_EVAL_DATA")
+
+
+@pytest.mark.skipif(DATA is None, reason="COAT_EVAL_DATA names no official files")
+@pytest.mark.parametrize(
+    ("task", "predictions", "references", "expected"),
+    [
+        ("pope", "pred_clip-vit-l14-336_zero-shot.9000.jsonl", ["labels9000.jsonl"], 4),
+        ("gqa", None, ["testdev_balanced_questions.1000.json"], 3),
+        ("vizwiz", None, ["val.1000.json"], 4),
+        ("seedbench", None, ["SEED-Bench.image500.json"], 2),
+        ("videomme", None, [], 2),
+    ],
+)
+def test_figures_of_official_files_are_the_scorers(
+    task: str, predictions: str | None, references: list[str], expected: int, tmp_path: Path
+) -> None:
+    """Independent of the sums here: the metrics that the scorer's own aggregation found."""
+    folder = Path(DATA or ".") / task
+    names = [predictions] if predictions else json.loads((folder / "expected.dev.json").read_text())
+    tried = 0
+    for name in names:
+        if not (folder / name).is_file():
+            continue
+        report = tmp_path / f"{name}.report.json"
+        score_official(
+            get_benchmark(task),
+            [folder / name],
+            [folder / file for file in references],
+            with_items=True,
+            allow_missing=True,
+            report_path=report,
+        )
+        (scored,) = read_sets(report).values()
+        assert len(figures(scored)) >= expected
+        for metric, value in own_figures({task: scored}).items():
+            wanted = json.loads(report.read_text())["metrics"][metric.removeprefix(f"{task}.")]
+            assert value == pytest.approx(wanted, abs=1e-9)
+        tried += 1
+    assert tried
