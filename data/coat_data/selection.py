@@ -3,7 +3,7 @@
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -125,24 +125,9 @@ def read_quarantine(path: Path, source: str, file: str, size: int) -> set[int]:
         DataError: the list is missing or damaged, names no row of this source, or was made with
             another file under this name.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(
-            str(path), f"cannot be read: {error.strerror}", "fix exclude, or remove it"
-        ) from error
     rows: set[int] = set()
     others: set[str] = set()
-    for number, line in enumerate(lines):
-        try:
-            entry = json.loads(line)
-            name, listed, row = str(entry["source"]), Path(entry["file"]).name, int(entry["row"])
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise DataError(
-                f"{path}:{number}",
-                f"not a line of bad_samples.jsonl ({type(error).__name__}: {error})",
-                "each line is a JSON object with source, file and row",
-            ) from error
+    for number, (name, listed, row) in enumerate(_quarantined(path)):
         if name != source:
             others.add(name)
         elif listed != Path(file).name or not 0 <= row < size:
@@ -161,6 +146,35 @@ def read_quarantine(path: Path, source: str, file: str, size: int) -> set[int]:
             "name the source as the run did that wrote the list, or remove exclude",
         )
     return rows
+
+
+def listed_sources(path: Path) -> set[str]:
+    """The names of the sources that a bad_samples.jsonl has rows of.
+
+    Raises:
+        DataError: the list is missing or damaged.
+    """
+    return {source for source, _, _ in _quarantined(path)}
+
+
+def _quarantined(path: Path) -> Iterator[tuple[str, str, int]]:
+    """Source, last part of the file, and row of each line of a bad_samples.jsonl."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(
+            str(path), f"cannot be read: {error.strerror}", "fix exclude, or remove it"
+        ) from error
+    for number, line in enumerate(lines):
+        try:
+            entry = json.loads(line)
+            yield str(entry["source"]), Path(entry["file"]).name, int(entry["row"])
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{path}:{number}",
+                f"not a line of bad_samples.jsonl ({type(error).__name__}: {error})",
+                "each line is a JSON object with source, file and row",
+            ) from error
 
 
 def without(rows: np.ndarray, excluded: Sequence[int] | set[int]) -> np.ndarray:

@@ -22,6 +22,8 @@ class SourceEntry:
     """Name of a reader; None to find it by content."""
     select: str | None = None
     """``first 1000``, ``last 10%``, ``random 50%``; None for all rows."""
+    seed: int | None = None
+    """Seed of a random ``select``; None for the recipe's, or 0 without one."""
     repeat: float | None = None
     """Passes per epoch; None for 1."""
     weight: float | None = None
@@ -31,7 +33,8 @@ class SourceEntry:
 
     def settings(self) -> dict[str, Any]:
         """The entry as a recipe writes it: what is set, and nothing else."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value}
+        settings = dataclasses.asdict(self)
+        return {name: value for name, value in settings.items() if value not in (None, {})}
 
 
 def absolute(path: str, listing: Path) -> str:
