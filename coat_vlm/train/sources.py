@@ -9,7 +9,15 @@ from coat_data.encode import Encoder
 from coat_data.loader import LoadedBatch, TrainLoader, val_batches
 from coat_data.mixture import Mixture, SourceShare
 from coat_data.pack import Budget, Outlook, PackedOrder
-from coat_data.selection import Rows, SelectedRows, read_quarantine, select_rows, without
+from coat_data.selection import (
+    Rows,
+    SelectedRows,
+    read_quarantine,
+    select_rows,
+    shards_of,
+    unseekable,
+    without,
+)
 from coat_data.verify import verify_rows, verify_template
 from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
 from coat_vlm.processor import CoatVlmProcessor
@@ -103,6 +111,8 @@ class StageData:
     loader: TrainLoader
     sources: list[SourceConfig]
     """The training sources, those of lists one by one."""
+    warnings: list[str]
+    """What the user should know of the sources."""
     shares: list[SourceShare]
     """Rows and samples per epoch of each source."""
     epoch_size: int
@@ -209,6 +219,7 @@ def open_data(
     return StageData(
         loader=loader,
         sources=sources,
+        warnings=_warnings(sources, datasets),
         shares=mixture.accounting(),
         epoch_size=mixture.epoch_size,
         tokens=tokens,
@@ -230,4 +241,18 @@ def _mixture(sources: Sequence[SourceConfig], datasets: Sequence[Rows], seed: in
         [source.weight for source in sources],
         seed,
         names=[source.name for source in sources],
+        shards=[shards_of(dataset) for dataset in datasets],
     )
+
+
+def _warnings(sources: Sequence[SourceConfig], datasets: Sequence[Rows]) -> list[str]:
+    found: list[str] = []
+    for source, dataset in zip(sources, datasets, strict=True):
+        address = unseekable(dataset)
+        if address is not None:
+            found.append(
+                f"{source.name}: the server of {address} does not answer ranges; every worker "
+                "reads its shards from the beginning, and again after a restart (replayed_rows in "
+                "metrics.jsonl counts these rows): download it, or use another server"
+            )
+    return found

@@ -313,6 +313,8 @@ def _print_tables(
             f"  packed: {data.packing.samples_per_bin:.1f} samples and "
             f"{data.packing.images_per_bin:.1f} images in a row, {data.packing.fill:.1%} full",
         )
+    for warning in data.warnings:
+        _say(world, f"  WARNING {warning}")
     _say(world, f"  label masks verified on {data.verified_rows} rows")
     _say(world, f"  {'module':<12}{'parameters':>14}  {'trains':<8}peak lr")
     parts = module_parameters(model)

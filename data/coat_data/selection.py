@@ -1,5 +1,6 @@
 """Which rows of a source take part: the first, the last or random ones, without excluded ones."""
 
+import dataclasses
 import json
 import re
 import zlib
@@ -11,6 +12,7 @@ import numpy as np
 
 from coat_data.mixture import Stream, generator
 from coat_data.sample import DataError, Sample
+from coat_data.stream_order import Shards
 
 _SELECT = re.compile(r"(first|last|random) (\d+(?:\.\d+)?)(%?)")
 
@@ -51,6 +53,26 @@ class SelectedRows:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: row {index} of {len(self)} selected rows")
         return self.dataset[int(self.rows[index])]
+
+
+def shards_of(dataset: Rows) -> Shards | None:
+    """How the rows lie in shards that are read over a network; None for all others."""
+    if not isinstance(dataset, SelectedRows):
+        return getattr(dataset, "shards", None)
+    whole: Shards | None = getattr(dataset.dataset, "shards", None)
+    return None if whole is None else dataclasses.replace(whole, kept=dataset.rows)
+
+
+def replayed_rows(dataset: Rows) -> int:
+    """Rows that this process read over to get to others; see :class:`SampleDataset`."""
+    whole = dataset.dataset if isinstance(dataset, SelectedRows) else dataset
+    return getattr(whole, "replayed", 0)
+
+
+def unseekable(dataset: Rows) -> str | None:
+    """The address of the source that can only be read from its beginning, if there is one."""
+    whole = dataset.dataset if isinstance(dataset, SelectedRows) else dataset
+    return getattr(whole, "unseekable", None)
 
 
 def original_row(dataset: Rows, index: int) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coat_data.containers.remote_file import is_url
 from coat_data.sample import DataError
 
 
@@ -15,7 +16,7 @@ class SourceEntry:
 
     name: str
     path: str
-    """Absolute path or pattern."""
+    """Absolute path, pattern or address."""
     media_root: str | None = None
     """Absolute folder; None for the folder of ``path``."""
     format: str | None = None
@@ -38,7 +39,9 @@ class SourceEntry:
 
 
 def absolute(path: str, listing: Path) -> str:
-    """``path`` relative to the folder of the list that names it."""
+    """``path`` relative to the folder of the list that names it; an address stays as it is."""
+    if is_url(path):
+        return path
     return str((listing.parent / Path(path).expanduser()).absolute())
 
 
