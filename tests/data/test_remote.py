@@ -24,6 +24,7 @@ from coat_data.encode import EncodedSample
 from coat_data.loader import TrainLoader
 from coat_data.mixture import Mixture
 from coat_data.order import Cursor
+from coat_data.pack import Budget, Lengths, PackedOrder
 from coat_data.sample import DataError, Sample
 from coat_data.selection import SelectedRows, shards_of
 from coat_data.stream_order import Shards
@@ -342,3 +343,34 @@ def test_one_two_three_ranks_and_zero_to_four_workers_continue_one_order(
     assert max(expected) > 0
     assert replayed == ([0] * 7 if ranges else expected)
     server.close()
+
+
+def test_packing_reads_a_shard_without_ranges_once(folder: Path, plain_http: Server) -> None:
+    """Its bins take the rows of a window of 1,000 samples in any order."""
+    datasets = [SampleDataset(f"{plain_http.url}/s-{{0..1}}.jsonl")]
+    shards = [shards_of(dataset) for dataset in datasets]
+    mixture = Mixture([900], [None], [None], seed=1, shards=shards)
+    lengths = Lengths([np.ones(900, dtype=np.int32)], [np.zeros(900, dtype=np.int32)])
+    order = PackedOrder(mixture, lengths, Budget(tokens=8, align=1), 30, seed=1)
+    train = TrainLoader(
+        datasets,
+        mixture,
+        Number(),
+        batch_size=30,
+        micro_batch_size=30,
+        rank=0,
+        world_size=1,
+        num_workers=0,
+        seed=1,
+        replace_bad=False,
+        pad_token_id=0,
+        packing=order,
+    )
+    plain_http.asked.clear()
+    found: list[int] = []
+    for (micro,) in islice(train.steps(Cursor()), -(-900 // 8 // 30)):
+        found += micro.batch["input_ids"].flatten().tolist()
+    epoch = Counter(number for number in found if number)
+    assert len(epoch) >= 890
+    assert max(epoch.values()) <= 2  # the last step reaches into the next epoch
+    assert len(plain_http.asked) <= 6

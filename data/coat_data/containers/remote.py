@@ -26,6 +26,8 @@ WINDOW_ROWS = 256
 """Consecutive rows that are read at about the same time."""
 
 _GROUPS_KEPT = 2
+_WINDOWS_KEPT = 8
+"""Of a server without ranges: twice what a window of packing (1,000 samples) can ask for."""
 
 
 class RemoteRows:
@@ -36,7 +38,8 @@ class RemoteRows:
         damage: set when a shard breaks off; the rows before are good.
         shards: how the rows lie in shards, for an order that reads them side by side.
         paths: the kept indices, one of each shard; a changed shard has another one.
-        replayed: rows of this process that were read over to get to others.
+        replayed: rows of this process that lay before the first one wanted of a shard that can
+            only be read from its beginning.
         unseekable: the first shard whose server does not answer ranges, if any.
 
     Args:
@@ -67,6 +70,7 @@ class RemoteRows:
         self.shards = self._shards(counts)
         self.replayed = 0
         self._groups: OrderedDict[tuple[int, int], list[Any]] = OrderedDict()
+        self._windows: OrderedDict[tuple[int, int], list[bytes]] = OrderedDict()
         self._reader: _Forward | None = None
 
     def __len__(self) -> int:
@@ -88,6 +92,7 @@ class RemoteRows:
                     yield error
         finally:
             self._reader = None
+            self._windows.clear()
 
     def place(self, index: int) -> tuple[str, int]:
         """The shard's address and the row in it."""
@@ -125,12 +130,21 @@ class RemoteRows:
         return data
 
     def _read_forward(self, number: int, row: int) -> bytes:
-        window = row // WINDOW_ROWS
-        reader = self._reader
-        if reader is None or not reader.reaches(number, window):
-            reader = self._reader = _Forward(self._files[number], self._indices[number], number)
-        self.replayed += reader.move(window)
-        return reader.rows[row - window * WINDOW_ROWS]
+        window, place = divmod(row, WINDOW_ROWS)
+        kept = self._windows.get((number, window))
+        if kept is None:
+            reader = self._reader
+            if reader is None or not reader.reaches(number, window):
+                reader = self._reader = _Forward(self._files[number], self._indices[number], number)
+                self.replayed += window * WINDOW_ROWS
+            while reader.window < window:
+                # Those passed, too: packing and workers ask a little out of order.
+                kept = reader.next_window()
+                self._windows[number, reader.window] = kept
+                while len(self._windows) > _WINDOWS_KEPT:
+                    self._windows.popitem(last=False)
+        assert kept is not None  # it lay ahead of the reader
+        return kept[place]
 
     def _parquet_row(self, number: int, row: int) -> Any:
         index = self._indices[number]
@@ -144,45 +158,41 @@ class RemoteRows:
         return rows[row - int(index.starts[group])]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_groups": OrderedDict(), "_reader": None, "replayed": 0}
+        own = {"_groups": OrderedDict(), "_windows": OrderedDict(), "_reader": None, "replayed": 0}
+        return {**self.__dict__, **own}
 
 
 class _Forward:
     """One shard read from its beginning, window after window, in one process.
 
     Attributes:
-        rows: the bytes of each row of the window that was read last.
+        window: the one that was read last; -1 before the first.
     """
 
     def __init__(self, file: RemoteFile, index: ShardIndex, number: int) -> None:
-        self.rows: list[bytes] = []
+        self.window = -1
         self._file = file
         self._index = index
         self._number = number
         self._process = os.getpid()
-        self._window = -1
         self._offset = 0
         self._stream: BinaryIO | None = None
 
     def reaches(self, number: int, window: int) -> bool:
-        """Whether the window is the one at hand or lies ahead, in this process's own stream."""
+        """Whether the window lies ahead in this process's own stream."""
         same = (number, os.getpid()) == (self._number, self._process)
-        return same and window >= self._window
+        return same and window > self.window
 
-    def move(self, window: int) -> int:
-        """Read on to a window; returns the rows that were read over."""
-        if window == self._window:
-            return 0
-        skipped = (window - self._window - 1) * WINDOW_ROWS
-        first = window * WINDOW_ROWS
-        rows = range(first, min(first + WINDOW_ROWS, len(self._index.starts)))
-        self._window = window
-        self._skip(int(self._index.starts[first]))
-        self.rows = []
-        for row in rows:
-            self._skip(int(self._index.starts[row]))
-            self.rows.append(self._take(int(self._index.ends[row]) - self._offset))
-        return skipped
+    def next_window(self) -> list[bytes]:
+        """The bytes of each row of the next window."""
+        self.window += 1
+        rows = slice(self.window * WINDOW_ROWS, (self.window + 1) * WINDOW_ROWS)
+        found: list[bytes] = []
+        spans = zip(self._index.starts[rows], self._index.ends[rows], strict=True)
+        for start, end in spans:
+            self._skip(int(start))
+            found.append(self._take(int(end) - self._offset))
+        return found
 
     def _skip(self, offset: int) -> None:
         while self._offset < offset:
