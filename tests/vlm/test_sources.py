@@ -214,9 +214,7 @@ def test_bad_rows_are_counted_by_source(tmp_path: Path) -> None:
         ({"max_bad_samples": 2, "max_bad_fraction": 0.1}, [True, True, False]),
     ],
 )
-def test_too_many_stop_the_run(
-    tmp_path: Path, limits: dict[str, float], counts: list[bool]
-) -> None:
+def test_too_many_stop_the_run(tmp_path: Path, limits: dict[str, Any], counts: list[bool]) -> None:
     quarantine = quarantine_of(tmp_path, **limits)
     seen = [(2.0, met(5, 0)), (2.0, met(30, 10)), (0.0, met(30, 9))]
     for allowed, (number, so_far) in zip(counts, seen, strict=False):

@@ -53,7 +53,7 @@ class RemoteRows:
 
     def __init__(self, pattern: str) -> None:
         self._files = [RemoteFile(url) for url in expand_urls(pattern)]
-        self._kinds = [_kind(file) for file in self._files]
+        self._kinds: list[Kind] = [_kind(file) for file in self._files]
         if len(set(self._kinds)) > 1:
             raise DataError(
                 pattern, f"matches {', '.join(sorted(set(self._kinds)))}", "name files of one kind"

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from filelock import FileLock
@@ -111,7 +111,7 @@ def _passed(file: RemoteFile, kind: Kind) -> Iterator[tuple[int, int]]:
 class _Counted(io.RawIOBase):
     """A stream that moves a bar; it can be read forward and says where it is."""
 
-    def __init__(self, stream: BinaryIO, bar: "tqdm[None]", file: RemoteFile) -> None:
+    def __init__(self, stream: BinaryIO, bar: "tqdm[Any]", file: RemoteFile) -> None:
         self._stream = stream
         self._bar = bar
         self._file = file
@@ -140,7 +140,7 @@ class _Counted(io.RawIOBase):
         return len(data)
 
 
-def _json_spans(stream: io.BufferedReader, url: str) -> Iterator[tuple[int, int]]:
+def _json_spans(stream: "io.BufferedReader[Any]", url: str) -> Iterator[tuple[int, int]]:
     """Rows of a JSON array or of JSONL."""
     if stream.peek(len(_BOM)).startswith(_BOM):
         stream.read(len(_BOM))
@@ -148,14 +148,14 @@ def _json_spans(stream: io.BufferedReader, url: str) -> Iterator[tuple[int, int]
     return array_spans(stream, url) if is_array else line_spans(stream)
 
 
-def _tar_spans(stream: io.BufferedReader, file: RemoteFile) -> Iterator[tuple[int, int]]:
+def _tar_spans(stream: "io.BufferedReader[Any]", file: RemoteFile) -> Iterator[tuple[int, int]]:
     """From the first header of a sample to the end of its last member's last block."""
     last = _LastBlock(stream)
     current: str | None = None
     start = end = 0
     try:
         # Blocks of 512 bytes: the last one read is the one at which tarfile stopped.
-        with tarfile.open(fileobj=last, mode="r|", bufsize=tarfile.BLOCKSIZE) as archive:  # pyright: ignore[reportArgumentType]
+        with tarfile.open(fileobj=last, mode="r|", bufsize=tarfile.BLOCKSIZE) as archive:  # pyright: ignore[reportCallIssue, reportArgumentType]
             for info in archive:
                 refuse_link(info, file.url)
                 split = split_key(info.name, file.url) if info.isfile() else None
