@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from coat_data.containers.rows import changed, file_state
 from coat_data.sample import DataError
 
 KEY = "__key__"
@@ -58,6 +59,7 @@ class TarRows:
         self._ends = np.zeros(0, dtype=np.int64)
         self._shards = np.zeros(0, dtype=np.int64)
         self._descriptors: dict[int, tuple[int, int]] = {}
+        self._states = [file_state(path) for path in self.files]
         if self.random_access:
             self._index()
 
@@ -125,6 +127,8 @@ class TarRows:
                 _close(self._descriptors)
             entry = (os.getpid(), os.open(self.files[number], os.O_RDONLY))
             self._descriptors[number] = entry
+        if file_state(entry[1]) != self._states[number]:  # also one that is written over in place
+            raise changed(self.files[number])
         return entry[1]
 
     def __getstate__(self) -> dict[str, Any]:
