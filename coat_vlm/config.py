@@ -118,7 +118,7 @@ class SourceConfig:
     name: str
     """Name in logs, tables and validation losses."""
     path: str
-    """Data file, folder, pattern of shards or list of sources; data/README.md has the formats."""
+    """Data file, folder, pattern or address of shards, or list of sources; see data/README.md."""
     media_root: str | None = None
     """Folder that relative media paths start from; defaults to the folder of ``path``."""
     format: str | None = None

@@ -5,7 +5,7 @@ import math
 from coat_data.sample import DataError, Media
 from coat_vlm.config import ModelConfig, Recipe, StageConfig
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.train.sources import open_source
+from coat_vlm.train.sources import open_sources
 
 _ROWS = 64
 """Rows of each source that are looked at."""
@@ -33,8 +33,7 @@ def images_per_row(
         return most, "as many as a packed row has room for"
     counts: list[int] = []
     try:
-        for source in stage.data:
-            dataset = open_source(source, recipe.seed)
+        for dataset in open_sources(stage.data, recipe.seed)[1]:
             for row in range(min(_ROWS, len(dataset))):
                 media = dataset[row].media
                 counts.append(sum(_tiles(medium, recipe.model, sides) for medium in media))

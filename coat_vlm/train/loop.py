@@ -17,6 +17,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from tqdm import tqdm
 
+from coat_data.batches import REPLAYED
 from coat_data.collate import Batch
 from coat_data.encode import IGNORE_INDEX
 from coat_data.frame_sampling import VIDEO_COUNTS
@@ -35,6 +36,8 @@ from coat_vlm.train.metrics import Metrics
 from coat_vlm.train.quarantine import Quarantine
 from coat_vlm.train.sources import StageData
 from coat_vlm.train.world import World
+
+_READ_COUNTS = (*VIDEO_COUNTS, REPLAYED)
 
 
 class Stopped(SystemExit):
@@ -155,11 +158,12 @@ class StageRun:
                 sum(int(loaded.batch["attention_mask"].sum()) for loaded in micro_batches),
                 sum(loaded.num_samples for loaded in micro_batches),
                 float(stop_requested),
-                *(sum(counts.get(name, 0) for counts in read) for name in VIDEO_COUNTS),
+                *(sum(counts.get(name, 0) for counts in read) for name in _READ_COUNTS),
                 *self.quarantine.note(bad, self.step + 1),
             ]
         )
-        videos, bad_by_source = counts[: len(VIDEO_COUNTS)], counts[len(VIDEO_COUNTS) :]
+        videos, bad_by_source = counts[: len(VIDEO_COUNTS)], counts[len(_READ_COUNTS) :]
+        replayed = counts[len(VIDEO_COUNTS)]
         order = self.data.loader.order
         _, self.cursor = order.step(self.cursor)
         bad_rates = self.quarantine.count(bad_by_source, lambda: order.met(self.cursor))
@@ -207,6 +211,7 @@ class StageRun:
             "samples": int(samples),
             "bad_by_source": bad_rates,
             "videos": {name: int(n) for name, n in zip(VIDEO_COUNTS, videos, strict=True) if n},
+            **({REPLAYED: int(replayed)} if replayed else {}),
             "stop": stop > 0,
         }
 

@@ -26,16 +26,24 @@ class Quarantine:
     Args:
         run_dir: the run folder.
         name: the stage's name.
-        stage: its sources and limits.
+        stage: its limits.
+        sources: its sources, in the order of the mixture.
         total: see above, when a run is continued.
     """
 
-    def __init__(self, run_dir: Path, name: str, stage: StageConfig, total: int = 0) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        name: str,
+        stage: StageConfig,
+        sources: Sequence[SourceConfig],
+        total: int = 0,
+    ) -> None:
         self.total = total
         self._path = run_dir / FILE
         self._name = name
         self._stage = stage
-        self._sources: Sequence[SourceConfig] = stage.data
+        self._sources = sources
         self._counts = _listed(self._path, name, [source.name for source in self._sources])
 
     def note(self, bad: Sequence[BadSample], step: int) -> list[int]:

@@ -1,6 +1,6 @@
 """A stage's data: the training mixture and the validation sources."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,20 +9,54 @@ from coat_data.encode import Encoder
 from coat_data.loader import LoadedBatch, TrainLoader, val_batches
 from coat_data.mixture import Mixture, SourceShare
 from coat_data.pack import Budget, Outlook, PackedOrder
-from coat_data.selection import Rows, SelectedRows, read_quarantine, select_rows, without
+from coat_data.selection import (
+    Rows,
+    SelectedRows,
+    read_quarantine,
+    select_rows,
+    shards_of,
+    unseekable,
+    without,
+)
 from coat_data.verify import verify_rows, verify_template
 from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
 from coat_vlm.processor import CoatVlmProcessor
 from coat_vlm.train.measured import mean_tokens, measured
+from coat_vlm.train.source_list import by_rows, parts
 from coat_vlm.train.world import World
 
 
-def open_source(source: SourceConfig, seed: int) -> Rows:
-    """The rows of one source that take part.
+def open_sources(
+    sources: Sequence[SourceConfig], seed: int
+) -> tuple[list[SourceConfig], list[Rows]]:
+    """The training sources of a stage, those of lists one by one, and their rows that take part.
+
+    Args:
+        sources: of the recipe.
+        seed: of random selections, where a source has none of its own.
+
+    Raises:
+        DataError: as :func:`open_source`, or a list has a mistake.
+        ValueError: as :func:`open_source`, or weights and repeats of a list contradict each other.
+    """
+    configs: list[SourceConfig] = []
+    datasets: list[Rows] = []
+    for source in sources:
+        found = parts(source)
+        opened = [open_source(part.config, seed, part.columns) for part in found]
+        found = by_rows(source, found, [len(rows) for rows in opened])
+        configs += [part.config for part in found]
+        datasets += opened
+    return configs, datasets
+
+
+def open_source(source: SourceConfig, seed: int, columns: Mapping[str, str] | None = None) -> Rows:
+    """The rows of one source that take part; a list is read as one source.
 
     Args:
         source: what to open.
         seed: of a random selection, where the source has none of its own.
+        columns: the reader's names of fields -> those of the file.
 
     Raises:
         DataError: the file or folder is missing or cannot be read, or the list of excluded rows is
@@ -36,6 +70,7 @@ def open_source(source: SourceConfig, seed: int) -> Rows:
         source.name,
         format=source.format,
         follow_links=source.follow_links,
+        columns=columns,
     )
     if source.select is None and source.exclude is None:
         return dataset
@@ -63,10 +98,10 @@ def texts(recipe: Recipe) -> Iterator[str]:
             if rows in seen:
                 continue
             seen.add(rows)
-            dataset = open_source(source, recipe.seed)
-            for row in range(len(dataset)):
-                for turn in dataset[row].turns:
-                    yield turn.text
+            for dataset in open_sources([source], recipe.seed)[1]:
+                for row in range(len(dataset)):
+                    for turn in dataset[row].turns:
+                        yield turn.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +109,10 @@ class StageData:
     """Where a stage's batches come from."""
 
     loader: TrainLoader
+    sources: list[SourceConfig]
+    """The training sources, those of lists one by one."""
+    warnings: list[str]
+    """What the user should know of the sources."""
     shares: list[SourceShare]
     """Rows and samples per epoch of each source."""
     epoch_size: int
@@ -134,8 +173,8 @@ def open_data(
         ValueError: a source has no rows, or the batch sizes do not divide.
     """
     stage = recipe.stages[name]
-    datasets = [open_source(source, recipe.seed) for source in stage.data]
-    mixture = _mixture(stage.data, datasets, recipe.seed)
+    sources, datasets = open_sources(stage.data, recipe.seed)
+    mixture = _mixture(sources, datasets, recipe.seed)
     encoder = processor.encoder(train=True, template=stage.template)
     verify_template(encoder)
     verified_rows = verify_rows(datasets, encoder)
@@ -151,7 +190,7 @@ def open_data(
             align=stage.packing.align,
         )
         lengths = measured(
-            stage.data,
+            sources,
             datasets,
             encoder,
             budget,
@@ -179,6 +218,8 @@ def open_data(
     )
     return StageData(
         loader=loader,
+        sources=sources,
+        warnings=_warnings(sources, datasets),
         shares=mixture.accounting(),
         epoch_size=mixture.epoch_size,
         tokens=tokens,
@@ -200,4 +241,18 @@ def _mixture(sources: Sequence[SourceConfig], datasets: Sequence[Rows], seed: in
         [source.weight for source in sources],
         seed,
         names=[source.name for source in sources],
+        shards=[shards_of(dataset) for dataset in datasets],
     )
+
+
+def _warnings(sources: Sequence[SourceConfig], datasets: Sequence[Rows]) -> list[str]:
+    found: list[str] = []
+    for source, dataset in zip(sources, datasets, strict=True):
+        address = unseekable(dataset)
+        if address is not None:
+            found.append(
+                f"{source.name}: the server of {address} does not answer ranges; every worker "
+                "reads its shards from the beginning, and again after a restart (replayed_rows in "
+                "metrics.jsonl counts these rows): download it, or use another server"
+            )
+    return found

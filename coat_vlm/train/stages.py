@@ -227,7 +227,7 @@ def _run_stage(
     if world.is_main:
         _clear(run_dir, name, done.step, models=not resume)
     world.barrier()  # before another rank lists a bad sample
-    quarantine = Quarantine(run_dir, name, stage, done.bad_samples)
+    quarantine = Quarantine(run_dir, name, stage, data.sources, done.bad_samples)
     metrics = Metrics(run_dir, recipe.tracking, recipe.name, enabled=world.is_main)
     metrics.write({"kind": "stage", "status": "start", **overview})
     run = StageRun(
@@ -338,6 +338,8 @@ def _print_tables(
             f"  packed: {data.packing.samples_per_bin:.1f} samples and "
             f"{data.packing.images_per_bin:.1f} images in a row, {data.packing.fill:.1%} full",
         )
+    for warning in data.warnings:
+        _say(world, f"  WARNING {warning}")
     _say(world, f"  label masks verified on {data.verified_rows} rows")
     _say(world, f"  {'module':<12}{'parameters':>14}  {'trains':<8}peak lr")
     parts = module_parameters(model)
@@ -347,9 +349,10 @@ def _print_tables(
         trains = "yes" if training.train else "frozen"
         _say(world, f"  {part:<12}{count_parameters(parts[part]):>14,}  {trains:<8}{lr}")
     about = "tokens" if data.packing is not None else "~tokens"
+    width = max(20, *(len(share.name) + 2 for share in data.shares))
     _say(
         world,
-        f"  {'source':<20}{'rows':>10}{'per epoch':>12}{'epochs':>10}{about:>10}{'of all':>9}",
+        f"  {'source':<{width}}{'rows':>10}{'per epoch':>12}{'epochs':>10}{about:>10}{'of all':>9}",
     )
     tokens = [
         (mean or 0.0) * share.samples for mean, share in zip(data.tokens, data.shares, strict=True)
@@ -360,7 +363,7 @@ def _print_tables(
         of_all = f"{own / max(1.0, sum(tokens)):.1%}"
         _say(
             world,
-            f"  {share.name:<20}{share.rows:>10,}{share.samples:>12,}{passes:>10.2f}{each:>10}"
+            f"  {share.name:<{width}}{share.rows:>10,}{share.samples:>12,}{passes:>10.2f}{each:>10}"
             f"{of_all:>9}",
         )
 

@@ -3,7 +3,9 @@
     python data/benchmarks/packing.py
     python data/benchmarks/packing.py --rows 665298 --tokens 8192
 
-The lengths come from :func:`llava_like`; data/README.md has their quantiles.
+The lengths come from :func:`llava_like`; data/README.md has their quantiles. Beside the rows of the
+order stand those of best fit decreasing with the whole epoch as its buffer, and the fill that no
+packing can pass.
 """
 
 import argparse
@@ -13,7 +15,7 @@ import numpy as np
 
 from coat_data.mixture import Mixture
 from coat_data.order import Cursor
-from coat_data.pack import Budget, Lengths, PackedOrder
+from coat_data.pack import Budget, Lengths, PackedOrder, best_fit_decreasing
 
 # Rows of each part: LLaVA-1.5 (Liu et al. 2023, arXiv:2310.03744, table 7 of the appendix). The
 # median of the text tokens and the standard deviation of their logarithm are assumptions of this
@@ -48,6 +50,26 @@ def llava_like(rows: int, tokens_per_image: int, seed: int) -> tuple[np.ndarray,
     return text + images * np.int32(tokens_per_image), images
 
 
+def fill_bound(lengths: np.ndarray, tokens: int) -> float:
+    """The share of the rows' budget that no packing of these lengths can pass.
+
+    The fewest rows are at least the samples' tokens over the budget, and at least their sum when a
+    sample counts as its k-th part of a row in steps of 1 / k (the dual feasible functions u^(k) of
+    Fekete and Schepers 2001, "New classes of fast lower bounds for bin packing problems",
+    Mathematical Programming 91): of samples longer than a third of the budget, two fit a row.
+
+    Args:
+        lengths: (rows,) tokens of each sample, at most ``tokens``.
+        tokens: budget of a row.
+    """
+    fewest = lengths.sum() / tokens
+    for k in range(1, 7):
+        steps, rest = np.divmod((k + 1) * lengths.astype(np.int64), tokens)
+        parts = np.where(rest == 0, lengths / tokens, steps / k)
+        fewest = max(fewest, parts.sum())
+    return float(lengths.sum() / (tokens * np.ceil(fewest - 1e-9)))
+
+
 def measure(rows: int, tokens_per_image: int, tokens: int, images: int | None, buffer: int) -> str:
     """A line of the table: how full an epoch's rows are, and how long its windows take."""
     lengths, shown = llava_like(rows, tokens_per_image, seed=0)
@@ -66,10 +88,12 @@ def measure(rows: int, tokens_per_image: int, tokens: int, images: int | None, b
     window_ms = 1e3 * (time.process_time() - started) / windows
     used = sum(bin.tokens for bin in bins)
     aligned = sum(-(-bin.tokens // budget.align) * budget.align for bin in bins)
+    alone = best_fit_decreasing(lengths.tolist(), shown.tolist(), budget)
     padded = sum(8 * int(batch.max()) for batch in lengths[: len(lengths) // 8 * 8].reshape(-1, 8))
     return (
-        f"| {tokens_per_image} | {tokens} | {images or '-'} | {buffer} "
+        f"| {tokens_per_image} | {tokens} | {images or '-'} "
         f"| {len(lengths) / len(bins):.2f} | {used / (tokens * len(bins)):.1%} "
+        f"| {used / (tokens * len(alone)):.1%} | {fill_bound(lengths, tokens):.1%} "
         f"| {used / aligned:.1%} | {int(lengths.sum()) / padded:.1%} | {window_ms:.0f} |"
     )
 
@@ -86,8 +110,9 @@ def main() -> None:
         at = (0, 1, 5, 25, 50, 75, 95, 99, 100)
         values = ", ".join(f"{q}%: {np.percentile(lengths, q):.0f}" for q in at)
         print(f"{tokens_per_image} tokens per image: {values}; mean {lengths.mean():.0f}")
-    print("\n| tokens per image | tokens | images | buffer | samples in a row | full |", end="")
-    print(" of aligned rows | padded batches of 8 | CPU ms per window |\n|" + "---|" * 9)
+    print("\n| tokens per image | tokens | images | samples in a row | full |", end="")
+    print(" all at once | at most | of aligned rows | padded batches of 8 |", end="")
+    print(" CPU ms per window |\n|" + "---|" * 10)
     for tokens_per_image in (256, 576):
         for tokens in args.tokens:
             for images in (None, tokens // 512):

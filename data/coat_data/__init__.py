@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from coat_data.order import Cursor
     from coat_data.pack import Budget, Lengths, PackedOrder
     from coat_data.scenes import make_scenes
-    from coat_data.selection import SelectedRows, select_rows
+    from coat_data.selection import SelectedRows, select_rows, shards_of
     from coat_data.shards import Manifest
+    from coat_data.stream_order import Shards
     from coat_data.tiling import TiledTransform
     from coat_data.verify import verify_rows, verify_template
     from coat_data.video import Clip, VideoReader, read_frames
@@ -53,6 +54,7 @@ __all__ = [
     "SampleDataset",
     "Segment",
     "SelectedRows",
+    "Shards",
     "SourceShare",
     "TiledTransform",
     "TrainLoader",
@@ -67,6 +69,7 @@ __all__ = [
     "open_image",
     "read_frames",
     "select_rows",
+    "shards_of",
     "val_batches",
     "verify_rows",
     "verify_template",
@@ -86,8 +89,9 @@ _NAMES_BY_MODULE = {
     "order": ("Cursor",),
     "pack": ("Budget", "Lengths", "PackedOrder"),
     "scenes": ("make_scenes",),
-    "selection": ("SelectedRows", "select_rows"),
+    "selection": ("SelectedRows", "select_rows", "shards_of"),
     "shards": ("Manifest",),
+    "stream_order": ("Shards",),
     "tiling": ("TiledTransform",),
     "verify": ("verify_rows", "verify_template"),
     "video": ("Clip", "VideoReader", "read_frames"),

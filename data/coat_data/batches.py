@@ -14,10 +14,13 @@ from coat_data.mixture import Mixture, Stream, generator
 from coat_data.order import Bin
 from coat_data.pack import MAX_DRAWS, PackedOrder, replacement
 from coat_data.sample import DataError, Sample
-from coat_data.selection import Rows, original_row
+from coat_data.selection import Rows, original_row, replayed_rows
 
 Encode = Callable[[Sample, np.random.Generator | None], EncodedSample]
 """An :class:`~coat_data.encode.Encoder`; the generator draws the augmentation, None is for none."""
+
+REPLAYED = "replayed_rows"
+"""Counts rows that were read over to get to others, in sources that cannot seek."""
 
 MAX_REPLACEMENTS = 16
 """Rows tried in place of a bad one before the error is raised."""
@@ -48,7 +51,8 @@ class LoadedBatch:
     num_samples: int
     """Samples in the batch; 0 for a filler of validation."""
     counts: dict[str, int] = field(default_factory=dict)
-    """What happened while media were read, summed over the batch (``EncodedSample.counts``)."""
+    """What happened while media were read, summed over the batch (``EncodedSample.counts``), and
+    :data:`REPLAYED` where rows were."""
 
 
 class Batches(Dataset[LoadedBatch | DataError]):
@@ -104,12 +108,16 @@ class TrainBatches(Batches):
     def load(self, request: Sequence[Bin]) -> LoadedBatch:
         """The samples of the bins."""
         bad: list[BadSample] = []
+        before = self.replayed()
         positions = [position for bin in request for position in bin.positions]
         encoded = [self._encode(position, bad) for position in positions]
         batch = collate(encoded, pad_token_id=self.pad_token_id)
-        return LoadedBatch(
-            batch=batch, bad=bad, num_samples=len(encoded), counts=summed_counts(encoded)
-        )
+        counts = summed_counts(encoded, self.replayed() - before)
+        return LoadedBatch(batch=batch, bad=bad, num_samples=len(encoded), counts=counts)
+
+    def replayed(self) -> int:
+        """Rows that this process has read over so far, in sources that cannot seek."""
+        return sum(replayed_rows(dataset) for dataset in self._datasets)
 
     def _encode(self, position: int, bad: list[BadSample]) -> EncodedSample:
         attempts = (
@@ -171,13 +179,13 @@ class PackedBatches(Batches):
     def load(self, request: Sequence[Bin]) -> LoadedBatch:
         """The samples of the bins."""
         bad: list[BadSample] = []
+        before = self._single.replayed()
         encoded = [sample for bin in request for sample in self._encode_bin(bin, bad)]
         batch = collate_packed(
             encoded, pad_token_id=self._single.pad_token_id, align=self._order.budget.align
         )
-        return LoadedBatch(
-            batch=batch, bad=bad, num_samples=len(encoded), counts=summed_counts(encoded)
-        )
+        counts = summed_counts(encoded, self._single.replayed() - before)
+        return LoadedBatch(batch=batch, bad=bad, num_samples=len(encoded), counts=counts)
 
     def _encode_bin(self, bin: Bin, bad: list[BadSample]) -> list[EncodedSample]:
         """The samples of a bin; one is left out if no good row fits in its place."""
@@ -241,9 +249,10 @@ def bad_sample(error: DataError, position: int, source: int, row: int) -> BadSam
     )
 
 
-def summed_counts(encoded: Sequence[EncodedSample]) -> dict[str, int]:
-    """What happened while the media of some samples were read."""
-    return dict(sum((Counter(sample.counts) for sample in encoded), Counter()))
+def summed_counts(encoded: Sequence[EncodedSample], replayed: int = 0) -> dict[str, int]:
+    """What happened while some samples and their media were read, as ``LoadedBatch.counts``."""
+    found = dict(sum((Counter(sample.counts) for sample in encoded), Counter()))
+    return {**found, REPLAYED: replayed} if replayed else found
 
 
 def _give_up(errors: list[DataError]) -> DataError:

@@ -12,7 +12,7 @@ from coat_data.sample import DataError, Sample
 from coat_data.selection import select_rows
 
 _SEED = 0
-"""Of ``random`` selections: a list names the same rows whenever it is opened."""
+"""Of ``random`` selections without a seed: a list names the same rows whenever it is opened."""
 
 
 class Samples(Protocol):
@@ -70,8 +70,9 @@ class Concatenation:
             if entry.weight is not None or not (part.random_access or _is_whole(entry)):
                 what = "weight" if entry.weight is not None else "select and repeat"
                 raise ValueError(
-                    f"{entry.name}: {what} has no meaning when a list is read as one source; name "
-                    "its sources in a recipe's data, or ingest them first"
+                    f"{entry.name}: {what} has no meaning when a list is read as one source: in "
+                    "validation, in another list, or with a select; give its sources to a recipe's "
+                    "data, or ingest them first"
                 )
 
     def __len__(self) -> int:
@@ -111,7 +112,7 @@ def _is_whole(entry: SourceEntry) -> bool:
 
 def _rows(entry: SourceEntry, size: int) -> np.ndarray:
     """The rows that an entry asks for: int64, repeats one after the other."""
-    rows = select_rows(size, entry.select, _SEED, entry.name)
+    rows = select_rows(size, entry.select, entry.seed or _SEED, entry.name)
     copies, rest = divmod(entry.repeat or 1.0, 1.0)
     part = round(rest * len(rows))
     if not copies and not part:

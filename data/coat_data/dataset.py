@@ -6,6 +6,8 @@ from pathlib import Path
 
 from coat_data.concatenation import Concatenation
 from coat_data.containers.open import open_rows
+from coat_data.containers.remote import RemoteRows
+from coat_data.containers.remote_file import is_url
 from coat_data.lists.entry import SourceEntry
 from coat_data.lists.read import list_file, read_list
 from coat_data.media_root import MediaRoot
@@ -13,6 +15,7 @@ from coat_data.readers import llava
 from coat_data.readers.catalogue import find_reader, reader_named
 from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Sample
+from coat_data.stream_order import Shards
 
 _ROWS_PROBED = 100
 """Rows in which a known kind is looked for; the first ones of a file may be broken."""
@@ -33,7 +36,8 @@ class SampleDataset:
             for all files below it. Media that rows name by path are not among them.
 
     Args:
-        path: the file or folder, or a list of sources (:mod:`coat_data.lists.read`).
+        path: the file or folder, an address of shards (:mod:`coat_data.containers.remote`), or a
+            list of sources (:mod:`coat_data.lists.read`).
         media_root: defaults to the file's folder, or to what the manifest or list says.
         name: see above.
         format: name of a reader, where the content does not tell.
@@ -79,7 +83,12 @@ class SampleDataset:
             self.paths = tuple(dict.fromkeys(paths))
         else:
             self._rows = _OneSource(
-                Path(path).absolute(), media_root, format, allow_pickle, follow_links, columns
+                str(path) if is_url(path) else Path(path).absolute(),
+                media_root,
+                format,
+                allow_pickle,
+                follow_links,
+                columns,
             )
             self.paths = self._rows.paths
         self.format = self._rows.format
@@ -119,6 +128,28 @@ class SampleDataset:
         """
         return self._rows.stream()
 
+    @property
+    def shards(self) -> Shards | None:
+        """How the rows lie in shards read over a network; None for a list, and on this machine."""
+        raw = self._remote()
+        return None if raw is None else raw.shards
+
+    @property
+    def replayed(self) -> int:
+        """Rows that this process read over, as their server cannot be asked for others alone."""
+        raw = self._remote()
+        return 0 if raw is None else raw.replayed
+
+    @property
+    def unseekable(self) -> str | None:
+        """The address that can only be read from its beginning, if there is one."""
+        raw = self._remote()
+        return None if raw is None else raw.unseekable
+
+    def _remote(self) -> RemoteRows | None:
+        raw = self._rows.raw if isinstance(self._rows, _OneSource) else None
+        return raw if isinstance(raw, RemoteRows) else None
+
     def sources(self) -> "Sequence[SampleDataset]":
         """The sources of a list, each as a whole; else this dataset alone."""
         return self._sources or [self]
@@ -129,7 +160,7 @@ class _OneSource:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | str,
         media_root: str | Path | None,
         format_name: str | None,
         allow_pickle: bool,
@@ -137,7 +168,7 @@ class _OneSource:
         columns: Mapping[str, str] | None,
     ) -> None:
         opened = open_rows(path, allow_pickle=allow_pickle)
-        self._raw = opened.rows
+        self.raw = opened.rows
         self.paths = opened.paths
         self._columns = {**opened.columns, **(columns or {})}
         self._root = MediaRoot(
@@ -153,13 +184,13 @@ class _OneSource:
         self.damage = opened.rows.damage
 
     def __len__(self) -> int:
-        return len(self._raw)
+        return len(self.raw)
 
     def sample(self, index: int) -> Sample:
-        return self._sample(self._raw[index], index)
+        return self._sample(self.raw[index], index)
 
     def stream(self) -> Iterator[Sample | DataError]:
-        for index, row in enumerate(self._raw.stream()):
+        for index, row in enumerate(self.raw.stream()):
             if isinstance(row, DataError):
                 yield row
                 continue
@@ -171,7 +202,7 @@ class _OneSource:
             yield self.damage
 
     def _sample(self, row: object, index: int) -> Sample:
-        source, number = self._raw.place(index)
+        source, number = self.raw.place(index)
         place = Place(source=source, row=number, root=self._root, columns=self._columns)
         return reader_named(self.format).to_sample(row, place)
 

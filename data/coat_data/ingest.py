@@ -17,6 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from coat_data.containers.remote_file import is_url
 from coat_data.dataset import SampleDataset
 from coat_data.image import open_image
 from coat_data.new_folder import new_folder
@@ -102,7 +103,7 @@ def ingest(
             rows=sum(shard.rows for shard in shards),
             shards=tuple(shards),
             bad_samples=len(loader.bad),
-            source=str(Path(path).absolute()),
+            source=str(path if is_url(path) else Path(path).absolute()),
             source_sha256=_sha256(Path(path)) if Path(path).is_file() else "",
             media_root=str(dataset.media_root),
             embedded=embed_media or loader.num_stored > 0,

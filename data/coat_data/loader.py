@@ -7,7 +7,7 @@ the run was started.
 """
 
 import dataclasses
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,10 @@ class TrainLoader:
     positions, or packed ones. Ranks and micro-batches share them out
     (:func:`coat_data.order.deal`): ``micro_batch_size`` bins make a micro-batch, one padded row per
     sample, or one row of all the samples.
+
+    Iterated, it gives the micro-batches of each step and remembers how far it has been used:
+    :meth:`state_dict` and :meth:`load_state_dict` are the protocol of torchdata's stateful loaders.
+    The state is the same on all ranks, and is for any number of ranks and workers.
 
     Attributes:
         order: what each step holds.
@@ -85,6 +89,7 @@ class TrainLoader:
                 f"the mixture is of sources with {rows} rows, the datasets have "
                 f"{[len(dataset) for dataset in datasets]}; build the mixture from these datasets"
             )
+        self._cursor = Cursor()
         self.order: Order = packing or PlainOrder(mixture, batch_size)
         self._micro_batch_size = micro_batch_size
         self._rank = rank
@@ -109,6 +114,35 @@ class TrainLoader:
         loaded = _load(self._loading, self._requests(start), self._num_workers)
         while True:
             yield [next(loaded) for _ in range(self._micro_steps)]
+
+    def __iter__(self) -> Iterator[list[LoadedBatch]]:
+        """The steps that follow the one that was given last, or the loaded state; without end."""
+        for micro_batches in self.steps(self._cursor):
+            _, self._cursor = self.order.step(self._cursor)
+            yield micro_batches
+
+    def state_dict(self) -> dict[str, int]:
+        """How far the order has been used by iterating: the fields of a :class:`Cursor`."""
+        return self._cursor._asdict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue with the step after those that a loader had given when this was its state.
+
+        Args:
+            state: of a loader with the same mixture, batch size, seed and packing.
+
+        Raises:
+            ValueError: it is no such state.
+        """
+        numbers = [state.get(name) for name in Cursor._fields]
+        if set(state) != set(Cursor._fields) or not all(
+            isinstance(number, int) and number >= 0 for number in numbers
+        ):
+            raise ValueError(
+                f"{dict(state)} is no state of this loader; give what its state_dict() returned: "
+                f"{' and '.join(Cursor._fields)}, whole numbers of at least 0"
+            )
+        self._cursor = Cursor(**state)
 
     def _requests(self, cursor: Cursor) -> Iterator[list[Bin]]:
         """The bins of each of this rank's micro-batches."""

@@ -11,6 +11,8 @@ from enum import IntEnum
 
 import numpy as np
 
+from coat_data.stream_order import Shards
+
 
 class Stream(IntEnum):
     """Uses of a seed that must not draw the same numbers."""
@@ -22,6 +24,7 @@ class Stream(IntEnum):
     REPLACEMENT = 4
     BIN_ORDER = 5
     SELECTION = 6
+    STREAM_PASS = 7
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:
@@ -53,6 +56,9 @@ class Mixture:
     read in passes, shuffled anew and continued over epochs, so that its rows are seen equally
     often.
 
+    A source that is read from shards stands at the positions that it would have otherwise, but its
+    rows come in the order of its shards (:mod:`coat_data.stream_order`), pass after pass.
+
     Attributes:
         epoch_size: samples per epoch.
 
@@ -62,6 +68,7 @@ class Mixture:
         weights: relative share of each source; for all sources or for none.
         seed: at least 0.
         names: names of the sources in messages.
+        shards: how the rows of each source lie, where that matters.
 
     Raises:
         ValueError: a source has no rows or no samples in an epoch, a repeat or weight is not a
@@ -75,10 +82,12 @@ class Mixture:
         weights: Sequence[float | None],
         seed: int,
         names: Sequence[str] | None = None,
+        shards: Sequence[Shards | None] = (),
     ) -> None:
         self._names = list(names or (f"source {number}" for number in range(len(sizes))))
         self._sizes = list(sizes)
         self._seed = seed
+        self._shards = list(shards) or [None] * len(self._sizes)
         self._check(repeats, weights)
         given = [weight for weight in weights if weight is not None]
         self._weighted = bool(given)
@@ -164,8 +173,18 @@ class Mixture:
         """Draw the epoch: ``_rows`` lists it source by source, ``_order`` shuffles that list."""
         draw = self._continued_passes if self._weighted else self._repeated
         sources = range(len(self._sizes))
-        self._rows = np.concatenate([draw(source, epoch) for source in sources])
+        self._rows = np.concatenate(
+            [
+                draw(source, epoch) if shards is None else self._continued_passes(source, epoch)
+                for source, shards in zip(sources, self._shards, strict=True)
+            ]
+        )
         self._order = generator(self._seed, Stream.EPOCH_ORDER, epoch).permutation(self.epoch_size)
+        for source, shards in zip(sources, self._shards, strict=True):
+            if shards is not None:  # in the order drawn, at the places that it was dealt
+                first, stop = int(self._starts[source]), int(self._starts[source + 1])
+                own = (self._order >= first) & (self._order < stop)
+                self._order[own] = np.arange(first, stop)
         self._epoch = epoch
 
     def _repeated(self, source: int, epoch: int) -> np.ndarray:
@@ -180,11 +199,16 @@ class Mixture:
         size, samples = self._sizes[source], self._samples[source]
         first, skipped = divmod(epoch * samples, size)
         last = (epoch * samples + samples - 1) // size
-        passes = [
-            generator(self._seed, Stream.SOURCE_PASS, source, number).permutation(size)
-            for number in range(first, last + 1)
-        ]
+        passes = [self._pass(source, number) for number in range(first, last + 1)]
         return np.concatenate(passes)[skipped : skipped + samples]
+
+    def _pass(self, source: int, number: int) -> np.ndarray:
+        """All rows of a source, shuffled for its pass ``number``."""
+        shards = self._shards[source]
+        if shards is None:
+            rng = generator(self._seed, Stream.SOURCE_PASS, source, number)
+            return rng.permutation(self._sizes[source])
+        return shards.order(generator(self._seed, Stream.STREAM_PASS, source, number))
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:

@@ -1,17 +1,23 @@
 """Packs samples into rows of a token budget, in the global order.
 
 An epoch's positions are cut into windows of at most ``buffer``, as equal as possible. The samples
-of a window are put into bins (minimum bin slack, under two budgets), and the window's bins are
-shuffled. So the bins are a function of the seed, the order and the measured lengths; ranks and
-workers get whole bins (:func:`coat_data.order.deal`). A sample is never cut.
+of a window are put into bins (two heuristics, under two budgets; the fewer bins are kept), and the
+window's bins are shuffled. So the bins are a function of the seed, the order and the measured
+lengths; ranks and workers get whole bins (:func:`coat_data.order.deal`). A sample is never cut.
 
 Minimum bin slack: the longest sample that is left opens a bin, and of all sets of others the one
 that fills it best joins (Gupta and Ho 1999, "A new heuristic algorithm for the one-dimensional
 bin-packing problem", Production Planning & Control 10(6); with the longest one fixed as in Fleszar
-and Hindi 2002, Computers & Operations Research 29(7)). Best fit decreasing leaves twice the slack
-where rows hold about five samples of similar length, as images make them (data/README.md).
+and Hindi 2002, Computers & Operations Research 29(7)).
+
+Best fit decreasing: the longest sample that is left joins the fullest bin that has room (Johnson
+1974, "Near-optimal bin packing algorithms", MIT). It leaves twice the slack where rows hold about
+five samples of similar length, as images make them, and less where they hold two: bins that are
+filled without slack one after the other leave the samples over that fit in twos only
+(data/README.md).
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,7 +92,7 @@ class Lengths:
 
 
 def pack(tokens: Sequence[int], images: Sequence[int], budget: Budget) -> list[list[int]]:
-    """Bins of samples with the least slack in tokens, under both budgets.
+    """Few bins, under both budgets: those of the better one of two heuristics.
 
     Args:
         tokens: of each sample, 1 to ``budget.tokens``.
@@ -96,7 +102,16 @@ def pack(tokens: Sequence[int], images: Sequence[int], budget: Budget) -> list[l
     Returns:
         Indices of the samples in each bin, each in one.
     """
-    left = sorted(range(len(tokens)), key=lambda i: (-tokens[i], -images[i], i))
+    bins = minimum_bin_slack(tokens, images, budget)
+    others = best_fit_decreasing(tokens, images, budget)
+    return bins if len(bins) <= len(others) else others
+
+
+def minimum_bin_slack(
+    tokens: Sequence[int], images: Sequence[int], budget: Budget
+) -> list[list[int]]:
+    """Bins with the least slack in tokens, one after the other; arguments as :func:`pack`'s."""
+    left = _longest_first(tokens, images)
     bins: list[list[int]] = []
     while left:
         first, *left = left
@@ -111,6 +126,32 @@ def pack(tokens: Sequence[int], images: Sequence[int], budget: Budget) -> list[l
         taken = set(chosen)
         left = [sample for sample in left if sample not in taken]
     return bins
+
+
+def best_fit_decreasing(
+    tokens: Sequence[int], images: Sequence[int], budget: Budget
+) -> list[list[int]]:
+    """Each sample in the fullest bin with room, long ones first; arguments as :func:`pack`'s."""
+    bins: list[list[int]] = []
+    by_room: list[tuple[int, int, int]] = []  # free tokens, free images, bin; ascending
+    most = sum(images) if budget.images is None else budget.images
+    for sample in _longest_first(tokens, images):
+        length, shown = tokens[sample], images[sample]
+        place = bisect_left(by_room, (length, 0, 0))
+        while place < len(by_room) and by_room[place][1] < shown:
+            place += 1
+        if place < len(by_room):
+            room, free_images, number = by_room.pop(place)
+        else:
+            room, free_images, number = budget.tokens, most, len(bins)
+            bins.append([])
+        bins[number].append(sample)
+        insort(by_room, (room - length, free_images - shown, number))
+    return bins
+
+
+def _longest_first(tokens: Sequence[int], images: Sequence[int]) -> list[int]:
+    return sorted(range(len(tokens)), key=lambda i: (-tokens[i], -images[i], i))
 
 
 def _fullest(

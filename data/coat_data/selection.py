@@ -1,9 +1,10 @@
 """Which rows of a source take part: the first, the last or random ones, without excluded ones."""
 
+import dataclasses
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from coat_data.mixture import Stream, generator
 from coat_data.sample import DataError, Sample
+from coat_data.stream_order import Shards
 
 _SELECT = re.compile(r"(first|last|random) (\d+(?:\.\d+)?)(%?)")
 
@@ -51,6 +53,26 @@ class SelectedRows:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: row {index} of {len(self)} selected rows")
         return self.dataset[int(self.rows[index])]
+
+
+def shards_of(dataset: Rows) -> Shards | None:
+    """How the rows lie in shards that are read over a network; None for all others."""
+    if not isinstance(dataset, SelectedRows):
+        return getattr(dataset, "shards", None)
+    whole: Shards | None = getattr(dataset.dataset, "shards", None)
+    return None if whole is None else dataclasses.replace(whole, kept=dataset.rows)
+
+
+def replayed_rows(dataset: Rows) -> int:
+    """Rows that this process read over to get to others; see :class:`SampleDataset`."""
+    whole = dataset.dataset if isinstance(dataset, SelectedRows) else dataset
+    return getattr(whole, "replayed", 0)
+
+
+def unseekable(dataset: Rows) -> str | None:
+    """The address of the source that can only be read from its beginning, if there is one."""
+    whole = dataset.dataset if isinstance(dataset, SelectedRows) else dataset
+    return getattr(whole, "unseekable", None)
 
 
 def original_row(dataset: Rows, index: int) -> int:
@@ -125,24 +147,9 @@ def read_quarantine(path: Path, source: str, file: str, size: int) -> set[int]:
         DataError: the list is missing or damaged, names no row of this source, or was made with
             another file under this name.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(
-            str(path), f"cannot be read: {error.strerror}", "fix exclude, or remove it"
-        ) from error
     rows: set[int] = set()
     others: set[str] = set()
-    for number, line in enumerate(lines):
-        try:
-            entry = json.loads(line)
-            name, listed, row = str(entry["source"]), Path(entry["file"]).name, int(entry["row"])
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise DataError(
-                f"{path}:{number}",
-                f"not a line of bad_samples.jsonl ({type(error).__name__}: {error})",
-                "each line is a JSON object with source, file and row",
-            ) from error
+    for number, (name, listed, row) in enumerate(_quarantined(path)):
         if name != source:
             others.add(name)
         elif listed != Path(file).name or not 0 <= row < size:
@@ -161,6 +168,35 @@ def read_quarantine(path: Path, source: str, file: str, size: int) -> set[int]:
             "name the source as the run did that wrote the list, or remove exclude",
         )
     return rows
+
+
+def listed_sources(path: Path) -> set[str]:
+    """The names of the sources that a bad_samples.jsonl has rows of.
+
+    Raises:
+        DataError: the list is missing or damaged.
+    """
+    return {source for source, _, _ in _quarantined(path)}
+
+
+def _quarantined(path: Path) -> Iterator[tuple[str, str, int]]:
+    """Source, last part of the file, and row of each line of a bad_samples.jsonl."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(
+            str(path), f"cannot be read: {error.strerror}", "fix exclude, or remove it"
+        ) from error
+    for number, line in enumerate(lines):
+        try:
+            entry = json.loads(line)
+            yield str(entry["source"]), Path(entry["file"]).name, int(entry["row"])
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{path}:{number}",
+                f"not a line of bad_samples.jsonl ({type(error).__name__}: {error})",
+                "each line is a JSON object with source, file and row",
+            ) from error
 
 
 def without(rows: np.ndarray, excluded: Sequence[int] | set[int]) -> np.ndarray:

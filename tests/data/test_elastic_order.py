@@ -287,3 +287,24 @@ def test_ranks_of_a_micro_step_are_dealt_alike_images() -> None:
     assert sorted(p for step in dealt for rank in step for bin in rank for p in bin.positions) == [
         *range(8)
     ]
+
+
+@MIXES
+def test_the_state_of_an_iterated_loader_continues_it_on_other_ranks(
+    sources: list[SampleDataset], packed: bool
+) -> None:
+    straight, _ = steps(sources, packed, Cursor(), 7)
+    first = loader(sources, packed)
+    assert [content(step) for step in islice(first, 3)] == straight[:3]
+    state = json.loads(json.dumps(first.state_dict()))
+    ranks = [loader(sources, packed, rank=rank, world=2, num_workers=1) for rank in range(2)]
+    parts = []
+    for one in ranks:
+        one.load_state_dict(state)
+        assert one.state_dict() == state
+        parts.append(list(islice(one, 4)))
+    assert [content([m for part in parts for m in part[step]]) for step in range(4)] == straight[3:]
+    assert [content(step) for step in islice(first, 2)] == straight[3:5]  # iterated again
+    for wrong in ({}, {"position": 3}, {"position": -1, "bins": 0}, {**state, "epoch": 1}):
+        with pytest.raises(ValueError, match="is no state of this loader"):
+            first.load_state_dict(wrong)

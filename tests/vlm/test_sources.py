@@ -1,6 +1,7 @@
 """Sources of a recipe: selection and exclusion; bad rows counted and limited; the recipe's keys."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import yaml
 
 from coat_data.batches import BadSample
+from coat_data.mixture import Mixture
 from coat_data.sample import DataError
 from coat_vlm.config import SourceConfig, StageConfig
 from coat_vlm.recipe_file import load_recipe
 from coat_vlm.train.quarantine import Quarantine, rewind_quarantine
-from coat_vlm.train.sources import open_source
+from coat_vlm.train.sources import open_source, open_sources
 
 TALK = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
@@ -32,12 +34,17 @@ def stage_of(**changes: Any) -> StageConfig:
     return StageConfig(data=sources, language=trains, **settings)
 
 
+def quarantine_of(folder: Path, name: str = "sft", total: int = 0, **limits: Any) -> Quarantine:
+    stage = stage_of(**limits)
+    return Quarantine(folder, name, stage, stage.data, total)
+
+
 def bad(source: int, row: int) -> BadSample:
     return BadSample(where=f"x.json:{row}", problem="p", position=row, source=source, row=row)
 
 
 def test_a_runs_list_of_bad_rows_excludes_them_from_the_next(file: Path, tmp_path: Path) -> None:
-    quarantine = Quarantine(tmp_path, "sft", stage_of(max_bad_samples=9))
+    quarantine = quarantine_of(tmp_path, max_bad_samples=9)
     assert quarantine.note([bad(0, 3), bad(1, 4), bad(0, 17)], step=1) == [2, 1]
     chosen: dict[str, Any] = {"name": "a", "path": str(file)}
     listed = str(tmp_path / "bad_samples.jsonl")
@@ -66,12 +73,132 @@ def test_a_random_selection_has_the_recipes_seed_or_its_own(file: Path) -> None:
     assert ids(0, seed=5) == ids(1, seed=5) == ids(5)
 
 
+def shares(*sources: SourceConfig) -> dict[str, int]:
+    """Samples per epoch of each source, as the table before training has them."""
+    configs, datasets = open_sources(sources, seed=0)
+    mixture = Mixture(
+        [len(rows) for rows in datasets],
+        [config.repeat for config in configs],
+        [config.weight for config in configs],
+        seed=0,
+        names=[config.name for config in configs],
+    )
+    return {share.name: share.samples for share in mixture.accounting()}
+
+
+def test_a_list_in_a_recipe_becomes_its_sources_with_their_shares(
+    file: Path, tmp_path: Path
+) -> None:
+    def listed(name: str, content: Any) -> str:
+        (tmp_path / name).write_text(yaml.safe_dump(content))
+        return str(tmp_path / name)
+
+    a: dict[str, Any] = {"path": "a.json"}
+    weighted = listed(
+        "w.yaml",
+        {"sources": [{**a, "weight": 3}, {**a, "name": "b", "select": "last 5", "weight": 1}]},
+    )
+    counted = listed(
+        "c.yaml", {"sources": [{**a, "repeat": 0.5}, {**a, "name": "b", "select": "first 50%"}]}
+    )
+    # InternVL: part of a file, and repeats of one; LLaVA-NeXT: the last rows
+    meta = tmp_path / "meta.json"
+    meta.write_text(
+        json.dumps(
+            {
+                "some": {"annotation": "a.json", "repeat_time": 0.1},
+                "more": {"annotation": "a.json", "repeat_time": 2},
+            }
+        )
+    )
+    following = listed(
+        "n.yaml", {"datasets": [{"json_path": "a.json", "sampling_strategy": "end:3"}]}
+    )
+    alone = SourceConfig(name="alone", path=str(file))
+    # 25 rows in all, 3 : 1
+    assert shares(SourceConfig(name="w", path=weighted)) == {"w/a": 19, "w/b": 6}
+    # 45 rows; the list has half of them, and shares that half 3 : 1
+    assert shares(
+        SourceConfig(name="w", path=weighted, weight=2.0),
+        SourceConfig(name="x", path=str(file), weight=2.0),
+    ) == {"w/a": 17, "w/b": 6, "x": 22}
+    # without weights of its own, by rows times repeat: 20 * 0.5 and 10 of 50 rows, half for each
+    assert shares(
+        SourceConfig(name="c", path=counted, weight=1.0),
+        SourceConfig(name="x", path=str(file), weight=1.0),
+    ) == {"c/a": 13, "c/b": 12, "x": 25}
+    assert shares(alone, SourceConfig(name="c", path=counted, repeat=4.0)) == {
+        "alone": 20,
+        "c/a": 40,
+        "c/b": 40,
+    }
+    assert shares(
+        SourceConfig(name="m", path=str(meta)),
+        SourceConfig(name="next", path=following),
+        SourceConfig(name="half", path=f"{file}%50*3"),
+    ) == {"m/some": 2, "m/more": 40, "next": 3, "half": 30}
+    assert shares(SourceConfig(name="m", path=str(meta), select="last 30%")) == {"m": 13}
+    mixed = listed("x.yaml", {"sources": [{**a, "weight": 3}, {**a, "name": "b"}]})
+    for wrong, words in (
+        (SourceConfig(name="m", path=mixed), "m: only 1 of the 2 sources"),
+        (SourceConfig(name="w", path=weighted, repeat=2.0), "repeat=2.0 has no meaning with the"),
+        (SourceConfig(name="w", path=weighted, select="first 5"), "weight has no meaning"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            open_sources([wrong], seed=0)
+    with pytest.raises(ValueError, match="alone: no weight, but other sources have one"):
+        shares(SourceConfig(name="w", path=weighted), alone)
+
+
+def test_random_parts_of_a_list_have_its_seeds_or_the_recipes(file: Path, tmp_path: Path) -> None:
+    entry = {"path": str(file), "select": "random 50%"}
+    path = tmp_path / "l.yaml"
+    sources = [{**entry, "name": "own", "seed": 5}, {**entry, "name": "recipe"}]
+    path.write_text(yaml.safe_dump({"sources": sources}))
+
+    def chosen(seed: int) -> list[set[str]]:
+        _, datasets = open_sources([SourceConfig(name="l", path=str(path))], seed)
+        return [{rows[index].id for index in range(len(rows))} for rows in datasets]
+
+    def alone(name: str, seed: int) -> set[str]:
+        config = SourceConfig(name=name, path=str(file), select="random 50%", seed=seed)
+        rows = open_source(config, 9)
+        return {rows[index].id for index in range(len(rows))}
+
+    assert chosen(0) == [alone("l/own", 5), alone("l/recipe", 0)]
+    assert chosen(1) == [alone("l/own", 5), alone("l/recipe", 1)]
+    assert chosen(0) != chosen(1)
+    sources[0]["select"] = "first 50%"
+    path.write_text(yaml.safe_dump({"sources": sources}))
+    with pytest.raises(DataError, match=r"l\.yaml:0: seed 5 has no effect"):
+        chosen(0)
+
+
+def test_rows_of_a_lists_sources_are_excluded_by_their_names(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "l.yaml"
+    path.write_text(yaml.safe_dump({"sources": [{"path": "a.json"}, {"path": "a.json"}]}))
+    config = SourceConfig(name="l", path=str(path))
+    configs, _ = open_sources([config], 0)
+    quarantine = Quarantine(tmp_path, "sft", stage_of(max_bad_samples=9), configs)
+    assert quarantine.note([bad(1, 3), bad(1, 4)], step=1) == [0, 2]
+    found, datasets = open_sources(
+        [replace(config, exclude=str(tmp_path / "bad_samples.jsonl"))], 0
+    )
+    assert [(one.name, len(rows)) for one, rows in zip(found, datasets, strict=True)] == [
+        ("l/a", 20),
+        ("l/a_2", 18),
+    ]
+    other = replace(config, name="m", exclude=str(tmp_path / "bad_samples.jsonl"))
+    with pytest.raises(DataError, match=r"no row of 'm', which is m/a, m/a_2; only of \['l/a_2'"):
+        open_sources([other], 0)
+
+
 def met(*counts: int) -> Any:
     return lambda: np.array(counts)
 
 
 def test_bad_rows_are_counted_by_source(tmp_path: Path) -> None:
-    quarantine = Quarantine(tmp_path, "sft", stage_of(max_bad_samples=9))
+    quarantine = quarantine_of(tmp_path, max_bad_samples=9)
     assert quarantine.count([0.0, 0.0], met()) == {}
     assert quarantine.count([0.0, 2.0], met(30, 10)) == {"b": {"rows": 2, "rate": 0.2}}
     rates = quarantine.count([1.0, 1.0], met(40, 20))
@@ -87,10 +214,8 @@ def test_bad_rows_are_counted_by_source(tmp_path: Path) -> None:
         ({"max_bad_samples": 2, "max_bad_fraction": 0.1}, [True, True, False]),
     ],
 )
-def test_too_many_stop_the_run(
-    tmp_path: Path, limits: dict[str, float], counts: list[bool]
-) -> None:
-    quarantine = Quarantine(tmp_path, "sft", stage_of(**limits))
+def test_too_many_stop_the_run(tmp_path: Path, limits: dict[str, Any], counts: list[bool]) -> None:
+    quarantine = quarantine_of(tmp_path, **limits)
     seen = [(2.0, met(5, 0)), (2.0, met(30, 10)), (0.0, met(30, 9))]
     for allowed, (number, so_far) in zip(counts, seen, strict=False):
         if allowed:
@@ -101,10 +226,10 @@ def test_too_many_stop_the_run(
 
 
 def test_a_resumed_run_counts_what_was_listed_before_its_checkpoint(tmp_path: Path) -> None:
-    first = Quarantine(tmp_path, "sft", stage_of(max_bad_samples=9))
+    first = quarantine_of(tmp_path, max_bad_samples=9)
     for step, rows in ((1, [bad(0, 1)]), (2, [bad(1, 2)]), (3, [bad(1, 3), bad(0, 4)])):
         first.note(rows, step)
-    Quarantine(tmp_path, "pretrain", stage_of(max_bad_samples=9)).note([bad(0, 9)], 8)
+    quarantine_of(tmp_path, "pretrain", max_bad_samples=9).note([bad(0, 9)], 8)
     path = tmp_path / "bad_samples.jsonl"
     path.write_text(path.read_text() + '{"stage": "sft", "st')  # cut off
     rewind_quarantine(tmp_path, "sft", 2)
@@ -114,7 +239,7 @@ def test_a_resumed_run_counts_what_was_listed_before_its_checkpoint(tmp_path: Pa
         ("sft", 2),
         ("pretrain", 9),
     ]
-    again = Quarantine(tmp_path, "sft", stage_of(max_bad_samples=9), total=2)
+    again = quarantine_of(tmp_path, max_bad_samples=9, total=2)
     assert again.count([0.0, 0.0], met(10, 10)) == {
         "a": {"rows": 1, "rate": 0.1},
         "b": {"rows": 1, "rate": 0.1},

@@ -49,7 +49,7 @@ class JsonRows(IndexedFile):
             offset = len(_BOM) if stream.read(len(_BOM)) == _BOM else 0
             first = _first_character(stream, offset)
             stream.seek(offset)
-            spans = _array_spans(stream, path) if first == b"[" else _line_spans(stream)
+            spans = array_spans(stream, str(path)) if first == b"[" else line_spans(stream)
             try:
                 for start, end in spans:
                     starts.append(start)
@@ -79,6 +79,18 @@ class JsonRows(IndexedFile):
             raise DataError(f"{self.path}:{index}", problem, _REMEDY) from error
 
 
+def parse_row(data: bytes, where: str) -> Any:
+    """The value of a row.
+
+    Raises:
+        DataError: it is not JSON in UTF-8.
+    """
+    try:
+        return json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # of the text or of the JSON in it
+        raise DataError(where, f"is not usable JSON: {error}", _REMEDY) from error
+
+
 def _first_character(stream: BinaryIO, offset: int) -> bytes:
     stream.seek(offset)
     while chunk := stream.read(4096):
@@ -87,7 +99,7 @@ def _first_character(stream: BinaryIO, offset: int) -> bytes:
     return b""
 
 
-def _line_spans(stream: BinaryIO) -> Iterator[tuple[int, int]]:
+def line_spans(stream: BinaryIO) -> Iterator[tuple[int, int]]:
     """Start and end of every line that is not blank."""
     start = stream.tell()
     for line in stream:
@@ -99,7 +111,7 @@ def _line_spans(stream: BinaryIO) -> Iterator[tuple[int, int]]:
 class _Window:
     """A part of the file as text, with one character per byte."""
 
-    def __init__(self, stream: BinaryIO, path: Path) -> None:
+    def __init__(self, stream: BinaryIO, path: str) -> None:
         self._stream = stream
         self._path = path
         self.text = ""
@@ -143,7 +155,7 @@ def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
     return match.end()
 
 
-def _array_spans(stream: BinaryIO, path: Path) -> Iterator[tuple[int, int]]:
+def array_spans(stream: BinaryIO, path: str) -> Iterator[tuple[int, int]]:
     """Start and end of every element.
 
     Raises:

@@ -17,6 +17,7 @@ from coat_data.containers.folder import FolderRows
 from coat_data.containers.ingested import ShardRows
 from coat_data.containers.json_file import JsonRows
 from coat_data.containers.pickle_file import PickleRows
+from coat_data.containers.remote import RemoteRows
 from coat_data.containers.rows import Rows
 from coat_data.containers.table import TableRows
 from coat_data.containers.tar import TarRows, is_compressed
@@ -44,16 +45,19 @@ class Opened:
     """The files that the rows come from; a folder stands for all files below it."""
 
 
-def open_rows(path: Path, *, allow_pickle: bool = False) -> Opened:
+def open_rows(path: Path | str, *, allow_pickle: bool = False) -> Opened:
     """The rows of a file, a folder, or a pattern of files (``*``, ``{000..099}``, ``{a,b}``).
 
     Args:
-        path: absolute path or pattern.
+        path: absolute path or pattern, or an address as text.
         allow_pickle: read .pkl files, through an unpickler that builds plain values only.
 
     Raises:
         DataError: there is nothing, or nothing that is known, or a folder holds several splits.
     """
+    if isinstance(path, str):
+        remote = RemoteRows(path)
+        return Opened(remote, paths=remote.paths)
     if path.is_dir():
         return replace(_open_folder(path, allow_pickle), paths=(path,))
     if path.is_file():

@@ -65,7 +65,7 @@ class IndexedFile:
         self.damage = damage
         self._starts = starts
         self._ends = ends
-        self._state = _state(path)
+        self._state = file_state(path)
         self._descriptor: tuple[int, int] | None = None
 
     def __len__(self) -> int:
@@ -113,15 +113,13 @@ class IndexedFile:
 
     def _open(self) -> int:
         if self._descriptor is None or self._descriptor[0] != os.getpid():
-            if _state(self.path) != self._state:
+            if file_state(self.path) != self._state:
                 raise self._changed()
             self._descriptor = (os.getpid(), os.open(self.path, os.O_RDONLY))
         return self._descriptor[1]
 
     def _changed(self) -> DataError:
-        return DataError(
-            str(self.path), "the file has changed since it was opened", "start again with it"
-        )
+        return changed(self.path)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_descriptor": None}
@@ -132,6 +130,12 @@ class IndexedFile:
             os.close(descriptor[1])
 
 
-def _state(path: Path) -> tuple[int, int]:
-    status = path.stat()
+def file_state(file: Path | int) -> tuple[int, int]:
+    """Bytes and time of change in nanoseconds of a path or descriptor: others in another file."""
+    status = os.stat(file)  # noqa: PTH116 - a descriptor has no path
     return status.st_size, status.st_mtime_ns
+
+
+def changed(path: Path) -> DataError:
+    """What to raise for a file that is not the one that was indexed."""
+    return DataError(str(path), "the file has changed since it was opened", "start again with it")

@@ -7,6 +7,7 @@ of a sample stand one after the other (webdataset/webdataset, README; tar groups
 one only in order.
 """
 
+import io
 import json
 import os
 import tarfile
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from coat_data.containers.rows import changed, file_state
 from coat_data.sample import DataError
 
 KEY = "__key__"
@@ -57,6 +59,7 @@ class TarRows:
         self._ends = np.zeros(0, dtype=np.int64)
         self._shards = np.zeros(0, dtype=np.int64)
         self._descriptors: dict[int, tuple[int, int]] = {}
+        self._states = [file_state(path) for path in self.files]
         if self.random_access:
             self._index()
 
@@ -124,6 +127,8 @@ class TarRows:
                 _close(self._descriptors)
             entry = (os.getpid(), os.open(self.files[number], os.O_RDONLY))
             self._descriptors[number] = entry
+        if file_state(entry[1]) != self._states[number]:  # also one that is written over in place
+            raise changed(self.files[number])
         return entry[1]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -163,6 +168,39 @@ def split_key(name: str, where: str) -> tuple[str, str] | None:
     return str(path.parent / base), field.lower()
 
 
+def refuse_link(info: tarfile.TarInfo, where: str) -> None:
+    """Raise DataError for a member that is a link."""
+    if info.issym() or info.islnk():
+        raise DataError(
+            where,
+            f"the member {info.name!r} is a link to {info.linkname!r}",
+            "do not use this tar; write it again with files only",
+        )
+
+
+def sample_of(data: bytes, where: str) -> dict[str, Any]:
+    """The row that the bytes of one sample's members hold, headers included.
+
+    Raises:
+        DataError: they are not those of one sample.
+    """
+    row: dict[str, Any] = {}
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+            for info in archive:
+                split = split_key(info.name, where) if info.isfile() else None
+                if split is None:
+                    continue
+                if row and split[0] != row[KEY]:
+                    raise DataError(where, f"holds {split[0]} and {row[KEY]}", "copy it again")
+                stream = archive.extractfile(info)
+                assert stream is not None  # a plain file
+                row |= {KEY: split[0], split[1]: stream.read()}
+    except (tarfile.TarError, EOFError, UnicodeError) as error:
+        raise DataError(where, f"the sample is damaged: {error}", "copy the tar again") from error
+    return row
+
+
 def _members(path: Path, *, mode: str = "r:") -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
     """The plain files of a tar.
 
@@ -172,12 +210,7 @@ def _members(path: Path, *, mode: str = "r:") -> Iterator[tuple[tarfile.TarFile,
     try:
         with tarfile.open(path, mode) as archive:  # pyright: ignore[reportCallIssue, reportArgumentType]
             for info in archive:
-                if info.issym() or info.islnk():
-                    raise DataError(
-                        str(path),
-                        f"the member {info.name!r} is a link to {info.linkname!r}",
-                        "do not use this tar; write it again with files only",
-                    )
+                refuse_link(info, str(path))
                 if info.isfile():
                     yield archive, info
                 # else tarfile keeps every header for the life of the archive

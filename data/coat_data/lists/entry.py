@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coat_data.containers.remote_file import is_url
 from coat_data.sample import DataError
 
 
@@ -15,13 +16,15 @@ class SourceEntry:
 
     name: str
     path: str
-    """Absolute path or pattern."""
+    """Absolute path, pattern or address."""
     media_root: str | None = None
     """Absolute folder; None for the folder of ``path``."""
     format: str | None = None
     """Name of a reader; None to find it by content."""
     select: str | None = None
     """``first 1000``, ``last 10%``, ``random 50%``; None for all rows."""
+    seed: int | None = None
+    """Seed of a random ``select``; None for the recipe's, or 0 without one."""
     repeat: float | None = None
     """Passes per epoch; None for 1."""
     weight: float | None = None
@@ -31,11 +34,14 @@ class SourceEntry:
 
     def settings(self) -> dict[str, Any]:
         """The entry as a recipe writes it: what is set, and nothing else."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value}
+        settings = dataclasses.asdict(self)
+        return {name: value for name, value in settings.items() if value not in (None, {})}
 
 
 def absolute(path: str, listing: Path) -> str:
-    """``path`` relative to the folder of the list that names it."""
+    """``path`` relative to the folder of the list that names it; an address stays as it is."""
+    if is_url(path):
+        return path
     return str((listing.parent / Path(path).expanduser()).absolute())
 
 

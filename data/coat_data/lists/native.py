@@ -2,7 +2,7 @@
 
     sources:
       - {name: captions, path: blip_laion_cc_sbu_558k.json, media_root: images}
-      - {name: chat, path: "shards/{000..099}.tar", select: random 50%, repeat: 2}
+      - {name: chat, path: "shards/{000..099}.tar", select: random 50%, seed: 1, repeat: 2}
 
 Paths start from the folder of the file.
 """
@@ -45,9 +45,18 @@ def _entry(entry: Any, path: Path, where: str) -> SourceEntry:
     for key in ("name", "path", "media_root", "format", "select"):
         if key in given:
             given[key] = text(given[key], key, where)
+    _check_seed(given, where)
     if "path" not in given:
         raise DataError(where, "the source has no path", "give it a file or folder")
     for key in ("path", "media_root"):
         if key in given:
             given[key] = absolute(given[key], path)
     return SourceEntry(**{"name": Path(given["path"]).stem, **given})
+
+
+def _check_seed(given: Mapping[str, Any], where: str) -> None:
+    seed = given.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise DataError(where, f"seed is {seed!r}", "give a whole number of at least 0")
+    if "seed" in given and not given.get("select", "").startswith("random"):
+        raise DataError(where, f"seed {seed} has no effect", "it is for select: random; remove it")

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from coat_data.containers.braces import expand_braces
+from coat_data.containers.remote_file import is_url
 from coat_data.lists import internvl, llama_factory, llava_next, native
 from coat_data.lists.entry import SourceEntry
 from coat_data.lists.phrase import is_phrase, read_phrase
@@ -29,6 +30,8 @@ def read_list(path: str | Path) -> list[SourceEntry] | None:
     Raises:
         DataError: it is a list with a mistake.
     """
+    if is_url(path):
+        return None  # shards of one source
     file, names = _wanted(str(path))
     content = _content(file)
     if content is not None:

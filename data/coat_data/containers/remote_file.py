@@ -1,0 +1,233 @@
+"""Files by address: the one place where a URL is opened, as ranges of bytes or in order.
+
+``http:`` and ``https:`` are read with the standard library, so that they need no package more;
+every other scheme (``hf:``, ``s3:``, ``gs:``, ``memory:``, ``file:``) by fsspec, which finds its
+credentials itself. Connections belong to the process that opened them: a :class:`RemoteFile` is
+cheap to send to workers.
+"""
+
+import http.client
+import io
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from coat_data.containers.braces import expand_braces
+from coat_data.sample import DataError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_TIMEOUT_S = 60.0
+_WAITS_S = (0.5, 2.0, 8.0)
+"""Between attempts: a network may fail for a moment."""
+_BLOCK_BYTES = 1 << 20
+_BLOCKS_KEPT = 8
+_SMALL_BYTES = 1 << 17
+"""Shorter ranges are cut from a block, which neighbours share; longer ones are read alone."""
+_OUTAGES = (OSError, http.client.HTTPException)
+
+T = TypeVar("T")
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether the path is an address such as ``hf://``, ``s3://`` or ``https://``."""
+    return isinstance(path, str) and _URL.match(path) is not None
+
+
+def expand_urls(pattern: str) -> list[str]:
+    """The addresses that a pattern stands for: braces everywhere, ``*`` but for http.
+
+    Raises:
+        DataError: a pattern with ``*`` matches nothing, or its server cannot be asked.
+    """
+    found: list[str] = []
+    for url in expand_braces(pattern):
+        if url.startswith(("http://", "https://")) or not set("*?[") & set(url):
+            found.append(url)
+            continue
+        try:
+            system, path = _filesystem(url)
+            names = sorted(str(name) for name in system.glob(path))
+        except _OUTAGES as error:
+            raise _unreachable(url, error) from error
+        if not names:
+            raise DataError(url, "matches no file", "check the address and the credentials")
+        found += [system.unstrip_protocol(name) for name in names]
+    return found
+
+
+class RemoteFile:
+    """One file by its address.
+
+    Attributes:
+        url: the address.
+        size: bytes; None if the server does not say.
+        version: changes with the content, as far as the server tells (ETag, time of change, size).
+        seekable: whether ranges can be read; else only the whole file in order.
+
+    Args:
+        url: see above.
+
+    Raises:
+        DataError: there is no such file, no access, or nothing that opens such addresses.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._http = url.startswith(("http://", "https://"))
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        try:
+            asked = self._ask_server if self._http else self._ask_system
+            self.size, self.version, self.seekable = _retried(asked)
+        except _OUTAGES as error:
+            raise _unreachable(url, error) from error
+
+    def read(self, start: int, size: int) -> bytes:
+        """``size`` bytes from ``start`` on; fewer at the end of the file.
+
+        Raises:
+            DataError: the file is another one now.
+            OSError: the network fails, also when tried again.
+        """
+        if size > _SMALL_BYTES:
+            return self._range(start, size)
+        data, stop = b"", start + size
+        while start < stop:
+            number, offset = divmod(start, _BLOCK_BYTES)
+            piece = self._block(number)[offset : offset + stop - start]
+            if not piece:
+                break
+            data += piece
+            start += len(piece)
+        return data
+
+    def stream(self) -> BinaryIO:
+        """The whole file in order; close it after use.
+
+        Raises:
+            OSError: the network fails, also when tried again.
+        """
+        if self._http:
+            return _retried(lambda: self._request(None))
+        system, path = _filesystem(self.url)
+        return _retried(lambda: system.open(path, "rb", cache_type="readahead"))
+
+    def _block(self, number: int) -> bytes:
+        kept = self._blocks.pop(number, None)
+        if kept is None:
+            kept = self._range(number * _BLOCK_BYTES, _BLOCK_BYTES)
+        self._blocks[number] = kept
+        while len(self._blocks) > _BLOCKS_KEPT:
+            self._blocks.popitem(last=False)
+        return kept
+
+    def _range(self, start: int, size: int) -> bytes:
+        stop = start + size if self.size is None else min(start + size, self.size)
+        if stop <= start:
+            return b""
+        if not self._http:
+            system, path = _filesystem(self.url)
+            return _retried(lambda: system.cat_file(path, start=start, end=stop))
+
+        def read() -> bytes:
+            with self._request((start, stop)) as answer:
+                if answer.status != http.HTTPStatus.PARTIAL_CONTENT:
+                    raise OSError(f"{self.url}: the server has stopped answering ranges")
+                if _version(answer) != self.version:
+                    raise DataError(self.url, "has changed since it was opened", "start again")
+                return answer.read()
+
+        return _retried(read)
+
+    def _request(self, span: tuple[int, int] | None) -> Any:
+        headers = {"Accept-Encoding": "identity"}
+        if span is not None:
+            headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
+        request = urllib.request.Request(self.url, headers=headers)
+        return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+
+    def _ask_server(self) -> tuple[int | None, str, bool]:
+        """Size, version, and whether it answers ranges, from a request of one byte."""
+        try:
+            with self._request((0, 1)) as answer:
+                partial = answer.status == http.HTTPStatus.PARTIAL_CONTENT
+                whole = answer.headers.get("Content-Length")
+                if partial:
+                    whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
+                size = int(whole) if whole and whole.isdigit() else None
+                return size, _version(answer), partial
+        except urllib.error.HTTPError as error:
+            if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                return 0, _version(error), True  # the file is empty
+            raise
+
+    def _ask_system(self) -> tuple[int | None, str, bool]:
+        system, path = _filesystem(self.url)
+        found = system.info(path)
+        if found.get("type") == "directory":
+            raise DataError(self.url, "is a folder", "give files, such as FOLDER/*.tar")
+        return found.get("size"), str(system.ukey(path)), True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_blocks": OrderedDict()}
+
+
+def read_whole(stream: BinaryIO, size: int) -> bytes:
+    """``size`` bytes of a stream that may give fewer at a time; fewer only at its end."""
+    data = io.BytesIO()
+    while data.tell() < size and (piece := stream.read(size - data.tell())):
+        data.write(piece)
+    return data.getvalue()
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    """The file system for an address; fsspec keeps one per process."""
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise DataError(
+            url, f"nothing here opens such addresses: {error}", "install what it names"
+        ) from error
+
+
+def _version(answer: Any) -> str:
+    named = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
+    total = answer.headers.get("Content-Range", "").rpartition("/")[2]
+    return f"{named} {total or answer.headers.get('Content-Length')}"
+
+
+def _retried(attempt: Callable[[], T]) -> T:
+    """What ``attempt`` returns, tried again where the network or the server fails."""
+    for wait_s in _WAITS_S:
+        try:
+            return attempt()
+        except _OUTAGES as error:
+            if _is_final(error):
+                raise
+            time.sleep(wait_s)
+    return attempt()
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether trying again is in vain: the file is missing or forbidden."""
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code < http.HTTPStatus.INTERNAL_SERVER_ERROR and error.code not in (408, 429)
+    return isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError)
+
+
+def _unreachable(url: str, error: Exception) -> DataError:
+    problem = f"cannot be read: {type(error).__name__}: {error}"
+    return DataError(url, problem, "check the address, the network and the credentials")
+
+
+def cache_folder() -> Path:
+    """Where indices are kept: ``COAT_VLM_CACHE``, by default ``~/.cache/coat-vlm``."""
+    own = os.environ.get("COAT_VLM_CACHE")
+    return Path(own).expanduser() if own else Path.home() / ".cache" / "coat-vlm"

@@ -1,0 +1,222 @@
+"""Where the rows of a remote shard are: found once by reading it, and kept on this machine."""
+
+import hashlib
+import io
+import tarfile
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from coat_data.containers.json_file import array_spans, line_spans
+from coat_data.containers.remote_file import RemoteFile, cache_folder
+from coat_data.containers.tar import refuse_link, split_key
+from coat_data.sample import DataError
+
+Kind = Literal["json", "tar", "parquet"]
+
+_BUFFER_BYTES = 1 << 20
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardIndex:
+    """Where the rows of a shard are."""
+
+    starts: NDArray[np.int64]
+    """(rows,) first byte of each; of Parquet the first row of each row group."""
+    ends: NDArray[np.int64]
+    """(rows,) the byte after each; of Parquet the row after each row group."""
+    damage: str
+    """Why the shard breaks off; empty for a whole one."""
+    path: Path
+    """Where the index is kept; another one for other content."""
+
+
+def shard_index(file: RemoteFile, kind: Kind) -> ShardIndex:
+    """The index of a shard, made by one pass over it if this machine has none.
+
+    Raises:
+        DataError: the shard is not what its name says, or cannot be searched.
+        OSError: the network fails.
+    """
+    key = hashlib.sha256(f"1 {kind} {file.url} {file.version}".encode()).hexdigest()[:32]
+    path = cache_folder() / "index" / f"{key}.npz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_file():
+        with FileLock(path.with_suffix(".lock")):  # ranks of a host wait for the first one
+            if not path.is_file():
+                _make(file, kind, path)
+    with np.load(path) as saved:
+        return ShardIndex(
+            starts=saved["starts"], ends=saved["ends"], damage=str(saved["damage"]), path=path
+        )
+
+
+def _make(file: RemoteFile, kind: Kind, path: Path) -> None:
+    starts, ends = array("q"), array("q")
+    damage = ""
+    try:
+        for start, end in _row_groups(file) if kind == "parquet" else _passed(file, kind):
+            starts.append(start)
+            ends.append(end)
+    except DataError as error:
+        if kind == "parquet":
+            raise
+        damage = error.problem
+    temporary = path.with_suffix(".new.npz")
+    np.savez(
+        temporary,
+        starts=np.array(starts, dtype=np.int64),
+        ends=np.array(ends, dtype=np.int64),
+        damage=np.array(damage),
+    )
+    temporary.replace(path)
+
+
+def _row_groups(file: RemoteFile) -> Iterator[tuple[int, int]]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    if not file.seekable:
+        raise DataError(
+            file.url, "is Parquet on a server that does not answer ranges", "download it first"
+        )
+    try:
+        metadata = ParquetFile(as_seekable(file)).metadata
+    except ArrowException as error:
+        raise DataError(file.url, f"is not Parquet: {error}", "copy the file again") from error
+    row = 0
+    for number in range(metadata.num_row_groups):
+        rows = metadata.row_group(number).num_rows
+        yield row, row + rows
+        row += rows
+
+
+def _passed(file: RemoteFile, kind: Kind) -> Iterator[tuple[int, int]]:
+    """The spans of one pass over the file, with a bar of its bytes."""
+    name = file.url.rpartition("/")[2]
+    bar = tqdm(total=file.size, desc=f"indexing {name}", unit="B", unit_scale=True, mininterval=1.0)
+    with bar, file.stream() as raw:
+        counted = io.BufferedReader(_Counted(raw, bar, file), _BUFFER_BYTES)
+        yield from _tar_spans(counted, file) if kind == "tar" else _json_spans(counted, file.url)
+
+
+class _Counted(io.RawIOBase):
+    """A stream that moves a bar; it can be read forward and says where it is."""
+
+    def __init__(self, stream: BinaryIO, bar: "tqdm[Any]", file: RemoteFile) -> None:
+        self._stream = stream
+        self._bar = bar
+        self._file = file
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True  # for tell(), which a buffer asks it for
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        if whence != io.SEEK_CUR or offset:
+            raise io.UnsupportedOperation("this stream is read forward only")
+        return self._position
+
+    def readinto(self, buffer: "memoryview[int]") -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        data = self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        if not data and self._position < (self._file.size or 0):
+            raise ConnectionError(
+                f"{self._file.url}: broke off at byte {self._position} of {self._file.size}"
+            )
+        self._bar.update(len(data))
+        return len(data)
+
+
+def _json_spans(stream: "io.BufferedReader[Any]", url: str) -> Iterator[tuple[int, int]]:
+    """Rows of a JSON array or of JSONL."""
+    if stream.peek(len(_BOM)).startswith(_BOM):
+        stream.read(len(_BOM))
+    is_array = stream.peek(4096).lstrip()[:1] == b"["
+    return array_spans(stream, url) if is_array else line_spans(stream)
+
+
+def _tar_spans(stream: "io.BufferedReader[Any]", file: RemoteFile) -> Iterator[tuple[int, int]]:
+    """From the first header of a sample to the end of its last member's last block."""
+    last = _LastBlock(stream)
+    current: str | None = None
+    start = end = 0
+    try:
+        # Blocks of 512 bytes: the last one read is the one at which tarfile stopped.
+        with tarfile.open(fileobj=last, mode="r|", bufsize=tarfile.BLOCKSIZE) as archive:  # pyright: ignore[reportCallIssue, reportArgumentType]
+            for info in archive:
+                refuse_link(info, file.url)
+                split = split_key(info.name, file.url) if info.isfile() else None
+                archive.members = []  # pyright: ignore[reportAttributeAccessIssue]
+                if split is None:
+                    continue
+                if split[0] != current:
+                    if current is not None:
+                        yield start, end
+                    current, start = split[0], info.offset
+                blocks = -(-info.size // tarfile.BLOCKSIZE)
+                end = info.offset_data + blocks * tarfile.BLOCKSIZE
+            if last.block.strip(b"\0"):
+                problem = f"the header at byte {archive.offset} is damaged"  # pyright: ignore[reportAttributeAccessIssue]
+                raise DataError(file.url, problem, "copy the tar again")
+    except (tarfile.TarError, EOFError, UnicodeError) as error:
+        raise DataError(file.url, f"the tar is damaged: {error}", "copy it again") from error
+    if current is not None:
+        yield start, end
+
+
+class _LastBlock:
+    """A stream that remembers what it gave last."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.block = b""
+
+    def read(self, size: int) -> bytes:
+        self.block = self._stream.read(size)
+        return self.block
+
+
+class _Ranges(io.RawIOBase):
+    """A file that pyarrow can read in places, over ranges."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file = file
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size or 0}
+        self._position = base[whence] + offset
+        return self._position
+
+    def readinto(self, buffer: "memoryview[int]") -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        data = self._file.read(self._position, len(buffer))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+def as_seekable(file: RemoteFile) -> BinaryIO:
+    """A file whose ranges can be read, as a file object."""
+    return _Ranges(file)  # pyright: ignore[reportReturnType]

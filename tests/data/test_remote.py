@@ -1,0 +1,376 @@
+"""Shards read over a network: the rows of the same files on disk, and one order to resume from."""
+
+import io
+import json
+import tarfile
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from coat_data.containers.remote import WINDOW_ROWS
+from coat_data.dataset import SampleDataset
+from coat_data.encode import EncodedSample
+from coat_data.loader import TrainLoader
+from coat_data.mixture import Mixture
+from coat_data.order import Cursor
+from coat_data.pack import Budget, Lengths, PackedOrder
+from coat_data.sample import DataError, Sample
+from coat_data.selection import SelectedRows, shards_of
+from coat_data.stream_order import Shards
+
+SIZES = (600, 300)
+"""Rows of the shards, in several windows."""
+LARGE = 7
+"""The row of the first tar with a long member."""
+
+
+class Server:
+    """The files of a folder; notes what is asked for."""
+
+    def __init__(self, folder: Path, *, ranges: bool) -> None:
+        self.asked: list[tuple[str, str | None]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                wanted = self.headers.get("Range")
+                outer.asked.append((self.path, wanted))
+                path = folder / self.path.lstrip("/")
+                if not path.is_file():
+                    self.send_error(404)
+                    return
+                data, whole = path.read_bytes(), path.stat()
+                if wanted is not None and ranges:
+                    first, last = wanted.removeprefix("bytes=").split("-")
+                    part = data[int(first) : int(last) + 1]
+                    self.send_response(206)
+                    span = f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}"
+                    self.send_header("Content-Range", span)
+                    data = part
+                else:
+                    self.send_response(200)
+                self.send_header("ETag", f'"{whole.st_mtime_ns}-{whole.st_size}"')
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                try:
+                    self.wfile.write(data)
+                except (BrokenPipeError, ConnectionResetError):
+                    return  # the client has looked at the header only
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Not to the terminal."""
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    archive.addfile(info, io.BytesIO(data))
+
+
+def row(number: int) -> dict[str, Any]:
+    said = [{"from": "human", "value": "q"}, {"from": "gpt", "value": f"answer {number} \u00e4"}]
+    return {"id": f"{number}", "conversations": said}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two shards of every kind; row n of a kind is the number n."""
+    folder = tmp_path_factory.mktemp("shards")
+    first = 0
+    for shard, size in enumerate(SIZES):
+        numbers = range(first, first + size)
+        with tarfile.open(folder / f"s-{shard}.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+            add(archive, "README", b"no sample")
+            for number in numbers:
+                long = "x" * 120 if number % 50 == 0 else ""  # a header of several blocks
+                key = f"dir/{number:05d}{long}"
+                pixels = b"\xff\xd8" + bytes([number % 251]) * (300_000 if number == LARGE else 700)
+                add(archive, f"{key}.jpg", pixels)
+                add(archive, f"{key}.txt", f"caption {number}".encode())
+        lines = [json.dumps(row(number), ensure_ascii=number % 2 == 0) for number in numbers]
+        (folder / f"s-{shard}.jsonl").write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+        (folder / f"s-{shard}.json").write_text(json.dumps([row(n) for n in numbers], indent=1))
+        table = pa.Table.from_pylist([row(number) for number in numbers])
+        pq.write_table(table, folder / f"s-{shard}.parquet", row_group_size=128)
+        first += size
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COAT_VLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def http(folder: Path) -> Iterator[Server]:
+    server = Server(folder, ranges=True)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def plain_http(folder: Path) -> Iterator[Server]:
+    server = Server(folder, ranges=False)
+    yield server
+    server.close()
+
+
+def content(sample: Sample | DataError) -> tuple[Any, ...]:
+    assert isinstance(sample, Sample)
+    return (sample.id, sample.turns, [medium.data for medium in sample.media])
+
+
+@pytest.mark.parametrize("kind", ["tar", "jsonl", "json", "parquet"])
+@pytest.mark.parametrize("where", ["http", "memory", "file", "plain"])
+def test_rows_are_those_of_the_files_on_disk(
+    folder: Path, http: Server, plain_http: Server, kind: str, where: str
+) -> None:
+    """Each shard read by the readers of local files is the reference."""
+    wanted = [
+        content(sample)
+        for shard in range(2)
+        for sample in SampleDataset(folder / f"s-{shard}.{kind}").stream()
+    ]
+    if where == "memory":
+        system = fsspec.filesystem("memory")
+        for path in folder.glob(f"*.{kind}"):
+            system.pipe_file(f"/data/{path.name}", path.read_bytes())
+    start = {
+        "http": http.url, "plain": plain_http.url, "memory": "memory://data", "file": f"file://{folder}",
+    }[where]  # fmt: skip
+    url = f"{start}/s-{{0..1}}.{kind}"
+    if (where, kind) == ("plain", "parquet"):
+        with pytest.raises(DataError, match="Parquet on a server that does not answer ranges"):
+            SampleDataset(url)
+        return
+    remote = SampleDataset(url)
+    assert [content(sample) for sample in remote.stream()] == wanted
+    assert remote.replayed == 0
+    chosen = [899, 3, 0, 600, 599, LARGE]
+    assert [content(remote[index]) for index in chosen] == [wanted[index] for index in chosen]
+    assert remote[601].where == f"{start}/s-1.{kind}:1"
+    if where in ("memory", "file"):
+        assert len(SampleDataset(f"{start}/*.{kind}")) == 900
+
+
+def test_a_shard_is_indexed_once_and_rows_are_ranges(http: Server, cache: Path) -> None:
+    url = f"{http.url}/s-0.tar"
+    whole = [("/s-0.tar", None)]
+    dataset = SampleDataset(url)
+    assert [asked for asked in http.asked if asked[1] is None] == whole
+    http.asked.clear()
+    again = SampleDataset(url)
+    assert len(again) == SIZES[0]
+    assert again.paths == dataset.paths
+    assert [path.parent.parent for path in again.paths] == [cache]
+    assert not [asked for asked in http.asked if asked[1] is None]
+    http.asked.clear()
+    sample = dataset[LARGE]
+    ((_, span),) = http.asked
+    first, last = (int(end) for end in str(span).removeprefix("bytes=").split("-"))
+    assert last - first + 1 < 300_000 + 512 * 8  # its own bytes and headers, no more
+    assert len(sample.media[0].data or b"") == 300_002
+    http.asked.clear()
+    [dataset[index] for index in range(100, 110)]
+    assert len(http.asked) <= 1  # small neighbours come together
+
+
+def test_a_changed_shard_is_noticed_and_indexed_anew(tmp_path: Path) -> None:
+    server = Server(tmp_path, ranges=True)
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps(row(number)) for number in range(15_000)))
+    dataset = SampleDataset(f"{server.url}/a.jsonl")
+    path.write_text("\n".join(json.dumps(row(number)) for number in range(10)))
+    with pytest.raises(DataError, match=r"a\.jsonl: has changed since it was opened"):
+        SampleDataset.__getitem__(dataset, 14_999)
+    assert len(SampleDataset(f"{server.url}/a.jsonl")) == 10
+    server.close()
+
+
+def test_what_cannot_be_read_is_told_by_its_address(folder: Path, tmp_path: Path) -> None:
+    server = Server(tmp_path, ranges=True)
+    good = (folder / "s-1.tar").read_bytes()
+    with tarfile.open(folder / "s-1.tar") as archive:
+        header = archive.getmembers()[40].offset
+    cases = {
+        "cut.tar": (good[:100_000], "the tar is damaged"),
+        "header.tar": (
+            good[:header] + b"?" * 512 + good[header + 512 :],
+            f"byte {header} is damaged",
+        ),
+        "text.txt": (b"hello", "is not JSON, JSONL, Parquet or a plain tar"),
+    }
+    with tarfile.open(tmp_path / "link.tar", "w") as archive:
+        link = tarfile.TarInfo("a.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    cases["link.tar"] = ((tmp_path / "link.tar").read_bytes(), "is a link to '/etc/passwd'")
+    for name, (data, words) in cases.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(DataError, match=rf"{name}: .*{words}"):
+            SampleDataset(f"{server.url}/{name}")
+    with pytest.raises(DataError, match=r"missing\.tar: cannot be read: HTTPError: .*404"):
+        SampleDataset(f"{server.url}/missing.tar")
+    with pytest.raises(DataError, match="cannot be read: FileNotFoundError"):
+        SampleDataset("memory://nothing/here.jsonl")
+    with pytest.raises(DataError, match="nothing here opens such addresses"):
+        SampleDataset("nosuch://host/a.jsonl")
+    server.close()
+
+
+def test_the_order_of_shards_keeps_windows_together() -> None:
+    shards = Shards(sizes=(10, 0, 7, 4), window=4)
+    order = shards.order(np.random.default_rng(1))
+    assert sorted(order.tolist()) == list(range(21))
+    windows = [range(0, 4), range(4, 8), range(8, 10), range(10, 14), range(14, 17), range(17, 21)]
+    met = [next(n for n, window in enumerate(windows) if r in window) for r in order]
+    runs = [n for place, n in enumerate(met) if place == 0 or met[place - 1] != n]
+    assert sorted(runs) == list(range(6))  # each window in one piece
+    assert runs != sorted(runs)
+    forward = Shards(sizes=(10, 0, 7, 4), window=4, jumps=False).order(np.random.default_rng(1))
+    for shard in (range(10), range(10, 17)):
+        own = [row // 4 if row < 10 else (row - 10) // 4 for row in forward if row in shard]
+        assert own == sorted(own)
+    kept = np.array([1, 2, 9, 11, 16, 20])
+    some = Shards(sizes=(10, 0, 7, 4), window=4, kept=kept).order(np.random.default_rng(1))
+    assert kept[some].tolist() == [row for row in order if row in kept]
+
+
+class Number:
+    """Encodes sample n as n."""
+
+    def __call__(self, sample: Sample, rng: np.random.Generator | None) -> EncodedSample:
+        assert rng is not None
+        ids = torch.tensor([int(sample.id) + 1])
+        return EncodedSample(ids, ids, torch.full((0, 1, 1, 1), float(rng.random())))
+
+
+def mixture_of(datasets: Sequence[Any]) -> Mixture:
+    sizes = [len(dataset) for dataset in datasets]
+    shards = [shards_of(dataset) for dataset in datasets]
+    return Mixture(sizes, [1.0, 0.5], [None, None], seed=3, shards=shards)
+
+
+def loader(url: str, local: SampleDataset, rank: int, world: int, num_workers: int) -> TrainLoader:
+    remote = SampleDataset(url)
+    datasets = [SelectedRows(remote, np.arange(0, 900, 2)), local]
+    return TrainLoader(
+        datasets,
+        mixture_of(datasets),
+        Number(),
+        batch_size=60,
+        micro_batch_size=10,
+        rank=rank,
+        world_size=world,
+        num_workers=num_workers,
+        seed=7,
+        replace_bad=False,
+        pad_token_id=0,
+    )
+
+
+@pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "no_ranges"])
+def test_one_two_three_ranks_and_zero_to_four_workers_continue_one_order(
+    folder: Path, tmp_path: Path, ranges: bool
+) -> None:
+    server = Server(folder, ranges=ranges)
+    url = f"{server.url}/s-{{0..1}}.jsonl"
+    (tmp_path / "l.json").write_text(json.dumps([row(number) for number in range(1000, 1050)]))
+    local = SampleDataset(tmp_path / "l.json")
+    replayed: list[int] = []
+
+    def steps(cursor: Cursor, number: int, world: int, workers: int) -> tuple[list[Any], Cursor]:
+        ranks = []
+        for rank in range(world):
+            stream = loader(url, local, rank, world, workers).steps(cursor)
+            ranks.append(list(islice(stream, number)))
+            stream.close()
+        order = loader(url, local, 0, 1, 0).order
+        for _ in range(number):
+            _, cursor = order.step(cursor)
+        found = []
+        for step in range(number):
+            micro_batches = [micro for rank in ranks for micro in rank[step]]
+            ids = [m.batch["input_ids"].flatten().tolist() for m in micro_batches]
+            found.append(Counter(number for some in ids for number in some))
+            replayed.append(sum(m.counts.get("replayed_rows", 0) for m in micro_batches))
+        return found, cursor
+
+    straight, end = steps(Cursor(), 9, 1, 0)
+    assert sum(replayed) == 0  # read in one go, nothing is read twice
+    seen = sum(straight[:7], Counter())
+    assert end.position == 540  # an epoch is 450 + 25
+    assert set(seen.values()) == {1}
+    assert {number % 2 for number in seen if number <= 900} == {1}  # rows 0, 2, 4, ...
+    pieces, cursor = [], Cursor()
+    for world, workers, number in ((1, 0, 2), (2, 1, 3), (3, 2, 2), (1, 4, 2)):
+        cursor = Cursor(*json.loads(json.dumps(cursor)))  # as a checkpoint keeps it
+        part, cursor = steps(cursor, number, world, workers)
+        pieces += part
+    assert pieces == straight
+    assert cursor == end
+    assert (sum(replayed) > 0) == (not ranges)
+    replayed.clear()
+    # A restart reads over the windows before the one that it needs first; the next shard is new.
+    remote = SampleDataset(url)
+    mixture = mixture_of([SelectedRows(remote, np.arange(0, 900, 2)), local])
+    expected = []
+    for start in range(60, 480, 60):
+        steps(Cursor(start), 1, 1, 0)
+        places = (mixture.locate(position) for position in range(start, start + 60))
+        first = next(2 * place for source, place in places if source == 0)
+        expected.append((first if first < 600 else first - 600) // WINDOW_ROWS * WINDOW_ROWS)
+    assert max(expected) > 0
+    assert replayed == ([0] * 7 if ranges else expected)
+    server.close()
+
+
+def test_packing_reads_a_shard_without_ranges_once(folder: Path, plain_http: Server) -> None:
+    """Its bins take the rows of a window of 1,000 samples in any order."""
+    datasets = [SampleDataset(f"{plain_http.url}/s-{{0..1}}.jsonl")]
+    shards = [shards_of(dataset) for dataset in datasets]
+    mixture = Mixture([900], [None], [None], seed=1, shards=shards)
+    lengths = Lengths([np.ones(900, dtype=np.int32)], [np.zeros(900, dtype=np.int32)])
+    order = PackedOrder(mixture, lengths, Budget(tokens=8, align=1), 30, seed=1)
+    train = TrainLoader(
+        datasets,
+        mixture,
+        Number(),
+        batch_size=30,
+        micro_batch_size=30,
+        rank=0,
+        world_size=1,
+        num_workers=0,
+        seed=1,
+        replace_bad=False,
+        pad_token_id=0,
+        packing=order,
+    )
+    plain_http.asked.clear()
+    found: list[int] = []
+    for (micro,) in islice(train.steps(Cursor()), -(-900 // 8 // 30)):
+        found += micro.batch["input_ids"].flatten().tolist()
+    epoch = Counter(number for number in found if number)
+    assert len(epoch) >= 890
+    assert max(epoch.values()) <= 2  # the last step reaches into the next epoch
+    assert len(plain_http.asked) <= 6
