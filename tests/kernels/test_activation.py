@@ -150,3 +150,20 @@ def test_public_functions_fit_together(kind: str):
     assert da.bias is not None
     assert da.bias.shape == (a.shape[1],)
     assert activation_bwd(dh, saved, kind).bias is None
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "quick_gelu"])
+@pytest.mark.parametrize("largest", [-0.5, 0.01, 0.3, 0.51])
+def test_the_largest_output_is_found_among_negative_inputs(
+    kind: str, largest: float, run: Run, exact_activation: Exact
+):
+    """A GELU of -0.75 is -0.17: more than that of a small positive input, whichever comes first."""
+    a = torch.full((3, 32), -0.75)
+    a[1, 5] = largest
+    *_, scale = run("activation_stats", (a, kind, 16, "e4m3"))
+    expected = exact_activation(a.double(), kind).abs().amax() / 448
+    torch.testing.assert_close(scale.double(), expected, rtol=2e-6, atol=0)
+    for bad in (float("nan"), float("-inf")):
+        a[0, 0] = bad  # beside an input that is large enough, and in a group of its own
+        a[1, 5] = 3.0
+        assert run("activation_stats", (a, kind, 16, "e4m3"))[2].isnan()
