@@ -10,18 +10,17 @@ import contextlib
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import product
 from statistics import median
-from typing import Literal, get_args
 
 import torch
 from tqdm import tqdm
 
 from coat_vlm.bench.layer import Attention, attention_backend
-from coat_vlm.bench.peers import PEERS, check_peers, peer
-from coat_vlm.bench.rows import Measurement, whereabouts
+from coat_vlm.bench.peers import peer
+from coat_vlm.bench.rows import whereabouts
+from coat_vlm.bench.step_case import Contender, StepBench, StepRow, contenders_of
 from coat_vlm.bench.step_check import (
     Reference,
     disagreement,
@@ -33,7 +32,6 @@ from coat_vlm.bench.step_check import (
 from coat_vlm.bench.step_loop import (
     EngineLoop,
     Loop,
-    OptimizerName,
     PlainLoop,
     engine_loop,
     fp8_config,
@@ -44,96 +42,11 @@ from coat_vlm.bench.vlm_shapes import SIZES, Inputs
 from coat_vlm.config import Precision
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm
-from coat_vlm.plan.zero import ZeroStage
 from coat_vlm.train.engine import set_train_mode, set_trainable
 from coat_vlm.train.world import World
 
-OWN = "own"
-"""Stands for the optimizer that a recipe of the precision gets."""
-
-OPTIMIZERS: tuple[OptimizerName | Literal["own"], ...] = (*get_args(OptimizerName), OWN)
-
-NAMES: dict[Precision, str] = {
-    "bf16": "bf16",
-    "fp8_linear": "coat_fp8_linear",
-    "coat": "coat_paper",
-    "coat_lean": "coat_lean",
-}
-"""Precision -> implementation in the rows, as those of the layer benchmark."""
-
 LEFT_BYTES = 64 * 2**20
 """More than this left on the GPU by an earlier contender is told beside a peak that holds it."""
-
-
-@dataclass(slots=True)
-class StepRow(Measurement):
-    """One measurement; the columns of ``step.csv``."""
-
-    gpus: int
-    zero: int
-    """ZeRO stage; 0 also without an optimizer."""
-    model: str
-    implementation: str
-    """Ours begin with ``coat_``; ``bf16`` is our own BF16, ``hf_eager`` transformers'."""
-    checkpointing: bool
-    optimizer: str
-    """``none`` for both passes alone."""
-    batch: int
-    """Samples of a micro-batch on one GPU."""
-    tokens: int
-    """Of a step: all micro-batches and GPUs, those of images included."""
-    ms: float | None = None
-    """A step, median; of the slowest GPU."""
-    tok_s: float | None = None
-    """Of all GPUs together."""
-    peak_gb: float | None = None
-    """Most that was allocated on one GPU, in 10^9 bytes; absent on a CPU."""
-    note: str = ""
-    problem: str = ""
-    """Why there is no speed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBench:
-    """What is measured, and how."""
-
-    size: str
-    """A key of :data:`coat_vlm.bench.vlm_shapes.SIZES`."""
-    precisions: Sequence[Precision]
-    peers: Sequence[str] = ()
-    """Keys of :data:`coat_vlm.bench.peers.PEERS`."""
-    optimizers: Sequence[str] = ("none",)
-    """Of :data:`OPTIMIZERS`."""
-    zero_stages: Sequence[ZeroStage] = (1,)
-    batches: Sequence[int] = (1,)
-    """Samples of a micro-batch, ascending: after one that does not fit, no larger one is tried."""
-    checkpointing: bool = False
-    accumulation: int = 1
-    """Micro-batches of a step."""
-    steps: int = 5
-    """Measured ones."""
-    warmup: int = 3
-    """Steps before them."""
-    attention: Attention = "default"
-    """SDPA's backend for all; training sets its own, the flash kernel."""
-    check_plan: bool = False
-    """Also say what ``coat-vlm plan`` would have expected."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Contender:
-    precision: Precision | None
-    """None for a peer."""
-    peer: str | None
-    optimizer: OptimizerName
-    zero_stage: ZeroStage
-
-    @property
-    def implementation(self) -> str:
-        if self.precision is not None:
-            return NAMES[self.precision]
-        assert self.peer is not None
-        return PEERS[self.peer][0]
 
 
 def bench_step(
@@ -152,7 +65,7 @@ def bench_step(
     Raises:
         ValueError: the settings do not fit each other or this machine.
     """
-    contenders = _contenders(bench, world)
+    contenders = contenders_of(bench, world.size)
     run = _Run(bench, world)
     rows = []
     bar = tqdm(contenders, desc="step", unit="contender", disable=not world.is_main)
@@ -164,40 +77,6 @@ def bench_step(
         if world.is_main:
             on_rows(found)
     return rows
-
-
-def _contenders(bench: StepBench, world: World) -> list[_Contender]:
-    check_peers(list(bench.peers))
-    if "none" in bench.optimizers and world.size > 1:
-        raise ValueError(
-            f"--optimizer none is a step of one process without communication, and there are "
-            f"{world.size}; start one, or name an optimizer"
-        )
-    if bench.attention == "cudnn" and set(bench.optimizers) != {"none"}:
-        raise ValueError(
-            "--attention cudnn: training does without that kernel; leave --attention out with an "
-            "optimizer"
-        )
-    if bench.accumulation < 1 or bench.steps < 1 or bench.warmup < 1:
-        raise ValueError("--accumulation, --steps and --warmup are 1 or more")
-    if list(bench.batches) != sorted(set(bench.batches)) or min(bench.batches) < 1:
-        raise ValueError(f"--batch {bench.batches}: give ascending numbers, 1 or more")
-    models: list[tuple[Precision | None, str | None]] = [(name, None) for name in bench.precisions]
-    models += [(None, name) for name in bench.peers]
-    found: list[_Contender] = []
-    for zero_stage, named, (precision, other) in product(
-        bench.zero_stages, bench.optimizers, models
-    ):
-        optimizer: OptimizerName = named  # pyright: ignore[reportAssignmentType]
-        if named == OWN:
-            optimizer = "coat" if precision in ("coat", "coat_lean") else "adamw"
-        stage: ZeroStage = 0 if optimizer == "none" else zero_stage
-        contender = _Contender(precision, other, optimizer, stage)
-        if contender not in found:
-            found.append(contender)
-    if not found:
-        raise ValueError("nothing to measure; name --precisions or --peers")
-    return found
 
 
 @dataclass(slots=True)
@@ -212,11 +91,11 @@ class _Run:
     plans: dict[tuple[Precision, bool], StepPlan] = field(default_factory=dict)
     """By precision, and whether FP8 weights are kept."""
 
-    def attention(self, contender: _Contender) -> Attention:
+    def attention(self, contender: Contender) -> Attention:
         """SDPA's backend: training through the engine has the flash kernel."""
         return self.bench.attention if contender.optimizer == "none" else "flash"
 
-    def rows(self, contender: _Contender) -> list[StepRow]:
+    def rows(self, contender: Contender) -> list[StepRow]:
         """Measure one contender at every batch size, and free it."""
         rows: list[StepRow] = []
         problem = ""
@@ -229,15 +108,23 @@ class _Run:
             traceback.clear_frames(error.__traceback__)  # they hold the model
         self._free()
         if problem:
-            if not rows or rows[-1].ms is not None or rows[-1].problem:
-                tried = {row.batch for row in rows}
-                batch = next((b for b in self.bench.batches if b not in tried), 0)
-                rows.append(self._row(contender, batch))
-            rows[-1].problem = problem
+            self._note_problem(contender, rows, problem)
         return rows
 
+    def _note_problem(self, contender: Contender, rows: list[StepRow], problem: str) -> None:
+        """Tell it in the row of the batch at which it came."""
+        begun = bool(rows) and rows[-1].ms is None and not rows[-1].problem
+        left = self.bench.batches[len(rows) :]
+        if not begun and left:
+            rows.append(self._row(contender, left[0]))
+            begun = True
+        if begun:
+            rows[-1].problem = problem
+        else:
+            rows[-1].note += f"; afterwards {problem}"
+
     def _measured_reference(self) -> Reference:
-        contender = _Contender("bf16", None, "none", 0)
+        contender = Contender("bf16", None, "none", 0)
         with self._model(contender) as model:
             count = max(self.bench.batches)
             found = measure_reference(model, SIZES[self.bench.size], self._first, count)
@@ -251,7 +138,7 @@ class _Run:
         return self.world.rank * max(self.bench.batches)
 
     @contextlib.contextmanager
-    def _model(self, contender: _Contender) -> Iterator[CoatVlm]:
+    def _model(self, contender: Contender) -> Iterator[CoatVlm]:
         """The contender's model, in training mode."""
         precision = contender.precision or "bf16"
         device = self.world.device
@@ -266,7 +153,7 @@ class _Run:
                 stack.enter_context(peer(contender.peer, model))
             yield model
 
-    def _measure(self, contender: _Contender, reference: Reference, rows: list[StepRow]) -> None:
+    def _measure(self, contender: Contender, reference: Reference, rows: list[StepRow]) -> None:
         left = _allocated(self.world.device)
         with self._model(contender) as model:
             sample = SIZES[self.bench.size].sample(self._first, self.world.device)
@@ -288,7 +175,7 @@ class _Run:
             finally:
                 loop.close()
 
-    def _loop(self, contender: _Contender, model: CoatVlm) -> PlainLoop | EngineLoop:
+    def _loop(self, contender: Contender, model: CoatVlm) -> PlainLoop | EngineLoop:
         bench, world = self.bench, self.world
         precision = contender.precision or "bf16"
         fp8 = fp8_config(precision, contender.optimizer)
@@ -311,7 +198,7 @@ class _Run:
     def _measure_batch(
         self,
         row: StepRow,
-        contender: _Contender,
+        contender: Contender,
         loop: PlainLoop | EngineLoop,
         reference: Reference,
     ) -> None:
@@ -338,7 +225,7 @@ class _Run:
             except (RuntimeError, ValueError, TypeError, AttributeError) as error:
                 row.note += f"; no plan: {_told(error)}"  # what was measured stays
 
-    def _note_plan(self, row: StepRow, contender: _Contender, loop: PlainLoop | EngineLoop) -> None:
+    def _note_plan(self, row: StepRow, contender: Contender, loop: PlainLoop | EngineLoop) -> None:
         bench, precision = self.bench, contender.precision
         assert precision is not None
         kept = bench.accumulation > 1 and bool(loop.reuse.fits)
@@ -358,7 +245,7 @@ class _Run:
         off = "" if row.peak_gb is None else f" ({planned / row.peak_gb - 1:+.1%})"
         row.note += f"; plan {planned:.2f} GB{off}"
 
-    def _row(self, contender: _Contender, batch: int) -> StepRow:
+    def _row(self, contender: Contender, batch: int) -> StepRow:
         bench, world = self.bench, self.world
         shape = SIZES[bench.size]
         return StepRow(

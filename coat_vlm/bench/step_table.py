@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from coat_vlm.bench.rows import number, table
-from coat_vlm.bench.step import StepRow
+from coat_vlm.bench.step_case import StepRow
 
 
 def format_rows(rows: Sequence[StepRow]) -> str:

@@ -25,7 +25,7 @@ class VlmShape:
     """A model and its samples."""
 
     name: str
-    vision: Mapping[str, int]
+    vision: Mapping[str, Any]
     """Of ``SiglipVisionConfig``; the last block is cut off, as in training (select_layer -2)."""
     language: Mapping[str, Any]
     """Of ``Qwen2Config``."""

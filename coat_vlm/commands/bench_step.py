@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from coat_vlm.commands.command import PRECISIONS, Commands, command, say
 
 if TYPE_CHECKING:
-    from coat_vlm.bench.step import StepRow
+    from coat_vlm.bench.step_case import StepRow
 
 SIZES = ("tiny", "1b", "8b")
 PEERS = ("eager", "liger", "liger_compile", "liger_torchao")
@@ -25,6 +25,7 @@ def add_step(jobs: Commands) -> None:
   coat-vlm bench step                                    # both passes of the tiny model, anywhere
   coat-vlm bench step --size 8b --peers eager liger liger_torchao --batch 1 2 4 8 --csv step.csv
   coat-vlm bench step --size 8b --precisions coat_lean --optimizer own --batch 4 --accumulation 4
+  coat-vlm bench step --size 8b --csv step.csv --plot step.svg       # of rows that are there
   torchrun --nproc_per_node 2 -m coat_vlm.cli bench step --size 1b --precisions bf16 coat_lean \\
       --optimizer own --zero 1 2 3 --batch 4 --check-plan --csv step.csv
 
@@ -92,12 +93,19 @@ by batch sizes); compiled peers take another minute.
         help="beside our peaks, what coat-vlm plan expects and how far off that is",
     )  # fmt: skip
     parser.add_argument("--csv", type=Path, help="file to add the rows to, as they come")
+    parser.add_argument(
+        "--plot", type=Path, metavar="SVG",
+        help="draw the rows of --csv and --size, tokens/s against peak GB, instead of measuring",
+    )  # fmt: skip
 
 
 def _step(args: argparse.Namespace) -> int:
+    if args.plot is not None:
+        return _plot(args)
     import coat_vlm.model  # noqa: F401 - before DeepSpeed, so that torchvision imports
     from coat_vlm.bench.rows import append_rows
-    from coat_vlm.bench.step import StepBench, bench_step
+    from coat_vlm.bench.step import bench_step
+    from coat_vlm.bench.step_case import StepBench
     from coat_vlm.bench.step_table import format_rows
     from coat_vlm.train.world import joined_world
 
@@ -126,4 +134,17 @@ def _step(args: argparse.Namespace) -> int:
         rows = bench_step(bench, world, keep)
         say(f"\n{rows[0].model}, {world.size} x {rows[0].gpu}\n")
         say(format_rows(rows))
+    return 0
+
+
+def _plot(args: argparse.Namespace) -> int:
+    from coat_vlm.bench.step_plot import draw_steps, read_step_rows
+    from coat_vlm.bench.vlm_shapes import SIZES as SHAPES
+
+    if args.csv is None:
+        raise ValueError("--plot draws rows that are there; name their file with --csv")
+    if args.plot.suffix != ".svg":
+        raise ValueError(f"--plot {args.plot}: writes SVG; give a name that ends in .svg")
+    draw_steps(read_step_rows(args.csv), SHAPES[args.size].name, args.plot)
+    say(f"picture: {args.plot}")
     return 0

@@ -1,0 +1,144 @@
+"""What ``coat-vlm bench step`` measures: its settings, its contenders, its rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, get_args
+
+from coat_vlm.bench.layer import Attention
+from coat_vlm.bench.peers import PEERS, check_peers
+from coat_vlm.bench.rows import Measurement
+from coat_vlm.bench.step_loop import OptimizerName
+from coat_vlm.config import Precision
+from coat_vlm.plan.zero import ZeroStage
+
+OWN = "own"
+"""Stands for the optimizer that a recipe of the precision gets."""
+
+OPTIMIZERS: tuple[OptimizerName | Literal["own"], ...] = (*get_args(OptimizerName), OWN)
+
+NAMES: dict[Precision, str] = {
+    "bf16": "bf16",
+    "fp8_linear": "coat_fp8_linear",
+    "coat": "coat_paper",
+    "coat_lean": "coat_lean",
+}
+"""Precision -> implementation in the rows, as those of the layer benchmark."""
+
+
+@dataclass(slots=True)
+class StepRow(Measurement):
+    """One measurement; the columns of ``step.csv``."""
+
+    gpus: int
+    zero: int
+    """ZeRO stage; 0 also without an optimizer."""
+    model: str
+    implementation: str
+    """Ours begin with ``coat_``; ``bf16`` is our own BF16, ``hf_eager`` transformers'."""
+    checkpointing: bool
+    optimizer: str
+    """``none`` for both passes alone."""
+    batch: int
+    """Samples of a micro-batch on one GPU."""
+    tokens: int
+    """Of a step: all micro-batches and GPUs, those of images included."""
+    ms: float | None = None
+    """A step, median; of the slowest GPU."""
+    tok_s: float | None = None
+    """Of all GPUs together."""
+    peak_gb: float | None = None
+    """Most that was allocated on one GPU, in 10^9 bytes; absent on a CPU."""
+    note: str = ""
+    problem: str = ""
+    """Why there is no speed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBench:
+    """What is measured, and how."""
+
+    size: str
+    """A key of :data:`coat_vlm.bench.vlm_shapes.SIZES`."""
+    precisions: Sequence[Precision]
+    peers: Sequence[str] = ()
+    """Keys of :data:`coat_vlm.bench.peers.PEERS`."""
+    optimizers: Sequence[str] = ("none",)
+    """Of :data:`OPTIMIZERS`."""
+    zero_stages: Sequence[ZeroStage] = (1,)
+    batches: Sequence[int] = (1,)
+    """Samples of a micro-batch, ascending: after one that does not fit, no larger one is tried."""
+    checkpointing: bool = False
+    accumulation: int = 1
+    """Micro-batches of a step."""
+    steps: int = 5
+    """Measured ones."""
+    warmup: int = 3
+    """Steps before them."""
+    attention: Attention = "default"
+    """SDPA's backend for all; training sets its own, the flash kernel."""
+    check_plan: bool = False
+    """Also say what ``coat-vlm plan`` would have expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One model with one optimizer at one ZeRO stage."""
+
+    precision: Precision | None
+    """None for a peer."""
+    peer: str | None
+    """A key of :data:`coat_vlm.bench.peers.PEERS`, or None."""
+    optimizer: OptimizerName
+    zero_stage: ZeroStage
+
+    @property
+    def implementation(self) -> str:
+        """Its name in the rows."""
+        if self.precision is not None:
+            return NAMES[self.precision]
+        assert self.peer is not None
+        return PEERS[self.peer][0]
+
+
+def contenders_of(bench: StepBench, ranks: int) -> list[Contender]:
+    """What is measured, in order: by ZeRO stage, then optimizer, then model.
+
+    Args:
+        bench: the settings.
+        ranks: processes.
+
+    Raises:
+        ValueError: the settings do not fit each other or this machine.
+    """
+    check_peers(list(bench.peers))
+    if "none" in bench.optimizers and ranks > 1:
+        raise ValueError(
+            f"--optimizer none is a step of one process without communication, and there are "
+            f"{ranks}; start one, or name an optimizer"
+        )
+    if bench.attention == "cudnn" and set(bench.optimizers) != {"none"}:
+        raise ValueError(
+            "--attention cudnn: training does without that kernel; leave --attention out with an "
+            "optimizer"
+        )
+    if bench.accumulation < 1 or bench.steps < 1 or bench.warmup < 1:
+        raise ValueError("--accumulation, --steps and --warmup are 1 or more")
+    if list(bench.batches) != sorted(set(bench.batches)) or min(bench.batches) < 1:
+        raise ValueError(f"--batch {bench.batches}: give ascending numbers, 1 or more")
+    models: list[tuple[Precision | None, str | None]] = [(name, None) for name in bench.precisions]
+    models += [(None, name) for name in bench.peers]
+    found: list[Contender] = []
+    for zero_stage, named, (precision, other) in product(
+        bench.zero_stages, bench.optimizers, models
+    ):
+        optimizer: OptimizerName = named  # pyright: ignore[reportAssignmentType]
+        if named == OWN:
+            optimizer = "coat" if precision in ("coat", "coat_lean") else "adamw"
+        stage: ZeroStage = 0 if optimizer == "none" else zero_stage
+        contender = Contender(precision, other, optimizer, stage)
+        if contender not in found:
+            found.append(contender)
+    if not found:
+        raise ValueError("nothing to measure; name --precisions or --peers")
+    return found

@@ -1,0 +1,43 @@
+"""The step benchmark on two processes."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coat_vlm.bench.vlm_shapes import SIZES
+
+
+def test_two_processes_measure_one_step_through_zero(tmp_path: Path) -> None:
+    path = tmp_path / "step.csv"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    settings = ["--precisions", "bf16", "coat_lean", "--optimizer", "own", "--zero", "2"]
+    settings += ["--batch", "2", "--steps", "1", "--warmup", "1", "--csv", str(path)]
+    done = subprocess.run(
+        [*launcher, "-m", "coat_vlm.cli", "bench", "step", *settings],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = list(csv.DictReader(path.open()))
+    cells = [(r["implementation"], r["optimizer"], r["zero"], r["problem"]) for r in rows]
+    assert cells == [("bf16", "adamw", "2", ""), ("coat_lean", "coat", "2", "")]
+    model = SIZES["tiny"].build(torch.device("cpu"), torch.float32)
+    batch = SIZES["tiny"].batch(0, 2, torch.device("cpu"))
+    labels = batch.pop("labels")
+    logits = model(**batch).logits
+    exact = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).item()
+    for row in rows:
+        assert (row["gpus"], row["batch"], row["tokens"]) == ("2", "2", "128")
+        assert float(row["tok_s"]) == pytest.approx(128e3 / float(row["ms"]), rel=1e-3)
+        first, last = row["note"].split("loss ")[1].split(" -> ")
+        assert float(first) == pytest.approx(exact, rel=2e-3)
+        assert float(last) < float(first)
