@@ -123,7 +123,7 @@ def _read(path: Path) -> Iterable[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], start=1):
         try:
             row = json.loads(line)
-            row["index"], row["prediction"]
+            _ = row["index"], row["prediction"]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{path}:{number}", f"is no answer of a run: {error!r}", "remove the line"

@@ -39,9 +39,13 @@ class HubAnswerer:
         self.encoder = HubEncoder(processor, num_frames)
         self.device = torch.device(model.device)
 
-    @cached_property
+    @property
     def identity(self) -> dict[str, Any]:
         """See :class:`coat_eval.answerer.Answerer`; a folder's weights are read in full."""
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
         folder = Path(self._name)
         weights = (
             {"model_sha256": folder_sha256(folder)}
@@ -66,7 +70,7 @@ class HubAnswerer:
         dtype = torch.float32 if options.device.type == "cpu" else "auto"
         try:
             processor = AutoProcessor.from_pretrained(name)
-            model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype)
+            model: Any = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{name} cannot be loaded as an image-text-to-text model: "

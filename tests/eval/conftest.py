@@ -17,6 +17,7 @@ from PIL import Image
 
 from coat_vlm.config import LanguageConfig, ModelConfig, TokenizerConfig, VisionConfig
 from coat_vlm.model.build import build_model
+from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.processor import build_processor, prepare_tokenizer, train_tokenizer
 
 WORDS = ("yes", "no", "red", "B", "C", "D")
@@ -249,11 +250,13 @@ def speaking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=2.0 * parameter[0].numel() ** -0.5)
-        head = model.get_output_embeddings().weight
+        layer: Any = model.get_output_embeddings()
+        head = layer.weight
         said = torch.zeros(len(head), 1)
         said[[one[0] for one in ids]] = 1.0
         head.mul_(said)  # every other token has the logit 0
     folder = tmp_path_factory.mktemp("speaking") / "model"
     model.save_pretrained(folder)
+    assert isinstance(model.config, CoatVlmConfig)
     build_processor(config, tokenizer, model.config).save_pretrained(folder)
     return folder

@@ -155,6 +155,8 @@ def test_the_report_is_the_score_of_the_predictions(task: str, benchmarks: Path,
     assert (report["n_missing"], report["n_media_problems"]) == (missing, missing)
     assert report["task"] == task.partition("_")[0]
     assert len(report["items"]) == report["n"]
+    places = [row["index"] for row in lines(out / task / "predictions.jsonl")]
+    assert places == sorted(places)  # answered longest first, written in the questions' order
 
 
 def test_the_answers_are_worth_scoring(out: Path):
