@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -69,12 +70,15 @@ def models(tmp_path: Path) -> tuple[Path, Path]:
     ],
 )
 def test_mcnemar_is_twice_the_binomial_tail(b: int, c: int, p: float) -> None:
-    assert mcnemar(b, c) == mcnemar(c, b) == pytest.approx(p, abs=1e-15)
+    assert mcnemar(b, c) == mcnemar(c, b) == pytest.approx(p, rel=1e-12)
 
 
 def test_mcnemar_of_many_items_is_the_normal_tail() -> None:
     """Twice the tail of N(0, 1) at (|b - c| - 1) / sqrt(b + c) = 2.991: 0.00278."""
     assert mcnemar(10212, 9788) == pytest.approx(0.00278, abs=1e-5)
+    # And in whole numbers, which Python adds exactly.
+    exact = 2 * sum(math.comb(900, k) for k in range(421)) / 2**900
+    assert mcnemar(420, 480) == pytest.approx(exact, rel=1e-10)
 
 
 def f1(pairs: list[tuple[str, str]]) -> float:
