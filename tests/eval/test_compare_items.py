@@ -34,13 +34,19 @@ def pope_report(folder: Path, answers: list[str], **changes: Any) -> Path:
     folder = folder / "pope"
     folder.mkdir(parents=True)
     Image.new("RGB", (8, 8), (200, 30, 30)).save(folder / "red.png")
-    questions, rows = [], []
+    questions, rows, prompts = [], [], []
     for index, answer in enumerate(answers):
         ids = {"question_id": index % 4, "category": SPLITS[index // 4]}
         questions.append({**ids, "text": "A <dog>?", "label": LABELS[index % 4]})
-        media = [{"kind": "image", "path": "red.png"}]
-        rows.append({**ids, "prediction": answer, "question": "Is there a <dog>?", "media": media})
-    for name, content in (("predictions", rows), ("labels", questions)):
+        rows.append({**ids, "prediction": answer})
+        # Half of the prompts are in the predictions' file, and half in one of their own.
+        if index % 2:
+            media = [{"kind": "image", "path": "red.png"}]
+            rows[-1] |= {"question": "Is there a <dog>?", "media": media}
+        else:
+            media = [{"kind": "image", "name": str(folder / "red.png")}]
+            prompts.append({**ids, "prompt": "Is there a <dog>?", "media": media})
+    for name, content in (("predictions", rows), ("labels", questions), ("prompts", prompts)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)))
     score_official(
         get_benchmark("pope"),
