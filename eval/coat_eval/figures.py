@@ -66,16 +66,14 @@ def _mask(scored: ScoredSet, metric: str) -> Mask | None:
         return known & (is_open if metric == "open" else ~is_open)
     table, dot, value = metric.partition(".")
     if dot and value == "f1":
-        return _where(scored, lambda item: _table(item, "split") == table)
+        return _where(scored, lambda item: _split(item) == table)
     return _where(scored, lambda item: _table(item, table) == value) if dot else None
 
 
 def _parts(scored: ScoredSet, metric: str, mask: Mask) -> list[tuple[Numbers, Numbers]]:
     if metric == "mean_f1":
-        names = sorted({str(_table(item, "split")) for item in scored.items})
-        splits = [
-            _where(scored, lambda item, n=name: str(_table(item, "split")) == n) for name in names
-        ]
+        names = sorted({_split(item) for item in scored.items})
+        splits = [_where(scored, lambda item, n=name: _split(item) == n) for name in names]
         return [_f1_part(scored, split) for split in splits]
     if metric.rpartition(".")[2] == "f1":
         return [_f1_part(scored, mask)]
@@ -101,6 +99,11 @@ def _f1_part(scored: ScoredSet, mask: Mask) -> tuple[Numbers, Numbers]:
 
 def _answered(item: Mapping[str, Any]) -> bool:
     return item.get("extracted") is not None
+
+
+def _split(item: Mapping[str, Any]) -> str:
+    """POPE's split; a report of before items had their tables has it as category, if at all."""
+    return _table(item, "split") or str(item.get("category") or "")
 
 
 def _table(item: Mapping[str, Any], name: str) -> str | None:

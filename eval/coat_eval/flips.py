@@ -1,5 +1,6 @@
 """A page of the items that flipped: one model right and the other wrong, with their images."""
 
+import mimetypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,9 +141,19 @@ def _card(
 
 
 def _rooted(entry: Mapping[str, Any], media_root: Path | None) -> dict[str, Any]:
+    """One medium of ``{"kind", "path"}`` or ``{"kind", "name"}``, as :class:`Media` has it.
+
+    A name may end in ``#t=START,END``, the seconds of a part of a video. A video that the model saw
+    one frame of has the kind ``image``; here its frames are shown.
+    """
+    name, part, seconds = str(entry.get("path", entry.get("name"))).partition("#t=")
+    times: dict[str, float] = {}
+    if part:
+        times = dict(zip(("start", "end"), map(float, seconds.split(",")), strict=True))
+    is_video = (mimetypes.guess_type(name)[0] or "").startswith("video")
     # An absolute path stays itself below another root.
-    path = Path(media_root or "") / entry["path"]
-    return {"kind": entry["kind"], "path": str(path)}
+    path = Path(media_root or "") / name
+    return {"kind": "video" if is_video else entry["kind"], "path": str(path), **times}
 
 
 def _said(item: Mapping[str, Any]) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 from coat_data.sample import DataError
 from coat_eval.score import ITEMS_FILE, REPORT_FILE
 
-PREDICTION_FILES = "predictions*.jsonl"
+ASKED_FILES = ("predictions*.jsonl", "prompts.jsonl")
+"""Beside a report: what was answered, and what was asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,13 +132,14 @@ def _key(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _shown_by_id(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """What prediction files beside a report say of question and media, for pages that show them."""
+    """What files beside a report say of question and media, for pages that show them."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for path in sorted(folder.glob(PREDICTION_FILES)):
+    for path in (path for pattern in ASKED_FILES for path in sorted(folder.glob(pattern))):
         for row in _json_lines(path):
             question = row.get("question", row.get("prompt"))
             shown = {"question": question, "media": row.get("media")}
-            found[_key(row)] = {name: value for name, value in shown.items() if value is not None}
+            known = {name: value for name, value in shown.items() if value is not None}
+            found.setdefault(_key(row), {}).update(known)
     return found
 
 

@@ -1,5 +1,6 @@
 """What a difference between two models is worth: paired bootstrap and McNemar's exact test."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,9 +85,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
         p; 1 when no item differs.
     """
     n, fewer = only_first + only_second, min(only_first, only_second)
-    term = total = 1
-    for k in range(1, fewer + 1):
-        term = term * (n - k + 1) // k
-        total += term
-    # Both are whole numbers, which Python divides exactly however large they are.
-    return min(1.0, (2 * total) / (1 << n))
+    k = np.arange(1, fewer + 1)
+    # log C(n, k) - n log 2: the numbers themselves have more digits than a float for large n.
+    logs = np.concatenate([[0.0], np.cumsum(np.log(n - k + 1) - np.log(k))]) - n * math.log(2)
+    return float(min(1.0, 2 * np.exp(logs).sum()))

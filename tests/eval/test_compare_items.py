@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -33,13 +34,19 @@ def pope_report(folder: Path, answers: list[str], **changes: Any) -> Path:
     folder = folder / "pope"
     folder.mkdir(parents=True)
     Image.new("RGB", (8, 8), (200, 30, 30)).save(folder / "red.png")
-    questions, rows = [], []
+    questions, rows, prompts = [], [], []
     for index, answer in enumerate(answers):
         ids = {"question_id": index % 4, "category": SPLITS[index // 4]}
         questions.append({**ids, "text": "A <dog>?", "label": LABELS[index % 4]})
-        media = [{"kind": "image", "path": "red.png"}]
-        rows.append({**ids, "prediction": answer, "question": "Is there a <dog>?", "media": media})
-    for name, content in (("predictions", rows), ("labels", questions)):
+        rows.append({**ids, "prediction": answer})
+        # Half of the prompts are in the predictions' file, and half in one of their own.
+        if index % 2:
+            media = [{"kind": "image", "path": "red.png"}]
+            rows[-1] |= {"question": "Is there a <dog>?", "media": media}
+        else:
+            media = [{"kind": "image", "name": str(folder / "red.png")}]
+            prompts.append({**ids, "prompt": "Is there a <dog>?", "media": media})
+    for name, content in (("predictions", rows), ("labels", questions), ("prompts", prompts)):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, content)))
     score_official(
         get_benchmark("pope"),
@@ -69,12 +76,15 @@ def models(tmp_path: Path) -> tuple[Path, Path]:
     ],
 )
 def test_mcnemar_is_twice_the_binomial_tail(b: int, c: int, p: float) -> None:
-    assert mcnemar(b, c) == mcnemar(c, b) == pytest.approx(p, abs=1e-15)
+    assert mcnemar(b, c) == mcnemar(c, b) == pytest.approx(p, rel=1e-12)
 
 
 def test_mcnemar_of_many_items_is_the_normal_tail() -> None:
     """Twice the tail of N(0, 1) at (|b - c| - 1) / sqrt(b + c) = 2.991: 0.00278."""
     assert mcnemar(10212, 9788) == pytest.approx(0.00278, abs=1e-5)
+    # And in whole numbers, which Python adds exactly.
+    exact = 2 * sum(math.comb(900, k) for k in range(421)) / 2**900
+    assert mcnemar(420, 480) == pytest.approx(exact, rel=1e-10)
 
 
 def f1(pairs: list[tuple[str, str]]) -> float:
@@ -120,6 +130,10 @@ def test_differences_of_pope_are_those_of_its_scorer(models: tuple[Path, Path]) 
     assert row.difference == pytest.approx(row.second - row.first)
     assert (row.only_first, row.only_second, row.items) == (6, 1, 12)
     assert row.p_value == pytest.approx(2 * (1 + 7) / 128)
+    older = json.loads((models[0] / "pope/report.json").read_text())["items"]
+    older = [{k: v for k, v in item.items() if k != "tables"} for item in older]
+    again = pope_report(models[0].parent / "older", ANSWERS["a"], items=older)
+    assert compare_items([again, models[1]]).differences[-1].interval == row.interval
     assert (rows["adversarial.f1"].only_first, rows["adversarial.f1"].items) == (2, 4)
     assert row.interval is not None
     assert row.interval[0] < row.difference < row.interval[1]
