@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import struct
 import tarfile
 import threading
 from collections import Counter
@@ -193,6 +195,33 @@ def test_a_shard_is_indexed_once_and_rows_are_ranges(http: Server, cache: Path) 
     http.asked.clear()
     [dataset[index] for index in range(100, 110)]
     assert len(http.asked) <= 1  # small neighbours come together
+
+
+def test_an_index_beside_a_tar_saves_the_pass(folder: Path, tmp_path: Path) -> None:
+    """As Energon writes it: where samples start, and where the last one ends."""
+    (tmp_path / "a.tar").write_bytes((folder / "s-1.tar").read_bytes())
+    with tarfile.open(tmp_path / "a.tar") as archive:
+        members = archive.getmembers()
+        end = archive.offset  # pyright: ignore[reportAttributeAccessIssue]
+    offsets = [*(m.offset for m in members if m.name.endswith(".jpg")), end]
+    server = Server(tmp_path, ranges=True)
+    wanted = [content(sample) for sample in SampleDataset(folder / "s-1.tar").stream()]
+    # Stale ones are of no use: of a longer tar, of other samples, or cut.
+    wrong: list[list[int]] = [[*offsets, end + 9999], [512, *offsets[3:]], [*offsets[:-3], 1], []]
+    for number, stale in enumerate(wrong):
+        (tmp_path / "a.tar.idx").write_bytes(struct.pack(f"<{len(stale)}Q", *stale))
+        os.utime(tmp_path / "a.tar", ns=(0, number))
+        server.asked.clear()
+        assert [
+            content(sample) for sample in SampleDataset(f"{server.url}/a.tar").stream()
+        ] == wanted
+        assert ("/a.tar", None) in server.asked
+    (tmp_path / "a.tar.idx").write_bytes(struct.pack(f"<{len(offsets)}Q", *offsets))
+    os.utime(tmp_path / "a.tar", ns=(0, 99999))
+    server.asked.clear()
+    assert [content(sample) for sample in SampleDataset(f"{server.url}/a.tar").stream()] == wanted
+    assert ("/a.tar", None) not in server.asked
+    server.close()
 
 
 def test_a_changed_shard_is_noticed_and_indexed_anew(tmp_path: Path) -> None:
