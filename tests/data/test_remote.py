@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import struct
 import tarfile
 import threading
 from collections import Counter
@@ -27,7 +29,6 @@ from coat_data.order import Cursor
 from coat_data.pack import Budget, Lengths, PackedOrder
 from coat_data.sample import DataError, Sample
 from coat_data.selection import SelectedRows, shards_of
-from coat_data.stream_order import Shards
 
 SIZES = (600, 300)
 """Rows of the shards, in several windows."""
@@ -195,6 +196,33 @@ def test_a_shard_is_indexed_once_and_rows_are_ranges(http: Server, cache: Path) 
     assert len(http.asked) <= 1  # small neighbours come together
 
 
+def test_an_index_beside_a_tar_saves_the_pass(folder: Path, tmp_path: Path) -> None:
+    """As Energon writes it: where samples start, and where the last one ends."""
+    (tmp_path / "a.tar").write_bytes((folder / "s-1.tar").read_bytes())
+    with tarfile.open(tmp_path / "a.tar") as archive:
+        members = archive.getmembers()
+        end = archive.offset  # pyright: ignore[reportAttributeAccessIssue]
+    offsets = [*(m.offset for m in members if m.name.endswith(".jpg")), end]
+    server = Server(tmp_path, ranges=True)
+    wanted = [content(sample) for sample in SampleDataset(folder / "s-1.tar").stream()]
+    # Stale ones are of no use: of a longer tar, of other samples, or cut.
+    wrong: list[list[int]] = [[*offsets, end + 9999], [512, *offsets[3:]], [*offsets[:-3], 1], []]
+    for number, stale in enumerate(wrong):
+        (tmp_path / "a.tar.idx").write_bytes(struct.pack(f"<{len(stale)}Q", *stale))
+        os.utime(tmp_path / "a.tar", ns=(0, number))
+        server.asked.clear()
+        assert [
+            content(sample) for sample in SampleDataset(f"{server.url}/a.tar").stream()
+        ] == wanted
+        assert ("/a.tar", None) in server.asked
+    (tmp_path / "a.tar.idx").write_bytes(struct.pack(f"<{len(offsets)}Q", *offsets))
+    os.utime(tmp_path / "a.tar", ns=(0, 99999))
+    server.asked.clear()
+    assert [content(sample) for sample in SampleDataset(f"{server.url}/a.tar").stream()] == wanted
+    assert ("/a.tar", None) not in server.asked
+    server.close()
+
+
 def test_a_changed_shard_is_noticed_and_indexed_anew(tmp_path: Path) -> None:
     server = Server(tmp_path, ranges=True)
     path = tmp_path / "a.jsonl"
@@ -236,24 +264,6 @@ def test_what_cannot_be_read_is_told_by_its_address(folder: Path, tmp_path: Path
     with pytest.raises(DataError, match="nothing here opens such addresses"):
         SampleDataset("nosuch://host/a.jsonl")
     server.close()
-
-
-def test_the_order_of_shards_keeps_windows_together() -> None:
-    shards = Shards(sizes=(10, 0, 7, 4), window=4)
-    order = shards.order(np.random.default_rng(1))
-    assert sorted(order.tolist()) == list(range(21))
-    windows = [range(0, 4), range(4, 8), range(8, 10), range(10, 14), range(14, 17), range(17, 21)]
-    met = [next(n for n, window in enumerate(windows) if r in window) for r in order]
-    runs = [n for place, n in enumerate(met) if place == 0 or met[place - 1] != n]
-    assert sorted(runs) == list(range(6))  # each window in one piece
-    assert runs != sorted(runs)
-    forward = Shards(sizes=(10, 0, 7, 4), window=4, jumps=False).order(np.random.default_rng(1))
-    for shard in (range(10), range(10, 17)):
-        own = [row // 4 if row < 10 else (row - 10) // 4 for row in forward if row in shard]
-        assert own == sorted(own)
-    kept = np.array([1, 2, 9, 11, 16, 20])
-    some = Shards(sizes=(10, 0, 7, 4), window=4, kept=kept).order(np.random.default_rng(1))
-    assert kept[some].tolist() == [row for row in order if row in kept]
 
 
 class Number:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from coat_data.containers.json_file import parse_row
-from coat_data.containers.remote_file import RemoteFile, expand_urls, read_whole
+from coat_data.containers.remote_file import Blocks, RemoteFile, expand_urls, read_whole
 from coat_data.containers.remote_index import Kind, ShardIndex, as_seekable, shard_index
 from coat_data.containers.tar import sample_of
 from coat_data.sample import DataError
@@ -52,7 +52,8 @@ class RemoteRows:
     random_access = True
 
     def __init__(self, pattern: str) -> None:
-        self._files = [RemoteFile(url) for url in expand_urls(pattern)]
+        blocks = Blocks()
+        self._files = [RemoteFile(url, blocks) for url in expand_urls(pattern)]
         self._kinds: list[Kind] = [_kind(file) for file in self._files]
         if len(set(self._kinds)) > 1:
             raise DataError(

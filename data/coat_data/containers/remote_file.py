@@ -61,6 +61,24 @@ def expand_urls(pattern: str) -> list[str]:
     return found
 
 
+class Blocks:
+    """The last few blocks read by one process, of all files that share them."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+
+    def get(self, url: str, number: int, read: Callable[[], bytes]) -> bytes:
+        """A block of a file, by ``read`` if it is not kept."""
+        kept = self._kept.pop((url, number), None)
+        self._kept[url, number] = kept = read() if kept is None else kept
+        while len(self._kept) > _BLOCKS_KEPT:
+            self._kept.popitem(last=False)
+        return kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_kept": OrderedDict()}
+
+
 class RemoteFile:
     """One file by its address.
 
@@ -72,15 +90,16 @@ class RemoteFile:
 
     Args:
         url: see above.
+        blocks: shared by the files of a source, so that many shards take no more memory than one.
 
     Raises:
         DataError: there is no such file, no access, or nothing that opens such addresses.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, blocks: Blocks) -> None:
         self.url = url
+        self._blocks = blocks
         self._http = url.startswith(("http://", "https://"))
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()
         try:
             asked = self._ask_server if self._http else self._ask_system
             self.size, self.version, self.seekable = _retried(asked)
@@ -118,13 +137,9 @@ class RemoteFile:
         return _retried(lambda: system.open(path, "rb", cache_type="readahead"))
 
     def _block(self, number: int) -> bytes:
-        kept = self._blocks.pop(number, None)
-        if kept is None:
-            kept = self._range(number * _BLOCK_BYTES, _BLOCK_BYTES)
-        self._blocks[number] = kept
-        while len(self._blocks) > _BLOCKS_KEPT:
-            self._blocks.popitem(last=False)
-        return kept
+        return self._blocks.get(
+            self.url, number, lambda: self._range(number * _BLOCK_BYTES, _BLOCK_BYTES)
+        )
 
     def _range(self, start: int, size: int) -> bytes:
         stop = start + size if self.size is None else min(start + size, self.size)
@@ -172,9 +187,6 @@ class RemoteFile:
         if found.get("type") == "directory":
             raise DataError(self.url, "is a folder", "give files, such as FOLDER/*.tar")
         return found.get("size"), str(system.ukey(path)), True
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_blocks": OrderedDict()}
 
 
 def read_whole(stream: BinaryIO, size: int) -> bytes:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from coat_data.containers.json_file import array_spans, line_spans
-from coat_data.containers.remote_file import RemoteFile, cache_folder
-from coat_data.containers.tar import refuse_link, split_key
+from coat_data.containers.remote_file import Blocks, RemoteFile, cache_folder
+from coat_data.containers.tar import refuse_link, sample_of, split_key
 from coat_data.sample import DataError
 
 Kind = Literal["json", "tar", "parquet"]
@@ -62,8 +62,9 @@ def shard_index(file: RemoteFile, kind: Kind) -> ShardIndex:
 def _make(file: RemoteFile, kind: Kind, path: Path) -> None:
     starts, ends = array("q"), array("q")
     damage = ""
+    beside = _beside(file) if kind == "tar" else None
     try:
-        for start, end in _row_groups(file) if kind == "parquet" else _passed(file, kind):
+        for start, end in beside or _spans(file, kind):
             starts.append(start)
             ends.append(end)
     except DataError as error:
@@ -78,6 +79,40 @@ def _make(file: RemoteFile, kind: Kind, path: Path) -> None:
         damage=np.array(damage),
     )
     temporary.replace(path)
+
+
+def _spans(file: RemoteFile, kind: Kind) -> Iterator[tuple[int, int]]:
+    return _row_groups(file) if kind == "parquet" else _passed(file, kind)
+
+
+def _beside(file: RemoteFile) -> list[tuple[int, int]] | None:
+    """What ``NAME.tar.idx`` says, as Energon writes it beside a tar; None if it is not of this one.
+
+    It holds the first byte of each sample and the end of the last, in 8 bytes each, little-endian
+    (NVIDIA/Megatron-Energon, itar.py and the preparation of shards, which writes them).
+    """
+    if not (file.seekable and file.url.endswith(".tar")):
+        return None
+    try:
+        index = RemoteFile(f"{file.url}.idx", Blocks())
+        data = index.read(0, index.size or 0)
+    except DataError:
+        return None  # there is none
+    if len(data) < 16 or len(data) % 8:
+        return None
+    offsets = np.frombuffer(data, dtype="<u8").astype(np.int64)
+    spans = list(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
+    fits = (np.diff(offsets) > 0).all() and offsets[0] >= 0 and offsets[-1] <= (file.size or 0)
+    return spans if fits and _are_samples(file, [spans[0], spans[-1]]) else None
+
+
+def _are_samples(file: RemoteFile, spans: list[tuple[int, int]]) -> bool:
+    """Whether there is one sample in each of the spans, and the archive ends behind the last."""
+    try:
+        found = [sample_of(file.read(start, end - start), file.url) for start, end in spans]
+    except DataError:
+        return False
+    return all(found) and not file.read(spans[-1][1], tarfile.BLOCKSIZE).strip(b"\0")
 
 
 def _row_groups(file: RemoteFile) -> Iterator[tuple[int, int]]:

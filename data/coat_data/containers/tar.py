@@ -188,6 +188,7 @@ def sample_of(data: bytes, where: str) -> dict[str, Any]:
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
             for info in archive:
+                refuse_link(info, where)
                 split = split_key(info.name, where) if info.isfile() else None
                 if split is None:
                     continue

@@ -1,0 +1,35 @@
+"""A tar on this machine, read by the offsets of its members."""
+
+import io
+import pickle
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from coat_data.dataset import SampleDataset
+from coat_data.sample import DataError
+
+
+def tar(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def test_a_tar_that_is_replaced_is_noticed(tmp_path: Path) -> None:
+    """Its members are elsewhere now; the offsets of before would give parts of others."""
+    path = tar(
+        tmp_path / "a.tar", {f"{n}.{kind}": b"x" * 600 for n in "ab" for kind in ("jpg", "txt")}
+    )
+    opened = SampleDataset(path)
+    assert opened[1].id == "b"
+    copied = pickle.loads(pickle.dumps(opened))  # as a worker gets it
+    path.write_bytes(tar(tmp_path / "b.tar", {"c.txt": b"x", "c.jpg": b"y" * 2000}).read_bytes())
+    for dataset in (opened, copied):
+        with pytest.raises(DataError, match=r"a\.tar: the file has changed since it was opened"):
+            _ = dataset[1]
+    assert SampleDataset(path)[0].id == "c"
