@@ -142,7 +142,7 @@ def build(size: str, device: torch.device) -> tuple[CoatVlm, CoatVlmProcessor]:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with device:
-        model = build_model(config, tokenizer, dtype)
+        model: Any = build_model(config, tokenizer, dtype)
     model = model.to(device).eval()
     return model, build_processor(config, tokenizer, cast(CoatVlmConfig, model.config))
 
