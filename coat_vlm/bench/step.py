@@ -104,6 +104,13 @@ class _Run:
                 self.reference = self._measured_reference()
             self._measure(contender, self.reference, rows)
         except Exception as error:  # one that fails is told in its row; the others go on
+            if self.world.size > 1:  # the other ranks wait for this one: all have to end
+                error.add_note(
+                    f"in {contender.implementation} with optimizer {contender.optimizer}, ZeRO-"
+                    f"{contender.zero_stage}: leave it or its largest --batch out; only a single "
+                    "process goes on after a failure"
+                )
+                raise
             problem = _told(error)
             traceback.clear_frames(error.__traceback__)  # they hold the model
         self._free()

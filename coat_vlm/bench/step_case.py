@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import product
 from typing import Literal, get_args
 
@@ -112,6 +113,11 @@ def contenders_of(bench: StepBench, ranks: int) -> list[Contender]:
         ValueError: the settings do not fit each other or this machine.
     """
     check_peers(list(bench.peers))
+    foreign = [name for name in bench.optimizers if name.startswith("torchao")]
+    if foreign and find_spec("torchao") is None:
+        raise ValueError(
+            f"--optimizer {' '.join(foreign)} needs torchao; pip install torchao, or leave it out"
+        )
     if "none" in bench.optimizers and ranks > 1:
         raise ValueError(
             f"--optimizer none is a step of one process without communication, and there are "

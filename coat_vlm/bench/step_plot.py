@@ -57,7 +57,7 @@ def draw_steps(rows: Sequence[StepRow], model: str, out: Path) -> None:
         ValueError: there are no rows of that model with a speed and a peak.
     """
     points = {
-        (_series(row), row.batch): row
+        (_series(row), row.batch, row.tokens): row  # tokens: of all accumulated micro-batches
         for row in rows
         if row.model == model and row.tok_s is not None and row.peak_gb is not None
     }

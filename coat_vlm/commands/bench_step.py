@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 SIZES = ("tiny", "1b", "8b")
 PEERS = ("eager", "liger", "liger_compile", "liger_torchao")
+ATTENTIONS = ("default", "cudnn", "flash")
 OPTIMIZERS = ("none", "adamw", "coat", "torchao_fp8", "torchao_8bit", "own")
 
 
@@ -44,7 +45,7 @@ coat for coat and coat_lean, adamw for the rest.
 Before a contender gets a speed, its loss on a sample must be within 1% of BF16's and the norm of
 its gradients within a factor of 1.5; with an optimizer the loss of the repeated batch must fall.
 Times are medians of whole steps, peaks are what PyTorch allocated. A batch that does not fit is
-told as OOM, and no larger one is tried.
+told as OOM, and no larger one is tried; with several processes the run ends there.
 
 How long it takes on H200s: start-up takes about 20 s, a contender about 5 s (1b) or 10 to 30 s (8b,
 by batch sizes); compiled peers take another minute.
@@ -83,7 +84,7 @@ by batch sizes); compiled peers take another minute.
         "--checkpointing", action="store_true", help="recompute activations in the backward pass"
     )
     parser.add_argument(
-        "--attention", default="default",
+        "--attention", choices=ATTENTIONS, default="default",
         help="default (SDPA's choice; training takes flash), cudnn or flash, for all",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=5, help="measured steps; default 5")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.models.qwen2 import modeling_qwen2
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_vlm.bench import peers, step, step_check, step_loop
+from coat_vlm.bench import peers, step, step_case, step_check, step_loop
 from coat_vlm.bench.step_case import Contender, StepBench, StepRow, contenders_of
 from coat_vlm.bench.step_plan import StepPlan
 from coat_vlm.bench.vlm_shapes import SIZES
@@ -206,6 +206,13 @@ def test_what_does_not_fit_is_told_and_ends_the_contender(
         ("bf16", 1, ""), ("bf16", 2, "OOM"), ("hf_eager", 1, ""), ("hf_eager", 2, "OOM"),
     ]  # fmt: skip
     assert [row.ms is None for row in rows] == [False, True, False, True]
+    # Other ranks would wait for one that goes on with the next contender.
+    bench = StepBench(size="tiny", precisions=["bf16"], optimizers=["adamw"])
+    run = step._Run(bench, SimpleNamespace(size=2, rank=0))  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(step._Run, "_measured_reference", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as failed:
+        run.rows(contenders_of(bench, 2)[0])
+    assert "in bf16 with optimizer adamw, ZeRO-1" in failed.value.__notes__[0]
 
 
 def test_what_is_not_correct_gets_no_speed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +261,9 @@ def test_a_peer_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(peers.PEERS, "liger", ("liger", ("no_such_kernel",), print))
     with pytest.raises(ValueError, match="--peers liger needs no_such_kernel; pip install no-such"):
         contenders_of(StepBench(size="tiny", precisions=[], peers=["liger"]), 1)
+    monkeypatch.setattr(step_case, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="--optimizer torchao_fp8 needs torchao; pip install"):
+        contenders_of(StepBench(size="tiny", precisions=["bf16"], optimizers=["torchao_fp8"]), 1)
 
 
 def test_contenders_without_repetition() -> None:

@@ -45,5 +45,7 @@ def test_a_panel_for_passes_and_one_for_steps(tmp_path: Path) -> None:
     assert sorted(texts(first)) == sorted([*passes, *steps])
     draw_steps([EAGER, replace(EAGER, batch=2)], "m", again)
     assert texts(again).count("B2") == 1
+    draw_steps([STEP, replace(STEP, tokens=4 * STEP.tokens)], "m", again)  # four micro-batches
+    assert texts(again).count("B1") == 2
     with pytest.raises(ValueError, match="no rows of x have a speed and a peak"):
         draw_steps(rows, "x", first)
