@@ -19,6 +19,7 @@ from coat_vlm.config import MODULES, STAGES, Fp8Config, Recipe, StageName
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
 from coat_vlm.model.packed_attention import PACKED
+from coat_vlm.model.pretrained import composed_folder
 from coat_vlm.processor import (
     CoatVlmProcessor,
     build_processor,
@@ -291,6 +292,7 @@ def _model_for(
             f"stage {name} starts from {start}, and {problem}; train the stage {earlier[-1]} first"
         )
     if start is not None:
+        start = start if earlier else composed_folder(str(start))
         model = CoatVlm.from_pretrained(
             str(start), dtype=dtype, attn_implementation=recipe.model.attention
         )

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from coat_vlm.cli import main
 from coat_vlm.config import MODULES, StageName
 from coat_vlm.recipe_file import builtin_recipes, load_recipe, save_recipe
 
@@ -141,3 +142,12 @@ def test_published_settings(
     assert projector in recipe.model.projector.type
     assert recipe.model.vision.select_layer == -2
     assert training.batch_size % (8 * training.micro_batch_size) == 0
+
+
+@pytest.mark.usefixtures("folders")
+def test_a_recipe_whose_start_is_missing_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = f"init_from={tmp_path / 'nowhere'}"
+    assert main(["plan", "vila_sft", missing]) == 2
+    assert "train the recipe that leaves it there first" in capsys.readouterr().err
