@@ -334,7 +334,8 @@ class Recipe(EvalSchedule):
     stages: dict[StageName, StageConfig]
     """The stages to run; they always run in the order align, pretrain, sft."""
     init_from: str | None = None
-    """Composed checkpoint folder to start from instead of ``model``'s initial weights."""
+    """Composed checkpoint folder to start from instead of ``model``'s initial weights: its weights,
+    tokenizer and pixel statistics. Images, videos, template and length are the recipe's."""
     seed: int = 0
     """Seed of initialisation, data order and augmentation."""
     precision: Precision = "bf16"

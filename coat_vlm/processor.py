@@ -5,7 +5,7 @@ It holds the settings; the work is done by ``coat_data``, the same code in train
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 from PIL import Image
@@ -36,6 +36,7 @@ __all__ = [
     "IMAGE_TOKEN",
     "CoatVlmProcessor",
     "build_processor",
+    "continued_processor",
     "prepare_tokenizer",
     "train_tokenizer",
 ]
@@ -222,6 +223,52 @@ def build_processor(
         model_config: configuration of the built model.
     """
     settings = _image_settings(recipe_model.vision, model_config.vision_config)
+    return _processor(recipe_model, tokenizer, model_config, settings)
+
+
+def continued_processor(
+    recipe_model: ModelConfig, saved: CoatVlmProcessor, model_config: CoatVlmConfig
+) -> CoatVlmProcessor:
+    """The processor of a recipe that starts from a composed checkpoint.
+
+    Tokenizer, mean, standard deviation and resampling are the checkpoint's. The rest is the
+    recipe's: a run may have longer rows, other tiles or more frames than the one before it.
+
+    Args:
+        recipe_model: the recipe's model section.
+        saved: the checkpoint's processor.
+        model_config: the checkpoint's configuration.
+
+    Raises:
+        ValueError: the recipe describes another model than the checkpoint's.
+    """
+    image, scales = recipe_model.image, model_config.s2_scales
+    asked = {
+        "projector.type": (recipe_model.projector.type, model_config.projector_type),
+        "vision.select_layer": (recipe_model.vision.select_layer, model_config.select_layer),
+        "vision.select_feature": (recipe_model.vision.select_feature, model_config.select_feature),
+        "image.mode dynamic_s2": (image.mode == "dynamic_s2", scales is not None),
+        "image.s2_scales": (list(image.s2_scales or scales or ()), scales or []),
+    }
+    for name, (wanted, found) in asked.items():
+        if wanted != found:
+            raise ValueError(
+                f"model.{name} is {wanted!r} in the recipe and {found!r} in the checkpoint of "
+                "init_from, whose weights are for that; change the recipe, or start without "
+                "init_from (init_from=null)"
+            )
+    settings = {
+        name: getattr(saved, name) for name in ("image_mean", "image_std", "image_resample")
+    }
+    return _processor(recipe_model, saved.tokenizer, model_config, settings)
+
+
+def _processor(
+    recipe_model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: CoatVlmConfig,
+    image_settings: Mapping[str, Any],
+) -> CoatVlmProcessor:
     image = recipe_model.image
     return CoatVlmProcessor(
         tokenizer,
@@ -237,7 +284,7 @@ def build_processor(
         video=_video_settings(recipe_model.video),
         max_length=recipe_model.max_length,
         template=recipe_model.template,
-        **settings,
+        **image_settings,
     )
 
 

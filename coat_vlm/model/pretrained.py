@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -9,6 +10,21 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
+
+
+def composed_folder(path: str) -> str:
+    """The folder of a recipe's ``init_from``, if it holds a model.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise ValueError(
+            f"init_from={path!r} is no folder with a composed model (it has no config.json): "
+            "train the recipe that leaves it there first, name another one with "
+            "init_from=FOLDER, or start from model.vision and model.language with init_from=null"
+        )
+    return path
 
 
 def read_config(where: str, path: str) -> PretrainedConfig:

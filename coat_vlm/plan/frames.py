@@ -6,6 +6,7 @@ from transformers import AutoTokenizer
 from coat_vlm.config import BlockPrecision, Fp8Config, Precision, Recipe, StageConfig
 from coat_vlm.fp8 import Arithmetic, convert
 from coat_vlm.model.frame import model_frame, saved_frame
+from coat_vlm.model.pretrained import composed_folder
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.tokenizer import prepare_tokenizer, tokenizer_name
 from coat_vlm.train.engine import set_train_mode, set_trainable
@@ -51,7 +52,9 @@ def stage_frame(
     """
     if vocab_size is None:
         assert recipe.init_from is not None
-        frame = saved_frame(recipe.init_from, recipe.model.attention, arithmetic.dtype)
+        frame = saved_frame(
+            composed_folder(recipe.init_from), recipe.model.attention, arithmetic.dtype
+        )
     else:
         frame = model_frame(recipe.model, vocab_size, arithmetic.dtype)
     set_trainable(frame, stage)

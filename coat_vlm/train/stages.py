@@ -19,7 +19,14 @@ from coat_vlm.config import MODULES, STAGES, Fp8Config, Recipe, StageName
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
 from coat_vlm.model.packed_attention import PACKED
-from coat_vlm.processor import CoatVlmProcessor, build_processor, prepare_tokenizer, train_tokenizer
+from coat_vlm.model.pretrained import composed_folder
+from coat_vlm.processor import (
+    CoatVlmProcessor,
+    build_processor,
+    continued_processor,
+    prepare_tokenizer,
+    train_tokenizer,
+)
 from coat_vlm.recipe_file import load_recipe, save_recipe
 from coat_vlm.tokenizer import tokenizer_name
 from coat_vlm.train.checkpoint import (
@@ -285,10 +292,16 @@ def _model_for(
             f"stage {name} starts from {start}, and {problem}; train the stage {earlier[-1]} first"
         )
     if start is not None:
+        start = start if earlier else composed_folder(str(start))
         model = CoatVlm.from_pretrained(
             str(start), dtype=dtype, attn_implementation=recipe.model.attention
         )
-        return model, CoatVlmProcessor.from_pretrained(str(start))
+        processor = CoatVlmProcessor.from_pretrained(str(start))
+        if not earlier:
+            processor = continued_processor(
+                recipe.model, processor, cast(CoatVlmConfig, model.config)
+            )
+        return model, processor
     tokenizer = _tokenizer(recipe, run_dir, world)
     model = build_model(recipe.model, tokenizer, dtype)
     return model, build_processor(recipe.model, tokenizer, cast(CoatVlmConfig, model.config))

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+
 COLORS = {"red": (220, 30, 40), "green": (40, 160, 60), "blue": (30, 70, 220)}
 
 

@@ -29,6 +29,7 @@ from coat_vlm.processor import (
     IMAGE_TOKEN,
     CoatVlmProcessor,
     build_processor,
+    continued_processor,
     prepare_tokenizer,
     train_tokenizer,
 )
@@ -209,6 +210,34 @@ def test_tower_without_preprocessor_config_warns(
     built = build_processor(recipe(vision), tokenizer, composed(SiglipVisionConfig(**SETTINGS)))
     assert built.image_mean == [0.5, 0.5, 0.5]
     assert "no preprocessor_config.json" in caplog.text
+
+
+def test_a_continued_processor_has_the_checkpoints_pixels_and_the_recipes_rest(
+    processor: CoatVlmProcessor,
+):
+    config = composed(SiglipVisionConfig(**SETTINGS))
+    image = ImageConfig(mode="dynamic", max_tiles=4, num_video_frames=5)
+    built = continued_processor(recipe(VisionConfig(config={}), image), processor, config)
+    assert built.tokenizer is processor.tokenizer
+    assert (built.image_mean, built.image_std) == ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
+    assert built.image_resample == 2
+    assert (built.image_mode, built.image_max_tiles, built.num_video_frames) == ("dynamic", 4, 5)
+    assert (built.max_length, built.template) == (99, "chatml")
+
+
+@pytest.mark.parametrize(
+    ("vision", "image", "named"),
+    [
+        (VisionConfig(config={}, select_layer=-1), ImageConfig(), "vision.select_layer is -1"),
+        (VisionConfig(config={}), ImageConfig(mode="dynamic_s2"), "dynamic_s2 is True"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    processor: CoatVlmProcessor, vision: VisionConfig, image: ImageConfig, named: str
+):
+    config = composed(SiglipVisionConfig(**SETTINGS))
+    with pytest.raises(ValueError, match=named):
+        continued_processor(recipe(vision, image), processor, config)
 
 
 def test_question_equals_the_training_prompt(processor: CoatVlmProcessor, tmp_path: Path):

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from coat_vlm.cli import main
+from coat_vlm.config import MODULES, StageName
 from coat_vlm.recipe_file import builtin_recipes, load_recipe, save_recipe
 
 MINIMAL = """\
@@ -90,8 +92,62 @@ def test_wrong_files(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         load_recipe(str(recipe_path))
 
 
-def test_the_built_in_recipes_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("REAL_PHOTOS", "/photos")
-    assert {"quickstart", "real_photos"} <= set(builtin_recipes())
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("REAL_PHOTOS", "VILA_DATA", "LLAVA_DATA"):
+        monkeypatch.setenv(name, "/data")
+
+
+@pytest.mark.usefixtures("folders")
+def test_the_built_in_recipes_load_and_resolve(tmp_path: Path) -> None:
+    published = {"llava_1_5", "vila_align", "vila_pretrain", "vila_sft", "vila_video_sft"}
+    assert {"quickstart", "real_photos"} | published <= set(builtin_recipes())
     for name in builtin_recipes():
-        assert load_recipe(name).name == name
+        recipe = load_recipe(name)
+        assert recipe.name == name
+        save_recipe(recipe, tmp_path / f"{name}.yaml")
+        assert load_recipe(str(tmp_path / f"{name}.yaml")) == recipe
+
+
+@pytest.mark.usefixtures("folders")
+@pytest.mark.parametrize(
+    ("name", "stage", "rates", "batch", "length", "mode", "projector"),
+    [
+        # Tower, projector and language model: NVlabs/VILA, scripts/NVILA-Lite and scripts/NVILA.
+        ("vila_align", "align", (None, 1e-3, None), 2048, 4096, "dynamic", "3x3"),
+        ("vila_pretrain", "pretrain", (None, 5e-5, 5e-5), 1024, 4096, "dynamic", "3x3"),
+        ("vila_sft", "sft", (2e-5, 2e-5, 2e-5), 2048, 4096, "dynamic", "3x3"),
+        ("vila_video_sft", "sft", (2e-5, 2e-5, 2e-5), 2048, 16384, "resize", "3x3"),
+        # haotian-liu/LLaVA, scripts/v1_5.
+        ("llava_1_5", "align", (None, 1e-3, None), 256, 2048, "pad", "mlp2x_gelu"),
+        ("llava_1_5", "sft", (None, 2e-5, 2e-5), 128, 2048, "pad", "mlp2x_gelu"),
+    ],
+)
+def test_published_settings(
+    name: str,
+    stage: StageName,
+    rates: tuple[float | None, ...],
+    batch: int,
+    length: int,
+    mode: str,
+    projector: str,
+) -> None:
+    recipe = load_recipe(name)
+    training = recipe.stages[stage]
+    assert tuple(training.module(module).lr for module in MODULES) == rates
+    assert (training.batch_size, recipe.model.max_length) == (batch, length)
+    assert (training.epochs, training.schedule, training.warmup_ratio) == (1, "cosine", 0.03)
+    assert (training.weight_decay, training.betas, training.grad_clip) == (0, (0.9, 0.999), 1)
+    assert recipe.model.image.mode == mode
+    assert projector in recipe.model.projector.type
+    assert recipe.model.vision.select_layer == -2
+    assert training.batch_size % (8 * training.micro_batch_size) == 0
+
+
+@pytest.mark.usefixtures("folders")
+def test_a_recipe_whose_start_is_missing_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = f"init_from={tmp_path / 'nowhere'}"
+    assert main(["plan", "vila_sft", missing]) == 2
+    assert "train the recipe that leaves it there first" in capsys.readouterr().err

@@ -1,0 +1,187 @@
+"""The VILA recipes as a user starts them: own checkpoints, own LLaVA JSON, overrides alone."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    SiglipConfig,
+    SiglipImageProcessorPil,
+    SiglipModel,
+)
+
+from coat_vlm.processor import IMAGE_TOKEN, CoatVlmProcessor, train_tokenizer
+
+LEARNING_RATE = 2e-5
+"""Of NVILA-Lite's sft.sh."""
+
+
+@pytest.fixture(scope="module")
+def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As published: both towers, and the image processor beside them."""
+    folder = tmp_path_factory.mktemp("siglip")
+    torch.manual_seed(1)
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+    }
+    vision = text | {"num_hidden_layers": 2, "image_size": 28, "patch_size": 7}
+    del vision["vocab_size"]
+    SiglipModel(SiglipConfig(text_config=text, vision_config=vision)).save_pretrained(folder)
+    SiglipImageProcessorPil(size={"height": 28, "width": 28}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As published: weights, a tokenizer with ChatML beside them, a padded vocabulary."""
+    folder = tmp_path_factory.mktemp("qwen")
+    torch.manual_seed(2)
+    tokenizer = train_tokenizer(["What is this? A red square, and a blue one."] * 4, 300)
+    config = Qwen2Config(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=320,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """own.json: a square image, a wide one, and (own_video.json) a folder of 70 frames."""
+    folder = tmp_path_factory.mktemp("own")
+    Image.new("RGB", (28, 28), (220, 30, 40)).save(folder / "square.png")
+    Image.new("RGB", (112, 56), (30, 70, 220)).save(folder / "wide.png")
+    (folder / "clip").mkdir()
+    for frame in range(70):
+        Image.new("RGB", (28, 28), (frame, 70, 220)).save(folder / f"clip/{frame:03d}.png")
+    answers = {"square.png": "A red square.", "wide.png": "A blue one."}
+    rows = [
+        {
+            "id": name,
+            "image": name,
+            "conversations": [
+                {"from": "human", "value": "<image>\nWhat is this?"},
+                {"from": "gpt", "value": answer},
+            ],
+        }
+        for name, answer in answers.items()
+    ]
+    (folder / "own.json").write_text(json.dumps(rows))
+    video = {"id": "clip", "video": "clip"}
+    turns = [
+        {"from": "human", "value": "<video>\nWhat is this?"},
+        {"from": "gpt", "value": "A blue one."},
+    ]
+    (folder / "own_video.json").write_text(json.dumps([video | {"conversations": turns}]))
+    return folder
+
+
+def train(recipe: str, *overrides: str) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    for name in ("VILA_DATA", "LLAVA_DATA"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-m", "coat_vlm.cli", "train", recipe, "num_workers=0", *overrides],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def tuned(siglip: Path, qwen: Path, own: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of vila_sft, two steps."""
+    run = tmp_path_factory.mktemp("runs") / "own"
+    source = {"name": "own", "path": str(own / "own.json"), "media_root": str(own)}
+    train(
+        "vila_sft",
+        "init_from=null",
+        f"output_dir={run}",
+        f"model.vision.name_or_path={siglip}",
+        f"model.language.name_or_path={qwen}",
+        f"stages.sft.data=[{yaml.safe_dump(source, default_flow_style=True).strip()}]",
+        "stages.sft.batch_size=2",
+        "stages.sft.micro_batch_size=2",
+        "stages.sft.epochs=null",
+        "stages.sft.max_steps=2",
+        "stages.sft.warmup_ratio=0",
+    )
+    return run
+
+
+def steps(run: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "step"]
+
+
+def test_vila_sft_starts_from_the_users_weights(tuned: Path, siglip: Path, qwen: Path) -> None:
+    """AdamW's first steps move a weight by about the learning rate: the rest is the checkpoint."""
+    assert len(steps(tuned)) == 2
+    trained = load_file(tuned / "sft" / "model" / "model.safetensors")
+    for folder, block in (
+        (siglip, "encoder.layers.0.mlp.fc1.weight"),
+        (qwen, "layers.1.mlp.up_proj.weight"),
+    ):
+        before = load_file(folder / "model.safetensors")
+        part = "vision" if folder == siglip else "language"
+        old = next(w for n, w in before.items() if n.endswith(block) and "text" not in n)
+        new = next(w for n, w in trained.items() if n.endswith(block) and part in n)
+        moved = (new.float() - old.float()).abs()
+        assert 0.5 * LEARNING_RATE < moved.max() < 4 * LEARNING_RATE
+
+
+def test_vila_sft_cuts_tiles_as_vila_does(tuned: Path) -> None:
+    """28 pixels in patches of 7 are 4 x 4; blocks of 3 x 3 (padded) make 2 x 2 tokens of a tile.
+
+    The square image is 1 tile. The one of 112 x 56 has the ratio 2 and more than half the area of
+    (4, 2) tiles, which InternVL's rule therefore takes: 8 tiles and the thumbnail, 9 in all.
+    """
+    processor = CoatVlmProcessor.from_pretrained(str(tuned / "sft" / "model"))
+    image_id = processor.tokenizer.get_vocab()[IMAGE_TOKEN]
+    assert processor.tokens_per_image == 4
+    assert processor.image_mean == [0.5, 0.5, 0.5]
+    for size, tiles in (((28, 28), 1), ((112, 56), 9)):
+        inputs = processor(images=Image.new("RGB", size), text="What is this?")
+        assert inputs["pixel_values"].shape == (tiles, 3, 28, 28)
+        assert int((inputs["input_ids"] == image_id).sum()) == 4 * tiles
+
+
+def test_vila_video_sft_continues_with_its_own_settings(tuned: Path, own: Path) -> None:
+    """64 of 70 frames, 4 tokens each: another length and image mode than the checkpoint has."""
+    run = tuned.parent / "video"
+    train(
+        "vila_video_sft",
+        f"init_from={tuned / 'sft' / 'model'}",
+        f"output_dir={run}",
+        f"stages.sft.data=[{{name: own, path: {own / 'own_video.json'}, media_root: {own}}}]",
+        "stages.sft.batch_size=1",
+        "stages.sft.epochs=null",
+        "stages.sft.max_steps=1",
+    )
+    processor = CoatVlmProcessor.from_pretrained(str(run / "sft" / "model"))
+    assert (processor.num_video_frames, processor.max_length) == (64, 16384)
+    assert processor.image_mode == "resize"
+    assert steps(run)[0]["tokens"] > 64 * 4
