@@ -7,6 +7,7 @@ number of ranks nor the ZeRO stage that saved it matters.
 
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,14 @@ from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.processor import CoatVlmProcessor
 from coat_vlm.train.contents import Contents, read_contents
 from coat_vlm.train.folder import MANIFEST, problem_inside, write_folder
+from coat_vlm.train.llava_folder import save_llava
 from coat_vlm.train.shards import Shards
 from coat_vlm.train.world import ALONE
 
 _DESCRIPTION = "model"
+
+Layout = Literal["coat", "llava"]
+"""What a folder looks like, and so who can read it."""
 
 
 def save_description(folder: Path, model: CoatVlm, processor: CoatVlmProcessor) -> None:
@@ -36,7 +41,9 @@ def save_description(folder: Path, model: CoatVlm, processor: CoatVlmProcessor) 
     processor.save_pretrained(folder)
 
 
-def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
+def export(
+    source: Path, target: Path, dtype: torch.dtype | None = None, layout: Layout = "coat"
+) -> Path:
     """Write the model of a checkpoint or of a stage as a plain Hugging Face folder.
 
     Args:
@@ -45,12 +52,15 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
         target: the new folder; it must not exist yet, or be empty.
         dtype: dtype of the written weights; by default that of the weights in training, to which
             the master weights are rounded.
+        layout: ``coat`` is read by coat_vlm; ``llava`` by stock transformers
+            (:mod:`coat_vlm.train.llava_folder`).
 
     Returns:
         ``target``.
 
     Raises:
-        ValueError: the source is no checkpoint, or damaged, or the target is in use.
+        ValueError: the source is no checkpoint, or damaged, the target is in use, or the layout
+            has no place for the model.
         OSError: something could not be written.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -83,8 +93,12 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
     origin = source / ("trainer.json" if is_checkpoint else "training.json")
 
     def write(temporary: Path) -> None:
-        model.save_pretrained(temporary, state_dict=share_tied(dict(state), model))
-        processor.save_pretrained(temporary)
+        whole = share_tied(dict(state), model)
+        if layout == "llava":
+            save_llava(temporary, model, whole, processor)
+        else:
+            model.save_pretrained(temporary, state_dict=whole)
+            processor.save_pretrained(temporary)
         if origin.is_file():
             shutil.copyfile(origin, temporary / "training.json")
 
