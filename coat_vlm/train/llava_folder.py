@@ -126,15 +126,16 @@ def _add_older_names(path: Path) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def image_processor(processor: CoatVlmProcessor, model: CoatVlm) -> Any:
+def image_processor(processor: CoatVlmProcessor, model: CoatVlm, *, pad: bool) -> Any:
     """The image processor of transformers with the same settings, its Pillow backend.
 
     Loaded without ``backend="pil"``, the folder gives torchvision's, whose resizing differs by a
     step of 1/255 in some pixels.
 
     Args:
-        processor: gives the settings; of one square, ``resize`` or ``pad``.
+        processor: gives the settings; of one square.
         model: gives the kind of tower.
+        pad: whether it pads an image to a square first, as LLaVA's does.
     """
     size = {"height": processor.image_size, "width": processor.image_size}
     settings: dict[str, Any] = {
@@ -144,7 +145,7 @@ def image_processor(processor: CoatVlmProcessor, model: CoatVlm) -> Any:
         "resample": processor.image_resample,
         "do_convert_rgb": True,
     }
-    if processor.image_mode == "pad":
+    if pad:
         return LlavaImageProcessorPil(**settings, do_pad=True, do_center_crop=False, crop_size=size)
     if model.config.vision_config.model_type == "siglip_vision_model":
         return SiglipImageProcessorPil(**settings)
@@ -157,7 +158,7 @@ def _processor(processor: CoatVlmProcessor, model: CoatVlm, strategy: str) -> Ll
     tokenizer.chat_template = template
     tokenizer.padding_side = "left"  # of prompts, for generation
     return LlavaProcessor(
-        image_processor=image_processor(processor, model),
+        image_processor=image_processor(processor, model, pad=processor.image_mode == "pad"),
         tokenizer=tokenizer,
         patch_size=model.config.vision_config.patch_size,
         vision_feature_select_strategy=strategy,

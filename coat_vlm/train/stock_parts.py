@@ -17,6 +17,7 @@ from transformers import (
     SiglipVisionModel,
 )
 
+from coat_data.chat import VICUNA_SYSTEM
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.configuration import kept_layers
 from coat_vlm.processor import CoatVlmProcessor
@@ -34,6 +35,16 @@ _CHATML = (
     "+ '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+_VICUNA = (
+    "{% if messages[0]['role'] == 'system' %}{{ content(messages[0]) }}"
+    "{% set turns = messages[1:] %}{% else %}"
+    + VICUNA_SYSTEM
+    + "{% set turns = messages %}{% endif %}{% for turn in turns %}"
+    "{% if turn['role'] == 'assistant' %}{{ ' ASSISTANT: ' + content(turn) + eos_token }}"
+    "{% else %}{{ (' USER: ' if loop.first else 'USER: ') + content(turn) }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' ASSISTANT: ' }}{% endif %}"
+)
+_TEMPLATES = {"chatml": _CONTENT + _CHATML, "vicuna_v1": _CONTENT + _VICUNA}
 
 
 def part_of(state: dict[str, Tensor], prefix: str, new: str = "") -> dict[str, Tensor]:
@@ -120,9 +131,10 @@ def chat_template(processor: CoatVlmProcessor) -> str | None:
         processor: gives the template's name and the tokenizer.
 
     Returns:
-        None for ``plain`` and ``vicuna_v1``, which are written as plain prompts.
+        None for ``plain``, whose prompt is the image alone. A begin-of-text token is left to the
+        tokenizer, which puts it before every text.
     """
     tokenizer: Any = processor.tokenizer
-    if processor.template == "tokenizer" and tokenizer.chat_template:
+    if processor.template == "tokenizer":
         return tokenizer.chat_template
-    return _CONTENT + _CHATML if processor.template == "chatml" else None
+    return _TEMPLATES.get(processor.template)

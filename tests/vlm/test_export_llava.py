@@ -59,7 +59,7 @@ assert not [name for name in sys.modules if name.split(".")[0].startswith("coat_
 
 def saved(tiny: Any, folder: Path, projector: str = "mlp2x_gelu", **choices: Any) -> Path:
     """A tiny composed model in a folder of its own, with weights large enough to matter."""
-    mode = choices.pop("mode", "resize")
+    mode, template = choices.pop("mode", "resize"), choices.pop("template", "chatml")
     tokenizer = train_tokenizer([QUESTION, "A red circle."] * 5, 320)
     recipe = tiny.recipe(projector=projector, **choices)
     torch.manual_seed(0)
@@ -75,6 +75,7 @@ def saved(tiny: Any, folder: Path, projector: str = "mlp2x_gelu", **choices: Any
         image_std=(0.4, 0.5, 0.6),
         image_mode=mode,
         tokens_per_image=config.tokens_per_image,
+        template=template,
     )
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -84,7 +85,7 @@ def saved(tiny: Any, folder: Path, projector: str = "mlp2x_gelu", **choices: Any
 CASES = [
     ("clip", "llama", {"select_feature": "patch"}, "default", 16),
     ("clip", "qwen2", {"select_feature": "cls_patch", "select_layer": -1}, "full", 17),
-    ("siglip", "llama", {"mode": "pad"}, "full", 16),
+    ("siglip", "llama", {"mode": "pad", "template": "vicuna_v1"}, "full", 16),
     ("siglip", "qwen2", {"select_layer": 1}, "full", 16),
 ]
 
