@@ -7,6 +7,7 @@ number of ranks nor the ZeRO stage that saved it matters.
 
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,15 @@ from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.processor import CoatVlmProcessor
 from coat_vlm.train.contents import Contents, read_contents
 from coat_vlm.train.folder import MANIFEST, problem_inside, write_folder
+from coat_vlm.train.llava_folder import save_llava
 from coat_vlm.train.shards import Shards
+from coat_vlm.train.vila_folder import is_vila, load_vila, save_vila
 from coat_vlm.train.world import ALONE
 
 _DESCRIPTION = "model"
+
+Layout = Literal["coat", "llava", "vila"]
+"""What a folder looks like, and so who can read it."""
 
 
 def save_description(folder: Path, model: CoatVlm, processor: CoatVlmProcessor) -> None:
@@ -36,21 +42,27 @@ def save_description(folder: Path, model: CoatVlm, processor: CoatVlmProcessor) 
     processor.save_pretrained(folder)
 
 
-def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
+def export(
+    source: Path, target: Path, dtype: torch.dtype | None = None, layout: Layout = "coat"
+) -> Path:
     """Write the model of a checkpoint or of a stage as a plain Hugging Face folder.
 
     Args:
         source: ``RUN/<stage>/checkpoints/step-...`` or ``RUN/<stage>/model``; it is read whole, and
-            every file compared with its SHA-256.
+            every file compared with its SHA-256. Or a VILA checkpoint with its three folders.
         target: the new folder; it must not exist yet, or be empty.
         dtype: dtype of the written weights; by default that of the weights in training, to which
             the master weights are rounded.
+        layout: ``coat`` is read by coat_vlm; ``llava`` by stock transformers
+            (:mod:`coat_vlm.train.llava_folder`); ``vila`` by VILA
+            (:mod:`coat_vlm.train.vila_folder`).
 
     Returns:
         ``target``.
 
     Raises:
-        ValueError: the source is no checkpoint, or damaged, or the target is in use.
+        ValueError: the source is no checkpoint, or damaged, the target is in use, or the layout
+            has no place for the model.
         OSError: something could not be written.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -74,17 +86,12 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
             f"{source} has no {_DESCRIPTION}/config.json: it was saved without a description of "
             "the model; save it with coat-vlm train"
         )
-    if is_checkpoint:
-        model, state = _from_checkpoint(source, described, dtype)
-    else:
-        model = CoatVlm.from_pretrained(source, dtype=dtype or "auto", local_files_only=True)
-        state = model.state_dict()
-    processor = CoatVlmProcessor.from_pretrained(described)
+    model, state, processor = _read(source, described, dtype)
     origin = source / ("trainer.json" if is_checkpoint else "training.json")
 
     def write(temporary: Path) -> None:
-        model.save_pretrained(temporary, state_dict=share_tied(dict(state), model))
-        processor.save_pretrained(temporary)
+        save = {"coat": _save_coat, "llava": save_llava, "vila": save_vila}[layout]
+        save(temporary, model, share_tied(dict(state), model), processor)
         if origin.is_file():
             shutil.copyfile(origin, temporary / "training.json")
 
@@ -93,6 +100,28 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
     write_folder(target, ALONE, write)
     (target / MANIFEST).unlink()
     return target
+
+
+def _read(
+    source: Path, described: Path, dtype: torch.dtype | None
+) -> tuple[CoatVlm, dict[str, Tensor], CoatVlmProcessor]:
+    """The model of a source, its weights and its processor."""
+    if source != described:
+        model, state = _from_checkpoint(source, described, dtype)
+        return model, state, CoatVlmProcessor.from_pretrained(described)
+    if is_vila(source):
+        model, processor = load_vila(source, dtype)
+    else:
+        model = CoatVlm.from_pretrained(source, dtype=dtype or "auto", local_files_only=True)
+        processor = CoatVlmProcessor.from_pretrained(source)
+    return model, model.state_dict(), processor
+
+
+def _save_coat(
+    folder: Path, model: CoatVlm, state: dict[str, Tensor], processor: CoatVlmProcessor
+) -> None:
+    model.save_pretrained(folder, state_dict=state)
+    processor.save_pretrained(folder)
 
 
 def share_tied(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
