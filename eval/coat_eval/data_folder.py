@@ -150,11 +150,12 @@ def only_tables(path: Path) -> bool:
 
 def no_questions(path: Path, name: str, problem: str) -> DataError:
     """The error of a folder without questions of a benchmark; ``problem`` says what was found."""
+    out = path.parent if path.name == name else path
     return DataError(
         str(path),
         f"has no questions of {name}, {problem}",
         f"put them there (docs/evaluation.md lists the files), or fetch them with coat-vlm "
-        f"data download {name} --out {path.parent}",
+        f"data download {name} --out {out}",
     )
 
 

@@ -31,8 +31,8 @@ class Prompt:
     where: str = ""
     """File and row, for messages."""
     fingerprint: str = ""
-    """Stands for ``text`` where answers are compared with earlier ones; the text when empty. It does
-    not change when a video arrives that was missing."""
+    """Stands for ``text`` where earlier answers are checked; the text when empty. It does not
+    change when a video arrives that was missing."""
     lacking: DataError | None = None
     """What could not be read, so that the question is asked without it."""
 

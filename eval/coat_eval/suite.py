@@ -278,7 +278,11 @@ def _asked_without(asked: Sequence[Prompt], problems: Sequence[Problem]) -> list
     """The questions that were asked without something that cannot be read."""
     not_asked = {row["index"] for row in problems}
     return [
-        {**media_problem(index, prompt, prompt.lacking), "asked": True}
+        {
+            **media_problem(index, prompt, prompt.lacking),
+            "problem": f"{prompt.lacking.where} {prompt.lacking.problem}",
+            "asked": True,
+        }
         for index, prompt in enumerate(asked)
         if prompt.lacking is not None and index not in not_asked
     ]
