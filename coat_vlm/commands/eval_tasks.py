@@ -3,6 +3,7 @@
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from coat_vlm.commands.command import PRECISIONS, say
 
@@ -63,6 +64,7 @@ def evaluate_tasks(args: argparse.Namespace) -> int:
     choices = [
         choose(
             name.strip(),
+            args.data,
             split=args.split,
             limit=args.limit,
             settings=Settings(profile=args.profile),
@@ -93,15 +95,21 @@ def evaluate_tasks(args: argparse.Namespace) -> int:
             )
             if world.is_main:
                 say(f"{choice.name}\n{headline(choice.benchmark, report)}")
-                say(f"{_where(args.out / choice.name, report['n_media_problems'])}\n")
+                say(f"{_where(args.out / choice.name, report)}\n")
     return 0
 
 
-def _where(folder: Path, num_problems: int) -> str:
+def _where(folder: Path, report: dict[str, Any]) -> str:
     text = f"{folder / 'report.json'} has all metrics and items"
-    if not num_problems:
-        return text
-    return (
-        f"{num_problems} questions were not asked and count as wrong, because an image or video "
-        f"cannot be read: {folder / 'media_problems.jsonl'} lists them\n{text}"
-    )
+    problems = folder / "media_problems.jsonl"
+    if report["n_asked_without"]:
+        text = (
+            f"{report['n_asked_without']} questions were asked without their subtitles, which "
+            f"cannot be read: {problems} lists them\n{text}"
+        )
+    if report["n_media_problems"]:
+        text = (
+            f"{report['n_media_problems']} questions were not asked and count as wrong, because an "
+            f"image or video cannot be read: {problems} lists them\n{text}"
+        )
+    return text

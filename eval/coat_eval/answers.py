@@ -33,7 +33,7 @@ def resume(out_dir: Path, identity: Mapping[str, Any], *, overwrite: bool = Fals
         Indices of the questions that are answered already.
 
     Raises:
-        ValueError: the folder has answers that depend on something else.
+        ValueError: the folder has answers, not just empty files, that depend on something else.
         DataError: a line, other than a last one that was cut off, cannot be read.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def resume(out_dir: Path, identity: Mapping[str, Any], *, overwrite: bool = Fals
         earlier = _read_run(run_path)
         if earlier != identity:
             differing = [key for key in identity if earlier.get(key) != identity[key]]
-            if not overwrite:
+            if not overwrite and any(True for file in files for _ in _read(file)):
                 raise ValueError(
                     f"{out_dir} has answers made with another {', '.join(differing) or 'setting'}; "
                     "choose another --out, remove the folder, or replace them with --overwrite"

@@ -1,7 +1,7 @@
 """The local files of one benchmark: its tables, found by their official names, and its media."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,6 +16,7 @@ Layouts = Mapping[str, Sequence[Sequence[str]]]
 relative to any folder. The first pattern has to be there."""
 
 _TABLES = (".json", ".jsonl", ".gz", ".parquet")
+_IDS = ("question_id", "questionId", "id", "image_id", "image", "video_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,42 +57,23 @@ class DataFolder:
         self._found: dict[tuple[str, ...], Path] = {}
 
     @classmethod
-    def open(cls, path: Path, name: str, layouts: Layouts, split: str = "") -> "DataFolder":
-        """Find and read the tables of a split.
-
-        Args:
-            path: the benchmark's folder.
-            name: the benchmark, for messages.
-            layouts: see :data:`Layouts`.
-            split: one of the layouts' keys; the first when empty.
+    def open(
+        cls,
+        path: Path,
+        name: str,
+        layouts: Layouts,
+        split: str = "",
+        others: Collection[str] = (),
+    ) -> "DataFolder":
+        """Find and read the tables of a split; arguments and errors as of :func:`find_tables`.
 
         Raises:
-            FileNotFoundError: the folder is not there.
-            ValueError: the benchmark has no such split.
-            DataError: the folder has none of the layouts, or a table cannot be read.
+            DataError: also if a table cannot be read or is there twice.
         """
-        if not path.is_dir():
-            raise FileNotFoundError(
-                f"{path} is not a folder; put the files of {name} there, or fetch them with: "
-                f"coat-vlm data download {name} --out {path.parent}"
-            )
-        split = split or next(iter(layouts))
-        if split not in layouts:
-            raise ValueError(f"{name} has no split {split!r}; allowed: {', '.join(layouts)}")
-        files = list(_files(path))
-        for patterns in layouts[split]:
-            if any(_fits(file, path, patterns[0]) for file in files):
-                chosen = [
-                    file for pattern in patterns for file in files if _fits(file, path, pattern)
-                ]
-                return cls(path, [read_table(file) for file in dict.fromkeys(chosen)])
-        wanted = "; or ".join(" with ".join(patterns) for patterns in layouts[split])
-        raise DataError(
-            str(path),
-            f"has no questions of {name}, split {split}: looked for {wanted}",
-            f"put them there (docs/evaluation.md lists the files), or fetch them with coat-vlm "
-            f"data download {name} --out {path.parent}",
-        )
+        files = find_tables(path, name, layouts, split, others)
+        tables = [read_table(file) for file in files]
+        _refuse_copies(tables)
+        return cls(path, tables)
 
     def rows(self, *fields: str) -> Iterator[Row]:
         """The rows of the tables that have all of these fields."""
@@ -127,10 +109,73 @@ class DataFolder:
         return ShownFile(places[0] / f"{name}{suffixes[0]}", kind)
 
 
-def _files(path: Path) -> Iterator[Path]:
+def find_tables(
+    path: Path, name: str, layouts: Layouts, split: str = "", others: Collection[str] = ()
+) -> list[Path]:
+    """The tables of a split, which are not opened.
+
+    Args:
+        path: the benchmark's folder.
+        name: the benchmark, for messages.
+        layouts: see :data:`Layouts`.
+        split: one of the layouts' keys; the first when empty.
+        others: names of folders that are not searched, such as those of other benchmarks.
+
+    Raises:
+        FileNotFoundError: the folder is not there.
+        ValueError: the benchmark has no such split.
+        DataError: the folder has none of the layouts.
+    """
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{path} is not a folder; put the files of {name} there, or fetch them with: "
+            f"coat-vlm data download {name} --out {path.parent}"
+        )
+    split = split or next(iter(layouts))
+    if split not in layouts:
+        raise ValueError(f"{name} has no split {split!r}; allowed: {', '.join(layouts)}")
+    files = list(_files(path, others))
+    for patterns in layouts[split]:
+        if any(_fits(file, path, patterns[0]) for file in files):
+            chosen = [file for pattern in patterns for file in files if _fits(file, path, pattern)]
+            return list(dict.fromkeys(chosen))
+    wanted = "; or ".join(" with ".join(patterns) for patterns in layouts[split])
+    raise no_questions(path, name, f"split {split}: looked for {wanted}")
+
+
+def only_tables(path: Path) -> bool:
+    """Whether a folder has tables and, hidden files aside, nothing else."""
+    return all(one.is_file() and one.name.endswith(_TABLES) for one in path.glob("[!.]*"))
+
+
+def no_questions(path: Path, name: str, problem: str) -> DataError:
+    """The error of a folder without questions of a benchmark; ``problem`` says what was found."""
+    out = path.parent if path.name == name else path
+    return DataError(
+        str(path),
+        f"has no questions of {name}, {problem}",
+        f"put them there (docs/evaluation.md lists the files), or fetch them with coat-vlm "
+        f"data download {name} --out {out}",
+    )
+
+
+def _refuse_copies(tables: Sequence[Table]) -> None:
+    """DataError if two tables have one name, gzip aside, and begin with the same question."""
+    seen: dict[tuple[str, str], Path] = {}
+    for table in filter(lambda one: one.rows, tables):
+        row = table.rows[0]
+        ids = {field: row[field] for field in _IDS if field in row} or row
+        first = seen.setdefault((table.path.name.removesuffix(".gz"), str(ids)), table.path)
+        if first != table.path:
+            raise DataError(
+                str(table.path), f"is the same table as {first}", "keep one of the two files"
+            )
+
+
+def _files(path: Path, others: Collection[str]) -> Iterator[Path]:
     """All tables below a folder, in the order of their names."""
     for parent, folders, names in os.walk(path):
-        folders.sort()
+        folders[:] = sorted(set(folders) - set(others))
         for name in sorted(names):
             if name.endswith(_TABLES):
                 yield Path(parent) / name

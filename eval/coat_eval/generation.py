@@ -3,8 +3,9 @@
 The order is decided before anything is decoded, and is the same on every rank: questions with the
 same number of media first by where their media stand (a row group of a Parquet file can only be
 read whole), then by length, longest first, so that memory runs out at the start if it does.
-Questions about one video stay in one batch, where the video is decoded once. Batches are dealt to
-the ranks in turn.
+Questions about one video stay in one batch if it has room for them. Batches are made over all
+questions, answered or not, because in FP8 a batch shares its scales: a resumed run asks in the same
+company as one that was never interrupted. Batches are dealt to the ranks in turn.
 """
 
 import os
@@ -57,6 +58,9 @@ def answer_all(
 ) -> list[Problem]:
     """Answer what is not answered yet; every answer is on disk when the next batch begins.
 
+    Batches that are answered in full are left out. Of one that is answered in part all questions
+    are asked again, and only new answers are written.
+
     Args:
         answerer: the model.
         prompts: all questions.
@@ -69,8 +73,8 @@ def answer_all(
     Returns:
         This rank's questions whose media could not be read; they have no answer.
     """
-    left = [index for index in range(len(prompts)) if index not in done]
-    own = make_batches(prompts, left, generation.batch_size)[world.rank :: world.size]
+    batches = make_batches(prompts, generation.batch_size)
+    own = [batch for batch in batches if not done.issuperset(batch)][world.rank :: world.size]
     dataset = _Encoded(answerer.encoder, [[(i, prompts[i]) for i in batch] for batch in own])
     loader = DataLoader(
         dataset,
@@ -88,10 +92,11 @@ def answer_all(
     problems: list[Problem] = []
     with bar, AnswerWriter(out_dir, world.rank) as writer:
         for indices, batch, found in loader:
-            if indices:
+            if not done.issuperset(indices):
                 texts = answerer.answer(batch, generation.max_new_tokens)
-                writer.write(indices, [prompts[index] for index in indices], texts)
-            problems += found
+                new = {i: text for i, text in zip(indices, texts, strict=True) if i not in done}
+                writer.write(list(new), [prompts[index] for index in new], list(new.values()))
+            problems += [row for row in found if row["index"] not in done]
             bar.update(len(indices) + len(found))
     return problems
 
@@ -110,17 +115,15 @@ def default_workers(device: str, num_processes: int = 1) -> int:
     return int(min(12, (os.cpu_count() or 1) // num_processes, fitting))
 
 
-def make_batches(
-    prompts: Sequence[Prompt], indices: Sequence[int], batch_size: int
-) -> list[list[int]]:
-    """Indices in batches; a function of its arguments alone.
+def make_batches(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
+    """The indices of all prompts in batches; a function of its arguments alone.
 
     Raises:
         ValueError: the batch size is not positive.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-    groups = sorted(_groups(prompts, indices), key=lambda group: _order(prompts, group))
+    groups = sorted(_groups(prompts), key=lambda group: _order(prompts, group))
     batches: list[list[int]] = []
     for _, same in groupby(groups, key=lambda group: len(prompts[group[0]].media)):
         batch: list[int] = []
@@ -137,11 +140,11 @@ def make_batches(
     return batches
 
 
-def _groups(prompts: Sequence[Prompt], indices: Sequence[int]) -> Iterator[list[int]]:
+def _groups(prompts: Sequence[Prompt]) -> Iterator[list[int]]:
     """Questions that show the same videos together, every other one alone."""
     by_videos: dict[Any, list[int]] = {}
-    for index in indices:
-        videos = tuple(one.name for one in prompts[index].media if one.kind == "video")
+    for index, prompt in enumerate(prompts):
+        videos = tuple(one.name for one in prompt.media if one.kind == "video")
         by_videos.setdefault(videos or index, []).append(index)
     yield from by_videos.values()
 
@@ -174,7 +177,7 @@ class _Encoded(Dataset[tuple[list[int], Any, list[Problem]]]):
                 media = [one.load() for one in prompt.media]
                 encoded.append(self.encoder.encode(prompt.text, media))
             except DataError as error:
-                problems.append(_problem(index, prompt, error))
+                problems.append(media_problem(index, prompt, error))
             else:
                 indices.append(index)
         return indices, self.encoder.collate(encoded) if encoded else None, problems
@@ -185,7 +188,8 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _problem(index: int, prompt: Prompt, error: DataError) -> Problem:
+def media_problem(index: int, prompt: Prompt, error: DataError) -> Problem:
+    """How a question is listed whose media, or a part of them, cannot be read."""
     return {
         **named(prompt, index),
         "where": prompt.where,

@@ -7,7 +7,7 @@ docs/Evaluation.md and scripts/v1_5/eval), which VILA uses unchanged, and the be
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from coat_data.sample import Media
+from coat_data.sample import DataError, Media
 from coat_eval.shown import Shown
 
 SHORT_ANSWER = "Answer the question using a single word or phrase."
@@ -30,6 +30,11 @@ class Prompt:
     """As in the question; the second half of the key where ids restart."""
     where: str = ""
     """File and row, for messages."""
+    fingerprint: str = ""
+    """Stands for ``text`` where earlier answers are checked; the text when empty. It does not
+    change when a video arrives that was missing."""
+    lacking: DataError | None = None
+    """What could not be read, so that the question is asked without it."""
 
     @property
     def key(self) -> tuple[str, str]:

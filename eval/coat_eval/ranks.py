@@ -39,12 +39,24 @@ def joined_ranks() -> Iterator[World]:
 def own_device(name: str | None = None) -> torch.device:
     """The device of this process's model: ``name``, or its own GPU, or the CPU.
 
+    ``cuda`` without a number is the process's own GPU: the first one would be everybody's.
+
     Raises:
-        ValueError: there are more processes on this machine than GPUs.
+        ValueError: there is no such device, no GPU, or there are more processes on this machine
+            than GPUs.
     """
     if name is not None:
-        return torch.device(name)
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise ValueError(
+                f"unknown device {name!r}; allowed: cpu, cuda (each process's own GPU), cuda:N"
+            ) from error
+        if device != torch.device("cuda"):
+            return device
     if not torch.cuda.is_available():
+        if name is not None:
+            raise ValueError(f"device {name!r}, but PyTorch finds no GPU here; use --device cpu")
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= torch.cuda.device_count():

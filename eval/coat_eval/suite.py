@@ -7,17 +7,19 @@ and ``report.json``. A killed run goes on with the same command.
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coat_data.sample import DataError
 from coat_eval.answerer import Answerer
 from coat_eval.answers import PREDICTIONS_FILE, merge, resume, write_rows
 from coat_eval.benchmark import Benchmark, Settings
-from coat_eval.data_folder import DataFolder
-from coat_eval.generation import Generation, Problem, answer_all
+from coat_eval.data_folder import DataFolder, Layouts, find_tables, no_questions, only_tables
+from coat_eval.generation import Generation, Problem, answer_all, media_problem
 from coat_eval.official import score_official
 from coat_eval.prompt import Asking, Prompt
 from coat_eval.ranks import ALONE, World
@@ -27,6 +29,7 @@ from coat_eval.tasks import BENCHMARKS
 PROBLEMS_FILE = "media_problems.jsonl"
 PROMPTS_FILE = "prompts.jsonl"
 SUBMISSION_FILE = "submission.json"
+_SUFFIX = re.compile(r"\.\w+(?=#|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +48,18 @@ class Choice:
     """Replace answers of another model or other prompts instead of refusing them."""
 
 
-def choose(name: str, **options: Any) -> Choice:
+def choose(name: str, data: Path | None = None, **options: Any) -> Choice:
     """The benchmark of a name such as ``pope`` or ``videomme_subtitles``.
 
     Args:
         name: a benchmark, with ``_VARIANT`` behind it for another prompt.
+        data: looked through for its files already here, if given, so that a mistake is told before
+            a model is loaded; none is opened.
         **options: further fields of :class:`Choice`.
 
     Raises:
         ValueError: naming what is allowed.
+        FileNotFoundError, DataError: ``data`` lacks the benchmark's files.
     """
     task, _, variant = name.partition("_")
     if task not in BENCHMARKS or (variant and variant not in BENCHMARKS[task].variants):
@@ -71,12 +77,33 @@ def choose(name: str, **options: Any) -> Choice:
         )
     if choice.limit is not None and choice.limit < 1:
         raise ValueError(f"--limit is {choice.limit}; ask for at least one question")
+    if choice.split and choice.split not in choice.benchmark.layouts:
+        raise ValueError(
+            f"{task} has no split {choice.split!r}; allowed: {', '.join(choice.benchmark.layouts)}"
+        )
+    if data is not None:
+        find_tables(*_where(data, choice))
     return choice
 
 
 def folder_of(data: Path, benchmark: Benchmark) -> Path:
-    """``DATA/TASK`` if it is there, else ``DATA`` itself."""
-    return data / benchmark.name if (data / benchmark.name).is_dir() else data
+    """``DATA/TASK`` if it is there, else ``DATA`` itself.
+
+    The Hub's Video-MME has a folder ``videomme`` for its table alone, beside those of the videos:
+    then ``DATA`` is the benchmark's folder.
+    """
+    own = data / benchmark.name
+    inner = f"{benchmark.name}/"
+    first = [patterns[0] for layouts in benchmark.layouts.values() for patterns in layouts]
+    nested = any(one.startswith(inner) and any(data.glob(one)) for one in first)
+    return own if own.is_dir() and not (nested and only_tables(own)) else data
+
+
+def _where(data: Path, choice: Choice) -> tuple[Path, str, Layouts, str, set[str]]:
+    """The arguments that :meth:`DataFolder.open` finds a benchmark's tables by."""
+    benchmark = choice.benchmark
+    others = set(BENCHMARKS) - {benchmark.name}
+    return folder_of(data, benchmark), benchmark.name, benchmark.layouts, choice.split, others
 
 
 def run_benchmark(
@@ -102,24 +129,28 @@ def run_benchmark(
 
     Returns:
         The report of :func:`coat_eval.official.score_official` on rank 0, with ``model``,
-        ``variant``, ``split``, ``limit``, ``n_media_problems``, what the answers depend on, and
-        ``seconds`` of this call; on other ranks nothing.
+        ``variant``, ``split``, ``limit``, ``n_media_problems`` (not asked), ``n_asked_without``
+        (asked without subtitles that cannot be read), what the answers depend on, and ``seconds``
+        of this call; on other ranks nothing.
 
     Raises:
         ValueError: the folder has answers of another model or other prompts.
-        DataError: the benchmark's files are not there or cannot be read.
+        DataError: the benchmark's files are not there or cannot be read, or no question at all
+            could be asked.
     """
     start = time.monotonic()
     benchmark = choice.benchmark
-    folder = DataFolder.open(
-        folder_of(data, benchmark), benchmark.name, benchmark.layouts, choice.split
-    )
+    folder = DataFolder.open(*_where(data, choice))
     asking = Asking(
         split=choice.split,
         variant=choice.variant,
         frame_times=answerer.encoder.frame_times,
     )
-    prompts = list(benchmark.prompts(folder, asking))
+    known = any(map(benchmark.is_reference, folder.tables))
+    prompts = list(benchmark.prompts(folder, asking)) if known else []
+    if not prompts:
+        names = ", ".join(sorted(table.path.name for table in folder.tables)[:5])
+        raise no_questions(folder.path, benchmark.name, f"only other tables: {names}")
     asked = prompts[: choice.limit]
     out_dir = out / choice.name
     identity = _identity(answerer, choice, prompts, generation) if world.is_main else {}
@@ -129,15 +160,24 @@ def run_benchmark(
     assert done is not None
     problems = answer_all(answerer, asked, done, out_dir, generation, world=world, name=choice.name)
     everyones = [one for own in world.gather(problems) for one in own]
+    if world.is_main:
+        _finish(out_dir, asked, everyones)
+    if len(everyones) == len(asked):
+        raise DataError(
+            str(folder.path),
+            f"none of the {len(asked)} questions of {choice.name} could be asked; the first: "
+            f"{everyones[0]['media']}: {everyones[0]['problem']}",
+            f"put the images and videos there; {out_dir / PROBLEMS_FILE} lists what is missing",
+        )
     if not world.is_main:
         return {}
-    _finish(out_dir, asked, everyones)
     report = _scored(out_dir, choice, folder, asked) | {
         "model": model_name,
         "variant": choice.variant,
         "split": choice.split or next(iter(benchmark.layouts)),
         "limit": choice.limit,
         "n_media_problems": len(everyones),
+        "n_asked_without": len(_asked_without(asked, everyones)),
         **{name: value for name, value in identity.items() if name != "task"},
         "device": str(answerer.device),
         "batch_size": generation.batch_size,
@@ -160,6 +200,9 @@ def _identity(
     }
     if answerer.identity.get("scales_shared_by_batch"):
         identity["batch_size"] = generation.batch_size
+        # Batches are made over the questions that are asked.
+        cut = choice.limit is not None and choice.limit < len(prompts)
+        identity["limit"] = choice.limit if cut else None
     return identity
 
 
@@ -186,11 +229,16 @@ def _row(prompt: Prompt) -> dict[str, Any]:
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 over all prompts; media by file name, as the folder may be somewhere else later."""
+    """SHA-256 over all prompts; media by file name, as the folder may be somewhere else later.
+
+    The names have no suffix: that of a missing file is not known.
+    """
     digest = hashlib.sha256()
     for prompt in prompts:
-        media = [(one.kind, Path(one.name).name) for one in prompt.media]
-        digest.update(json.dumps([*prompt.key, prompt.text, media]).encode())
+        names = [_SUFFIX.sub("", Path(one.name).name, count=1) for one in prompt.media]
+        media = [(one.kind, name) for one, name in zip(prompt.media, names, strict=True)]
+        text = prompt.fingerprint or prompt.text
+        digest.update(json.dumps([*prompt.key, text, media]).encode())
     return digest.hexdigest()
 
 
@@ -219,7 +267,22 @@ def _scored(
 def _finish(out_dir: Path, asked: Sequence[Prompt], problems: Sequence[Problem]) -> None:
     """All answers in one file, the problems in another, and nothing else missing."""
     answered = merge(out_dir)
-    write_rows(out_dir / PROBLEMS_FILE, sorted(problems, key=lambda row: row["index"]))
+    listed = [*problems, *_asked_without(asked, problems)]
+    write_rows(out_dir / PROBLEMS_FILE, sorted(listed, key=lambda row: row["index"]))
     lost = set(range(len(asked))) - set(answered) - {row["index"] for row in problems}
     if lost:
         raise RuntimeError(f"{out_dir} lacks the answers of questions {sorted(lost)[:5]}")
+
+
+def _asked_without(asked: Sequence[Prompt], problems: Sequence[Problem]) -> list[Problem]:
+    """The questions that were asked without something that cannot be read."""
+    not_asked = {row["index"] for row in problems}
+    return [
+        {
+            **media_problem(index, prompt, prompt.lacking),
+            "problem": f"{prompt.lacking.where} {prompt.lacking.problem}",
+            "asked": True,
+        }
+        for index, prompt in enumerate(asked)
+        if prompt.lacking is not None and index not in not_asked
+    ]

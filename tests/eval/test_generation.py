@@ -15,7 +15,7 @@ from coat_eval.answers import AnswerWriter, merge, resume
 from coat_eval.coat_answerer import CoatAnswerer
 from coat_eval.generation import Generation, answer_all, make_batches
 from coat_eval.prompt import Prompt
-from coat_eval.ranks import World
+from coat_eval.ranks import World, own_device
 from coat_eval.shown import ShownCell, ShownFile
 
 
@@ -26,29 +26,28 @@ def text(number: int, length: int, *media: Any) -> Prompt:
 def test_batches_hold_prompts_of_like_length_the_longest_first():
     lengths = [5, 90, 7, 80, 6, 70, 1]
     prompts = [text(number, length) for number, length in enumerate(lengths)]
-    assert make_batches(prompts, range(7), 3) == [[1, 3, 5], [2, 4, 0], [6]]
-    assert make_batches(prompts, [6, 0, 3], 3) == [[3, 0, 6]]
+    assert make_batches(prompts, 3) == [[1, 3, 5], [2, 4, 0], [6]]
     with pytest.raises(ValueError, match="batch_size is 0"):
-        make_batches(prompts, range(7), 0)
+        make_batches(prompts, 0)
 
 
 def test_questions_about_one_video_stay_together():
     videos = [ShownFile(Path(f"{number}.mp4"), "video") for number in range(3)]
     prompts = [text(number, 10 + number, videos[number % 3]) for number in range(9)]
-    assert make_batches(prompts, range(9), 4) == [[2, 5, 8], [1, 4, 7], [0, 3, 6]]
-    assert make_batches(prompts, range(9), 2) == [[2, 5], [8], [1, 4], [7], [0, 3], [6]]
+    assert make_batches(prompts, 4) == [[2, 5, 8], [1, 4, 7], [0, 3, 6]]
+    assert make_batches(prompts, 2) == [[2, 5], [8], [1, 4], [7], [0, 3], [6]]
 
 
 def test_prompts_with_and_without_images_are_not_mixed():
     image = ShownFile(Path("a.png"))
     prompts = [text(0, 9), text(1, 5, image), text(2, 8), text(3, 6, image, image)]
-    assert make_batches(prompts, range(4), 8) == [[3], [1], [0, 2]]
+    assert make_batches(prompts, 8) == [[3], [1], [0, 2]]
 
 
 def test_a_row_group_is_read_in_one_go(benchmarks: Path):
     path = benchmarks / "mmmu" / "Art" / "validation-00000-of-00001.parquet"  # groups of two rows
     prompts = [text(row, 10 * (row % 2), ShownCell(path, row, "image_1")) for row in range(4)]
-    assert make_batches(prompts, range(4), 2) == [[1, 0], [3, 2]]
+    assert make_batches(prompts, 2) == [[1, 0], [3, 2]]
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +138,30 @@ def test_ranks_share_the_batches(answerer: CoatAnswerer, prompts: list[Prompt], 
     assert sorted(merge(tmp_path)) == [0, 1, 2, 3, 5, 6, 7]
 
 
+def test_a_resumed_run_asks_in_the_same_batches(
+    answerer: CoatAnswerer, prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[list[list[int]]] = []
+    answer = CoatAnswerer.answer
+
+    def noted(self: CoatAnswerer, batch: Any, max_new_tokens: int) -> list[str]:
+        asked[-1].append(batch["input_ids"].tolist())
+        return answer(self, batch, max_new_tokens)
+
+    monkeypatch.setattr(CoatAnswerer, "answer", noted)
+    generation = Generation(batch_size=2, max_new_tokens=1, progress=False)
+    own = [*prompts[:1], *prompts[4:]]  # the video's [2, 3] and [4], then [1, 0]
+    for name, done in (("whole", set()), ("rest", {0, 1, 2, 3}), ("part", {0, 2})):
+        asked.append([])
+        (tmp_path / name).mkdir()
+        answer_all(answerer, own, done, tmp_path / name, generation)
+        assert set(merge(tmp_path / name)) == set(range(5)) - done
+    whole, rest, part = asked
+    assert len(whole) == 3
+    assert rest == [ids for ids in whole if len(ids) == 1]
+    assert part == whole
+
+
 def written(out: Path, rank: int, *numbers: int) -> None:
     with AnswerWriter(out, rank) as writer:
         for number in numbers:
@@ -171,3 +194,30 @@ def test_a_damaged_line_is_named(tmp_path: Path):
         file.write('{"index": 2}\n')
     with pytest.raises(DataError, match=r"predictions\.rank0\.jsonl:2: is no answer of a run"):
         merge(tmp_path)
+
+
+def test_a_run_that_answered_nothing_does_not_stand_in_the_way(tmp_path: Path):
+    resume(tmp_path, {"model": "a"})
+    merge(tmp_path)
+    assert (tmp_path / "predictions.jsonl").read_bytes() == b""
+    assert resume(tmp_path, {"model": "b"}) == set()
+    assert json.loads((tmp_path / "run.json").read_text()) == {"model": "b"}
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x"])
+def test_a_device_that_does_not_exist_is_told(name: str):
+    with pytest.raises(ValueError, match=f"device '{name}'; allowed: cpu, cuda"):
+        own_device(name)
+
+
+def test_cuda_is_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert own_device("cuda") == own_device() == torch.device("cuda", 3)
+    assert own_device("cuda:1") == torch.device("cuda", 1)
+    assert own_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no GPU"):
+        own_device("cuda")

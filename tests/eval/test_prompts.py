@@ -3,6 +3,7 @@
 The texts are written out here from LLaVA's question files and the benchmarks' own instructions.
 """
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from PIL import Image
 
 from coat_data.image import open_image
 from coat_data.sample import DataError
-from coat_eval.data_folder import DataFolder
+from coat_eval.data_folder import DataFolder, find_tables
 from coat_eval.prompt import Asking, Prompt
 from coat_eval.subtitles import read_subtitles
+from coat_eval.suite import folder_of
 from coat_eval.tasks import get_benchmark
 
 SHORT = "Answer the question using a single word or phrase."
@@ -250,6 +252,35 @@ def test_files_that_are_not_there(tmp_path: Path):
         DataFolder.open(tmp_path, "gqa", gqa.layouts)
     with pytest.raises(ValueError, match="no split 'tset'; allowed: testdev_balanced"):
         DataFolder.open(tmp_path, "gqa", gqa.layouts, "tset")
+
+
+def test_one_table_in_two_places_is_refused(benchmarks: Path, tmp_path: Path):
+    source = benchmarks / "gqa" / "testdev_balanced_questions.json"
+    (tmp_path / "copy").mkdir()
+    (tmp_path / source.name).write_bytes(source.read_bytes())
+    (tmp_path / "copy" / f"{source.name}.gz").write_bytes(gzip.compress(source.read_bytes()))
+    with pytest.raises(
+        DataError, match=r"copy/.*\.json\.gz: is the same table as .*_questions\.json"
+    ):
+        prompts_of(tmp_path, "gqa")
+    # Parts of one name with other questions are no copies.
+    assert len(prompts_of(benchmarks / "mmmu", "mmmu")) == 8
+
+
+def test_folders_of_other_benchmarks_are_not_searched(benchmarks: Path):
+    pope = get_benchmark("pope")
+    with pytest.raises(DataError, match=r"no questions of pope.*--out .*benchmarks\d*$"):
+        find_tables(benchmarks, "pope", pope.layouts, others=set(NUMBERS))
+    found = find_tables(benchmarks, "pope", pope.layouts, others=set(NUMBERS) - {"pope"})
+    assert {path.parent.name for path in found} == {"pope"}
+
+
+def test_the_folder_of_a_benchmark(benchmarks: Path, tmp_path: Path):
+    videomme = get_benchmark("videomme")
+    assert folder_of(benchmarks, videomme) == benchmarks / "videomme"
+    assert folder_of(benchmarks / "videomme", videomme) == benchmarks / "videomme"  # not the inner
+    assert folder_of(benchmarks, get_benchmark("mmmu")) == benchmarks / "mmmu"
+    assert folder_of(tmp_path, videomme) == tmp_path
 
 
 def test_an_empty_cell_is_named(benchmarks: Path, tmp_path: Path):

@@ -7,6 +7,7 @@ of ours; the model says single words, for which those rules are short.
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -271,3 +272,104 @@ def test_answers_of_something_else_are_refused(
     assert evaluate(*words, "--max-new-tokens", "2") == 2
     assert "made with another max_new_tokens" in capsys.readouterr().err
     assert evaluate(*words, "--max-new-tokens", "2", "--overwrite") == 0
+
+
+@pytest.mark.parametrize(
+    ("tasks", "more", "message"),
+    [
+        ("vizwiz,gqa", ["--split", "val"], "gqa has no split 'val'"),
+        ("mmmu,gqa", [], "has no questions of gqa"),
+        ("mmmu,videomme", [], "has no questions of videomme"),
+        ("mmmu", ["--device", "gpu"], "unknown device 'gpu'; allowed: cpu"),
+    ],
+)
+def test_every_task_is_checked_before_the_model_is_loaded(
+    tasks: str,
+    more: list[str],
+    message: str,
+    benchmarks: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    for name in ("mmmu", "vizwiz"):
+        (tmp_path / name).symlink_to(benchmarks / name)
+    assert evaluate(tmp_path / "no_model", tmp_path, tmp_path / "out", tasks, *more) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_tables_of_something_else_are_not_asked(
+    benchmarks: Path, speaking_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    source = benchmarks / "mmmu" / "Art" / "validation-00000-of-00001.parquet"
+    shutil.copy(source, tmp_path / "other.parquet")
+    assert evaluate(speaking_model, tmp_path, tmp_path / "out", "videomme") == 2
+    said = capsys.readouterr().err
+    assert "only other tables: other.parquet" in said
+    assert "coat-vlm data download videomme" in said
+
+
+@pytest.fixture
+def video_mme(benchmarks: Path, tmp_path: Path) -> Path:
+    """Video-MME alone; there are subtitles of the missing video too."""
+    folder = tmp_path / "Video-MME"
+    shutil.copytree(benchmarks / "videomme", folder)
+    shutil.copy(folder / "subtitle" / "aaa.srt", folder / "subtitle" / "gone.srt")
+    return folder
+
+
+def test_a_video_that_arrives_later_is_asked_about(
+    video_mme: Path, speaking_model: Path, tmp_path: Path
+):
+    words = (speaking_model, video_mme, tmp_path / "out", "videomme_subtitles")
+    path = tmp_path / "out" / "videomme_subtitles" / "predictions.jsonl"
+    assert evaluate(*words) == 0
+    first = lines(path)
+    shutil.copy(video_mme / "data" / "aaa.mp4", video_mme / "data" / "gone.mkv")
+    assert evaluate(*words) == 0
+    assert len(first) == 3
+    assert lines(path)[:3] == first
+    assert len(lines(path)) == 6
+
+
+def test_subtitles_that_cannot_be_read_are_listed(
+    video_mme: Path,
+    speaking_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    (video_mme / "subtitle" / "aaa.srt").write_bytes(b"1\n00:00:00,000 --> 00:00:09,900\ncaf\xe9\n")
+    assert evaluate(speaking_model, video_mme, tmp_path, "videomme_subtitles") == 0
+    assert "3 questions were asked without their subtitles" in capsys.readouterr().out
+    out = tmp_path / "videomme_subtitles"
+    report = json.loads((out / "report.json").read_text())
+    assert (report["n_asked_without"], report["n_media_problems"]) == (3, 3)
+    rows = lines(out / "media_problems.jsonl")
+    assert [row.get("asked", False) for row in rows] == [True] * 3 + [False] * 3
+    assert "aaa.srt is not UTF-8 text" in rows[0]["problem"]
+    assert len(lines(out / "predictions.jsonl")) == 3
+
+
+def test_a_run_that_could_ask_nothing_fails(
+    video_mme: Path, speaking_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (video_mme / "data" / "aaa.mp4").unlink()
+    assert evaluate(speaking_model, video_mme, tmp_path, "videomme") == 2
+    assert "none of the 6 questions of videomme could be asked" in capsys.readouterr().err
+    assert not (tmp_path / "videomme" / "report.json").exists()
+
+
+def test_in_fp8_the_limit_belongs_to_the_answers(
+    benchmarks: Path,
+    speaking_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    shared = property(lambda _: {"scales_shared_by_batch": True})
+    monkeypatch.setattr(CoatAnswerer, "identity", shared)
+    words = (speaking_model, benchmarks, tmp_path, "gqa")
+    assert evaluate(*words, "--limit", "2") == 0
+    assert evaluate(*words) == 2
+    assert "made with another limit" in capsys.readouterr().err
+    assert evaluate(*words, "--overwrite") == 0
+    assert evaluate(*words, "--limit", "5") == 0  # as many as there are

@@ -5,8 +5,10 @@ in Video Analysis"; thanku-all/parse_answer eval_your_results.py of 2024-06-23. 
 be read count neither as right nor as wrong there; ``unanswered_wrong.*`` counts them as wrong.
 """
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
@@ -79,7 +81,7 @@ class VideoMme(Benchmark):
 
     def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
         """The official prompt; options carry their letters. Videos without subtitles have none."""
-        subtitles: dict[str, str] = {}
+        subtitles: dict[str, _Subtitles] = {}
         for table in filter(self.is_reference, folder.tables):
             for video, asked, where in _asked(table):
                 name = str(video.get("videoID") or pick(video, ("video_id",), where))
@@ -88,11 +90,15 @@ class VideoMme(Benchmark):
                     subtitles[name] = _subtitles(folder, name, shown, asking.frame_times)
                 question = str(pick(asked, ("question",), where))
                 options = "\n".join(map(str, pick(asked, ("options",), where)))
+                own = subtitles.get(name, _Subtitles())
+                task = f"{_TASK}\n{question}\n{options}\n{_END}"
                 yield Prompt(
                     question_id=str(pick(asked, ("question_id",), where)),
-                    text=f"{subtitles.get(name, '')}{_TASK}\n{question}\n{options}\n{_END}",
+                    text=f"{own.text}{task}",
                     media=(shown,),
                     where=where,
+                    fingerprint=f"{own.sha256}{task}",
+                    lacking=own.problem,
                 )
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
@@ -156,17 +162,33 @@ class VideoMme(Benchmark):
         return answered | everything
 
 
-def _subtitles(folder: DataFolder, name: str, video: Shown, frame_times: FrameTimes) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subtitles:
+    """What a prompt says of a video's subtitles."""
+
+    text: str = ""
+    sha256: str = ""
+    """Of the file. The lines in ``text`` also depend on the video, which may be missing for now."""
+    problem: DataError | None = None
+
+
+def _subtitles(folder: DataFolder, name: str, video: Shown, frame_times: FrameTimes) -> _Subtitles:
     """The part of a prompt with the subtitles on screen in the shown frames; or nothing."""
     path = folder.path / "subtitle" / f"{name}.srt"
     if not path.is_file():
-        return ""
+        return _Subtitles()
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     try:
         times = frame_times(video.load())
     except DataError:
-        return ""  # it cannot be shown either, and is listed when it is asked about
-    spoken = spoken_at(path, times)
-    return f"This video's subtitles are listed below:\n{spoken}\n" if spoken else ""
+        # It cannot be shown either, and is listed when it is asked about.
+        return _Subtitles(sha256=sha256)
+    try:
+        spoken = spoken_at(path, times)
+    except DataError as error:
+        return _Subtitles(sha256=sha256, problem=error)
+    text = f"This video's subtitles are listed below:\n{spoken}\n" if spoken else ""
+    return _Subtitles(text=text, sha256=sha256)
 
 
 def _asked(table: Table) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any], str]]:
