@@ -35,8 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="scoring rules: official (default), lmms, vlmeval",
     )
     suite.add_argument(
-        "--precision", choices=PRECISIONS, help="how to compute; default: as the run was trained"
-    )
+        "--precision", choices=PRECISIONS,
+        help="how to compute; default: a run folder as it was trained, a model folder plainly in "
+        "its weights' dtype (FP32 on a CPU)",
+    )  # fmt: skip
     suite.add_argument("--device", help="e.g. cpu; default: the process's GPU if there is one")
     suite.add_argument(
         "--num-frames", type=int, default=8,
