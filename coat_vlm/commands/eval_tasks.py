@@ -29,25 +29,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pope, gqa, vqav2, textvqa, vizwiz, seedbench, mmmu, videomme; other prompts: "
         "textvqa_no_ocr, mmmu_all_images, videomme_subtitles",
     )  # fmt: skip
-    suite.add_argument("--split", default="", help="e.g. test; default: the split with answers")
+    suite.add_argument("--split", help="e.g. test; default: the split with answers")
     suite.add_argument(
         "--profile",
-        default="official",
         help="scoring rules: official (default), lmms, vlmeval",
     )
-    suite.add_argument(
-        "--precision", choices=PRECISIONS, help="how to compute; default: as the run was trained"
+    model = parser.add_argument_group("the model, also with --task")
+    model.add_argument(
+        "--precision", choices=PRECISIONS,
+        help="how to compute; default: a run folder as it was trained, a model folder plainly in "
+        "its weights' dtype (FP32 on a CPU)",
+    )  # fmt: skip
+    model.add_argument(
+        "--device", help="e.g. cpu; also with --run; default: the process's GPU if there is one"
     )
-    suite.add_argument("--device", help="e.g. cpu; default: the process's GPU if there is one")
     suite.add_argument(
-        "--num-frames", type=int, default=8,
+        "--num-frames", type=int,
         help="frames of a video for models that are not of this project; default 8",
     )  # fmt: skip
-    suite.add_argument(
+    model.add_argument(
         "--num-workers", type=int,
-        help="processes that decode ahead; default 0 on a CPU, else up to 12",
+        help="processes that decode ahead; default 0 on a CPU and with --task, else up to 12",
     )  # fmt: skip
-    suite.add_argument(
+    model.add_argument(
         "--overwrite", action="store_true", help="replace answers of another model or prompt"
     )
 
@@ -65,9 +69,9 @@ def evaluate_tasks(args: argparse.Namespace) -> int:
         choose(
             name.strip(),
             args.data,
-            split=args.split,
+            split=args.split or "",
             limit=args.limit,
-            settings=Settings(profile=args.profile),
+            settings=Settings(profile=args.profile or Settings.profile),
             overwrite=args.overwrite,
         )
         for name in args.tasks.split(",")
@@ -75,13 +79,17 @@ def evaluate_tasks(args: argparse.Namespace) -> int:
     device = own_device(args.device)
     generation = Generation(
         batch_size=args.batch_size,
-        max_new_tokens=args.max_new_tokens or 128,
+        max_new_tokens=128 if args.max_new_tokens is None else args.max_new_tokens,
         num_workers=default_workers(device.type, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         if args.num_workers is None
         else args.num_workers,
     )
     with joined_ranks() as world:
-        options = ModelOptions(device=device, precision=args.precision, num_frames=args.num_frames)
+        options = ModelOptions(
+            device=device,
+            precision=args.precision,
+            num_frames=8 if args.num_frames is None else args.num_frames,
+        )
         answerer = load_answerer(args.model, options)
         for choice in choices:
             report = run_benchmark(

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,15 +55,49 @@ def _eval(args: argparse.Namespace) -> int:
     if args.run is not None:
         if given:
             raise ValueError(f"--run takes the model and the sets from the run; drop {given[0]}")
+        _check(args, "--run", _NOT_WITH_RUN)
         return _eval_run(args)
     missing = [flag for flag in single if flag not in given]
     if missing:
         raise ValueError(f"missing {', '.join(missing)} (or give --run RUN_DIR instead)")
     if args.tasks is None:
+        _check(args, "--task", _NOT_WITH_TASK)
         return _eval_set(args)
     if args.task is not None:
         raise ValueError("--task is for a set of your own, --tasks for benchmarks; give one")
+    _check(args, "--tasks", _NOT_WITH_TASKS)
     return eval_tasks.evaluate_tasks(args)
+
+
+_FOR_BENCHMARKS = "is for official benchmarks (--tasks)"
+_OF_RECIPE = "is for --model; a run is evaluated as its recipe says"
+_NOT_WITH_TASK = dict.fromkeys(("split", "profile", "num_frames"), _FOR_BENCHMARKS)
+_NOT_WITH_RUN = {
+    **_NOT_WITH_TASK,
+    **dict.fromkeys(("media_root", "precision", "num_workers"), _OF_RECIPE),
+    "overwrite": "is for --model; answers of an earlier model of a run are always replaced",
+}
+_NOT_WITH_TASKS = {
+    "media_root": "is for a set of your own (--task); benchmarks have their media below --data"
+}
+_SIZES = {"batch_size": 1, "max_new_tokens": 1, "limit": 1, "num_frames": 1, "num_workers": 0}
+"""The least that makes sense."""
+
+
+def _check(args: argparse.Namespace, mode: str, without_effect: Mapping[str, str]) -> None:
+    """ValueError for a flag that would have no effect, or a number that is too small."""
+    for name, why in without_effect.items():
+        value = getattr(args, name)
+        if value is not None and value is not False:
+            raise ValueError(f"{_flag(name)} has no effect with {mode}: it {why}; drop it")
+    for name, least in _SIZES.items():
+        value = getattr(args, name, None)
+        if value is not None and value < least:
+            raise ValueError(f"{_flag(name)} is {value}; give {least} or more")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _eval_run(args: argparse.Namespace) -> int:
@@ -72,8 +106,9 @@ def _eval_run(args: argparse.Namespace) -> int:
 
     unmet = evaluate_run(
         args.run,
+        device=args.device,
         batch_size=args.batch_size,
-        max_new_tokens=args.max_new_tokens or 16,
+        max_new_tokens=16 if args.max_new_tokens is None else args.max_new_tokens,
         limit=args.limit,
     )
     eval_json = json.loads((args.run / "eval.json").read_text(encoding="utf-8"))
@@ -89,7 +124,7 @@ def _eval_set(args: argparse.Namespace) -> int:
 
     task = get_task(args.task)
     model_dir = Path(args.model)
-    model, processor = load(model_dir)
+    model, processor = load(model_dir, args.device, precision=args.precision)
     report = evaluate(
         model,
         processor,
@@ -99,8 +134,11 @@ def _eval_set(args: argparse.Namespace) -> int:
         model_dir=model_dir,
         media_root=args.media_root,
         batch_size=args.batch_size,
-        max_new_tokens=args.max_new_tokens or 16,
+        max_new_tokens=16 if args.max_new_tokens is None else args.max_new_tokens,
         limit=args.limit,
+        num_workers=args.num_workers or 0,
+        precision=args.precision,
+        on_mismatch="overwrite" if args.overwrite else "error",
     )
     say(json.dumps(report["metrics"], indent=2))
     return 0
@@ -152,7 +190,7 @@ the formats.
         help="official files with the answers, in any order",
     )  # fmt: skip
     official.add_argument(
-        "--profile", default="official",
+        "--profile",
         help="whose rules: official (default), lmms (lmms-eval), vlmeval (VLMEvalKit); "
         "videomme also official_20240603",
     )  # fmt: skip
@@ -161,12 +199,10 @@ the formats.
         help="score the text untouched, without what LLaVA and VILA do to it first",
     )  # fmt: skip
     official.add_argument(
-        "--fallback", choices=("random", "wrong"), default="random",
+        "--fallback", choices=("random", "wrong"),
         help="mmmu: letters that cannot be read are drawn as officially (default), or wrong",
     )  # fmt: skip
-    official.add_argument(
-        "--seed", type=int, default=42, help="mmmu: seed of the draws; default 42"
-    )
+    official.add_argument("--seed", type=int, help="mmmu: seed of the draws; default 42")
     official.add_argument("--items", action="store_true", help="put every item into the report")
     official.add_argument(
         "--submission", type=Path, metavar="FILE",
@@ -184,13 +220,23 @@ def _score(args: argparse.Namespace) -> int:
     if name in OFFICIAL:
         if args.data is not None:
             raise ValueError(f"{name} takes its official files: --references instead of --data")
+        _check(args, f"score {name}", {"limit": "is for a set of your own (--data)"})
         return _score_official(args, name)
     if args.references or args.data is None or len(args.predictions) != 1:
         raise ValueError(
             f"{name} is no official benchmark ({', '.join(OFFICIAL)}): it takes --data FOLDER and "
             "one --predictions file"
         )
+    _check(args, f"score {name}", _NOT_WITH_OWN_SET)
     return _score_set(args, name)
+
+
+_NOT_WITH_OWN_SET = {
+    **dict.fromkeys(
+        ("profile", "raw", "fallback", "seed", "submission"), "is for official benchmarks"
+    ),
+    "items": "is for official benchmarks; a set of your own always gets items.jsonl",
+}
 
 
 def _score_official(args: argparse.Namespace, name: str) -> int:
@@ -199,13 +245,13 @@ def _score_official(args: argparse.Namespace, name: str) -> int:
     from coat_eval.tasks import get_benchmark
 
     benchmark = get_benchmark(name)
+    chosen = {key: getattr(args, key) for key in ("profile", "fallback", "seed")}
+    chosen = {key: value for key, value in chosen.items() if value is not None}
     report = score_official(
         benchmark,
         args.predictions,
         args.references,
-        settings=Settings(
-            profile=args.profile, raw=args.raw, fallback=args.fallback, seed=args.seed
-        ),
+        settings=Settings(raw=args.raw, **chosen),
         allow_missing=args.allow_missing,
         with_items=args.items,
         report_path=args.out,

@@ -7,16 +7,15 @@ what makes an item hard for every run cancels. The interval is about the choice 
 a seed matters is the standard deviation beside it.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coat_eval.statistics import RESAMPLES
+from coat_eval.table import read_json_lines
 from coat_eval.tasks import get_task
 from coat_vlm.recipe_file import load_recipe
 
@@ -96,7 +95,7 @@ def _answers(run: Path, name: str) -> _Answers:
     path = run / "eval" / name / "items.jsonl"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there; evaluate it: coat-vlm eval --run {run}")
-    items = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    items = [row for _, row in read_json_lines(path, "score the predictions again")]
     items.sort(key=lambda item: str(item["question_id"]))
     flags = [(i["correct"], i["extracted"] == "yes", i["reference"] == "yes") for i in items]
     asked = [f"{item['question_id']}: {item['reference']}" for item in items]
@@ -144,8 +143,7 @@ def _figure(metric: str, flags: Flags, weights: NDArray[np.float64]) -> NDArray[
 
 def _losses(run: Path) -> dict[str, float]:
     """The last stage's final training loss and its last validation losses."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    rows = [row for _, row in read_json_lines(run / "metrics.jsonl")]
     stage = [row for row in rows if row["kind"] == "step"][-1]["stage"]
     steps = [row["loss"] for row in rows if row["kind"] == "step" and row["stage"] == stage]
     tail = steps[-max(1, round(LAST_SHARE * len(steps))) :]

@@ -1,11 +1,12 @@
 """Training curves of two groups of runs in one picture."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+
+from coat_eval.table import read_json_lines
 
 SMOOTHING_SHARE = 50
 """Curves average over 1/50 of the steps."""
@@ -43,7 +44,7 @@ def draw_curves(
 
 
 def _smoothed(run: Path) -> tuple[list[int], list[float]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for _, row in read_json_lines(run / "metrics.jsonl")]
     steps = [row for row in rows if row["kind"] == "step"]
     steps = [row for row in steps if row["stage"] == steps[-1]["stage"]]
     width = max(1, len(steps) // SMOOTHING_SHARE)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from coat_eval.figures import figures, same_items, scores
-from coat_eval.published import format_published
+from coat_eval.published import format_published, published
 from coat_eval.scored_set import ScoredSet, read_sets
 from coat_eval.statistics import bootstrap_intervals, mcnemar
 
@@ -109,8 +109,25 @@ def format_differences(comparison: Comparison) -> str:
             "Interval: paired bootstrap over items. p: McNemar's exact test on the items that only "
             "one model gets right; not corrected for the number of rows."
         )
-    table = format_published({name: own_figures(sets) for name, sets in comparison.sets.items()})
-    return "\n".join([*lines, *(["", table] if table else [])])
+    parts = [part for part in _beside_published(comparison) if part]
+    return "\n".join([*lines, *(line for part in parts for line in ("", part))])
+
+
+def _beside_published(comparison: Comparison) -> tuple[str, str]:
+    """The table of whole benchmarks scored officially, and what is left out of it and why."""
+    known = {name for row in published() for name in row.values}
+    own: dict[str, dict[str, float]] = {}
+    left_out = []
+    for model, sets in comparison.sets.items():
+        own[model] = {}
+        for name, scored in sets.items():
+            found = own_figures({name: scored})
+            if not scored.deviations:
+                own[model] |= found
+            elif known & found.keys():
+                left_out.append(f"{name} of {model} ({', '.join(scored.deviations)})")
+    table = format_published({model: found for model, found in own.items() if found})
+    return table, f"Not beside published figures: {'; '.join(left_out)}." if left_out else ""
 
 
 def only_right(first: ScoredSet, second: ScoredSet) -> tuple[list[int], list[int]]:

@@ -1,22 +1,27 @@
 """A page of the items that flipped: one model right and the other wrong, with their images."""
 
 import mimetypes
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from tqdm import tqdm
 
+from coat_data.sample import DataError
 from coat_eval.differences import Comparison, only_right
 from coat_eval.score import write_text
 from coat_eval.scored_set import ScoredSet
+from coat_eval.shown import ShownCell
 from coat_vlm.report.samples import shown_media, spread
 
 FLIPS_PER_SET = 40
 LONGEST_TEXT = 1000
 """Characters of a prediction or reference that are shown."""
+_CELL = re.compile(r"(.+), row (\d+), (\w+)")
+"""How :class:`coat_eval.shown.ShownCell` names an image in a Parquet file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +70,7 @@ def write_flips(
 
     Raises:
         ValueError: ``per_set`` is negative.
+        DataError: naming the item whose media are no images or videos with a path.
         OSError: the file cannot be written.
     """
     if per_set < 0:
@@ -125,8 +131,16 @@ def _card(
     one: ScoredSet, other: ScoredSet, index: int, second_is_right: bool, media_root: Path | None
 ) -> FlipCard:
     first, second = one.items[index], other.items[index]
-    entries = first.get("media") or second.get("media") or []
-    images, problems = shown_media([_rooted(entry, media_root) for entry in entries])
+    owner, scored = (first, one) if first.get("media") else (second, other)
+    entries = owner.get("media") or []
+    if not isinstance(entries, list):
+        entries = [entries]
+    where = f"{scored.path}, item {scored.ids[index]}"
+    # Of a video stored as a list of frames the model saw the middle one (SEED-Bench).
+    pick = "middle" if first.get("kind") == "video" else "first"
+    loaded = [_loaded(_rooted(entry, media_root, where), pick) for entry in entries]
+    images, problems = shown_media([entry for entry in loaded if not isinstance(entry, str)])
+    problems += [entry for entry in loaded if isinstance(entry, str)]
     question = first.get("question") or second.get("question")
     return FlipCard(
         item=one.ids[index],
@@ -140,13 +154,23 @@ def _card(
     )
 
 
-def _rooted(entry: Mapping[str, Any], media_root: Path | None) -> dict[str, Any]:
+def _rooted(entry: object, media_root: Path | None, where: str) -> dict[str, Any]:
     """One medium of ``{"kind", "path"}`` or ``{"kind", "name"}``, as :class:`Media` has it.
 
+    A text is the path of an image, or of a video by its ending.
     A name may end in ``#t=START,END``, the seconds of a part of a video. A video that the model saw
     one frame of has the kind ``image``; here its frames are shown.
     """
-    name, part, seconds = str(entry.get("path", entry.get("name"))).partition("#t=")
+    if isinstance(entry, str):
+        entry = {"kind": "image", "path": entry}
+    named = entry.get("path", entry.get("name")) if isinstance(entry, Mapping) else None
+    if not isinstance(entry, Mapping) or not isinstance(named, str) or "kind" not in entry:
+        raise DataError(
+            where,
+            f"the medium {entry!r} has no kind and path",
+            'write {"kind": "image", "path": "a.jpg"}, or the path of an image alone',
+        )
+    name, part, seconds = named.partition("#t=")
     times: dict[str, float] = {}
     if part:
         times = dict(zip(("start", "end"), map(float, seconds.split(",")), strict=True))
@@ -154,6 +178,19 @@ def _rooted(entry: Mapping[str, Any], media_root: Path | None) -> dict[str, Any]
     # An absolute path stays itself below another root.
     path = Path(media_root or "") / name
     return {"kind": "video" if is_video else entry["kind"], "path": str(path), **times}
+
+
+def _loaded(entry: Mapping[str, Any], pick: Literal["first", "middle"]) -> Mapping[str, Any] | str:
+    """A medium with its bytes if it lies in a Parquet file, or why it cannot be read."""
+    cell = _CELL.fullmatch(entry["path"])
+    if cell is None:
+        return entry
+    path, row, column = cell.groups()
+    try:
+        media = ShownCell(Path(path), int(row) - 1, column, pick).load()
+    except (ValueError, OSError, IndexError) as error:
+        return f"{entry['path']}: {error}"
+    return {**entry, "data": media.data}
 
 
 def _said(item: Mapping[str, Any]) -> str:

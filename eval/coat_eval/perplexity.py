@@ -122,10 +122,12 @@ def measure_perplexity(
         progress: show a progress bar.
 
     Raises:
-        ValueError: window or stride does not fit the model or each other, or the tokenizer has no
-            token to start with.
+        ValueError: window or stride does not fit the model or each other, batch_size is below 1, or
+            the tokenizer has no token to start with.
     """
     window, stride = _sizes(model, window, stride)
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}: give at least one window per forward pass")
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not isinstance(start, int):
         raise ValueError("the tokenizer has neither a BOS nor an end token to start a text with")
@@ -150,8 +152,8 @@ def measure_perplexity(
 
 def _sizes(model: "PreTrainedModel", window: int | None, stride: int | None) -> tuple[int, int]:
     positions = getattr(model.config, "max_position_embeddings", None) or WINDOW
-    window = window or min(WINDOW, positions)
-    stride = stride or max(1, window // 2)
+    window = min(WINDOW, positions) if window is None else window
+    stride = max(1, window // 2) if stride is None else stride
     if not 0 < stride <= window <= positions:
         raise ValueError(
             f"window={window} and stride={stride}: 0 < stride <= window <= {positions}, the "

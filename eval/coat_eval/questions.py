@@ -13,7 +13,6 @@ The text is the prompt exactly as the model saw such prompts in training; when i
 (:func:`coat_data.readers.llava.to_sample` has all rules).
 """
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from coat_data.readers.llava import to_sample
 from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Sample
 from coat_eval.item import Item
+from coat_eval.table import read_json_lines
 
 QUESTIONS_FILE = "questions.jsonl"
 MEDIA_KEYS = ("image", "images", "video", "videos")
@@ -54,34 +54,31 @@ def read_questions(
     root = Path(media_root) if media_root is not None else Path(folder)
     items: dict[str, Item] = {}
     lines: dict[str, int] = {}
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            item = _read_item(line, f"{path}:{number}", number, root, check_reference)
-            if item.question_id in items:
-                raise DataError(
-                    f"{path}:{number}",
-                    f"question_id {item.question_id!r} is also in line {lines[item.question_id]}",
-                    "give every question its own id",
-                )
-            if check_media:
-                _check_media(item.sample, f"{path}:{number}")
-            items[item.question_id] = item
-            lines[item.question_id] = number
+    for number, row in read_json_lines(path, "write one JSON object per line"):
+        item = _read_item(row, f"{path}:{number}", number, root, check_reference)
+        if item.question_id in items:
+            raise DataError(
+                f"{path}:{number}",
+                f"question_id {item.question_id!r} is also in line {lines[item.question_id]}",
+                "give every question its own id",
+            )
+        if check_media:
+            _check_media(item.sample, f"{path}:{number}")
+        items[item.question_id] = item
+        lines[item.question_id] = number
     if not items:
         raise DataError(str(path), "there is no question", "write one JSON object per line")
     return list(items.values())
 
 
 def _read_item(
-    line: str,
+    row: Mapping[str, Any],
     where: str,
     number: int,
     root: Path,
     check_reference: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> Item:
-    row = _parse(line, where)
+    _check_fields(row, where)
     question_id = str(row["question_id"])
     reference = {
         "answer": row.get("answer", row.get("label")),
@@ -99,19 +96,12 @@ def _read_item(
     )
 
 
-def _parse(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(where, f"not JSON: {error}", "write one JSON object per line") from error
-    if not isinstance(row, dict):
-        raise DataError(where, f"a {type(row).__name__}, not an object", "write one JSON object")
+def _check_fields(row: Mapping[str, Any], where: str) -> None:
     missing = [key for key in ("question_id", "text") if row.get(key) in (None, "")]
     if missing:
         raise DataError(
             where, f"missing or empty: {', '.join(missing)}; the row has {sorted(row)}", "add them"
         )
-    return row
 
 
 def _sample(row: Mapping[str, Any], where: str, number: int, root: Path) -> Sample:

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
@@ -22,6 +22,7 @@ from coat_eval.item import Item
 from coat_eval.questions import QUESTIONS_FILE
 from coat_eval.score import REPORT_FILE, file_sha256, read_predictions, score_file, write_json
 from coat_eval.task import Task
+from coat_vlm.config import Precision
 from coat_vlm.fp8 import fp8_blocks
 from coat_vlm.generate import PromptEncoder, generate_batch
 from coat_vlm.model.vlm import CoatVlm
@@ -40,6 +41,8 @@ class RunIdentity(TypedDict):
     model_sha256: str
     max_new_tokens: int
     dtype: str
+    precision: NotRequired[Precision]
+    """Where the model computes in another way than plainly in its dtype."""
 
 
 def evaluate(
@@ -55,6 +58,7 @@ def evaluate(
     max_new_tokens: int = 16,
     limit: int | None = None,
     num_workers: int = 0,
+    precision: Precision | None = None,
     on_mismatch: Mismatch = "error",
     progress: bool = True,
 ) -> dict[str, Any]:
@@ -75,6 +79,7 @@ def evaluate(
         max_new_tokens: longest answer in tokens; a batch stops early when all have ended.
         limit: ask the first ``limit`` questions only.
         num_workers: processes that decode and tokenize ahead; 0 does it in this process.
+        precision: what the model was loaded with, where the predictions shall be told apart by it.
         on_mismatch: what to do when ``out_dir`` has predictions of another model, other questions
             or another setting: raise, or start over.
         progress: show a progress bar with the time left.
@@ -96,6 +101,8 @@ def evaluate(
         "max_new_tokens": max_new_tokens,
         "dtype": _dtype_name(model, batch_size),
     }
+    if precision is not None:
+        identity["precision"] = precision
     predictions_path = out_dir / PREDICTIONS_FILE
     done = _resume(out_dir, identity, on_mismatch)
     left = sorted((item for item in items if item.question_id not in done), key=_length)
@@ -200,7 +207,11 @@ def _resume(out_dir: Path, identity: RunIdentity, on_mismatch: Mismatch) -> dict
         _drop_partial_line(predictions_path)
         return read_predictions(predictions_path)
     if on_mismatch == "error":
-        differing = [key for key in identity if earlier.get(key) != identity[key]]
+        differing = [
+            key
+            for key in dict.fromkeys([*identity, *earlier])
+            if earlier.get(key) != identity.get(key)
+        ]
         raise ValueError(
             f"{predictions_path} was made with another {', '.join(differing)}; "
             f"remove {out_dir} (or pass on_mismatch='overwrite'), or choose another output folder"

@@ -15,6 +15,7 @@ from typing import Any
 from coat_data.sample import DataError
 from coat_eval.item import Item, ScoredItem, by_category
 from coat_eval.questions import QUESTIONS_FILE
+from coat_eval.table import read_json_lines
 from coat_eval.task import Task
 
 ITEMS_FILE = "items.jsonl"
@@ -93,18 +94,15 @@ def read_predictions(path: Path) -> dict[str, str]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; run coat-vlm eval to write it")
     predictions: dict[str, str] = {}
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            question_id, text = _read_prediction(line, f"{path}:{number}")
-            if question_id in predictions:
-                raise DataError(
-                    f"{path}:{number}",
-                    f"a second prediction for question {question_id!r}",
-                    "keep one line per question",
-                )
-            predictions[question_id] = text
+    for number, row in read_json_lines(path, "repair or remove the line"):
+        question_id, text = _read_prediction(row, f"{path}:{number}")
+        if question_id in predictions:
+            raise DataError(
+                f"{path}:{number}",
+                f"a second prediction for question {question_id!r}",
+                "keep one line per question",
+            )
+        predictions[question_id] = text
     return predictions
 
 
@@ -130,13 +128,7 @@ def write_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _read_prediction(line: str, where: str) -> tuple[str, str]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(where, f"not JSON: {error}", "repair or remove the line") from error
-    if not isinstance(row, dict):
-        raise DataError(where, f"a {type(row).__name__}, not an object", "repair the line")
+def _read_prediction(row: Mapping[str, Any], where: str) -> tuple[str, str]:
     text = row.get("prediction", row.get("text"))
     if row.get("question_id") is None or not isinstance(text, str):
         raise DataError(

@@ -13,9 +13,11 @@ from typing import Any
 
 from coat_data.sample import DataError
 from coat_eval.score import ITEMS_FILE, REPORT_FILE
+from coat_eval.table import read_json_lines
 
 ASKED_FILES = ("predictions*.jsonl", "prompts.jsonl")
 """Beside a report: what was answered, and what was asked."""
+_AGAIN = "score the predictions again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,8 @@ class ScoredSet:
     metrics: Mapping[str, float]
     """What the report says, in percent; empty for a run folder without a report."""
     profile: str = "official"
+    deviations: Sequence[str] = ()
+    """What makes its figures others than those that are published, in words."""
     items: Sequence[Mapping[str, Any]] = ()
     """Rows with question_id, prediction, extracted, reference and score; some have category,
     tables, kind, question and media."""
@@ -94,6 +98,7 @@ def _read_report(path: Path) -> ScoredSet:
         headline=get_benchmark(report["task"]).headline,
         metrics=report["metrics"],
         profile=report["profile"],
+        deviations=_deviations(report, rows),
     )
 
 
@@ -103,14 +108,35 @@ def _own_set(path: Path, report: Mapping[str, Any] | None = None) -> ScoredSet:
     items_path = path.parent / ITEMS_FILE
     if not items_path.is_file():
         raise FileNotFoundError(f"{items_path} is not there; score the predictions again")
-    rows = [{**row, "score": float(row["correct"])} for row in _json_lines(items_path)]
+    rows = [
+        {**row, "score": float(row["correct"])} for _, row in read_json_lines(items_path, _AGAIN)
+    ]
     return _sorted_set(
         rows,
         task=report.get("task", ""),
         path=items_path,
         headline=(report.get("headline", "accuracy"),),
         metrics=report.get("metrics", {}),
+        deviations=("a set of your own",),
     )
+
+
+def _deviations(report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How a report departs from the whole benchmark, its prompt and its scorer."""
+    from coat_eval.tasks.pope import SPLITS
+
+    found = [
+        f"{name} {report[name]}"
+        for name in ("limit", "variant", "raw")
+        if report.get(name) not in (None, "", False)
+    ]
+    if report["profile"] != "official":
+        found.append(f"profile {report['profile']}")
+    if report["task"] == "pope":
+        splits = {(row.get("tables") or {}).get("split", row.get("category")) for row in rows}
+        missing = [split for split in SPLITS if split not in splits]
+        found += [f"without the split {split}" for split in missing]
+    return found
 
 
 def _sorted_set(rows: list[dict[str, Any]], **settings: Any) -> ScoredSet:
@@ -135,7 +161,7 @@ def _shown_by_id(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """What files beside a report say of question and media, for pages that show them."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for path in (path for pattern in ASKED_FILES for path in sorted(folder.glob(pattern))):
-        for row in _json_lines(path):
+        for _, row in read_json_lines(path, _AGAIN):
             question = row.get("question", row.get("prompt"))
             shown = {"question": question, "media": row.get("media")}
             known = {name: value for name, value in shown.items() if value is not None}
@@ -147,18 +173,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise DataError(str(path), f"not JSON: {error}", "score the predictions again") from error
+        raise DataError(str(path), f"not JSON: {error}", _AGAIN) from error
     if not isinstance(value, dict):
         raise DataError(str(path), f"a {type(value).__name__}, not a report", "give report.json")
     return value
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number}", f"not JSON: {error}", "score again") from error
-    return rows

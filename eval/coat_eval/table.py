@@ -8,7 +8,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -81,6 +81,22 @@ def read_table(path: Path) -> Table:
     return _json(path, text)
 
 
+def read_json_lines(
+    path: Path, remedy: str = "repair or download it again"
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number (from 1) and object of each line that is not blank.
+
+    Args:
+        path: the file, in UTF-8.
+        remedy: what to do about a line that cannot be read.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DataError: naming file and line that is no JSON object.
+    """
+    return _numbered(path, path.read_text(encoding="utf-8-sig"), remedy)
+
+
 def _parquet(path: Path, source: Path | io.BytesIO) -> Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -130,20 +146,23 @@ def _json(path: Path, text: str) -> Table:
 
 
 def _json_lines(path: Path, text: str) -> Table:
-    rows: list[Any] = []
-    lines: list[int] = []
+    numbered = list(_numbered(path, text, "write one object per line, or download it again"))
+    return Table(path=path, rows=[row for _, row in numbered], lines=[line for line, _ in numbered])
+
+
+def _numbered(path: Path, text: str, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
     # Not splitlines(): JSON strings may hold U+2028 and other separators as they are.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise _not_json(f"{path}:{number}", error) from error
-        if not isinstance(rows[-1], dict):
-            raise DataError(f"{path}:{number}", f"holds {line[:40]!r}", "write one object per line")
-        lines.append(number)
-    return Table(path=path, rows=rows, lines=lines)
+            raise DataError(f"{path}:{number}", f"not JSON: {error}", remedy) from error
+        if not isinstance(row, dict):
+            what = f"holds {line[:40]!r}, a {type(row).__name__}, not an object"
+            raise DataError(f"{path}:{number}", what, remedy)
+        yield number, row
 
 
 def _objects(values: list[Any], where: str) -> list[dict[str, Any]]:

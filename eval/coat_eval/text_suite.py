@@ -23,7 +23,8 @@ FROM_FILES = ("svamp", "numglue")
 INSTALL = "pip install 'coat-vlm[lm-eval]' (or: pip install 'lm-eval[hf]')"
 
 _METRICS = ("first_number", "last_number")
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# A comma belongs to a number only in front of three digits: "2,3" are two numbers.
+_NUMBER = re.compile(r"-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 
 
 def run_text_suite(

@@ -1,23 +1,29 @@
 """Differences between models item by item, against enumerated bootstraps and binomials by hand."""
 
+import base64
+import io
 import itertools
 import json
 import math
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from coat_eval.differences import compare_items, own_figures
+from coat_eval.differences import compare_items, format_differences, own_figures
 from coat_eval.figures import figures
 from coat_eval.official import score_official
+from coat_eval.score import score_file
 from coat_eval.scored_set import read_sets
 from coat_eval.statistics import Figure, bootstrap_intervals, mcnemar
-from coat_eval.tasks import get_benchmark
+from coat_eval.tasks import get_benchmark, get_task
 from coat_vlm.cli import main
 
 SPLITS = ("random", "popular", "adversarial")
@@ -159,6 +165,81 @@ def test_the_command_writes_text_json_and_a_page(
     assert main(["compare", *map(str, models), *arguments, "--flips", "3"]) == 0
     page = html.read_text()
     assert (page.count("<article"), page.count('class="card won"')) == (3, 1)
+
+
+def pixels(page: str) -> list[Any]:
+    """The first pixel of each picture on a page."""
+    data = re.findall(r"data:image/png;base64,([^\"]+)", page)
+    return [Image.open(io.BytesIO(base64.b64decode(one))).getpixel((0, 0)) for one in data]
+
+
+def test_the_page_shows_paths_and_parquet_cells_and_names_other_media(
+    models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def png(*colour: int) -> dict[str, bytes]:
+        buffer = io.BytesIO()
+        Image.new("RGB", (4, 4), (colour[0], colour[1], colour[2])).save(buffer, "PNG")
+        return {"bytes": buffer.getvalue()}
+
+    cells = [png(0, 255, 0), png(0, 0, 255)]
+    pq.write_table(pa.table({"image": cells}), tmp_path / "x.parquet")
+    folder, html = models[0] / "pope", tmp_path / "flips.html"
+    prompts, predictions = folder / "prompts.jsonl", folder / "predictions.jsonl"
+    in_file = prompts.read_text(), predictions.read_text()
+
+    def page(entry: object) -> int:
+        for path, text in zip((prompts, predictions), in_file, strict=True):
+            rows = [{**json.loads(line), "media": entry} for line in text.split("\n")]
+            path.write_text("\n".join(json.dumps(row) for row in rows))
+        return main(["compare", *map(str, models), "--html", str(html), "--flips", "2"])
+
+    assert page([str(folder / "red.png")]) == 0
+    assert pixels(html.read_text()) == [(200, 30, 30)] * 2
+    assert page([{"kind": "image", "name": f"{tmp_path}/x.parquet, row 2, image"}]) == 0
+    assert pixels(html.read_text()) == [(0, 0, 255)] * 2
+    for name in ("x.parquet, row 9, image", "x.parquet, row 1, picture", "y.parquet, row 1, image"):
+        assert page([{"kind": "image", "name": f"{tmp_path}/{name}"}]) == 0
+        assert (pixels(html.read_text()), name in html.read_text()) == ([], True)
+    capsys.readouterr()
+    for entry in ({"path": "a.jpg"}, {"kind": "image"}, 7):
+        assert page([entry]) == 2
+        said = capsys.readouterr().err
+        assert f"{folder / 'report.json'}, item " in said
+        assert "has no kind and path" in said
+
+
+def test_only_whole_benchmarks_stand_beside_published_figures(tmp_path: Path) -> None:
+    changes = [{}, {"limit": 12}, {"variant": "other"}, {"profile": "lmms"}]
+    for number, change in enumerate(changes):
+        paths = [
+            pope_report(tmp_path / f"{number}{name}", ANSWERS[name], **change) for name in "ab"
+        ]
+        said = format_differences(compare_items(paths))
+        assert ("| LLaVA-1.5-7B |" in said) == (not change)
+        assert ("Not beside published figures: pope of 0a" in said) is False
+        for key, value in change.items():
+            assert f"pope of {number}a ({key} {value}); pope of {number}b ({key} {value})" in said
+    paths = [pope_report(tmp_path / f"8{name}", ANSWERS[name][:8]) for name in "ab"]
+    said = format_differences(compare_items(paths))
+    assert "LLaVA" not in said
+    assert "pope of 8a (without the split adversarial)" in said
+
+
+def test_texts_keep_their_line_separators(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """JSON allows U+2028 and U+0085 as they are; only a newline ends a row."""
+    question = "Is there\u2028a\u0085dog?"
+    (tmp_path / "questions.jsonl").write_text(
+        json.dumps({"question_id": 1, "text": question, "answer": "no"}, ensure_ascii=False)
+    )
+    row = {"question_id": 1, "prediction": "no\u2028really\u0085"}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row, ensure_ascii=False))
+    score_file(get_task("yes_no"), tmp_path, tmp_path / "p.jsonl", tmp_path / "report.json")
+    (own,) = read_sets(tmp_path).values()
+    assert (own.items[0]["question"], own.items[0]["prediction"]) == (question, row["prediction"])
+    prompts = models[0] / "pope" / "prompts.jsonl"
+    prompts.write_text(prompts.read_text().replace("Is there a <dog>?", question))
+    (pope,) = read_sets(models[0]).values()
+    assert sum(item["question"] == question for item in pope.items) == 6
 
 
 def test_what_does_not_compare_is_an_error(

@@ -12,6 +12,8 @@ import torch
 
 from coat_data.sample import DataError, Sample
 from coat_eval import evaluate, evaluate_run, format_table, get_task, run, runner
+from coat_vlm import generate
+from coat_vlm.cli import main
 from coat_vlm.recipe_file import load_recipe
 
 ANSWERS = ["yes" if number % 2 else "no" for number in range(10)]
@@ -67,6 +69,31 @@ def write_questions(folder: Path, mark: str = "!") -> None:
         for number, answer in enumerate(ANSWERS)
     ]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_command_loads_the_model_as_told_and_tells_precisions_apart(
+    folder: Path,
+    script: Script,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loaded = []
+
+    def load(_: Path, device: str | None = None, **options: Any) -> tuple[Script, None]:
+        loaded.append((device, options["precision"]))
+        return script, None
+
+    monkeypatch.setattr(generate, "load", load)
+    places = ["--model", str(folder / "model"), "--data", str(folder / "set")]
+    words = ["eval", "--task", "yes_no", *places, "--out", str(folder / "out")]
+    words += ["--device", "cpu"]
+    assert main(words) == 0
+    assert main([*words, "--precision", "bf16"]) == 2
+    assert "was made with another precision" in capsys.readouterr().err
+    assert main([*words, "--precision", "bf16", "--overwrite"]) == 0
+    assert loaded == [("cpu", None), ("cpu", "bf16"), ("cpu", "bf16")]
+    assert main(words) == 2
+    assert "was made with another precision" in capsys.readouterr().err
 
 
 def go(folder: Path, script: Script, **options: Any) -> dict:

@@ -167,6 +167,11 @@ def test_references_of_another_benchmark_or_without_answers(
         (["gqa", "--data", "."], "--references instead of --data"),
         (["gqa"], "needs its reference files"),
         (["yes_no", "--references", "x"], "it takes --data FOLDER"),
+        (["gqa", "--limit", "1"], "--limit has no effect with score gqa"),
+        (["yes_no", "--data", ".", "--items"], "always gets items.jsonl"),
+        (["yes_no", "--data", ".", "--submission", "s"], "--submission has no effect"),
+        (["yes_no", "--data", ".", "--profile", "lmms"], "--profile has no effect"),
+        (["yes_no", "--data", ".", "--seed", "0"], "--seed has no effect"),
         ([], "name one task"),
     ],
 )

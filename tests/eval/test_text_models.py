@@ -98,9 +98,11 @@ def test_windows_change_the_number_and_must_fit(language: tuple[Any, Any]) -> No
         for w in (64, 4)
     ]
     assert abs(values[0] - values[1]) > 1
-    for window, stride in ((513, 5), (8, 9), (8, -1)):
+    for window, stride in ((513, 5), (8, 9), (8, -1), (8, 0), (0, None), (-2, None)):
         with pytest.raises(ValueError, match="0 < stride <= window <= 512"):
             measure_perplexity(*language, TEXTS, window=window, stride=stride, progress=False)
+    with pytest.raises(ValueError, match="batch_size=0: give at least one"):
+        measure_perplexity(*language, TEXTS, batch_size=0, progress=False)
 
 
 def test_the_command_reads_rows_and_plain_text(
@@ -162,6 +164,9 @@ def test_without_lm_eval_the_message_says_what_to_install(
 def test_numbers_of_an_answer() -> None:
     assert numbers("It costs $1,200.50, not -3 or 4.0. 5.") == ["1200.5", "-3", "4", "5"]
     assert numbers("none") == []
+    # Half a dollar is no five, and a comma without three digits behind it separates.
+    assert numbers(".5 or $.50 or -.25") == ["0.5", "0.5", "-0.25"]
+    assert numbers("2,3 and 12,3456, 1,234,567.") == ["2", "3", "12", "3456", "1234567"]
 
 
 def test_word_problems_are_read_from_their_authors_files(tmp_path: Path) -> None:

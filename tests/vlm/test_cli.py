@@ -118,12 +118,28 @@ def test_recipes_lists_and_prints_the_builtin_ones(capsys: pytest.CaptureFixture
     assert "quickstart" in capsys.readouterr().err
 
 
+OWN_SET = ["--task", "yes_no", "--data", "d", "--model", "m", "--out", "o"]
+BENCHMARK = ["--tasks", "pope", *OWN_SET[2:]]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--task", "yes_no", "--data", "d"], "missing --model, --out"),
         (["--run", "r", "--task", "yes_no"], "drop --task"),
         (["--task", "yesno", "--data", "d", "--model", "m", "--out", "o"], "yes_no"),
+        ([*OWN_SET, "--split", "test"], "--split has no effect with --task"),
+        ([*OWN_SET, "--profile", "official"], "--profile has no effect with --task"),
+        ([*OWN_SET, "--num-frames", "4"], "--num-frames has no effect with --task"),
+        ([*OWN_SET, "--max-new-tokens", "0"], "--max-new-tokens is 0; give 1 or more"),
+        ([*BENCHMARK, "--max-new-tokens", "0"], "--max-new-tokens is 0; give 1 or more"),
+        ([*BENCHMARK, "--batch-size", "0"], "--batch-size is 0; give 1 or more"),
+        ([*BENCHMARK, "--media-root", "d"], "benchmarks have their media below --data"),
+        (["--run", "r", "--split", "test"], "is for official benchmarks (--tasks)"),
+        (["--run", "r", "--precision", "coat"], "--precision has no effect with --run"),
+        (["--run", "r", "--media-root", "d"], "as its recipe says"),
+        (["--run", "r", "--overwrite"], "are always replaced"),
+        (["--run", "r", "--limit", "0"], "--limit is 0"),
     ],
 )
 def test_eval_says_what_is_missing(

@@ -44,9 +44,7 @@ class TextVqa(Benchmark):
             ("test-*.parquet",),
         ),
     }
-    variants: ClassVar[Mapping[str, str]] = {
-        "no_ocr": "without the OCR tokens, as lmms-eval asks by default"
-    }
+    variants: ClassVar[Mapping[str, str]] = {"no_ocr": "without the OCR tokens"}
 
     def is_reference(self, table: Table) -> bool:
         """The official annotations, or rows of lmms-lab/textvqa."""
