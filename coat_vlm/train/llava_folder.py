@@ -72,7 +72,8 @@ def save_llava(
         tie_word_embeddings=bool(language.tie_word_embeddings),
     )
     with torch.device("meta"):
-        stock = LlavaForConditionalGeneration(llava).to(model.dtype)
+        stock: Any = LlavaForConditionalGeneration(llava)
+    stock.to(model.dtype)
     stock.generation_config = copy.deepcopy(model.generation_config)
     stock.generation_config.eos_token_id = PromptEncoder(processor).stop_token_ids
     weights = tower_weights(model, tower, state, "vision_tower.")

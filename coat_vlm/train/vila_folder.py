@@ -148,10 +148,11 @@ def load_vila(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm, 
     recipe = _recipe(folder, top, "tokenizer" if tokenizer.chat_template else "vicuna_v1")
     dtype = dtype or getattr(torch, str(top.get("model_dtype", "float16")).removeprefix("torch."))
     model = build_model(recipe, tokenizer, dtype)
+    config: Any = model.config
     name = str(folder / "mm_projector")
     with readable_errors(name):
         model.projector.load_state_dict(load_file(Path(name) / _WEIGHTS))
-    return model, build_processor(recipe, tokenizer, model.config)
+    return model, build_processor(recipe, tokenizer, config)
 
 
 def _recipe(
