@@ -71,7 +71,7 @@ def _eval(args: argparse.Namespace) -> int:
 
 _FOR_BENCHMARKS = "is for official benchmarks (--tasks)"
 _OF_RECIPE = "is for --model; a run is evaluated as its recipe says"
-_NOT_WITH_TASK = dict.fromkeys(("split", "profile", "num_frames"), _FOR_BENCHMARKS)
+_NOT_WITH_TASK: dict[str, str] = dict.fromkeys(("split", "profile", "num_frames"), _FOR_BENCHMARKS)
 _NOT_WITH_RUN = {
     **_NOT_WITH_TASK,
     **dict.fromkeys(("media_root", "precision", "num_workers"), _OF_RECIPE),
