@@ -223,7 +223,7 @@ def build_processor(
         model_config: configuration of the built model.
     """
     settings = _image_settings(recipe_model.vision, model_config.vision_config)
-    return _processor(recipe_model, tokenizer, model_config, settings)
+    return _processor(recipe_model, tokenizer, model_config, {**settings})
 
 
 def continued_processor(
@@ -257,7 +257,7 @@ def continued_processor(
                 "init_from, whose weights are for that; change the recipe, or start without "
                 "init_from (init_from=null)"
             )
-    settings = {
+    settings: dict[str, Any] = {
         name: getattr(saved, name) for name in ("image_mean", "image_std", "image_resample")
     }
     return _processor(recipe_model, saved.tokenizer, model_config, settings)

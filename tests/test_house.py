@@ -173,7 +173,7 @@ README_COMMANDS = [
 def test_the_readme_shows_every_command():
     shown = {words[0] for words in README_COMMANDS}
     running = {"train", "plan", "export", "bench", "recipes", "data", "doctor"}
-    assert shown == {*running, "eval", "score", "compare", "generate", "report"}
+    assert shown == {*running, "eval", "eval-text", "score", "compare", "generate", "report"}
 
 
 @pytest.mark.parametrize("words", README_COMMANDS, ids=" ".join)

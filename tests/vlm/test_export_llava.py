@@ -126,7 +126,8 @@ def test_stock_transformers_answers_as_we_do(
     assert config["architectures"] == ["LlavaForConditionalGeneration"]
     assert config["vision_feature_select_strategy"] == strategy
     assert config["text_config"]["rope_theta"] == 500.0  # transformers 4 reads this one
-    model, processor = load(parent / f"ours{number}", dtype=torch.float32)
+    loaded: Any = load(parent / f"ours{number}", dtype=torch.float32)
+    model, processor = loaded
     inputs = processor(images=parent / f"llava{number}.png", text=QUESTION)
     assert torch.equal(inputs["input_ids"], theirs["input_ids"])
     assert (inputs["input_ids"] == config["image_token_index"]).sum() == tokens

@@ -14,6 +14,7 @@ from transformers import (
     AutoTokenizer,
     CLIPVisionModel,
     SiglipImageProcessor,
+    SiglipVisionConfig,
     SiglipVisionModel,
 )
 
@@ -120,7 +121,7 @@ def test_a_checkpoint_as_vila_publishes_it(tiny: Any, tmp_path: Path) -> None:
     source = saved(tiny, tmp_path / "ours", "siglip", "qwen2")
     vila = tmp_path / "vila"
     main(["export", str(source), "--to", str(vila), "--format", "vila"])
-    whole = SiglipVisionModel(SiglipVisionModel.config_class(**tiny.vision("siglip")))
+    whole = SiglipVisionModel(SiglipVisionConfig(**tiny.vision("siglip")))
     whole.save_pretrained(vila / "vision_tower")
     changed(vila / "config.json", mm_vision_select_layer=-2)
     changed(vila / "mm_projector" / "config.json", mm_projector_type="mlp_downsample_2x2_fix")
@@ -130,7 +131,7 @@ def test_a_checkpoint_as_vila_publishes_it(tiny: Any, tmp_path: Path) -> None:
     tokenizer.add_tokens(["<more>"], special_tokens=True)
     tokenizer.save_pretrained(vila / "llm")
     assert main(["export", str(vila), "--to", str(tmp_path / "back")]) == 0
-    model, _ = load(tmp_path / "back")
+    model: Any = load(tmp_path / "back")[0]
     embeddings = model.get_input_embeddings().weight
     assert embeddings.shape[0] == rows + 1
     assert torch.equal(embeddings[:rows], llm.get_input_embeddings().weight)
