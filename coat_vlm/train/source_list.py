@@ -65,6 +65,8 @@ def by_rows(source: SourceConfig, entries: list[Part], rows: list[int]) -> list[
     if source.weight is None or len(entries) == 1 or listed[0].weight is not None:
         return entries
     samples = [number * (entry.repeat or 1.0) for entry, number in zip(listed, rows, strict=True)]
+    if not sum(samples):
+        return entries  # the mixture says which source has no rows
     return [
         _changed(part, repeat=None, weight=source.weight * number / sum(samples))
         for part, number in zip(entries, samples, strict=True)

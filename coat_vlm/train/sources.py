@@ -1,5 +1,6 @@
 """A stage's data: the training mixture and the validation sources."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,8 @@ def open_sources(
 
     Raises:
         DataError: as :func:`open_source`, or a list has a mistake.
-        ValueError: as :func:`open_source`, or weights and repeats of a list contradict each other.
+        ValueError: as :func:`open_source`, weights and repeats of a list contradict each other, or
+            two sources have one name.
     """
     configs: list[SourceConfig] = []
     datasets: list[Rows] = []
@@ -47,6 +49,13 @@ def open_sources(
         found = by_rows(source, found, [len(rows) for rows in opened])
         configs += [part.config for part in found]
         datasets += opened
+    names = Counter(config.name for config in configs)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"several sources are called {', '.join(twice)}; give each source of the recipe and "
+            "each entry of its lists a name of its own"
+        )
     return configs, datasets
 
 

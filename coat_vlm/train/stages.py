@@ -45,6 +45,7 @@ from coat_vlm.train.loop import StageRun
 from coat_vlm.train.metrics import Metrics, rewind
 from coat_vlm.train.model_folder import save_model
 from coat_vlm.train.quarantine import Quarantine, rewind_quarantine
+from coat_vlm.train.source_record import SourceRecord
 from coat_vlm.train.sources import StageData, open_data, texts
 from coat_vlm.train.world import World, joined_world
 
@@ -222,7 +223,9 @@ def _run_stage(
 
     done = progress(0, 0, Cursor())
     checkpoint = latest_checkpoint(checkpoints, world) if resume else None
+    record = SourceRecord(run_dir / name, data.sources, [share.rows for share in data.shares])
     if checkpoint is not None:
+        record.check()
         done = load_checkpoint(checkpoint, engine, done, world)
         _say(world, f"stage {name} continues from {checkpoint}")
         if (done.world_size, done.zero_stage) != (world.size, recipe.zero_stage):
@@ -233,6 +236,7 @@ def _run_stage(
             )
     if world.is_main:
         _clear(run_dir, name, done.step, models=not resume)
+        record.save()
     world.barrier()  # before another rank lists a bad sample
     quarantine = Quarantine(run_dir, name, stage, data.sources, done.bad_samples)
     metrics = Metrics(run_dir, recipe.tracking, recipe.name, enabled=world.is_main)

@@ -150,6 +150,25 @@ def test_a_list_in_a_recipe_becomes_its_sources_with_their_shares(
         shares(SourceConfig(name="w", path=weighted), alone)
 
 
+def test_empty_sources_of_a_list_with_a_weight_are_named(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.json").write_text("[]")
+    path = tmp_path / "list.yaml"
+    path.write_text(yaml.safe_dump({"sources": [{"path": "a.json"}, {"path": "b.json"}]}))
+    with pytest.raises(ValueError, match="l/a: has no rows"):
+        shares(SourceConfig(name="l", path=str(path), weight=1.0))
+
+
+def test_no_two_sources_have_one_name(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "list.yaml"
+    entries = [{"path": "a.json", "name": name} for name in ("q", "q", "q_2", "q", "q_2")]
+    path.write_text(yaml.safe_dump({"sources": entries}))
+    source = SourceConfig(name="x", path=str(path))
+    assert list(shares(source)) == ["x/q", "x/q_3", "x/q_2", "x/q_4", "x/q_2_2"]
+    with pytest.raises(ValueError, match="several sources are called x/q; give each"):
+        open_sources([source, SourceConfig(name="x/q", path=str(file))], seed=0)
+
+
 def test_random_parts_of_a_list_have_its_seeds_or_the_recipes(file: Path, tmp_path: Path) -> None:
     entry = {"path": str(file), "select": "random 50%"}
     path = tmp_path / "l.yaml"

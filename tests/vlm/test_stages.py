@@ -1,11 +1,14 @@
 """What a run that continues may change."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from coat_vlm.config import SourceConfig
 from coat_vlm.recipe_file import load_recipe
 from coat_vlm.train import stages
+from coat_vlm.train.source_record import SourceRecord
 
 
 @pytest.mark.parametrize(
@@ -25,3 +28,20 @@ def test_other_keys_are_named() -> None:
     old, new = load_recipe("quickstart", []), load_recipe("quickstart", ["fp8.group_size=32"])
     with pytest.raises(ValueError, match=r"recipe differs from recipe.yaml.*group_size"):
         stages._check_same(old, new, Path("recipe.yaml"))  # pyright: ignore[reportPrivateUsage]
+
+
+def test_an_edited_list_of_sources_is_noticed(tmp_path: Path) -> None:
+    a, b = (SourceConfig(name=f"l/{name}", path=name, repeat=1.0) for name in "ab")
+    SourceRecord(tmp_path, [a, b], [5, 7]).check()  # nothing was saved yet
+    SourceRecord(tmp_path, [a, b], [5, 7]).save()
+    SourceRecord(tmp_path, [a, b], [5, 7]).check()
+    twice = replace(b, repeat=2.0)
+    for sources, rows, words in [
+        ([a, twice], [5, 7], "l/b has repeat 2.0, had 1.0"),
+        ([a, b], [5, 8], "l/b has rows 8, had 7"),
+        ([a], [5], "l/b is gone"),
+        ([a, b, replace(a, name="l/c")], [5, 7, 1], "l/c is new"),
+        ([b, a], [7, 5], "its order"),
+    ]:
+        with pytest.raises(ValueError, match=f"with which this run started: {words}; restore"):
+            SourceRecord(tmp_path, sources, rows).check()

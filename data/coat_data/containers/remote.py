@@ -17,7 +17,7 @@ import numpy as np
 
 from coat_data.containers.json_file import parse_row
 from coat_data.containers.remote_file import Blocks, RemoteFile, expand_urls, read_whole
-from coat_data.containers.remote_index import Kind, ShardIndex, as_seekable, shard_index
+from coat_data.containers.remote_index import Kind, ShardIndex, open_parquet, shard_index
 from coat_data.containers.tar import sample_of
 from coat_data.sample import DataError
 from coat_data.stream_order import Shards
@@ -25,7 +25,8 @@ from coat_data.stream_order import Shards
 WINDOW_ROWS = 256
 """Consecutive rows that are read at about the same time."""
 
-_GROUPS_KEPT = 2
+_GROUPS_BYTES = 256 << 20
+"""Of a process and a source, decoded: a window of packing asks for rows of several row groups."""
 _WINDOWS_KEPT = 8
 """Of a server without ranges: twice what a window of packing (1,000 samples) can ask for."""
 
@@ -70,7 +71,7 @@ class RemoteRows:
         self.unseekable = next((file.url for file in self._files if not file.seekable), None)
         self.shards = self._shards(counts)
         self.replayed = 0
-        self._groups: OrderedDict[tuple[int, int], list[Any]] = OrderedDict()
+        self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._windows: OrderedDict[tuple[int, int], list[bytes]] = OrderedDict()
         self._reader: _Forward | None = None
 
@@ -150,13 +151,14 @@ class RemoteRows:
     def _parquet_row(self, number: int, row: int) -> Any:
         index = self._indices[number]
         group = int(np.searchsorted(index.ends, row, side="right"))
-        rows = self._groups.pop((number, group), None)
-        if rows is None:
-            rows = _row_group(self._files[number], group)
-        self._groups[number, group] = rows
-        while len(self._groups) > _GROUPS_KEPT:
-            self._groups.popitem(last=False)
-        return rows[row - int(index.starts[group])]
+        table = self._groups.pop((number, group), None)
+        if table is None:
+            table = _row_group(self._files[number], group)
+        self._groups[number, group] = table
+        kept_bytes = sum(kept.nbytes for kept in self._groups.values())
+        while kept_bytes > _GROUPS_BYTES and len(self._groups) > 1:
+            kept_bytes -= self._groups.popitem(last=False)[1].nbytes
+        return table.slice(row - int(index.starts[group]), 1).to_pylist()[0]
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_groups": OrderedDict(), "_windows": OrderedDict(), "_reader": None, "replayed": 0}
@@ -240,13 +242,7 @@ def _rows(index: ShardIndex, kind: Kind) -> int:
     return len(index.starts)
 
 
-def _row_group(file: RemoteFile, group: int) -> list[Any]:
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        return ParquetFile(as_seekable(file)).read_row_group(group).to_pylist()
-    except ArrowException as error:
-        raise DataError(
-            file.url, f"row group {group} is damaged: {error}", "copy the file again"
-        ) from error
+def _row_group(file: RemoteFile, group: int) -> Any:
+    """A row group as a table of Arrow."""
+    with open_parquet(file, f"row group {group} is damaged") as parquet:
+        return parquet.read_row_group(group)

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -30,6 +31,11 @@ _BLOCKS_KEPT = 8
 _SMALL_BYTES = 1 << 17
 """Shorter ranges are cut from a block, which neighbours share; longer ones are read alone."""
 _OUTAGES = (OSError, http.client.HTTPException)
+_MISTAKES = (
+    DataError, TypeError, AttributeError, NameError, LookupError, ValueError, ImportError,
+    AssertionError, NotImplementedError, MemoryError,
+)  # fmt: skip
+"""Not of the network: these pass as they are."""
 
 T = TypeVar("T")
 
@@ -51,14 +57,19 @@ def expand_urls(pattern: str) -> list[str]:
             found.append(url)
             continue
         try:
-            system, path = _filesystem(url)
-            names = sorted(str(name) for name in system.glob(path))
+            names = _retried(partial(_matching, url))
         except _OUTAGES as error:
             raise _unreachable(url, error) from error
         if not names:
             raise DataError(url, "matches no file", "check the address and the credentials")
-        found += [system.unstrip_protocol(name) for name in names]
+        found += names
     return found
+
+
+def _matching(url: str) -> list[str]:
+    system, path = _filesystem(url)
+    names = _told(lambda: system.glob(path))
+    return [system.unstrip_protocol(name) for name in sorted(str(name) for name in names)]
 
 
 class Blocks:
@@ -128,13 +139,27 @@ class RemoteFile:
     def stream(self) -> BinaryIO:
         """The whole file in order; close it after use.
 
+        If the connection breaks and ranges can be read, reading goes on from the byte reached.
+
         Raises:
             OSError: the network fails, also when tried again.
         """
+        return _InOrder(self)  # pyright: ignore[reportReturnType]
+
+    def open_at(self, start: int) -> BinaryIO:
+        """One connection that gives the file from ``start`` on; more than 0 needs ranges.
+
+        Raises:
+            DataError: the file is another one now.
+            OSError: the network fails.
+        """
         if self._http:
-            return _retried(lambda: self._request(None))
+            return self._request(None) if start == 0 else self._part(start, self.size or 0)
         system, path = _filesystem(self.url)
-        return _retried(lambda: system.open(path, "rb", cache_type="readahead"))
+        stream = _told(lambda: system.open(path, "rb", cache_type="readahead"))
+        if start:
+            stream.seek(start)
+        return stream
 
     def _block(self, number: int) -> bytes:
         return self._blocks.get(
@@ -146,18 +171,24 @@ class RemoteFile:
         if stop <= start:
             return b""
         if not self._http:
-            system, path = _filesystem(self.url)
-            return _retried(lambda: system.cat_file(path, start=start, end=stop))
+            system, path = _retried(lambda: _filesystem(self.url))
+            return _retried(lambda: _told(lambda: system.cat_file(path, start=start, end=stop)))
 
         def read() -> bytes:
-            with self._request((start, stop)) as answer:
-                if answer.status != http.HTTPStatus.PARTIAL_CONTENT:
-                    raise OSError(f"{self.url}: the server has stopped answering ranges")
-                if _version(answer) != self.version:
-                    raise DataError(self.url, "has changed since it was opened", "start again")
+            with self._part(start, stop) as answer:
                 return answer.read()
 
         return _retried(read)
+
+    def _part(self, start: int, stop: int) -> Any:
+        """The answer with these bytes."""
+        answer = self._request((start, stop))
+        if answer.status == http.HTTPStatus.PARTIAL_CONTENT and _version(answer) == self.version:
+            return answer
+        answer.close()
+        if answer.status != http.HTTPStatus.PARTIAL_CONTENT:
+            raise OSError(f"{self.url}: the server has stopped answering ranges")
+        raise DataError(self.url, "has changed since it was opened", "start again")
 
     def _request(self, span: tuple[int, int] | None) -> Any:
         headers = {"Accept-Encoding": "identity"}
@@ -183,10 +214,52 @@ class RemoteFile:
 
     def _ask_system(self) -> tuple[int | None, str, bool]:
         system, path = _filesystem(self.url)
-        found = system.info(path)
+        found = _told(lambda: system.info(path))
         if found.get("type") == "directory":
             raise DataError(self.url, "is a folder", "give files, such as FOLDER/*.tar")
-        return found.get("size"), str(system.ukey(path)), True
+        return found.get("size"), str(_told(lambda: system.ukey(path))), True
+
+
+class _InOrder:
+    """A file in order over as many connections as it takes; see :meth:`RemoteFile.stream`."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file = file
+        self._position = 0
+        self._stream: BinaryIO | None = _retried(lambda: file.open_at(0))
+
+    def read(self, size: int = -1) -> bytes:
+        data = _retried(lambda: self._piece(size)) if self._file.seekable else self._piece(size)
+        self._position += len(data)
+        return data
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def __enter__(self) -> "_InOrder":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _piece(self, size: int) -> bytes:
+        end = self._file.size or 0
+        if self._stream is None:
+            self._stream = self._file.open_at(self._position)
+        stream = self._stream
+        try:
+            data = _told(lambda: stream.read(size))
+            if not data and size and self._position < end:
+                raise ConnectionError(
+                    f"{self._file.url}: broke off at byte {self._position} of {end}"
+                )
+        except _OUTAGES:
+            if self._file.seekable:
+                stream.close()
+                self._stream = None
+            raise
+        return data
 
 
 def read_whole(stream: BinaryIO, size: int) -> bytes:
@@ -202,7 +275,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
     import fsspec
 
     try:
-        return fsspec.core.url_to_fs(url)
+        return _told(lambda: fsspec.core.url_to_fs(url))
     except (ImportError, ValueError) as error:
         raise DataError(
             url, f"nothing here opens such addresses: {error}", "install what it names"
@@ -225,6 +298,19 @@ def _retried(attempt: Callable[[], T]) -> T:
                 raise
             time.sleep(wait_s)
     return attempt()
+
+
+def _told(call: Callable[[], T]) -> T:
+    """What fsspec returns; what its file systems raise of a network, as a ConnectionError.
+
+    Those of ``hf:`` raise errors of httpx, which are no OSError.
+    """
+    try:
+        return call()
+    except (*_MISTAKES, *_OUTAGES):
+        raise
+    except Exception as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
 def _is_final(error: Exception) -> bool:

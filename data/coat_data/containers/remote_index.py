@@ -3,8 +3,10 @@
 import hashlib
 import io
 import tarfile
+import zipfile
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -43,23 +45,51 @@ def shard_index(file: RemoteFile, kind: Kind) -> ShardIndex:
     """The index of a shard, made by one pass over it if this machine has none.
 
     Raises:
-        DataError: the shard is not what its name says, or cannot be searched.
+        DataError: the shard is not what its name says, or cannot be searched, or the folder of
+            indices cannot be used.
         OSError: the network fails.
     """
     key = hashlib.sha256(f"1 {kind} {file.url} {file.version}".encode()).hexdigest()[:32]
     path = cache_folder() / "index" / f"{key}.npz"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.is_file():
-        with FileLock(path.with_suffix(".lock")):  # ranks of a host wait for the first one
-            if not path.is_file():
-                _make(file, kind, path)
-    with np.load(path) as saved:
-        return ShardIndex(
-            starts=saved["starts"], ends=saved["ends"], damage=str(saved["damage"]), path=path
-        )
+    found = _kept(path)
+    if found is not None:
+        return found
+    lock = FileLock(path.with_suffix(".lock"))
+    with _usable_cache():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    try:  # ranks of a host wait for the first one
+        return _kept(path) or _make(file, kind, path)
+    finally:
+        lock.release()
 
 
-def _make(file: RemoteFile, kind: Kind, path: Path) -> None:
+def _kept(path: Path) -> ShardIndex | None:
+    """The index that this machine has; None if it has none, or only a part of one."""
+    with _usable_cache():
+        if not path.is_file():
+            return None
+        try:
+            with np.load(path) as saved:
+                starts, ends, damage = saved["starts"], saved["ends"], str(saved["damage"])
+        except (zipfile.BadZipFile, ValueError, KeyError, EOFError):
+            return None  # cut while it was written or copied
+    return ShardIndex(starts=starts, ends=ends, damage=damage, path=path)
+
+
+@contextmanager
+def _usable_cache() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            str(cache_folder()),
+            f"cannot keep indices of shards: {type(error).__name__}: {error}",
+            "set COAT_VLM_CACHE to a folder that can be written",
+        ) from error
+
+
+def _make(file: RemoteFile, kind: Kind, path: Path) -> ShardIndex:
     starts, ends = array("q"), array("q")
     damage = ""
     beside = _beside(file) if kind == "tar" else None
@@ -71,14 +101,17 @@ def _make(file: RemoteFile, kind: Kind, path: Path) -> None:
         if kind == "parquet":
             raise
         damage = error.problem
-    temporary = path.with_suffix(".new.npz")
-    np.savez(
-        temporary,
+    index = ShardIndex(
         starts=np.array(starts, dtype=np.int64),
         ends=np.array(ends, dtype=np.int64),
-        damage=np.array(damage),
+        damage=damage,
+        path=path,
     )
-    temporary.replace(path)
+    temporary = path.with_suffix(".new.npz")
+    with _usable_cache():
+        np.savez(temporary, starts=index.starts, ends=index.ends, damage=np.array(damage))
+        temporary.replace(path)
+    return index
 
 
 def _spans(file: RemoteFile, kind: Kind) -> Iterator[tuple[int, int]]:
@@ -116,17 +149,12 @@ def _are_samples(file: RemoteFile, spans: list[tuple[int, int]]) -> bool:
 
 
 def _row_groups(file: RemoteFile) -> Iterator[tuple[int, int]]:
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
     if not file.seekable:
         raise DataError(
             file.url, "is Parquet on a server that does not answer ranges", "download it first"
         )
-    try:
-        metadata = ParquetFile(as_seekable(file)).metadata
-    except ArrowException as error:
-        raise DataError(file.url, f"is not Parquet: {error}", "copy the file again") from error
+    with open_parquet(file, "is not Parquet") as parquet:
+        metadata = parquet.metadata
     row = 0
     for number in range(metadata.num_row_groups):
         rows = metadata.row_group(number).num_rows
@@ -139,17 +167,16 @@ def _passed(file: RemoteFile, kind: Kind) -> Iterator[tuple[int, int]]:
     name = file.url.rpartition("/")[2]
     bar = tqdm(total=file.size, desc=f"indexing {name}", unit="B", unit_scale=True, mininterval=1.0)
     with bar, file.stream() as raw:
-        counted = io.BufferedReader(_Counted(raw, bar, file), _BUFFER_BYTES)
+        counted = io.BufferedReader(_Counted(raw, bar), _BUFFER_BYTES)
         yield from _tar_spans(counted, file) if kind == "tar" else _json_spans(counted, file.url)
 
 
 class _Counted(io.RawIOBase):
     """A stream that moves a bar; it can be read forward and says where it is."""
 
-    def __init__(self, stream: BinaryIO, bar: "tqdm[Any]", file: RemoteFile) -> None:
+    def __init__(self, stream: BinaryIO, bar: "tqdm[Any]") -> None:
         self._stream = stream
         self._bar = bar
-        self._file = file
         self._position = 0
 
     def readable(self) -> bool:
@@ -167,10 +194,6 @@ class _Counted(io.RawIOBase):
         data = self._stream.read(len(buffer))
         buffer[: len(data)] = data
         self._position += len(data)
-        if not data and self._position < (self._file.size or 0):
-            raise ConnectionError(
-                f"{self._file.url}: broke off at byte {self._position} of {self._file.size}"
-            )
         self._bar.update(len(data))
         return len(data)
 
@@ -225,11 +248,16 @@ class _LastBlock:
 
 
 class _Ranges(io.RawIOBase):
-    """A file that pyarrow can read in places, over ranges."""
+    """A file that pyarrow can read in places, over ranges.
+
+    Attributes:
+        failure: why a range could not be read, if so; not the fault of what is in the file.
+    """
 
     def __init__(self, file: RemoteFile) -> None:
         self._file = file
         self._position = 0
+        self.failure: Exception | None = None
 
     def readable(self) -> bool:
         return True
@@ -246,12 +274,35 @@ class _Ranges(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: "memoryview[int]") -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        data = self._file.read(self._position, len(buffer))
+        try:
+            data = self._file.read(self._position, len(buffer))
+        except Exception as error:
+            self.failure = error
+            raise
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
 
 
-def as_seekable(file: RemoteFile) -> BinaryIO:
-    """A file whose ranges can be read, as a file object."""
-    return _Ranges(file)  # pyright: ignore[reportReturnType]
+@contextmanager
+def open_parquet(file: RemoteFile, problem: str) -> Iterator[Any]:
+    """A Parquet file over ranges, as a ``pyarrow.parquet.ParquetFile``.
+
+    Args:
+        file: its ranges can be read.
+        problem: what is wrong if pyarrow cannot read it.
+
+    Raises:
+        DataError: ``problem``; pyarrow raises OSError, too, for a corrupt page.
+        OSError: the network fails.
+    """
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    ranges = _Ranges(file)
+    try:
+        yield ParquetFile(ranges)
+    except (ArrowException, OSError) as error:
+        if ranges.failure is not None:
+            raise ranges.failure from None
+        raise DataError(file.url, f"{problem}: {error}", "copy the file again") from error

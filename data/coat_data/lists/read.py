@@ -109,11 +109,15 @@ def _chosen(entries: list[SourceEntry], names: Sequence[str], path: Path) -> lis
 
 
 def _unique(entries: list[SourceEntry]) -> list[SourceEntry]:
-    """The entries with names made different by a number."""
-    seen: dict[str, int] = {}
+    """The entries with names made different by a number, none of them another entry's own name."""
+    own = {entry.name for entry in entries}
+    taken: set[str] = set()
     unique: list[SourceEntry] = []
     for entry in entries:
-        count = seen[entry.name] = seen.get(entry.name, 0) + 1
-        name = entry.name if count == 1 else f"{entry.name}_{count}"
+        name, number = entry.name, 1
+        while name in taken or (number > 1 and name in own):
+            number += 1
+            name = f"{entry.name}_{number}"
+        taken.add(name)
         unique.append(dataclasses.replace(entry, name=name))
     return unique
