@@ -71,7 +71,7 @@ def evaluate_tasks(args: argparse.Namespace) -> int:
             args.data,
             split=args.split or "",
             limit=args.limit,
-            settings=Settings(profile=args.profile or Settings.profile),
+            settings=Settings(profile=args.profile or Settings().profile),
             overwrite=args.overwrite,
         )
         for name in args.tasks.split(",")

@@ -59,6 +59,10 @@ ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 """One process that was not launched as a rank: no process group is needed."""
 
 
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Where processes meet: what a launcher sets, and one process alone sets for itself."""
+
+
 @contextmanager
 def joined_world() -> Iterator[World]:
     """Join the processes that torchrun, deepspeed or SLURM started; one process needs no launcher.
@@ -73,6 +77,7 @@ def joined_world() -> Iterator[World]:
         ValueError: a rank has no GPU of its own.
     """
     joined_before = dist.is_initialized()
+    environment = {name: os.environ.get(name) for name in _RENDEZVOUS}
     world = _start()
     orderly = False
     try:
@@ -87,6 +92,10 @@ def joined_world() -> Iterator[World]:
         if not joined_before and (orderly or world.device.type == "cpu"):
             gc.collect()
             _leave()
+        # Processes that this one starts later must not meet at a port that it may still hold.
+        for name in _RENDEZVOUS:
+            if environment[name] is None:
+                os.environ.pop(name, None)
 
 
 def _start() -> World:

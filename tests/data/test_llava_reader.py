@@ -5,7 +5,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coat_data.containers import json_file
@@ -331,6 +331,7 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(VALUES, max_size=6), st.integers(1, 40), st.booleans(), st.sampled_from([None, 1]))
+@example([-0.0], 1, False, None)  # a window that ends behind the point of a number
 def test_an_array_is_cut_as_the_json_module_parses_it(
     rows: list[Any], window: int, escaped: bool, indent: int | None
 ) -> None:

@@ -26,6 +26,7 @@ _WINDOW_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _REMEDY = "the file must be a JSON array of rows, or JSONL with one row per line"
 _GAP = re.compile(r"[ \t\r\n]*")
+_NUMBER_PART = re.compile(r"[0-9.eE+-]*")
 _NEAR_END = 16
 """The longest token that the end of a window can cut without the parser pointing at the end."""
 
@@ -199,7 +200,7 @@ def _element_end(window: _Window, position: int) -> int:
         except (ValueError, RecursionError) as error:
             raise window.error(str(error), position) from error
         else:
-            if end < len(window.text) or window.whole:  # else a number may go on
+            if window.whole or not _NUMBER_PART.fullmatch(window.text, end):  # a number may go on
                 return end
         window.more()
 
