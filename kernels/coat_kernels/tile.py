@@ -155,7 +155,10 @@ def store_grouped(
     x, q_ptr, e_ptr, o_m, i_n, M, N, stride, MAX_EXPONENT: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Quantize tile x [BLOCK_M, BLOCK_N], columns from i_n, per group; store codes, exponents."""
+    """Quantize tile x [BLOCK_M, BLOCK_N], columns from i_n, per group; store codes, exponents.
+
+    Returns the exponents (int32); 255 where x is not finite.
+    """
     o_n = i_n + tl.arange(0, BLOCK_N)
     o_g = i_n // GROUP + tl.arange(0, BLOCK_N // GROUP)
     m_m = o_m[:, None] < M
@@ -167,6 +170,7 @@ def store_grouped(
         e.to(tl.uint8),
         mask=m_m & (o_g[None, :] < N // GROUP),
     )
+    return e
 
 
 @triton.jit
