@@ -37,8 +37,8 @@ from coat_vlm.fp8.weights import Joint, joint
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B, H, T, D], k and v [B, H_kv, T, D] to [B, T, H * D]."""
 
-PARTS = 4
-"""Parts of the batch that attention's backward pass takes one after the other."""
+PART_BYTES = 2**27
+"""Attention's backward pass takes the batch in parts with this much of q, k, v and the output."""
 
 Copies = tuple[GroupScaled, ...]
 """Of q, k and v, each [B * T, H * D], or one of all three side by side."""
@@ -177,7 +177,8 @@ def _in_parts(
     """Gradients of q, k and v, a part of the batch at a time.
 
     Attention reads q, k, v and its output in high precision: four matrices, of which this holds a
-    part each. It is where a block needs most memory.
+    part each. It is where a block needs most memory. A tower, which is where no causal mask is, is
+    spared the time that parts take: the peak of a step is in the language model.
 
     Args:
         fused: the kernel.
@@ -186,8 +187,10 @@ def _in_parts(
         shapes: of q, k and v.
     """
     batch, _, length, _ = shapes[0]
-    size = -(-batch // PARTS)
     dattended = dattended.view(_joined(shapes[0]))
+    elements = dattended.numel() + sum(shape.numel() for shape in shapes)
+    parts = elements * dattended.element_size() // PART_BYTES if fused.causal else 1
+    size = -(-batch // max(1, parts))
     if size == batch:
         return _gradients(fused, dattended, kept, shapes)
     # Token-major, as the gradient of the projection wants to read them.

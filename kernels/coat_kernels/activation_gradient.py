@@ -36,6 +36,9 @@ from coat_kernels.tile import (
     word_offsets,
 )
 
+STATS_TILE = Tile(64, 128)
+"""Of the pass that looks for the largest magnitude."""
+
 GRADIENT_TILE = 4096
 """Elements of a tile of the backward pass, which holds most: with 8192 one block fills an SM."""
 
@@ -113,6 +116,13 @@ def _activation_bwd_apply_kernel(
             tl.store(sums_ptr + F + o, tl.sum(dup, axis=0), mask=m_n)
 
 
+def _gradient_tile(kind: str, group: int) -> Tile:
+    columns = max(64, group)
+    # SwiGLU holds two gradients at a time and needs the registers of twice as many warps.
+    warps = NUM_WARPS if kind == "silu_mul" else NUM_WARPS // 2
+    return Tile(GRADIENT_TILE // columns, columns, warps)
+
+
 def _activation_bwd_triton(
     dh: Tensor, a: Tensor, exponents: Tensor, kind: str, fmt: str, rows: bool, transposed: bool,
     bias: bool,
@@ -120,18 +130,14 @@ def _activation_bwd_triton(
     M, F, W = width(a, kind)
     q, qt, _, sums = empty_gradient(M, W, a, fmt, rows, transposed, bias)
     group = W // exponents.shape[1]
-    grid, options = tiled(M, F)
+    grid, options = tiled(M, F, STATS_TILE)
     scale = new_scale(dh.device)
     launch(
         _activation_bwd_stats_kernel, grid,
         dh_ptr=dh, a_ptr=a, e_ptr=exponents, scale_ptr=scale, M=M, F=F, W=W,
         KIND=ACTIVATIONS.index(kind), INVERSE_MAX=1.0 / format_of(fmt).max, GROUP=group, **options,
     )  # fmt: skip
-    columns = max(64, group)
-    # SwiGLU holds two gradients at a time and needs the registers of twice as many warps.
-    warps = NUM_WARPS if kind == "silu_mul" else NUM_WARPS // 2
-    tile = Tile(GRADIENT_TILE // columns, columns, warps)
-    grid, options = tiled(padded(M) if transposed else M, F, tile)
+    grid, options = tiled(padded(M) if transposed else M, F, _gradient_tile(kind, group))
     partial = sums.new_empty((grid[0] // options["tiles_n"] if bias else 0, W))
     launch(
         _activation_bwd_apply_kernel, grid,

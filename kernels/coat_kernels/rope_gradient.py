@@ -46,6 +46,9 @@ BLOCK_HEADS = 8
 WARPS = 4
 """Of a program; eight take 8% longer."""
 
+STATS_WARPS = 8
+"""Of one that looks for the largest magnitude."""
+
 
 @triton.jit
 def _rotated_back(
@@ -148,7 +151,7 @@ def _rope_gradient_triton(
     scale = new_scale(dq.device)
     launch(
         _rope_gradient_stats_kernel, (tiles, heads), scale_ptr=scale,
-        INVERSE_MAX=1.0 / format_of(fmt).max, **inputs, **shapes, **blocks,
+        INVERSE_MAX=1.0 / format_of(fmt).max, num_warps=STATS_WARPS, **inputs, **shapes, **blocks,
     )  # fmt: skip
     if not (rows or transposed or bias):
         return q, qt, scale, sums

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_kernels import GROUP_SIZES, dequantize_group, quantize_group
 from coat_vlm.config import BlockPrecision, Fp8Config
-from coat_vlm.fp8 import convert, decoder_block, gemms, linear, norm_mlp, projection, sdpa
+from coat_vlm.fp8 import convert, decoder_block, gemms, lean, linear, norm_mlp, projection, sdpa
 from coat_vlm.fp8.lean import lean_attention, rounded_heads
 
-B, T, D = 5, 24, 64  # five samples: parts of two, two and one in the backward pass
+B, T, D = 5, 24, 64
 
 
 def heads(count: int, seed: int, length: int = T) -> Tensor:
@@ -64,12 +64,15 @@ def test_the_fused_passes_apart_are_those_of_autograd(
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "replayed"])
+@pytest.mark.parametrize("passes", ["fused", "sample by sample", "replayed"])
 @pytest.mark.parametrize("kv_heads", [4, 2], ids=["equal", "grouped"])
 def test_with_representable_heads_it_is_attention_and_a_linear_layer(
-    fused: bool, kv_heads: int
+    passes: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What remains is the copy of the output, of which backward takes the row sums of do * o."""
+    fused = passes != "replayed"
+    if passes == "sample by sample":
+        monkeypatch.setattr(lean, "PART_BYTES", 1)
     torch.manual_seed(0)
     layer = nn.Linear(4 * D, 48)
     reference = copy.deepcopy(layer)
