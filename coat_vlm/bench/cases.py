@@ -268,9 +268,14 @@ def _activation_cases(shape: LayerShape) -> Iterator[Case]:
         q, exponents, scale = OPS["activation_stats"].reference(*of_a(draw))
         return (q, exponents, kind, scale, "e4m3", False, True)
 
+    def before(draw: Draw) -> Arguments:
+        q, exponents, scale = OPS["activation_stats"].reference(*of_a(draw))
+        return (draw.matrix(t, f), q, exponents, kind, scale, "e4m3", "e5m2")
+
     def backward(draw: Draw) -> Arguments:
-        q, exponents = OPS["quantize_group"].reference(draw.matrix(t, w), GROUP_SIZE, "e4m3")
-        return (draw.matrix(t, f), q, exponents, kind, "e5m2", True, True, bias)
+        given = before(draw)
+        scale = OPS["activation_bwd_stats"].reference(*given)[0]
+        return (*given[:4], "e5m2", True, True, bias, scale)
 
     # Read a; write its copy and the scale.
     yield Case("activation_stats", kind, 2 * t * w + _copy(t * w) + 4, of_a)
@@ -282,9 +287,11 @@ def _activation_cases(shape: LayerShape) -> Iterator[Case]:
         _copy(t * w) + 4 + tp * f,
         from_copy,
     )
-    # Read dh and the copy twice; write both layouts, the scale and, in FP32, the bias's gradient.
-    moved = 2 * (2 * t * f + _copy(t * w)) + (t + tp) * w + 4 + 4 * w * bias
-    yield Case("activation_bwd", f"{kind}, both", moved, backward)
+    # Read dh, the copy and h's scale; write the gradient's and h's codes, transposed.
+    read = 2 * t * f + _copy(t * w) + 4
+    yield Case("activation_bwd_stats", kind, read + 4 + tp * f, before)
+    # Read dh, the copy and the scale; write both layouts and, in FP32, the bias's gradient.
+    yield Case("activation_bwd", f"{kind}, both", read + (t + tp) * w + 4 * w * bias, backward)
 
 
 def _rope_cases(shape: LayerShape) -> Iterator[Case]:

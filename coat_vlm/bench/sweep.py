@@ -20,7 +20,8 @@ from coat_vlm.bench.shapes import LayerShape
 TILED = (
     *("quantize_tensor", "quantize_gradient", "quantize_rows", "quantize_group"),
     *("dequantize_group", "transpose_codes"),
-    *("norm_apply", "activation_stats", "activation_apply", "activation_bwd"),
+    *("norm_apply", "activation_stats", "activation_apply"),
+    *("activation_bwd_stats", "activation_bwd"),
 )
 """Ops whose kernels work on any tile of a matrix."""
 

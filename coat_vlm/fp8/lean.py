@@ -10,10 +10,12 @@ operand and, dequantized, what attention's backward pass wants of o (the row sum
 Where attention is not one of torch's fused kernels (a mask, another implementation), backward runs
 attention once more from the copies. Copies made together with the rotation are not counted by the
 monitor: nothing holds the values before their rounding.
+
+The backward pass of attention is where a block needs most memory: q, k, v and o stand there in high
+precision, too. So their copies go as soon as they are decoded, not when the pass is over.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,9 +38,6 @@ from coat_vlm.fp8.weights import Joint, joint
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B, H, T, D], k and v [B, H_kv, T, D] to [B, T, H * D]."""
-
-PART_BYTES = 2**27
-"""Attention's backward pass takes the batch in parts with this much of q, k, v and the output."""
 
 Copies = tuple[GroupScaled, ...]
 """Of q, k and v, each [B * T, H * D], or one of all three side by side."""
@@ -68,7 +67,8 @@ def lean_attention(
         layer: the output projection, weight [N, H * D].
         attend: attention as the model would call it.
         fused: how to call it as one of torch's fused kernels; None where that is not possible.
-        copies: of query, key and value, which are then what these are worth; made when absent.
+        copies: of query, key and value, which are then what these are worth; made when absent. The
+            backward pass frees their memory.
 
     Returns:
         [B, T, N] in query's dtype.
@@ -123,6 +123,11 @@ class _LeanAttention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         codes = TensorScaled(*tensors[:2])
+        if codes.q.numel() and not codes.q.untyped_storage().nbytes():
+            raise RuntimeError(
+                "lean attention: its backward pass ran before and freed what it had kept; run the "
+                "forward pass again (backward(retain_graph=True) needs precision coat or bf16)"
+            )
         weight, bias, weight_scale = tensors[2:5]
         copies, saved_statistics = paired(tensors[5 : 5 + ctx.kept]), tensors[5 + ctx.kept :]
         wanted = ctx.needs_input_grad
@@ -144,74 +149,14 @@ class _LeanAttention(torch.autograd.Function):
             heads = decoded(copies, ctx.shapes, ctx.dtype)
             gradients = _replayed(ctx.attend, heads, dattended.view(_joined(ctx.shapes[0])))
         elif dattended is not None:
+            q, k, v = decoded(copies, ctx.shapes, ctx.dtype)
+            dattended = dattended.view(_joined(ctx.shapes[0]))
+            out = dequantize_tensor(codes, ctx.dtype).view(dattended.shape)
+            for tensor in (codes.q, *(copy.q for copy in copies)):
+                tensor.untyped_storage().resize_(0)
             statistics = sdpa.Statistics(tuple(saved_statistics), ctx.sizes)
-            kept = _Kept(copies, codes, statistics)
-            gradients = _in_parts(ctx.fused, dattended, kept, ctx.shapes)
+            gradients = sdpa.backward(ctx.fused, dattended, q, k, v, out, statistics)
         return (*gradients, dweight, dbias, *(None for _ in wanted[5:]))
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """What the forward pass leaves for fused attention's backward pass."""
-
-    copies: Copies
-    out: TensorScaled
-    """Attention's output, codes [B * T, H * D]."""
-    statistics: sdpa.Statistics
-
-    def part(self, start: int, end: int, length: int) -> "_Kept":
-        """Of the samples from ``start`` to before ``end``, of ``length`` tokens each."""
-        tokens = slice(start * length, end * length)
-        log_sums, *rest = self.statistics.tensors
-        assert log_sums is not None
-        return _Kept(
-            tuple(GroupScaled(copy.q[tokens], copy.exponents[tokens]) for copy in self.copies),
-            TensorScaled(self.out.q[tokens], self.out.scale),
-            sdpa.Statistics((log_sums[start:end], *rest), self.statistics.sizes),
-        )
-
-
-def _in_parts(
-    fused: sdpa.Fused, dattended: Tensor, kept: _Kept, shapes: Sequence[torch.Size]
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v, a part of the batch at a time.
-
-    Attention reads q, k, v and its output in high precision: four matrices, of which this holds a
-    part each. It is where a block needs most memory. A tower, which is where no causal mask is, is
-    spared the time that parts take: the peak of a step is in the language model.
-
-    Args:
-        fused: the kernel.
-        dattended: gradient of attention's output, [B * T, H * D].
-        kept: from the forward pass.
-        shapes: of q, k and v.
-    """
-    batch, _, length, _ = shapes[0]
-    dattended = dattended.view(_joined(shapes[0]))
-    elements = dattended.numel() + sum(shape.numel() for shape in shapes)
-    parts = elements * dattended.element_size() // PART_BYTES if fused.causal else 1
-    size = -(-batch // max(1, parts))
-    if size == batch:
-        return _gradients(fused, dattended, kept, shapes)
-    # Token-major, as the gradient of the projection wants to read them.
-    wholes = [dattended.new_empty(_joined(shape)).unflatten(-1, (shape[1], -1)) for shape in shapes]
-    for start in range(0, batch, size):
-        end = min(start + size, batch)
-        of_part = [torch.Size((end - start, *shape[1:])) for shape in shapes]
-        part = kept.part(start, end, length)
-        gradients = _gradients(fused, dattended[start:end], part, of_part)
-        for whole, gradient in zip(wholes, gradients, strict=True):
-            whole[start:end].copy_(gradient.transpose(1, 2))
-        del gradients
-    return tuple(whole.transpose(1, 2) for whole in wholes)
-
-
-def _gradients(
-    fused: sdpa.Fused, dattended: Tensor, kept: _Kept, shapes: Sequence[torch.Size]
-) -> tuple[Tensor, ...]:
-    q, k, v = decoded(kept.copies, shapes, dattended.dtype)
-    out = dequantize_tensor(kept.out, dattended.dtype).view(dattended.shape)
-    return sdpa.backward(fused, dattended, q, k, v, out, kept.statistics)
 
 
 def _joined(shape: torch.Size) -> torch.Size:

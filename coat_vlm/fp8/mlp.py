@@ -18,10 +18,12 @@ from coat_kernels import (
     GradientCodes,
     GroupScaled,
     activation_bwd,
+    activation_bwd_stats,
     activation_fwd,
     activation_recompute,
     dequantize_group,
     norm_recompute,
+    scaled_mm,
 )
 from coat_kernels.reference import activation_gradient
 from coat_vlm.fp8 import gemms, monitor
@@ -144,18 +146,22 @@ class _NormMlp(torch.autograd.Function):
         del grad_y, grad_outputs
         dh = gemms.input_gradient(dy, joint_out.key, [weight_out], scale_out, wants_out, dtype)
         del dy  # each layout goes as soon as its GEMM is done
-        (dweight_out,) = gemms.weight_gradients(
-            dy_transposed,
-            lambda: activation_recompute(kept, ctx.activation),
-            [weight_out],
-            wants_out,
-        )
+        scale, dweight_out = None, None
+        if wants_out.weight:
+            if dh is None:
+                ht = activation_recompute(kept, ctx.activation)
+            else:  # one read of dh and of the copy for both
+                scale, ht = activation_bwd_stats(dh, kept, ctx.activation, fmt=wants_in.fmt)
+            dweight_out = scaled_mm(dy_transposed, ht, weight_out.dtype)
+            del ht
         del dy_transposed
         if dbias_out is not None:
             dbias_out = dbias_out.to(bias_out.dtype)
         dnormed, dweights_in, dbias_in = None, [None] * half, None
         if dh is not None:
-            da, da_transposed, dbias_in = _activation_gradient(dh, kept, ctx.activation, wants_in)
+            da, da_transposed, dbias_in = _activation_gradient(
+                dh, kept, ctx.activation, wants_in, scale
+            )
             del dh
             dnormed = gemms.input_gradient(da, joint_in.key, weights_in, scale_in, wants_in, dtype)
             del da
@@ -179,7 +185,11 @@ class _NormMlp(torch.autograd.Function):
 
 
 def _activation_gradient(
-    dh: Tensor, kept: ActivationSaved, activation: str, needs: LinearNeeds
+    dh: Tensor,
+    kept: ActivationSaved,
+    activation: str,
+    needs: LinearNeeds,
+    scale: Tensor | None,
 ) -> GradientCodes:
     """The gradient of the activation's input, in the layouts that are needed."""
     da = activation_bwd(
@@ -190,6 +200,7 @@ def _activation_gradient(
         transposed=needs.weight,
         bias=needs.bias,
         fmt=needs.fmt,
+        scale=scale,
     )
     monitor.observe_gradient(
         da.rows,

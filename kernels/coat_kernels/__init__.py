@@ -10,7 +10,7 @@ from coat_kernels.activation import (
     activation_fwd,
     activation_recompute,
 )
-from coat_kernels.activation_gradient import activation_bwd
+from coat_kernels.activation_gradient import activation_bwd, activation_bwd_stats
 from coat_kernels.adamw import adamw_step
 from coat_kernels.adamw_table import AdamwItem, AdamwTable
 from coat_kernels.codecs import CODECS, GROUP, Codec, Moment, codec_called, groups_of, new_moment
@@ -70,6 +70,7 @@ __all__ = [
     "TensorScaled",
     "TransposedGroups",
     "activation_bwd",
+    "activation_bwd_stats",
     "activation_fwd",
     "activation_recompute",
     "adamw_step",

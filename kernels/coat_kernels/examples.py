@@ -191,10 +191,21 @@ def _activation_bwd(i: _Inputs) -> Examples:
     for kind in reference.ACTIVATIONS:
         q, exponents = reference.quantize_group(_activation_input(i, kind), i.group, "e4m3")
         bias = kind in ("silu_mul", "gelu")
-        examples[kind] = (i.matrix(), q, exponents, kind, "e5m2", True, True, bias)
-    examples["rows"] = (*examples["gelu_tanh"][:5], True, False, False)
-    examples["transposed"] = (*examples["silu_mul"][:5], False, True, False)
-    return examples
+        examples[kind] = (i.matrix(), q, exponents, kind, "e5m2", True, True, bias, None)
+    examples["rows"] = (*examples["gelu_tanh"][:5], True, False, False, None)
+    examples["transposed"] = (*examples["silu_mul"][:5], False, True, False, None)
+    dh, q, exponents, kind, *rest, _ = examples["silu_mul"]
+    scale, _ = reference.activation_bwd_stats(dh, q, exponents, kind, None, "e4m3", "e5m2")
+    return examples | {"scaled": (dh, q, exponents, kind, *rest, scale)}
+
+
+def _activation_bwd_stats(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for kind in reference.ACTIVATIONS:
+        a = _activation_input(i, kind)
+        *copy, scale = reference.activation_stats(a, kind, i.group, "e4m3")
+        examples[kind] = (i.matrix(), *copy, kind, scale, "e4m3", "e5m2")
+    return examples | {"scale": (*examples["silu_mul"][:4], None, "e4m3", "e5m2")}
 
 
 def _scaled_mm(i: _Inputs) -> Examples:
@@ -279,6 +290,7 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "activation_stats": _activation_stats,
     "activation_apply": _activation_apply,
     "activation_bwd": _activation_bwd,
+    "activation_bwd_stats": _activation_bwd_stats,
     "scaled_mm": _scaled_mm,
     "rope": _rope,
     "rope_gradient": _rope_gradient,

@@ -311,18 +311,33 @@ def activation_gradient(dh: Tensor, a: Tensor, kind: str) -> Tensor:
     return torch.cat([dh * up * _slope(a, gate, kind), dh * (a * gate)], -1)
 
 
+def activation_bwd_stats(
+    dh: Tensor, a: Tensor, exponents: Tensor, kind: str, output_scale: Tensor | None,
+    output_fmt: str, fmt: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """First pass: da's scale [] in ``fmt``; with h's scale, h's codes [F, M'] in ``output_fmt``."""
+    ht = a.new_empty(0, dtype=format_of(output_fmt).dtype)
+    if output_scale is not None:
+        _, ht = activation_apply(a, exponents, kind, output_scale, output_fmt, False, True)
+    da = activation_gradient(dh, dequantize_group(a, exponents, torch.float32), kind)
+    return tensor_scale([da], fmt), ht
+
+
 def activation_bwd(
     dh: Tensor, a: Tensor, exponents: Tensor, kind: str, fmt: str, rows: bool, transposed: bool,
-    bias: bool,
+    bias: bool, scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradient of the activation's input from its group-scaled copy, in FP8.
 
     Returns:
-        da's per-tensor codes [M, W] and/or [W, M'], their scale FP32 [], and with ``bias`` the sum
-        of da over the tokens, FP32 [W].
+        da's per-tensor codes [M, W] and/or [W, M'], their scale FP32 [] (empty where it was given),
+        and with ``bias`` the sum of da over the tokens, FP32 [W].
     """
     da = activation_gradient(dh, dequantize_group(a, exponents, torch.float32), kind)
-    return quantize_gradient([da], fmt, rows, transposed, bias)
+    if scale is None:
+        return quantize_gradient([da], fmt, rows, transposed, bias)
+    sums = da.sum(0) if bias else da.new_empty(0)
+    return *_layouts(da, scale, format_of(fmt), rows, transposed), da.new_empty(0), sums
 
 
 # rotary embedding

@@ -43,8 +43,8 @@ fills a multiprocessor."""
 BLOCK_HEADS = 8
 """Heads per program, for which cos and sin stay in registers."""
 
-WARPS = 4
-"""Of a program; eight take 8% longer."""
+WARPS = 2
+"""Of a program that writes codes."""
 
 STATS_WARPS = 8
 """Of one that looks for the largest magnitude."""

@@ -19,7 +19,7 @@ from coat_kernels import (
     quantize_group,
     reference,
 )
-from coat_kernels.testing import TOLERANCE, assert_same_bits, relative_rms
+from coat_kernels.testing import TOLERANCE, assert_same_bits, code_steps, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 Exact = Callable[[Tensor, str], Tensor]
@@ -75,7 +75,9 @@ def test_gradients(kind: str, dtype: torch.dtype, run: Run, exact_activation: Ex
     (da64,) = torch.autograd.grad(h64, leaf, dh.double())
     for body in (run, run_reference):
         copy = reference.quantize_group(a, 16, "e4m3")
-        q, qt, scale, sums = body("activation_bwd", (dh, *copy, kind, "e5m2", True, True, True))
+        q, qt, scale, sums = body(
+            "activation_bwd", (dh, *copy, kind, "e5m2", True, True, True, None)
+        )
         torch.testing.assert_close(scale.double(), da64.abs().amax() / 57344, rtol=3e-6, atol=0)
         half_step = torch.maximum(da64.abs() * 2**-3, scale.double() * 2**-17)
         error = (q.double() * scale - da64).abs()
@@ -84,10 +86,36 @@ def test_gradients(kind: str, dtype: torch.dtype, run: Run, exact_activation: Ex
         assert not qt[:, len(a) :].float().any()
         assert relative_rms(sums, da64.sum(0)) < TOLERANCE["activation_bwd", torch.float32]
         one, other, _, no_sums = body(
-            "activation_bwd", (dh, *copy, kind, "e5m2", False, True, False)
+            "activation_bwd", (dh, *copy, kind, "e5m2", False, True, False, None)
         )
         assert one.numel() == no_sums.numel() == 0
         assert_same_bits("transposed alone", other, qt)
+
+
+@KINDS
+def test_a_given_scale_and_the_output_made_again(kind: str, run: Run):
+    """The first pass alone gives what the whole and the recomputation give."""
+    a = representable_input(kind)
+    *copy, output_scale = reference.activation_stats(a, kind, 16, "e4m3")
+    width = a.shape[1] // (2 if kind == "silu_mul" else 1)
+    dh = torch.randn(len(a), width, generator=torch.Generator().manual_seed(5))
+    whole = (dh, *copy, kind, "e4m3", True, True, False, None)
+    q, qt, whole_scale, _ = run_reference("activation_bwd", whole)
+    recomputed = (*copy, kind, output_scale, "e4m3", False, True)
+    _, again = run_reference("activation_apply", recomputed)
+    for body in (run, run_reference):
+        stats = (dh, *copy, kind, output_scale, "e4m3", "e4m3")
+        scale, ht = body("activation_bwd_stats", stats)
+        torch.testing.assert_close(scale, whole_scale, rtol=3e-6, atol=0)
+        assert ht.shape == (width, 32)
+        assert (code_steps(ht, again) > 0).float().mean() < 1e-3
+        empty = body("activation_bwd_stats", (dh, *copy, kind, None, "e4m3", "e4m3"))[1]
+        assert empty.numel() == 0
+        args = (dh, *copy, kind, "e4m3", True, True, False, whole_scale)
+        rows, transposed, no_scale, _ = body("activation_bwd", args)
+        assert no_scale.numel() == 0
+        for actual, expected in ((rows, q), (transposed, qt)):
+            assert (code_steps(actual, expected) > 0).float().mean() < 1e-3
 
 
 @KINDS
@@ -108,7 +136,7 @@ def test_extreme_inputs_stay_finite_and_follow_the_limits(
     assert scale.isfinite()
     # One row after the other: its sum over the tokens is the gradient itself, in FP32.
     rows = [
-        run("activation_bwd", (d, c, e, kind, "e5m2", True, False, True))[3]
+        run("activation_bwd", (d, c, e, kind, "e5m2", True, False, True, None))[3]
         for d, c, e in zip(dh.split(1), q.split(1), exponents.split(1), strict=True)
     ]
     torch.testing.assert_close(torch.stack(rows).double(), da64, rtol=1e-5, atol=1e-6)
@@ -127,7 +155,7 @@ def test_a_bad_element_never_gives_plausible_numbers(kind: str, bad: float, run:
         assert (codes.float() * scale).isnan().all()
     assert (codes.float() * scale)[2, 5].isnan()
     assert not transposed[:, 21:].float().any()
-    args = (torch.ones(codes.shape), q, exponents, kind, "e5m2", True, True, True)
+    args = (torch.ones(codes.shape), q, exponents, kind, "e5m2", True, True, True, None)
     da, da_t, da_scale, sums = run("activation_bwd", args)
     assert da_scale.isnan()
     assert (da.float() * da_scale).isnan().all()

@@ -86,7 +86,7 @@ def norm(
 
 def activation_gradient(body: Run, dh: Tensor, a: GroupScaled, kind: str) -> tuple[Tensor, Tensor]:
     """``activation_bwd``: da decoded, and how far its rounding may move each element."""
-    q, _, scale, _ = body("activation_bwd", (dh, *a, kind, "e5m2", True, False, False))
+    q, _, scale, _ = body("activation_bwd", (dh, *a, kind, "e5m2", True, False, False, None))
     da = q.float() * scale
     return da, torch.maximum(da.abs() * 2.0**-3, scale * 2.0**-17)
 

@@ -31,7 +31,7 @@ CASES = [
     for case in cases(shape)
 ]
 
-PASSES = {"activation_bwd": 2, "quantize_gradient": 2, "rope_gradient": 2}
+PASSES = {"quantize_gradient": 2, "rope_gradient": 2}
 """How often an op reads its arguments, where it is not once."""
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_kernels import GROUP_SIZES, dequantize_group, quantize_group
 from coat_vlm.config import BlockPrecision, Fp8Config
-from coat_vlm.fp8 import convert, decoder_block, gemms, lean, linear, norm_mlp, projection, sdpa
+from coat_vlm.fp8 import convert, decoder_block, gemms, linear, norm_mlp, projection, sdpa
 from coat_vlm.fp8.lean import lean_attention, rounded_heads
 
 B, T, D = 5, 24, 64
@@ -64,15 +64,12 @@ def test_the_fused_passes_apart_are_those_of_autograd(
         torch.testing.assert_close(actual.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("passes", ["fused", "sample by sample", "replayed"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "replayed"])
 @pytest.mark.parametrize("kv_heads", [4, 2], ids=["equal", "grouped"])
 def test_with_representable_heads_it_is_attention_and_a_linear_layer(
-    passes: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    fused: bool, kv_heads: int
 ) -> None:
     """What remains is the copy of the output, of which backward takes the row sums of do * o."""
-    fused = passes != "replayed"
-    if passes == "sample by sample":
-        monkeypatch.setattr(lean, "PART_BYTES", 1)
     torch.manual_seed(0)
     layer = nn.Linear(4 * D, 48)
     reference = copy.deepcopy(layer)
@@ -98,6 +95,24 @@ def test_with_representable_heads_it_is_attention_and_a_linear_layer(
         assert other.grad is not None
         difference = (mine.grad - other.grad).norm() / other.grad.norm()
         assert difference < (0.04 if fused else 1e-3)
+
+
+def test_its_copies_go_with_the_first_backward_pass() -> None:
+    layer = nn.Linear(4 * D, 16)
+    q, k, v = (heads(4, i).requires_grad_() for i in range(3))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        y = lean_attention(q, k, v, layer, exact_causal, sdpa.choose(q, k, v, True, None))
+    codes = [x for x in saved if x.dtype == torch.float8_e4m3fn]
+    assert sum(x.untyped_storage().nbytes() for x in codes) == 4 * B * T * 4 * D
+    y.sum().backward(retain_graph=True)
+    assert not sum(x.untyped_storage().nbytes() for x in codes)
+    with pytest.raises(RuntimeError, match="ran before"):
+        y.sum().backward()
+
+
+def exact_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return exact(q, k, v, True, None)
 
 
 def test_attention_works_on_the_rounded_heads() -> None:
