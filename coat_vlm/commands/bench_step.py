@@ -139,13 +139,16 @@ def _step(args: argparse.Namespace) -> int:
 
 
 def _plot(args: argparse.Namespace) -> int:
-    from coat_vlm.bench.step_plot import draw_steps, read_step_rows
+    from coat_vlm.bench.rows import read_rows
+    from coat_vlm.bench.step_case import StepRow
+    from coat_vlm.bench.step_plot import draw_steps
     from coat_vlm.bench.vlm_shapes import SIZES as SHAPES
 
     if args.csv is None:
         raise ValueError("--plot draws rows that are there; name their file with --csv")
     if args.plot.suffix != ".svg":
         raise ValueError(f"--plot {args.plot}: writes SVG; give a name that ends in .svg")
-    draw_steps(read_step_rows(args.csv), SHAPES[args.size].name, args.plot)
+    rows = read_rows(args.csv, StepRow, "coat-vlm bench step --csv")
+    draw_steps(rows, SHAPES[args.size].name, args.plot)
     say(f"picture: {args.plot}")
     return 0
