@@ -14,7 +14,7 @@ from typing import Any
 
 from coat_data.sample import DataError
 from coat_eval.prompt import Prompt
-from coat_eval.score import write_json, write_text
+from coat_eval.score import read_json, write_json, write_text
 
 PREDICTIONS_FILE = "predictions.jsonl"
 RUN_FILE = "run.json"
@@ -40,7 +40,7 @@ def resume(out_dir: Path, identity: Mapping[str, Any], *, overwrite: bool = Fals
     run_path = out_dir / RUN_FILE
     files = _files(out_dir)
     if files:
-        earlier = _read_run(run_path)
+        earlier = read_json(run_path, "remove the output folder")
         if earlier != identity:
             differing = [key for key in identity if earlier.get(key) != identity[key]]
             if not overwrite and any(True for file in files for _ in _read(file)):
@@ -129,12 +129,3 @@ def _read(path: Path) -> Iterable[dict[str, Any]]:
                 f"{path}:{number}", f"is no answer of a run: {error!r}", "remove the line"
             ) from error
         yield row
-
-
-def _read_run(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise DataError(str(path), f"not JSON: {error}", "remove the output folder") from error
