@@ -20,6 +20,9 @@ PREDICTIONS_FILE = "predictions.jsonl"
 RUN_FILE = "run.json"
 _OF_RANKS = "predictions.rank*.jsonl"
 
+Answer = str | list[float]
+"""A text, or the loss of every choice."""
+
 
 def resume(out_dir: Path, identity: Mapping[str, Any], *, overwrite: bool = False) -> set[int]:
     """Make a folder ready for answers; called by one rank before the others go on.
@@ -92,11 +95,12 @@ class AnswerWriter:
         self._file.close()
 
     def write(
-        self, indices: Sequence[int], prompts: Sequence[Prompt], texts: Sequence[str]
+        self, indices: Sequence[int], prompts: Sequence[Prompt], answers: Sequence[Answer]
     ) -> None:
         """Append the answers of one batch, and hand them to the operating system."""
-        for index, prompt, text in zip(indices, prompts, texts, strict=True):
-            row = {**named(prompt, index), "prediction": text}
+        for index, prompt, answer in zip(indices, prompts, answers, strict=True):
+            kind = "prediction" if isinstance(answer, str) else "losses"
+            row = {**named(prompt, index), kind: answer}
             self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._file.flush()
 
@@ -123,7 +127,7 @@ def _read(path: Path) -> Iterable[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], start=1):
         try:
             row = json.loads(line)
-            _ = row["index"], row["prediction"]
+            _ = row["index"], row["losses" if "losses" in row else "prediction"]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{path}:{number}", f"is no answer of a run: {error!r}", "remove the line"
