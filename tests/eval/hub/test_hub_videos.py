@@ -1,5 +1,6 @@
 """Videos as videos, for models that take them; the reference is transformers' own processor."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from coat_data.sample import Media
 from coat_data.video import read_frames
 from coat_eval.hub_answerer import HubAnswerer
 from coat_eval.hub_encoder import HubEncoder
+from coat_vlm.cli import main
 
 Load = Callable[[Path], HubAnswerer]
 
@@ -61,3 +63,14 @@ def test_videos_of_different_lengths_share_a_batch(
     assert sorted(set(times)) == pytest.approx([0, 1, 2, 3], abs=1e-3)
     both = answerer.answer(encoder.collate([short, long]), 4)
     assert both == [answerer.answer(encoder.collate([one]), 4)[0] for one in (short, long)]
+
+
+def test_the_command_shows_videos(video_folder: Path, benchmarks: Path, tmp_path: Path):
+    tasks = ["--tasks", "videomme,seedbench_likelihood", "--num-frames", "2"]
+    where = ["--data", str(benchmarks), "--out", str(tmp_path), "--max-new-tokens", "2"]
+    assert main(["eval", "--model", str(video_folder), *tasks, *where]) == 0
+    said = json.loads((tmp_path / "videomme" / "run.json").read_text())
+    assert (said["num_frames"], said["videos_as"]) == (2, "video")
+    assert len((tmp_path / "videomme" / "predictions.jsonl").read_text().splitlines()) == 3
+    rows = (tmp_path / "seedbench_likelihood" / "predictions.jsonl").read_text().splitlines()
+    assert [len(json.loads(row)["losses"]) for row in rows] == [4] * 6
