@@ -124,6 +124,14 @@ class PromptEncoder:
         """The left-padded batch of encoded prompts."""
         return collate(encoded, pad_token_id=self.tokenizer.pad_token_id, padding_side="left")
 
+    def answered(self, sample: Sample, answers: Sequence[str]) -> list[EncodedSample]:
+        """The prompt with each answer behind it, which has labels; DataError as in a call."""
+        return self._encoder.answered(sample, answers)
+
+    def collate_answered(self, encoded: Sequence[EncodedSample]) -> Batch:
+        """The right-padded batch of prompts with their answers."""
+        return collate(encoded, pad_token_id=self.tokenizer.pad_token_id)
+
     def frame_times(self, media: Media) -> tuple[float, ...] | None:
         """Seconds at which a video is shown, from its header; None for a folder of frames."""
         return self._encoder.media_plan(media)[0].times_s

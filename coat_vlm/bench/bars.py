@@ -1,8 +1,6 @@
 """The rows of the layer benchmark as a picture: bars of time and of saved memory."""
 
-import csv
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import matplotlib as mpl
@@ -13,34 +11,6 @@ from matplotlib.figure import Figure
 from coat_vlm.bench.layer import OURS, REFERENCE, LayerRow
 from coat_vlm.bench.shapes import LayerShape
 from coat_vlm.report.plots import COLOURS, GREY
-
-NUMBERS = {
-    "fwd_ms", "fwdbwd_ms", "fwdbwd_cached_ms", "weight_cache_mib", "saved_mib", "peak_mib",
-    "rel_err_out", "rel_err_grad",
-}  # fmt: skip
-"""Columns that are empty where nothing was measured."""
-
-
-def read_layer_rows(path: Path) -> list[LayerRow]:
-    """The rows of a file of ``coat-vlm bench layer --csv``, in its order.
-
-    Raises:
-        ValueError: there is no such file, or it is another one.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; coat-vlm bench layer --csv {path} writes it")
-    columns = [field.name for field in fields(LayerRow)]
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        if rows.fieldnames != columns:
-            raise ValueError(f"{path}: has the columns {rows.fieldnames}, expected {columns}")
-        return [_row(row) for row in rows]
-
-
-def _row(cells: dict[str, str]) -> LayerRow:
-    numbers = {name: float(cells[name]) if cells[name] else None for name in NUMBERS}
-    counts = {name: int(cells[name]) for name in ("tokens", "length")}
-    return LayerRow(**{**cells, **numbers, **counts})  # pyright: ignore[reportArgumentType]
 
 
 def last_run(rows: Sequence[LayerRow], shape: LayerShape, attention: str) -> list[LayerRow]:

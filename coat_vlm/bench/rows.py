@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, TypeVar, get_args
 
 import torch
 import triton
+from pydantic import TypeAdapter, ValidationError
 
 from coat_vlm.checkout import commit
 
@@ -28,6 +30,9 @@ class Row(Measurement):
 
     torch: str
     triton: str
+
+
+_Kind = TypeVar("_Kind", bound=Measurement)
 
 
 def origin() -> tuple[str, str, str, str, str]:
@@ -85,6 +90,41 @@ def append_rows(path: Path, rows: Sequence[Measurement]) -> None:
         if new:
             writer.writerow(columns)
         writer.writerows([_cell(value) for value in asdict(row).values()] for row in rows)
+
+
+def read_rows(path: Path, kind: type[_Kind], command: str) -> list[_Kind]:
+    """The rows of a file that :func:`append_rows` wrote, in its order.
+
+    An empty cell is None where the field may be None.
+
+    Args:
+        path: the file.
+        kind: what its rows are; the fields' types say how cells are read.
+        command: writes such a file, for the message if there is none.
+
+    Raises:
+        ValueError: there is no such file, it is another one, or a cell is not of its field's type.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; {command} {path} writes it")
+    columns = [field.name for field in fields(kind)]
+    # An empty text is a text: only what may be None is None where nothing was written.
+    optional = {field.name for field in fields(kind) if NoneType in get_args(field.type)}
+    adapter = TypeAdapter(kind)
+    with path.open(newline="") as file:
+        lines = csv.DictReader(file)
+        if lines.fieldnames != columns:
+            raise ValueError(f"{path}: has the columns {lines.fieldnames}, expected {columns}")
+        found = []
+        for line in lines:
+            empty = {name: None for name in optional if not line[name]}
+            try:
+                found.append(adapter.validate_python(line | empty))
+            except ValidationError as error:
+                raise ValueError(
+                    f"{path}:{lines.line_num}: {error}; write the row again"
+                ) from error
+    return found
 
 
 def _cell(value: Any) -> Any:

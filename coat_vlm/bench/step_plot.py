@@ -1,8 +1,6 @@
 """The rows of the step benchmark as a picture: tokens per second against peak memory."""
 
-import csv
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import matplotlib as mpl
@@ -14,32 +12,7 @@ from coat_vlm.bench.layer import OURS
 from coat_vlm.bench.step_case import StepRow
 from coat_vlm.report.plots import COLOURS, GREY
 
-_COUNTS = ("gpus", "zero", "batch", "tokens")
-_NUMBERS = ("ms", "tok_s", "peak_gb")
 _MARKERS = "os^Dv<>p"
-
-
-def read_step_rows(path: Path) -> list[StepRow]:
-    """The rows of a file of ``coat-vlm bench step --csv``, in its order.
-
-    Raises:
-        ValueError: there is no such file, or it is another one.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; coat-vlm bench step --csv {path} writes it")
-    columns = [field.name for field in fields(StepRow)]
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        if rows.fieldnames != columns:
-            raise ValueError(f"{path}: has the columns {rows.fieldnames}, expected {columns}")
-        return [_row(row) for row in rows]
-
-
-def _row(cells: dict[str, str]) -> StepRow:
-    numbers = {name: float(cells[name]) if cells[name] else None for name in _NUMBERS}
-    counts = {name: int(cells[name]) for name in _COUNTS}
-    flag = {"checkpointing": cells["checkpointing"] == "True"}
-    return StepRow(**{**cells, **numbers, **counts, **flag})  # pyright: ignore[reportArgumentType]
 
 
 def draw_steps(rows: Sequence[StepRow], model: str, out: Path) -> None:

@@ -142,7 +142,9 @@ def _layer(args: argparse.Namespace) -> int:
 
 
 def _plot(args: argparse.Namespace) -> int:
-    from coat_vlm.bench.bars import draw_layers, last_run, read_layer_rows
+    from coat_vlm.bench.bars import draw_layers, last_run
+    from coat_vlm.bench.layer import LayerRow
+    from coat_vlm.bench.rows import read_rows
     from coat_vlm.bench.shapes import shape_called
 
     if args.csv is None:
@@ -151,7 +153,7 @@ def _plot(args: argparse.Namespace) -> int:
         raise ValueError("--plot measures nothing; leave out --implementations and --profile")
     if args.plot.suffix != ".svg":
         raise ValueError(f"--plot {args.plot}: writes SVG; give a name that ends in .svg")
-    rows = read_layer_rows(args.csv)
+    rows = read_rows(args.csv, LayerRow, "coat-vlm bench layer --csv")
     shapes = [shape_called(name, args.batch, args.length) for name in args.shape]
     draw_layers([last_run(rows, shape, args.attention) for shape in shapes], args.plot)
     say(f"picture: {args.plot}")

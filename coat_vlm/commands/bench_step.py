@@ -47,8 +47,8 @@ its gradients within a factor of 1.5; with an optimizer the loss of the repeated
 Times are medians of whole steps, peaks are what PyTorch allocated. A batch that does not fit is
 told as OOM, and no larger one is tried; with several processes the run ends there.
 
-How long it takes on H200s: start-up takes about 20 s, a contender about 5 s (1b) or 10 to 30 s (8b,
-by batch sizes); compiled peers take another minute.
+How long it takes on H200s, roughly (estimates, not measured apart): start-up less than a minute, a
+contender seconds (1b) or half a minute (8b); compiled peers another minute or so.
 """,
     )
     parser.add_argument("--size", choices=SIZES, default="tiny", help="the model; default tiny")
@@ -139,13 +139,16 @@ def _step(args: argparse.Namespace) -> int:
 
 
 def _plot(args: argparse.Namespace) -> int:
-    from coat_vlm.bench.step_plot import draw_steps, read_step_rows
+    from coat_vlm.bench.rows import read_rows
+    from coat_vlm.bench.step_case import StepRow
+    from coat_vlm.bench.step_plot import draw_steps
     from coat_vlm.bench.vlm_shapes import SIZES as SHAPES
 
     if args.csv is None:
         raise ValueError("--plot draws rows that are there; name their file with --csv")
     if args.plot.suffix != ".svg":
         raise ValueError(f"--plot {args.plot}: writes SVG; give a name that ends in .svg")
-    draw_steps(read_step_rows(args.csv), SHAPES[args.size].name, args.plot)
+    rows = read_rows(args.csv, StepRow, "coat-vlm bench step --csv")
+    draw_steps(rows, SHAPES[args.size].name, args.plot)
     say(f"picture: {args.plot}")
     return 0

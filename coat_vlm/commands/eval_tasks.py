@@ -16,8 +16,9 @@ EXAMPLES = """\
 
 Official benchmarks (--tasks) are read from --data/TASK in their official files or in the Hub's
 Parquet files: coat-vlm data download TASK fetches them, docs/evaluation.md lists them. --model is a
-run folder, a model folder, or any image-text-to-text model of Hugging Face. A killed run goes on
-with the same command. Every GPU that torchrun starts a process for answers its share.
+run folder, a model folder, or any image-text-to-text model of Hugging Face, which is shown a video
+as a video if it takes videos, else as images. A killed run goes on with the same command. Every GPU
+that torchrun starts a process for answers its share.
 """
 
 
@@ -27,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     suite.add_argument(
         "--tasks", metavar="TASK,...",
         help="pope, gqa, vqav2, textvqa, vizwiz, seedbench, mmmu, videomme; other prompts: "
-        "textvqa_no_ocr, mmmu_all_images, videomme_subtitles",
+        "textvqa_no_ocr, mmmu_all_images, videomme_subtitles; ranking the choices' texts in place "
+        "of asking for a letter: seedbench_likelihood, seedbench_likelihood_sum",
     )  # fmt: skip
     suite.add_argument("--split", help="e.g. test; default: the split with answers")
     suite.add_argument(
@@ -45,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     suite.add_argument(
         "--num-frames", type=int,
-        help="frames of a video for models that are not of this project; default 8",
+        help="frames of a video for models that are not of this project; default 8 (run.json "
+        "says whether they were handed over as a video or as images)",
     )  # fmt: skip
     model.add_argument(
         "--num-workers", type=int,

@@ -19,7 +19,7 @@ from coat_data.chat import ChatTemplate, Segment
 from coat_data.frame_sampling import VideoSettings
 from coat_data.image import ONE_TILE, ImageTransform
 from coat_data.media_loader import MediaLoader, MediaPlan
-from coat_data.sample import DataError, Media, Sample
+from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.tokens import PieceTokenizer, TokenizerLike
 
 IGNORE_INDEX = -100
@@ -161,6 +161,39 @@ class Encoder:
         media = sample.media[:num_media]
         encoded = self._encode(sample, media, segments, None, before_answer=True)
         return replace(encoded, labels=torch.full_like(encoded.labels, IGNORE_INDEX))
+
+    def answered(self, sample: Sample, answers: Sequence[str]) -> list[EncodedSample]:
+        """The prompt of :meth:`prompt`, once with each of ``answers`` behind it.
+
+        Token for token the beginning of what the encoder gives for the whole conversation, up to
+        the token that ends the answer; the answer's labels are the same. The media are read once.
+
+        Raises:
+            DataError: as for :meth:`prompt`, or with an answer the sequence is too long.
+        """
+        prompt = self.prompt(sample)
+        asked = max(number for number, turn in enumerate(sample.turns) if turn.role == "user")
+        turns = sample.turns[: asked + 1]
+        media = sample.media[: sum(part.kind != "text" for turn in turns for part in turn.parts)]
+        found = []
+        for answer in answers:
+            said = Turn("assistant", (Part("text", answer),))
+            ids, labels = self.layout(replace(sample, turns=(*turns, said), media=media))
+            end = max(place for place, label in enumerate(labels) if label != IGNORE_INDEX) + 1
+            before = [p for p, label in enumerate(labels[:end]) if label == IGNORE_INDEX]
+            tail = torch.tensor(ids[before[-1] + 1 : end])
+            length = len(prompt.input_ids) + len(tail)
+            if length > self._max_length:
+                raise DataError(
+                    sample.where,
+                    f"{length} tokens with the answer {answer[:80]!r} are more than max_length="
+                    f"{self._max_length}",
+                    "raise model.max_length, or take fewer images, tiles or frames",
+                )
+            input_ids = torch.cat([prompt.input_ids, tail])
+            labels = torch.cat([prompt.labels, tail])
+            found.append(replace(prompt, input_ids=input_ids, labels=labels))
+        return found
 
     def media_plan(self, media: Media) -> tuple[MediaPlan, int]:
         """What an image or video becomes and its number of tokens, from its header alone.

@@ -35,6 +35,8 @@ class Clip:
     times_s: list[float] | None
     """When each frame comes on screen, in seconds from the video's first frame; None for a folder
     of frames, which has no times."""
+    duration_s: float | None = None
+    """Seconds of the part that the frames are taken from; None for a folder of frames."""
 
 
 class VideoReader:
@@ -92,7 +94,8 @@ class VideoReader:
             frames = self._frames(video, media, times)
         if not frames:
             raise _unreadable(media, "no frame could be decoded")
-        return Clip([image for _, image in frames], [time - span.start_s for time, _ in frames])
+        shown = [time - span.start_s for time, _ in frames]
+        return Clip([image for _, image in frames], shown, duration)
 
     def plan(self, media: Media) -> tuple[int, list[float] | None]:
         """The largest number of frames that :meth:`read` gives, from the header alone.

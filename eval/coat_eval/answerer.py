@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from coat_data.sample import Media
+from coat_eval.likelihood import AnswerLoss
 
 IMAGE_LINE = "\n"
 """Stands behind each image and video of a prompt, as in LLaVA's ``<image>\\n{question}``."""
@@ -29,13 +30,21 @@ class PromptEncoder(Protocol):
         """A left-padded batch of encoded prompts, on the CPU."""
         ...
 
+    def encode_choices(self, text: str, media: Sequence[Media], choices: Sequence[str]) -> Any:
+        """One prompt with every choice as its answer; DataError as :meth:`encode`."""
+        ...
+
+    def collate_choices(self, encoded: Sequence[Any]) -> Any:
+        """A batch with a row per choice, on the CPU, for :meth:`Answerer.losses`."""
+        ...
+
     def frame_times(self, media: Media) -> Sequence[float] | None:
         """Seconds at which a video is seen, from its header; None where frames have no times."""
         ...
 
 
 class Answerer(Protocol):
-    """A model that answers batches greedily."""
+    """A model that answers batches greedily, and says how likely given answers are."""
 
     @property
     def encoder(self) -> PromptEncoder:
@@ -57,6 +66,10 @@ class Answerer(Protocol):
 
     def answer(self, batch: Any, max_new_tokens: int) -> list[str]:
         """The stripped greedy answers to a batch that ``encoder`` made."""
+        ...
+
+    def losses(self, batch: Any) -> list[AnswerLoss]:
+        """What every choice of a batch costs, those of the first prompt first."""
         ...
 
 

@@ -14,11 +14,14 @@ from typing import Any
 
 from coat_data.sample import DataError
 from coat_eval.prompt import Prompt
-from coat_eval.score import write_json, write_text
+from coat_eval.score import read_json, write_json, write_text
 
 PREDICTIONS_FILE = "predictions.jsonl"
 RUN_FILE = "run.json"
 _OF_RANKS = "predictions.rank*.jsonl"
+
+Answer = str | list[float]
+"""A text, or the loss of every choice."""
 
 
 def resume(out_dir: Path, identity: Mapping[str, Any], *, overwrite: bool = False) -> set[int]:
@@ -40,7 +43,7 @@ def resume(out_dir: Path, identity: Mapping[str, Any], *, overwrite: bool = Fals
     run_path = out_dir / RUN_FILE
     files = _files(out_dir)
     if files:
-        earlier = _read_run(run_path)
+        earlier = read_json(run_path, "remove the output folder")
         if earlier != identity:
             differing = [key for key in identity if earlier.get(key) != identity[key]]
             if not overwrite and any(True for file in files for _ in _read(file)):
@@ -92,11 +95,12 @@ class AnswerWriter:
         self._file.close()
 
     def write(
-        self, indices: Sequence[int], prompts: Sequence[Prompt], texts: Sequence[str]
+        self, indices: Sequence[int], prompts: Sequence[Prompt], answers: Sequence[Answer]
     ) -> None:
         """Append the answers of one batch, and hand them to the operating system."""
-        for index, prompt, text in zip(indices, prompts, texts, strict=True):
-            row = {**named(prompt, index), "prediction": text}
+        for index, prompt, answer in zip(indices, prompts, answers, strict=True):
+            kind = "prediction" if isinstance(answer, str) else "losses"
+            row = {**named(prompt, index), kind: answer}
             self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._file.flush()
 
@@ -123,18 +127,9 @@ def _read(path: Path) -> Iterable[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], start=1):
         try:
             row = json.loads(line)
-            _ = row["index"], row["prediction"]
+            _ = row["index"], row["losses" if "losses" in row else "prediction"]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{path}:{number}", f"is no answer of a run: {error!r}", "remove the line"
             ) from error
         yield row
-
-
-def _read_run(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise DataError(str(path), f"not JSON: {error}", "remove the output folder") from error

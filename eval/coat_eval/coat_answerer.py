@@ -11,6 +11,7 @@ from coat_data.collate import Batch
 from coat_data.encode import EncodedSample
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_eval.answerer import IMAGE_LINE, ModelOptions
+from coat_eval.likelihood import AnswerLoss, answer_losses
 from coat_eval.run import final_model_dir
 from coat_eval.runner import folder_sha256
 from coat_vlm.config import Precision
@@ -83,6 +84,18 @@ class CoatAnswerer:
         """See :class:`coat_eval.answerer.Answerer`."""
         return generate_batch(self._model, self._prompts, batch, max_new_tokens)
 
+    def losses(self, batch: Batch) -> list[AnswerLoss]:
+        """See :class:`coat_eval.answerer.Answerer`."""
+        device, pixels = self._model.device, batch["pixel_values"]
+        inputs = {
+            "input_ids": batch["input_ids"].to(device),
+            "attention_mask": batch["attention_mask"].to(device),
+            "pixel_values": pixels.to(device, self._model.dtype),
+        }
+        if "image_grids" in batch:
+            inputs["image_grids"] = batch["image_grids"]
+        return answer_losses(self._model, inputs, batch["labels"])
+
 
 class CoatEncoder:
     """Encodes prompts as conversations of one turn; keeps the last video it decoded."""
@@ -93,14 +106,28 @@ class CoatEncoder:
 
     def encode(self, text: str, media: Sequence[Media]) -> EncodedSample:
         """See :class:`coat_eval.answerer.PromptEncoder`."""
-        parts = [part for one in media for part in (Part(one.kind), Part("text", IMAGE_LINE))]
-        turn = Turn("user", (*parts, Part("text", text)))
-        return self._prompts.encode(Sample(id="prompt", turns=(turn,), media=tuple(media)))
+        return self._prompts.encode(_sample(text, media))
 
     def collate(self, encoded: Sequence[EncodedSample]) -> Batch:
         """See :class:`coat_eval.answerer.PromptEncoder`."""
         return self._prompts.collate(encoded)
 
+    def encode_choices(
+        self, text: str, media: Sequence[Media], choices: Sequence[str]
+    ) -> list[EncodedSample]:
+        """See :class:`coat_eval.answerer.PromptEncoder`; answers as training writes them."""
+        return self._prompts.answered(_sample(text, media), choices)
+
+    def collate_choices(self, encoded: Sequence[Sequence[EncodedSample]]) -> Batch:
+        """See :class:`coat_eval.answerer.PromptEncoder`."""
+        return self._prompts.collate_answered([row for rows in encoded for row in rows])
+
     def frame_times(self, media: Media) -> Sequence[float] | None:
         """See :class:`coat_eval.answerer.PromptEncoder`."""
         return self._prompts.frame_times(media)
+
+
+def _sample(text: str, media: Sequence[Media]) -> Sample:
+    parts = [part for one in media for part in (Part(one.kind), Part("text", IMAGE_LINE))]
+    turn = Turn("user", (*parts, Part("text", text)))
+    return Sample(id="prompt", turns=(turn,), media=tuple(media))

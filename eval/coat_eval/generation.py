@@ -19,9 +19,9 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from coat_data.sample import DataError
+from coat_data.sample import DataError, Media
 from coat_eval.answerer import Answerer, PromptEncoder
-from coat_eval.answers import AnswerWriter, named
+from coat_eval.answers import Answer, AnswerWriter, named
 from coat_eval.prompt import Prompt
 from coat_eval.ranks import ALONE, World
 
@@ -37,7 +37,7 @@ class Generation:
     """How answers are made."""
 
     batch_size: int = 32
-    """Most questions per forward pass."""
+    """Most rows per forward pass: questions, or the choices of questions that are ranked."""
     max_new_tokens: int = 128
     """Longest answer in tokens."""
     num_workers: int = 0
@@ -73,7 +73,8 @@ def answer_all(
     Returns:
         This rank's questions whose media could not be read; they have no answer.
     """
-    batches = make_batches(prompts, generation.batch_size)
+    rows = max((len(one.choices.texts) for one in prompts if one.choices is not None), default=1)
+    batches = make_batches(prompts, max(1, generation.batch_size // rows))
     own = [batch for batch in batches if not done.issuperset(batch)][world.rank :: world.size]
     dataset = _Encoded(answerer.encoder, [[(i, prompts[i]) for i in batch] for batch in own])
     loader = DataLoader(
@@ -93,12 +94,24 @@ def answer_all(
     with bar, AnswerWriter(out_dir, world.rank) as writer:
         for indices, batch, found in loader:
             if not done.issuperset(indices):
-                texts = answerer.answer(batch, generation.max_new_tokens)
-                new = {i: text for i, text in zip(indices, texts, strict=True) if i not in done}
+                asked = [prompts[index] for index in indices]
+                answers = _answers(answerer, batch, asked, generation.max_new_tokens)
+                new = {i: one for i, one in zip(indices, answers, strict=True) if i not in done}
                 writer.write(list(new), [prompts[index] for index in new], list(new.values()))
             problems += [row for row in found if row["index"] not in done]
             bar.update(len(indices) + len(found))
     return problems
+
+
+def _answers(
+    answerer: Answerer, batch: Any, prompts: Sequence[Prompt], max_new_tokens: int
+) -> list[Answer]:
+    """A text per prompt; or the loss of each of its choices, where a batch ranks them."""
+    if prompts[0].choices is None:
+        return list(answerer.answer(batch, max_new_tokens))
+    losses = iter(answerer.losses(batch))
+    ranked = [one.choices for one in prompts if one.choices is not None]
+    return [[next(losses).value(own.per_token) for _ in own.texts] for own in ranked]
 
 
 def default_workers(device: str, num_processes: int = 1) -> int:
@@ -125,7 +138,7 @@ def make_batches(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
     groups = sorted(_groups(prompts), key=lambda group: _order(prompts, group))
     batches: list[list[int]] = []
-    for _, same in groupby(groups, key=lambda group: len(prompts[group[0]].media)):
+    for _, same in groupby(groups, key=lambda group: _order(prompts, group)[:2]):
         batch: list[int] = []
         for group in same:
             if len(batch) + len(group) > batch_size and batch:
@@ -149,11 +162,11 @@ def _groups(prompts: Sequence[Prompt]) -> Iterator[list[int]]:
     yield from by_videos.values()
 
 
-def _order(prompts: Sequence[Prompt], group: Sequence[int]) -> tuple[int, str, int, int]:
+def _order(prompts: Sequence[Prompt], group: Sequence[int]) -> tuple[int, bool, str, int, int]:
     first = prompts[group[0]]
     place = first.media[0].place if first.media else ""
     longest = max(len(prompts[index].text) for index in group)
-    return -len(first.media), place, -longest, group[0]
+    return -len(first.media), first.choices is not None, place, -longest, group[0]
 
 
 class _Encoded(Dataset[tuple[list[int], Any, list[Problem]]]):
@@ -175,12 +188,20 @@ class _Encoded(Dataset[tuple[list[int], Any, list[Problem]]]):
         for index, prompt in self.batches[place]:
             try:
                 media = [one.load() for one in prompt.media]
-                encoded.append(self.encoder.encode(prompt.text, media))
+                encoded.append(_encoded(self.encoder, prompt, media))
             except DataError as error:
                 problems.append(media_problem(index, prompt, error))
             else:
                 indices.append(index)
-        return indices, self.encoder.collate(encoded) if encoded else None, problems
+        ranks = self.batches[place][0][1].choices is not None
+        collate = self.encoder.collate_choices if ranks else self.encoder.collate
+        return indices, collate(encoded) if encoded else None, problems
+
+
+def _encoded(encoder: PromptEncoder, prompt: Prompt, media: Sequence[Media]) -> Any:
+    if prompt.choices is None:
+        return encoder.encode(prompt.text, media)
+    return encoder.encode_choices(prompt.text, media, prompt.choices.texts)
 
 
 def _unchanged(batch: Any) -> Any:

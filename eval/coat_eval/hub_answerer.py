@@ -1,26 +1,16 @@
-"""Any image-text-to-text model of Hugging Face as an answerer, through its chat template.
+"""Any image-text-to-text model of Hugging Face as an answerer, through its chat template."""
 
-A video is shown as its frames, one image each, as LLaVA and VILA show videos: that works for every
-model that takes several images. A processor's own way with videos differs from model to model.
-"""
-
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 
-from coat_data.frame_sampling import VideoSettings
-from coat_data.image import open_image
-from coat_data.sample import Media
-from coat_data.video import Clip, VideoReader
 from coat_eval.answerer import ModelOptions
+from coat_eval.hub_encoder import HubEncoder
+from coat_eval.likelihood import AnswerLoss, answer_losses
 from coat_eval.runner import folder_sha256
 from coat_vlm.generate import GREEDY
-
-Encoded = tuple[str, list[Image.Image]]
 
 
 class HubAnswerer:
@@ -53,7 +43,12 @@ class HubAnswerer:
             else {"model": self._name, "commit": getattr(self._model.config, "_commit_hash", None)}
         )
         dtype = str(self._model.dtype).removeprefix("torch.")
-        return {**weights, "dtype": dtype, "num_frames": self._num_frames}
+        return {
+            **weights,
+            "dtype": dtype,
+            "num_frames": self._num_frames,
+            "videos_as": self.encoder.videos_as,
+        }
 
     @classmethod
     def load(cls, name: str, options: ModelOptions) -> "HubAnswerer":
@@ -85,14 +80,9 @@ class HubAnswerer:
         return cls(model.to(options.device).eval(), processor, name, options.num_frames)
 
     @torch.inference_mode()
-    def answer(self, batch: Any, max_new_tokens: int) -> list[str]:
+    def answer(self, batch: dict[str, torch.Tensor], max_new_tokens: int) -> list[str]:
         """See :class:`coat_eval.answerer.Answerer`."""
-        inputs = {
-            name: value.to(self._model.device, self._model.dtype)
-            if value.is_floating_point()
-            else value.to(self._model.device)
-            for name, value in batch.items()
-        }
+        inputs = self._placed(batch)
         tokenizer = self.encoder.tokenizer
         output = self._model.generate(
             **inputs, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **GREEDY
@@ -101,57 +91,25 @@ class HubAnswerer:
         texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
         return [text.strip() for text in texts]
 
+    def losses(self, batch: dict[str, torch.Tensor]) -> list[AnswerLoss]:
+        """See :class:`coat_eval.answerer.Answerer`.
 
-class HubEncoder:
-    """Turns prompts into a processor's inputs; keeps the last video it decoded.
+        Raises:
+            ValueError: the model has an encoder for text, whose answers are no part of its inputs.
+        """
+        if self._model.config.is_encoder_decoder:
+            raise ValueError(
+                f"{self._name} is an encoder-decoder model, whose answers cannot be ranked here; "
+                "ask it for letters: --tasks seedbench"
+            )
+        inputs = self._placed(batch)
+        return answer_losses(self._model, inputs, inputs.pop("labels"))
 
-    Attributes:
-        tokenizer: the processor's, padding on the left.
-    """
-
-    def __init__(self, processor: Any, num_frames: int) -> None:
-        self._processor = processor
-        self.tokenizer = processor.tokenizer
-        self.tokenizer.padding_side = "left"
-        if self.tokenizer.pad_token_id is None:
-            # What fills a row is masked, so that any token will do.
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        self._videos = VideoReader(VideoSettings(num_frames=num_frames))
-        self._last_clip: tuple[Media, Clip] | None = None
-
-    def encode(self, text: str, media: Sequence[Media]) -> Encoded:
-        """The conversation as text, and its images in RGB."""
-        images = [image for one in media for image in self._images(one)]
-        content = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
-        prompt = self._processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-        )
-        return prompt, images
-
-    def collate(self, encoded: Sequence[Encoded]) -> dict[str, torch.Tensor]:
-        """See :class:`coat_eval.answerer.PromptEncoder`; all or none of the prompts have images."""
-        images = [own for _, own in encoded]
-        inputs = self._processor(
-            text=[prompt for prompt, _ in encoded],
-            images=images if any(images) else None,
-            padding=True,
-            return_tensors="pt",
-            # Chat templates write the first token themselves where there is one.
-            add_special_tokens=not self._writes_first_token(encoded[0][0]),
-        )
-        return {name: value for name, value in inputs.items() if torch.is_tensor(value)}
-
-    def frame_times(self, media: Media) -> Sequence[float] | None:
-        """See :class:`coat_eval.answerer.PromptEncoder`."""
-        return self._videos.plan(media)[1]
-
-    def _writes_first_token(self, prompt: str) -> bool:
-        first = self.tokenizer.bos_token
-        return first is not None and prompt.startswith(first)
-
-    def _images(self, media: Media) -> list[Image.Image]:
-        if media.kind == "image":
-            return [open_image(media)]
-        if self._last_clip is None or self._last_clip[0] != media:
-            self._last_clip = (media, self._videos.read(media))
-        return self._last_clip[1].frames
+    def _placed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A batch where the model is, pixels in its dtype."""
+        return {
+            name: value.to(self._model.device, self._model.dtype)
+            if value.is_floating_point()
+            else value.to(self._model.device)
+            for name, value in batch.items()
+        }

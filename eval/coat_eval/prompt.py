@@ -19,6 +19,15 @@ FrameTimes = Callable[[Media], Sequence[float] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """Answers that are ranked by how likely the model is to give them, in place of its own."""
+
+    texts: tuple[str, ...]
+    per_token: bool = True
+    """An answer's loss is the mean over its tokens; else their sum, which prefers short ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One question as the model is asked it: the media in order, then the text."""
 
@@ -26,6 +35,8 @@ class Prompt:
     """As :class:`coat_eval.benchmark.Question` has it."""
     text: str
     media: tuple[Shown, ...] = ()
+    choices: Choices | None = None
+    """What is ranked; None where the model answers in its own words."""
     category: str = ""
     """As in the question; the second half of the key where ids restart."""
     where: str = ""

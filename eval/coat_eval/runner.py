@@ -9,7 +9,7 @@ only what is left.
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -20,7 +20,14 @@ from coat_data.collate import Batch
 from coat_data.sample import DataError, Sample
 from coat_eval.item import Item
 from coat_eval.questions import QUESTIONS_FILE
-from coat_eval.score import REPORT_FILE, file_sha256, read_predictions, score_file, write_json
+from coat_eval.score import (
+    REPORT_FILE,
+    file_sha256,
+    read_json,
+    read_predictions,
+    score_file,
+    write_json,
+)
 from coat_eval.task import Task
 from coat_vlm.config import Precision
 from coat_vlm.fp8 import fp8_blocks
@@ -202,7 +209,7 @@ def _resume(out_dir: Path, identity: RunIdentity, on_mismatch: Mismatch) -> dict
     if not predictions_path.exists():
         write_json(run_path, identity)
         return {}
-    earlier = _read_run(run_path)
+    earlier = read_json(run_path, "overwrite the evaluation")
     if earlier == identity:
         _drop_partial_line(predictions_path)
         return read_predictions(predictions_path)
@@ -220,15 +227,6 @@ def _resume(out_dir: Path, identity: RunIdentity, on_mismatch: Mismatch) -> dict
     predictions_path.unlink()
     write_json(run_path, identity)
     return {}
-
-
-def _read_run(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise DataError(str(path), f"not JSON: {error}", "overwrite the evaluation") from error
 
 
 def _drop_partial_line(path: Path) -> None:

@@ -117,6 +117,20 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """What :func:`write_json` wrote; empty if nothing is there.
+
+    Raises:
+        DataError: the file is not JSON; it says to do ``remedy``.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise DataError(str(path), f"not JSON: {error}", remedy) from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to a temporary file beside ``path`` and rename it into place."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +195,7 @@ def _identity(
     identity = {
         "task": choice.name,
         "prompts_sha256": _digest(prompts),
-        "max_new_tokens": generation.max_new_tokens,
+        **({} if prompts[0].choices else {"max_new_tokens": generation.max_new_tokens}),
         **answerer.identity,
     }
     if answerer.identity.get("scales_shared_by_batch"):
@@ -224,6 +224,7 @@ def _row(prompt: Prompt) -> dict[str, Any]:
         "question_id": prompt.question_id,
         **category,
         "prompt": prompt.text,
+        **({"choices": prompt.choices.texts} if prompt.choices else {}),
         "media": [{"kind": one.kind, "name": one.name} for one in prompt.media],
     }
 
@@ -238,7 +239,8 @@ def _digest(prompts: Sequence[Prompt]) -> str:
         names = [_SUFFIX.sub("", Path(one.name).name, count=1) for one in prompt.media]
         media = [(one.kind, name) for one, name in zip(prompt.media, names, strict=True)]
         text = prompt.fingerprint or prompt.text
-        digest.update(json.dumps([*prompt.key, text, media]).encode())
+        ranked = [astuple(prompt.choices)] if prompt.choices else []
+        digest.update(json.dumps([*prompt.key, text, media, *ranked]).encode())
     return digest.hexdigest()
 
 

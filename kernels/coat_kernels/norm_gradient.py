@@ -88,7 +88,7 @@ def _norm_bwd_kernel(  # noqa: C901 - the branches are those of the compiler
     next_mean = 0.0
     if CENTERED:
         next_mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
-    # Two pieces leave no registers for the next residual: it is read when it is used.
+    # The next residual of a row in two pieces is read when it is used, not ahead.
     AHEAD: tl.constexpr = HAS_RESIDUAL and not TAIL
     if AHEAD:
         next_residual = load_row(residual_ptr, row, o_h, M, N)

@@ -47,8 +47,8 @@ WALKS: dict[str, tuple[tuple[int, Walk], ...]] = {
     ),
 }  # fmt: skip
 """By kernel: the widest row, in lanes of both pieces, and the walk for it; the last one is for all
-others too. ``sum`` is ``norm_stats`` with a delta. Those for 1152 and 4096 lanes are the fastest of
-three to four on an H200, the others are what compiles without spills."""
+others too. ``sum`` is ``norm_stats`` with a delta. All compile without spills;
+those for 1152 and 4096 lanes were chosen among a few on an H200, of which no figures are kept."""
 
 
 def pieces(columns: int) -> tuple[int, int]:

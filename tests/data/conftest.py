@@ -1,7 +1,11 @@
-"""Small tokenizers of the kinds that people's language models have, made on the spot."""
+"""Small tokenizers of the kinds that people's language models have, made on the spot, and tars."""
 
 import functools
+import io
 import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from tokenizers import (
@@ -162,3 +166,19 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 def make_tokenizer():
     """The function that makes a tokenizer by name."""
     return make
+
+
+@pytest.fixture
+def tar() -> Callable[[Path, dict[str, bytes]], Path]:
+    """The function that writes a tar of members by name, gzipped where its name ends so."""
+
+    def write(path: Path, members: dict[str, bytes]) -> Path:
+        mode = "w:gz" if path.name.endswith("gz") else "w"
+        with tarfile.open(path, mode) as archive:
+            for name, data in members.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+        return path
+
+    return write

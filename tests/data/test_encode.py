@@ -207,6 +207,12 @@ def test_prompt_is_the_beginning_of_the_training_tokens(
             answered = [label for label in rest if label != IGNORE_INDEX]
             assert shown(tokenizer, answered) == unspaced(tokenizer, answer + end)
             assert torch.equal(prompt.pixel_values, full.pixel_values)
+            ids = full.input_ids[: length + len(answered)]
+            given = encode.answered(whole, [answer, "Else."])
+            assert given[0].input_ids.tolist() == ids.tolist()
+            assert given[0].labels.tolist() == [IGNORE_INDEX] * length + answered
+            assert given[1].labels[length:].tolist() != answered
+            assert torch.equal(given[0].pixel_values, full.pixel_values)
             assert encode.prompt(sample(first, media=media[:1])).pixel_values.shape[0] == 1
 
 
@@ -305,6 +311,14 @@ def test_data_errors_name_the_row(make_tokenizer, conversation: Sample, problem:
 def test_prompt_needs_a_question(make_tokenizer):
     with pytest.raises(DataError, match=r"rows\.json:7.*no question"):
         encoder_of(make_tokenizer("qwen2"), "chatml").prompt(sample(system="Be kind."))
+
+
+def test_an_answer_that_is_too_long_is_told(make_tokenizer):
+    asked = sample("What?", "-")
+    encode = encoder_of(make_tokenizer("qwen2"), "chatml", max_length=40)
+    assert len(encode.answered(asked, ["A dog."])) == 1
+    with pytest.raises(DataError, match=r"rows\.json:7: \d+ tokens with the answer 'A dog"):
+        encode.answered(asked, ["A dog." * 9])
 
 
 def test_vocabulary_pieces_that_spell_special_tokens():

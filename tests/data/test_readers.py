@@ -4,7 +4,7 @@ import base64
 import io
 import json
 import pickle
-import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from PIL import Image as Pillow
 from coat_data.dataset import SampleDataset
 from coat_data.ingest import ingest
 from coat_data.sample import DataError, Sample
+
+Tar = Callable[[Path, dict[str, bytes]], Path]
 
 
 @pytest.fixture(autouse=True)
@@ -36,16 +38,6 @@ RED, BLUE = picture(200), picture(10)
 
 def jsonl(path: Path, *rows: Any) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def tar(path: Path, members: dict[str, bytes]) -> Path:
-    mode = "w:gz" if path.name.endswith("gz") else "w"
-    with tarfile.open(path, mode) as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
     return path
 
 
@@ -237,7 +229,7 @@ def test_pickles_are_read_on_request_and_hold_no_code(tmp_path: Path) -> None:
     assert not (tmp_path / "owned").exists()
 
 
-def test_caption_pairs_in_tars(tmp_path: Path) -> None:
+def test_caption_pairs_in_tars(tar: Tar, tmp_path: Path) -> None:
     """img2dataset's layout; the key ends at the first dot of the file's name."""
     first = {
         "x/0001.jpg": picture(3, "JPEG"),
@@ -260,7 +252,7 @@ def test_caption_pairs_in_tars(tmp_path: Path) -> None:
     assert list(SampleDataset(tmp_path).stream()) == list(dataset.stream())
 
 
-def test_conversations_in_tars_with_compound_endings(tmp_path: Path) -> None:
+def test_conversations_in_tars_with_compound_endings(tar: Tar, tmp_path: Path) -> None:
     said = [
         {"from": "human", "value": "<image-1> or <image-2>?"},
         {"from": "gpt", "value": "Red"},
@@ -279,7 +271,7 @@ def test_conversations_in_tars_with_compound_endings(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_compressed_tars_are_read_in_order(tmp_path: Path) -> None:
+def test_compressed_tars_are_read_in_order(tar: Tar, tmp_path: Path) -> None:
     members = {"a.png": RED, "a.txt": b"one", "b.png": BLUE, "b.txt": b"two"}
     path = tar(tmp_path / "a.tar.gz", members)
     with pytest.raises(DataError, match=r"coat-vlm data ingest .* --embed-media"):
@@ -289,7 +281,7 @@ def test_compressed_tars_are_read_in_order(tmp_path: Path) -> None:
     assert [shown(sample)[1] for sample in stream] == ["assistant: one", "assistant: two"]
 
 
-def test_vila_wids_and_energon_folders(tmp_path: Path) -> None:
+def test_vila_wids_and_energon_folders(tar: Tar, tmp_path: Path) -> None:
     wids = tmp_path / "wids"
     wids.mkdir()
     tar(wids / "00000.tar", {"a.png": RED, "a.txt": b"one", "a.json": b'{"url": "u"}'})

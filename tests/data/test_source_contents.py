@@ -1,10 +1,8 @@
 """What a tar's JSON, a folder's file names and the first rows say about a source."""
 
-import io
 import json
-import tarfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,8 @@ from coat_data.dataset import SampleDataset
 from coat_data.readers.catalogue import find_reader
 from coat_data.sample import DataError
 
+Tar = Callable[[Path, dict[str, bytes]], Path]
+
 LEFT, RIGHT = b"the left picture", b"the right picture"  # nothing is decoded here
 
 
@@ -25,16 +25,9 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def tar(path: Path, members: dict[str, bytes]) -> Path:
-    with tarfile.open(path, "w") as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return path
-
-
-def test_json_in_tars_names_its_media_in_its_own_order_and_with_times(tmp_path: Path) -> None:
+def test_json_in_tars_names_its_media_in_its_own_order_and_with_times(
+    tar: Tar, tmp_path: Path
+) -> None:
     said = [{"from": "human", "value": "<image><image>?"}, {"from": "gpt", "value": "a"}]
     row = {"conversations": said, "images": ["x/0.right.png", "left.png"]}
     files = {"x/0.left.png": LEFT, "x/0.right.png": RIGHT, "x/0.thumb.png": LEFT}
@@ -64,7 +57,7 @@ def test_json_in_tars_names_its_media_in_its_own_order_and_with_times(tmp_path: 
         SampleDataset(one)[0]
 
 
-def test_a_folder_of_several_splits_is_no_source(tmp_path: Path) -> None:
+def test_a_folder_of_several_splits_is_no_source(tar: Tar, tmp_path: Path) -> None:
     said = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     hub, folders, tars = tmp_path / "hub", tmp_path / "folders", tmp_path / "tars"
     for folder in (hub / "data", folders / "train", folders / "val", tars):

@@ -1,8 +1,7 @@
 """A tar on this machine, read by the offsets of its members."""
 
-import io
 import pickle
-import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,10 @@ import pytest
 from coat_data.dataset import SampleDataset
 from coat_data.sample import DataError
 
-
-def tar(path: Path, members: dict[str, bytes]) -> Path:
-    with tarfile.open(path, "w") as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return path
+Tar = Callable[[Path, dict[str, bytes]], Path]
 
 
-def test_a_tar_that_is_replaced_is_noticed(tmp_path: Path) -> None:
+def test_a_tar_that_is_replaced_is_noticed(tar: Tar, tmp_path: Path) -> None:
     """Its members are elsewhere now; the offsets of before would give parts of others."""
     path = tar(
         tmp_path / "a.tar", {f"{n}.{kind}": b"x" * 600 for n in "ab" for kind in ("jpg", "txt")}

@@ -20,6 +20,7 @@ from coat_eval.coat_answerer import CoatAnswerer
 from coat_vlm.cli import main
 
 TASKS = "pope,gqa,vqav2,textvqa,vizwiz,seedbench,mmmu,videomme,videomme_subtitles,textvqa_no_ocr"
+RANKED = "seedbench_likelihood,seedbench_likelihood_sum"
 Rows = list[dict[str, Any]]
 
 
@@ -35,7 +36,7 @@ def evaluate(model: Path, data: Path, out: Path, tasks: str, *more: str) -> int:
 @pytest.fixture(scope="module")
 def out(benchmarks: Path, speaking_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("out")
-    assert evaluate(speaking_model, benchmarks, folder, TASKS) == 0
+    assert evaluate(speaking_model, benchmarks, folder, f"{TASKS},{RANKED}") == 0
     return folder
 
 
@@ -118,6 +119,16 @@ def hand_seedbench(data: Path, out: Path) -> dict[str, float]:
     }
 
 
+def hand_ranked(data: Path, out: Path, name: str) -> dict[str, float]:
+    rows = json.loads((data / "seedbench/SEED-Bench.json").read_text())["questions"]
+    right = []
+    for row, said in zip(rows, lines(out / name / "predictions.jsonl"), strict=True):
+        assert str(row["question_id"]) == said["question_id"]
+        letters = dict(zip(said["losses"], "ABCD", strict=True))
+        right.append(letters[min(letters)] == row["answer"])
+    return {"all": 100 * sum(right) / 6, "image": 100 * sum(right[:5]) / 5}
+
+
 def hand_mmmu(data: Path, out: Path) -> dict[str, float]:
     predicted, draws, right = said(out, "mmmu"), random.Random(42), []
     for subject in ("Art", "Music"):
@@ -144,6 +155,10 @@ HANDS = {
     "videomme": hand_videomme,
     "textvqa_no_ocr": lambda data, out: hand_textvqa(data, out, "textvqa_no_ocr"),
     "videomme_subtitles": lambda data, out: hand_videomme(data, out, "videomme_subtitles"),
+    "seedbench_likelihood": lambda data, out: hand_ranked(data, out, "seedbench_likelihood"),
+    "seedbench_likelihood_sum": lambda data, out: hand_ranked(
+        data, out, "seedbench_likelihood_sum"
+    ),
 }  # fmt: skip
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from coat_vlm.bench.bars import draw_layers, last_run, read_layer_rows
+from coat_vlm.bench.bars import draw_layers, last_run
 from coat_vlm.bench.layer import LayerRow
-from coat_vlm.bench.rows import append_rows
+from coat_vlm.bench.rows import append_rows, read_rows
 from coat_vlm.bench.shapes import shape_called
 from coat_vlm.cli import main
 from coat_vlm.report.plots import COLOURS, GREY
@@ -21,6 +21,7 @@ WHERE = ("2026-01-31", "abc", "NVIDIA H200", "2.11.0", "3.6.0")
 EAGER = LayerRow(
     *WHERE, "llama-2-7b", 16384, "hf_eager", "default", 10.0, 40.0, saved_mib=2900.0, length=2048
 )
+MAKE = "coat-vlm bench layer --csv"
 COAT = replace(EAGER, implementation="coat_paper", fwdbwd_ms=20.0, saved_mib=1000.0)
 
 
@@ -42,7 +43,7 @@ def bars(svg: Path) -> list[tuple[str, float]]:
 def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     rows = [EAGER, replace(COAT, fwdbwd_ms=None, problem="RuntimeError: a, b")]
     append_rows(tmp_path / "layer.csv", rows)
-    assert read_layer_rows(tmp_path / "layer.csv") == rows
+    assert read_rows(tmp_path / "layer.csv", LayerRow, MAKE) == rows
 
 
 def test_the_last_run_of_that_block_is_drawn() -> None:
@@ -108,7 +109,7 @@ def test_the_help_tells_of_the_picture(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_documented_picture_is_that_of_the_kept_rows() -> None:
-    rows = last_run(read_layer_rows(KEPT), LLAMA, "default")
+    rows = last_run(read_rows(KEPT, LayerRow, MAKE), LLAMA, "default")
     shown = texts(ROOT / "docs" / "figures" / "layer_llama.svg")
     numbers = [text for text in shown if re.fullmatch(r"[\d.]+", text)]
     assert numbers == [f"{row.fwdbwd_ms:.1f}" for row in rows] + [

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from coat_vlm.bench.rows import append_rows
+from coat_vlm.bench.layer import LayerRow
+from coat_vlm.bench.rows import append_rows, read_rows
 from coat_vlm.bench.step_case import StepRow
-from coat_vlm.bench.step_plot import draw_steps, read_step_rows
+from coat_vlm.bench.step_plot import draw_steps
 
 EAGER = StepRow(
     *("2026-01-31", "abc", "NVIDIA H200"), gpus=1, zero=0, model="m", implementation="hf_eager",
@@ -28,9 +29,15 @@ def texts(svg: Path) -> list[str]:
 def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     rows = [EAGER, LEAN, OOM, STEP]
     append_rows(tmp_path / "step.csv", rows)
-    assert read_step_rows(tmp_path / "step.csv") == rows
-    with pytest.raises(ValueError, match="no such file"):
-        read_step_rows(tmp_path / "other.csv")
+    path, make = tmp_path / "step.csv", "coat-vlm bench step --csv"
+    assert read_rows(path, StepRow, make) == rows
+    with pytest.raises(ValueError, match=r"other\.csv: no such file; coat-vlm bench step --csv "):
+        read_rows(tmp_path / "other.csv", StepRow, make)
+    with pytest.raises(ValueError, match=r"step\.csv: has the columns"):
+        read_rows(path, LayerRow, make)
+    path.write_text(path.read_text().replace("53.5000", "much", 1))
+    with pytest.raises(ValueError, match=r"(?s)step\.csv:2:.*peak_gb.*'much'"):
+        read_rows(path, StepRow, make)
 
 
 def test_a_panel_for_passes_and_one_for_steps(tmp_path: Path) -> None:

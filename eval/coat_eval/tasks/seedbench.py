@@ -23,8 +23,8 @@ from coat_eval.benchmark import (
     table_percents,
 )
 from coat_eval.data_folder import DataFolder, Layouts, Row
-from coat_eval.letters import inferred_letter, lowest_loss
-from coat_eval.prompt import LETTER_ANSWER, Asking, Prompt
+from coat_eval.letters import inferred_letter, lettered, lowest_loss
+from coat_eval.prompt import LETTER_ANSWER, Asking, Choices, Prompt
 from coat_eval.shown import Shown, ShownFile, ShownFrame
 from coat_eval.table import Table
 
@@ -56,6 +56,10 @@ class SeedBench(Benchmark):
     text_fields = ("prediction", "text", "losses")
     id_pattern = re.compile(r"v\d+")
     shares_repeated = True
+    variants: ClassVar[Mapping[str, str]] = {
+        "likelihood": "the choice whose text has the lowest mean loss per token",
+        "likelihood_sum": "the choice whose text has the lowest loss, short ones preferred",
+    }
     layouts: ClassVar[Layouts] = {
         "test": (("SEED-Bench.json",), ("test-*.parquet",), ("*.parquet",))
     }
@@ -75,12 +79,24 @@ class SeedBench(Benchmark):
         ]
 
     def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
-        """LLaVA's prompt for a letter; of a video its middle frame."""
+        """LLaVA's prompt for a letter; of a video its middle frame.
+
+        The variants that rank choices ask the question alone, as SEED-Bench does. Its interfaces
+        differ in what a loss is: LLaVA-1.5's (SEED-Bench-2/model/llava_v2_interface.py) and Hugging
+        Face's InstructBLIP take the mean over the choice's tokens with the end token, LAVIS'
+        InstructBLIP (model/instruct_blip_interface.py, ``reduction="none"``) their sum.
+        """
         for row in folder.rows("question", "choice_a"):
-            choices = [f"{letter}. {row.values[f'choice_{letter.lower()}']}" for letter in LETTERS]
+            question = str(row.values["question"])
+            choices = tuple(str(row.values[f"choice_{letter.lower()}"]) for letter in LETTERS)
+            lines = [f"{letter}. {text}" for letter, text in lettered(choices).items()]
+            ranked = asking.variant != ""
             yield Prompt(
                 question_id=str(pick(row.values, ("question_id",), row.where)),
-                text="\n".join((str(row.values["question"]), *choices, LETTER_ANSWER)),
+                text=question if ranked else "\n".join((question, *lines, LETTER_ANSWER)),
+                choices=Choices(texts=choices, per_token=asking.variant == "likelihood")
+                if ranked
+                else None,
                 media=(_shown(row, folder),),
                 where=row.where,
             )
