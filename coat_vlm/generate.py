@@ -16,6 +16,8 @@ from coat_data.encode import IGNORE_INDEX, EncodedSample, Encoder
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import Fp8Config, Precision
 from coat_vlm.fp8 import arithmetic_of
+from coat_vlm.model.compressed_folder import compressed_layers, compression_of
+from coat_vlm.model.rounded_inputs import round_inputs
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.processor import CoatVlmProcessor
 
@@ -42,6 +44,9 @@ def load(
 ) -> tuple[CoatVlm, CoatVlmProcessor]:
     """The model, in evaluation mode, and the processor of a checkpoint folder.
 
+    Where the folder's weights are compressed (``coat-vlm export --weights``), they are decompressed
+    and the inputs of their layers are rounded as a program that serves them does.
+
     Args:
         model_dir: folder written by training (``RUN/<stage>/model``).
         device: where the model goes; the first GPU if there is one, else the CPU.
@@ -52,15 +57,25 @@ def load(
 
     Raises:
         FileNotFoundError: the folder or its config.json does not exist.
-        ValueError: the folder holds another kind of model, or FP8 does not fit it or the GPU.
+        ValueError: the folder holds another kind of model, FP8 does not fit it or the GPU, or a
+            precision is given for compressed weights.
     """
     folder = Path(model_dir)
     _check_checkpoint(folder)
+    scheme = compression_of(folder)
+    if scheme is not None and precision is not None:
+        raise ValueError(
+            f"precision={precision} has no effect on {folder}, whose linear layers compute in "
+            f"{scheme.name} as its config.json says; leave the precision out, or give the folder "
+            "that it was exported from"
+        )
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     wanted = dtype or (torch.float32 if place.type == "cpu" else "auto")
     model = CoatVlm.from_pretrained(folder, dtype=wanted, local_files_only=True)
     if precision is not None:
         arithmetic_of(precision, fp8, place).apply(model)
+    if scheme is not None:
+        round_inputs(model, scheme, compressed_layers(folder))
     return model.to(place).eval(), CoatVlmProcessor.from_pretrained(folder)
 
 
