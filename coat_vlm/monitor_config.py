@@ -34,7 +34,8 @@ class MonitorConfig:
     """Largest share of the values of a tensor that may become zero, likewise."""
     action: Literal["warn", "bf16"] = "warn"
     """What follows from a value beyond its limit: a warning, or also that the block computes in
-    BF16 from the next step on, in this stage and where it is resumed."""
+    BF16 from the next step on: in this stage, where it is resumed, and where its model is
+    evaluated. A later stage starts with all blocks in FP8 again."""
 
     def __post_init__(self) -> None:
         if not self.layers or len(set(self.layers)) != len(self.layers):

@@ -270,7 +270,8 @@ def _run_stage(
     )
     try:
         run.train()
-        save_model(run_dir / name / "model", model, processor, recipe, name, run.step, world)
+        target, back = run_dir / name / "model", monitor.in_bf16
+        save_model(target, model, processor, recipe, name, run.step, world, back)
         wall = round(time.perf_counter() - started, 2)
         metrics.write({"kind": "stage", "status": "end", **overview, "wall_s": wall})
     finally:

@@ -67,6 +67,8 @@ def test_a_block_goes_back_and_stays_so_when_resumed(tiny_data: Path, tmp_path: 
     keys["monitor"] = None  # what was decided stays, whatever the recipe says now
     again = run(tiny_data, tmp_path, "whole", "--resume", "auto", **keys)
     assert training["losses"](again) == before
+    saved = json.loads((again / "sft" / "model" / "training.json").read_text())
+    assert saved["bf16_blocks"] == [BLOCK]
 
     plain = run(tiny_data, tmp_path, "plain", **(keys | {"monitor": None}))
     without = training["losses"](plain)

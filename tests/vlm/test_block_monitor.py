@@ -1,6 +1,7 @@
 """FP8 blocks compared with BF16 on live inputs: errors, the block in trouble, and the way back."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import Arithmetic, convert, fp8_blocks
+from coat_vlm.fp8.arithmetic import Bf16RoundedLinear
 from coat_vlm.fp8.block_error import BlockError, LiveInput, back_to_bf16, block_error
+from coat_vlm.generate import load
 from coat_vlm.monitor_config import MonitorConfig
+from coat_vlm.processor import CoatVlmProcessor
 from coat_vlm.recipe_file import load_recipe, save_recipe
 from coat_vlm.train.block_monitor import BlockMonitor, chosen
 from coat_vlm.train.world import ALONE
@@ -201,6 +205,30 @@ def test_a_cache_is_not_appended_to_and_hidden_states_may_be_named() -> None:
     position = model.model.rotary_emb(x, torch.arange(4)[None])
     live = LiveInput((x,), {"position_embeddings": position})
     assert 0 < (block_error(model.model.layers[0], live, True).output_error or 0) < 0.2
+
+
+def test_what_went_back_is_evaluated_in_bf16(
+    tiny: Any, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    folder, block = tmp_path / "model", "language_model.model.layers.1"
+    model = tiny.model()
+    config = model.config
+    model.save_pretrained(folder)
+    CoatVlmProcessor(
+        tiny_tokenizer,
+        image_size=28,
+        image_mean=(0.5,) * 3,
+        image_std=(0.5,) * 3,
+        tokens_per_image=config.tokens_per_image,
+    ).save_pretrained(folder)
+    blocks = {}
+    for back in ([], [block]):
+        (folder / "training.json").write_text(json.dumps({"bf16_blocks": back}))
+        loaded, _ = load(folder, precision="coat", fp8=Fp8Config(vision="bf16"))
+        blocks[len(back)] = [name for name, _ in fp8_blocks(loaded)]
+        kind = type(loaded.get_submodule(f"{block}.mlp.up_proj"))
+        assert kind is (Bf16RoundedLinear if back else nn.Linear)
+    assert blocks == {0: [block.replace("1", "0"), block], 1: [block.replace("1", "0")]}
 
 
 NAMES = [f"tower.layers.{n}" for n in range(2)] + [f"model.layers.{n}" for n in range(5)]
