@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from coat_vlm.eval_config import EvalSchedule
 from coat_vlm.media_config import ImageConfig, VideoConfig
+from coat_vlm.monitor_config import MonitorConfig
 from coat_vlm.packing_config import Packing
 
 _STRICT = ConfigDict(extra="forbid")
@@ -345,6 +346,8 @@ class Recipe(EvalSchedule):
     weights and round in the linear layers (coat_vlm/fp8/arithmetic.py)."""
     fp8: Fp8Config | None = None
     """What an FP8 precision makes FP8; its defaults when absent."""
+    monitor: MonitorConfig | None = None
+    """Compare FP8 blocks with BF16 every so many steps; nothing is compared when absent."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage."""
     num_workers: NonNegative = 2
@@ -365,11 +368,12 @@ class Recipe(EvalSchedule):
                     stage.packing.row_tokens(self.model.max_length)
                 except ValueError as error:
                     raise ValueError(f"stages.{name}: {error}") from None
-        if self.fp8 is not None and self.precision not in FP8_PRECISIONS:
-            raise ValueError(
-                f"fp8 has no effect with precision: {self.precision}; set precision to one of "
-                f"{', '.join(FP8_PRECISIONS)}, or remove fp8"
-            )
+        for key in ("fp8", "monitor"):
+            if getattr(self, key) is not None and self.precision not in FP8_PRECISIONS:
+                raise ValueError(
+                    f"{key} has no effect with precision: {self.precision}; set precision to one "
+                    f"of {', '.join(FP8_PRECISIONS)}, or remove {key}"
+                )
         if self.fp8 is not None and self.precision in FP8_PRECISIONS:
             self.fp8.resolved(self.precision)  # complains before anything is touched
 

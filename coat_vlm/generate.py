@@ -16,6 +16,9 @@ from coat_data.encode import IGNORE_INDEX, EncodedSample, Encoder
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import Fp8Config, Precision
 from coat_vlm.fp8 import arithmetic_of
+from coat_vlm.fp8.block_error import back_to_bf16
+from coat_vlm.model.compressed_folder import compressed_layers, compression_of
+from coat_vlm.model.rounded_inputs import round_inputs
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.processor import CoatVlmProcessor
 
@@ -42,25 +45,41 @@ def load(
 ) -> tuple[CoatVlm, CoatVlmProcessor]:
     """The model, in evaluation mode, and the processor of a checkpoint folder.
 
+    Where the folder's weights are compressed (``coat-vlm export --weights``), they are decompressed
+    and the inputs of their layers are rounded as a program that serves them does.
+
     Args:
         model_dir: folder written by training (``RUN/<stage>/model``).
         device: where the model goes; the first GPU if there is one, else the CPU.
         dtype: dtype of the weights; by default the checkpoint's on a GPU and FP32 on a CPU.
-        precision: compute as a run with this precision does on the device; plainly in the weights'
-            dtype when absent.
+        precision: compute as a run with this precision does on the device, but for the blocks that
+            its monitor sent back to BF16; plainly in the weights' dtype when absent.
         fp8: what ``coat`` converts; its defaults when absent.
 
     Raises:
         FileNotFoundError: the folder or its config.json does not exist.
-        ValueError: the folder holds another kind of model, or FP8 does not fit it or the GPU.
+        ValueError: the folder holds another kind of model, FP8 does not fit it or the GPU, or a
+            precision is given for compressed weights.
     """
     folder = Path(model_dir)
     _check_checkpoint(folder)
+    scheme = compression_of(folder)
+    if scheme is not None and precision is not None:
+        raise ValueError(
+            f"precision={precision} has no effect on {folder}, whose linear layers compute in "
+            f"{scheme.name} as its config.json says; leave the precision out, or give the folder "
+            "that it was exported from"
+        )
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     wanted = dtype or (torch.float32 if place.type == "cpu" else "auto")
     model = CoatVlm.from_pretrained(folder, dtype=wanted, local_files_only=True)
     if precision is not None:
-        arithmetic_of(precision, fp8, place).apply(model)
+        arithmetic = arithmetic_of(precision, fp8, place)
+        arithmetic.apply(model)
+        for name in _bf16_blocks(folder) if arithmetic.fp8 is not None else ():
+            back_to_bf16(model.get_submodule(name), arithmetic.round_linears)
+    if scheme is not None:
+        round_inputs(model, scheme, compressed_layers(folder))
     return model.to(place).eval(), CoatVlmProcessor.from_pretrained(folder)
 
 
@@ -200,6 +219,14 @@ def _stop_token_ids(encoder: Encoder, eos_token_id: int | None) -> list[int]:
     labels = encoder(Sample(id="stop", turns=turns)).labels
     end_of_answer = int(labels[labels != IGNORE_INDEX][-1])
     return sorted({end_of_answer} | ({eos_token_id} if eos_token_id is not None else set()))
+
+
+def _bf16_blocks(folder: Path) -> list[str]:
+    """FP8 blocks that training sent back to BF16, as training.json says."""
+    path = folder / "training.json"
+    if not path.is_file():
+        return []
+    return json.loads(path.read_text(encoding="utf-8")).get("bf16_blocks", [])
 
 
 def _check_checkpoint(folder: Path) -> None:

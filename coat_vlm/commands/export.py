@@ -18,6 +18,7 @@ def add(commands: Commands) -> None:
   coat-vlm export runs/quickstart/sft/model --to exported_bf16 --dtype bfloat16
   coat-vlm export runs/my_run/sft/model --to exported_llava --format llava
   coat-vlm export runs/my_run/sft/model --to exported_vila --format vila
+  coat-vlm export runs/my_run/sft/model --to exported_fp8 --weights fp8 --format llava
   coat-vlm export NVILA_CHECKPOINT --to nvila_here
 
 Any number of ranks, ZeRO stage and precision can have saved the checkpoint; one process on a CPU
@@ -27,6 +28,15 @@ alone (LlavaForConditionalGeneration, AutoProcessor), and so in programs that se
 needs model.projector.type: mlp2x_gelu and images of one square (resize or pad). With --format
 vila it has VILA's folders llm/, vision_tower/ and mm_projector/. A VILA checkpoint with these is
 also taken as CKPT: --format coat makes it a folder that a recipe's init_from names.
+
+--weights compresses the linear layers of the language model; embeddings, lm_head, projector and
+vision tower stay in --dtype (bfloat16 when absent). The files are in the compressed-tensors layout
+that vLLM and transformers (with the compressed-tensors package) read. What each layer loses is
+printed and kept in quantization.json; "coat-vlm eval --model DIR" shows what that does to answers.
+
+  fp8        FP8 E4M3, one scale per output channel; inputs per token
+  fp8_block  FP8 E4M3, one scale per 128 x 128 block; inputs per token and 128 channels
+  int8       INT8, one scale per output channel; inputs per token
 """,
     )
     parser.add_argument(
@@ -47,13 +57,22 @@ also taken as CKPT: --format coat makes it a folder that a recipe's init_from na
         default="coat",
         help="layout of the folder: coat (default), llava for stock transformers, vila for VILA",
     )
+    parser.add_argument(
+        "--weights",
+        choices=["fp8", "fp8_block", "int8"],
+        help="compress the language model's linear layers; not with --format vila",
+    )
 
 
 def _export(args: argparse.Namespace) -> int:
     import torch
 
+    from coat_vlm.train.compressed_export import table
     from coat_vlm.train.export import export
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    say(f"model: {export(args.source, args.to, dtype, args.format)}")
+    folder = export(args.source, args.to, dtype, args.format, args.weights)
+    if args.weights:
+        say(table(folder))
+    say(f"model: {folder}")
     return 0

@@ -10,6 +10,7 @@ import logging
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from coat_vlm.config import ModuleName
+from coat_vlm.model.compressed_folder import arguments_of, compression_of
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.loss import next_token_loss
 from coat_vlm.model.output_layer import loss_for_logits, why_logits_are_needed
@@ -73,13 +75,21 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
     ) -> Any:
         """Load a composed checkpoint; arguments as in transformers.
 
+        Compressed weights (``coat-vlm export --weights``) are decompressed: the model is plain.
+
         Raises:
             ValueError: it is another kind of model, files are missing or damaged, or weights are
                 missing or of another shape.
         """
         name = os.fspath(pretrained_model_name_or_path)
+        source: str | None = name
+        scheme = compression_of(name)
         with readable_errors(name):
-            loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+            if scheme is not None:
+                config = kwargs.get("config") or CoatVlmConfig.from_pretrained(name)
+                kwargs |= arguments_of(Path(name), scheme, config, kwargs.get("dtype"))
+                source = None  # what is read is in the arguments
+            loaded: Any = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
         model, info = loaded
         check_complete(info, name)
         return (model, info) if output_loading_info else model

@@ -35,6 +35,11 @@ class Fp8Section:
     rates: list[tuple[str, str, str, str, str]]
     """(kind, format, values, saturated, underflowed), at the last step that was counted."""
     rates_step: int | None
+    compared: list[tuple[str, str, str, str]]
+    """(block, largest output error, largest input gradient error, where it computes now), of all
+    steps in which the monitor looked."""
+    warnings: list[str]
+    """What the monitor found, with its step."""
 
 
 def fp8_sections(run: RunFolder) -> list[Fp8Section]:
@@ -54,7 +59,32 @@ def _section(stage: StageLog) -> Fp8Section:
         states=_states(last.get("states", {})),
         rates=_rates(rates.get("rates", {})),
         rates_step=rates.get("step"),
+        compared=_compared(stage.monitor),
+        warnings=[
+            f"step {row['step']}: {text}" for row in stage.monitor for text in row["warnings"]
+        ],
     )
+
+
+def _compared(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    names = dict.fromkeys(name for row in rows for name in row["layers"])
+    back = {name: row["step"] for row in rows for name in row["sent_back"]}
+    return [
+        (
+            name,
+            _largest(rows, name, "output_error"),
+            _largest(rows, name, "input_gradient_error"),
+            f"BF16 since step {back[name]}" if name in back else "FP8",
+        )
+        for name in names
+    ]
+
+
+def _largest(rows: list[dict[str, Any]], name: str, key: str) -> str:
+    found = [row["layers"][name][key] for row in rows if key in row["layers"].get(name, {})]
+    if not found:
+        return ""
+    return "not finite" if None in found else f"{max(found):.4f}"
 
 
 def _block(row: Mapping[str, Any]) -> tuple[str, str, str, str]:

@@ -28,6 +28,8 @@ class StageLog:
     """One row per time that ``eval_every`` asked questions, in order."""
     fp8: list[dict[str, Any]] = field(default_factory=list)
     """What ``precision: coat`` measured, in order."""
+    monitor: list[dict[str, Any]] = field(default_factory=list)
+    """One row per time that FP8 blocks were compared with BF16, in order."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,7 +113,7 @@ def _read_metrics(path: Path, recipe: Mapping[str, Any], missing: list[str]) -> 
         name = str(row.get("stage"))
         log = logs.setdefault(name, StageLog(name=name))
         match row.get("kind"), row.get("status"):
-            case "step" | "val" | "eval" as kind, _:
+            case "step" | "val" | "eval" | "monitor" as kind, _:
                 numbered.setdefault((name, kind), {})[int(row["step"])] = row
             case "fp8", _:
                 log.fp8.append(row)
@@ -120,9 +122,9 @@ def _read_metrics(path: Path, recipe: Mapping[str, Any], missing: list[str]) -> 
             case "stage", "end":
                 log.end = row
     for name, log in logs.items():
-        log.steps, log.validations, log.evaluations = (
+        log.steps, log.validations, log.evaluations, log.monitor = (
             [row for _, row in sorted(numbered.get((name, kind), {}).items())]
-            for kind in ("step", "val", "eval")
+            for kind in ("step", "val", "eval", "monitor")
         )
         _note_progress(log, missing)
     return list(logs.values())

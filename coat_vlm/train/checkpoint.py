@@ -16,7 +16,7 @@ the cursor is saved; it follows from the seed and holds for any number of ranks.
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class Progress:
     bad_samples: int
     cursor: tuple[int, int]
     """How far the order of data is used: :class:`coat_data.order.Cursor`."""
+    bf16_blocks: list[str] = field(default_factory=list)
+    """FP8 blocks that the monitor sent back to BF16."""
 
 
 def save_checkpoint(

@@ -15,7 +15,10 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from coat_vlm.model import CoatVlm, CoatVlmConfig
+from coat_vlm.model.compressed import SCHEMES, WeightFormat
+from coat_vlm.model.compressed_folder import compression_of
 from coat_vlm.processor import CoatVlmProcessor
+from coat_vlm.train.compressed_export import compress_folder
 from coat_vlm.train.contents import Contents, read_contents
 from coat_vlm.train.folder import MANIFEST, problem_inside, write_folder
 from coat_vlm.train.llava_folder import save_llava
@@ -43,7 +46,11 @@ def save_description(folder: Path, model: CoatVlm, processor: CoatVlmProcessor) 
 
 
 def export(
-    source: Path, target: Path, dtype: torch.dtype | None = None, layout: Layout = "coat"
+    source: Path,
+    target: Path,
+    dtype: torch.dtype | None = None,
+    layout: Layout = "coat",
+    weights: WeightFormat | None = None,
 ) -> Path:
     """Write the model of a checkpoint or of a stage as a plain Hugging Face folder.
 
@@ -52,10 +59,12 @@ def export(
             every file compared with its SHA-256. Or a VILA checkpoint with its three folders.
         target: the new folder; it must not exist yet, or be empty.
         dtype: dtype of the written weights; by default that of the weights in training, to which
-            the master weights are rounded.
+            the master weights are rounded; BF16 beside compressed weights.
         layout: ``coat`` is read by coat_vlm; ``llava`` by stock transformers
             (:mod:`coat_vlm.train.llava_folder`); ``vila`` by VILA
             (:mod:`coat_vlm.train.vila_folder`).
+        weights: compress the language model's linear layers so
+            (:mod:`coat_vlm.train.compressed_export`); plain weights when absent.
 
     Returns:
         ``target``.
@@ -65,6 +74,9 @@ def export(
             has no place for the model.
         OSError: something could not be written.
     """
+    if weights is not None:
+        _check_compressible(source, layout)
+        dtype = dtype or torch.bfloat16
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not empty; give a new folder with --to")
     is_checkpoint, is_model = (
@@ -92,6 +104,8 @@ def export(
     def write(temporary: Path) -> None:
         save = {"coat": _save_coat, "llava": save_llava, "vila": save_vila}[layout]
         save(temporary, model, share_tied(dict(state), model), processor)
+        if weights is not None:
+            compress_folder(temporary, model, SCHEMES[weights])
         if origin.is_file():
             shutil.copyfile(origin, temporary / "training.json")
 
@@ -100,6 +114,20 @@ def export(
     write_folder(target, ALONE, write)
     (target / MANIFEST).unlink()
     return target
+
+
+def _check_compressible(source: Path, layout: Layout) -> None:
+    if layout == "vila":
+        raise ValueError(
+            "--weights is not for --format vila: the config.json of VILA's folders names one dtype "
+            "(model_dtype) for all three, and its loader knows no compressed-tensors; allowed: "
+            "--format coat or llava"
+        )
+    if compression_of(source) is not None:
+        raise ValueError(
+            f"{source} is compressed already, and what was lost stays lost; export --weights from "
+            "the checkpoint that it came from, or leave --weights out to decompress it"
+        )
 
 
 def _read(

@@ -27,6 +27,7 @@ from coat_vlm.config import StageConfig
 from coat_vlm.fp8 import WeightReuse
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import lr_factor
+from coat_vlm.train.block_monitor import BlockMonitor
 from coat_vlm.train.engine import set_train_mode
 from coat_vlm.train.evaluation import LiveEvaluation
 from coat_vlm.train.fp8_record import Fp8Record
@@ -67,6 +68,8 @@ class StageRun:
     """Whether micro-batches share FP8 weights."""
     fp8: Fp8Record | None = None
     """Measures FP8 at the first and at the last step."""
+    monitor: BlockMonitor | None = None
+    """Compares FP8 blocks with BF16 where that is due."""
     evaluation: LiveEvaluation | None = None
     """Asks questions on the way."""
     step: int = 0
@@ -101,10 +104,11 @@ class StageRun:
                     started = time.perf_counter()
                     micro_batches = next(batches)
                     data_wait = time.perf_counter() - started
-                    with self._measured(micro_batches) as measured:
+                    with self._monitored() as monitored, self._measured(micro_batches) as counted:
                         row = self._step(micro_batches, interrupts.received)
                     # Measuring FP8 takes memory too, which is no part of what training needs.
-                    row["peak_memory_mb"] = None if measured else self._peak_memory_mb()
+                    peak = None if counted or monitored else self._peak_memory_mb()
+                    row["peak_memory_mb"] = peak
                     stop = row.pop("stop")
                     self._report(row, started, data_wait, bar)
                     self._between_steps(stop, interrupts)
@@ -123,6 +127,21 @@ class StageRun:
         with self.fp8.rates(self.step + 1):
             yield True
         self.fp8.states(self.engine.client_optimizer, self.step)
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.world.device)
+
+    @contextmanager
+    def _monitored(self) -> Iterator[bool]:
+        """Compare FP8 blocks with BF16 after a step where that is due; says whether it is."""
+        if self.monitor is None or not _due(self.step + 1, self.monitor.every):
+            yield False
+            return
+        with self.monitor.capturing():
+            yield True
+        row, warnings = self.monitor.measure()
+        self.metrics.write({"kind": "monitor", "stage": self.name, "step": self.step, **row})
+        for warning in warnings if self.world.is_main else ():
+            tqdm.write(f"WARNING stage {self.name}, step {self.step}: {warning}")
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.world.device)
 

@@ -42,7 +42,7 @@ class Metrics:
             return
         self._file.write(json.dumps({**row, "time": round(time.time(), 3)}) + "\n")
         self._file.flush()
-        if row["kind"] in {"step", "val", "eval"}:
+        if row["kind"] in {"step", "val", "eval", "monitor"}:
             numbers = dict(_numbers(row["stage"], row))
             if self._board is not None:
                 for name, value in numbers.items():

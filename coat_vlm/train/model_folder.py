@@ -1,6 +1,7 @@
 """Writes a stage's final model as a Hugging Face folder."""
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def save_model(
     stage: str,
     step: int,
     world: World,
+    bf16_blocks: Sequence[str] = (),
 ) -> None:
     """Save weights, tokenizer, processor and training.json, whole or not at all.
 
@@ -36,6 +38,8 @@ def save_model(
         stage: the stage that ends here.
         step: its last step.
         world: the processes of the run.
+        bf16_blocks: FP8 blocks that the monitor sent back to BF16: :func:`coat_vlm.generate.load`
+            leaves them in BF16, too.
 
     Raises:
         OSError: the folder could not be written; an earlier one is untouched.
@@ -66,6 +70,7 @@ def save_model(
             "world_size": world.size,
             "seed": recipe.seed,
             "commit": commit(),
+            "bf16_blocks": list(bf16_blocks),
         }
         text = json.dumps(training, indent=1)
         (temporary / "training.json").write_text(text, encoding="utf-8")

@@ -29,6 +29,7 @@ from coat_vlm.processor import (
 )
 from coat_vlm.recipe_file import load_recipe, save_recipe
 from coat_vlm.tokenizer import tokenizer_name
+from coat_vlm.train.block_monitor import BlockMonitor
 from coat_vlm.train.checkpoint import (
     Progress,
     checkpoints_in,
@@ -53,13 +54,15 @@ _MAY_CHANGE = {
     "num_workers",
     "save_total_limit",
     "log_every_steps",
+    "monitor",
     "tracking",
     "eval_sets",
     "eval_every",
     "eval_samples",
     "zero_stage",
 }
-"""Recipe keys that a resumed run may change: they do not touch the training itself."""
+"""Recipe keys that a resumed run may change: they do not touch the training itself, but for the
+monitor's ``action``, which a warning may be the reason to change."""
 
 
 def run_recipe(
@@ -202,6 +205,8 @@ def _run_stage(
     overview = _overview(recipe, name, model, world)
     _print_tables(world, recipe, name, model, data, total_steps)
     engine = build_engine(model, recipe, stage, arithmetic, world)
+    split = recipe.zero_stage == 3
+    monitor = BlockMonitor(model, conversion, recipe.monitor, arithmetic, world, split)
     torch.manual_seed(recipe.seed + world.rank)  # dropout differs between ranks
     checkpoints = run_dir / name / "checkpoints"
 
@@ -214,6 +219,7 @@ def _run_stage(
             precision=recipe.precision,
             bad_samples=bad_samples,
             cursor=cursor,
+            bf16_blocks=monitor.in_bf16,
         )
 
     def save(step: int, cursor: Cursor) -> None:
@@ -227,6 +233,7 @@ def _run_stage(
     if checkpoint is not None:
         record.check()
         done = load_checkpoint(checkpoint, engine, done, world)
+        monitor.send_back(done.bf16_blocks)
         _say(world, f"stage {name} continues from {checkpoint}")
         if (done.world_size, done.zero_stage) != (world.size, recipe.zero_stage):
             _say(
@@ -256,13 +263,15 @@ def _run_stage(
         log_every_steps=recipe.log_every_steps,
         reuse=arithmetic.weight_reuse(model, world.device),
         fp8=None if conversion is None else Fp8Record(name, conversion, metrics.write),
+        monitor=monitor,
         evaluation=evaluation,
         step=done.step,
         cursor=Cursor(*done.cursor),
     )
     try:
         run.train()
-        save_model(run_dir / name / "model", model, processor, recipe, name, run.step, world)
+        target, back = run_dir / name / "model", monitor.in_bf16
+        save_model(target, model, processor, recipe, name, run.step, world, back)
         wall = round(time.perf_counter() - started, 2)
         metrics.write({"kind": "stage", "status": "end", **overview, "wall_s": wall})
     finally:

@@ -335,6 +335,41 @@ def test_fp8_is_shown_where_it_was_measured(run: Path):
     assert "lm_head: left, a reason" in texts
 
 
+def test_the_monitor_is_shown_with_its_warnings(run: Path):
+    block, other = (f"language_model.model.layers.{number}" for number in (0, 7))
+    values = [
+        {
+            block: {"output_error": 0.0625, "input_gradient_error": 0.125},
+            other: {"output_error": 0.1},
+        },
+        {
+            block: {"output_error": 0.05, "input_gradient_error": 0.25},
+            other: {"output_error": None},
+        },
+    ]
+    rows = [
+        {"kind": "fp8", "stage": "sft", "step": 0, "status": "blocks"},
+        *(
+            {
+                "kind": "monitor",
+                "stage": "sft",
+                "step": step,
+                "layers": layers,
+                "warnings": [f"{other}: a reason"] if step == 4 else [],
+                "sent_back": [other] if step == 4 else [],
+            }
+            for step, layers in zip((2, 4), values, strict=True)
+        ),
+    ]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    texts = [text for text in Page(write_report(run)).texts if text.strip()]
+    at = texts.index(other)
+    assert texts[texts.index(block) : at] == [block, "0.0625", "0.2500", "FP8"]
+    assert texts[at : at + 3] == [other, "not finite", "BF16 since step 4"]
+    assert f"step 4: {other}: a reason" in texts
+
+
 def test_states_of_an_older_log_are_shown_without_a_comparison(run: Path):
     row = {"kind": "fp8", "stage": "sft", "status": "states", "step": 4}
     row |= {"optimizer": "CoatAdamW", "bytes": 2125, "parameters": 1000}

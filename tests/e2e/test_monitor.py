@@ -1,0 +1,76 @@
+"""Runs whose recipe has a ``monitor``: what is written, what changes, and what a resume keeps."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
+BLOCK = "language_model.model.layers.0"
+TOWER = "vision_tower.model.encoder.layers.0"
+
+
+def run(data: Path, folder: Path, name: str, *options: str, **keys: Any) -> Path:
+    """A run of six steps on two ranks or one; its folder."""
+    ranks = keys.pop("ranks", 1)
+    recipe = training["tiny_recipe"](data, folder / name, precision="coat", **keys)
+    recipe["stages"]["sft"]["save_every_steps"] = 2
+    recipe["save_total_limit"] = 9
+    recipe["tracking"] = {"tensorboard": True}
+    done = training["train"](recipe, folder, *options, ranks=ranks)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (folder / f"{name}.out").write_text(done.stdout + done.stderr)
+    return folder / name
+
+
+def rows(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def test_looking_changes_nothing(tiny_data: Path, tmp_path: Path) -> None:
+    keys = {"ranks": 2, "zero_stage": 3}
+    plain = run(tiny_data, tmp_path, "plain", **keys)
+    looked = run(tiny_data, tmp_path, "looked", monitor={"every": 2}, **keys)
+    assert training["losses"](looked) == training["losses"](plain)
+    assert [r["grad_norm"] for r in rows(looked, "step")] == [
+        r["grad_norm"] for r in rows(plain, "step")
+    ]
+    found = rows(looked, "monitor")
+    assert [row["step"] for row in found] == [2, 4, 6]
+    for row in found:
+        assert row["layers"].keys() == {TOWER, BLOCK}
+        assert row["warnings"] == []
+        for values in row["layers"].values():
+            assert 0 < values["output_error"] < 0.25
+            assert 0 < values["input_gradient_error"] < 0.5
+    assert rows(plain, "monitor") == []
+
+
+def test_a_block_goes_back_and_stays_so_when_resumed(tiny_data: Path, tmp_path: Path) -> None:
+    monitor = {"every": 2, "layers": [BLOCK], "max_error": 1e-6, "action": "bf16"}
+    keys: dict[str, Any] = {"zero_stage": 1, "monitor": monitor}
+    whole = run(tiny_data, tmp_path, "whole", **keys)
+    (row,) = rows(whole, "monitor")  # afterwards there is nothing left to look at
+    assert row["sent_back"] == [BLOCK]
+    said = (tmp_path / "whole.out").read_text()
+    assert f"stage sft, step 2: {BLOCK}: output error is" in said
+    for step in (2, 6):
+        path = whole / "sft" / "checkpoints" / f"step-{step:08d}" / "trainer.json"
+        assert json.loads(path.read_text())["bf16_blocks"] == [BLOCK]
+    before = training["losses"](whole)
+
+    (whole / "sft" / "model" / "manifest.json").unlink()
+    for path in (whole / "sft" / "checkpoints").glob("step-*"):
+        if path.name > "step-00000002":
+            (path / "manifest.json").unlink()
+    keys["monitor"] = None  # what was decided stays, whatever the recipe says now
+    again = run(tiny_data, tmp_path, "whole", "--resume", "auto", **keys)
+    assert training["losses"](again) == before
+    saved = json.loads((again / "sft" / "model" / "training.json").read_text())
+    assert saved["bf16_blocks"] == [BLOCK]
+
+    plain = run(tiny_data, tmp_path, "plain", **(keys | {"monitor": None}))
+    without = training["losses"](plain)
+    assert without[:2] == before[:2]
+    assert without[2:] != before[2:]

@@ -1,0 +1,267 @@
+"""FP8 blocks compared with BF16 on live inputs: errors, the block in trouble, and the way back."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from coat_vlm.config import Fp8Config
+from coat_vlm.fp8 import Arithmetic, convert, fp8_blocks
+from coat_vlm.fp8.arithmetic import Bf16RoundedLinear
+from coat_vlm.fp8.block_error import BlockError, LiveInput, back_to_bf16, block_error
+from coat_vlm.generate import load
+from coat_vlm.monitor_config import MonitorConfig
+from coat_vlm.processor import CoatVlmProcessor
+from coat_vlm.recipe_file import load_recipe, save_recipe
+from coat_vlm.train.block_monitor import BlockMonitor, chosen
+from coat_vlm.train.world import ALONE
+
+LAYERS = 5
+CPU = Arithmetic(torch.float32, Fp8Config().resolved("coat"), round_linears=True)
+
+
+SIZES = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.1}
+
+
+def plain_model() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)).train()
+
+
+def watched(config: MonitorConfig, **fp8: Any) -> tuple[Any, BlockMonitor]:
+    model, settings = plain_model(), Fp8Config(**fp8)
+    report = convert(model, settings)
+    return model, BlockMonitor(model, report, config, CPU, ALONE, split=False)
+
+
+def train_step(model: Any, step: int = 0) -> dict[str, Tensor]:
+    """Gradients by name, of a step with dropout."""
+    ids = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(step))
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def measured(model: Any, monitor: BlockMonitor) -> dict[str, Any]:
+    with monitor.capturing():
+        train_step(model)
+    return monitor.measure()[0]
+
+
+@pytest.mark.parametrize("precision", ["coat", "coat_lean", "fp8_linear"])
+def test_a_healthy_model_is_within_the_default_limits(precision: Any) -> None:
+    model, monitor = watched(MonitorConfig(every=1), language=precision)
+    row = measured(model, monitor)
+    assert list(row["layers"]) == [f"model.layers.{n}" for n in (0, 2, 4)]
+    assert row["warnings"] == []
+    for values in row["layers"].values():
+        assert 0.005 < values["output_error"] < 0.2
+        assert 0.005 < values["input_gradient_error"] < 0.4
+        assert values["weight"].keys() == {"saturated", "underflowed"}
+        assert "gradient" in values
+
+
+def test_the_error_is_that_of_the_two_models_computed_whole() -> None:
+    """Of the first block: its input is the embedding in both, so whole models can be compared."""
+    ids = torch.arange(24).view(2, 12)
+    exact = plain_model().eval()
+    fp8, monitor = watched(MonitorConfig(every=1, layers=("first",)))
+    with torch.no_grad():
+        x = exact.model.embed_tokens(ids)
+        y, y8 = (
+            m.eval()(input_ids=ids, output_hidden_states=True).hidden_states[1]
+            for m in (exact, fp8)
+        )
+    by_hand = (y8 - y).norm() / (y - x).norm()
+    with monitor.capturing():
+        fp8.train()(input_ids=ids, labels=ids).loss.backward()
+    values = monitor.measure()[0]["layers"]["model.layers.0"]
+    # Ours compares with BF16's rounding instead of FP32, which is a tenth of FP8's.
+    assert values["output_error"] == pytest.approx(by_hand.item(), rel=0.1)
+
+
+def test_a_block_with_huge_weights_is_named() -> None:
+    model, monitor = watched(MonitorConfig(every=1, layers=("all",)))
+    with torch.no_grad():
+        model.model.layers[3].mlp.up_proj.weight[0, 0] = 3e6
+    with monitor.capturing():
+        train_step(model)
+    row, warnings = monitor.measure()
+    assert warnings
+    assert all("model.layers.3:" in text for text in warnings if "weight" in text)
+    (text,) = [text for text in warnings if "weight, underflowed" in text]
+    assert text.startswith("model.layers.3: weight, underflowed is ")
+    assert "allowed is 0.25 (monitor.max_underflowed)" in text
+    assert "monitor.action=bf16" in text
+    assert row["sent_back"] == []
+
+
+def test_nan_is_beyond_every_limit() -> None:
+    model, monitor = watched(MonitorConfig(every=1, layers=("last",)))
+    with torch.no_grad():
+        model.model.layers[4].mlp.down_proj.weight[0, 0] = torch.nan
+    row = measured(model, monitor)
+    assert row["layers"]["model.layers.4"]["output_error"] is None
+    assert "output error is not finite" in row["warnings"][0]
+
+
+def test_the_step_is_the_same_with_and_without_the_monitor() -> None:
+    """Gradients, random state and weights, bit for bit, in the step that is measured and after."""
+    model, monitor = watched(MonitorConfig(every=1, layers=("all",)))
+    other = copy.deepcopy(model)
+    torch.manual_seed(5)
+    with monitor.capturing():
+        ours = train_step(model, 1)
+    monitor.measure()
+    ours_next = train_step(model, 2)
+    torch.manual_seed(5)
+    theirs, theirs_next = train_step(other, 1), train_step(other, 2)
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+        assert torch.equal(ours_next[name], theirs_next[name]), name
+    assert not any(b._forward_hooks or b._forward_pre_hooks for _, b in fp8_blocks(model))
+
+
+def test_only_the_block_in_trouble_goes_back() -> None:
+    """It then computes what it would if the policy had left it, and is not looked at again."""
+    config = MonitorConfig(every=1, layers=("last",), max_error=1e-6, action="bf16")
+    model, monitor = watched(config)
+    row = measured(model, monitor)
+    assert row["sent_back"] == monitor.in_bf16 == ["model.layers.4"]
+    assert "computes in BF16 from now on" in row["warnings"][0]
+    assert [name for name, _ in fp8_blocks(model)] == [f"model.layers.{n}" for n in range(4)]
+    assert monitor.every == 0
+    left = plain_model()
+    fp8 = Fp8Config(skip_last=1)
+    Arithmetic(torch.float32, fp8.resolved("coat"), round_linears=True).apply(left)
+    left.lm_head.__class__ = nn.Linear  # as convert alone leaves it here
+    torch.manual_seed(1)
+    ours = train_step(model)
+    torch.manual_seed(1)
+    theirs = train_step(left)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_linear_layers_alone_go_back_too() -> None:
+    model = plain_model()
+    convert(model, Fp8Config(language="fp8_linear"))
+    block = model.model.layers[1]
+    back_to_bf16(block, round_linears=False)
+    kinds = {type(m) for m in block.modules() if isinstance(m, nn.Linear)}
+    assert kinds == {nn.Linear}
+    assert type(model.model.layers[2].mlp.up_proj) is not nn.Linear
+
+
+def test_a_resumed_stage_sends_the_same_blocks_back() -> None:
+    model, monitor = watched(MonitorConfig(every=3))
+    monitor.send_back(["model.layers.2", "model.layers.3"])
+    assert monitor.in_bf16 == ["model.layers.2", "model.layers.3"]
+    assert [name for name, _ in fp8_blocks(model)] == [f"model.layers.{n}" for n in (0, 1, 4)]
+    assert list(measured(model, monitor)["layers"]) == ["model.layers.0", "model.layers.4"]
+
+
+def test_gradient_checkpointing_keeps_the_first_run() -> None:
+    rows = []
+    for checkpointing in (False, True):
+        model, monitor = watched(MonitorConfig(every=1))
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(3)
+        rows.append(measured(model, monitor)["layers"])
+    assert rows[0] == rows[1]
+
+
+def test_where_nothing_trains_before_a_block_the_output_alone_is_compared() -> None:
+    model, monitor = watched(MonitorConfig(every=1, layers=("first",)))
+    model.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    with monitor.capturing():
+        model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    values = monitor.measure()[0]["layers"]["model.layers.0"]
+    assert values["output_error"] > 0
+    assert "input_gradient_error" not in values
+
+
+def test_sums_of_several_ranks() -> None:
+    total = BlockError()
+    assert (total.output_error, total.input_gradient_error) == (None, None)
+    total.add(BlockError(output=[3.0, 50.0], gradient=[1.0, 4.0], counts={"weight": [10, 1, 2]}))
+    total.add(BlockError(output=[5.0, 150.0], counts={"weight": [30, 0, 4]}))
+    assert total.output_error == pytest.approx(0.2)
+    assert total.input_gradient_error == pytest.approx(0.5)
+    assert total.rates == {"weight": {"saturated": 1 / 40, "underflowed": 6 / 40}}
+
+
+def test_a_cache_is_not_appended_to_and_hidden_states_may_be_named() -> None:
+    model, _ = watched(MonitorConfig(every=1))
+    x = torch.randn(1, 4, 64)
+    position = model.model.rotary_emb(x, torch.arange(4)[None])
+    live = LiveInput((x,), {"position_embeddings": position})
+    assert 0 < (block_error(model.model.layers[0], live, True).output_error or 0) < 0.2
+
+
+def test_what_went_back_is_evaluated_in_bf16(
+    tiny: Any, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    folder, block = tmp_path / "model", "language_model.model.layers.1"
+    model = tiny.model()
+    config = model.config
+    model.save_pretrained(folder)
+    CoatVlmProcessor(
+        tiny_tokenizer,
+        image_size=28,
+        image_mean=(0.5,) * 3,
+        image_std=(0.5,) * 3,
+        tokens_per_image=config.tokens_per_image,
+    ).save_pretrained(folder)
+    blocks = {}
+    for back in ([], [block]):
+        (folder / "training.json").write_text(json.dumps({"bf16_blocks": back}))
+        loaded, _ = load(folder, precision="coat", fp8=Fp8Config(vision="bf16"))
+        blocks[len(back)] = [name for name, _ in fp8_blocks(loaded)]
+        kind = type(loaded.get_submodule(f"{block}.mlp.up_proj"))
+        assert kind is (Bf16RoundedLinear if back else nn.Linear)
+    assert blocks == {0: [block.replace("1", "0"), block], 1: [block.replace("1", "0")]}
+
+
+NAMES = [f"tower.layers.{n}" for n in range(2)] + [f"model.layers.{n}" for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        (("first",), [0, 2]),
+        (("last", "middle"), [1, 4, 6]),
+        (("model.layers.1", "first"), [0, 2, 3]),
+        (("all",), range(7)),
+    ],
+)
+def test_which_blocks_are_meant(layers: tuple[str, ...], expected: Any) -> None:
+    assert chosen(NAMES, layers) == [NAMES[number] for number in expected]
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.layers\.9 is no FP8 block.*first, middle"):
+        chosen(NAMES, ("model.layers.9",))
+    with pytest.raises(ValueError, match="no FP8 block"):
+        chosen([], ("first",))
+    with pytest.raises(ValidationError, match=r"monitor\.layers"):
+        MonitorConfig(every=1, layers=())
+    with pytest.raises(ValueError, match="monitor has no effect with precision: bf16"):
+        load_recipe("quickstart", ["precision=bf16", "monitor.every=5"])
+
+
+def test_a_recipe_keeps_its_monitor(tmp_path: Path) -> None:
+    overrides = ["monitor.every=5", "monitor.layers=[first, model.layers.3]", "monitor.action=bf16"]
+    recipe = load_recipe("quickstart", overrides)
+    save_recipe(recipe, tmp_path / "saved.yaml")
+    read = load_recipe(str(tmp_path / "saved.yaml")).monitor
+    assert read == recipe.monitor
+    assert read == MonitorConfig(every=5, layers=("first", "model.layers.3"), action="bf16")

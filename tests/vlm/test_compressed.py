@@ -1,0 +1,159 @@
+"""Codes and scales of compressed weights, beside compressed-tensors' own arithmetic and by hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coat_vlm.model.compressed import (
+    SCHEMES,
+    Scheme,
+    WeightFormat,
+    dequantize,
+    quantize,
+    scheme_of,
+    sqnr_db,
+)
+from coat_vlm.model.rounded_inputs import round_inputs
+
+NAMES: tuple[WeightFormat, ...] = ("fp8", "fp8_block", "int8")
+SHAPES = [(256, 384), (130, 200), (1, 7)]
+
+
+def weight(rows: int, columns: int) -> Tensor:
+    """Channels of very different sizes, in BF16."""
+    torch.manual_seed(0)
+    return (torch.randn(rows, columns) * torch.logspace(-6, 3, rows)[:, None]).bfloat16()
+
+
+def back(w: Tensor, name: WeightFormat) -> Tensor:
+    return dequantize(*quantize(w, SCHEMES[name]), SCHEMES[name])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_shapes_and_dtypes(name: WeightFormat, shape: tuple[int, int]) -> None:
+    codes, scale = quantize(weight(*shape), SCHEMES[name])
+    blocks = (math.ceil(shape[0] / 128), math.ceil(shape[1] / 128))
+    assert codes.shape == shape
+    assert codes.dtype == (torch.int8 if name == "int8" else torch.float8_e4m3fn)
+    assert scale.shape == (blocks if name == "fp8_block" else (shape[0], 1))
+    assert scale.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_a_value_is_off_by_half_a_step_at_most(name: WeightFormat) -> None:
+    w = weight(64, 96).float()
+    step = w.abs().amax(1, keepdim=True) / SCHEMES[name].max
+    if name == "fp8":  # 3 bits after the point: half a step is 1/16 of the power of two below
+        step = torch.maximum(w.abs() / 8, step * 2**-9)
+    assert ((w - back(w, name)).abs() <= step / 2 * 1.001).all()
+
+
+def test_blocks_have_scales_of_their_own() -> None:
+    w = torch.ones(256, 130)
+    w[:128, 128:] = 448.0
+    w[128:, :128] = 4480.0
+    codes, scale = quantize(w, SCHEMES["fp8_block"])
+    torch.testing.assert_close(scale, torch.tensor([[1 / 448, 1.0], [10.0, 1 / 448]]))
+    assert (codes.float() == 448).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros_and_constants_come_back_exactly(name: WeightFormat) -> None:
+    w = torch.zeros(384, 128)
+    w[128:256] = -0.0123
+    w[256:] = 3.0e4
+    w[256:, ::2] *= -1
+    w = w.bfloat16()
+    assert torch.equal(back(w, name).bfloat16(), w)
+    assert back(torch.zeros(3, 5), name).eq(0).all()
+    assert sqnr_db(torch.zeros(3, 5), torch.zeros(3, 5)) == math.inf
+
+
+def test_tiny_channels_stay_finite() -> None:
+    w = torch.full((2, 16), 1e-40)
+    for name in NAMES:
+        assert torch.isfinite(back(w, name)).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_refused(bad: float) -> None:
+    w = torch.ones(4, 4)
+    w[1, 2] = bad
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        quantize(w, SCHEMES["fp8"])
+
+
+def test_sqnr_by_hand() -> None:
+    assert sqnr_db(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.5])) == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(("name", "floor", "ceiling"), [("fp8", 31, 33), ("int8", 41, 45)])
+def test_normal_weights_have_the_known_ratio(
+    name: WeightFormat, floor: float, ceiling: float
+) -> None:
+    """E4M3: relative steps of 2^-3, about 31.5 dB. INT8 at 3.3 sigma: 6.02 * 8 - 7.3 + 4.8 dB."""
+    torch.manual_seed(0)
+    w = torch.randn(512, 512)
+    assert floor < sqnr_db(w, back(w, name)) < ceiling
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_written_configuration_is_read_back(name: WeightFormat) -> None:
+    scheme = SCHEMES[name]
+    assert scheme_of(scheme.config(["lm_head"]), "x") is scheme
+    other = scheme.config([])
+    other["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
+    with pytest.raises(ValueError, match=r"here/config\.json: .*none of those"):
+        scheme_of(other, "here/config.json")
+
+
+PRESETS = {"fp8": "FP8_DYNAMIC", "fp8_block": "FP8_BLOCK", "int8": "INT8"}
+FIELDS = ("num_bits", "type", "strategy", "symmetric", "dynamic", "group_size", "block_structure")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compressed_tensors_reads_what_we_say(name: WeightFormat) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is in the dev extra")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+    from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+
+    scheme = SCHEMES[name]
+    parsed = QuantizationConfig.model_validate(scheme.config([]))
+    read: Any = parsed.config_groups["group_0"]
+    published: Any = preset_name_to_scheme(PRESETS[name], ["Linear"])
+    for part in ("weights", "input_activations"):
+        ours, theirs = getattr(read, part), getattr(published, part)
+        assert all(getattr(ours, key) == getattr(theirs, key) for key in FIELDS), part
+
+    w = weight(200, 256)
+    codes, scale = quantize(w, scheme)
+    compressor: Any = BaseCompressor.get_value_from_registry(parsed.format)
+    values = compressor.decompress({"weight": codes, "weight_scale": scale}, read)["weight"]
+    assert torch.equal(values, dequantize(codes, scale, scheme))
+    again = compressor.compress({"weight": w.float(), "weight_scale": scale}, read)["weight"]
+    assert again.dtype == codes.dtype
+    assert torch.equal(again.float(), codes.float())
+
+    x = torch.randn(6, 256) * torch.logspace(-3, 2, 6)[:, None]
+    layer: Any = nn.Linear(256, 1)
+    layer.quantization_scheme, layer.quantization_status = read, parsed.quantization_status
+    theirs = forward_quantize(layer, x[None], "input", read.input_activations)[0]
+    ours = inputs_of(x, scheme)
+    if name == "int8":  # it scales by amax / 127.5 there, and by amax / 127 in vLLM
+        assert ((ours - theirs).abs() <= x.abs().amax(1, keepdim=True) / 127).all()
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+def inputs_of(x: Tensor, scheme: Scheme) -> Tensor:
+    """What a layer with such weights makes of its input: of an identity's, its output."""
+    layer = nn.Linear(x.shape[1], x.shape[1], bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(x.shape[1]))
+        round_inputs(nn.ModuleDict({"layer": layer}), scheme, ["layer"])
+        return layer(x)

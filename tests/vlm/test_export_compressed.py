@@ -1,0 +1,203 @@
+"""Exports with compressed weights: what is in the files, who reads them, what they compute."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+from coat_vlm.cli import main
+from coat_vlm.config import Fp8Config
+from coat_vlm.generate import load
+from coat_vlm.model.compressed import SCHEMES, WeightFormat, dequantize, quantize, sqnr_db
+from coat_vlm.model.rounded_inputs import RoundedInputLinear
+from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.train import compressed_export
+
+llava = runpy.run_path(str(Path(__file__).with_name("test_export_llava.py")))
+saved, QUESTION = llava["saved"], llava["QUESTION"]
+NAMES: tuple[WeightFormat, ...] = ("fp8", "fp8_block", "int8")
+LAYERS = 2 * 7
+DOWN = "language_model.model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def source(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose down_proj alone has inputs that are no multiple of 128."""
+    text = tiny.language("llama", hidden_size=128, intermediate_size=144, head_dim=32)
+    return saved(tiny, tmp_path_factory.mktemp("compressed") / "ours", language=text)
+
+
+@pytest.fixture(scope="module")
+def exported(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    parent = tmp_path_factory.mktemp("exported")
+    for name in NAMES:
+        for layout in ("coat", "llava"):
+            target = parent / f"{name}-{layout}"
+            assert export(source, target, "--weights", name, "--format", layout) == 0
+    assert export(source, parent / "plain", "--dtype", "bfloat16") == 0
+    return {path.name: path for path in parent.iterdir()}
+
+
+def export(source: Path, target: Path, *options: str) -> int:
+    return main(["export", str(source), "--to", str(target), *options])
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_files_hold_codes_scales_and_the_rest_in_bf16(
+    exported: dict[str, Path], name: WeightFormat
+) -> None:
+    plain, found = weights(exported["plain"]), weights(exported[f"{name}-coat"])
+    scheme = SCHEMES[name]
+    layers = [key.removesuffix("_scale") for key in found if key.endswith(".weight_scale")]
+    assert len(layers) == (LAYERS - 2 if name == "fp8_block" else LAYERS)
+    assert found.keys() == plain.keys() | {f"{key}_scale" for key in layers}
+    for key, tensor in plain.items():
+        if key in layers:
+            codes, scale = quantize(tensor, scheme)
+            assert torch.equal(found[key].float(), codes.float()), key
+            assert torch.equal(found[f"{key}_scale"], scale), key
+        else:
+            assert torch.equal(found[key], tensor), key
+    assert not any("lm_head" in key or "projector" in key or "vision" in key for key in layers)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_names_every_layer_with_its_ratio(
+    exported: dict[str, Path], name: WeightFormat, source: Path, capsys: Any
+) -> None:
+    folder = exported[f"{name}-llava"]
+    record = json.loads((folder / "quantization.json").read_text())
+    plain, found = weights(exported["plain"]), weights(folder)
+    for row in record["layers"]:
+        key = row["layer"] + ".weight"
+        back = dequantize(found[key], found[f"{key}_scale"], SCHEMES[name])
+        assert row["sqnr_db"] == pytest.approx(sqnr_db(plain[key], back), abs=1e-3)
+        assert row["bytes_before"] == 2 * plain[key].numel()
+    lines = compressed_export.table(folder).splitlines()
+    assert all(any(row["layer"] in line for line in lines) for row in record["layers"])
+    left = {DOWN, DOWN.replace("layers.0", "layers.1")} if name == "fp8_block" else set()
+    assert record["left"].keys() == left
+    ignored = json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
+    assert len(ignored) == 3 + len(left)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_computes_with_both_roundings(
+    exported: dict[str, Path], name: WeightFormat
+) -> None:
+    model, _ = load(exported[f"{name}-coat"])
+    plain, _ = load(exported["plain"])
+    rounding = [n for n, m in model.named_modules() if isinstance(m, RoundedInputLinear)]
+    assert len(rounding) == (LAYERS - 2 if name == "fp8_block" else LAYERS)
+    ids = torch.tensor([[5, 9, 17, 40, 33, 8]])
+    with torch.no_grad():
+        ours, exact = model(input_ids=ids).logits, plain(input_ids=ids).logits
+    error = ((ours - exact).norm() / exact.norm()).item()
+    assert 1e-3 < error < 0.4
+    assert "quantization_config" not in model.config.to_dict()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stock_transformers_computes_what_we_do(
+    exported: dict[str, Path], name: WeightFormat
+) -> None:
+    """Its compressed-tensors route quantizes inputs, too."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is in the dev extra")
+    from transformers import LlavaForConditionalGeneration
+
+    stock: Any = LlavaForConditionalGeneration
+    theirs, info = stock.from_pretrained(
+        exported[f"{name}-llava"], dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ours, _ = load(exported[f"{name}-coat"])
+    ids = torch.tensor([[5, 9, 17, 40, 33, 8]])
+    with torch.no_grad():
+        a, b = theirs(input_ids=ids).logits, ours(input_ids=ids).logits
+    # INT8: it scales inputs by amax / 127.5, we and vLLM by amax / 127.
+    assert (a - b).norm() / b.norm() < (0.1 if name == "int8" else 1e-5)
+
+
+def test_an_evaluation_shows_the_difference(exported: dict[str, Path], tmp_path: Path) -> None:
+    data = tmp_path / "set"
+    data.mkdir()
+    rows = []
+    for number in range(4):
+        Image.new("RGB", (28, 28), (60 * number, 0, 90)).save(data / f"{number}.png")
+        question = {"question_id": str(number), "image": f"{number}.png", "text": QUESTION}
+        rows.append(json.dumps({**question, "answer": "yes", "category": "presence"}))
+    (data / "questions.jsonl").write_text("\n".join(rows))
+    for name in ("plain", "fp8-coat"):
+        command = ["eval", "--model", str(exported[name]), "--task", "yes_no"]
+        assert main([*command, "--data", str(data), "--out", str(tmp_path / name)]) == 0
+        answers = (tmp_path / name / "predictions.jsonl").read_text().splitlines()
+        assert len(answers) == 4
+    assert main(["compare", str(tmp_path / "plain"), str(tmp_path / "fp8-coat")]) == 0
+
+
+def test_weights_alone_are_decompressed_for_training_and_export(
+    exported: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = exported["fp8-coat"]
+    model = CoatVlm.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    assert not any(isinstance(module, RoundedInputLinear) for module in model.modules())
+    found = weights(folder)
+    expected = dequantize(
+        found[f"{DOWN}.weight"], found[f"{DOWN}.weight_scale"], SCHEMES["fp8"]
+    ).bfloat16()
+    assert torch.equal(model.get_submodule(DOWN).weight, expected)
+    assert model.generation_config.suppress_tokens == [model.config.image_token_id]
+    assert export(folder, tmp_path / "plain") == 0
+    assert torch.equal(weights(tmp_path / "plain")[f"{DOWN}.weight"], expected)
+    assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
+
+
+def test_many_files_have_an_index(
+    source: Path, exported: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compressed_export, "SHARD_BYTES", 20_000)
+    assert export(source, tmp_path / "many", "--weights", "fp8") == 0
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 3
+    assert sorted(set(index["weight_map"].values())) == files
+    one, _ = load(exported["fp8-coat"])
+    many, _ = load(tmp_path / "many")
+    for (name, a), b in zip(one.named_parameters(), many.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_what_is_refused(
+    source: Path, exported: dict[str, Path], tmp_path: Path, tiny: Any, capsys: Any
+) -> None:
+    target = tmp_path / "x"
+    assert export(source, target, "--weights", "fp8", "--format", "vila") == 2
+    assert "model_dtype" in capsys.readouterr().err
+    assert export(exported["int8-coat"], target, "--weights", "fp8") == 2
+    assert "compressed already" in capsys.readouterr().err
+    narrow = saved(tiny, tmp_path / "narrow", language=tiny.language("llama"))
+    assert export(narrow, target, "--weights", "fp8_block") == 2
+    message = capsys.readouterr().err
+    assert "K = 48 is not a multiple of 128" in message
+    assert "allowed here: fp8, int8" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["narrow"]  # nothing half written
+    with pytest.raises(ValueError, match="precision=coat has no effect"):
+        load(exported["fp8-coat"], precision="coat", fp8=Fp8Config())
+    config = exported["fp8-coat"] / "config.json"
+    other = tmp_path / "other"
+    other.mkdir()
+    text = config.read_text().replace("float-quantized", "pack-quantized")
+    (other / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="pack-quantized"):
+        load(other)
