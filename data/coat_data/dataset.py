@@ -1,5 +1,6 @@
 """Map-style access to the samples of a source in any of the known formats."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -45,7 +46,7 @@ class SampleDataset:
         follow_links: allow links below the media root that lead out of it.
         columns: the reader's names of fields -> those of the file.
         in_order: for a full read by :meth:`stream` only: also what cannot be read by number, and
-            what breaks off.
+            what breaks off; weights of a list, which are shares of an epoch, play no part in it.
 
     Raises:
         DataError: ``path`` or ``media_root`` does not exist, the file does not parse, its rows are
@@ -70,6 +71,8 @@ class SampleDataset:
                 str(media_root), "media_root is not a folder", "give the folder of the media files"
             )
         entries = read_list(path)
+        if entries is not None and in_order:
+            entries = [dataclasses.replace(entry, weight=None) for entry in entries]
         self.name = Path(path).stem if name is None else name
         self._rows: _OneSource | Concatenation
         self._sources: list[SampleDataset] = []
