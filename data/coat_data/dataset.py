@@ -31,7 +31,7 @@ class SampleDataset:
     Attributes:
         name: name in messages and tables; the file's or folder's name by default.
         format: what the rows were read as; of a list, the formats of its sources.
-        media_root: absolute folder that relative media paths start from.
+        media_root: absolute folder, or address, that relative media paths start from.
         random_access: whether samples can be taken by number.
         paths: the files that the rows are from, of a list also the list itself; a folder stands
             for all files below it. Media that rows name by path are not among them.
@@ -39,7 +39,8 @@ class SampleDataset:
     Args:
         path: the file or folder, an address of shards (:mod:`coat_data.containers.remote`), or a
             list of sources (:mod:`coat_data.lists.read`).
-        media_root: defaults to the file's folder, or to what the manifest or list says.
+        media_root: folder or address; defaults to the file's folder, or to what the manifest or
+            list says.
         name: see above.
         format: name of a reader, where the content does not tell.
         allow_pickle: read .pkl files, through an unpickler that builds plain values only.
@@ -66,7 +67,7 @@ class SampleDataset:
         columns: Mapping[str, str] | None = None,
         in_order: bool = False,
     ) -> None:
-        if media_root is not None and not Path(media_root).is_dir():
+        if media_root is not None and not (is_url(media_root) or Path(media_root).is_dir()):
             raise DataError(
                 str(media_root), "media_root is not a folder", "give the folder of the media files"
             )
@@ -174,8 +175,9 @@ class _OneSource:
         self.raw = opened.rows
         self.paths = opened.paths
         self._columns = {**opened.columns, **(columns or {})}
+        root = media_root or opened.rows.media_root
         self._root = MediaRoot(
-            Path(media_root or opened.rows.media_root).absolute(), follow_links=follow_links
+            root if is_url(root) else Path(root).absolute(), follow_links=follow_links
         )
         if format_name is None:
             probed = islice(opened.rows.stream(), _ROWS_PROBED)

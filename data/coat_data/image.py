@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -25,7 +25,9 @@ from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from coat_data.containers.remote_file import is_url
 from coat_data.image_formats import IMAGE_FORMATS, image_suffixes
+from coat_data.remote_media import fetched, header_of
 from coat_data.sample import DataError, Media
 
 ImageMode = Literal["resize", "pad", "dynamic", "dynamic_s2"]
@@ -53,7 +55,7 @@ def open_image(media: Media | str | os.PathLike[str], max_pixels: int | None = N
         DataError: the file is missing, empty, truncated, not an image, of floating point numbers,
             or has more pixels than allowed; names the path.
     """
-    with _opened(media, max_pixels) as (image, where):
+    with _opened(media, max_pixels, decode=True) as (image, where):
         ImageOps.exif_transpose(image, in_place=True)
         return _rgb(image, where)
 
@@ -68,7 +70,7 @@ def image_size(
     Raises:
         DataError: as for :func:`open_image`, as far as the header shows it.
     """
-    with _opened(media, max_pixels) as (image, _):
+    with _opened(media, max_pixels, decode=False) as (image, _):
         width, height = image.size
         if isinstance(image, TiffImageFile):  # Pillow may have turned the size already
             width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]
@@ -82,14 +84,14 @@ def image_size(
 
 @contextmanager
 def _opened(
-    media: Media | str | os.PathLike[str], max_pixels: int | None
+    media: Media | str | os.PathLike[str], max_pixels: int | None, *, decode: bool
 ) -> Iterator[tuple[Image.Image, str]]:
     """The image with its header read and its size checked, and its name for messages."""
     if not isinstance(media, Media):
         media = Media(kind="image", path=str(media))
     where = media.path or "<image bytes>"
     try:
-        with _limit_of_pillow(max_pixels), _open(media) as image:
+        with _limit_of_pillow(max_pixels), _open(media, decode=decode) as image:
             _check_size(image, where)
             yield image, where
     except DataError:
@@ -154,11 +156,15 @@ def _describes_itself_behind(image: PngImageFile) -> bool:
         file.seek(before)
 
 
-def _open(media: Media) -> Image.Image:
-    return Image.open(_source(media), formats=IMAGE_FORMATS)
+def _open(media: Media, *, decode: bool) -> Image.Image:
+    return Image.open(_source(media, decode=decode), formats=IMAGE_FORMATS)
 
 
-def _source(media: Media) -> io.BytesIO | str:
+def _source(media: Media, *, decode: bool) -> BinaryIO | str:
+    if media.path is not None and is_url(media.path):
+        if media.data is None and not decode:
+            return header_of(media)
+        media = fetched(media)
     if media.data is not None:
         return io.BytesIO(media.data)
     if media.path is None:
