@@ -8,8 +8,8 @@ lengths; ranks and workers get whole bins (:func:`coat_data.order.deal`). A samp
 Minimum bin slack: the longest sample that is left opens a bin, and of all sets of others the one
 that fills it best joins (Gupta and Ho 1999, "A new heuristic algorithm for the one-dimensional
 bin-packing problem", Production Planning & Control 10(6); with the longest one fixed as in Fleszar
-and Hindi 2002, Computers & Operations Research 29(7)). Where images are scarce, of sets that fill it
-alike the one with the most images, so that the last bins are not short of one budget only.
+and Hindi 2002, Computers & Operations Research 29(7)). Where images are scarce, of sets that
+fill it alike the one with the most images, so that the last bins are not short of one budget only.
 
 Best fit decreasing: the longest sample that is left joins the fullest bin that has room (Johnson
 1974, "Near-optimal bin packing algorithms", MIT). It leaves twice the slack where rows hold about
