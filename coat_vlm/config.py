@@ -121,7 +121,7 @@ class SourceConfig:
     path: str
     """Data file, folder, pattern or address of shards, or list of sources; see data/README.md."""
     media_root: str | None = None
-    """Folder that relative media paths start from; defaults to the folder of ``path``."""
+    """Folder or address that relative media paths start from; defaults to ``path``'s folder."""
     format: str | None = None
     """How to read a row, by a name that ``coat-vlm data lint`` shows; by content when absent."""
     follow_links: bool = False

@@ -29,7 +29,9 @@ def add_source(parser: argparse.ArgumentParser) -> None:
         help="JSON, JSONL, CSV, Parquet or tar file, pattern or address (https://, hf://, s3://) "
         "of shards, folder, or list of sources",
     )
-    parser.add_argument("--media-root", type=Path, help="where paths start; default: beside PATH")
+    parser.add_argument(
+        "--media-root", help="folder or address where paths start; default: beside PATH"
+    )
     parser.add_argument("--format", metavar="NAME", help="how to read a row; default: by content")
     parser.add_argument(
         "--allow-pickle", action="store_true", help="read .pkl files, plain values only"

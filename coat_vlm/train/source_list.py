@@ -1,7 +1,7 @@
 """A recipe's source that is a list of sources: one source for each entry, with its own share."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,17 @@ def parts(source: SourceConfig) -> list[Part]:
         )
     found = [_part(source, entry, sum(weights), alone=len(entries) == 1) for entry in entries]
     return found if source.exclude is None else _excluding(source, source.exclude, found)
+
+
+def ignored_keys(sources: Sequence[SourceConfig]) -> list[str]:
+    """A line for each entry of the sources' lists that has keys without a meaning here."""
+    return [
+        f"{source.name}/{entry.name}: {', '.join(entry.ignored)} of {source.path} has no meaning "
+        "here and is passed over"
+        for source in sources
+        for entry in read_list(source.path) or []
+        if entry.ignored
+    ]
 
 
 def by_rows(source: SourceConfig, entries: list[Part], rows: list[int]) -> list[Part]:

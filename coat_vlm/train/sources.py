@@ -23,7 +23,7 @@ from coat_data.verify import verify_rows, verify_template
 from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
 from coat_vlm.processor import CoatVlmProcessor
 from coat_vlm.train.measured import mean_tokens, measured
-from coat_vlm.train.source_list import by_rows, parts
+from coat_vlm.train.source_list import by_rows, ignored_keys, parts
 from coat_vlm.train.world import World
 
 
@@ -228,7 +228,7 @@ def open_data(
     return StageData(
         loader=loader,
         sources=sources,
-        warnings=_warnings(sources, datasets),
+        warnings=[*ignored_keys([*stage.data, *stage.val_data]), *_warnings(sources, datasets)],
         shares=mixture.accounting(),
         epoch_size=mixture.epoch_size,
         tokens=tokens,

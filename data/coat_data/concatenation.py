@@ -20,8 +20,12 @@ class Samples(Protocol):
 
     name: str
     format: str
-    media_root: Path
     random_access: bool
+
+    @property
+    def media_root(self) -> Path | str:
+        """Where relative media paths start."""
+        ...
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -97,8 +101,14 @@ class Concatenation:
                     yield error
 
 
-def _common_root(roots: Sequence[Path]) -> Path:
-    """The deepest folder that holds all roots, also where links among them lead."""
+def _common_root(given: Sequence[Path | str]) -> Path | str:
+    """The deepest folder that holds all roots, also where links among them lead.
+
+    Addresses are no part of it: what lies below one is stored with its whole address.
+    """
+    roots = [root for root in given if isinstance(root, Path)]
+    if not roots:
+        return given[0]
     common = os.path.commonpath(roots)
     real = os.path.realpath(common)
     if any(os.path.commonpath([os.path.realpath(root), real]) != real for root in roots):

@@ -1,5 +1,6 @@
 """Map-style access to the samples of a source in any of the known formats."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -30,7 +31,7 @@ class SampleDataset:
     Attributes:
         name: name in messages and tables; the file's or folder's name by default.
         format: what the rows were read as; of a list, the formats of its sources.
-        media_root: absolute folder that relative media paths start from.
+        media_root: absolute folder, or address, that relative media paths start from.
         random_access: whether samples can be taken by number.
         paths: the files that the rows are from, of a list also the list itself; a folder stands
             for all files below it. Media that rows name by path are not among them.
@@ -38,14 +39,15 @@ class SampleDataset:
     Args:
         path: the file or folder, an address of shards (:mod:`coat_data.containers.remote`), or a
             list of sources (:mod:`coat_data.lists.read`).
-        media_root: defaults to the file's folder, or to what the manifest or list says.
+        media_root: folder or address; defaults to the file's folder, or to what the manifest or
+            list says.
         name: see above.
         format: name of a reader, where the content does not tell.
         allow_pickle: read .pkl files, through an unpickler that builds plain values only.
         follow_links: allow links below the media root that lead out of it.
         columns: the reader's names of fields -> those of the file.
         in_order: for a full read by :meth:`stream` only: also what cannot be read by number, and
-            what breaks off.
+            what breaks off; weights of a list, which are shares of an epoch, play no part in it.
 
     Raises:
         DataError: ``path`` or ``media_root`` does not exist, the file does not parse, its rows are
@@ -65,11 +67,13 @@ class SampleDataset:
         columns: Mapping[str, str] | None = None,
         in_order: bool = False,
     ) -> None:
-        if media_root is not None and not Path(media_root).is_dir():
+        if media_root is not None and not (is_url(media_root) or Path(media_root).is_dir()):
             raise DataError(
                 str(media_root), "media_root is not a folder", "give the folder of the media files"
             )
         entries = read_list(path)
+        if entries is not None and in_order:
+            entries = [dataclasses.replace(entry, weight=None) for entry in entries]
         self.name = Path(path).stem if name is None else name
         self._rows: _OneSource | Concatenation
         self._sources: list[SampleDataset] = []
@@ -171,8 +175,9 @@ class _OneSource:
         self.raw = opened.rows
         self.paths = opened.paths
         self._columns = {**opened.columns, **(columns or {})}
+        root = media_root or opened.rows.media_root
         self._root = MediaRoot(
-            Path(media_root or opened.rows.media_root).absolute(), follow_links=follow_links
+            root if is_url(root) else Path(root).absolute(), follow_links=follow_links
         )
         if format_name is None:
             probed = islice(opened.rows.stream(), _ROWS_PROBED)

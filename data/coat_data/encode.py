@@ -237,7 +237,7 @@ class Encoder:
             raise _within(sample, error) from error
         counts, self._media.counts = self._media.counts, Counter()
         return EncodedSample(
-            torch.tensor(ids), torch.tensor(labels), pixel_values, self._grids(plans), dict(counts)
+            _as_tensor(ids), _as_tensor(labels), pixel_values, self._grids(plans), dict(counts)
         )
 
     def _tokens(
@@ -303,6 +303,11 @@ class Encoder:
                 "raise model.max_length, take fewer images, tiles (model.image.max_tiles) or "
                 "frames (model.video), or split the conversation",
             )
+
+
+def _as_tensor(numbers: list[int]) -> torch.Tensor:
+    """int64; through numpy, which reads a long list several times as fast as torch."""
+    return torch.from_numpy(np.array(numbers, dtype=np.int64))
 
 
 def _check_answered(sample: Sample) -> None:

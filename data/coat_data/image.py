@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -25,7 +25,9 @@ from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from coat_data.containers.remote_file import is_url
 from coat_data.image_formats import IMAGE_FORMATS, image_suffixes
+from coat_data.remote_media import fetched, header_of
 from coat_data.sample import DataError, Media
 
 ImageMode = Literal["resize", "pad", "dynamic", "dynamic_s2"]
@@ -53,7 +55,7 @@ def open_image(media: Media | str | os.PathLike[str], max_pixels: int | None = N
         DataError: the file is missing, empty, truncated, not an image, of floating point numbers,
             or has more pixels than allowed; names the path.
     """
-    with _opened(media, max_pixels) as (image, where):
+    with _opened(media, max_pixels, decode=True) as (image, where):
         ImageOps.exif_transpose(image, in_place=True)
         return _rgb(image, where)
 
@@ -68,7 +70,7 @@ def image_size(
     Raises:
         DataError: as for :func:`open_image`, as far as the header shows it.
     """
-    with _opened(media, max_pixels) as (image, _):
+    with _opened(media, max_pixels, decode=False) as (image, _):
         width, height = image.size
         if isinstance(image, TiffImageFile):  # Pillow may have turned the size already
             width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]
@@ -82,14 +84,14 @@ def image_size(
 
 @contextmanager
 def _opened(
-    media: Media | str | os.PathLike[str], max_pixels: int | None
+    media: Media | str | os.PathLike[str], max_pixels: int | None, *, decode: bool
 ) -> Iterator[tuple[Image.Image, str]]:
     """The image with its header read and its size checked, and its name for messages."""
     if not isinstance(media, Media):
         media = Media(kind="image", path=str(media))
     where = media.path or "<image bytes>"
     try:
-        with _limit_of_pillow(max_pixels), _open(media) as image:
+        with _limit_of_pillow(max_pixels), _open(media, decode=decode) as image:
             _check_size(image, where)
             yield image, where
     except DataError:
@@ -154,11 +156,15 @@ def _describes_itself_behind(image: PngImageFile) -> bool:
         file.seek(before)
 
 
-def _open(media: Media) -> Image.Image:
-    return Image.open(_source(media), formats=IMAGE_FORMATS)
+def _open(media: Media, *, decode: bool) -> Image.Image:
+    return Image.open(_source(media, decode=decode), formats=IMAGE_FORMATS)
 
 
-def _source(media: Media) -> io.BytesIO | str:
+def _source(media: Media, *, decode: bool) -> BinaryIO | str:
+    if media.path is not None and is_url(media.path):
+        if media.data is None and not decode:
+            return header_of(media)
+        media = fetched(media)
     if media.data is not None:
         return io.BytesIO(media.data)
     if media.path is None:
@@ -249,8 +255,7 @@ class ImageTransform:
         self.augment = augment
         self._mean_colour = tuple(int(255 * value) for value in self.mean)
         self._blank = np.full((size, size, 3), self._mean_colour, dtype=np.uint8)
-        self._mean = np.array(self.mean, dtype=np.float32)[:, None, None]
-        self._std = np.array(self.std, dtype=np.float32)[:, None, None]
+        self._steps = [_steps(*channel) for channel in zip(self.mean, self.std, strict=True)]
 
     def __call__(
         self, image: Image.Image, rng: np.random.Generator | None = None
@@ -286,17 +291,20 @@ class ImageTransform:
             image = self._padded_to_square(image)
         if image.size != (self.size, self.size):
             image = image.resize((self.size, self.size), self.resample)
-        values = np.asarray(image)
+        channels = channels_of(image)
         if rng is not None and self.augment == "crop_flip":
-            values = self._cropped_and_flipped(values, rng)
-        self.normalize(values, out)
+            moved = self._cropped_and_flipped(np.stack(channels, axis=-1), rng)
+            channels = list(moved.transpose(2, 0, 1))
+        self.normalize(channels, out)
 
-    def normalize(self, values: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
-        """Write normalized ``values`` (size, size, 3) into ``out`` (3, size, size)."""
-        out[...] = values.transpose(2, 0, 1)
-        out /= np.float32(255)
-        out -= self._mean
-        out /= self._std
+    def normalize(self, channels: Sequence[NDArray[np.uint8]], out: NDArray[np.float32]) -> None:
+        """Write normalized ``channels``, three of (size, size), into ``out`` (3, size, size)."""
+        for values, pixels, (divisor, mean, std) in zip(channels, out, self._steps, strict=True):
+            pixels[...] = values
+            pixels /= divisor
+            pixels -= mean
+            if std is not None:
+                pixels /= std
 
     def _padded_to_square(self, image: Image.Image) -> Image.Image:
         side = max(image.size)
@@ -315,6 +323,32 @@ class ImageTransform:
         moved = self._blank.copy()
         moved[_target(down), _target(right)] = values[_target(-down), _target(-right)]
         return moved
+
+
+def channels_of(image: Image.Image) -> list[NDArray[np.uint8]]:
+    """The channels of an RGB image, three of (height, width).
+
+    Pillow keeps four bytes per pixel: to part the channels takes as long as to pack three of them,
+    and channels are read several times as fast as every third byte.
+    """
+    return [
+        np.frombuffer(image.tobytes("raw", channel), np.uint8).reshape(image.height, image.width)
+        for channel in "RGB"
+    ]
+
+
+def _steps(mean: float, std: float) -> tuple[np.float32, np.float32, np.float32 | None]:
+    """What a channel is divided by, less what, and divided by in the end.
+
+    The formula has two divisions in float32. Where one, by 255 std and less mean / std, gives the
+    same bits for all 256 values (so for std 1/2), it takes two thirds of the time.
+    """
+    divisor, mean32, std32 = np.float32(255), np.float32(mean), np.float32(std)
+    values = np.arange(256, dtype=np.float32)
+    folded = values / (divisor * std32) - mean32 / std32
+    if np.array_equal(folded, (values / divisor - mean32) / std32):
+        return divisor * std32, mean32 / std32, None
+    return divisor, mean32, std32
 
 
 def _target(shift: int) -> slice:

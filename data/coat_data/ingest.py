@@ -31,6 +31,7 @@ from coat_data.shards import (
     to_record,
 )
 from coat_data.video import read_frames
+from coat_data.writers.media_folder import media_bytes
 
 _ERRORS_SHOWN = 5
 _ROWS_IN_MEMORY = 200
@@ -179,14 +180,7 @@ class _Loader:
         if media.data is not None:
             self.num_stored += 1
         elif self._embed:
-            try:
-                media = dataclasses.replace(media, data=Path(media.path or "").read_bytes())
-            except OSError as error:
-                raise DataError(
-                    str(media.path),
-                    f"unreadable: {error.strerror}",
-                    "check path and media_root",
-                ) from error
+            media = dataclasses.replace(media, data=media_bytes(media))
         if self._check:
             decode(media)
         return media

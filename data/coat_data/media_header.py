@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from coat_data.containers.remote_file import is_url
+from coat_data.remote_media import size_of
 from coat_data.sample import DataError, Media
 
 
@@ -15,6 +17,8 @@ def check_video(media: Media) -> None:
     where = media.path or "<video bytes>"
     if media.data is not None:
         empty = not media.data
+    elif is_url(where):
+        empty = size_of(where) == 0
     elif not os.path.exists(where):  # noqa: PTH110 - a million paths
         raise DataError(where, "no such file", "fix the path or the media root")
     else:

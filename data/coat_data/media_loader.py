@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from coat_data.frame_sampling import VideoSettings
 from coat_data.image import ONE_TILE, ImageTransform, TilePlan, image_size, open_image
+from coat_data.remote_media import fetched
 from coat_data.sample import DataError, Media
 
 if TYPE_CHECKING:
@@ -84,12 +85,14 @@ class MediaLoader:
         """What ``media`` becomes for certain, and what :meth:`write` needs.
 
         A video is decoded, as only that shows how many frames it has. Of an image the header is
-        read where its size matters: pixels are decoded one image at a time.
+        read where its size matters: pixels are decoded one image at a time. What has an address is
+        fetched here, once.
 
         Raises:
             DataError: it cannot be read.
         """
         if media.kind == "image":
+            media = fetched(media)
             return MediaPlan((self._image_plan(media),)), media
         clip = self._clip(media)
         times = None if clip.times_s is None else tuple(clip.times_s)

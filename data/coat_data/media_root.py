@@ -2,9 +2,19 @@
 
 import functools
 import os
+import posixpath
+import urllib.parse
 from pathlib import Path
 
+from coat_data.containers.remote_file import is_url
 from coat_data.sample import DataError
+
+ROW_SCHEMES = ("http", "https", "s3", "gs", "hf")
+"""Of addresses that a row may give for a medium; none of them reaches this machine's files."""
+
+
+_OF_ADDRESSES = "!#$%&'()*+,/:;=?@[]~"
+"""Characters that may stand in an address as they are (RFC 3986); of rows, "%" is taken as one."""
 
 
 class MediaRoot:
@@ -13,24 +23,33 @@ class MediaRoot:
     A data file comes from somebody else: ``../../secret.png``, an absolute path or a link that was
     unpacked with the images must not make a training set of the user's other files.
 
+    Attributes:
+        folder: as given; an address as text.
+
     Args:
-        folder: absolute folder.
+        folder: absolute folder, or an address of one.
         follow_links: allow links below the folder that lead out of it; for folders that the user
             has linked together.
     """
 
     def __init__(self, folder: str | Path, *, follow_links: bool = False) -> None:
-        self.folder = Path(os.path.normpath(folder))
+        self.folder = folder.rstrip("/") if is_url(folder) else Path(os.path.normpath(folder))
         self.follow_links = follow_links
         self._folder = str(self.folder)
         self._real_folder = os.path.realpath(folder)
 
     def file(self, name: str, where: str) -> str:
-        """The absolute path of ``name``; it need not exist.
+        """The absolute path or the address of ``name``; it need not exist.
+
+        An address of one of :data:`ROW_SCHEMES` stands for itself: it is no file of this machine.
 
         Raises:
             DataError: the path leaves the folder, by itself or through a link.
         """
+        if is_url(name):
+            return self._address(name, where)
+        if isinstance(self.folder, str):
+            return self._below_address(self.folder, name, where)
         path = os.path.normpath(os.path.join(self._folder, name))  # noqa: PTH118 - once per medium
         if not _is_below(path, self._folder):
             raise DataError(
@@ -42,6 +61,37 @@ class MediaRoot:
         if not self.follow_links:
             self._check_links(path, name, where)
         return path
+
+    def name(self, name: str) -> str:
+        """Where ``name`` would be, for messages: nothing is opened there."""
+        return name if is_url(name) else os.path.join(self._folder, name)  # noqa: PTH118
+
+    def _address(self, name: str, where: str) -> str:
+        scheme, _, rest = name.partition("://")
+        below = isinstance(self.folder, str) and name.startswith(f"{self.folder}/")
+        clean = not {".", ".."} & set(rest.split("/")) and "::" not in rest
+        if scheme.lower() not in ROW_SCHEMES and not (below and clean):
+            raise DataError(
+                where,
+                f"the medium is the address {name[:80]!r}",
+                f"use one of {', '.join(ROW_SCHEMES)}, or download it and give its path",
+            )
+        if scheme.lower() in ("http", "https"):
+            return urllib.parse.quote(f"{scheme.lower()}://{rest}", safe=_OF_ADDRESSES)
+        if "::" in rest:  # fsspec would open another file system by what follows
+            raise DataError(where, f"the address {name[:80]!r} has '::' in it", "name one file")
+        return f"{scheme.lower()}://{rest}"
+
+    def _below_address(self, folder: str, name: str, where: str) -> str:
+        path = posixpath.normpath(name)
+        if path.startswith("/") or path.split("/")[0] == ".." or "::" in path:
+            raise DataError(
+                where,
+                f"the media path {name!r} leaves the media root {folder}",
+                "use a path below the media root, or a whole address",
+            )
+        http = folder.startswith(("http://", "https://"))
+        return f"{folder}/{urllib.parse.quote(path) if http else path}"
 
     def _check_links(self, path: str, name: str, where: str) -> None:
         real = _real_folder(os.path.dirname(path))  # noqa: PTH120

@@ -8,7 +8,8 @@ lengths; ranks and workers get whole bins (:func:`coat_data.order.deal`). A samp
 Minimum bin slack: the longest sample that is left opens a bin, and of all sets of others the one
 that fills it best joins (Gupta and Ho 1999, "A new heuristic algorithm for the one-dimensional
 bin-packing problem", Production Planning & Control 10(6); with the longest one fixed as in Fleszar
-and Hindi 2002, Computers & Operations Research 29(7)).
+and Hindi 2002, Computers & Operations Research 29(7)). Where images are scarce, of sets that
+fill it alike the one with the most images, so that the last bins are not short of one budget only.
 
 Best fit decreasing: the longest sample that is left joins the fullest bin that has room (Johnson
 1974, "Near-optimal bin packing algorithms", MIT). It leaves twice the slack where rows hold about
@@ -31,6 +32,11 @@ MAX_DRAWS = 1000
 
 _TRIED_UNDER_BOTH = 64
 """Samples of all lengths that are tried where the image budget matters, which takes longer."""
+
+_SCARCE = 0.75
+"""Share of the image budget that rows full of tokens would need on the average; above it a bin
+filled by tokens alone would take the samples without images first, and leave to the last ones what
+fits by tokens only."""
 
 _WINDOWS_KEPT = 4
 """A loader looks a few windows ahead of what is trained."""
@@ -112,16 +118,18 @@ def minimum_bin_slack(
 ) -> list[list[int]]:
     """Bins with the least slack in tokens, one after the other; arguments as :func:`pack`'s."""
     left = _longest_first(tokens, images)
+    most = sum(images) if budget.images is None else budget.images
+    needed = sum(images) * budget.tokens / sum(tokens) if tokens else 0.0
+    scarce = budget.images is not None and needed > _SCARCE * most
     bins: list[list[int]] = []
     while left:
         first, *left = left
         room = budget.tokens - tokens[first]
-        chosen = _fullest(left, tokens, room, [0] * len(tokens), 0)
-        if budget.images is not None:
-            free_images = budget.images - images[first]
-            if sum(images[sample] for sample in chosen) > free_images:
-                some = left[:: -(-len(left) // _TRIED_UNDER_BOTH)]
-                chosen = _fullest(some, tokens, room, images, free_images)
+        free_images = most - images[first]
+        chosen = [] if scarce else _fullest(left, tokens, room, [0] * len(tokens), 0)
+        if scarce or sum(images[sample] for sample in chosen) > free_images:
+            some = left[:: max(1, -(-len(left) // _TRIED_UNDER_BOTH))]
+            chosen = _fullest(some, tokens, room, images, free_images)
         bins.append([first, *chosen])
         taken = set(chosen)
         left = [sample for sample in left if sample not in taken]
@@ -157,16 +165,17 @@ def _longest_first(tokens: Sequence[int], images: Sequence[int]) -> list[int]:
 def _fullest(
     samples: Sequence[int], tokens: Sequence[int], room: int, images: Sequence[int], most: int
 ) -> list[int]:
-    """The samples that fill ``room`` best with at most ``most`` images; early ones preferred.
+    """The samples that fill ``room`` best with at most ``most`` images.
 
-    Of sets that fill it alike, one with many images: those are the harder ones to place.
+    Of sets that fill it alike, one with the most images, as those are the harder ones to place; and
+    of these one with early samples.
 
     Subset sums as bits of one integer: bit ``i * stride + t`` stands for t tokens with i images.
     """
     stride = 2 * room + 1  # so that one sample more never reaches the next block's sums
     block = (1 << (room + 1)) - 1
     mask = sum(block << (i * stride) for i in range(most + 1))
-    full = sum(1 << (i * stride + room) for i in range(most + 1))
+    full = 1 << (most * stride + room)
     sums, tried = 1, []
     for sample in samples:
         if tokens[sample] <= room and images[sample] <= most:

@@ -20,6 +20,8 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from PIL import Image
 
+from coat_data.containers.remote_file import is_url
+from coat_data.remote_media import header_of
 from coat_data.sample import Media
 
 _SEEK_SECONDS = 60.0
@@ -117,6 +119,8 @@ class PyavVideo:
 
 def _open(media: Media) -> InputContainer:
     source: Any = media.path if media.data is None else io.BytesIO(media.data)
+    if isinstance(source, str) and is_url(source):
+        source = header_of(media)
     try:
         return av.open(source, metadata_errors="replace", options=_ONLY_VIDEO_FILES)  # pyright: ignore[reportReturnType]
     except ArgumentError as error:  # what FFmpeg answers to a format that is not in the list

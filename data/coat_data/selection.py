@@ -119,7 +119,12 @@ def select_rows(size: int, select: str | None, seed: int, name: str) -> np.ndarr
     if select is None:
         return np.arange(size)
     kind, amount, percent = parse_select(select)
-    number = round(size * amount / 100) if percent else int(amount)
+    if not percent:
+        number = int(amount)
+    elif kind == "last":  # what the first rows leave, so that both together are all, each once
+        number = size - round(size * (100 - amount) / 100)
+    else:
+        number = round(size * amount / 100)
     if not 0 < number <= size:
         raise ValueError(
             f"{name}: select={select!r} is {number} of its {size} rows; choose 1 to {size} rows, "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coat_data.containers.remote_file import is_url
 from coat_data.media_root import MediaRoot
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 
@@ -48,7 +49,7 @@ class Manifest:
     """Absolute path of the file that was ingested."""
     source_sha256: str
     media_root: str
-    """Absolute folder that relative media paths start from."""
+    """Absolute folder, or address, that relative media paths start from."""
     embedded: bool
     """Whether the shards hold the media files' bytes."""
 
@@ -110,8 +111,8 @@ def features() -> "Features":
     )
 
 
-def to_record(sample: Sample, media_root: Path) -> dict[str, Any]:
-    """One row of a shard, with media paths relative to ``media_root`` where possible."""
+def to_record(sample: Sample, media_root: Path | str) -> dict[str, Any]:
+    """One row of a shard, with media paths relative to ``media_root``, or as they are outside."""
     return {
         "id": sample.id,
         "row": sample.row,
@@ -135,7 +136,7 @@ def to_sample(record: dict[str, Any], *, source: str, root: MediaRoot) -> Sample
         if entry["data"] is None:
             entry["path"] = root.file(entry["path"], where)
         else:  # only a name; nothing is opened
-            entry["path"] = str(root.folder / entry["path"])
+            entry["path"] = root.name(entry["path"])
     return Sample(
         id=record["id"],
         turns=tuple(
@@ -148,6 +149,8 @@ def to_sample(record: dict[str, Any], *, source: str, root: MediaRoot) -> Sample
     )
 
 
-def _relative(path: str | None, media_root: Path) -> str:
+def _relative(path: str | None, media_root: Path | str) -> str:
+    if path is not None and is_url(path):
+        return path
     target = Path(path or "")
     return str(target.relative_to(media_root) if target.is_relative_to(media_root) else target)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from coat_data.image import ImageMode, ImageTransform, TilePlan
+from coat_data.image import ImageMode, ImageTransform, TilePlan, channels_of
 
 
 @functools.lru_cache(maxsize=4096)
@@ -136,8 +136,8 @@ class TiledTransform(ImageTransform):
         for tile, place in zip(self._cut(image), out, strict=True):
             self.normalize(tile, place)
 
-    def _cut(self, image: Image.Image) -> Iterator[NDArray[np.uint8]]:
-        """The tiles, (size, size, 3) each."""
+    def _cut(self, image: Image.Image) -> Iterator[list[NDArray[np.uint8]]]:
+        """The channels of each tile, three of (size, size)."""
         plan = self.plan(*image.size)
         for scale in self.scales[:-1]:
             side = scale // self.size
@@ -146,13 +146,17 @@ class TiledTransform(ImageTransform):
         if self.mode == "dynamic" and plan.num_tiles > 1:
             yield from self._grid(image, 1, 1)
 
-    def _grid(self, image: Image.Image, rows: int, columns: int) -> Iterator[NDArray[np.uint8]]:
+    def _grid(
+        self, image: Image.Image, rows: int, columns: int
+    ) -> Iterator[list[NDArray[np.uint8]]]:
         size = self.size
         target = (columns * size, rows * size)
-        values = np.asarray(image if image.size == target else image.resize(target, self.resample))
+        channels = channels_of(
+            image if image.size == target else image.resize(target, self.resample)
+        )
         for top in range(0, rows * size, size):
             for left in range(0, columns * size, size):
-                yield values[top : top + size, left : left + size]
+                yield [values[top : top + size, left : left + size] for values in channels]
 
 
 def check_scales(scales: Sequence[int], size: int) -> None:

@@ -19,10 +19,12 @@ from pathlib import Path
 
 from PIL import Image
 
+from coat_data.containers.remote_file import is_url
 from coat_data.decord_reader import DecordError, DecordReader
 from coat_data.frame_sampling import VideoSettings, middles
 from coat_data.image import list_frames, open_image
 from coat_data.pyav_reader import PyavVideo, TimeSpan
+from coat_data.remote_media import fetched
 from coat_data.sample import DataError, Media
 
 
@@ -87,6 +89,7 @@ class VideoReader:
             self.counts["video_folder"] += 1
             paths = _frames_of(folder, media)
             return Clip([open_image(paths[i]) for i in self._chosen(len(paths))], None)
+        media = fetched(media)
         with _OpenVideo(media) as video:
             span = video.span()
             start, duration = _window(media, span)
@@ -193,6 +196,8 @@ class _OpenVideo:
 
 def _named(media: Media, error: Exception) -> DataError:
     """FFmpeg's errors, IndexError, UnicodeDecodeError and others, with the file's name."""
+    if isinstance(error, DataError):
+        return error
     if isinstance(error, FileNotFoundError):
         return DataError(_name(media), "no such file", "fix the path or the media root")
     return _unreadable(media, f"{type(error).__name__}: {error}")
@@ -208,7 +213,7 @@ def _name(media: Media) -> str:
 
 
 def _folder_of(media: Media) -> Path | None:
-    if media.data is not None or media.path is None:
+    if media.data is not None or media.path is None or is_url(media.path):
         return None
     folder = Path(media.path)
     return folder if folder.is_dir() else None

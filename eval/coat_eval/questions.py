@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from coat_data.containers.remote_file import is_url
 from coat_data.media_root import MediaRoot
 from coat_data.readers.llava import to_sample
 from coat_data.readers.reader import Place
@@ -123,7 +124,7 @@ def _sample(row: Mapping[str, Any], where: str, number: int, root: Path) -> Samp
 
 def _check_media(sample: Sample, where: str) -> None:
     for media in sample.media:
-        if media.path is not None and not Path(media.path).exists():
+        if media.path is not None and not (is_url(media.path) or Path(media.path).exists()):
             raise DataError(
                 where,
                 f"the {media.kind} {media.path} does not exist",

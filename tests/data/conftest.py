@@ -1,11 +1,16 @@
-"""Small tokenizers of the kinds that people's language models have, made on the spot, and tars."""
+"""Small tokenizers of the kinds that people's language models have, tars, a server of files."""
 
 import functools
 import io
 import json
 import tarfile
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from tokenizers import (
@@ -182,3 +187,73 @@ def tar() -> Callable[[Path, dict[str, bytes]], Path]:
         return path
 
     return write
+
+
+class Server:
+    """The files of a folder; notes what is asked for.
+
+    Args:
+        folder: the files.
+        ranges: whether parts of files are given.
+        piece: bytes that are sent at once.
+        pause_s: before each piece, in seconds.
+    """
+
+    def __init__(
+        self, folder: Path, *, ranges: bool = True, piece: int = 1 << 30, pause_s: float = 0.0
+    ) -> None:
+        self.asked: list[tuple[str, str | None]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                wanted = self.headers.get("Range")
+                outer.asked.append((self.path, wanted))
+                path = folder / unquote(self.path).lstrip("/")
+                if not path.is_file():
+                    self.send_error(404)
+                    return
+                data, whole = path.read_bytes(), path.stat()
+                if wanted is not None and ranges:
+                    first, last = wanted.removeprefix("bytes=").split("-")
+                    part = data[int(first) : int(last) + 1]
+                    self.send_response(206)
+                    span = f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}"
+                    self.send_header("Content-Range", span)
+                    data = part
+                else:
+                    self.send_response(200)
+                self.send_header("ETag", f'"{whole.st_mtime_ns}-{whole.st_size}"')
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                try:
+                    for start in range(0, len(data), piece):
+                        time.sleep(pause_s)
+                        self.wfile.write(data[start : start + piece])
+                except (BrokenPipeError, ConnectionResetError):
+                    return  # the client has looked at the header only
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Not to the terminal."""
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    """Starts servers, which end with the test."""
+    started: list[Server] = []
+
+    def start(*args: Any, **options: Any) -> Server:
+        started.append(Server(*args, **options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()

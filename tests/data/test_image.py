@@ -198,3 +198,14 @@ def test_decompression_bombs_are_refused(monkeypatch: pytest.MonkeyPatch):
 def test_bad_settings_are_refused(settings: dict):
     with pytest.raises(ValueError, match=r"allowed|need"):
         ImageTransform(**{"size": 8, "mean": HALF, "std": HALF, **settings})
+
+
+@pytest.mark.parametrize("std", [(0.5, 0.5, 0.5), (0.26862954, 0.26130258, 0.27577711)])
+def test_every_value_is_normalized_by_the_formula_to_the_bit(std: tuple[float, ...]) -> None:
+    mean = (0.5, 0.5, 0.5) if std[0] == 0.5 else (0.48145466, 0.4578275, 0.40821073)
+    values = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    image = Image.fromarray(np.stack([values, values[::-1], values.T], axis=-1))
+    pixels = ImageTransform(16, mean, std)(image).numpy()
+    for channel, plane in enumerate((values, values[::-1], values.T)):
+        expected = plane.astype(np.float32) / np.float32(255) - np.float32(mean[channel])
+        assert np.array_equal(pixels[channel], expected / np.float32(std[channel]))

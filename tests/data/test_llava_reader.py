@@ -156,7 +156,7 @@ def test_role_names_and_unknown_fields() -> None:
         (talk("q", "a", images=[{"size": 3}]), ["images is null"]),
         (talk("q", "a", image="../b.jpg"), ["'../b.jpg' leaves the media root /media"]),
         (talk("q", "a", image="/mediator/b.jpg"), ["leaves the media root"]),
-        (talk("q", "a", image="https://x.org/b.jpg"), ["address", "download"]),
+        (talk("q", "a", image="ftp://x.org/b.jpg"), ["address", "download"]),
         (talk("q", "a", audio="a.wav"), ["audio"]),
         (talk("q", "a", image="a", images=["a"]), ["both image and images"]),
         (talk("q", "a", id=[1]), ["id is list"]),

@@ -107,14 +107,23 @@ def test_the_set_that_fills_a_bin_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens_per_image", "tokens", "least"),
-    [(256, 4096, 0.97), (576, 4096, 0.97), (576, 8192, 0.97), (576, 2048, 0.865)],
+    ("tokens_per_image", "tokens", "most", "least"),
+    [
+        (256, 4096, None, 0.97),
+        (256, 2048, 4, 0.97),
+        (256, 4096, 8, 0.97),
+        (576, 4096, 8, 0.97),
+        (576, 8192, None, 0.97),
+        (576, 2048, None, 0.865),
+    ],
 )
-def test_llava_like_lengths_fill_rows(tokens_per_image: int, tokens: int, least: float) -> None:
+def test_llava_like_lengths_fill_rows(
+    tokens_per_image: int, tokens: int, most: int | None, least: float
+) -> None:
     """The real order over the committed generator's lengths, with a buffer of 1,000."""
     lengths, images = benchmark().llava_like(20_000, tokens_per_image, seed=1)
     keep = lengths <= tokens
-    budget = Budget(tokens=tokens, buffer=1000)
+    budget = Budget(tokens=tokens, images=most, buffer=1000)
     mixture = Mixture([int(keep.sum())], [None], [None], seed=0)
     order = PackedOrder(mixture, Lengths([lengths[keep]], [images[keep]]), budget, 64, seed=0)
     bins, cursor = [], Cursor()
@@ -122,6 +131,7 @@ def test_llava_like_lengths_fill_rows(tokens_per_image: int, tokens: int, least:
         step, cursor = order.step(cursor)
         bins += step
     assert max(bin.tokens for bin in bins) <= tokens
+    assert most is None or max(bin.images for bin in bins) <= most
     fill = sum(bin.tokens for bin in bins) / (tokens * len(bins))
     assert fill >= least
     assert fill <= benchmark().fill_bound(lengths[keep], tokens) + 0.005  # of all rows, not these

@@ -5,10 +5,8 @@ import json
 import os
 import struct
 import tarfile
-import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,51 +32,6 @@ SIZES = (600, 300)
 """Rows of the shards, in several windows."""
 LARGE = 7
 """The row of the first tar with a long member."""
-
-
-class Server:
-    """The files of a folder; notes what is asked for."""
-
-    def __init__(self, folder: Path, *, ranges: bool) -> None:
-        self.asked: list[tuple[str, str | None]] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                wanted = self.headers.get("Range")
-                outer.asked.append((self.path, wanted))
-                path = folder / self.path.lstrip("/")
-                if not path.is_file():
-                    self.send_error(404)
-                    return
-                data, whole = path.read_bytes(), path.stat()
-                if wanted is not None and ranges:
-                    first, last = wanted.removeprefix("bytes=").split("-")
-                    part = data[int(first) : int(last) + 1]
-                    self.send_response(206)
-                    span = f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}"
-                    self.send_header("Content-Range", span)
-                    data = part
-                else:
-                    self.send_response(200)
-                self.send_header("ETag", f'"{whole.st_mtime_ns}-{whole.st_size}"')
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                try:
-                    self.wfile.write(data)
-                except (BrokenPipeError, ConnectionResetError):
-                    return  # the client has looked at the header only
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Not to the terminal."""
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
 
 
 def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -123,17 +76,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def http(folder: Path) -> Iterator[Server]:
-    server = Server(folder, ranges=True)
-    yield server
-    server.close()
+def http(serve: Any, folder: Path) -> Any:
+    return serve(folder)
 
 
 @pytest.fixture
-def plain_http(folder: Path) -> Iterator[Server]:
-    server = Server(folder, ranges=False)
-    yield server
-    server.close()
+def plain_http(serve: Any, folder: Path) -> Any:
+    return serve(folder, ranges=False)
 
 
 def content(sample: Sample | DataError) -> tuple[Any, ...]:
@@ -144,7 +93,7 @@ def content(sample: Sample | DataError) -> tuple[Any, ...]:
 @pytest.mark.parametrize("kind", ["tar", "jsonl", "json", "parquet"])
 @pytest.mark.parametrize("where", ["http", "memory", "file", "plain"])
 def test_rows_are_those_of_the_files_on_disk(
-    folder: Path, http: Server, plain_http: Server, kind: str, where: str
+    folder: Path, http: Any, plain_http: Any, kind: str, where: str
 ) -> None:
     """Each shard read by the readers of local files is the reference."""
     wanted = [
@@ -174,7 +123,7 @@ def test_rows_are_those_of_the_files_on_disk(
         assert len(SampleDataset(f"{start}/*.{kind}")) == 900
 
 
-def test_a_shard_is_indexed_once_and_rows_are_ranges(http: Server, cache: Path) -> None:
+def test_a_shard_is_indexed_once_and_rows_are_ranges(http: Any, cache: Path) -> None:
     url = f"{http.url}/s-0.tar"
     whole = [("/s-0.tar", None)]
     dataset = SampleDataset(url)
@@ -196,14 +145,14 @@ def test_a_shard_is_indexed_once_and_rows_are_ranges(http: Server, cache: Path) 
     assert len(http.asked) <= 1  # small neighbours come together
 
 
-def test_an_index_beside_a_tar_saves_the_pass(folder: Path, tmp_path: Path) -> None:
+def test_an_index_beside_a_tar_saves_the_pass(serve: Any, folder: Path, tmp_path: Path) -> None:
     """As Energon writes it: where samples start, and where the last one ends."""
     (tmp_path / "a.tar").write_bytes((folder / "s-1.tar").read_bytes())
     with tarfile.open(tmp_path / "a.tar") as archive:
         members = archive.getmembers()
         end = archive.offset  # pyright: ignore[reportAttributeAccessIssue]
     offsets = [*(m.offset for m in members if m.name.endswith(".jpg")), end]
-    server = Server(tmp_path, ranges=True)
+    server = serve(tmp_path, ranges=True)
     wanted = [content(sample) for sample in SampleDataset(folder / "s-1.tar").stream()]
     # Stale ones are of no use: of a longer tar, of other samples, or cut.
     wrong: list[list[int]] = [[*offsets, end + 9999], [512, *offsets[3:]], [*offsets[:-3], 1], []]
@@ -223,8 +172,8 @@ def test_an_index_beside_a_tar_saves_the_pass(folder: Path, tmp_path: Path) -> N
     server.close()
 
 
-def test_a_changed_shard_is_noticed_and_indexed_anew(tmp_path: Path) -> None:
-    server = Server(tmp_path, ranges=True)
+def test_a_changed_shard_is_noticed_and_indexed_anew(serve: Any, tmp_path: Path) -> None:
+    server = serve(tmp_path, ranges=True)
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps(row(number)) for number in range(15_000)))
     dataset = SampleDataset(f"{server.url}/a.jsonl")
@@ -235,8 +184,10 @@ def test_a_changed_shard_is_noticed_and_indexed_anew(tmp_path: Path) -> None:
     server.close()
 
 
-def test_what_cannot_be_read_is_told_by_its_address(folder: Path, tmp_path: Path) -> None:
-    server = Server(tmp_path, ranges=True)
+def test_what_cannot_be_read_is_told_by_its_address(
+    serve: Any, folder: Path, tmp_path: Path
+) -> None:
+    server = serve(tmp_path, ranges=True)
     good = (folder / "s-1.tar").read_bytes()
     with tarfile.open(folder / "s-1.tar") as archive:
         header = archive.getmembers()[40].offset
@@ -301,9 +252,9 @@ def loader(url: str, local: SampleDataset, rank: int, world: int, num_workers: i
 
 @pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "no_ranges"])
 def test_one_two_three_ranks_and_zero_to_four_workers_continue_one_order(
-    folder: Path, tmp_path: Path, ranges: bool
+    serve: Any, folder: Path, tmp_path: Path, ranges: bool
 ) -> None:
-    server = Server(folder, ranges=ranges)
+    server = serve(folder, ranges=ranges)
     url = f"{server.url}/s-{{0..1}}.jsonl"
     (tmp_path / "l.json").write_text(json.dumps([row(number) for number in range(1000, 1050)]))
     local = SampleDataset(tmp_path / "l.json")
@@ -355,7 +306,7 @@ def test_one_two_three_ranks_and_zero_to_four_workers_continue_one_order(
     server.close()
 
 
-def test_packing_reads_a_shard_without_ranges_once(folder: Path, plain_http: Server) -> None:
+def test_packing_reads_a_shard_without_ranges_once(folder: Path, plain_http: Any) -> None:
     """Its bins take the rows of a window of 1,000 samples in any order."""
     datasets = [SampleDataset(f"{plain_http.url}/s-{{0..1}}.jsonl")]
     shards = [shards_of(dataset) for dataset in datasets]

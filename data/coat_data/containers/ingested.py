@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from coat_data.containers.remote_file import is_url
 from coat_data.containers.table import open_parquet
 from coat_data.sample import DataError
 from coat_data.shards import Manifest, Shard, features
@@ -29,7 +30,8 @@ class ShardRows:
     def __init__(self, folder: Path) -> None:
         manifest = Manifest.read(folder)
         self._source = manifest.source
-        self.media_root = Path(manifest.media_root)
+        root = manifest.media_root
+        self.media_root = root if is_url(root) else Path(root)
         for shard in manifest.shards:
             _check_shard(folder, shard)
         self._table = open_parquet([folder / shard.name for shard in manifest.shards], features())

@@ -49,7 +49,8 @@ def open_rows(path: Path | str, *, allow_pickle: bool = False) -> Opened:
     """The rows of a file, a folder, or a pattern of files (``*``, ``{000..099}``, ``{a,b}``).
 
     Args:
-        path: absolute path or pattern, or an address as text.
+        path: absolute path or pattern, or an address as text; of a folder prepared by Energon also
+            ``FOLDER#val``, for another split than ``train``.
         allow_pickle: read .pkl files, through an unpickler that builds plain values only.
 
     Raises:
@@ -64,6 +65,9 @@ def open_rows(path: Path | str, *, allow_pickle: bool = False) -> Opened:
         rows = _open_files(path, [path], allow_pickle)
         listed = rows.files if isinstance(rows, TarRows) else []  # by a WIDS shard list
         return Opened(rows, paths=tuple(dict.fromkeys([path, *listed])))
+    folder, _, split = str(path).rpartition("#")
+    if split and (Path(folder) / ".nv-meta").is_dir():
+        return replace(_open_energon(Path(folder), split), paths=(Path(folder),))
     names = [name for pattern in expand_braces(str(path)) for name in _matching(pattern)]
     if not names:
         raise DataError(
@@ -226,18 +230,21 @@ def _shard_file(listing: Path, name: str) -> Path:
     return path
 
 
-def _open_energon(folder: Path) -> Opened:
-    """The train shards and the field map of a folder prepared by Energon."""
+def _open_energon(folder: Path, name: str = "train") -> Opened:
+    """The shards of a split and the field map of a folder prepared by Energon."""
     meta = folder / ".nv-meta"
     split = _described(meta / "split.yaml", yaml.safe_load)
     parts = split.get("split_parts")
-    if not isinstance(parts, Mapping) or not parts.get("train"):
+    if not isinstance(parts, Mapping) or not parts.get(name):
+        known = [key for key, shards in parts.items() if shards] if parts else []
         raise DataError(
-            str(meta / "split.yaml"), "names no train shards", "run energon prepare again"
+            str(meta / "split.yaml"),
+            f"names no {name} shards",
+            f"choose from {', '.join(known)}" if known else "run energon prepare again",
         )
     excluded = set(split.get("exclude") or [])
-    names = [name for part in parts["train"] for name in expand_braces(str(part))]
-    files = [_shard_file(folder / "split.yaml", name) for name in names if name not in excluded]
+    shards = [shard for part in parts[name] for shard in expand_braces(str(part))]
+    files = [_shard_file(folder / "split.yaml", shard) for shard in shards if shard not in excluded]
     columns: dict[str, str] = {}
     if (meta / "dataset.yaml").is_file():
         field_map = _described(meta / "dataset.yaml", yaml.safe_load).get("field_map") or {}

@@ -14,10 +14,10 @@ import time
 import urllib.error
 import urllib.request
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeGuard, TypeVar
 
 from coat_data.containers.braces import expand_braces
 from coat_data.sample import DataError
@@ -40,7 +40,7 @@ _MISTAKES = (
 T = TypeVar("T")
 
 
-def is_url(path: str | Path) -> bool:
+def is_url(path: str | Path) -> TypeGuard[str]:
     """Whether the path is an address such as ``hf://``, ``s3://`` or ``https://``."""
     return isinstance(path, str) and _URL.match(path) is not None
 
@@ -53,13 +53,13 @@ def expand_urls(pattern: str) -> list[str]:
     """
     found: list[str] = []
     for url in expand_braces(pattern):
-        if url.startswith(("http://", "https://")) or not set("*?[") & set(url):
+        if _is_http(url) or not set("*?[") & set(url):
             found.append(url)
             continue
         try:
             names = _retried(partial(_matching, url))
         except _OUTAGES as error:
-            raise _unreachable(url, error) from error
+            raise unreachable(url, error) from error
         if not names:
             raise DataError(url, "matches no file", "check the address and the credentials")
         found += names
@@ -102,20 +102,31 @@ class RemoteFile:
     Args:
         url: see above.
         blocks: shared by the files of a source, so that many shards take no more memory than one.
+        timeout_s: how long an http server may be silent; 60 seconds by default.
+        waits_s: pauses before it is tried again; 0.5, 2 and 8 seconds by default.
 
     Raises:
         DataError: there is no such file, no access, or nothing that opens such addresses.
     """
 
-    def __init__(self, url: str, blocks: Blocks) -> None:
+    def __init__(
+        self,
+        url: str,
+        blocks: Blocks,
+        *,
+        timeout_s: float | None = None,
+        waits_s: Sequence[float] | None = None,
+    ) -> None:
         self.url = url
         self._blocks = blocks
-        self._http = url.startswith(("http://", "https://"))
+        self._timeout_s = _TIMEOUT_S if timeout_s is None else timeout_s
+        self._waits_s = waits_s
+        self._http = _is_http(url)
         try:
             asked = self._ask_server if self._http else self._ask_system
-            self.size, self.version, self.seekable = _retried(asked)
+            self.size, self.version, self.seekable = _retried(asked, waits_s)
         except _OUTAGES as error:
-            raise _unreachable(url, error) from error
+            raise unreachable(url, error) from error
 
     def read(self, start: int, size: int) -> bytes:
         """``size`` bytes from ``start`` on; fewer at the end of the file.
@@ -125,7 +136,7 @@ class RemoteFile:
             OSError: the network fails, also when tried again.
         """
         if size > _SMALL_BYTES:
-            return self._range(start, size)
+            return self.range(start, size)
         data, stop = b"", start + size
         while start < stop:
             number, offset = divmod(start, _BLOCK_BYTES)
@@ -163,22 +174,25 @@ class RemoteFile:
 
     def _block(self, number: int) -> bytes:
         return self._blocks.get(
-            self.url, number, lambda: self._range(number * _BLOCK_BYTES, _BLOCK_BYTES)
+            self.url, number, lambda: self.range(number * _BLOCK_BYTES, _BLOCK_BYTES)
         )
 
-    def _range(self, start: int, size: int) -> bytes:
+    def range(self, start: int, size: int) -> bytes:
+        """As :meth:`read`, of these bytes alone, past the blocks."""
         stop = start + size if self.size is None else min(start + size, self.size)
         if stop <= start:
             return b""
         if not self._http:
-            system, path = _retried(lambda: _filesystem(self.url))
-            return _retried(lambda: _told(lambda: system.cat_file(path, start=start, end=stop)))
+            system, path = _retried(lambda: _filesystem(self.url), self._waits_s)
+            return _retried(
+                lambda: _told(lambda: system.cat_file(path, start=start, end=stop)), self._waits_s
+            )
 
         def read() -> bytes:
             with self._part(start, stop) as answer:
                 return answer.read()
 
-        return _retried(read)
+        return _retried(read, self._waits_s)
 
     def _part(self, start: int, stop: int) -> Any:
         """The answer with these bytes."""
@@ -191,11 +205,7 @@ class RemoteFile:
         raise DataError(self.url, "has changed since it was opened", "start again")
 
     def _request(self, span: tuple[int, int] | None) -> Any:
-        headers = {"Accept-Encoding": "identity"}
-        if span is not None:
-            headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
-        request = urllib.request.Request(self.url, headers=headers)
-        return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+        return _answer(self.url, span, self._timeout_s)
 
     def _ask_server(self) -> tuple[int | None, str, bool]:
         """Size, version, and whether it answers ranges, from a request of one byte."""
@@ -262,6 +272,60 @@ class _InOrder:
         return data
 
 
+def fetch(
+    url: str, *, timeout_s: float, waits_s: Sequence[float], limit_s: float, limit_bytes: int
+) -> bytes:
+    """A whole file, in one request.
+
+    Args:
+        url: its address.
+        timeout_s: how long an http server may be silent.
+        waits_s: pauses before it is tried again.
+        limit_s: how long an http server may take for all of it.
+        limit_bytes: the most that an http server may send.
+
+    Raises:
+        DataError: nothing here opens such addresses, or the file is larger.
+        OSError, http.client.HTTPException: the network fails, also when tried again.
+    """
+
+    def read() -> bytes:
+        if _is_http(url):
+            return _body(url, timeout_s, limit_s, limit_bytes)
+        system, path = _filesystem(url)
+        return _told(lambda: system.cat_file(path))
+
+    return _retried(read, waits_s)
+
+
+def _body(url: str, timeout_s: float, limit_s: float, limit_bytes: int) -> bytes:
+    until = time.monotonic() + limit_s
+    data = io.BytesIO()
+    with _answer(url, None, timeout_s) as answer:
+        while piece := answer.read1(1 << 20):
+            data.write(piece)
+            if data.tell() > limit_bytes:
+                raise DataError(url, f"is larger than {limit_bytes} bytes", "download it first")
+            if time.monotonic() > until:
+                raise TimeoutError(f"not read within {limit_s:g} s ({data.tell()} bytes came)")
+        if answer.length:  # read1 is silent about what is missing
+            raise ConnectionError(f"broke off {answer.length} bytes before the end")
+    return data.getvalue()
+
+
+def _answer(url: str, span: tuple[int, int] | None, timeout_s: float) -> Any:
+    """The answer to a request of some bytes (start, stop), or of all."""
+    headers = {"Accept-Encoding": "identity"}
+    if span is not None:
+        headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
+    request = urllib.request.Request(url, headers=headers)
+    return urllib.request.urlopen(request, timeout=timeout_s)
+
+
+def _is_http(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
 def read_whole(stream: BinaryIO, size: int) -> bytes:
     """``size`` bytes of a stream that may give fewer at a time; fewer only at its end."""
     data = io.BytesIO()
@@ -288,9 +352,9 @@ def _version(answer: Any) -> str:
     return f"{named} {total or answer.headers.get('Content-Length')}"
 
 
-def _retried(attempt: Callable[[], T]) -> T:
+def _retried(attempt: Callable[[], T], waits_s: Sequence[float] | None = None) -> T:
     """What ``attempt`` returns, tried again where the network or the server fails."""
-    for wait_s in _WAITS_S:
+    for wait_s in _WAITS_S if waits_s is None else waits_s:
         try:
             return attempt()
         except _OUTAGES as error:
@@ -320,7 +384,8 @@ def _is_final(error: Exception) -> bool:
     return isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError)
 
 
-def _unreachable(url: str, error: Exception) -> DataError:
+def unreachable(url: str, error: Exception) -> DataError:
+    """What to tell the user about an address that failed."""
     problem = f"cannot be read: {type(error).__name__}: {error}"
     return DataError(url, problem, "check the address, the network and the credentials")
 

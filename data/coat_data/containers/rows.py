@@ -15,14 +15,17 @@ class Rows(Protocol):
     """The raw rows of one source, not yet checked.
 
     Attributes:
-        media_root: folder that relative media paths start from unless the user names another.
         damage: why the container cannot be read to its end; None for a whole one.
         random_access: whether ``rows[i]`` works; else the rows can only be read in order.
     """
 
-    media_root: Path
     damage: DataError | None
     random_access: bool
+
+    @property
+    def media_root(self) -> Path | str:
+        """Folder or address that relative media paths start from unless the user names another."""
+        ...
 
     def __len__(self) -> int:
         """Number of rows; raises TypeError where only a full read can tell."""

@@ -31,11 +31,13 @@ class SourceEntry:
     """Share of an epoch relative to the other sources."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """The reader's names of fields -> those of the file."""
+    ignored: tuple[str, ...] = ()
+    """Keys of the list that mean nothing here; the user is told. Not for a recipe."""
 
     def settings(self) -> dict[str, Any]:
         """The entry as a recipe writes it: what is set, and nothing else."""
         settings = dataclasses.asdict(self)
-        return {name: value for name, value in settings.items() if value not in (None, {})}
+        return {name: value for name, value in settings.items() if value not in (None, {}, ())}
 
 
 def absolute(path: str, listing: Path) -> str:

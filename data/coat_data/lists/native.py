@@ -15,7 +15,7 @@ from typing import Any
 from coat_data.lists.entry import SourceEntry, absolute, positive, text
 from coat_data.sample import DataError
 
-_KEYS = tuple(field.name for field in dataclasses.fields(SourceEntry))
+_KEYS = tuple(field.name for field in dataclasses.fields(SourceEntry) if field.name != "ignored")
 
 
 def matches(content: Any) -> bool:

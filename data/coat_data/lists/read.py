@@ -11,7 +11,7 @@ import yaml
 
 from coat_data.containers.braces import expand_braces
 from coat_data.containers.remote_file import is_url
-from coat_data.lists import internvl, llama_factory, llava_next, native
+from coat_data.lists import energon, internvl, llama_factory, llava_next, native
 from coat_data.lists.entry import SourceEntry
 from coat_data.lists.phrase import is_phrase, read_phrase
 from coat_data.sample import DataError
@@ -25,7 +25,8 @@ def read_list(path: str | Path) -> list[SourceEntry] | None:
     """The sources of a list, or None if ``path`` is something else.
 
     Lists are the files of LLaVA-NeXT, InternVL, LlamaFactory and our own, each also with the names
-    of the sources wanted (``dataset_info.json#demo,other``), and lines such as ``a.json+b.json*2``.
+    of the sources wanted (``dataset_info.json#demo,other``); Energon's, with the split wanted
+    (``metadataset.yaml#val``); and lines such as ``a.json+b.json*2``.
 
     Raises:
         DataError: it is a list with a mistake.
@@ -38,13 +39,15 @@ def read_list(path: str | Path) -> list[SourceEntry] | None:
         for form in (native, llava_next, internvl):
             if form.matches(content):
                 return _unique(_chosen(form.read(content, file), names, file))
-        if llama_factory.matches(content):
-            return _unique(llama_factory.read(content, file, names))
+        for form in (energon, llama_factory):
+            if form.matches(content):
+                return _unique(form.read(content, file, names))
     if file.suffix in (".yaml", ".yml") and file.is_file():
         raise DataError(
             str(file),
             "is no list of sources",
-            'give it "sources" (ours) or "datasets" with json_path (LLaVA-NeXT)',
+            'give it "sources" (ours), "datasets" with json_path (LLaVA-NeXT), or "splits" '
+            "(Energon)",
         )
     several = _files(file)
     if several:

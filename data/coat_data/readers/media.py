@@ -10,7 +10,6 @@ from typing import Any
 from coat_data.readers.reader import Place, as_string, is_missing, kind_of
 from coat_data.sample import DataError, Media, MediaKind
 
-_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 _DATA = re.compile(r"data:[^,;]*(?:;[^,;]*)*,")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 _LONGEST_PATH = 4096
@@ -39,7 +38,7 @@ def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
     ``{"image_url": {"url": "data:..."}}``). A video's ``start`` and ``end`` are seconds.
 
     Raises:
-        DataError: it is none of these, a remote address, or a path that leaves the media root.
+        DataError: it is none of these, or a path that leaves the media root.
     """
     if isinstance(item, Mapping):
         return with_span(_from_struct(item, kind, field, place), item, field, place)
@@ -49,12 +48,6 @@ def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
     if _DATA.match(text[:200]):
         return Media(kind=kind, path=_member(field, place), data=_address_bytes(text, field, place))
     text = text.removeprefix("file://")
-    if _URL.match(text):
-        raise DataError(
-            place.where,
-            f"{field} is the address {text[:80]!r}",
-            "download the media first and give paths",
-        )
     if len(text) > _LONGEST_PATH and _BASE64.fullmatch(text):
         return Media(kind=kind, path=_member(field, place), data=_decode(text, field, place))
     return Media(kind=kind, path=media_path(text, field, place))
@@ -95,7 +88,7 @@ def _from_struct(item: Mapping[str, Any], kind: MediaKind, field: str, place: Pl
 
 
 def media_path(text: str, field: str, place: Place) -> str:
-    """The absolute path of a medium.
+    """The absolute path or the address of a medium.
 
     Raises:
         DataError: the text is no path, or leaves the media root.

@@ -8,7 +8,9 @@ from pathlib import Path
 from PIL import Image
 
 from coat_data.containers.folder import VIDEO_SUFFIXES
+from coat_data.containers.remote_file import is_url
 from coat_data.image_formats import IMAGE_FORMATS, image_suffixes
+from coat_data.remote_media import fetched
 from coat_data.sample import DataError, Media
 
 FOLDER = "media"
@@ -22,10 +24,11 @@ class MediaFolder:
 
     Args:
         out_dir: the export's folder.
-        keep_root: name the files where they are, relative to this media root; None copies them.
+        keep_root: name the files where they are, relative to this media root, or by their
+            addresses; None copies them.
     """
 
-    def __init__(self, out_dir: Path, keep_root: Path | None) -> None:
+    def __init__(self, out_dir: Path, keep_root: Path | str | None) -> None:
         self._out_dir = out_dir
         self._keep_root = keep_root
         self._count = 0
@@ -40,6 +43,8 @@ class MediaFolder:
         if self._keep_root is not None:
             if media.data is not None:
                 raise DataError(where, "has no file of its own", "export without --keep-paths")
+            if is_url(where):
+                return where
             return os.path.relpath(where, self._keep_root)
         folder = f"{FOLDER}/{self._count // _FILES_PER_FOLDER:05d}"
         name = f"{folder}/{self._count % _FILES_PER_FOLDER:03d}{media_suffix(media)}"
@@ -47,6 +52,7 @@ class MediaFolder:
         (self._out_dir / folder).mkdir(parents=True, exist_ok=True)
         target = self._out_dir / name
         try:
+            media = fetched(media)
             if media.data is not None:
                 target.write_bytes(media.data)
             elif Path(where).is_dir():
@@ -77,8 +83,9 @@ def media_bytes(media: Media) -> bytes:
     """The encoded file.
 
     Raises:
-        DataError: it is missing or a folder; names the path.
+        DataError: it is missing or a folder, or its address cannot be read; names the path.
     """
+    media = fetched(media)
     if media.data is not None:
         return media.data
     try:
