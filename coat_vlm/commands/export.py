@@ -19,6 +19,7 @@ def add(commands: Commands) -> None:
   coat-vlm export runs/my_run/sft/model --to exported_llava --format llava
   coat-vlm export runs/my_run/sft/model --to exported_vila --format vila
   coat-vlm export NVILA_CHECKPOINT --to nvila_here
+  coat-vlm export runs/my_lora/sft/model --to my_adapter --adapter
 
 Any number of ranks, ZeRO stage and precision can have saved the checkpoint; one process on a CPU
 reads it. The folder loads with coat_vlm.generate.load, with AutoModelForImageTextToText after
@@ -27,6 +28,11 @@ alone (LlavaForConditionalGeneration, AutoProcessor), and so in programs that se
 needs model.projector.type: mlp2x_gelu and images of one square (resize or pad). With --format
 vila it has VILA's folders llm/, vision_tower/ and mm_projector/. A VILA checkpoint with these is
 also taken as CKPT: --format coat makes it a folder that a recipe's init_from names.
+
+LoRA adapters (a stage's lora section) are merged into the weights. --adapter writes them alone,
+with the other modules that trained: peft.PeftModel.from_pretrained(CoatVlm.from_pretrained(BASE),
+DIR) gives the same model, where BASE is the folder that the stage began from. Where there is none,
+give a checkpoint: its frozen weights are then written as DIR/base.
 """,
     )
     parser.add_argument(
@@ -44,16 +50,28 @@ also taken as CKPT: --format coat makes it a folder that a recipe's init_from na
     parser.add_argument(
         "--format",
         choices=["coat", "llava", "vila"],
-        default="coat",
         help="layout of the folder: coat (default), llava for stock transformers, vila for VILA",
+    )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the LoRA adapters as a folder of peft, not merged",
     )
 
 
 def _export(args: argparse.Namespace) -> int:
     import torch
 
-    from coat_vlm.train.export import export
+    from coat_vlm.train.export import export, export_adapter
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    say(f"model: {export(args.source, args.to, dtype, args.format)}")
+    if not args.adapter:
+        say(f"model: {export(args.source, args.to, dtype, args.format or 'coat')}")
+        return 0
+    if args.format is not None:
+        raise ValueError(
+            f"--format {args.format} has no effect with --adapter, whose layout is peft's; leave "
+            "one of them out"
+        )
+    say(f"adapter: {export_adapter(args.source, args.to, dtype)}")
     return 0
