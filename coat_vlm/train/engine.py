@@ -63,6 +63,9 @@ def set_trainable(model: CoatVlm, stage: StageConfig) -> None:
             parts[name].requires_grad_(stage.module(name).train)
     if stage.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers made the embeddings' outputs want gradients, which only reentrant
+        # checkpointing needs: a frozen tower would keep all its activations and run backward.
+        model.disable_input_require_grads()
 
 
 def set_train_mode(model: CoatVlm, stage: StageConfig) -> None:
