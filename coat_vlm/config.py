@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from coat_vlm.eval_config import EvalSchedule
+from coat_vlm.lora_config import LoraTraining
 from coat_vlm.media_config import ImageConfig, VideoConfig
 from coat_vlm.monitor_config import MonitorConfig
 from coat_vlm.packing_config import Packing
@@ -180,6 +181,8 @@ class StageConfig:
     vision: ModuleTraining = field(default_factory=lambda: ModuleTraining(train=False))
     projector: ModuleTraining = field(default_factory=lambda: ModuleTraining(train=False))
     language: ModuleTraining = field(default_factory=lambda: ModuleTraining(train=False))
+    lora: LoraTraining | None = None
+    """Train the language model by LoRA adapters on its frozen weights, at ``language``'s lr."""
     template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] | None = None
     """Chat template of this stage; the model's when absent."""
     batch_size: Positive
@@ -224,6 +227,11 @@ class StageConfig:
         _exactly_one("stage", epochs=self.epochs, max_steps=self.max_steps)
         if not any(self.module(name).train for name in MODULES):
             raise ValueError("no module trains; set train: true and lr for at least one module")
+        if self.lora is not None and not self.language.train:
+            raise ValueError(
+                "lora has no effect with a frozen language model; set language: {train: true, "
+                "lr: 2.0e-4}, the learning rate of the adapters, or remove lora"
+            )
         if self.schedule == "constant" and self.min_lr_ratio:
             raise ValueError(
                 "min_lr_ratio has no effect with schedule: constant; remove one of them"

@@ -148,7 +148,18 @@ def abilities() -> Iterator[Finding]:
     yield _attempt("open_clip towers", _import_open_clip)
     yield _attempt("DeepSpeed", _import_deepspeed)
     yield liger(gpu=torch.cuda.is_available())
-    yield _wandb()
+    yield _optional(
+        "peft",
+        "LoRA (peft)",
+        "not installed; only a stage with lora needs it",
+        "pip install -e '.[lora]' if a stage has lora",
+    )
+    yield _optional(
+        "wandb",
+        "Weights & Biases",
+        "not installed; metrics.jsonl needs none",
+        "pip install -e '.[wandb]' if you set tracking.wandb_project",
+    )
 
 
 def bf16_on_gpu(capability: tuple[int, int]) -> Finding:
@@ -327,14 +338,12 @@ def _import_liger() -> str:
     return f"{liger_function().__name__} imports"
 
 
-def _wandb() -> Finding:
+def _optional(package: str, subject: str, without: str, remedy: str) -> Finding:
+    """A package of an extra: its version, or what goes without it and how to get it."""
     try:
-        return Finding("ok", "Weights & Biases", version("wandb"))
+        return Finding("ok", subject, version(package))
     except PackageNotFoundError:
-        remedy = "pip install -e '.[wandb]' if you set tracking.wandb_project"
-        return Finding(
-            "note", "Weights & Biases", "not installed; metrics.jsonl needs none", remedy
-        )
+        return Finding("note", subject, without, remedy)
 
 
 def _yes(found: bool) -> str:

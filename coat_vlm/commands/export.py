@@ -20,6 +20,7 @@ def add(commands: Commands) -> None:
   coat-vlm export runs/my_run/sft/model --to exported_vila --format vila
   coat-vlm export runs/my_run/sft/model --to exported_fp8 --weights fp8 --format llava
   coat-vlm export NVILA_CHECKPOINT --to nvila_here
+  coat-vlm export runs/my_lora/sft/model --to my_adapter --adapter
 
 Any number of ranks, ZeRO stage and precision can have saved the checkpoint; one process on a CPU
 reads it. The folder loads with coat_vlm.generate.load, with AutoModelForImageTextToText after
@@ -37,6 +38,11 @@ printed and kept in quantization.json; "coat-vlm eval --model DIR" shows what th
   fp8        FP8 E4M3, one scale per output channel; inputs per token
   fp8_block  FP8 E4M3, one scale per 128 x 128 block; inputs per token and 128 channels
   int8       INT8, one scale per output channel; inputs per token
+
+LoRA adapters (a stage's lora section) are merged into the weights. --adapter writes them alone,
+with the other modules that trained: peft.PeftModel.from_pretrained(CoatVlm.from_pretrained(BASE),
+DIR) gives the same model, where BASE is the folder that the stage began from. Where there is none,
+give a checkpoint: its frozen weights are then written as DIR/base.
 """,
     )
     parser.add_argument(
@@ -54,7 +60,6 @@ printed and kept in quantization.json; "coat-vlm eval --model DIR" shows what th
     parser.add_argument(
         "--format",
         choices=["coat", "llava", "vila"],
-        default="coat",
         help="layout of the folder: coat (default), llava for stock transformers, vila for VILA",
     )
     parser.add_argument(
@@ -62,17 +67,31 @@ printed and kept in quantization.json; "coat-vlm eval --model DIR" shows what th
         choices=["fp8", "fp8_block", "int8"],
         help="compress the language model's linear layers; not with --format vila",
     )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the LoRA adapters as a folder of peft, not merged",
+    )
 
 
 def _export(args: argparse.Namespace) -> int:
     import torch
 
     from coat_vlm.train.compressed_export import table
-    from coat_vlm.train.export import export
+    from coat_vlm.train.export import export, export_adapter
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    folder = export(args.source, args.to, dtype, args.format, args.weights)
-    if args.weights:
-        say(table(folder))
-    say(f"model: {folder}")
+    if not args.adapter:
+        folder = export(args.source, args.to, dtype, args.format or "coat", args.weights)
+        if args.weights:
+            say(table(folder))
+        say(f"model: {folder}")
+        return 0
+    for option, value in (("--format", args.format), ("--weights", args.weights)):
+        if value is not None:
+            raise ValueError(
+                f"{option} {value} has no effect with --adapter, which writes the adapters alone, "
+                "in peft's layout; leave one of them out"
+            )
+    say(f"adapter: {export_adapter(args.source, args.to, dtype)}")
     return 0

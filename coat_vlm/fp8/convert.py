@@ -16,11 +16,12 @@ from torch import nn
 
 from coat_kernels import GEMM_MULTIPLE
 from coat_kernels.formats import check_group
-from coat_vlm.config import Fp8Config
+from coat_vlm.config import BlockPrecision, Fp8Config
 from coat_vlm.fp8 import decoder_block, encoder_block
 from coat_vlm.fp8.decoder_block import Fp8DecoderLayer
 from coat_vlm.fp8.encoder_block import GELUS, Fp8EncoderLayer
 from coat_vlm.fp8.linear import Fp8Linear
+from coat_vlm.model.lora import base_layer, has_adapters
 
 Part = Literal["vision", "projector", "language"]
 
@@ -75,10 +76,12 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
                 report.skipped[name] = why
                 continue
             seen.add(part)
-            what = _check_block(name, module, None if precision == "fp8_linear" else config)
-            if precision == "fp8_linear":
-                linears += [module.get_submodule(child) for child in _linears_of(module)]
-                report.converted[name] = "linear layers in FP8"
+            adapted = has_adapters(module)
+            alone = adapted or precision == "fp8_linear"
+            what = _check_block(name, module, None if alone else config)
+            if alone:
+                linears += _linears_of(module).values()
+                report.converted[name] = _linears_alone(precision, adapted)
             else:
                 lean = precision == "coat_lean"
                 whole.append((module, lean))
@@ -94,8 +97,8 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
         # Shared by shallow copies (the loss makes them), not by deep ones.
         setattr(module, "fp8_key", object())  # noqa: B010 - a new attribute
     for module, lean in whole:
-        for child in _linears_of(module):
-            layer: Any = module.get_submodule(child)
+        layer: Any
+        for layer in _linears_of(module).values():
             layer.fp8_gradients = config.gradients or ("e4m3" if lean else "e5m2")
         module.__class__ = _fp8_class(type(module))
         block: Any = module
@@ -104,9 +107,19 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
     return report
 
 
-def _linears_of(block: nn.Module) -> tuple[str, ...]:
+def _linears_of(block: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers of a block by name; of those with LoRA adapters the frozen layer."""
     encoder = type(block).__name__ in encoder_block.SUPPORTED
-    return encoder_block.LINEARS if encoder else decoder_block.LINEARS
+    names = encoder_block.LINEARS if encoder else decoder_block.LINEARS
+    return {name: base_layer(block.get_submodule(name)) for name in names}
+
+
+def _linears_alone(precision: BlockPrecision, adapted: bool) -> str:
+    """What a block is of which only the linear layers become FP8."""
+    if not adapted:
+        return "linear layers in FP8"
+    instead = "" if precision == "fp8_linear" else f", not {precision}: adapters read BF16 inputs"
+    return f"frozen linear layers in FP8, LoRA adapters in BF16{instead}"
 
 
 def fp8_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -203,13 +216,12 @@ def _check_block(name: str, module: nn.Module, config: Fp8Config | None) -> str:
     Without a configuration only the linear layers are looked at: they alone become FP8.
     """
     encoder = type(module).__name__ in encoder_block.SUPPORTED
-    for child in _linears_of(module):
-        layer = module.get_submodule(child)
+    for child, layer in _linears_of(module).items():
         if type(layer) is not nn.Linear:
             raise ValueError(
                 f"{name}.{child} is a {type(layer).__name__}; an FP8 block reads the weights of "
                 "plain nn.Linear layers itself and would pass this one by: convert before wrapping "
-                "layers (adapters, quantization), or leave this part out"
+                "layers in anything but peft's LoRA, or leave this part out"
             )
         _check_linear(f"{name}.{child}", layer)
         if config is not None:

@@ -65,6 +65,7 @@ def _stage_column(stage: StageLog, config: dict[str, Any]) -> dict[str, Any]:
         ("batch size", config.get("batch_size")),
         ("data", ", ".join(_source(source) for source in config.get("data") or [])),
         ("template", config.get("template")),
+        ("LoRA", _lora(config.get("lora") or {})),
         ("schedule", config.get("schedule")),
         ("train loss, last 20 steps", _mean_of_last(stage, "loss")),
         ("validation loss", _validation(stage)),
@@ -100,6 +101,11 @@ def _source(source: dict[str, Any]) -> str:
     share = source.get("repeat") or source.get("weight")
     kind = "x" if source.get("repeat") else "weight "
     return f"{source.get('name')} ({kind}{share:g})" if share else str(source.get("name"))
+
+
+def _lora(settings: dict[str, Any]) -> str:
+    names = ("rank", "alpha", "dropout")
+    return ", ".join(f"{name} {settings[name]:g}" for name in names if name in settings)
 
 
 def _mean_of_last(stage: StageLog, key: str) -> str:

@@ -7,6 +7,7 @@ import torch
 
 from coat_vlm.config import MODULES, Recipe, StageConfig
 from coat_vlm.fp8 import Arithmetic, fp8_blocks
+from coat_vlm.model.lora import add_adapters
 from coat_vlm.model.vlm import CoatVlm, module_parameters
 from coat_vlm.optim import CoatAdamW, param_groups
 from coat_vlm.train.world import World
@@ -47,12 +48,24 @@ def clips_itself(recipe: Recipe, arithmetic: Arithmetic) -> bool:
 
 
 def set_trainable(model: CoatVlm, stage: StageConfig) -> None:
-    """Freeze and unfreeze the modules as the stage says."""
+    """Freeze and unfreeze the modules as the stage says; once for a model.
+
+    With ``lora`` the language model gets its adapters, and they alone of it train.
+
+    Raises:
+        ValueError: ``lora`` names a layer that is not there.
+    """
+    if stage.lora is not None:
+        add_adapters(model, stage.lora)  # freezes all but the adapters
     parts = module_parameters(model)
     for name in MODULES:
-        parts[name].requires_grad_(stage.module(name).train)
+        if name != "language" or stage.lora is None:
+            parts[name].requires_grad_(stage.module(name).train)
     if stage.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers made the embeddings' outputs want gradients, which only reentrant
+        # checkpointing needs: a frozen tower would keep all its activations and run backward.
+        model.disable_input_require_grads()
 
 
 def set_train_mode(model: CoatVlm, stage: StageConfig) -> None:

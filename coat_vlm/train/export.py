@@ -6,6 +6,7 @@ number of ranks nor the ZeRO stage that saved it matters.
 """
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,16 @@ from transformers import GenerationConfig
 from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.model.compressed import SCHEMES, WeightFormat
 from coat_vlm.model.compressed_folder import compression_of
+from coat_vlm.model.lora import has_adapters, merge, separated
 from coat_vlm.processor import CoatVlmProcessor
+from coat_vlm.train.adapter_folder import (
+    ADAPTER,
+    adapter_weights,
+    read_adapter,
+    read_adapter_weights,
+    save_adapter,
+    save_adapter_config,
+)
 from coat_vlm.train.compressed_export import compress_folder
 from coat_vlm.train.contents import Contents, read_contents
 from coat_vlm.train.folder import MANIFEST, problem_inside, write_folder
@@ -27,6 +37,7 @@ from coat_vlm.train.vila_folder import is_vila, load_vila, save_vila
 from coat_vlm.train.world import ALONE
 
 _DESCRIPTION = "model"
+_BASE = "base"
 
 Layout = Literal["coat", "llava", "vila"]
 """What a folder looks like, and so who can read it."""
@@ -43,6 +54,8 @@ def save_description(folder: Path, model: CoatVlm, processor: CoatVlmProcessor) 
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     processor.save_pretrained(folder)
+    if has_adapters(model):
+        save_adapter_config(folder / ADAPTER, model)
 
 
 def export(
@@ -53,6 +66,8 @@ def export(
     weights: WeightFormat | None = None,
 ) -> Path:
     """Write the model of a checkpoint or of a stage as a plain Hugging Face folder.
+
+    LoRA adapters are merged into the weights.
 
     Args:
         source: ``RUN/<stage>/checkpoints/step-...`` or ``RUN/<stage>/model``; it is read whole, and
@@ -77,6 +92,74 @@ def export(
     if weights is not None:
         _check_compressible(source, layout)
         dtype = dtype or torch.bfloat16
+    described = _checked(source, target)
+    model, state, processor = _read(source, described, dtype)
+    is_checkpoint = described != source
+    origin = source / ("trainer.json" if is_checkpoint else "training.json")
+
+    def write(temporary: Path) -> None:
+        save = {"coat": _save_coat, "llava": save_llava, "vila": save_vila}[layout]
+        save(temporary, model, share_tied(dict(state), model), processor)
+        if weights is not None:
+            compress_folder(temporary, model, SCHEMES[weights])
+        if origin.is_file():
+            shutil.copyfile(origin, temporary / "training.json")
+
+    return _write(target, write)
+
+
+def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
+    """Write what a stage with ``lora`` trained as a folder of peft (:mod:`.adapter_folder`).
+
+    Where the stage began from no folder, or it is gone, a checkpoint's frozen weights are written
+    as ``target/base``, and the adapter names that.
+
+    Args:
+        source: as in :func:`export`.
+        target: likewise.
+        dtype: of the written weights; that of training when absent.
+
+    Returns:
+        ``target``.
+
+    Raises:
+        ValueError: as in :func:`export`, or the source has no adapters, or its base is not there.
+        OSError: something could not be written.
+    """
+    described = _checked(source, target)
+    saved = read_adapter(described)
+    if saved is None:
+        raise ValueError(
+            f"{source} has no LoRA adapters: its stage had no lora section, or it was exported "
+            "with the adapters merged; export the run's own folder, or leave --adapter out"
+        )
+    if source == described:
+        if saved.base is None:
+            raise ValueError(
+                f"{source}: the adapters belong to weights that are in no folder "
+                f"({saved.config['base_model_name_or_path']}); export one of the stage's "
+                "checkpoints, which hold them (RUN/sft/checkpoints/step-...)"
+            )
+        stored = read_adapter_weights(described)
+        weights = {name: tensor.to(dtype or tensor.dtype) for name, tensor in stored.items()}
+        return _write(target, lambda temporary: save_adapter(temporary, saved, weights))
+    contents = read_contents(source)
+    base, adapters = separated(_weights(source, contents, dtype))
+    own = adapter_weights(saved, base, adapters)
+
+    def write(temporary: Path) -> None:
+        missing = saved.base is None
+        save_adapter(temporary, saved, own, target / _BASE if missing else None)
+        if missing:
+            model = _frame(described, dtype or _common_dtype(contents))
+            processor = CoatVlmProcessor.from_pretrained(described)
+            _save_coat(temporary / _BASE, model, share_tied(base, model), processor)
+
+    return _write(target, write)
+
+
+def _checked(source: Path, target: Path) -> Path:
+    """The folder with the source's config.json, when both folders are fit for use."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not empty; give a new folder with --to")
     is_checkpoint, is_model = (
@@ -98,17 +181,11 @@ def export(
             f"{source} has no {_DESCRIPTION}/config.json: it was saved without a description of "
             "the model; save it with coat-vlm train"
         )
-    model, state, processor = _read(source, described, dtype)
-    origin = source / ("trainer.json" if is_checkpoint else "training.json")
+    return described
 
-    def write(temporary: Path) -> None:
-        save = {"coat": _save_coat, "llava": save_llava, "vila": save_vila}[layout]
-        save(temporary, model, share_tied(dict(state), model), processor)
-        if weights is not None:
-            compress_folder(temporary, model, SCHEMES[weights])
-        if origin.is_file():
-            shutil.copyfile(origin, temporary / "training.json")
 
+def _write(target: Path, write: Callable[[Path], None]) -> Path:
+    """Let ``write`` fill the target, whole or not at all."""
     if target.exists():
         target.rmdir()
     write_folder(target, ALONE, write)
@@ -172,18 +249,32 @@ def _from_checkpoint(
 ) -> tuple[CoatVlm, dict[str, Tensor]]:
     """A model without weights, and its weights."""
     contents = read_contents(checkpoint)
+    model = _frame(described, dtype or _common_dtype(contents))
+    state = _weights(checkpoint, contents, dtype)
+    saved = read_adapter(described)
+    if saved is not None:
+        state, adapters = separated(state)
+        merge(state, adapters, saved.scaling)
+    _check_names(checkpoint, model, state)
+    return model, state
+
+
+def _frame(described: Path, dtype: torch.dtype) -> CoatVlm:
+    """A model without weights."""
     config = CoatVlmConfig.from_pretrained(described)
     with torch.device("meta"):
         model = CoatVlm(config)
     model.generation_config = GenerationConfig.from_pretrained(described)
+    nn.Module.to(model, dtype)
+    return model
+
+
+def _weights(checkpoint: Path, contents: Contents, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """All of a checkpoint, by the names of training."""
     shards = Shards(checkpoint)
     names = [*contents.parameters, *contents.buffers]
-    state: dict[str, Tensor] = {}
-    for name in tqdm(names, desc="reading", unit="tensor", delay=2.0, leave=False):
-        state[name] = _weight(name, contents, shards, dtype)
-    nn.Module.to(model, dtype or _common_dtype(contents))
-    _check_names(checkpoint, model, state)
-    return model, state
+    bar = tqdm(names, desc="reading", unit="tensor", delay=2.0, leave=False)
+    return {name: _weight(name, contents, shards, dtype) for name in bar}
 
 
 def _weight(name: str, contents: Contents, shards: Shards, dtype: torch.dtype | None) -> Tensor:

@@ -9,8 +9,15 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 from coat_vlm.checkout import commit
 from coat_vlm.config import Recipe
+from coat_vlm.model.lora import has_adapters, merge, separated
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.processor import CoatVlmProcessor
+from coat_vlm.train.adapter_folder import (
+    ADAPTER,
+    adapter_weights,
+    save_adapter,
+    save_adapter_config,
+)
 from coat_vlm.train.export import share_tied
 from coat_vlm.train.folder import write_folder
 from coat_vlm.train.world import World
@@ -29,6 +36,7 @@ def save_model(
     """Save weights, tokenizer, processor and training.json, whole or not at all.
 
     Weights have the dtype of training (on a GPU BF16, unless ``precision: fp32``), frozen ones too.
+    LoRA adapters are merged into them, and saved in the folder ``adapter`` as they are.
 
     Args:
         target: the folder.
@@ -59,7 +67,14 @@ def save_model(
         if not world.is_main:
             return
         assert state is not None
-        model.save_pretrained(temporary, state_dict=share_tied(state, model))
+        weights = state
+        if has_adapters(model):
+            weights, adapters = separated(state)
+            saved = save_adapter_config(temporary / ADAPTER, model)
+            own = adapter_weights(saved, weights, adapters)
+            save_adapter(temporary / ADAPTER, saved, own)
+            merge(weights, adapters, saved.scaling)
+        model.save_pretrained(temporary, state_dict=share_tied(weights, model))
         processor.save_pretrained(temporary)
         training = {
             "recipe": recipe.name,

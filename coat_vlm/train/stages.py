@@ -18,6 +18,7 @@ from coat_data.order import Cursor
 from coat_vlm.config import MODULES, STAGES, Fp8Config, Recipe, StageName
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
+from coat_vlm.model.lora import describe
 from coat_vlm.model.packed_attention import PACKED
 from coat_vlm.model.pretrained import composed_folder
 from coat_vlm.processor import (
@@ -373,7 +374,10 @@ def _print_tables(
         training = stage.module(part)
         lr = f"{training.lr:g}" if training.lr is not None else "-"
         trains = "yes" if training.train else "frozen"
+        trains = "LoRA" if part == "language" and stage.lora is not None else trains
         _say(world, f"  {part:<12}{count_parameters(parts[part]):>14,}  {trains:<8}{lr}")
+    if stage.lora is not None:
+        _say(world, f"  {describe(model)}")
     about = "tokens" if data.packing is not None else "~tokens"
     width = max(20, *(len(share.name) + 2 for share in data.shares))
     _say(

@@ -169,6 +169,28 @@ def test_vila_sft_cuts_tiles_as_vila_does(tuned: Path) -> None:
         assert int((inputs["input_ids"] == image_id).sum()) == 4 * tiles
 
 
+def test_vila_sft_lora_moves_the_projector_and_adapters_alone(tuned: Path, own: Path) -> None:
+    run = tuned.parent / "lora"
+    start = tuned / "sft" / "model"
+    train(
+        "vila_sft_lora",
+        f"init_from={start}",
+        f"output_dir={run}",
+        f"stages.sft.data=[{{name: own, path: {own / 'own.json'}, media_root: {own}}}]",
+        "stages.sft.lora={rank: 4}",
+        "stages.sft.batch_size=2",
+        "stages.sft.epochs=null",
+        "stages.sft.max_steps=2",
+        "stages.sft.warmup_ratio=0",
+    )
+    before, after = (load_file(at / "model.safetensors") for at in (start, run / "sft" / "model"))
+    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    adapted = {name for name in moved if name.startswith("language_model.")}
+    assert len(adapted) == 2 * 7
+    assert all(name.endswith("_proj.weight") for name in adapted)
+    assert all(name.startswith("projector.") for name in moved - adapted)
+
+
 def test_vila_video_sft_continues_with_its_own_settings(tuned: Path, own: Path) -> None:
     """64 of 70 frames, 4 tokens each: another length and image mode than the checkpoint has."""
     run = tuned.parent / "video"

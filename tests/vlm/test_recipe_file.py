@@ -101,7 +101,7 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("folders")
 def test_the_built_in_recipes_load_and_resolve(tmp_path: Path) -> None:
     published = {"llava_1_5", "vila_align", "vila_pretrain", "vila_sft", "vila_video_sft"}
-    assert {"quickstart", "real_photos"} | published <= set(builtin_recipes())
+    assert {"quickstart", "real_photos", "vila_sft_lora"} | published <= set(builtin_recipes())
     for name in builtin_recipes():
         recipe = load_recipe(name)
         assert recipe.name == name
@@ -118,6 +118,8 @@ def test_the_built_in_recipes_load_and_resolve(tmp_path: Path) -> None:
         ("vila_pretrain", "pretrain", (None, 5e-5, 5e-5), 1024, 4096, "dynamic", "3x3"),
         ("vila_sft", "sft", (2e-5, 2e-5, 2e-5), 2048, 4096, "dynamic", "3x3"),
         ("vila_video_sft", "sft", (2e-5, 2e-5, 2e-5), 2048, 16384, "resize", "3x3"),
+        # Tiles and length as above; rates and batch: haotian-liu/LLaVA, finetune_lora.sh.
+        ("vila_sft_lora", "sft", (None, 2e-5, 2e-4), 128, 4096, "dynamic", "3x3"),
         # haotian-liu/LLaVA, scripts/v1_5.
         ("llava_1_5", "align", (None, 1e-3, None), 256, 2048, "pad", "mlp2x_gelu"),
         ("llava_1_5", "sft", (None, 2e-5, 2e-5), 128, 2048, "pad", "mlp2x_gelu"),

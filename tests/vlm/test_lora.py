@@ -1,0 +1,318 @@
+"""LoRA on the language model: beside stock peft, beside dense layers, in FP8, and in a plan."""
+
+import copy
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_vlm.config import Fp8Config, ModuleTraining, Precision, SourceConfig, StageConfig
+from coat_vlm.fp8 import arithmetic_of, convert
+from coat_vlm.lora_config import LoraTraining
+from coat_vlm.model.frame import frame_of
+from coat_vlm.model.lora import describe, has_adapters, merge, separated
+from coat_vlm.model.vlm import CoatVlm, count_parameters
+from coat_vlm.optim import param_groups
+from coat_vlm.plan.activations import trace
+from coat_vlm.plan.zero import sizes_of
+from coat_vlm.train.engine import set_train_mode, set_trainable
+
+RANK, ALPHA = 4, 12
+LORA = LoraTraining(rank=RANK, alpha=ALPHA, dropout=0.0)
+TRAINS = ModuleTraining(train=True, lr=1e-3)
+STAGE = StageConfig(
+    data=[SourceConfig(name="a", path="a.json")],
+    projector=TRAINS,
+    language=TRAINS,
+    lora=LORA,
+    batch_size=1,
+    micro_batch_size=1,
+    max_steps=1,
+)
+LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def adapted(tiny: Any, stage: StageConfig = STAGE, **changes: Any) -> CoatVlm:
+    """A tiny model in training mode whose adapters are random, B too."""
+    model = tiny.model(vision=tiny.vision(hidden_size=32, intermediate_size=48), **changes)
+    set_trainable(model, stage)
+    draw = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
+    set_train_mode(model, stage)
+    return model
+
+
+def inputs(model: CoatVlm) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, 60, (2, 24), generator=draw)
+    ids[:, 1 : 1 + model.config.tokens_per_image] = 2
+    images = torch.randn(2, 3, 28, 28, generator=draw)
+    return {"input_ids": ids, "pixel_values": images, "labels": ids.masked_fill(ids == 2, -100)}
+
+
+def adapters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module.named_parameters() if ".lora_" in name}
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_logits_and_gradients_are_those_of_stock_peft(tiny: Any, kind: str) -> None:
+    import peft
+
+    model = adapted(tiny, language=tiny.language(kind))
+    plain = tiny.model(
+        vision=tiny.vision(hidden_size=32, intermediate_size=48), language=tiny.language(kind)
+    ).language_model
+    config = peft.LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    theirs: Any = peft.get_peft_model(plain, config)
+    of_peft = adapters_of(theirs.base_model.model)
+    ours = adapters_of(model.language_model)
+    assert of_peft.keys() == ours.keys()
+    assert len(ours) == 2 * 2 * len(LINEARS)
+    for name, parameter in ours.items():
+        of_peft[name].data.copy_(parameter.data)
+    ids = torch.randint(3, 60, (2, 17), generator=torch.Generator().manual_seed(3))
+    outputs = []
+    for each in (model, theirs):
+        logits = each(input_ids=ids).logits
+        logits.square().mean().backward()
+        outputs.append(logits)
+    assert (outputs[0] - outputs[1]).abs().max() < 1e-6
+    for name, parameter in ours.items():
+        expected = of_peft[name].grad
+        assert parameter.grad is not None
+        assert expected is not None
+        assert (parameter.grad - expected).norm() <= 1e-6 * expected.norm(), name
+    frozen = {name for name, p in model.language_model.named_parameters() if not p.requires_grad}
+    assert all(p.grad is None for n, p in model.language_model.named_parameters() if n in frozen)
+
+
+def test_gradients_follow_from_those_of_dense_weights(tiny: Any) -> None:
+    """y = (W + s B A) x: with G the gradient of the sum, dA = s B^T G and dB = s G A^T."""
+    model = adapted(tiny)
+    model(**inputs(model)).loss.backward()
+    dense = merged_model(tiny, model)
+    dense.train()
+    loss = dense(**inputs(dense)).loss
+    loss.backward()
+    scale = ALPHA / RANK
+    weights = dict(dense.language_model.named_parameters())
+    for name, module in model.language_model.named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        lora: Any = module
+        a, b = lora.lora_A["default"].weight, lora.lora_B["default"].weight
+        whole = weights[f"{name}.weight"].grad
+        assert whole is not None
+        for got, expected in ((a.grad, scale * b.T @ whole), (b.grad, scale * whole @ a.T)):
+            assert (got - expected).norm() < 2e-5 * expected.norm(), name
+    ours, theirs = model.projector.parameters(), dense.projector.parameters()
+    for p, q in zip(ours, theirs, strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert (p.grad - q.grad).norm() < 2e-5 * q.grad.norm()
+
+
+def merged_model(tiny: Any, model: CoatVlm) -> CoatVlm:
+    """A plain model with the merged weights."""
+    base, adapters = separated(model.state_dict())
+    merge(base, adapters, ALPHA / RANK)
+    vision = tiny.vision(hidden_size=32, intermediate_size=48)
+    plain = tiny.model(vision=vision, seed=9)
+    plain.load_state_dict(base)
+    return plain
+
+
+def test_merged_weights_give_the_same_logits(tiny: Any) -> None:
+    model = adapted(tiny).eval()
+    batch = inputs(model)
+    with torch.no_grad():
+        before = model(**batch).logits
+        after = merged_model(tiny, model)(**batch).logits
+        untouched = tiny.model(vision=tiny.vision(hidden_size=32, intermediate_size=48))
+        without = untouched(**batch).logits
+    assert (before - after).abs().max() < 1e-6
+    assert (before - without).abs().max() > 1e-2
+
+
+def test_a_merge_by_hand() -> None:
+    base = {"q.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]).bfloat16(), "q.bias": torch.ones(2)}
+    adapters = {
+        "q.lora_A.weight": torch.tensor([[1.0, -1.0]]).bfloat16(),
+        "q.lora_B.weight": torch.tensor([[2.0], [0.5]]).bfloat16(),
+    }
+    state = {
+        "q.base_layer.weight": base["q.weight"],
+        "q.base_layer.bias": base["q.bias"],
+        "q.lora_A.default.weight": adapters["q.lora_A.weight"],
+        "q.lora_B.default.weight": adapters["q.lora_B.weight"],
+    }
+    assert separated(state) == (base, adapters)
+    merge(base, adapters, 3.0)
+    assert base["q.weight"].tolist() == [[7.0, -4.0], [4.5, 2.5]]
+    assert base["q.weight"].dtype == torch.bfloat16
+
+
+def test_new_adapters_change_nothing(tiny: Any) -> None:
+    vision = tiny.vision(hidden_size=32, intermediate_size=48)
+    model = tiny.model(vision=vision)
+    before = model(**inputs(model)).logits
+    set_trainable(model, STAGE)
+    assert torch.equal(model(**inputs(model)).logits, before)
+
+
+def test_what_trains_and_what_does_not(tiny: Any) -> None:
+    model = adapted(tiny)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    projector = {name for name in trained if name.startswith("projector.")}
+    lora = trained - projector
+    assert projector == {f"projector.{name}" for name, _ in model.projector.named_parameters()}
+    assert {name.split(".")[5] for name in lora} == LINEARS
+    assert all(".lora_" in name and name.startswith("language_model.") for name in lora)
+    # Two layers: hidden 32, keys and values 16, MLP 48 wide; r (K + N) each.
+    sums = (32 + 32) + 2 * (32 + 16) + (32 + 32) + 3 * (32 + 48)
+    expected = 2 * RANK * sums
+    assert count_parameters(model.language_model, trainable_only=True) == expected
+    assert "rank 4, alpha 12, dropout 0 on 14 layers" in describe(model)
+    assert f": {expected:,} parameters" in describe(model)
+    groups = param_groups(model, replace(STAGE, language=replace(TRAINS, lr=2e-4)))
+    rates = {group["module"]: group["peak_lr"] for group in groups}
+    assert rates == {"projector": 1e-3, "language": 2e-4}
+
+
+def test_targets_choose_layers_of_the_language_model_alone(tiny: Any) -> None:
+    """The tower has layers of these names, too."""
+    stage = replace(STAGE, lora=replace(LORA, targets=["q_proj", "v_proj"]))
+    model = adapted(tiny, stage)
+    assert not has_adapters(model.vision_tower)
+    names = {name.rpartition(".lora_")[0] for name in adapters_of(model)}
+    layers = [f"language_model.model.layers.{i}.self_attn" for i in range(2)]
+    assert names == {f"{layer}.{kind}" for layer in layers for kind in ("q_proj", "v_proj")}
+
+
+def test_dropout_is_of_training_alone(tiny: Any) -> None:
+    model = adapted(tiny, replace(STAGE, lora=replace(LORA, dropout=0.5)))
+    batch = inputs(model)
+    one, two = (model(**batch, skip_logits=False).logits for _ in range(2))
+    assert not torch.equal(one, two)
+    model.eval()
+    assert torch.equal(model(**batch).logits, model(**batch).logits)
+
+
+@pytest.mark.parametrize("precision", ["fp8_linear", "coat", "coat_lean"])
+def test_frozen_layers_are_those_of_fp8_linear(tiny: Any, precision: Precision) -> None:
+    """With B = 0 the language model computes what it does under fp8_linear, to the bit."""
+    stage = replace(STAGE, vision=TRAINS)
+    results = []
+    for of_lora in (True, False):
+        model = tiny.model(vision=tiny.vision(hidden_size=32, intermediate_size=48))
+        set_trainable(model, stage if of_lora else replace(stage, lora=None))
+        fp8 = Fp8Config() if of_lora else Fp8Config(language="fp8_linear")
+        report = arithmetic_of(precision, fp8, torch.device("cpu")).apply(model)
+        set_train_mode(model, stage)
+        loss = model(**inputs(model)).loss
+        loss.backward()
+        kept = {name: p.grad for name, p in model.named_parameters() if ".lora_" not in name}
+        results.append((report, loss, kept))
+    (report, loss, gradients), (_, expected, theirs) = results
+    assert loss.item() == expected.item()
+    for name, gradient in gradients.items():
+        if name.startswith(("vision", "projector")) and theirs[name] is not None:
+            assert torch.equal(gradient, theirs[name]), name
+        elif name.startswith("language"):
+            assert gradient is None, name
+    text = report.converted["language_model.model.layers.0"]
+    assert text.startswith("frozen linear layers in FP8, LoRA adapters in BF16")
+    assert (f"not {precision}" in text) == (precision != "fp8_linear")
+    what = report.converted["vision_tower.model.encoder.layers.0"]
+    assert ("encoder block" in what) == (precision != "fp8_linear")
+
+
+def test_a_model_that_peft_wrapped_is_converted(tiny: Any) -> None:
+    """Layers with and without an adapter: all become FP8, and the adapters stay."""
+    import peft
+
+    plain = tiny.model(language=tiny.language("llama")).language_model
+    config = peft.LoraConfig(r=RANK, target_modules=["q_proj", "down_proj"])
+    wrapped: Any = peft.get_peft_model(plain, config)
+    report = convert(wrapped, Fp8Config())
+    assert list(report.converted) == [f"base_model.model.model.layers.{i}" for i in range(2)]
+    kinds = [type(m).__name__ for m in wrapped.modules()]
+    assert kinds.count("Fp8Linear") == 2 * len(LINEARS)
+    ids = torch.randint(3, 60, (2, 17), generator=torch.Generator().manual_seed(3))
+    wrapped(input_ids=ids, labels=ids).loss.backward()
+    b = {name: p.grad for name, p in adapters_of(wrapped).items() if "lora_B" in name}
+    assert len(b) == 4
+    assert all(gradient is not None and gradient.norm() > 0 for gradient in b.values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "coat"])
+def test_adapters_learn_in_every_precision_and_with_checkpointing(
+    tiny: Any, precision: Precision
+) -> None:
+    """A's gradients are those of FP32 within the precision, and the same with blocks run twice."""
+    stage = replace(STAGE, lora=replace(LORA, dropout=0.1))
+    gradients = []
+    cases: list[tuple[Precision, bool]] = [("fp32", False), (precision, False), (precision, True)]
+    for name, checkpointing in cases:
+        own = replace(stage, gradient_checkpointing=checkpointing)
+        model = adapted(tiny, own)
+        arithmetic_of(name, None, torch.device("cpu")).apply(model)
+        torch.manual_seed(5)
+        model(**inputs(model)).loss.backward()
+        gradients.append({n: p.grad for n, p in adapters_of(model).items()})
+    exact, plain, again = gradients
+    for name, gradient in plain.items():
+        assert torch.equal(gradient, again[name]), name
+        assert (gradient - exact[name]).norm() < 0.25 * exact[name].norm(), name
+
+
+def test_the_memory_of_a_plan(tiny: Any) -> None:
+    """What trains, and what it keeps more than a language model that is frozen."""
+    made = frame_of(adapted_config(tiny), torch.bfloat16)
+    set_trainable(made, STAGE)
+    set_train_mode(made, STAGE)
+    sizes = sizes_of(made, STAGE, 8)
+    model = adapted(tiny)
+    assert sizes.trained == count_parameters(model, trainable_only=True)
+    assert sizes.parameters == count_parameters(model)
+    memory = trace(made, 2, 64, 1)
+    assert memory.backward[-1][0] == sizes.trained
+    frozen = replace(STAGE, lora=None, language=ModuleTraining(train=False))
+    still = frame_of(adapted_config(tiny), torch.bfloat16)
+    set_trainable(still, frozen)
+    set_train_mode(still, frozen)
+    more = memory.kept["language"] - trace(still, 2, 64, 1).kept["language"]
+    # Per block and token in BF16, for the gradients of A and B: both normed inputs (32 each), the
+    # MLP's hidden values (48), and r of each of seven layers.
+    assert more == 2 * (2 * 64) * 2 * (32 + 32 + 48 + 7 * RANK)
+
+
+def adapted_config(tiny: Any) -> Any:
+    return tiny.model(vision=tiny.vision(hidden_size=32, intermediate_size=48)).config
+
+
+def test_what_is_refused(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model()
+    with pytest.raises(ValueError, match=r"'qproj' is no linear layer .* did you mean q_proj"):
+        set_trainable(model, replace(STAGE, lora=LoraTraining(targets=["qproj"])))
+    with pytest.raises(ValueError, match="'lm_head' is no linear layer"):
+        set_trainable(model, replace(STAGE, lora=LoraTraining(targets=["lm_head"])))
+    assert not has_adapters(model)
+    with pytest.raises(ValidationError, match="greater than 0"):
+        LoraTraining(rank=0)
+    with pytest.raises(ValueError, match="targets is empty"):
+        LoraTraining(targets=[])
+    with pytest.raises(ValueError, match="lora has no effect with a frozen language model"):
+        replace(STAGE, language=ModuleTraining(train=False))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"needs peft.*pip install -e '.\[lora\]'"):
+        set_trainable(copy.deepcopy(model), STAGE)
