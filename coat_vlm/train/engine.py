@@ -5,7 +5,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from coat_vlm.config import MODULES, Recipe, StageConfig
+from coat_vlm.config import Recipe, StageConfig
 from coat_vlm.fp8 import Arithmetic, fp8_blocks
 from coat_vlm.model.vlm import CoatVlm, module_parameters
 from coat_vlm.optim import CoatAdamW, param_groups
@@ -48,9 +48,8 @@ def clips_itself(recipe: Recipe, arithmetic: Arithmetic) -> bool:
 
 def set_trainable(model: CoatVlm, stage: StageConfig) -> None:
     """Freeze and unfreeze the modules as the stage says."""
-    parts = module_parameters(model)
-    for name in MODULES:
-        parts[name].requires_grad_(stage.module(name).train)
+    for name, part in module_parameters(model).items():
+        part.requires_grad_(stage.module(name).train)
     if stage.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -58,10 +57,9 @@ def set_trainable(model: CoatVlm, stage: StageConfig) -> None:
 def set_train_mode(model: CoatVlm, stage: StageConfig) -> None:
     """Training mode, but evaluation mode (no dropout) for frozen modules."""
     model.train()
-    parts = module_parameters(model)
-    for name in MODULES:
+    for name, part in module_parameters(model).items():
         if not stage.module(name).train:
-            parts[name].eval()
+            part.eval()
 
 
 def build_optimizer(

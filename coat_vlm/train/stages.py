@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from coat_data.order import Cursor
-from coat_vlm.config import MODULES, STAGES, Fp8Config, Recipe, StageName
+from coat_vlm.config import STAGES, Fp8Config, Recipe, StageName
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
 from coat_vlm.model.packed_attention import PACKED
@@ -312,15 +312,15 @@ def _model_for(
 
 
 def _tokenizer(recipe: Recipe, run_dir: Path, world: World) -> PreTrainedTokenizerBase:
-    settings = recipe.model.tokenizer
+    settings, images = recipe.model.tokenizer, recipe.model.vision is not None
     if settings.train_vocab_size is not None:
         folder = run_dir / "tokenizer"
         if world.is_main:
             train_tokenizer(texts(recipe), settings.train_vocab_size).save_pretrained(folder)
         world.barrier()
-        return prepare_tokenizer(AutoTokenizer.from_pretrained(folder))
+        return prepare_tokenizer(AutoTokenizer.from_pretrained(folder), images=images)
     name = tokenizer_name(recipe.model)
-    return prepare_tokenizer(AutoTokenizer.from_pretrained(name))
+    return prepare_tokenizer(AutoTokenizer.from_pretrained(name), images=images)
 
 
 def _overview(recipe: Recipe, name: str, model: CoatVlm, world: World) -> dict[str, Any]:
@@ -330,8 +330,8 @@ def _overview(recipe: Recipe, name: str, model: CoatVlm, world: World) -> dict[s
         device = torch.cuda.get_device_name(world.device)
     return {
         "stage": name,
-        "trainable": {part: count_parameters(parts[part], trainable_only=True) for part in MODULES},
-        "total": {part: count_parameters(parts[part]) for part in MODULES},
+        "trainable": {n: count_parameters(part, trainable_only=True) for n, part in parts.items()},
+        "total": {name: count_parameters(part) for name, part in parts.items()},
         "world_size": world.size,
         "device": device,
         "zero_stage": recipe.zero_stage,
@@ -359,12 +359,11 @@ def _print_tables(
         _say(world, f"  WARNING {warning}")
     _say(world, f"  label masks verified on {data.verified_rows} rows")
     _say(world, f"  {'module':<12}{'parameters':>14}  {'trains':<8}peak lr")
-    parts = module_parameters(model)
-    for part in MODULES:
+    for part, module in module_parameters(model).items():
         training = stage.module(part)
         lr = f"{training.lr:g}" if training.lr is not None else "-"
         trains = "yes" if training.train else "frozen"
-        _say(world, f"  {part:<12}{count_parameters(parts[part]):>14,}  {trains:<8}{lr}")
+        _say(world, f"  {part:<12}{count_parameters(module):>14,}  {trains:<8}{lr}")
     about = "tokens" if data.packing is not None else "~tokens"
     width = max(20, *(len(share.name) + 2 for share in data.shares))
     _say(

@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from coat_vlm.config import ImageConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from coat_vlm.config import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from coat_vlm.media_config import ImageConfig
 from coat_vlm.model import CoatVlm, build_model
 from coat_vlm.model.pretrained import readable_errors
 from coat_vlm.model.projector import PROJECTOR_TYPES
@@ -150,6 +151,7 @@ def load_vila(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm, 
     model = build_model(recipe, tokenizer, dtype)
     config: Any = model.config
     name = str(folder / "mm_projector")
+    assert model.projector is not None, "the recipe made above has a tower"
     with readable_errors(name):
         model.projector.load_state_dict(load_file(Path(name) / _WEIGHTS))
     return model, build_processor(recipe, tokenizer, config)
