@@ -18,6 +18,7 @@ def add(commands: Commands) -> None:
   coat-vlm export runs/quickstart/sft/model --to exported_bf16 --dtype bfloat16
   coat-vlm export runs/my_run/sft/model --to exported_llava --format llava
   coat-vlm export runs/my_run/sft/model --to exported_vila --format vila
+  coat-vlm export runs/llm_pretrain/pretrain/model --to exported_llm --format language
   coat-vlm export NVILA_CHECKPOINT --to nvila_here
 
 Any number of ranks, ZeRO stage and precision can have saved the checkpoint; one process on a CPU
@@ -26,7 +27,9 @@ reads it. The folder loads with coat_vlm.generate.load, with AutoModelForImageTe
 alone (LlavaForConditionalGeneration, AutoProcessor), and so in programs that serve LLaVA; that
 needs model.projector.type: mlp2x_gelu and images of one square (resize or pad). With --format
 vila it has VILA's folders llm/, vision_tower/ and mm_projector/. A VILA checkpoint with these is
-also taken as CKPT: --format coat makes it a folder that a recipe's init_from names.
+also taken as CKPT: --format coat makes it a folder that a recipe's init_from names. With --format
+language it is the language model alone, which AutoModelForCausalLM of transformers loads and
+model.language.name_or_path of a recipe takes: of a text-only run that is all of it.
 """,
     )
     parser.add_argument(
@@ -43,9 +46,10 @@ also taken as CKPT: --format coat makes it a folder that a recipe's init_from na
     )
     parser.add_argument(
         "--format",
-        choices=["coat", "llava", "vila"],
+        choices=["coat", "llava", "vila", "language"],
         default="coat",
-        help="layout of the folder: coat (default), llava for stock transformers, vila for VILA",
+        help="layout of the folder: coat (default), llava for stock transformers, vila for VILA, "
+        "language for the language model alone",
     )
 
 

@@ -18,6 +18,7 @@ from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.processor import CoatVlmProcessor
 from coat_vlm.train.contents import Contents, read_contents
 from coat_vlm.train.folder import MANIFEST, problem_inside, write_folder
+from coat_vlm.train.language_folder import save_language
 from coat_vlm.train.llava_folder import save_llava
 from coat_vlm.train.shards import Shards
 from coat_vlm.train.vila_folder import is_vila, load_vila, save_vila
@@ -25,7 +26,7 @@ from coat_vlm.train.world import ALONE
 
 _DESCRIPTION = "model"
 
-Layout = Literal["coat", "llava", "vila"]
+Layout = Literal["coat", "llava", "vila", "language"]
 """What a folder looks like, and so who can read it."""
 
 
@@ -55,7 +56,8 @@ def export(
             the master weights are rounded.
         layout: ``coat`` is read by coat_vlm; ``llava`` by stock transformers
             (:mod:`coat_vlm.train.llava_folder`); ``vila`` by VILA
-            (:mod:`coat_vlm.train.vila_folder`).
+            (:mod:`coat_vlm.train.vila_folder`); ``language`` is the language model alone, read by
+            stock transformers (:mod:`coat_vlm.train.language_folder`).
 
     Returns:
         ``target``.
@@ -87,10 +89,16 @@ def export(
             "the model; save it with coat-vlm train"
         )
     model, state, processor = _read(source, described, dtype)
+    if layout in ("llava", "vila") and not model.config.has_vision:
+        raise ValueError(
+            f"--format {layout}: the model has no vision tower (model.vision: null); allowed: "
+            "language, which stock transformers loads, and coat"
+        )
     origin = source / ("trainer.json" if is_checkpoint else "training.json")
 
     def write(temporary: Path) -> None:
-        save = {"coat": _save_coat, "llava": save_llava, "vila": save_vila}[layout]
+        writers = {"coat": _save_coat, "llava": save_llava, "vila": save_vila}
+        save = {**writers, "language": save_language}[layout]
         save(temporary, model, share_tied(dict(state), model), processor)
         if origin.is_file():
             shutil.copyfile(origin, temporary / "training.json")

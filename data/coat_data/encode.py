@@ -62,6 +62,7 @@ class Encoder:
         pieces: the tokenizer.
         template: writes a conversation as segments.
         shows_media: whether the model has a vision tower.
+        max_length: longest allowed sequence in tokens.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Encoder:
         self._media = MediaLoader(transform, video or VideoSettings(), max_pixels)
         self.shows_media = image_token_id is not None
         self._image_ids = [] if image_token_id is None else [image_token_id] * tokens_per_image
-        self._max_length = max_length
+        self.max_length = max_length
 
     def __call__(self, sample: Sample, rng: np.random.Generator | None = None) -> EncodedSample:
         """The whole conversation, with the answers as labels.
@@ -150,9 +151,11 @@ class Encoder:
             raise _within(sample, error) from error
 
     def segments(self, sample: Sample) -> list[Segment]:
-        """The conversation in the template; without the last end where its text goes on."""
+        """The conversation in the template; up to its last words where these go on."""
         segments = self.template.render(sample.turns)
-        return segments[:-1] if sample.continues else segments
+        while sample.continues and segments[-1].kind == "literal":
+            segments = segments[:-1]
+        return segments
 
     def prompt(self, sample: Sample) -> EncodedSample:
         """The conversation up to its last user turn, and the template's start of an answer.
@@ -297,7 +300,7 @@ class Encoder:
             )
 
     def _check_length(self, sample: Sample, length: int, plans: list[MediaPlan]) -> None:
-        if length > self._max_length:
+        if length > self.max_length:
             images = sum(len(plan.tiles) for plan in plans)
             tiles = sum(plan.num_token_tiles for plan in plans)
             in_images = sum(len(self._media_ids(plan)) for plan in plans)
@@ -305,7 +308,7 @@ class Encoder:
             raise DataError(
                 sample.where,
                 f"{length} tokens ({of} of {len(self._image_ids)} tokens = {in_images}, text "
-                f"{length - in_images}) are more than max_length={self._max_length}",
+                f"{length - in_images}) are more than max_length={self.max_length}",
                 "raise model.max_length, take fewer images, tiles (model.image.max_tiles) or "
                 "frames (model.video), or split the conversation",
             )
