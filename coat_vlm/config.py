@@ -14,6 +14,8 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from coat_vlm.eval_config import EvalSchedule
+from coat_vlm.media_config import ImageConfig as ImageConfig
+from coat_vlm.media_config import VideoConfig as VideoConfig
 from coat_vlm.model_config import LanguageConfig as LanguageConfig
 from coat_vlm.model_config import ModelConfig, exactly_one
 from coat_vlm.model_config import ProjectorConfig as ProjectorConfig

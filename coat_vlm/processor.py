@@ -28,8 +28,7 @@ from coat_data.messages import Message, Picture, messages_to_sample, question_to
 from coat_data.sample import Sample
 from coat_data.tiling import TiledTransform
 from coat_data.tokens import TokenizerLike
-from coat_vlm.config import ModelConfig, VisionConfig
-from coat_vlm.media_config import VideoConfig
+from coat_vlm.config import ModelConfig, VideoConfig, VisionConfig
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig
 from coat_vlm.tokenizer import prepare_tokenizer, train_tokenizer
 

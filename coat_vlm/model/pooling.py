@@ -2,10 +2,10 @@
 
     y_g = sum over the frames i of group g of x_i / n_g
 
-x are projected features [T, H] of a frame, so a group of n_g frames takes the tokens of one. This
-is VILA's ``TSPVideoEncoder`` with ``pool_sizes`` ``[[k, 1, 1]]`` (NVlabs/VILA,
-llava/model/encoders/video/tsp.py), which repeats nothing and averages a shorter last group over the
-frames that it has.
+x are projected features [T, H] of a frame, so a group of n_g frames takes the tokens of one. VILA's
+``TSPVideoEncoder`` with ``pool_sizes`` ``[[k, 1, 1]]`` (NVlabs/VILA,
+llava/model/encoders/video/tsp.py) does the same with full groups, and takes no others; here the
+last group of a video may be shorter.
 """
 
 from itertools import accumulate

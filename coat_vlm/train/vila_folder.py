@@ -23,8 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from coat_vlm.config import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from coat_vlm.media_config import ImageConfig
+from coat_vlm.config import ImageConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from coat_vlm.model import CoatVlm, build_model
 from coat_vlm.model.pretrained import readable_errors
 from coat_vlm.model.projector import PROJECTOR_TYPES
@@ -59,8 +58,15 @@ def save_vila(
         processor: gives the tokenizer and the image settings.
 
     Raises:
-        ValueError: the vision tower is of another kind than VILA reads.
+        ValueError: the vision tower is of another kind than VILA reads, or the model was trained
+            on groups of frames.
     """
+    if "pool_frames" in processor.video:
+        raise ValueError(
+            "--format vila: the model was trained with model.video.pool_frames="
+            f"{processor.video['pool_frames']}, and VILA shows each frame of a video by its own "
+            "tokens; allowed: --format coat"
+        )
     tower = plain_tower(model, "vila")
     llm, vision, projector = (folder / part for part in PARTS)
     language: Any = model.language_model

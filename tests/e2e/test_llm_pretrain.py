@@ -75,7 +75,7 @@ def overrides(texts: Path, run: Path, **changes: Any) -> list[str]:
 
 def train(texts: Path, run: Path, *options: str, ranks: int = 1, **changes: Any) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"TEXT_DATA": "unused", "TOKENIZER": "unused"}
+    environment |= {"TEXT_DATA": "unused"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [sys.executable, *(torchrun if ranks > 1 else []), "-m", "coat_vlm.cli", "train",
