@@ -43,3 +43,15 @@ def pool_frames(features: Tensor, sizes: list[int]) -> Tensor:
     count = torch.tensor(sizes).to(features).reshape(-1, 1, 1)
     sums = member.to(features) @ features.flatten(1)
     return sums.unflatten(1, features.shape[1:]) / count
+
+
+def groups_per_row(counts: list[int], sizes: Tensor) -> list[tuple[int, int]]:
+    """Groups and tiles of each row of a batch.
+
+    Args:
+        counts: groups of each row; they may be the first rows alone.
+        sizes: (G,) integers, tiles of each group of the whole batch.
+    """
+    ends = list(accumulate(counts))
+    spans = zip(counts, ends, strict=True)
+    return [(count, int(sizes[end - count : end].sum())) for count, end in spans]

@@ -27,7 +27,7 @@ from coat_vlm.model.output_layer import loss_for_logits, why_logits_are_needed
 from coat_vlm.model.packed_attention import PACKED, no_mask
 from coat_vlm.model.packing import packing_of
 from coat_vlm.model.padding import mask_for_loss
-from coat_vlm.model.pooling import pool_frames
+from coat_vlm.model.pooling import groups_per_row, pool_frames
 from coat_vlm.model.pretrained import check_complete, readable_errors
 from coat_vlm.model.projector import Projector, build_projector
 from coat_vlm.model.scales import Grid, project_scales, tiles_per_row
@@ -348,8 +348,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         placeholders = (input_ids == self.config.image_token_id).sum(1).tolist()
         tokens = self.config.tokens_per_image
         if frame_groups is not None:
-            owned = frame_groups.split([number // tokens for number in placeholders])
-            return [(len(groups), int(groups.sum())) for groups in owned]
+            return groups_per_row([number // tokens for number in placeholders], frame_groups)
         if self.config.s2_scales is None or image_grids is None:
             return [(number // tokens, number // tokens) for number in placeholders]
         grids = [(rows, columns) for rows, columns in image_grids.tolist()]

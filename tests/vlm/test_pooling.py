@@ -92,8 +92,11 @@ def test_the_model_reads_means_of_projected_frames(
     assert int((encoded.input_ids == IMAGE).sum()) == 4 * per_tile
     assert len(encoded.pixel_values) == 6
     assert encoder.measure(sample) == (len(encoded.input_ids), 6)  # known without decoding
-    batch = collate([encoded, encoded], pad_token_id=0)
+    batch: Any = collate([encoded, encoded], pad_token_id=0)
     assert batch["frame_groups"].tolist() == [1, 2, 2, 1] * 2
+    rows, groups = batch["input_ids"], batch["frame_groups"]
+    assert model.images_per_row(rows, None, groups) == [(4, 6)] * 2
+    assert model.images_per_row(rows[:1], None, groups) == [(4, 6)]  # as FP8's record asks
     tower: Any = model.vision_tower
     projector: Any = model.projector
     with torch.no_grad():
@@ -135,14 +138,15 @@ def test_a_saved_processor_asks_and_answers_the_same(
     answers = []
     for one, own in ((model, processor), (loaded, again)):
         encoder = PromptEncoder(own)
-        batch = encoder([shown(frames)] * 2)
+        batch: Any = encoder([shown(frames)] * 2)
         assert batch["frame_groups"].tolist() == [1, 2, 2, 1] * 2
         answers.append(generate_batch(one, encoder, batch, 6))
     assert answers[0] == answers[1]
     batch = PromptEncoder(processor)([shown(frames)])
     with pytest.raises(ValueError, match=r"--format vila: the model was trained with model.video"):
         save_vila(tmp_path, model, {}, processor)
-    beams = model.generate(**cast(Any, batch), num_beams=2, max_new_tokens=3, do_sample=False)  # pyright: ignore
+    with_beams = cast(Any, model).generate
+    beams = with_beams(**batch, num_beams=2, max_new_tokens=3, do_sample=False)
     assert beams.shape[0] == 1
 
 
