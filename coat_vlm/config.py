@@ -2,7 +2,7 @@
 
 A recipe names the model, the data of each stage and how each stage trains. ``load_recipe`` reads a
 file (or a built-in recipe by name), applies dotted overrides such as ``stages.sft.max_steps=10``
-and returns a :class:`Recipe`. This module and those of the media, of packing and of
+and returns a :class:`Recipe`. This module and those of the model, of the media, of packing and of
 evaluation are leaves: they import no other room of the project.
 """
 
@@ -15,7 +15,13 @@ from pydantic.dataclasses import dataclass
 
 from coat_vlm.eval_config import EvalSchedule
 from coat_vlm.lora_config import LoraTraining
-from coat_vlm.media_config import ImageConfig, VideoConfig
+from coat_vlm.media_config import ImageConfig as ImageConfig
+from coat_vlm.media_config import VideoConfig as VideoConfig
+from coat_vlm.model_config import LanguageConfig as LanguageConfig
+from coat_vlm.model_config import ModelConfig, exactly_one
+from coat_vlm.model_config import ProjectorConfig as ProjectorConfig
+from coat_vlm.model_config import TokenizerConfig as TokenizerConfig
+from coat_vlm.model_config import VisionConfig as VisionConfig
 from coat_vlm.monitor_config import MonitorConfig
 from coat_vlm.packing_config import Packing
 
@@ -27,7 +33,6 @@ BlockPrecision = Literal["bf16", "fp8_linear", "coat", "coat_lean"]
 LinearPrecision = Literal["bf16", "fp8_linear"]
 ModuleName = Literal["vision", "projector", "language"]
 StageName = Literal["align", "pretrain", "sft"]
-ProjectorType = Literal["linear", "mlp2x_gelu", "mlp_downsample", "mlp_downsample_3x3_fix"]
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -35,82 +40,6 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 MODULES: tuple[ModuleName, ...] = ("vision", "projector", "language")
 STAGES: tuple[StageName, ...] = ("align", "pretrain", "sft")
 FP8_PRECISIONS: tuple[Fp8Precision, ...] = ("fp8_linear", "coat", "coat_lean")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
-class VisionConfig:
-    """The vision tower: pretrained by name or folder, or from scratch by its own config."""
-
-    library: Literal["transformers", "open_clip"] = "transformers"
-    """Which library builds the tower."""
-    name_or_path: str | None = None
-    """Hub id or local folder; its pretrained weights are kept. Exclusive with ``config``."""
-    config: dict[str, Any] | None = None
-    """A from-scratch tower: keys of the library's config, with ``model_type`` for transformers."""
-    select_layer: int = -2
-    """Which hidden state feeds the projector; -1 is the last layer's output, -2 the one before."""
-    select_feature: Literal["patch", "cls_patch"] = "patch"
-    """``patch`` drops a class token, ``cls_patch`` keeps everything the tower returns."""
-
-    def __post_init__(self) -> None:
-        _exactly_one("model.vision", name_or_path=self.name_or_path, config=self.config)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
-class ProjectorConfig:
-    """The map from vision features to the language model's embedding space."""
-
-    type: ProjectorType = "mlp_downsample"
-    """VILA's projector names."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
-class LanguageConfig:
-    """The causal language model: pretrained by name or folder, or from scratch by its config."""
-
-    name_or_path: str | None = None
-    """Hub id or local folder; its pretrained weights are kept. Exclusive with ``config``."""
-    config: dict[str, Any] | None = None
-    """A from-scratch model: ``model_type`` (llama, mistral, qwen2, qwen3, ...) and config keys."""
-
-    def __post_init__(self) -> None:
-        _exactly_one("model.language", name_or_path=self.name_or_path, config=self.config)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
-class TokenizerConfig:
-    """The tokenizer: an existing one, or a byte-level BPE trained on the recipe's own texts."""
-
-    name_or_path: str | None = None
-    """Hub id or folder; defaults to ``model.language.name_or_path``."""
-    train_vocab_size: Positive | None = None
-    """Train a byte-level BPE of this size on the texts of all stages (from-scratch models)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
-class ModelConfig:
-    """The composed model."""
-
-    vision: VisionConfig
-    language: LanguageConfig
-    projector: ProjectorConfig = field(default_factory=ProjectorConfig)
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    image: ImageConfig = field(default_factory=ImageConfig)
-    video: VideoConfig = field(default_factory=VideoConfig)
-    template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] = "chatml"
-    """Chat template of the model (a stage may use another, e.g. ``plain`` for align)."""
-    max_length: Positive = 2048
-    """Longest sequence in tokens, image tokens included; a longer sample is a bad sample."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation passed to transformers."""
-
-    def __post_init__(self) -> None:
-        older = self.image.num_video_frames
-        if older is not None and (self.video.num_frames or self.video.sampling != "uniform"):
-            raise ValueError(
-                f"model.image.num_video_frames={older} has no effect beside model.video."
-                "num_frames or another sampling than uniform; remove it"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
@@ -224,7 +153,7 @@ class StageConfig:
     """Beyond max_bad_samples: bad samples allowed as a share of all samples met so far."""
 
     def __post_init__(self) -> None:
-        _exactly_one("stage", epochs=self.epochs, max_steps=self.max_steps)
+        exactly_one("stage", epochs=self.epochs, max_steps=self.max_steps)
         if not any(self.module(name).train for name in MODULES):
             raise ValueError("no module trains; set train: true and lr for at least one module")
         if self.lora is not None and not self.language.train:
@@ -370,6 +299,8 @@ class Recipe(EvalSchedule):
         EvalSchedule.__post_init__(self)
         if not self.stages:
             raise ValueError(f"recipe {self.name!r} has no stages; add at least one of {STAGES}")
+        if self.model.vision is None:
+            self._check_text_only()
         for name, stage in self.stages.items():
             if stage.packing is not None:
                 try:
@@ -385,16 +316,22 @@ class Recipe(EvalSchedule):
         if self.fp8 is not None and self.precision in FP8_PRECISIONS:
             self.fp8.resolved(self.precision)  # complains before anything is touched
 
+    def _check_text_only(self) -> None:
+        """Refuse what would train or convert a tower or projector that is not there."""
+        for name, stage in self.stages.items():
+            for part in ("vision", "projector"):
+                if stage.module(part).train:
+                    raise ValueError(
+                        f"stages.{name}.{part} trains, but the model has none (model.vision: "
+                        "null); remove it, or give model.vision a tower"
+                    )
+        if self.fp8 is not None and (self.fp8.vision or self.fp8.projector != "bf16"):
+            raise ValueError(
+                "fp8.vision and fp8.projector have no effect with model.vision: null; remove them"
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """The recipe as plain YAML-ready data, evaluation last as in a recipe's file."""
         data = dataclasses.asdict(self)
         last = {each.name: data.pop(each.name) for each in dataclasses.fields(EvalSchedule)}
         return data | last
-
-
-def _exactly_one(where: str, **options: object) -> None:
-    given = [name for name, value in options.items() if value is not None]
-    if len(given) != 1:
-        names = " or ".join(options)
-        got = " and ".join(given) if given else "neither"
-        raise ValueError(f"{where}: exactly one of {names} is needed, got {got}")

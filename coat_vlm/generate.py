@@ -198,6 +198,7 @@ def answer_batch(
         attention_mask=batch["attention_mask"].to(model.device),
         pixel_values=batch["pixel_values"].to(model.device, model.dtype),
         image_grids=batch.get("image_grids"),
+        frame_groups=batch.get("frame_groups"),
         max_new_tokens=max_new_tokens,
         pad_token_id=encoder.tokenizer.pad_token_id,
         eos_token_id=encoder.stop_token_ids,

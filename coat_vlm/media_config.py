@@ -69,7 +69,12 @@ class VideoConfig:
     timeout_s: Annotated[float, Field(gt=0.0)] | None = None
     """``decord``: seconds after which a video is given to PyAV; default 30."""
     time_tokens: bool = False
-    """Write before each frame when it is shown, as text such as ``<1.5 seconds>``."""
+    """Write before each frame when it is shown, as text such as ``<1.5 seconds>``; with
+    ``pool_frames`` the mean time of each group."""
+    pool_frames: Annotated[int, Field(gt=1)] | None = None
+    """Average the projected features of so many consecutive frames, as NVILA does by 8: a group
+    takes the tokens of one frame. The last group of a video may be shorter. Not with image mode
+    ``dynamic_s2``."""
 
     def __post_init__(self) -> None:
         effects = {

@@ -65,7 +65,8 @@ class CoatVlmProcessor(ProcessorMixin):
         image_max_tiles: most tiles of the (largest) grid in modes ``dynamic`` and ``dynamic_s2``.
         image_s2_scales: sides of the scales in pixels in mode ``dynamic_s2``, else None.
         image_max_pixels: most pixels of an image file; Pillow's limit when None.
-        tokens_per_image: image tokens that stand for one tile of an image.
+        tokens_per_image: image tokens that stand for one tile of an image; 0 for a language model
+            alone, which takes no images and whose tokenizer needs no ``<image>``.
         num_video_frames: frames taken from a video under uniform sampling.
         video: the other fields of :class:`coat_data.frame_sampling.VideoSettings`.
         max_length: longest allowed sequence in tokens.
@@ -121,7 +122,7 @@ class CoatVlmProcessor(ProcessorMixin):
         """
         tokenizer = cast(TokenizerLike, self.tokenizer)
         image_token_id = self.tokenizer.get_vocab().get(IMAGE_TOKEN)
-        if image_token_id is None:
+        if image_token_id is None and self.tokens_per_image:
             raise ValueError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no {IMAGE_TOKEN} token; add it with "
                 "coat_vlm.processor.prepare_tokenizer"
@@ -131,7 +132,7 @@ class CoatVlmProcessor(ProcessorMixin):
             get_template(template or self.template, tokenizer),
             self._transform(augmented=train),
             tokens_per_image=self.tokens_per_image,
-            image_token_id=image_token_id,
+            image_token_id=image_token_id if self.tokens_per_image else None,
             video=VideoSettings(num_frames=self.num_video_frames, **self.video),
             max_length=self.max_length,
             max_pixels=self.image_max_pixels,
@@ -165,7 +166,8 @@ class CoatVlmProcessor(ProcessorMixin):
 
         Returns:
             input_ids and attention_mask (B, T) int64, pixel_values (N, 3, H, W) float32; in mode
-            ``dynamic_s2`` also image_grids (M, 2) int64.
+            ``dynamic_s2`` also image_grids (M, 2) int64, and with ``pool_frames`` of videos
+            frame_groups (G,) int64.
 
         Raises:
             DataError: an image cannot be read, or a prompt is too long.
@@ -178,7 +180,7 @@ class CoatVlmProcessor(ProcessorMixin):
             pad_token_id=self.tokenizer.pad_token_id,
             padding_side="left",
         )
-        names = ("input_ids", "attention_mask", "pixel_values", "image_grids")
+        names = ("input_ids", "attention_mask", "pixel_values", "image_grids", "frame_groups")
         return BatchFeature({name: value for name, value in batch.items() if name in names})
 
 
@@ -222,8 +224,10 @@ def build_processor(
         tokenizer: the tokenizer, prepared by :func:`prepare_tokenizer`.
         model_config: configuration of the built model.
     """
-    settings = _image_settings(recipe_model.vision, model_config.vision_config)
-    return _processor(recipe_model, tokenizer, model_config, {**settings})
+    settings: dict[str, Any] = {}
+    if recipe_model.vision is not None:
+        settings |= _image_settings(recipe_model.vision, model_config.vision_config)
+    return _processor(recipe_model, tokenizer, model_config, settings)
 
 
 def continued_processor(
@@ -242,14 +246,18 @@ def continued_processor(
     Raises:
         ValueError: the recipe describes another model than the checkpoint's.
     """
-    image, scales = recipe_model.image, model_config.s2_scales
-    asked = {
-        "projector.type": (recipe_model.projector.type, model_config.projector_type),
-        "vision.select_layer": (recipe_model.vision.select_layer, model_config.select_layer),
-        "vision.select_feature": (recipe_model.vision.select_feature, model_config.select_feature),
-        "image.mode dynamic_s2": (image.mode == "dynamic_s2", scales is not None),
-        "image.s2_scales": (list(image.s2_scales or scales or ()), scales or []),
+    image, scales, vision = recipe_model.image, model_config.s2_scales, recipe_model.vision
+    asked: dict[str, tuple[Any, Any]] = {
+        "vision (whether there is a tower)": (vision is not None, model_config.has_vision)
     }
+    if vision is not None and model_config.has_vision:
+        asked |= {
+            "projector.type": (recipe_model.projector.type, model_config.projector_type),
+            "vision.select_layer": (vision.select_layer, model_config.select_layer),
+            "vision.select_feature": (vision.select_feature, model_config.select_feature),
+            "image.mode dynamic_s2": (image.mode == "dynamic_s2", scales is not None),
+            "image.s2_scales": (list(image.s2_scales or scales or ()), scales or []),
+        }
     for name, (wanted, found) in asked.items():
         if wanted != found:
             raise ValueError(
@@ -269,10 +277,10 @@ def _processor(
     model_config: CoatVlmConfig,
     image_settings: Mapping[str, Any],
 ) -> CoatVlmProcessor:
-    image = recipe_model.image
+    image, tower = recipe_model.image, model_config.vision_config
     return CoatVlmProcessor(
         tokenizer,
-        image_size=model_config.vision_config.image_size,
+        image_size=1 if tower is None else tower.image_size,
         image_mode=image.mode,
         image_augment=image.augment,
         image_min_tiles=image.min_tiles or 1,

@@ -76,11 +76,23 @@ def tokenizer_name(model: ModelConfig) -> str:
     return name
 
 
-def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+def prepare_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, *, images: bool = True
+) -> PreTrainedTokenizerBase:
     """Add ``<image>``, and ``<pad>`` if there is no pad token; returns the same tokenizer.
 
     New tokens make the vocabulary larger; ``build_model`` grows the embeddings to it.
+
+    Args:
+        tokenizer: changed in place.
+        images: False for a language model alone, whose vocabulary stays as it is: no ``<image>``,
+            and where there is no pad token, the end token pads (labels and attention leave padding
+            out).
     """
+    if not images:
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
     if all(str(token) != IMAGE_TOKEN for token in tokenizer.added_tokens_decoder.values()):
         tokenizer.add_tokens(IMAGE_TOKEN, special_tokens=True)
     if tokenizer.pad_token_id is None:

@@ -7,24 +7,28 @@ transformers are put back when it leaves. Its loss is its own: transformers' tak
 import contextlib
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
 from coat_vlm.model import CoatVlm
 
-_REPLACED = ("apply_rotary_pos_emb", "Qwen2RMSNorm", "Qwen2MLP")
-"""Names of transformers' Qwen2 module that Liger replaces for every model."""
+_REPLACED: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
+    (modeling_qwen2, ("apply_rotary_pos_emb", "Qwen2RMSNorm", "Qwen2MLP")),
+    (modeling_llama, ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP")),
+)
+"""Names of transformers' modules that Liger replaces for every model."""
 
 
 def _eager(model: CoatVlm) -> None:
     """The decoder and loss of transformers: logits of all tokens, in FP32."""
 
     def forward(
-        self: CoatVlm, input_ids: Any, labels: Tensor, pixel_values: Tensor
+        self: CoatVlm, input_ids: Any, labels: Tensor, pixel_values: Tensor | None = None
     ) -> CausalLMOutputWithPast:
         hidden = self.embed(input_ids, pixel_values)
         return self.language_model(inputs_embeds=hidden, labels=labels, use_cache=False)
@@ -35,10 +39,13 @@ def _eager(model: CoatVlm) -> None:
 def _liger(model: CoatVlm) -> None:
     """Liger's RoPE, RMSNorm, SwiGLU, and its loss that stores no logits."""
     from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
+        apply_liger_kernel_to_llama,
         apply_liger_kernel_to_qwen2,
     )
 
-    apply_liger_kernel_to_qwen2(model=model.language_model)
+    llama = model.config.text_config.model_type == "llama"
+    apply = apply_liger_kernel_to_llama if llama else apply_liger_kernel_to_qwen2
+    apply(model=model.language_model)
     _eager(model)
 
 
@@ -100,10 +107,10 @@ def peer(name: str, model: CoatVlm) -> Iterator[None]:
         name: a key of :data:`PEERS`.
         model: changed in place, for good.
     """
-    kept = {name: getattr(modeling_qwen2, name) for name in _REPLACED}
+    kept = [(module, name, getattr(module, name)) for module, names in _REPLACED for name in names]
     try:
         PEERS[name][2](model)
         yield
     finally:
-        for attribute, value in kept.items():
-            setattr(modeling_qwen2, attribute, value)
+        for module, attribute, value in kept:
+            setattr(module, attribute, value)

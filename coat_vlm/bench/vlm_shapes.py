@@ -1,7 +1,8 @@
-"""The vision-language models of ``coat-vlm bench step``, and what they are trained on.
+"""The models of ``coat-vlm bench step``, and what they are trained on.
 
 Weights are random and batches are noise: neither the time nor the memory of a step depends on them.
-A sample has a fixed number of tokens, some of which are those of its images.
+A sample has a fixed number of tokens, some of which are those of its images. A language model alone
+has text alone.
 """
 
 from collections.abc import Mapping
@@ -10,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, SiglipVisionConfig
+from transformers import LlamaConfig, Qwen2Config, SiglipVisionConfig
 
 from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.model.frame import frame_of
 from coat_vlm.model.loss import IGNORE_INDEX
 
 Inputs = dict[str, Tensor]
-"""``input_ids`` and ``labels`` [B, T], ``pixel_values`` [B * images, 3, S, S]."""
+"""``input_ids`` and ``labels`` [B, T]; with a tower ``pixel_values`` [B * images, 3, S, S]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +26,31 @@ class VlmShape:
     """A model and its samples."""
 
     name: str
-    vision: Mapping[str, Any]
-    """Of ``SiglipVisionConfig``; the last block is cut off, as in training (select_layer -2)."""
+    vision: Mapping[str, Any] | None
+    """Of ``SiglipVisionConfig``; the last block is cut off, as in training (select_layer -2). None
+    for a language model alone."""
     language: Mapping[str, Any]
-    """Of ``Qwen2Config``."""
+    """Of ``Qwen2Config``, or of the ``family``'s."""
     tokens: int
     """Of a sample, those of images included."""
     images: int
     """Of a sample."""
+    family: str = "qwen2"
+    """Of the language model: a key of :data:`FAMILIES`."""
 
     def config(self, dtype: torch.dtype) -> CoatVlmConfig:
         """The composed configuration; the last id of the vocabulary stands for an image."""
+        language = FAMILIES[self.family](**self.language)
+        language.dtype = dtype
+        if self.vision is None:
+            return CoatVlmConfig(
+                text_config=language,
+                projector_type=None,
+                image_token_id=None,
+                attn_implementation="sdpa",
+            )
         vision = SiglipVisionConfig(**self.vision)
-        language = Qwen2Config(**self.language)
-        vision.dtype = language.dtype = dtype
+        vision.dtype = dtype
         return CoatVlmConfig(
             vision_config=vision,
             text_config=language,
@@ -66,7 +78,7 @@ class VlmShape:
         return frame_of(self.config(dtype), dtype)
 
     def sample(self, number: int, device: torch.device) -> Inputs:
-        """One sample: images, then random text, all of which is trained.
+        """One sample: images if there is a tower, then random text, all of which is trained.
 
         Args:
             number: which one; the same number gives the same sample.
@@ -74,13 +86,15 @@ class VlmShape:
         """
         generator = torch.Generator().manual_seed(1000 + number)
         config = self.config(torch.float32)
-        size = self.vision["image_size"]
-        ids = torch.randint(config.image_token_id, (1, self.tokens), generator=generator)
-        of_images = self.images * config.tokens_per_image
-        ids[:, :of_images] = config.image_token_id
-        labels = ids.masked_fill(ids == config.image_token_id, IGNORE_INDEX)
-        pixels = torch.randn(self.images, 3, size, size, generator=generator)
-        inputs = {"input_ids": ids, "labels": labels, "pixel_values": pixels}
+        last = self.language["vocab_size"] - 1
+        ids = torch.randint(last, (1, self.tokens), generator=generator)
+        inputs = {"input_ids": ids, "labels": ids.clone()}
+        if self.vision is not None:
+            of_images = self.images * config.tokens_per_image
+            ids[:, :of_images] = last
+            inputs["labels"][:, :of_images] = IGNORE_INDEX
+            size = self.vision["image_size"]
+            inputs["pixel_values"] = torch.randn(self.images, 3, size, size, generator=generator)
         return {name: tensor.to(device) for name, tensor in inputs.items()}
 
     def batch(self, first: int, count: int, device: torch.device) -> Inputs:
@@ -88,6 +102,12 @@ class VlmShape:
         samples = [self.sample(first + number, device) for number in range(count)]
         return {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
 
+
+FAMILIES: dict[str, type[LlamaConfig] | type[Qwen2Config]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+}
+"""Configurations of language models by transformers' model type."""
 
 _SO400M = {
     "hidden_size": 1152,
@@ -114,6 +134,17 @@ SIZES = {
         tokens=32,
         images=2,
     ),
+    "tiny-llm": VlmShape(
+        "tiny-llm",
+        None,
+        {
+            "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64,
+        },
+        tokens=32,
+        images=0,
+        family="llama",
+    ),
     "1b": VlmShape(
         "siglip-so400m_qwen2.5-0.5b",
         _SO400M,
@@ -136,6 +167,19 @@ SIZES = {
         tokens=4096,
         images=4,
     ),
+    "llama-2-7b": VlmShape(
+        "llama-2-7b",
+        None,
+        {
+            "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+        tokens=2048,
+        images=0,
+        family="llama",
+    ),
 }  # fmt: skip
-"""By the names of ``--size``. The language models are Qwen2.5's published shapes (config.json of
-Qwen/Qwen2.5-0.5B and Qwen/Qwen2.5-7B)."""
+"""By the names of ``--size``. The language models are published shapes (config.json of
+Qwen/Qwen2.5-0.5B, Qwen/Qwen2.5-7B and meta-llama/Llama-2-7b-hf); Llama-2-7B at a context of 2,048
+is the end-to-end setting of COAT's paper (arXiv:2410.19313)."""

@@ -19,6 +19,7 @@ def add(commands: Commands) -> None:
   coat-vlm export runs/my_run/sft/model --to exported_llava --format llava
   coat-vlm export runs/my_run/sft/model --to exported_vila --format vila
   coat-vlm export runs/my_run/sft/model --to exported_fp8 --weights fp8 --format llava
+  coat-vlm export runs/llm_pretrain/pretrain/model --to exported_llm --format language
   coat-vlm export NVILA_CHECKPOINT --to nvila_here
   coat-vlm export runs/my_lora/sft/model --to my_adapter --adapter
 
@@ -28,7 +29,9 @@ reads it. The folder loads with coat_vlm.generate.load, with AutoModelForImageTe
 alone (LlavaForConditionalGeneration, AutoProcessor), and so in programs that serve LLaVA; that
 needs model.projector.type: mlp2x_gelu and images of one square (resize or pad). With --format
 vila it has VILA's folders llm/, vision_tower/ and mm_projector/. A VILA checkpoint with these is
-also taken as CKPT: --format coat makes it a folder that a recipe's init_from names.
+also taken as CKPT: --format coat makes it a folder that a recipe's init_from names. With --format
+language it is the language model alone, which AutoModelForCausalLM of transformers loads and
+model.language.name_or_path of a recipe takes: of a text-only run that is all of it.
 
 --weights compresses the linear layers of the language model; embeddings, lm_head, projector and
 vision tower stay in --dtype (bfloat16 when absent). The files are in the compressed-tensors layout
@@ -59,8 +62,9 @@ give a checkpoint: its frozen weights are then written as DIR/base.
     )
     parser.add_argument(
         "--format",
-        choices=["coat", "llava", "vila"],
-        help="layout of the folder: coat (default), llava for stock transformers, vila for VILA",
+        choices=["coat", "llava", "vila", "language"],
+        help="layout of the folder: coat (default), llava for stock transformers, vila for VILA, "
+        "language for the language model alone",
     )
     parser.add_argument(
         "--weights",

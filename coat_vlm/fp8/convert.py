@@ -188,10 +188,13 @@ def _check_found(
     model: nn.Module, config: Fp8Config, seen: set[Part], blocks: list[tuple[str, Part, nn.Module]]
 ) -> None:
     """Complain where the policy selects a part that has nothing to convert."""
-    composed = hasattr(model, "vision_tower") and hasattr(model, "language_model")
-    for part in ("vision", "language"):
+    parts = {"vision": "vision_tower", "language": "language_model"}
+    composed = all(hasattr(model, name) for name in parts.values())
+    for part, attribute in parts.items():
         present = any(kind == part for _, kind, _ in blocks)
-        if part in seen or getattr(config, part) == "bf16" or not (composed or present):
+        # A composed model has None where it was built without a tower.
+        expected = composed and getattr(model, attribute) is not None
+        if part in seen or getattr(config, part) == "bf16" or not (expected or present):
             continue
         if present:
             raise ValueError(

@@ -5,9 +5,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 from coat_vlm.model import packed_attention
 from coat_vlm.model.build import build_model
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig, OpenClipVisionConfig
+from coat_vlm.model.parameters import count_parameters, module_parameters
 from coat_vlm.model.projector import build_projector, projected_tokens
 from coat_vlm.model.vision import VisionTower
-from coat_vlm.model.vlm import CoatVlm, count_parameters, module_parameters
+from coat_vlm.model.vlm import CoatVlm
 
 __all__ = [
     "IMAGE_TOKEN",

@@ -48,10 +48,22 @@ def build_model(
         tokenizer: the tokenizer, with ``<image>`` among its tokens.
         dtype: dtype of all weights; FP32 when absent, whatever the checkpoints hold.
 
+    With ``vision: null`` in the recipe there is a language model alone.
+
     Raises:
         ValueError: a checkpoint or configuration is of another kind, incomplete or contradictory.
     """
     dtype = dtype or torch.float32
+    if model.vision is None:
+        language = _language(model.language, tokenizer, dtype, model.attention)
+        config = CoatVlmConfig(
+            text_config=language.config,
+            projector_type=None,
+            image_token_id=None,
+            attn_implementation=model.attention,
+            dtype=dtype,
+        )
+        return _compose(config, None, None, language, tokenizer)
     image_token_id = tokenizer.get_vocab().get(IMAGE_TOKEN)
     if image_token_id is None:
         raise ValueError(
@@ -88,8 +100,8 @@ def _scales(model: ModelConfig, vision: PretrainedConfig) -> list[int] | None:
 
 def _compose(
     config: CoatVlmConfig,
-    tower: VisionTower,
-    projector: Projector,
+    tower: VisionTower | None,
+    projector: Projector | None,
     language: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> CoatVlm:

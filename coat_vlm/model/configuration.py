@@ -69,13 +69,16 @@ class CoatVlmConfig(PretrainedConfig):
     Args:
         vision_config: the tower's configuration (transformers SigLIP or CLIP vision, or
             :class:`OpenClipVisionConfig`), as an object or a dict with ``model_type``. It describes
-            the complete tower; the layers after ``select_layer`` are not built.
+            the complete tower; the layers after ``select_layer`` are not built. None, with no
+            ``projector_type``, for a language model alone.
         text_config: the causal language model's configuration, likewise.
-        projector_type: one of ``coat_vlm.model.projector.PROJECTOR_TYPES``.
+        projector_type: one of ``coat_vlm.model.projector.PROJECTOR_TYPES``; None for a language
+            model alone, of which ``select_layer`` and ``select_feature`` say nothing.
         select_layer: index into the tower's hidden states (0 is the embeddings' output, -1 the last
             block's, before the final norm, -2 the one before).
         select_feature: ``patch`` drops class and register tokens, ``cls_patch`` keeps them.
-        image_token_id: id of the placeholder that image features replace.
+        image_token_id: id of the placeholder that image features replace; None for a language
+            model alone.
         s2_scales: sides of the scales in pixels at which an image is seen
             (:mod:`coat_vlm.model.scales`), the tower's own first; None for one scale.
         **kwargs: fields of ``PretrainedConfig``.
@@ -92,18 +95,20 @@ class CoatVlmConfig(PretrainedConfig):
         self,
         vision_config: PretrainedConfig | dict[str, Any] | None = None,
         text_config: PretrainedConfig | dict[str, Any] | None = None,
-        projector_type: str = "mlp_downsample",
+        projector_type: str | None = "mlp_downsample",
         select_layer: int = -2,
         select_feature: str = "patch",
-        image_token_id: int = 0,
+        image_token_id: int | None = 0,
         s2_scales: list[int] | None = None,
         **kwargs: Any,
     ) -> None:
         # Given to the base class, an absent choice would erase that of the parts' configurations.
         attention = kwargs.pop("attn_implementation", None)
         super().__init__(**kwargs)
-        # transformers builds a configuration without arguments to find defaults.
-        self.vision_config = _sub_config(vision_config or SiglipVisionConfig())
+        self.vision_config: Any = None
+        if vision_config is not None or projector_type is not None:
+            # transformers builds a configuration without arguments to find defaults.
+            self.vision_config = _sub_config(vision_config or SiglipVisionConfig())
         self.text_config = _sub_config(text_config or Qwen2Config())
         self.projector_type = projector_type
         self.select_layer = select_layer
@@ -113,6 +118,11 @@ class CoatVlmConfig(PretrainedConfig):
         if attention is not None:
             self._attn_implementation = attention  # reaches the parts' configurations too
         self._check()
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether there are a tower and a projector; else this is a language model alone."""
+        return self.vision_config is not None
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -129,7 +139,9 @@ class CoatVlmConfig(PretrainedConfig):
 
     @property
     def tokens_per_image(self) -> int:
-        """Placeholders in the token sequence, and projected features, of one tile of an image."""
+        """Placeholders and projected features of one tile of an image; 0 without a tower."""
+        if self.projector_type is None:
+            return 0
         grid = self.vision_config.image_size // self.vision_config.patch_size
         tokens = projected_tokens(self.projector_type, grid)
         return tokens + (self.num_prefix_tokens if self.select_feature == "cls_patch" else 0)
@@ -164,6 +176,16 @@ class CoatVlmConfig(PretrainedConfig):
         return config, rest
 
     def _check(self) -> None:
+        if self.projector_type is None or self.image_token_id is None:
+            given = (self.vision_config, self.projector_type, self.image_token_id, self.s2_scales)
+            if given != (None,) * 4:
+                raise ValueError(
+                    "vision_config, projector_type, image_token_id and s2_scales belong together; "
+                    f"got model type {getattr(self.vision_config, 'model_type', None)!r}, "
+                    f"{self.projector_type!r}, {self.image_token_id!r} and {self.s2_scales!r}; "
+                    "give none of them for a language model alone"
+                )
+            return
         block = block_size(self.projector_type)
         kept_layers(self.vision_config.num_hidden_layers, self.select_layer)
         if self.select_feature not in SELECT_FEATURES:

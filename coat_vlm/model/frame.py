@@ -20,21 +20,31 @@ def model_frame(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> Coat
 
     Args:
         model: the recipe's model section.
-        vocab_size: tokens of the tokenizer, ``<image>`` included.
+        vocab_size: tokens of the tokenizer, ``<image>`` included where there is a tower.
         dtype: dtype of all weights.
 
     Raises:
         ValueError: as ``build_model``, for what configurations can tell.
     """
+    vision = model.vision
     with torch.device("meta"):
-        config = CoatVlmConfig(
-            vision_config=_vision_config(model.vision),
-            text_config=_text_config(model.language, vocab_size),
-            projector_type=model.projector.type,
-            select_layer=model.vision.select_layer,
-            select_feature=model.vision.select_feature,
-            attn_implementation=model.attention,
-        )
+        language = _text_config(model.language, vocab_size)
+        if vision is None:
+            config = CoatVlmConfig(
+                text_config=language,
+                projector_type=None,
+                image_token_id=None,
+                attn_implementation=model.attention,
+            )
+        else:
+            config = CoatVlmConfig(
+                vision_config=_vision_config(vision),
+                text_config=language,
+                projector_type=model.projector.type,
+                select_layer=vision.select_layer,
+                select_feature=vision.select_feature,
+                attn_implementation=model.attention,
+            )
     return frame_of(config, dtype)
 
 

@@ -17,7 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from coat_vlm.lora_config import LoraTraining
-from coat_vlm.model.vlm import CoatVlm, count_parameters
+from coat_vlm.model.parameters import count_parameters
+from coat_vlm.model.vlm import CoatVlm
 
 _LANGUAGE = "language_model"
 _ADAPTER = "default"

@@ -1,5 +1,7 @@
 """The composed model: vision tower, projector and causal language model as one PreTrainedModel.
 
+Tower and projector may be absent: a language model alone trains, saves and loads likewise.
+
 A sequence holds ``config.tokens_per_image`` placeholders (``config.image_token_id``) per image or
 tile; their embeddings are replaced by its projected features, in order (LLaVA, Liu et al. 2023,
 arXiv:2304.08485, section 4.1). Everything after that is the language model's own forward. Images of
@@ -19,7 +21,6 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from coat_vlm.config import ModuleName
 from coat_vlm.model.compressed_folder import arguments_of, compression_of
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.loss import next_token_loss
@@ -27,8 +28,9 @@ from coat_vlm.model.output_layer import loss_for_logits, why_logits_are_needed
 from coat_vlm.model.packed_attention import PACKED, no_mask
 from coat_vlm.model.packing import packing_of
 from coat_vlm.model.padding import mask_for_loss
+from coat_vlm.model.pooling import groups_per_row, pool_frames
 from coat_vlm.model.pretrained import check_complete, readable_errors
-from coat_vlm.model.projector import build_projector
+from coat_vlm.model.projector import Projector, build_projector
 from coat_vlm.model.scales import Grid, project_scales, tiles_per_row
 from coat_vlm.model.vision import VisionTower
 
@@ -56,13 +58,17 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: CoatVlmConfig) -> None:
         super().__init__(config)
-        self.vision_tower = VisionTower(config)
-        self.projector = build_projector(
-            config.projector_type, config.feature_size, config.text_config.hidden_size
-        )
+        self.vision_tower: VisionTower | None = None
+        self.projector: Projector | None = None
+        if config.projector_type is not None:
+            self.vision_tower = VisionTower(config)
+            self.projector = build_projector(
+                config.projector_type, config.feature_size, config.text_config.hidden_size
+            )
         self.language_model = AutoModelForCausalLM.from_config(config.text_config)
-        # A generated placeholder would ask for an image that does not exist.
-        self.generation_config.suppress_tokens = [config.image_token_id]
+        if config.has_vision:
+            # A generated placeholder would ask for an image that does not exist.
+            self.generation_config.suppress_tokens = [config.image_token_id]
         self.post_init()
 
     @classmethod
@@ -117,6 +123,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         position_ids: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         image_grids: torch.Tensor | None = None,
+        frame_groups: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -136,6 +143,8 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             pixel_values: (N, 3, S, S), the images of all rows in order; None or N = 0 for none.
             image_grids: (M, 2) integers with ``config.s2_scales``: rows and columns of each image's
                 largest scale; every image is one tile when absent.
+            frame_groups: (G,) integers: how many consecutive tiles of ``pixel_values`` are frames
+                that share the tokens of one (:mod:`coat_vlm.model.pooling`); 1 each when absent.
             inputs_embeds: (B, T, H) instead of input_ids; then images must already be in them.
             labels: (B, T) target ids, not shifted; -100 is not trained, and padding must have it.
             past_key_values: the language model's cache.
@@ -161,7 +170,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             raise ValueError("the loss needs all logits; give labels or logits_to_keep, not both")
         if skip_logits and labels is None:
             raise ValueError("skip_logits leaves nothing to return without labels; give labels")
-        hidden = self._embedded(input_ids, inputs_embeds, pixel_values, image_grids)
+        hidden = self._embedded(input_ids, inputs_embeds, pixel_values, image_grids, frame_groups)
         skip = labels is not None and (self.training if skip_logits is None else skip_logits)
         if self.training or skip:
             kwargs.setdefault("use_cache", False)  # a cache would only hold memory
@@ -209,10 +218,11 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         inputs_embeds: torch.Tensor | None,
         pixel_values: torch.Tensor | None,
         image_grids: torch.Tensor | None,
+        frame_groups: torch.Tensor | None,
     ) -> torch.Tensor:
         """What the language model reads (B, T, H)."""
         if input_ids is not None and inputs_embeds is None:
-            return self.embed(input_ids, pixel_values, image_grids)
+            return self.embed(input_ids, pixel_values, image_grids, frame_groups)
         if inputs_embeds is None or input_ids is not None:
             raise ValueError("give either input_ids or inputs_embeds, and not both")
         if _count(pixel_values):
@@ -224,6 +234,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         input_ids: torch.LongTensor,
         pixel_values: torch.Tensor | None = None,
         image_grids: torch.Tensor | None = None,
+        frame_groups: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Token embeddings (B, T, H) with projected image features at the placeholders.
 
@@ -233,29 +244,48 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
 
         Raises:
             ValueError: the number of placeholders is not ``tokens_per_image`` times that of images
-                (with grids: of the tiles of their largest scales), or the grids do not match the
-                tiles or the configuration.
+                (with grids: of the tiles of their largest scales; of groups of frames), or these do
+                not match the tiles or the configuration, or there are images and no tower.
         """
-        is_image = input_ids == self.config.image_token_id
         num_images = _count(pixel_values)
+        if self.vision_tower is None:
+            if num_images:
+                raise ValueError(
+                    f"pixel_values hold {num_images} images, and the model has no vision tower "
+                    "(model.vision: null); give text alone"
+                )
+            return self.get_input_embeddings()(input_ids)
+        is_image = input_ids == self.config.image_token_id
         grids = self._grids(image_grids, num_images)
-        self._check_placeholders(int(is_image.sum()), sum(rows * cols for rows, cols in grids))
+        groups = None if frame_groups is None else [int(size) for size in frame_groups.tolist()]
+        placed = sum(rows * cols for rows, cols in grids) if groups is None else len(groups)
+        self._check_placeholders(int(is_image.sum()), placed)
         # Any valid id will do where image features go; the placeholder's own row stays untouched.
         embeds = self.get_input_embeddings()(input_ids.masked_fill(is_image, 0))
         if num_images:
-            features = self._features(pixel_values, grids)
+            features = self._features(pixel_values, grids, groups)
             return embeds.masked_scatter(is_image.unsqueeze(-1), features.to(embeds.dtype))
         if self.training:
             size = self.vision_tower.image_size
             zero_image = embeds.new_zeros(1, 3, size, size)
-            return embeds + self._features(zero_image, [(1, 1)]).sum().to(embeds.dtype) * 0
+            return embeds + self._features(zero_image, [(1, 1)], None).sum().to(embeds.dtype) * 0
         return embeds
 
-    def _features(self, pixel_values: torch.Tensor | None, grids: list[Grid]) -> torch.Tensor:
+    def _features(
+        self, pixel_values: torch.Tensor | None, grids: list[Grid], groups: list[int] | None
+    ) -> torch.Tensor:
         """Embeddings of all images: (N, T, H), or (tokens, H) where they have several scales."""
+        assert self.vision_tower is not None
+        assert self.projector is not None
         features = self.vision_tower(pixel_values)
         if self.config.s2_scales is None:
-            return self.projector(features)
+            projected = self.projector(features)
+            return projected if groups is None else pool_frames(projected, groups)
+        if groups is not None:
+            raise ValueError(
+                "frame_groups are for a model with one scale, and this one has several; use the "
+                "processor that was saved with the model"
+            )
         return project_scales(features, grids, self.config.s2_scales, self.projector)
 
     def _grids(self, image_grids: torch.Tensor | None, num_images: int) -> list[Grid]:
@@ -275,6 +305,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         *args: Any,
         pixel_values: torch.Tensor | None = None,
         image_grids: torch.Tensor | None = None,
+        frame_groups: torch.Tensor | None = None,
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
@@ -284,6 +315,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         )
         if is_first_iteration or not kwargs.get("use_cache", True):
             inputs |= {"pixel_values": pixel_values, "image_grids": image_grids}
+            inputs |= {"frame_groups": frame_groups}
         return inputs
 
     def _expand_inputs_for_generation(
@@ -296,24 +328,36 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         # transformers would repeat each image; a row's images must be repeated together.
         images = model_kwargs.pop("pixel_values", None)
         grids = model_kwargs.pop("image_grids", None)
+        groups = model_kwargs.pop("frame_groups", None)
         if _count(images) and expand_size > 1 and input_ids is not None:
-            counts = self.images_per_row(input_ids, grids)
+            counts = self.images_per_row(input_ids, grids, groups)
             rows = images.split([tiles for _, tiles in counts])
             images = torch.cat([row.repeat(expand_size, 1, 1, 1) for row in rows])
             if grids is not None:
                 rows = grids.split([own for own, _ in counts])
                 grids = torch.cat([row.repeat(expand_size, 1) for row in rows])
+            if groups is not None:
+                rows = groups.split([own for own, _ in counts])
+                groups = torch.cat([row.repeat(expand_size) for row in rows])
         expanded_ids, model_kwargs = super()._expand_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             expand_size, is_encoder_decoder, input_ids, **model_kwargs
         )
-        return expanded_ids, {**model_kwargs, "pixel_values": images, "image_grids": grids}
+        model_kwargs |= {"pixel_values": images, "image_grids": grids, "frame_groups": groups}
+        return expanded_ids, model_kwargs
 
     def images_per_row(
-        self, input_ids: torch.Tensor, image_grids: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        image_grids: torch.Tensor | None = None,
+        frame_groups: torch.Tensor | None = None,
     ) -> list[tuple[int, int]]:
-        """Images, and tiles in ``pixel_values``, of each row of ``input_ids`` (B, T)."""
+        """Images or groups, and tiles in ``pixel_values``, of each row of ``input_ids`` (B, T)."""
+        if not self.config.has_vision:
+            return [(0, 0)] * len(input_ids)
         placeholders = (input_ids == self.config.image_token_id).sum(1).tolist()
         tokens = self.config.tokens_per_image
+        if frame_groups is not None:
+            return groups_per_row([number // tokens for number in placeholders], frame_groups)
         if self.config.s2_scales is None or image_grids is None:
             return [(number // tokens, number // tokens) for number in placeholders]
         grids = [(rows, columns) for rows, columns in image_grids.tolist()]
@@ -342,21 +386,6 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
                 f"make {num_images * per_image} features ({per_image} each); give {per_image} "
                 "placeholders per image, as the processor does, and check that no sequence was cut"
             )
-
-
-def module_parameters(model: CoatVlm) -> dict[ModuleName, nn.Module]:
-    """The model's parts by the names that recipes use."""
-    return {
-        "vision": model.vision_tower,
-        "projector": model.projector,
-        "language": model.language_model,
-    }
-
-
-def count_parameters(module: nn.Module, trainable_only: bool = False) -> int:
-    """Number of parameters, shared ones once; complete sizes also where ZeRO-3 has split them."""
-    parameters = (p for p in module.parameters() if p.requires_grad or not trainable_only)
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
 def _count(images: torch.Tensor | None) -> int:

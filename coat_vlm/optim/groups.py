@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import nn
 
-from coat_vlm.config import MODULES, StageConfig
-from coat_vlm.model.vlm import CoatVlm, module_parameters
+from coat_vlm.config import StageConfig
+from coat_vlm.model.parameters import module_parameters
+from coat_vlm.model.vlm import CoatVlm
 
 
 def param_groups(model: CoatVlm, stage: StageConfig) -> list[dict[str, Any]]:
@@ -23,15 +24,12 @@ def param_groups(model: CoatVlm, stage: StageConfig) -> list[dict[str, Any]]:
         ``peak_lr`` and ``module``.
     """
     groups: list[dict[str, Any]] = []
-    modules = module_parameters(model)
-    for name in MODULES:
+    for name, part in module_parameters(model).items():
         embeddings = {
-            id(module.weight)
-            for module in modules[name].modules()
-            if isinstance(module, nn.Embedding)
+            id(module.weight) for module in part.modules() if isinstance(module, nn.Embedding)
         }
         decayed, plain = [], []
-        for parameter in modules[name].parameters():
+        for parameter in part.parameters():
             if parameter.requires_grad:
                 is_matrix = parameter.ndim > 1 and id(parameter) not in embeddings
                 (decayed if is_matrix else plain).append(parameter)

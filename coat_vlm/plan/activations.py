@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from coat_vlm.config import MODULES
 from coat_vlm.fp8 import reused_weights
 from coat_vlm.fp8.weights import kept_bytes
-from coat_vlm.model.vlm import CoatVlm, module_parameters
+from coat_vlm.model.parameters import module_parameters
+from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.plan.memory import LiveMemory, flash_attention
 
 PARTS = (*MODULES, "output")
@@ -83,6 +84,7 @@ def trace(
     length: int,
     images: int,
     *,
+    pool_frames: int = 1,
     trained: int | None = None,
     reuse_weights: bool = False,
 ) -> Activations:
@@ -93,6 +95,8 @@ def trace(
         batch: rows.
         length: tokens of a row, T.
         images: images of a row.
+        pool_frames: if more than 1, the images are frames of one video, of which so many share the
+            tokens of one.
         trained: trained tokens of a row; all but those of images, which is the most, when absent.
         reuse_weights: keep FP8 weights, as ``fp8.weights: cache`` does.
 
@@ -100,21 +104,26 @@ def trace(
         ValueError: the images of a row have more tokens than the row.
     """
     per_image = model.config.tokens_per_image
-    if images * per_image >= length:
-        raise ValueError(
-            f"{images} images of {per_image} tokens leave no room for text in max_length={length}; "
-            "raise model.max_length or lower --images"
-        )
+    groups = [min(pool_frames, images - first) for first in range(0, images, pool_frames)]
     tower = model.vision_tower
+    if tower is None and images:
+        raise ValueError(f"--images {images}: the model has no vision tower; leave it out")
+    if len(groups) * per_image >= length:
+        raise ValueError(
+            f"{len(groups)} images of {per_image} tokens leave no room for text in max_length="
+            f"{length}; raise model.max_length or lower --images"
+        )
     inputs: dict[str, Tensor] = {
         name: torch.empty(batch, length, dtype=torch.int64, device="meta")
         for name in ("input_ids", "labels")
     }
-    if images:
+    if images and tower is not None:
         shape = (batch * images, 3, tower.image_size, tower.image_size)
         inputs["pixel_values"] = torch.empty(shape, device="meta")
+        if pool_frames > 1:
+            inputs["frame_groups"] = torch.tensor(groups * batch)
     own = [*model.parameters(), *model.buffers()]
-    most = length - 1 - images * per_image
+    most = length - 1 - len(groups) * per_image
     memory = LiveMemory("meta", own, batch * (most if trained is None else trained))
     backward: list[tuple[int, float]] = []
     with (
@@ -134,7 +143,7 @@ def trace(
     backward.append((backward[-1][0] if backward else 0, memory.peak))
     kept["language"] -= copies
     return Activations(
-        {part: float(kept[part]) for part in PARTS},
+        {part: float(kept.get(part, 0)) for part in PARTS},
         forward_peak - copies,
         tuple((finished, live - final_copies) for finished, live in backward),
         memory.attention_workspace,

@@ -33,7 +33,8 @@ def vocabulary(recipe: Recipe) -> int:
     """
     if recipe.model.tokenizer.train_vocab_size is not None:
         return recipe.model.tokenizer.train_vocab_size
-    return len(prepare_tokenizer(AutoTokenizer.from_pretrained(tokenizer_name(recipe.model))))
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name(recipe.model))
+    return len(prepare_tokenizer(tokenizer, images=recipe.model.vision is not None))
 
 
 def stage_frame(

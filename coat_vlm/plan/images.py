@@ -23,12 +23,15 @@ def images_per_row(
         tokens: of a row.
         model: says how many tokens a tile has, and how large its scales are.
     """
+    if not model.has_vision:
+        return 0, "no vision tower"
     sides = [scale // (model.s2_scales or [1])[0] for scale in model.s2_scales or [1]]
     if stage.packing is not None:
         if stage.packing.images is not None:
             return stage.packing.images, "packing.images"
         # Of an image at several scales only the largest becomes tokens, all pass the tower.
         tiles_per_tile = sum(side * side for side in sides) / sides[-1] ** 2
+        tiles_per_tile *= recipe.model.video.pool_frames or 1
         most = math.ceil((tokens - 1) // model.tokens_per_image * tiles_per_tile)
         return most, "as many as a packed row has room for"
     counts: list[int] = []

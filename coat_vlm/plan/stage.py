@@ -183,12 +183,20 @@ def plan_stage(
     cached = arithmetic.fp8 is not None and arithmetic.fp8.weights == "cache"
     sizes = sizes_of(frame, stage, state_bytes_per_parameter(optimizer))
     exact, doubled = (
-        trace(frame, factor * stage.micro_batch_size, length, images, reuse_weights=cached)
+        trace(
+            frame,
+            factor * stage.micro_batch_size,
+            length,
+            images,
+            pool_frames=recipe.model.video.pool_frames or 1,
+            reuse_weights=cached,
+        )
         for factor in (1, 2)
     )
     chosen: list[ZeroStage] = sorted({*zero_stages, recipe.zero_stage})
     accumulates = stage.batch_size > stage.micro_batch_size * ranks
-    grid = frame.vision_tower.image_size // frame.vision_tower.patch_size
+    tower = frame.vision_tower
+    grid = 0 if tower is None else tower.image_size // tower.patch_size
     return StagePlan(
         name=name,
         stage=stage,
@@ -232,5 +240,11 @@ def _by_precision(
             if precision == recipe.precision:
                 raise
             continue  # a model that has no FP8 blocks: the table then leaves a gap
-        found[precision, checkpointing] = trace(frame, stage.micro_batch_size, tokens, images)
+        found[precision, checkpointing] = trace(
+            frame,
+            stage.micro_batch_size,
+            tokens,
+            images,
+            pool_frames=recipe.model.video.pool_frames or 1,
+        )
     return found

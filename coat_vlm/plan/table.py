@@ -39,8 +39,12 @@ def _stage(plan: StagePlan) -> str:
         f"{USABLE:.0%} (the rest: CUDA, NCCL, gaps)",
         f"  a step: {stage.batch_size} rows = {plan.ranks} rank(s) x {micro_batches} "
         f"micro-batch(es) x {stage.micro_batch_size}",
-        f"  a row: {plan.tokens:,} tokens, all filled; {plan.images} image(s) of {plan.patches:,} "
-        f"patches ({plan.images_why})",
+        f"  a row: {plan.tokens:,} tokens, all filled; "
+        + (
+            f"{plan.images} image(s) of {plan.patches:,} patches ({plan.images_why})"
+            if plan.patches
+            else f"text alone ({plan.images_why})"
+        ),
         "",
         _row("GB per rank", [f"ZeRO {zero}" for zero in plan.memory]),
     ]

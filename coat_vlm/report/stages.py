@@ -81,7 +81,11 @@ def _stage_column(stage: StageLog, config: dict[str, Any]) -> dict[str, Any]:
         "name": stage.name,
         "status": "finished" if stage.end else "not finished" if stage.steps else "not started",
         "facts": [(label, str(value)) for label, value in facts if value not in (None, "")],
-        "modules": [_module(stage, config, name) for name in MODULES],
+        "modules": [
+            _module(stage, config, name)
+            for name in MODULES
+            if name in (stage.start.get("total") or MODULES)  # a text-only run has one alone
+        ],
     }
 
 

@@ -5,10 +5,11 @@ from typing import Any
 import deepspeed
 import torch
 
-from coat_vlm.config import MODULES, Recipe, StageConfig
+from coat_vlm.config import Recipe, StageConfig
 from coat_vlm.fp8 import Arithmetic, fp8_blocks
 from coat_vlm.model.lora import add_adapters
-from coat_vlm.model.vlm import CoatVlm, module_parameters
+from coat_vlm.model.parameters import module_parameters
+from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW, param_groups
 from coat_vlm.train.world import World
 
@@ -57,10 +58,9 @@ def set_trainable(model: CoatVlm, stage: StageConfig) -> None:
     """
     if stage.lora is not None:
         add_adapters(model, stage.lora)  # freezes all but the adapters
-    parts = module_parameters(model)
-    for name in MODULES:
+    for name, part in module_parameters(model).items():
         if name != "language" or stage.lora is None:
-            parts[name].requires_grad_(stage.module(name).train)
+            part.requires_grad_(stage.module(name).train)
     if stage.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         # transformers made the embeddings' outputs want gradients, which only reentrant
@@ -71,10 +71,9 @@ def set_trainable(model: CoatVlm, stage: StageConfig) -> None:
 def set_train_mode(model: CoatVlm, stage: StageConfig) -> None:
     """Training mode, but evaluation mode (no dropout) for frozen modules."""
     model.train()
-    parts = module_parameters(model)
-    for name in MODULES:
+    for name, part in module_parameters(model).items():
         if not stage.module(name).train:
-            parts[name].eval()
+            part.eval()
 
 
 def build_optimizer(

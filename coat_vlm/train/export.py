@@ -31,6 +31,7 @@ from coat_vlm.train.adapter_folder import (
 from coat_vlm.train.compressed_export import compress_folder
 from coat_vlm.train.contents import Contents, read_contents
 from coat_vlm.train.folder import MANIFEST, problem_inside, write_folder
+from coat_vlm.train.language_folder import save_language
 from coat_vlm.train.llava_folder import save_llava
 from coat_vlm.train.shards import Shards
 from coat_vlm.train.vila_folder import is_vila, load_vila, save_vila
@@ -39,7 +40,7 @@ from coat_vlm.train.world import ALONE
 _DESCRIPTION = "model"
 _BASE = "base"
 
-Layout = Literal["coat", "llava", "vila"]
+Layout = Literal["coat", "llava", "vila", "language"]
 """What a folder looks like, and so who can read it."""
 
 
@@ -77,7 +78,8 @@ def export(
             the master weights are rounded; BF16 beside compressed weights.
         layout: ``coat`` is read by coat_vlm; ``llava`` by stock transformers
             (:mod:`coat_vlm.train.llava_folder`); ``vila`` by VILA
-            (:mod:`coat_vlm.train.vila_folder`).
+            (:mod:`coat_vlm.train.vila_folder`); ``language`` is the language model alone, read by
+            stock transformers (:mod:`coat_vlm.train.language_folder`).
         weights: compress the language model's linear layers so
             (:mod:`coat_vlm.train.compressed_export`); plain weights when absent.
 
@@ -94,11 +96,17 @@ def export(
         dtype = dtype or torch.bfloat16
     described = _checked(source, target)
     model, state, processor = _read(source, described, dtype)
+    if layout in ("llava", "vila") and not model.config.has_vision:
+        raise ValueError(
+            f"--format {layout}: the model has no vision tower (model.vision: null); allowed: "
+            "language, which stock transformers loads, and coat"
+        )
     is_checkpoint = described != source
     origin = source / ("trainer.json" if is_checkpoint else "training.json")
 
     def write(temporary: Path) -> None:
-        save = {"coat": _save_coat, "llava": save_llava, "vila": save_vila}[layout]
+        writers = {"coat": _save_coat, "llava": save_llava, "vila": save_vila}
+        save = {**writers, "language": save_language}[layout]
         save(temporary, model, share_tied(dict(state), model), processor)
         if weights is not None:
             compress_folder(temporary, model, SCHEMES[weights])

@@ -93,9 +93,12 @@ def _first_row(batch: Batch, model: CoatVlm) -> dict[str, Tensor]:
     # Without a mask, as the loss runs: padding is on the right.
     rows: dict[str, Tensor] = {"input_ids": batch["input_ids"][:1]}
     grids = batch.get("image_grids")
-    images, tiles = model.images_per_row(rows["input_ids"], grids)[0]
+    groups = batch.get("frame_groups")
+    images, tiles = model.images_per_row(rows["input_ids"], grids, groups)[0]
     if images:
         rows["pixel_values"] = batch["pixel_values"][:tiles]
         if grids is not None:
             rows["image_grids"] = grids[:images]
+        if groups is not None:
+            rows["frame_groups"] = groups[:images]
     return rows

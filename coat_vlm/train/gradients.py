@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from coat_vlm.config import MODULES, ModuleName, StageConfig
-from coat_vlm.model.vlm import CoatVlm, module_parameters
+from coat_vlm.config import ModuleName, StageConfig
+from coat_vlm.model.parameters import module_parameters
+from coat_vlm.model.vlm import CoatVlm
 
 
 class _Hooks:
@@ -40,7 +41,7 @@ class GradientWatch(_Hooks):
 
     def __init__(self, model: CoatVlm, stage: StageConfig, active: bool) -> None:
         self._trained: list[ModuleName] = [
-            name for name in MODULES if active and stage.module(name).train
+            name for name in module_parameters(model) if active and stage.module(name).train
         ]
         super().__init__()
         self._model = model

@@ -237,7 +237,7 @@ class StageRun:
     def _loss(self, batch: Batch, divisor: float) -> torch.Tensor:
         inputs: dict[str, Any] = dict(batch)
         # What the model looks into on the CPU stays there.
-        stay = {"attention_mask", "image_grids", "cu_seq_lens_q", "max_length_q"}
+        stay = {"attention_mask", "image_grids", "frame_groups", "cu_seq_lens_q", "max_length_q"}
         for name in inputs.keys() - stay:
             inputs[name] = inputs[name].to(self.world.device)
         # In validation the model would return logits, too.

@@ -63,9 +63,9 @@ def measured(
     path = folder / "lengths.npz"
     own_key = ""
     if world.is_main:  # the main process's alone: nodes may see other times of change
-        own_key = json.dumps([_key(s, d) for s, d in zip(sources, datasets, strict=True)])
+        own_key = json.dumps([fingerprint(s, d) for s, d in zip(sources, datasets, strict=True)])
     key = world.gather(own_key)[0]
-    kept = _read(path, key, len(datasets))
+    kept = kept_arrays(path, key, len(datasets))
     if world.any(kept is None):  # together, as they wait for each other below
         share = folder / f"lengths-{world.rank:05d}.npz"
         if world.is_main:
@@ -98,7 +98,7 @@ def measured(
         if world.is_main:
             _merge(folder, datasets, world, path, key)
         world.barrier()
-        kept = _read(path, key, len(datasets))
+        kept = kept_arrays(path, key, len(datasets))
     assert kept is not None, "the main process has just written it"
     return Lengths([sizes[:, 0] for sizes in kept], [sizes[:, 1] for sizes in kept])
 
@@ -107,8 +107,8 @@ def _own_rows(dataset: Rows, world: World) -> range:
     return range(world.rank, len(dataset), world.size)
 
 
-def _key(source: SourceConfig, dataset: Rows) -> list[str | int]:
-    """What the sizes were measured on: the files as they were, and which of their rows."""
+def fingerprint(source: SourceConfig, dataset: Rows) -> list[str | int]:
+    """What was measured: the files of a source as they were, and which of their rows."""
     whole = dataset.dataset if isinstance(dataset, SelectedRows) else dataset
     paths = whole.paths if isinstance(whole, SampleDataset) else ()
     rows = np.array([original_row(dataset, index) for index in range(len(dataset))])
@@ -130,7 +130,8 @@ def _files(path: Path) -> Iterator[Path]:
     return (file for file in (path.rglob("*") if path.is_dir() else (path,)) if file.is_file())
 
 
-def _read(path: Path, key: str, sources: int) -> list[np.ndarray] | None:
+def kept_arrays(path: Path, key: str, sources: int) -> list[np.ndarray] | None:
+    """An array per source that an earlier start kept under this key; None if there are none."""
     if not path.is_file():
         return None
     with np.load(path) as saved:

@@ -22,6 +22,7 @@ from coat_data.selection import (
 from coat_data.verify import verify_rows, verify_template
 from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
 from coat_vlm.processor import CoatVlmProcessor
+from coat_vlm.train.documents import in_pieces
 from coat_vlm.train.measured import mean_tokens, measured
 from coat_vlm.train.source_list import by_rows, ignored_keys, parts
 from coat_vlm.train.world import World
@@ -183,9 +184,16 @@ def open_data(
     """
     stage = recipe.stages[name]
     sources, datasets = open_sources(stage.data, recipe.seed)
-    mixture = _mixture(sources, datasets, recipe.seed)
+    validation = [open_source(source, recipe.seed) for source in stage.val_data]
     encoder = processor.encoder(train=True, template=stage.template)
     verify_template(encoder)
+    if (stage.template or processor.template) == "plain":
+        places = {"world": world, "num_workers": recipe.num_workers}
+        path = run_dir / name / "documents.npz"
+        datasets = in_pieces(sources, datasets, encoder, path=path, **places)
+        path = run_dir / name / "documents-val.npz"
+        validation = in_pieces(stage.val_data, validation, encoder, path=path, **places)
+    mixture = _mixture(sources, datasets, recipe.seed)
     verified_rows = verify_rows(datasets, encoder)
     replace_bad = stage.max_bad_samples > 0 or stage.max_bad_fraction is not None
     order: PackedOrder | None = None
@@ -232,7 +240,9 @@ def open_data(
         shares=mixture.accounting(),
         epoch_size=mixture.epoch_size,
         tokens=tokens,
-        validation={source.name: open_source(source, recipe.seed) for source in stage.val_data},
+        validation={
+            source.name: rows for source, rows in zip(stage.val_data, validation, strict=True)
+        },
         verified_rows=verified_rows,
         packing=None if order is None else order.outlook(),
         row_tokens=None if order is None else order.budget.tokens,

@@ -6,19 +6,16 @@ import shutil
 import time
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from coat_data.order import Cursor
-from coat_vlm.config import MODULES, STAGES, Fp8Config, Recipe, StageName
+from coat_vlm.config import STAGES, Fp8Config, Recipe, StageName
 from coat_vlm.fp8 import arithmetic_of
-from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
-from coat_vlm.model.lora import describe
+from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model
 from coat_vlm.model.packed_attention import PACKED
 from coat_vlm.model.pretrained import composed_folder
 from coat_vlm.processor import (
@@ -46,9 +43,10 @@ from coat_vlm.train.fp8_record import Fp8Record
 from coat_vlm.train.loop import StageRun
 from coat_vlm.train.metrics import Metrics, rewind
 from coat_vlm.train.model_folder import save_model
+from coat_vlm.train.overview import overview, print_tables, say
 from coat_vlm.train.quarantine import Quarantine, rewind_quarantine
 from coat_vlm.train.source_record import SourceRecord
-from coat_vlm.train.sources import StageData, open_data, texts
+from coat_vlm.train.sources import open_data, texts
 from coat_vlm.train.world import World, joined_world
 
 _MAY_CHANGE = {
@@ -104,7 +102,7 @@ def run_recipe(
             model_dir = run_dir / name / "model"
             finished = problem_with(model_dir) is None
             if resume and finished:
-                _say(world, f"stage {name} is finished: {model_dir}")
+                say(world, f"stage {name} is finished: {model_dir}")
                 continue
             checkpoints = run_dir / name / "checkpoints"
             if not (resume or finished) and checkpoints_in(checkpoints):
@@ -195,7 +193,7 @@ def _run_stage(
         model.language_model.set_attn_implementation(PACKED)
     conversion = arithmetic.apply(model)
     if conversion is not None:
-        _say(world, f"\n{conversion}")
+        say(world, f"\n{conversion}")
     data = open_data(recipe, name, run_dir, processor, world)
     evaluation = None
     if recipe.eval_every:
@@ -203,8 +201,8 @@ def _run_stage(
             subsets, processor, world, every=recipe.eval_every, in_step=recipe.zero_stage == 3
         )
     total_steps = data.total_steps(stage)
-    overview = _overview(recipe, name, model, world)
-    _print_tables(world, recipe, name, model, data, total_steps)
+    start = overview(recipe, name, model, world)
+    print_tables(world, recipe, name, model, data, total_steps)
     engine = build_engine(model, recipe, stage, arithmetic, world)
     split = recipe.zero_stage == 3
     monitor = BlockMonitor(model, conversion, recipe.monitor, arithmetic, world, split)
@@ -235,9 +233,9 @@ def _run_stage(
         record.check()
         done = load_checkpoint(checkpoint, engine, done, world)
         monitor.send_back(done.bf16_blocks)
-        _say(world, f"stage {name} continues from {checkpoint}")
+        say(world, f"stage {name} continues from {checkpoint}")
         if (done.world_size, done.zero_stage) != (world.size, recipe.zero_stage):
-            _say(
+            say(
                 world,
                 f"  its states, of {done.world_size} ranks at ZeRO stage {done.zero_stage}, are "
                 f"regrouped for {world.size} at stage {recipe.zero_stage}",
@@ -248,7 +246,7 @@ def _run_stage(
     world.barrier()  # before another rank lists a bad sample
     quarantine = Quarantine(run_dir, name, stage, data.sources, done.bad_samples)
     metrics = Metrics(run_dir, recipe.tracking, recipe.name, enabled=world.is_main)
-    metrics.write({"kind": "stage", "status": "start", **overview})
+    metrics.write({"kind": "stage", "status": "start", **start})
     run = StageRun(
         name=name,
         stage=stage,
@@ -274,7 +272,7 @@ def _run_stage(
         target, back = run_dir / name / "model", monitor.in_bf16
         save_model(target, model, processor, recipe, name, run.step, world, back)
         wall = round(time.perf_counter() - started, 2)
-        metrics.write({"kind": "stage", "status": "end", **overview, "wall_s": wall})
+        metrics.write({"kind": "stage", "status": "end", **start, "wall_s": wall})
     finally:
         metrics.close()
         engine.destroy()
@@ -322,82 +320,12 @@ def _model_for(
 
 
 def _tokenizer(recipe: Recipe, run_dir: Path, world: World) -> PreTrainedTokenizerBase:
-    settings = recipe.model.tokenizer
+    settings, images = recipe.model.tokenizer, recipe.model.vision is not None
     if settings.train_vocab_size is not None:
         folder = run_dir / "tokenizer"
         if world.is_main:
             train_tokenizer(texts(recipe), settings.train_vocab_size).save_pretrained(folder)
         world.barrier()
-        return prepare_tokenizer(AutoTokenizer.from_pretrained(folder))
+        return prepare_tokenizer(AutoTokenizer.from_pretrained(folder), images=images)
     name = tokenizer_name(recipe.model)
-    return prepare_tokenizer(AutoTokenizer.from_pretrained(name))
-
-
-def _overview(recipe: Recipe, name: str, model: CoatVlm, world: World) -> dict[str, Any]:
-    parts = module_parameters(model)
-    device = "cpu"
-    if world.device.type == "cuda":
-        device = torch.cuda.get_device_name(world.device)
-    return {
-        "stage": name,
-        "trainable": {part: count_parameters(parts[part], trainable_only=True) for part in MODULES},
-        "total": {part: count_parameters(parts[part]) for part in MODULES},
-        "world_size": world.size,
-        "device": device,
-        "zero_stage": recipe.zero_stage,
-        "precision": recipe.precision,
-        "versions": {
-            package: version(package) for package in ("torch", "transformers", "deepspeed")
-        },
-    }
-
-
-def _print_tables(
-    world: World, recipe: Recipe, name: StageName, model: CoatVlm, data: StageData, total_steps: int
-) -> None:
-    stage = recipe.stages[name]
-    samples = total_steps * data.samples_per_step(stage)
-    rows = "samples" if data.packing is None else f"rows of {data.row_tokens:,} tokens"
-    _say(world, f"\nstage {name}: {total_steps} steps of {stage.batch_size} {rows}")
-    if data.packing is not None:
-        _say(
-            world,
-            f"  packed: {data.packing.samples_per_bin:.1f} samples and "
-            f"{data.packing.images_per_bin:.1f} images in a row, {data.packing.fill:.1%} full",
-        )
-    for warning in data.warnings:
-        _say(world, f"  WARNING {warning}")
-    _say(world, f"  label masks verified on {data.verified_rows} rows")
-    _say(world, f"  {'module':<12}{'parameters':>14}  {'trains':<8}peak lr")
-    parts = module_parameters(model)
-    for part in MODULES:
-        training = stage.module(part)
-        lr = f"{training.lr:g}" if training.lr is not None else "-"
-        trains = "yes" if training.train else "frozen"
-        trains = "LoRA" if part == "language" and stage.lora is not None else trains
-        _say(world, f"  {part:<12}{count_parameters(parts[part]):>14,}  {trains:<8}{lr}")
-    if stage.lora is not None:
-        _say(world, f"  {describe(model)}")
-    about = "tokens" if data.packing is not None else "~tokens"
-    width = max(20, *(len(share.name) + 2 for share in data.shares))
-    _say(
-        world,
-        f"  {'source':<{width}}{'rows':>10}{'per epoch':>12}{'epochs':>10}{about:>10}{'of all':>9}",
-    )
-    tokens = [
-        (mean or 0.0) * share.samples for mean, share in zip(data.tokens, data.shares, strict=True)
-    ]
-    for share, mean, own in zip(data.shares, data.tokens, tokens, strict=True):
-        passes = samples / data.epoch_size * share.passes
-        each = "-" if mean is None else f"{mean:,.0f}"
-        of_all = f"{own / max(1.0, sum(tokens)):.1%}"
-        _say(
-            world,
-            f"  {share.name:<{width}}{share.rows:>10,}{share.samples:>12,}{passes:>10.2f}{each:>10}"
-            f"{of_all:>9}",
-        )
-
-
-def _say(world: World, text: str) -> None:
-    if world.is_main:
-        tqdm.write(text)
+    return prepare_tokenizer(AutoTokenizer.from_pretrained(name), images=images)

@@ -58,8 +58,15 @@ def save_vila(
         processor: gives the tokenizer and the image settings.
 
     Raises:
-        ValueError: the vision tower is of another kind than VILA reads.
+        ValueError: the vision tower is of another kind than VILA reads, or the model was trained
+            on groups of frames.
     """
+    if "pool_frames" in processor.video:
+        raise ValueError(
+            "--format vila: the model was trained with model.video.pool_frames="
+            f"{processor.video['pool_frames']}, and VILA shows each frame of a video by its own "
+            "tokens; allowed: --format coat"
+        )
     tower = plain_tower(model, "vila")
     llm, vision, projector = (folder / part for part in PARTS)
     language: Any = model.language_model
@@ -150,6 +157,7 @@ def load_vila(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm, 
     model = build_model(recipe, tokenizer, dtype)
     config: Any = model.config
     name = str(folder / "mm_projector")
+    assert model.projector is not None, "the recipe made above has a tower"
     with readable_errors(name):
         model.projector.load_state_dict(load_file(Path(name) / _WEIGHTS))
     return model, build_processor(recipe, tokenizer, config)

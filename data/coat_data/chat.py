@@ -101,13 +101,15 @@ class PlainTemplate:
         self._end = _end(tokenizer, "plain")
 
     def render(
-        self,
-        turns: Sequence[Turn],
-        *,
-        add_generation_prompt: bool = False,  # noqa: ARG002 - an answer needs no prompt here
+        self, turns: Sequence[Turn], *, add_generation_prompt: bool = False
     ) -> list[Segment]:
-        """The segments of ``turns``; before an answer there is nothing to add."""
+        """The segments of ``turns``; before an answer there is nothing to add.
+
+        A prompt without media is a text to go on with: there its last turn's words stay.
+        """
         segments = list(self._begin)
+        if add_generation_prompt and all(p.kind == "text" for turn in turns for p in turn.parts):
+            return segments + _parts(turns[-1])
         for turn in turns:
             if turn.role == "assistant":
                 segments += [*_parts(turn), self._end]

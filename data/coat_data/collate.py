@@ -22,6 +22,8 @@ class Batch(TypedDict):
     """(N, 3, H, W) float32, the tiles of all samples in order; N is 0 without images."""
     image_grids: NotRequired[torch.Tensor]
     """(M, 2) int64, rows and columns of each image's largest scale; in mode ``dynamic_s2`` only."""
+    frame_groups: NotRequired[torch.Tensor]
+    """(G,) int64, tiles that share the tokens of one; where frames of videos are pooled only."""
     cu_seq_lens_q: NotRequired[torch.Tensor]
     """Packed: (sequences + 1,) int32, where each sequence starts, and T."""
     max_length_q: NotRequired[int]
@@ -67,7 +69,7 @@ def collate(
         # A copy of the one sample's pixels would cost more than all the rest.
         pixel_values=pixel_values[0] if len(pixel_values) == 1 else torch.cat(pixel_values),
     )
-    _add_grids(batch, samples)
+    _add_layout(batch, samples)
     return batch
 
 
@@ -104,11 +106,14 @@ def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align
         cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32),
         max_length_q=max(*lengths, padding),
     )
-    _add_grids(batch, samples)
+    _add_layout(batch, samples)
     return batch
 
 
-def _add_grids(batch: Batch, samples: Sequence[EncodedSample]) -> None:
+def _add_layout(batch: Batch, samples: Sequence[EncodedSample]) -> None:
     grids = [sample.image_grids for sample in samples if sample.image_grids is not None]
     if grids:
         batch["image_grids"] = torch.cat(grids)
+    groups = [sample.frame_groups for sample in samples if sample.frame_groups is not None]
+    if groups:
+        batch["frame_groups"] = torch.cat(groups)

@@ -39,6 +39,9 @@ class EncodedSample:
     image_grids: torch.Tensor | None = None
     """(M, 2) int64 in mode ``dynamic_s2``: rows and columns of the largest scale of each image;
     (1, 1) for one that is a single tile, as a frame of a video is. None in other modes."""
+    frame_groups: torch.Tensor | None = None
+    """(G,) int64 where frames of videos are pooled: how many consecutive tiles share the tokens of
+    one, 1 for a tile of an image. None without pooling."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """What happened while its media were read, e.g. ``video_decord_timeout``: 1."""
 
@@ -58,6 +61,8 @@ class Encoder:
     Attributes:
         pieces: the tokenizer.
         template: writes a conversation as segments.
+        shows_media: whether the model has a vision tower.
+        max_length: longest allowed sequence in tokens.
     """
 
     def __init__(
@@ -67,7 +72,7 @@ class Encoder:
         transform: ImageTransform,
         *,
         tokens_per_image: int,
-        image_token_id: int,
+        image_token_id: int | None,
         video: VideoSettings | None = None,
         max_length: int = 2048,
         max_pixels: int | None = None,
@@ -79,7 +84,8 @@ class Encoder:
             template: writes a conversation as segments.
             transform: turns an image into the tower's input.
             tokens_per_image: image tokens that stand for one tile.
-            image_token_id: their id.
+            image_token_id: their id; None for a language model alone, for which a sample with media
+                is bad.
             video: how videos are read; 8 frames uniform in time when absent.
             max_length: longest allowed sequence in tokens, image tokens included.
             max_pixels: most pixels of an image file (:func:`coat_data.image.open_image`).
@@ -90,8 +96,9 @@ class Encoder:
         self.pieces = PieceTokenizer(tokenizer)
         self.template = template
         self._media = MediaLoader(transform, video or VideoSettings(), max_pixels)
-        self._image_ids = [image_token_id] * tokens_per_image
-        self._max_length = max_length
+        self.shows_media = image_token_id is not None
+        self._image_ids = [] if image_token_id is None else [image_token_id] * tokens_per_image
+        self.max_length = max_length
 
     def __call__(self, sample: Sample, rng: np.random.Generator | None = None) -> EncodedSample:
         """The whole conversation, with the answers as labels.
@@ -104,7 +111,7 @@ class Encoder:
             DataError: a medium cannot be read, the placeholders do not match the media, there is
                 no answer, or the sequence is too long; names the row.
         """
-        encoded = self._encode(sample, sample.media, self.template.render(sample.turns), rng)
+        encoded = self._encode(sample, sample.media, self.segments(sample), rng)
         _check_answered(sample)
         return encoded
 
@@ -118,8 +125,8 @@ class Encoder:
             DataError: as for a call, as far as it can be known from headers.
         """
         _check_answered(sample)
-        segments = self.template.render(sample.turns)
-        _check_placeholders(sample, sample.media, segments)
+        segments = self.segments(sample)
+        self._check_media(sample, sample.media, segments)
         try:
             plans = [self._media.plan(medium) for medium in sample.media]
             ids, _ = self._tokens(segments, plans, before_answer=False)
@@ -135,13 +142,20 @@ class Encoder:
             DataError: there is no answer, or the placeholders do not match the media.
         """
         _check_answered(sample)
-        segments = self.template.render(sample.turns)
-        _check_placeholders(sample, sample.media, segments)
+        segments = self.segments(sample)
+        self._check_media(sample, sample.media, segments)
         plans = [MediaPlan((ONE_TILE,)) for _ in sample.media]
         try:
             return self._tokens(segments, plans, before_answer=False)
         except DataError as error:
             raise _within(sample, error) from error
+
+    def segments(self, sample: Sample) -> list[Segment]:
+        """The conversation in the template; up to its last words where these go on."""
+        segments = self.template.render(sample.turns)
+        while sample.continues and segments[-1].kind == "literal":
+            segments = segments[:-1]
+        return segments
 
     def prompt(self, sample: Sample) -> EncodedSample:
         """The conversation up to its last user turn, and the template's start of an answer.
@@ -183,11 +197,11 @@ class Encoder:
             before = [p for p, label in enumerate(labels[:end]) if label == IGNORE_INDEX]
             tail = torch.tensor(ids[before[-1] + 1 : end])
             length = len(prompt.input_ids) + len(tail)
-            if length > self._max_length:
+            if length > self.max_length:
                 raise DataError(
                     sample.where,
                     f"{length} tokens with the answer {answer[:80]!r} are more than max_length="
-                    f"{self._max_length}",
+                    f"{self.max_length}",
                     "raise model.max_length, or take fewer images, tiles or frames",
                 )
             input_ids = torch.cat([prompt.input_ids, tail])
@@ -224,7 +238,7 @@ class Encoder:
         *,
         before_answer: bool = False,
     ) -> EncodedSample:
-        _check_placeholders(sample, media, segments)
+        self._check_media(sample, media, segments)
         try:
             opened = [self._media.open(medium) for medium in media]
             plans = [plan for plan, _ in opened]
@@ -237,7 +251,12 @@ class Encoder:
             raise _within(sample, error) from error
         counts, self._media.counts = self._media.counts, Counter()
         return EncodedSample(
-            _as_tensor(ids), _as_tensor(labels), pixel_values, self._grids(plans), dict(counts)
+            _as_tensor(ids),
+            _as_tensor(labels),
+            pixel_values,
+            self._grids(plans),
+            self._groups(plans),
+            dict(counts),
         )
 
     def _tokens(
@@ -277,7 +296,7 @@ class Encoder:
     def _media_ids(self, plan: MediaPlan) -> list[int]:
         """The tokens of an image or video."""
         if self._media.video.time_tokens and plan.times_s is not None:
-            times = [f"<{time:.1f} seconds>" for time in plan.times_s]
+            times = [f"<{time:.1f} seconds>" for time in plan.group_times_s]
             return [i for time in times for i in (*self.pieces.text(time), *self._image_ids)]
         if not any(tiles.separated for tiles in plan.tiles):
             return self._image_ids * plan.num_token_tiles
@@ -290,8 +309,31 @@ class Encoder:
         grids = [(tiles.rows, tiles.columns) for plan in plans for tiles in plan.tiles]
         return torch.tensor(grids, dtype=torch.int64).reshape(-1, 2)
 
+    def _groups(self, plans: list[MediaPlan]) -> torch.Tensor | None:
+        if self._media.video.pool_frames == 1:
+            return None
+        sizes = [size for plan in plans for size in plan.group_sizes]
+        return torch.tensor(sizes, dtype=torch.int64)
+
+    def _check_media(
+        self, sample: Sample, media: Sequence[Media], segments: Sequence[Segment]
+    ) -> None:
+        if media and not self.shows_media:
+            raise DataError(
+                sample.where,
+                f"shows {len(media)} images or videos, and the model has no vision tower",
+                "remove the row or its source, or give the recipe's model.vision a tower",
+            )
+        kinds = [segment.kind for segment in segments if segment.kind in ("image", "video")]
+        if kinds != [medium.kind for medium in media]:
+            raise DataError(
+                sample.where,
+                f"the conversation shows {kinds} but the files are {[m.kind for m in media]}",
+                "make the <image>/<video> placeholders match the listed files",
+            )
+
     def _check_length(self, sample: Sample, length: int, plans: list[MediaPlan]) -> None:
-        if length > self._max_length:
+        if length > self.max_length:
             images = sum(len(plan.tiles) for plan in plans)
             tiles = sum(plan.num_token_tiles for plan in plans)
             in_images = sum(len(self._media_ids(plan)) for plan in plans)
@@ -299,7 +341,7 @@ class Encoder:
             raise DataError(
                 sample.where,
                 f"{length} tokens ({of} of {len(self._image_ids)} tokens = {in_images}, text "
-                f"{length - in_images}) are more than max_length={self._max_length}",
+                f"{length - in_images}) are more than max_length={self.max_length}",
                 "raise model.max_length, take fewer images, tiles (model.image.max_tiles) or "
                 "frames (model.video), or split the conversation",
             )
@@ -313,18 +355,6 @@ def _as_tensor(numbers: list[int]) -> torch.Tensor:
 def _check_answered(sample: Sample) -> None:
     if not any(turn.role == "assistant" for turn in sample.turns):
         raise DataError(sample.where, "there is no answer to train on", "add a gpt turn")
-
-
-def _check_placeholders(
-    sample: Sample, media: Sequence[Media], segments: Sequence[Segment]
-) -> None:
-    kinds = [segment.kind for segment in segments if segment.kind in ("image", "video")]
-    if kinds != [medium.kind for medium in media]:
-        raise DataError(
-            sample.where,
-            f"the conversation shows {kinds} but the files are {[m.kind for m in media]}",
-            "make the <image>/<video> placeholders match the listed files",
-        )
 
 
 def _within(sample: Sample, error: DataError) -> DataError:

@@ -60,7 +60,10 @@ class VideoSettings:
     timeout_s: float = 30.0
     """Wall-clock limit of decord for one video, in seconds."""
     time_tokens: bool = False
-    """Write before each frame when it is shown, as text: ``<1.5 seconds>``."""
+    """Write before each frame when it is shown, as text: ``<1.5 seconds>``; with ``pool_frames``
+    before each group, the mean of its frames' times."""
+    pool_frames: int = 1
+    """Consecutive frames whose features are averaged into the tokens of one; 1 for none."""
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -68,10 +71,12 @@ class VideoSettings:
         if self.sampling not in SAMPLINGS:
             allowed = ", ".join(SAMPLINGS)
             raise ValueError(f"video sampling is {self.sampling!r}; allowed: {allowed}")
-        if min(self.num_frames, self.max_frames) < 1 or self.timeout_s <= 0:
+        counts = (self.num_frames, self.max_frames, self.pool_frames)
+        if min(counts) < 1 or self.timeout_s <= 0:
             raise ValueError(
-                f"num_frames={self.num_frames}, max_frames={self.max_frames}, timeout_s="
-                f"{self.timeout_s}; ask for at least one frame, and a time above 0"
+                f"num_frames={self.num_frames}, max_frames={self.max_frames}, pool_frames="
+                f"{self.pool_frames}, timeout_s={self.timeout_s}; ask for at least one frame, and "
+                "a time above 0"
             )
         if (self.fps is not None) != (self.sampling == "fps") or (self.fps or 1) <= 0:
             raise ValueError(

@@ -26,6 +26,24 @@ class MediaPlan:
     """One for an image, one per frame for a video."""
     times_s: tuple[float, ...] | None = None
     """When each frame of a video is shown, in seconds from its beginning; None without times."""
+    pool_frames: int = 1
+    """Of a video: so many consecutive frames share the tokens of one; the last may be fewer."""
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Tiles that share the tokens of one, in order; all 1 without pooling."""
+        if self.pool_frames == 1:
+            return [1] * self.num_tiles
+        starts = range(0, len(self.tiles), self.pool_frames)
+        return [min(self.pool_frames, len(self.tiles) - start) for start in starts]
+
+    @property
+    def group_times_s(self) -> list[float]:
+        """Mean time of the frames of each group, in seconds; the frames' own without pooling."""
+        times = self.times_s or ()
+        starts = range(0, len(times), self.pool_frames)
+        groups = [times[start : start + self.pool_frames] for start in starts]
+        return [sum(group) / len(group) for group in groups]
 
     @property
     def num_tiles(self) -> int:
@@ -34,7 +52,9 @@ class MediaPlan:
 
     @property
     def num_token_tiles(self) -> int:
-        """Tiles whose features become tokens."""
+        """Tiles, or groups of frames, whose features become tokens."""
+        if self.pool_frames > 1:
+            return len(self.group_sizes)
         return sum(plan.num_token_tiles for plan in self.tiles)
 
 
@@ -78,7 +98,7 @@ class MediaLoader:
         """
         if media.kind == "video":
             count, times = self._video_reader().plan(media)
-            return MediaPlan((ONE_TILE,) * count, None if times is None else tuple(times))
+            return self._video_plan(count, times)
         return MediaPlan((self._image_plan(media),))
 
     def open(self, media: Media) -> tuple[MediaPlan, "Clip | Media"]:
@@ -95,8 +115,11 @@ class MediaLoader:
             media = fetched(media)
             return MediaPlan((self._image_plan(media),)), media
         clip = self._clip(media)
-        times = None if clip.times_s is None else tuple(clip.times_s)
-        return MediaPlan((ONE_TILE,) * len(clip.frames), times), clip
+        return self._video_plan(len(clip.frames), clip.times_s), clip
+
+    def _video_plan(self, num_frames: int, times_s: Sequence[float] | None) -> MediaPlan:
+        times = None if times_s is None else tuple(times_s)
+        return MediaPlan((ONE_TILE,) * num_frames, times, self.video.pool_frames)
 
     def _clip(self, media: Media) -> "Clip":
         if self._last_clip is not None and self._last_clip[0] == media:

@@ -79,6 +79,18 @@ class Sample:
     """File that the row was read from."""
     row: int = 0
     """Row in that file, counted from 0 (JSONL: line - 1, blank lines not counted)."""
+    continues: bool = False
+    """A piece of a document whose text goes on in the next piece: it is trained without an end
+    (:mod:`coat_data.documents`)."""
+
+    @property
+    def is_document(self) -> bool:
+        """Whether it is a text to learn as a whole: one answer to nothing, and no media."""
+        return (
+            not self.media
+            and [turn.role for turn in self.turns] == ["user", "assistant"]
+            and not self.turns[0].text
+        )
 
     @property
     def where(self) -> str:

@@ -35,10 +35,14 @@ class SelectedRows:
         dataset: the source.
         rows: (n,) int64, the dataset's row of each row here.
 
+        in_shards: whether the order of the dataset's shards can be kept.
+
     Args:
         dataset: see above.
         rows: see above.
     """
+
+    in_shards = True
 
     def __init__(self, dataset: Rows, rows: np.ndarray) -> None:
         self.name = dataset.name
@@ -59,6 +63,8 @@ def shards_of(dataset: Rows) -> Shards | None:
     """How the rows lie in shards that are read over a network; None for all others."""
     if not isinstance(dataset, SelectedRows):
         return getattr(dataset, "shards", None)
+    if not dataset.in_shards:
+        return None
     whole: Shards | None = getattr(dataset.dataset, "shards", None)
     return None if whole is None else dataclasses.replace(whole, kept=dataset.rows)
 

@@ -98,6 +98,10 @@ class PieceTokenizer:
         ids = self._plain.encode(text, add_special_tokens=False).ids
         return ids if self._control_ids.isdisjoint(ids) else self._cut_text(text)
 
+    def starts(self, text: str) -> list[int]:
+        """The character of ``text`` at which each of its tokens begins, in ascending order."""
+        return [start for start, _ in self._plain.encode(text, add_special_tokens=False).offsets]
+
     def literal(self, text: str, *, first: bool = False) -> list[int]:
         """The ids of template text, special tokens parsed; cached, do not change the list.
 

@@ -73,14 +73,18 @@ def test_another_number_of_gpus_and_another_stage_go_on(
     tiny_data: Path, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     run = tmp_path / "run"
-    for (ranks, zero_stage), options in ((before, []), (after, ["--resume", "auto"])):
+
+    def part(ranks: int, zero_stage: int, *options: str) -> Any:
         steps = {"max_steps": 8, "save_every_steps": 4}
         recipe = recipe_of(tiny_data, run, "coat", zero_stage, **steps)
         done = train(recipe, tmp_path, *options, ranks=ranks)
         assert done.returncode == 0, done.stderr[-3000:]
-        if not options:
-            whole = losses(run)
-            forget_the_end(run)
+        return done
+
+    part(*before)
+    whole = losses(run)
+    forget_the_end(run)
+    done = part(*after, "--resume", "auto")
     assert re.search(r"continues from \S*step-00000004", done.stdout + done.stderr)
     found = losses(run)
     assert found[:4] == whole[:4]

@@ -19,6 +19,7 @@ from transformers import (
     SiglipModel,
 )
 
+from coat_data.sample import Media
 from coat_vlm.processor import IMAGE_TOKEN, CoatVlmProcessor, train_tokenizer
 
 LEARNING_RATE = 2e-5
@@ -192,7 +193,10 @@ def test_vila_sft_lora_moves_the_projector_and_adapters_alone(tuned: Path, own: 
 
 
 def test_vila_video_sft_continues_with_its_own_settings(tuned: Path, own: Path) -> None:
-    """64 of 70 frames, 4 tokens each: another length and image mode than the checkpoint has."""
+    """70 frames in groups of 8, the last of 6: 9 groups of 4 tokens.
+
+    Another length and image mode than the checkpoint has.
+    """
     run = tuned.parent / "video"
     train(
         "vila_video_sft",
@@ -204,6 +208,9 @@ def test_vila_video_sft_continues_with_its_own_settings(tuned: Path, own: Path) 
         "stages.sft.max_steps=1",
     )
     processor = CoatVlmProcessor.from_pretrained(str(run / "sft" / "model"))
-    assert (processor.num_video_frames, processor.max_length) == (64, 16384)
+    assert (processor.num_video_frames, processor.max_length) == (256, 16384)
+    assert processor.video["pool_frames"] == 8
     assert processor.image_mode == "resize"
-    assert steps(run)[0]["tokens"] > 64 * 4
+    assert 9 * 4 < steps(run)[0]["tokens"] < 70 * 4
+    clip = Media(kind="video", path=str(own / "clip"))
+    assert processor.encoder(train=False).media_plan(clip)[1] == 9 * 4

@@ -44,9 +44,8 @@ def world() -> Iterator[World]:
 
 def measured(world: World, *, precisions: Any = ("bf16",), **settings: Any) -> list[StepRow]:
     bench = StepBench(
-        size="tiny",
         precisions=precisions,
-        **{"steps": 1, "warmup": 1, **settings},
+        **{"size": "tiny", "steps": 1, "warmup": 1, **settings},
     )
     kept: list[StepRow] = []
     rows = step.bench_step(bench, world, kept.extend)
@@ -66,6 +65,29 @@ def test_sizes_are_the_published_ones() -> None:
         assert frame.config.tokens_per_image == 256
         assert frame.vision_tower.num_patches == 1024
         assert len(frame.vision_tower.model.encoder.layers) == 26
+
+
+def test_the_papers_model_is_llama_2_7b() -> None:
+    frame: Any = SIZES["llama-2-7b"].frame(torch.bfloat16)
+    assert count_parameters(frame) == 6_738_415_616  # as published
+    assert (frame.vision_tower, frame.projector) == (None, None)
+    assert SIZES["llama-2-7b"].tokens == 2048
+
+
+def test_text_alone_is_measured_as_a_vlm_is(world: World) -> None:
+    sample = SIZES["tiny-llm"].sample(0, CPU)
+    assert set(sample) == {"input_ids", "labels"}
+    assert torch.equal(sample["labels"], sample["input_ids"])
+    rows = measured(
+        world, size="tiny-llm", precisions=("bf16", "coat_lean"), peers=["eager"],
+        optimizers=["none", "own"], zero_stages=[3], check_plan=True,
+    )  # fmt: skip
+    assert [(row.implementation, row.optimizer, row.problem) for row in rows] == [
+        ("bf16", "none", ""), ("coat_lean", "none", ""), ("hf_eager", "none", ""),
+        ("bf16", "adamw", ""), ("coat_lean", "coat", ""), ("hf_eager", "adamw", ""),
+    ]  # fmt: skip
+    assert {(row.model, row.tokens) for row in rows} == {("tiny-llm", 32)}
+    assert all("plan" in row.note for row in rows if row.implementation != "hf_eager")
 
 
 def test_a_batch_is_its_samples_and_trains_all_text() -> None:

@@ -83,6 +83,7 @@ def test_there_and_back(
     with torch.no_grad():
         hidden = found(pixels, output_hidden_states=True).hidden_states[-1]
         hidden = hidden[:, 1:] if feature == "patch" else hidden
+        assert ours.vision_tower is not None
         torch.testing.assert_close(hidden, ours.vision_tower(pixels), rtol=0, atol=1e-6)
     image_processor = SiglipImageProcessor.from_pretrained(vila / "vision_tower")
     assert list(image_processor.image_mean) == [0.3, 0.5, 0.6]

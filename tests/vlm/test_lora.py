@@ -16,7 +16,8 @@ from coat_vlm.fp8 import arithmetic_of, convert
 from coat_vlm.lora_config import LoraTraining
 from coat_vlm.model.frame import frame_of
 from coat_vlm.model.lora import describe, has_adapters, merge, separated
-from coat_vlm.model.vlm import CoatVlm, count_parameters
+from coat_vlm.model.parameters import count_parameters
+from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import param_groups
 from coat_vlm.plan.activations import trace
 from coat_vlm.plan.zero import sizes_of
@@ -114,6 +115,8 @@ def test_gradients_follow_from_those_of_dense_weights(tiny: Any) -> None:
         assert whole is not None
         for got, expected in ((a.grad, scale * b.T @ whole), (b.grad, scale * whole @ a.T)):
             assert (got - expected).norm() < 2e-5 * expected.norm(), name
+    assert model.projector is not None
+    assert dense.projector is not None
     ours, theirs = model.projector.parameters(), dense.projector.parameters()
     for p, q in zip(ours, theirs, strict=True):
         assert p.grad is not None
@@ -174,6 +177,7 @@ def test_what_trains_and_what_does_not(tiny: Any) -> None:
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     projector = {name for name in trained if name.startswith("projector.")}
     lora = trained - projector
+    assert model.projector is not None
     assert projector == {f"projector.{name}" for name, _ in model.projector.named_parameters()}
     assert {name.split(".")[5] for name in lora} == LINEARS
     assert all(".lora_" in name and name.startswith("language_model.") for name in lora)
@@ -192,6 +196,7 @@ def test_targets_choose_layers_of_the_language_model_alone(tiny: Any) -> None:
     """The tower has layers of these names, too."""
     stage = replace(STAGE, lora=replace(LORA, targets=["q_proj", "v_proj"]))
     model = adapted(tiny, stage)
+    assert model.vision_tower is not None
     assert not has_adapters(model.vision_tower)
     names = {name.rpartition(".lora_")[0] for name in adapters_of(model)}
     layers = [f"language_model.model.layers.{i}.self_attn" for i in range(2)]

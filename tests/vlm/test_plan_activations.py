@@ -157,6 +157,7 @@ def test_gradients_of_frozen_modules_are_not_counted(tiny: Any) -> None:
     only_projector = kept(tiny, "projector")
     finished = only_projector.backward[-1][0]
     projector = frame(tiny, stage("projector")).projector
+    assert projector is not None
     assert finished == sum(p.numel() for p in projector.parameters())
     assert only_projector.kept["language"] > 0  # its gradient goes through the language model
 

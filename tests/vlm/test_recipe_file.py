@@ -94,13 +94,20 @@ def test_wrong_files(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("REAL_PHOTOS", "VILA_DATA", "LLAVA_DATA"):
+    for name in ("REAL_PHOTOS", "VILA_DATA", "LLAVA_DATA", "TEXT_DATA"):
         monkeypatch.setenv(name, "/data")
 
 
 @pytest.mark.usefixtures("folders")
 def test_the_built_in_recipes_load_and_resolve(tmp_path: Path) -> None:
-    published = {"llava_1_5", "vila_align", "vila_pretrain", "vila_sft", "vila_video_sft"}
+    published = {
+        "llava_1_5",
+        "llm_pretrain",
+        "vila_align",
+        "vila_pretrain",
+        "vila_sft",
+        "vila_video_sft",
+    }
     assert {"quickstart", "real_photos", "vila_sft_lora"} | published <= set(builtin_recipes())
     for name in builtin_recipes():
         recipe = load_recipe(name)
@@ -142,8 +149,21 @@ def test_published_settings(
     assert (training.weight_decay, training.betas, training.grad_clip) == (0, (0.9, 0.999), 1)
     assert recipe.model.image.mode == mode
     assert projector in recipe.model.projector.type
+    assert recipe.model.vision is not None
     assert recipe.model.vision.select_layer == -2
     assert training.batch_size % (8 * training.micro_batch_size) == 0
+
+
+@pytest.mark.usefixtures("folders")
+def test_llm_pretrain_has_llama_2s_settings() -> None:
+    """Touvron et al. 2023, arXiv:2307.09288, section 2.2: 4M tokens a batch."""
+    recipe = load_recipe("llm_pretrain")
+    stage = recipe.stages["pretrain"]
+    assert recipe.model.vision is None
+    assert (recipe.model.max_length, stage.batch_size * recipe.model.max_length) == (2048, 2**22)
+    assert tuple(stage.module(module).lr for module in MODULES) == (None, None, 3e-4)
+    assert (stage.betas, stage.eps, stage.weight_decay) == ((0.9, 0.95), 1e-5, 0.1)
+    assert (stage.schedule, stage.min_lr_ratio, stage.grad_clip) == ("cosine", 0.1, 1)
 
 
 @pytest.mark.usefixtures("folders")

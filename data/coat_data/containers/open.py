@@ -21,6 +21,7 @@ from coat_data.containers.remote import RemoteRows
 from coat_data.containers.rows import Rows
 from coat_data.containers.table import TableRows
 from coat_data.containers.tar import TarRows, is_compressed
+from coat_data.containers.text_file import TextRows
 from coat_data.sample import DataError
 from coat_data.shards import MANIFEST_NAME
 
@@ -31,6 +32,8 @@ _SPLIT = re.compile(
     r"(train|training|validation|valid|val|dev|test|testing|eval|evaluation)(?=[-._ 0-9/]|$)",
     re.IGNORECASE,
 )
+_JSON_ROW = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[?\s*\{\s*\"")
+"""How rows of JSON begin, which some keep in files ending in .txt."""
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
@@ -136,10 +139,13 @@ def _open_media(folder: Path) -> Rows:
         raise DataError(
             str(folder), f"this folder holds {', '.join(listed[:5])}", "name one of these files"
         )
+    texts = [path for path in sorted(folder.rglob("*.txt")) if path.is_file()]
+    if texts:
+        return TextRows(texts)
     raise DataError(
         str(folder),
-        f"there is no {MANIFEST_NAME} in this folder, and no data file, tar or image",
-        "give a data file, or a folder written by coat-vlm data ingest",
+        f"there is no {MANIFEST_NAME} in this folder, and no data file, tar, image or .txt",
+        "give a data file, a folder of .txt files, or one written by coat-vlm data ingest",
     )
 
 
@@ -160,9 +166,13 @@ def _open_files(path: Path, files: list[Path], allow_pickle: bool) -> Rows:
                 "allow it with --allow-pickle (only plain values are read), or convert it to JSONL",
             )
         return PickleRows(files)
+    if all(file.suffix.lower() == ".txt" for file in files) and not _JSON_ROW.match(head):
+        return TextRows(files)
     if len(files) > 1:
         raise DataError(
-            str(path), f"matches {len(files)} files", "only Parquet and tar files go together"
+            str(path),
+            f"matches {len(files)} files",
+            "only Parquet, tar and .txt files go together",
         )
     if first.name == "wids-meta.json":
         return _open_wids(first)
@@ -191,7 +201,7 @@ def _open_text(path: Path, first_character: bytes) -> Rows:
         raise DataError(str(path), "is compressed", "unpack it first")
     raise DataError(
         str(path),
-        "is not JSON, JSONL, CSV, Parquet or tar",
+        "is not JSON, JSONL, CSV, Parquet, tar or .txt",
         "give a data file, or a folder written by coat-vlm data ingest",
     )
 

@@ -7,6 +7,7 @@ from coat_data.readers import (
     captions,
     cauldron,
     clips,
+    documents,
     ingested,
     llava,
     media_files,
@@ -29,6 +30,7 @@ READERS: tuple[Reader, ...] = (
     clips,
     query,
     captions,
+    documents,
 )
 """The first one that matches reads a source: special kinds stand before general ones."""
 

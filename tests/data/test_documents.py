@@ -1,0 +1,173 @@
+"""Documents: what holds them, how they are cut, what is trained of a piece."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from coat_data.chat import get_template
+from coat_data.containers.text_file import BLOCK_BYTES, TextRows
+from coat_data.dataset import SampleDataset
+from coat_data.documents import DocumentPieces, cut, cut_rows, holds_documents, piece_of
+from coat_data.encode import IGNORE_INDEX, Encoder
+from coat_data.image import ImageTransform
+from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_data.selection import SelectedRows, original_row, shards_of
+from coat_data.verify import check_labels, verify_template
+
+LIMIT = 24
+HARD = (
+    "The assistant gives helpful, detailed answers.\n\n  Two  spaces,\ttabs and caf\u00e9 \u4f60"
+    "\u597d\u4f60\u597d\u4f60\u597d\u4f60\u597d \U0001f600\u200d\U0001f600 "
+    "<|im_end|></s><image>" + "x" * 90 + " the end of it. "
+) * 3
+
+
+def text_encoder(tokenizer: Any, limit: int = LIMIT) -> Encoder:
+    """For a language model alone."""
+    return Encoder(
+        tokenizer,
+        get_template("plain", tokenizer),
+        ImageTransform(1, (0.5,) * 3, (0.5,) * 3),
+        tokens_per_image=0,
+        image_token_id=None,
+        max_length=limit,
+    )
+
+
+def document(text: str, *, row: int = 0) -> Sample:
+    turns = (Turn("user", ()), Turn("assistant", (Part("text", text),)))
+    return Sample(id=str(row), turns=turns, source="web.jsonl", row=row)
+
+
+def test_pieces_fit_and_are_the_document(tokenizer: Any) -> None:
+    encoder = text_encoder(tokenizer)
+    sample = document(HARD)
+    spans = cut(sample, encoder)
+    pieces = [piece_of(sample, *span) for span in spans]
+    assert "".join(piece.turns[1].text for piece in pieces) == HARD
+    assert [piece.continues for piece in pieces] == [True] * (len(pieces) - 1) + [False]
+    sizes = [len(encoder(piece).input_ids) for piece in pieces]
+    assert max(sizes) <= LIMIT
+    assert min(sizes[:-1]) > LIMIT // 2  # no more pieces than needed, by far
+    end = tokenizer.eos_token_id
+    for piece, size in zip(pieces, sizes, strict=True):
+        encoded = encoder(piece)
+        assert encoder.measure(piece).tokens == size
+        check_labels(piece, encoded.input_ids.tolist(), encoded.labels.tolist(), encoder)
+        assert (int(encoded.labels[-1]) == end) == (not piece.continues)
+
+
+def test_a_piece_begins_with_a_word_where_there_is_one(make_tokenizer: Any) -> None:
+    encoder = text_encoder(make_tokenizer("llama2_first"))
+    text = "What is in the image? A red circle and two blue squares. " * 6
+    spans = cut(document(text), encoder)
+    assert len(spans) > 3
+    for start, _ in spans[1:]:
+        assert text[start].isspace() or text[start - 1].isspace()
+
+
+def test_rows_that_fit_and_bad_rows_are_one_piece(make_tokenizer: Any) -> None:
+    encoder = text_encoder(make_tokenizer("qwen2"))
+
+    class Some:
+        name = "some"
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Sample:
+            if index == 1:
+                raise DataError("web.jsonl:1", "text is empty", "fill it")
+            return document(["A dog.", "", HARD, "42"][index], row=index)
+
+    found = np.concatenate(list(cut_rows(Some(), encoder, range(4))))
+    assert [row.tolist() for row in found if row[0] != 2] == [[0, 0, -1], [1, 0, -1], [3, 0, -1]]
+    pieces = DocumentPieces(
+        SelectedRows(Some(), np.array([2, 3])), found[found[:, 0] < 2] * [1, 1, 1]
+    )
+    assert [original_row(pieces, index) for index in range(2)] == [2, 3]
+    assert shards_of(pieces) is None
+    assert not pieces[1].continues
+
+
+def test_a_context_without_room_is_refused(make_tokenizer: Any) -> None:
+    encoder = text_encoder(make_tokenizer("llama3"), limit=1)
+    with pytest.raises(DataError, match=r"max_length=1 has no room for text beside 1 template"):
+        cut(document(HARD), encoder)
+
+
+def test_texts_by_content(tmp_path: Path) -> None:
+    """JSONL and Parquet with other fields beside the text; .txt files, patterns and folders."""
+    rows = [{"text": "One.", "url": "https://a"}, {"text": "Two.", "url": "https://b"}]
+    Dataset.from_list(rows).to_parquet(tmp_path / "web.parquet")
+    (tmp_path / "web.jsonl").write_text('{"content": "One."}\n{"content": "Two."}\n')
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books/a.txt").write_bytes(b"\xef\xbb\xbfOne.")
+    (tmp_path / "books/b.txt").write_text("Two.")
+    (tmp_path / "books/c.txt").write_text(" \n")
+    for path in ("web.parquet", "web.jsonl", "books", "books/*.txt"):
+        dataset = SampleDataset(tmp_path / path)
+        assert dataset.format == "documents", path
+        assert holds_documents(dataset)
+        assert [sample.turns[1].text for sample in map(dataset.__getitem__, range(2))] == [
+            "One.", "Two.",
+        ]  # fmt: skip
+        assert dataset[0].is_document
+    assert dataset[1].where.endswith("b.txt:0")
+
+
+def test_texts_that_are_wrong(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "One."}\n{"text": "  "}\n{"url": "x"}\n{"text": 3}\n'
+    )
+    dataset = SampleDataset(tmp_path / "a.jsonl")
+    for row, message in ((1, "text is empty"), (2, "there is no text"), (3, "not a string")):
+        with pytest.raises(DataError, match=rf"a.jsonl:{row}: .*{message}"):
+            dataset[row]
+    (tmp_path / "b.txt").write_bytes(b"One \xff")
+    with pytest.raises(DataError, match=r"b.txt:0: is not UTF-8"):
+        SampleDataset(tmp_path / "b.txt", format="documents")[0]
+
+
+def test_a_long_file_is_read_in_blocks_that_go_on(tmp_path: Path) -> None:
+    lines = "\n".join(f"line {number} of a paragraph" for number in range(900))
+    text = f"{lines}\n\n" * 9 + "\u4f60" * BLOCK_BYTES
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    rows = TextRows([tmp_path / "a.txt"])
+    read = [rows[index] for index in range(len(rows))]
+    assert "".join(row["text"] for row in read) == text
+    assert all(len(row["text"].encode()) <= BLOCK_BYTES for row in read)
+    assert [row["continues"] for row in read] == [True] * (len(rows) - 1) + [False]
+    assert read[0]["text"].endswith("paragraph\n\n")
+    samples = SampleDataset(tmp_path / "a.txt")
+    assert samples[0].continues
+    assert not samples[len(rows) - 1].continues
+
+
+def test_media_are_refused_without_a_tower(make_tokenizer: Any) -> None:
+    encoder = text_encoder(make_tokenizer("qwen2"))
+    verify_template(encoder)
+    turns = (Turn("user", (Part("image"),)), Turn("assistant", (Part("text", "A dog."),)))
+    media = (Media(kind="image", path="a.png"),)
+    sample = Sample(id="1", turns=turns, media=media, source="rows.json", row=7)
+    assert not sample.is_document
+    for use in (encoder, encoder.measure, encoder.layout):
+        with pytest.raises(
+            DataError, match=r"rows.json:7: shows 1 images or videos, and the model"
+        ):
+            use(sample)
+
+
+def test_a_text_that_goes_on_has_no_end_in_any_template(make_tokenizer: Any) -> None:
+    tokenizer = make_tokenizer("qwen2")
+    for template in ("plain", "vicuna_v1", "chatml", "tokenizer"):
+        encoder = text_encoder(tokenizer, limit=500)
+        encoder.template = get_template(template, tokenizer)
+        sample = piece_of(document("A red circle and two blue squares."), 0, 12)
+        ids, labels = encoder.layout(sample)
+        check_labels(sample, ids, labels, encoder)
+        trained = [label for label in labels if label != IGNORE_INDEX]
+        assert encoder.pieces.decode(trained) == "A red circle"

@@ -1,0 +1,164 @@
+"""A composed model without tower and projector, and what a recipe may say of one."""
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+
+from coat_data.sample import Part, Sample, Turn
+from coat_vlm.config import (
+    Fp8Config,
+    LanguageConfig,
+    ModelConfig,
+    ModuleTraining,
+    Recipe,
+    StageConfig,
+    VisionConfig,
+)
+from coat_vlm.fp8 import convert
+from coat_vlm.generate import generate
+from coat_vlm.media_config import ImageConfig, VideoConfig
+from coat_vlm.model import CoatVlm, build_model, module_parameters
+from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.model.frame import model_frame
+from coat_vlm.processor import CoatVlmProcessor, build_processor, continued_processor
+from coat_vlm.tokenizer import prepare_tokenizer
+from coat_vlm.train.export import export
+
+TRAIN = ModuleTraining(train=True, lr=1e-3)
+
+
+@pytest.fixture
+def recipe(tiny: Any) -> ModelConfig:
+    return dataclasses.replace(tiny.recipe(), vision=None, projector=tiny.recipe().projector)
+
+
+@pytest.fixture
+def model(recipe: ModelConfig, tiny_tokenizer: Any) -> CoatVlm:
+    torch.manual_seed(0)
+    return build_model(recipe, tiny_tokenizer).eval()
+
+
+def test_it_computes_what_the_language_model_does(model: CoatVlm, recipe: ModelConfig) -> None:
+    ids = torch.tensor([[5, 6, 2, 8], [9, 3, 4, 5]])  # 2 is <image> elsewhere, a word here
+    stock = Qwen2ForCausalLM(model.config.text_config).eval()
+    stock.load_state_dict(model.language_model.state_dict())
+    with torch.no_grad():
+        expected = stock(input_ids=ids, labels=ids)
+        found = model(input_ids=ids, labels=ids)
+    assert torch.equal(found.logits, expected.logits)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert set(module_parameters(model)) == {"language"}
+    frame = model_frame(recipe, 60, torch.float32)
+    assert {n: p.shape for n, p in frame.named_parameters()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
+    with pytest.raises(ValueError, match="hold 1 images, and the model has no vision tower"):
+        model(input_ids=ids, pixel_values=torch.zeros(1, 3, 28, 28))
+
+
+def test_it_is_saved_loaded_and_exported(
+    model: CoatVlm, recipe: ModelConfig, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    config = cast(CoatVlmConfig, model.config)
+    processor = build_processor(recipe, tiny_tokenizer, config)
+    processor.template = "plain"
+    model.save_pretrained(tmp_path / "ours")
+    processor.save_pretrained(tmp_path / "ours")
+    loaded = CoatVlm.from_pretrained(tmp_path / "ours").eval()
+    assert not loaded.config.has_vision
+    assert (loaded.config.tokens_per_image, loaded.vision_tower) == (0, None)
+    export(tmp_path / "ours", tmp_path / "stock", layout="language")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock").eval()
+    assert type(stock) is Qwen2ForCausalLM
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        assert torch.equal(stock(ids).logits, loaded(input_ids=ids).logits)
+    again = CoatVlmProcessor.from_pretrained(str(tmp_path / "ours"))
+    turns = (Turn("user", (Part("text", "w5 w6"),)),)
+    sample = Sample(id="1", turns=turns)
+    assert again.tokens_per_image == 0
+    continued_processor(recipe, again, config)
+    with pytest.raises(ValueError, match=r"model.vision \(whether there is a tower\) is True in"):
+        continued_processor(dataclasses.replace(recipe, vision=_tower()), again, config)
+    assert generate(loaded, again, [sample], 4) == generate(model, processor, [sample], 4)
+    prompt = again.encoder(train=False).prompt(sample)
+    assert again.tokenizer.decode(prompt.input_ids) == "w5 w6"  # a text to go on with
+
+
+def test_a_composed_model_gives_its_language_model(
+    tiny: Any, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    model = tiny.model()
+    processor = build_processor(
+        dataclasses.replace(tiny.recipe(), template="plain"), tiny_tokenizer, model.config
+    )
+    model.save_pretrained(tmp_path / "ours")
+    processor.save_pretrained(tmp_path / "ours")
+    export(tmp_path / "ours", tmp_path / "stock", layout="language")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock").eval()
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        assert torch.equal(stock(ids).logits, model(input_ids=ids).logits)
+
+
+def test_fp8_converts_what_there_is(tiny_tokenizer: Any) -> None:
+    language = {
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }  # fmt: skip
+    built = build_model(
+        ModelConfig(vision=None, language=LanguageConfig(config=language)), tiny_tokenizer
+    )
+    report = convert(built, Fp8Config())
+    assert list(report.converted) == [f"language_model.model.layers.{n}" for n in range(2)]
+
+
+def test_the_tokenizer_stays_as_it_is(tiny_tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.pad_token = None
+    before = len(tokenizer)
+    assert prepare_tokenizer(tokenizer, images=False).pad_token == "<eos>"
+    assert len(tokenizer) == before
+
+
+def _tower() -> Any:
+    return VisionConfig(config={"model_type": "siglip_vision_model"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image": ImageConfig(mode="pad")}, "model.image has no effect with model.vision: null"),
+        ({"video": VideoConfig(pool_frames=2)}, "model.video has no effect with model.vision"),
+    ],
+)
+def test_settings_without_effect(recipe: ModelConfig, changes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(recipe, **changes)
+
+
+def test_parts_that_are_not_there_cannot_train(recipe: ModelConfig) -> None:
+    def of(fp8: Fp8Config | None = None, **stage: Any) -> Recipe:
+        config = StageConfig(
+            data=[], batch_size=1, micro_batch_size=1, max_steps=1, language=TRAIN, **stage
+        )
+        return Recipe(
+            name="x", output_dir="x", model=recipe, stages={"sft": config}, fp8=fp8,
+            precision="coat" if fp8 else "bf16",
+        )  # fmt: skip
+
+    assert of().to_dict()["model"]["vision"] is None
+    with pytest.raises(ValueError, match=r"stages.sft.projector trains, but the model has none"):
+        of(projector=TRAIN)
+    with pytest.raises(ValueError, match=r"fp8.vision and fp8.projector have no effect"):
+        of(Fp8Config(vision="bf16"))
+
+
+def test_a_configuration_is_whole_or_without_a_tower(model: CoatVlm) -> None:
+    with pytest.raises(ValueError, match="belong together; got model type 'siglip_vision_model'"):
+        CoatVlmConfig(text_config=model.config.text_config, image_token_id=None)
