@@ -15,9 +15,21 @@ BLOCKS = ("llama-2-7b", "siglip-so400m")
 Row = dict[str, str]
 
 
-def rows_of(name: str) -> list[Row]:
+COMMITS = {"kernels": "db4b536", "gemm": "d93c93a"}
+LAST = "db4b536"
+WITH_PEERS = {
+    **dict.fromkeys((("qwen2.5-7b", 8192), ("siglip-so400m", 1024)), "d93c93a"),
+    **dict.fromkeys(
+        (("llama-2-7b", 2048), ("qwen2.5-7b", 2048), ("siglip-so400m", 729)), "3d5f87a"
+    ),
+}
+"""Block and length -> the commit at which it was last measured beside all that is in the table."""
+
+
+def rows_of(name: str, commit: str | None = None) -> list[Row]:
     with (ROOM / "benchmarks" / "results" / f"{name}.csv").open(newline="") as file:
-        return [row for row in csv.DictReader(file) if row["commit"] == "d93c93a"]
+        wanted = commit or COMMITS[name]
+        return [row for row in csv.DictReader(file) if row["commit"] == wanted]
 
 
 def table(first: str) -> dict[str, list[str]]:
@@ -110,10 +122,10 @@ def test_operations_of_a_block() -> None:
     assert OPS["scaled_mm"][-1] == ", ".join(cells)
 
 
-def layers(shape: str, length: int) -> dict[str, Row]:
+def layers(shape: str, length: int, commit: str) -> dict[str, Row]:
     return {
         row["implementation"]: row
-        for row in rows_of("layer")
+        for row in rows_of("layer", commit)
         if (row["shape"], row["length"], row["attention"]) == (shape, str(length), "default")
     }
 
@@ -126,18 +138,25 @@ def told(run: dict[str, Row], name: str) -> list[str]:
 
 def test_the_layer_of_llama() -> None:
     _, *lines = table("Llama-2-7B, 8 x 2,048 tokens").items()
-    run = layers("llama-2-7b", 2048)
+    run = layers("llama-2-7b", 2048, WITH_PEERS["llama-2-7b", 2048])
     assert lines == [(name, told(run, name)) for name in run]
 
 
-def test_the_other_layers() -> None:
-    (_, head), *lines = table("fwd+bwd, against eager, saved").items()
-    shapes = {"Qwen2.5-7B": "qwen2.5-7b", "SigLIP-so400m": "siglip-so400m"}
-    assert len(lines) == 4
+@pytest.mark.parametrize(
+    ("first", "count", "last"),
+    [("fwd+bwd, against eager, saved", 4, False), ("last, beside eager alone", 4, True)],
+)
+def test_the_other_layers(first: str, count: int, last: bool) -> None:
+    (_, head), *lines = table(first).items()
+    shapes = {
+        "Llama-2-7B": "llama-2-7b", "Qwen2.5-7B": "qwen2.5-7b", "SigLIP-so400m": "siglip-so400m"
+    }  # fmt: skip
+    assert len(lines) == count
     for title, cells in lines:
         shape, size = title.split(", ", 1)
         batch, length = (int(count.replace(",", "")) for count in size.split(" x "))
-        run = layers(shapes[shape], length)
+        key = (shapes[shape], length)
+        run = layers(*key, LAST if last else WITH_PEERS[key])
         assert {int(row["tokens"]) for row in run.values()} == {batch * length}
         assert [f"`{name}`" for name in run] == head
         assert cells == ["{} ms, {}, {} MiB".format(*told(run, name)) for name in run]
