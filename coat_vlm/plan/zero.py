@@ -232,7 +232,9 @@ class _Case:
         seen = []
         for elements, live in self.activations.backward:
             finished = self.element * elements
-            more = flat + partition if overflows and finished >= self.bucket else 0.0
+            more = 0.0
+            if overflows and finished >= self.bucket:
+                more = flat + (partition if zero_stage == 2 else 0.0)  # stage 1: at the end only
             if zero_stage == 1 and not self.accumulates:
                 more += max(0.0, finished - self.bucket)
             seen.append(live + more)

@@ -15,8 +15,8 @@ TRAINED = 1_576_192
 
 @pytest.mark.parametrize(
     ("ranks", "dtype", "accumulation", "bucket"),
-    [(1, "bf16", 1, TRAINED), (2, "bf16", 2, TRAINED)],
-    ids=["one-rank", "two-ranks-accumulated"],
+    [(1, "bf16", 1, TRAINED), (1, "bf16", 2, 200_000), (2, "bf16", 2, TRAINED)],
+    ids=["one-rank", "accumulated-through-small-buckets", "two-ranks-accumulated"],
 )
 def test_the_peaks_are_those_of_deepspeed(
     ranks: int, dtype: str, accumulation: int, bucket: int
