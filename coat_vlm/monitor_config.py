@@ -22,9 +22,11 @@ class MonitorConfig:
     """Steps between two measurements."""
     layers: tuple[str, ...] = ("first", "middle", "last")
     """Which of the tower's and of the language model's FP8 blocks: these words, ``all``, or names
-    of modules such as ``language_model.model.layers.3``."""
+    of modules such as ``language_model.model.layers.3``. Of each, the input and the output's
+    gradient are kept until the step is over, and both runs take the memory of a whole block."""
     max_error: Limit = 0.25
-    """Largest relative error of what a block adds to the residual stream."""
+    """Largest relative error of what a block adds to the residual stream. Where the stream is some
+    hundred times larger than that, BF16's own rounding reaches this limit."""
     max_gradient_error: Limit = 0.5
     """Largest relative error of what a block adds to the gradient of its input."""
     max_saturated: Share = 0.1
@@ -35,7 +37,8 @@ class MonitorConfig:
     action: Literal["warn", "bf16"] = "warn"
     """What follows from a value beyond its limit: a warning, or also that the block computes in
     BF16 from the next step on: in this stage, where it is resumed, and where its model is
-    evaluated. A later stage starts with all blocks in FP8 again."""
+    evaluated. Such a block keeps its activations in BF16 and takes their memory. A later stage
+    starts with all blocks in FP8 again."""
 
     def __post_init__(self) -> None:
         if not self.layers or len(set(self.layers)) != len(self.layers):

@@ -26,8 +26,8 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     """The arguments that say what to open."""
     parser.add_argument(
         "path",
-        help="JSON, JSONL, CSV, Parquet or tar file, pattern or address (https://, hf://, s3://) "
-        "of shards, folder, or list of sources",
+        help="JSON, JSONL, CSV, Parquet, tar or .txt file, pattern or address (https://, hf://, "
+        "s3://) of shards, folder, or list of sources",
     )
     parser.add_argument(
         "--media-root", help="folder or address where paths start; default: beside PATH"

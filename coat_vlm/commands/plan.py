@@ -21,7 +21,8 @@ def add(commands: Commands) -> None:
   coat-vlm plan my_recipe.yaml --gpus 4 --zero 2,3 --images 5 --stage sft
 
 Every row is taken to have model.max_length tokens, all trained but those of images: what training
-needs at most. The model is run once on shapes alone; an 8B model takes seconds and no memory.
+needs at most. The model is run once on shapes alone; an 8B model takes
+seconds to minutes (long rows with recomputation) and no memory.
 """,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a built-in recipe's name")

@@ -46,7 +46,7 @@ class BlockError:
 
     @property
     def output_error(self) -> float | None:
-        """Relative error of the output; None without an input. NaN where FP8 gave NaN."""
+        """Relative error of the output; None where nothing was compared, NaN where FP8 gave it."""
         return _relative(self.output)
 
     @property
@@ -82,12 +82,17 @@ def block_error(block: nn.Module, live: LiveInput, round_linears: bool) -> Block
         block: a block that :func:`coat_vlm.fp8.convert.convert` converted, its weights whole.
         live: its input.
         round_linears: on a CPU, compute BF16 by rounding (:mod:`coat_vlm.fp8.arithmetic`).
+
+    Returns:
+        Sums; none where BF16 is not finite either, so that FP8 is not to blame.
     """
     plain = _bare_copy(block)
     back_to_bf16(plain, round_linears)
     with watching() as counts:
         y8, dx8 = _run(_bare_copy(block), live)
     y, dx = _run(plain, live)
+    if not all(x.isfinite().all() for x in (y, dx) if x is not None):
+        return BlockError()
     error = BlockError(output=_squares(y8, y, live.args[0]))
     if dx8 is not None and dx is not None and live.gradient is not None:
         error.gradient = _squares(dx8, dx, live.gradient)

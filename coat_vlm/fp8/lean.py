@@ -68,7 +68,7 @@ def lean_attention(
         attend: attention as the model would call it.
         fused: how to call it as one of torch's fused kernels; None where that is not possible.
         copies: of query, key and value, which are then what these are worth; made when absent. The
-            backward pass frees their memory.
+            backward pass of a fused kernel frees their memory.
 
     Returns:
         [B, T, N] in query's dtype.
@@ -126,7 +126,7 @@ class _LeanAttention(torch.autograd.Function):
         if codes.q.numel() and not codes.q.untyped_storage().nbytes():
             raise RuntimeError(
                 "lean attention: its backward pass ran before and freed what it had kept; run the "
-                "forward pass again (backward(retain_graph=True) needs precision coat or bf16)"
+                "forward pass again (gradient checkpointing or precision coat allow a second one)"
             )
         weight, bias, weight_scale = tensors[2:5]
         copies, saved_statistics = paired(tensors[5 : 5 + ctx.kept]), tensors[5 + ctx.kept :]

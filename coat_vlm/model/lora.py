@@ -115,7 +115,11 @@ def adapter_config(model: CoatVlm) -> Any:
     train, which peft then keeps and loads whole (``modules_to_save``).
     """
     parts = {"vision_tower": model.vision_tower, "projector": model.projector}
-    trained = [name for name, part in parts.items() if count_parameters(part, trainable_only=True)]
+    trained = [
+        name
+        for name, part in parts.items()
+        if part is not None and count_parameters(part, trainable_only=True)
+    ]
     return dataclasses.replace(
         _config(model),
         base_model_name_or_path=model.name_or_path or None,

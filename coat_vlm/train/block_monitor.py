@@ -169,9 +169,10 @@ def chosen(names: Sequence[str], layers: Sequence[str]) -> list[str]:
 
 
 def _row(error: BlockError) -> dict[str, Any]:
-    row: dict[str, Any] = {"output_error": error.output_error}
-    if error.input_gradient_error is not None:
-        row["input_gradient_error"] = error.input_gradient_error
+    errors = {
+        "output_error": error.output_error, "input_gradient_error": error.input_gradient_error
+    }  # fmt: skip
+    row: dict[str, Any] = {key: value for key, value in errors.items() if value is not None}
     # JSON knows neither NaN nor infinity.
     row = {key: None if value and not math.isfinite(value) else value for key, value in row.items()}
     return row | error.rates

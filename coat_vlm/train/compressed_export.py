@@ -84,19 +84,20 @@ def _db(row: dict[str, Any]) -> str:
     return "exact" if row["sqnr_db"] is None else f"{row['sqnr_db']:.2f}"
 
 
-def compress_folder(folder: Path, model: CoatVlm, scheme: Scheme) -> None:
-    """Compress the weights of a folder that is not in its place yet, in the layouts coat and llava.
+def compress_folder(folder: Path, model: CoatVlm, scheme: Scheme, prefix: str = LANGUAGE) -> None:
+    """Compress the weights of a folder that is not in its place yet.
 
     Args:
         folder: has config.json and safetensors files of plain weights.
         model: says which weights are of linear layers; its own may be anywhere.
         scheme: how.
+        prefix: of the language model's weights in the files.
 
     Raises:
-        ValueError: a weight is not finite, or no layer fits the scheme.
+        ValueError: a weight is not finite or not there, or no layer fits the scheme.
         OSError: something could not be written.
     """
-    inputs = dict(linear_layers(model))
+    inputs = {f"{prefix}{name}": inputs for name, inputs in linear_layers(model)}
     why = {name: scheme.why_not(inputs[name]) for name in sorted(inputs, key=_natural)}
     losses = Losses(scheme, left={name: reason for name, reason in why.items() if reason})
     layers = inputs.keys() - losses.left.keys()
@@ -126,12 +127,18 @@ def compress_folder(folder: Path, model: CoatVlm, scheme: Scheme) -> None:
                 bar.update()
             source.unlink()
     writer.close()
+    absent = layers - {row["layer"] for row in losses.rows}
+    if absent:
+        raise ValueError(
+            f"{folder} has no weights of {min(absent)} ({len(absent)} of {len(layers)} layers are "
+            "not there); export it once more without --weights and look at the names"
+        )
     losses.rows.sort(key=lambda row: _natural(row["layer"]))
     losses.write(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     # Other programs have other prefixes before a layer's name.
-    ends = (name.removeprefix(LANGUAGE).removeprefix("model.") for name in losses.left)
+    ends = (name.removeprefix(prefix).removeprefix("model.") for name in losses.left)
     config["quantization_config"] = scheme.config(
         [*IGNORE, *(f"re:.*{re.escape(end)}$" for end in ends)]
     )
@@ -139,12 +146,12 @@ def compress_folder(folder: Path, model: CoatVlm, scheme: Scheme) -> None:
 
 
 def linear_layers(model: CoatVlm) -> Iterator[tuple[str, int]]:
-    """Name in files and inputs of the language model's linear layers but its output layer."""
+    """Name and inputs of the language model's linear layers but its output layer."""
     language: Any = model.language_model
     output = language.get_output_embeddings()
     for name, module in language.named_modules():
         if isinstance(module, nn.Linear) and module is not output:
-            yield f"{LANGUAGE}{name}", module.in_features
+            yield name, module.in_features
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

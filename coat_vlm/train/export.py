@@ -34,6 +34,7 @@ from coat_vlm.train.folder import MANIFEST, problem_inside, write_folder
 from coat_vlm.train.language_folder import save_language
 from coat_vlm.train.llava_folder import save_llava
 from coat_vlm.train.shards import Shards
+from coat_vlm.train.stock_parts import LANGUAGE
 from coat_vlm.train.vila_folder import is_vila, load_vila, save_vila
 from coat_vlm.train.world import ALONE
 
@@ -109,7 +110,8 @@ def export(
         save = {**writers, "language": save_language}[layout]
         save(temporary, model, share_tied(dict(state), model), processor)
         if weights is not None:
-            compress_folder(temporary, model, SCHEMES[weights])
+            prefix = "" if layout == "language" else LANGUAGE
+            compress_folder(temporary, model, SCHEMES[weights], prefix)
         if origin.is_file():
             shutil.copyfile(origin, temporary / "training.json")
 
@@ -206,7 +208,7 @@ def _check_compressible(source: Path, layout: Layout) -> None:
         raise ValueError(
             "--weights is not for --format vila: the config.json of VILA's folders names one dtype "
             "(model_dtype) for all three, and its loader knows no compressed-tensors; allowed: "
-            "--format coat or llava"
+            "--format coat, llava or language"
         )
     if compression_of(source) is not None:
         raise ValueError(

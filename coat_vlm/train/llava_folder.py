@@ -106,6 +106,12 @@ def check_llava(model: CoatVlm, processor: CoatVlmProcessor) -> None:
             f"tiles, and {_LAYOUT} shows one square; allowed: resize, pad; export with --format "
             "coat or vila"
         )
+    if "pool_frames" in processor.video:
+        raise ValueError(
+            "--format llava: the model was trained with model.video.pool_frames="
+            f"{processor.video['pool_frames']}, and {_LAYOUT} shows each frame of a video by its "
+            "own tokens; allowed: --format coat"
+        )
     why = why_logits_are_needed(model.language_model)
     if why is not None or model.language_model.base_model_prefix != "model":
         name = type(model.language_model).__name__

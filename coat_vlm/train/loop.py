@@ -104,7 +104,8 @@ class StageRun:
                     started = time.perf_counter()
                     micro_batches = next(batches)
                     data_wait = time.perf_counter() - started
-                    with self._monitored() as monitored, self._measured(micro_batches) as counted:
+                    self._footprint(micro_batches)  # its passes are not for the monitor's hooks
+                    with self._monitored() as monitored, self._measured() as counted:
                         row = self._step(micro_batches, interrupts.received)
                     # Measuring FP8 takes memory too, which is no part of what training needs.
                     peak = None if counted or monitored else self._peak_memory_mb()
@@ -115,15 +116,18 @@ class StageRun:
             finally:
                 batches.close()
 
+    def _footprint(self, micro_batches: list[LoadedBatch]) -> None:
+        """Measure what FP8 keeps, before the first step."""
+        if self.fp8 is not None and self.step == 0:
+            set_train_mode(self.model, self.stage)
+            self.fp8.footprint(self.model, micro_batches[0].batch)
+
     @contextmanager
-    def _measured(self, micro_batches: list[LoadedBatch]) -> Iterator[bool]:
+    def _measured(self) -> Iterator[bool]:
         """Measure FP8 around a step where that is due; says whether it is."""
         if self.fp8 is None or self.step not in (0, self.total_steps - 1):
             yield False
             return
-        if self.step == 0:
-            set_train_mode(self.model, self.stage)
-            self.fp8.footprint(self.model, micro_batches[0].batch)
         with self.fp8.rates(self.step + 1):
             yield True
         self.fp8.states(self.engine.client_optimizer, self.step)

@@ -92,8 +92,9 @@ class CoatAnswerer:
             "attention_mask": batch["attention_mask"].to(device),
             "pixel_values": pixels.to(device, self._model.dtype),
         }
-        if "image_grids" in batch:
-            inputs["image_grids"] = batch["image_grids"]
+        for name in ("image_grids", "frame_groups"):
+            if name in batch:
+                inputs[name] = batch[name]
         return answer_losses(self._model, inputs, batch["labels"])
 
 

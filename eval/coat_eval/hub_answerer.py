@@ -106,10 +106,9 @@ class HubAnswerer:
         return answer_losses(self._model, inputs, inputs.pop("labels"))
 
     def _placed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A batch where the model is, pixels in its dtype."""
+        """A batch where the model is, pixels in its dtype; times of frames keep theirs."""
+        device, dtype = self._model.device, self._model.dtype
         return {
-            name: value.to(self._model.device, self._model.dtype)
-            if value.is_floating_point()
-            else value.to(self._model.device)
+            name: value.to(device, dtype) if name.startswith("pixel_values") else value.to(device)
             for name, value in batch.items()
         }

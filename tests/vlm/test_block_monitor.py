@@ -19,6 +19,7 @@ from coat_vlm.generate import load
 from coat_vlm.monitor_config import MonitorConfig
 from coat_vlm.processor import CoatVlmProcessor
 from coat_vlm.recipe_file import load_recipe, save_recipe
+from coat_vlm.train import block_monitor
 from coat_vlm.train.block_monitor import BlockMonitor, chosen
 from coat_vlm.train.world import ALONE
 
@@ -103,13 +104,29 @@ def test_a_block_with_huge_weights_is_named() -> None:
     assert row["sent_back"] == []
 
 
-def test_nan_is_beyond_every_limit() -> None:
+def test_nan_of_fp8_alone_is_beyond_every_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     model, monitor = watched(MonitorConfig(every=1, layers=("last",)))
-    with torch.no_grad():
-        model.model.layers[4].mlp.down_proj.weight[0, 0] = torch.nan
+    nan = BlockError(output=[torch.nan, 1.0])
+    monkeypatch.setattr(block_monitor, "block_error", lambda *_: nan)
     row = measured(model, monitor)
     assert row["layers"]["model.layers.4"]["output_error"] is None
     assert "output error is not finite" in row["warnings"][0]
+
+
+@pytest.mark.parametrize("trouble", ["weight", "gradient"])
+def test_what_bf16_cannot_hold_either_is_not_blamed_on_fp8(trouble: str) -> None:
+    model, monitor = watched(MonitorConfig(every=1, layers=("all",), action="bf16"))
+    with monitor.capturing():
+        ids = torch.arange(24).view(2, 12)
+        if trouble == "weight":
+            with torch.no_grad():
+                model.model.layers[0].mlp.down_proj.weight[0, 0] = torch.nan
+        loss = model(input_ids=ids, labels=ids).loss
+        (loss * (torch.inf if trouble == "gradient" else 1)).backward()
+    row, warnings = monitor.measure()
+    assert warnings == []
+    assert len(row["layers"]) == 5
+    assert not any("output_error" in values for values in row["layers"].values())
 
 
 def test_the_step_is_the_same_with_and_without_the_monitor() -> None:

@@ -128,6 +128,23 @@ def test_stock_transformers_computes_what_we_do(
     assert (a - b).norm() / b.norm() < (0.1 if name == "int8" else 1e-5)
 
 
+def test_the_language_model_alone(source: Path, exported: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is in the dev extra")
+    from transformers import AutoModelForCausalLM
+
+    target = tmp_path / "language"
+    assert export(source, target, "--weights", "fp8", "--format", "language") == 0
+    rows = json.loads((target / "quantization.json").read_text())["layers"]
+    assert len(rows) == LAYERS
+    stock: Any = AutoModelForCausalLM
+    theirs = stock.from_pretrained(target, dtype=torch.float32)
+    ours, _ = load(exported["fp8-coat"])
+    ids = torch.tensor([[5, 9, 17, 40, 33, 8]])
+    with torch.no_grad():
+        a, b = theirs(input_ids=ids).logits, ours(input_ids=ids).logits
+    assert (a - b).norm() / b.norm() < 1e-5
+
+
 def test_an_evaluation_shows_the_difference(exported: dict[str, Path], tmp_path: Path) -> None:
     data = tmp_path / "set"
     data.mkdir()

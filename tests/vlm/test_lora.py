@@ -14,8 +14,9 @@ import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config, ModuleTraining, Precision, SourceConfig, StageConfig
 from coat_vlm.fp8 import arithmetic_of, convert
 from coat_vlm.lora_config import LoraTraining
+from coat_vlm.model.build import build_model
 from coat_vlm.model.frame import frame_of
-from coat_vlm.model.lora import describe, has_adapters, merge, separated
+from coat_vlm.model.lora import adapter_config, describe, has_adapters, merge, separated
 from coat_vlm.model.parameters import count_parameters
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import param_groups
@@ -190,6 +191,14 @@ def test_what_trains_and_what_does_not(tiny: Any) -> None:
     groups = param_groups(model, replace(STAGE, language=replace(TRAINS, lr=2e-4)))
     rates = {group["module"]: group["peak_lr"] for group in groups}
     assert rates == {"projector": 1e-3, "language": 2e-4}
+
+
+def test_a_model_without_a_tower_saves_its_adapters(tiny: Any, tiny_tokenizer: Any) -> None:
+    recipe = replace(tiny.recipe(), vision=None)
+    model = build_model(recipe, tiny_tokenizer)
+    stage = replace(STAGE, projector=replace(TRAINS, train=False, lr=None))
+    set_trainable(model, stage)
+    assert adapter_config(model).modules_to_save is None
 
 
 def test_targets_choose_layers_of_the_language_model_alone(tiny: Any) -> None:

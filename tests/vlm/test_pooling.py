@@ -21,6 +21,7 @@ from coat_vlm.model.frame import model_frame
 from coat_vlm.model.pooling import pool_frames
 from coat_vlm.plan.activations import trace
 from coat_vlm.processor import CoatVlmProcessor, build_processor
+from coat_vlm.train.llava_folder import check_llava
 from coat_vlm.train.vila_folder import save_vila
 
 IMAGE = 2  # of tiny_tokenizer
@@ -122,6 +123,13 @@ def test_packed_rows_and_gradients(tiny: Any, tiny_tokenizer: Any, frames: Path)
     first = next(iter(model.vision_tower.parameters()))  # pyright: ignore[reportOptionalMemberAccess]
     assert first.grad is not None
     assert first.grad.abs().sum() > 0
+
+
+def test_layouts_that_show_each_frame_are_refused(tiny: Any, tiny_tokenizer: Any) -> None:
+    model, processor = model_and_processor(tiny, tiny_tokenizer, num_frames=5, pool_frames=3)
+    model.config.projector_type = "mlp2x_gelu"
+    with pytest.raises(ValueError, match=r"--format llava.*pool_frames=3"):
+        check_llava(model, processor)
 
 
 def test_a_saved_processor_asks_and_answers_the_same(

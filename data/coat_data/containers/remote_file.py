@@ -10,6 +10,7 @@ import http.client
 import io
 import os
 import re
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -378,9 +379,12 @@ def _told(call: Callable[[], T]) -> T:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether trying again is in vain: the file is missing or forbidden."""
+    """Whether trying again is in vain: the file is missing or forbidden, or there is no host."""
     if isinstance(error, urllib.error.HTTPError):
         return error.code < http.HTTPStatus.INTERNAL_SERVER_ERROR and error.code not in (408, 429)
+    reason = getattr(error, "reason", None)
+    if reason == "no host given" or getattr(reason, "errno", None) == socket.EAI_NONAME:
+        return True
     return isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError)
 
 
