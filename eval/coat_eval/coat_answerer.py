@@ -92,9 +92,10 @@ class CoatAnswerer:
             "attention_mask": batch["attention_mask"].to(device),
             "pixel_values": pixels.to(device, self._model.dtype),
         }
-        for name in ("image_grids", "frame_groups"):
-            if name in batch:
-                inputs[name] = batch[name]
+        if "image_grids" in batch:
+            inputs["image_grids"] = batch["image_grids"]
+        if "frame_groups" in batch:
+            inputs["frame_groups"] = batch["frame_groups"]
         return answer_losses(self._model, inputs, batch["labels"])
 
 
