@@ -359,4 +359,4 @@ def _check_answered(sample: Sample) -> None:
 
 def _within(sample: Sample, error: DataError) -> DataError:
     """The error of a medium or text, with the row that it belongs to."""
-    return DataError(f"{sample.where}: {error.where}", error.problem, error.remedy)
+    return type(error)(f"{sample.where}: {error.where}", error.problem, error.remedy)

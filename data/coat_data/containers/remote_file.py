@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard, TypeVar
 
 from coat_data.containers.braces import expand_braces
-from coat_data.sample import DataError
+from coat_data.sample import DataError, UnreachableError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _TIMEOUT_S = 60.0
@@ -378,16 +378,19 @@ def _told(call: Callable[[], T]) -> T:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether trying again is in vain: the file is missing or forbidden."""
+    """Whether trying again is in vain: the file is missing or forbidden, or it is no address."""
     if isinstance(error, urllib.error.HTTPError):
         return error.code < http.HTTPStatus.INTERNAL_SERVER_ERROR and error.code not in (408, 429)
-    return isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError)
+    final = (FileNotFoundError, PermissionError, IsADirectoryError, http.client.InvalidURL)
+    return isinstance(error, final)
 
 
 def unreachable(url: str, error: Exception) -> DataError:
-    """What to tell the user about an address that failed."""
+    """What to tell the user about an address that failed; a missing file is a plain DataError."""
     problem = f"cannot be read: {type(error).__name__}: {error}"
-    return DataError(url, problem, "check the address, the network and the credentials")
+    is_outage = isinstance(error, _OUTAGES) and not _is_final(error)
+    kind = UnreachableError if is_outage else DataError
+    return kind(url, problem, "check the address, the network and the credentials")
 
 
 def cache_folder() -> Path:
