@@ -24,7 +24,7 @@ from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
 from coat_vlm.processor import CoatVlmProcessor
 from coat_vlm.train.documents import in_pieces
 from coat_vlm.train.measured import mean_tokens, measured
-from coat_vlm.train.source_list import by_rows, ignored_keys, parts
+from coat_vlm.train.source_list import by_rows, ignored_keys, ignored_weights, parts
 from coat_vlm.train.world import World
 
 
@@ -60,13 +60,20 @@ def open_sources(
     return configs, datasets
 
 
-def open_source(source: SourceConfig, seed: int, columns: Mapping[str, str] | None = None) -> Rows:
+def open_source(
+    source: SourceConfig,
+    seed: int,
+    columns: Mapping[str, str] | None = None,
+    *,
+    without_weights: bool = False,
+) -> Rows:
     """The rows of one source that take part; a list is read as one source.
 
     Args:
         source: what to open.
         seed: of a random selection, where the source has none of its own.
         columns: the reader's names of fields -> those of the file.
+        without_weights: pass over the weights of a list, for reading every row once.
 
     Raises:
         DataError: the file or folder is missing or cannot be read, or the list of excluded rows is
@@ -81,6 +88,7 @@ def open_source(source: SourceConfig, seed: int, columns: Mapping[str, str] | No
         format=source.format,
         follow_links=source.follow_links,
         columns=columns,
+        without_weights=without_weights,
     )
     if source.select is None and source.exclude is None:
         return dataset
@@ -184,7 +192,9 @@ def open_data(
     """
     stage = recipe.stages[name]
     sources, datasets = open_sources(stage.data, recipe.seed)
-    validation = [open_source(source, recipe.seed) for source in stage.val_data]
+    validation = [
+        open_source(source, recipe.seed, without_weights=True) for source in stage.val_data
+    ]
     encoder = processor.encoder(train=True, template=stage.template)
     verify_template(encoder)
     if (stage.template or processor.template) == "plain":
@@ -236,7 +246,11 @@ def open_data(
     return StageData(
         loader=loader,
         sources=sources,
-        warnings=[*ignored_keys([*stage.data, *stage.val_data]), *_warnings(sources, datasets)],
+        warnings=[
+            *ignored_keys([*stage.data, *stage.val_data]),
+            *ignored_weights(stage.val_data),
+            *_warnings(sources, datasets),
+        ],
         shares=mixture.accounting(),
         epoch_size=mixture.epoch_size,
         tokens=tokens,
