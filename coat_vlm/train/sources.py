@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coat_data.dataset import SampleDataset
+from coat_data.documents import holds_documents
 from coat_data.encode import Encoder
 from coat_data.loader import LoadedBatch, TrainLoader, val_batches
 from coat_data.mixture import Mixture, SourceShare
@@ -19,7 +20,7 @@ from coat_data.selection import (
     unseekable,
     without,
 )
-from coat_data.verify import verify_rows, verify_template
+from coat_data.verify import dropped_question, verify_rows, verify_template
 from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
 from coat_vlm.processor import CoatVlmProcessor
 from coat_vlm.train.documents import in_pieces
@@ -197,7 +198,9 @@ def open_data(
     ]
     encoder = processor.encoder(train=True, template=stage.template)
     verify_template(encoder)
-    if (stage.template or processor.template) == "plain":
+    template = stage.template or processor.template
+    mismatches = _mismatches([*sources, *stage.val_data], [*datasets, *validation], template)
+    if template == "plain":
         places = {"world": world, "num_workers": recipe.num_workers}
         path = run_dir / name / "documents.npz"
         datasets = in_pieces(sources, datasets, encoder, path=path, **places)
@@ -249,6 +252,7 @@ def open_data(
         warnings=[
             *ignored_keys([*stage.data, *stage.val_data]),
             *ignored_weights(stage.val_data),
+            *mismatches,
             *_warnings(sources, datasets),
         ],
         shares=mixture.accounting(),
@@ -287,5 +291,31 @@ def _warnings(sources: Sequence[SourceConfig], datasets: Sequence[Rows]) -> list
                 f"{source.name}: the server of {address} does not answer ranges; every worker "
                 "reads its shards from the beginning, and again after a restart (replayed_rows in "
                 "metrics.jsonl counts these rows): download it, or use another server"
+            )
+    return found
+
+
+def _mismatches(
+    sources: Sequence[SourceConfig], datasets: Sequence[Rows], template: str
+) -> list[str]:
+    """A line for each source whose rows the template does not suit, as far as its first rows show.
+
+    One template holds for the whole stage: none suits both documents and chat.
+    """
+    found: list[str] = []
+    for source, dataset in zip(sources, datasets, strict=True):
+        if template != "plain":
+            if holds_documents(dataset):
+                found.append(
+                    f"{source.name}: holds documents, which template {template} trains as answers "
+                    "in a chat and does not cut, so that long ones are bad rows: give them a stage "
+                    "of their own with template: plain"
+                )
+            continue
+        where = dropped_question(dataset)
+        if where is not None:
+            found.append(
+                f"{source.name}: template plain drops what users say, and {where} has no image or "
+                "video to answer to: give conversations a stage of their own with a chat template"
             )
     return found
