@@ -58,7 +58,7 @@ def measured(
         skip_bad: bad rows are replaced later, and not an error now.
 
     Raises:
-        DataError: a row is bad and ``skip_bad`` is False.
+        DataError: a row is bad and ``skip_bad`` is False, or a medium cannot be reached.
     """
     path = folder / "lengths.npz"
     own_key = ""

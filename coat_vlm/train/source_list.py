@@ -64,6 +64,17 @@ def ignored_keys(sources: Sequence[SourceConfig]) -> list[str]:
     ]
 
 
+def ignored_weights(sources: Sequence[SourceConfig]) -> list[str]:
+    """A line for each validation source that is a list with weights."""
+    return [
+        f"{source.name}: the weights of {source.path} play no part in validation, which reads "
+        "every row once; if it is a metadataset, this is its split train, and "
+        f"{source.path}#val is its split val"
+        for source in sources
+        if any(entry.weight is not None for entry in read_list(source.path) or [])
+    ]
+
+
 def by_rows(source: SourceConfig, entries: list[Part], rows: list[int]) -> list[Part]:
     """Share out the weight of a list whose entries have none, by what they are without it.
 

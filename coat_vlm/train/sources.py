@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coat_data.dataset import SampleDataset
+from coat_data.documents import holds_documents
 from coat_data.encode import Encoder
 from coat_data.loader import LoadedBatch, TrainLoader, val_batches
 from coat_data.mixture import Mixture, SourceShare
@@ -19,12 +20,12 @@ from coat_data.selection import (
     unseekable,
     without,
 )
-from coat_data.verify import verify_rows, verify_template
+from coat_data.verify import dropped_question, verify_rows, verify_template
 from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
 from coat_vlm.processor import CoatVlmProcessor
 from coat_vlm.train.documents import in_pieces
 from coat_vlm.train.measured import mean_tokens, measured
-from coat_vlm.train.source_list import by_rows, ignored_keys, parts
+from coat_vlm.train.source_list import by_rows, ignored_keys, ignored_weights, parts
 from coat_vlm.train.world import World
 
 
@@ -60,13 +61,20 @@ def open_sources(
     return configs, datasets
 
 
-def open_source(source: SourceConfig, seed: int, columns: Mapping[str, str] | None = None) -> Rows:
+def open_source(
+    source: SourceConfig,
+    seed: int,
+    columns: Mapping[str, str] | None = None,
+    *,
+    without_weights: bool = False,
+) -> Rows:
     """The rows of one source that take part; a list is read as one source.
 
     Args:
         source: what to open.
         seed: of a random selection, where the source has none of its own.
         columns: the reader's names of fields -> those of the file.
+        without_weights: pass over the weights of a list, for reading every row once.
 
     Raises:
         DataError: the file or folder is missing or cannot be read, or the list of excluded rows is
@@ -81,6 +89,7 @@ def open_source(source: SourceConfig, seed: int, columns: Mapping[str, str] | No
         format=source.format,
         follow_links=source.follow_links,
         columns=columns,
+        without_weights=without_weights,
     )
     if source.select is None and source.exclude is None:
         return dataset
@@ -184,10 +193,14 @@ def open_data(
     """
     stage = recipe.stages[name]
     sources, datasets = open_sources(stage.data, recipe.seed)
-    validation = [open_source(source, recipe.seed) for source in stage.val_data]
+    validation = [
+        open_source(source, recipe.seed, without_weights=True) for source in stage.val_data
+    ]
     encoder = processor.encoder(train=True, template=stage.template)
     verify_template(encoder)
-    if (stage.template or processor.template) == "plain":
+    template = stage.template or processor.template
+    mismatches = _mismatches([*sources, *stage.val_data], [*datasets, *validation], template)
+    if template == "plain":
         places = {"world": world, "num_workers": recipe.num_workers}
         path = run_dir / name / "documents.npz"
         datasets = in_pieces(sources, datasets, encoder, path=path, **places)
@@ -236,7 +249,12 @@ def open_data(
     return StageData(
         loader=loader,
         sources=sources,
-        warnings=[*ignored_keys([*stage.data, *stage.val_data]), *_warnings(sources, datasets)],
+        warnings=[
+            *ignored_keys([*stage.data, *stage.val_data]),
+            *ignored_weights(stage.val_data),
+            *mismatches,
+            *_warnings(sources, datasets),
+        ],
         shares=mixture.accounting(),
         epoch_size=mixture.epoch_size,
         tokens=tokens,
@@ -273,5 +291,31 @@ def _warnings(sources: Sequence[SourceConfig], datasets: Sequence[Rows]) -> list
                 f"{source.name}: the server of {address} does not answer ranges; every worker "
                 "reads its shards from the beginning, and again after a restart (replayed_rows in "
                 "metrics.jsonl counts these rows): download it, or use another server"
+            )
+    return found
+
+
+def _mismatches(
+    sources: Sequence[SourceConfig], datasets: Sequence[Rows], template: str
+) -> list[str]:
+    """A line for each source whose rows the template does not suit, as far as its first rows show.
+
+    One template holds for the whole stage: none suits both documents and chat.
+    """
+    found: list[str] = []
+    for source, dataset in zip(sources, datasets, strict=True):
+        if template != "plain":
+            if holds_documents(dataset):
+                found.append(
+                    f"{source.name}: holds documents, which template {template} trains as answers "
+                    "in a chat and does not cut, so that long ones are bad rows: give them a stage "
+                    "of their own with template: plain"
+                )
+            continue
+        where = dropped_question(dataset)
+        if where is not None:
+            found.append(
+                f"{source.name}: template plain drops what users say, and {where} has no image or "
+                "video to answer to: give conversations a stage of their own with a chat template"
             )
     return found

@@ -74,9 +74,9 @@ class Concatenation:
             if entry.weight is not None or not (part.random_access or _is_whole(entry)):
                 what = "weight" if entry.weight is not None else "select and repeat"
                 raise ValueError(
-                    f"{entry.name}: {what} has no meaning when a list is read as one source: in "
-                    "validation, in another list, or with a select; give its sources to a recipe's "
-                    "data, or ingest them first"
+                    f"{entry.name}: {what} has no meaning when a list is read as one source: "
+                    "in another list, or with a select; give its sources to a recipe's data, or "
+                    "ingest them first"
                 )
 
     def __len__(self) -> int:

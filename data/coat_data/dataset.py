@@ -9,7 +9,6 @@ from coat_data.concatenation import Concatenation
 from coat_data.containers.open import open_rows
 from coat_data.containers.remote import RemoteRows
 from coat_data.containers.remote_file import is_url
-from coat_data.lists.entry import SourceEntry
 from coat_data.lists.read import list_file, read_list
 from coat_data.media_root import MediaRoot
 from coat_data.readers import llava
@@ -47,7 +46,9 @@ class SampleDataset:
         follow_links: allow links below the media root that lead out of it.
         columns: the reader's names of fields -> those of the file.
         in_order: for a full read by :meth:`stream` only: also what cannot be read by number, and
-            what breaks off; weights of a list, which are shares of an epoch, play no part in it.
+            what breaks off; without a list's weights.
+        without_weights: pass over a list's weights, which are shares of an epoch, for reading every
+            row once; otherwise they are an error.
 
     Raises:
         DataError: ``path`` or ``media_root`` does not exist, the file does not parse, its rows are
@@ -66,20 +67,35 @@ class SampleDataset:
         follow_links: bool = False,
         columns: Mapping[str, str] | None = None,
         in_order: bool = False,
+        without_weights: bool = False,
     ) -> None:
+        without_weights = without_weights or in_order
         if media_root is not None and not (is_url(media_root) or Path(media_root).is_dir()):
             raise DataError(
                 str(media_root), "media_root is not a folder", "give the folder of the media files"
             )
         entries = read_list(path)
-        if entries is not None and in_order:
+        if entries is not None and without_weights:
             entries = [dataclasses.replace(entry, weight=None) for entry in entries]
         self.name = Path(path).stem if name is None else name
         self._rows: _OneSource | Concatenation
         self._sources: list[SampleDataset] = []
         self.paths: tuple[Path, ...]
         if entries is not None:
-            self._sources = _open_entries(entries, media_root, allow_pickle, follow_links, in_order)
+            self._sources = [
+                SampleDataset(
+                    entry.path,
+                    entry.media_root or media_root,  # the user's holds where the list names none
+                    entry.name,
+                    format=entry.format,
+                    allow_pickle=allow_pickle,
+                    follow_links=follow_links,
+                    columns=entry.columns,
+                    in_order=in_order,
+                    without_weights=without_weights,
+                )
+                for entry in entries
+            ]
             self._rows = Concatenation(entries, self._sources)
             listing = list_file(path)
             parts = [part for source in self._sources for part in source.paths]
@@ -210,26 +226,3 @@ class _OneSource:
         source, number = self.raw.place(index)
         place = Place(source=source, row=number, root=self._root, columns=self._columns)
         return reader_named(self.format).to_sample(row, place)
-
-
-def _open_entries(
-    entries: Sequence[SourceEntry],
-    media_root: str | Path | None,
-    allow_pickle: bool,
-    follow_links: bool,
-    in_order: bool,
-) -> list[SampleDataset]:
-    """The sources of a list; the user's media root holds where the list names none."""
-    return [
-        SampleDataset(
-            entry.path,
-            entry.media_root or media_root,
-            entry.name,
-            format=entry.format,
-            allow_pickle=allow_pickle,
-            follow_links=follow_links,
-            columns=entry.columns,
-            in_order=in_order,
-        )
-        for entry in entries
-    ]

@@ -334,6 +334,15 @@ class Encoder:
 
     def _check_length(self, sample: Sample, length: int, plans: list[MediaPlan]) -> None:
         if length > self.max_length:
+            if not plans:
+                raise DataError(
+                    sample.where,
+                    f"{length} tokens are more than max_length={self.max_length}",
+                    "raise model.max_length, or train documents in a stage with template: plain, "
+                    "which cuts them"
+                    if sample.is_document
+                    else "raise model.max_length, or split the conversation",
+                )
             images = sum(len(plan.tiles) for plan in plans)
             tiles = sum(plan.num_token_tiles for plan in plans)
             in_images = sum(len(self._media_ids(plan)) for plan in plans)
@@ -359,4 +368,4 @@ def _check_answered(sample: Sample) -> None:
 
 def _within(sample: Sample, error: DataError) -> DataError:
     """The error of a medium or text, with the row that it belongs to."""
-    return DataError(f"{sample.where}: {error.where}", error.problem, error.remedy)
+    return type(error)(f"{sample.where}: {error.where}", error.problem, error.remedy)

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from coat_data.encode import Size
-from coat_data.sample import DataError, Sample
+from coat_data.sample import DataError, Sample, UnreachableError
 from coat_data.selection import Rows
 
 Measure = Callable[[Sample], Size]
@@ -16,6 +16,12 @@ Measure = Callable[[Sample], Size]
 
 _CHUNK = 64
 """Rows that a worker measures before it answers."""
+
+_WHEN_UNREACHABLE = (
+    "rows are measured before training and their sizes are kept, so nothing is trained during an "
+    "outage: check the network and the credentials and start again; if the address is gone for "
+    "good, remove the row (coat-vlm data lint lists all of them)"
+)
 
 
 def measure_rows(
@@ -35,12 +41,14 @@ def measure_rows(
         rows: which rows, in order.
         max_images: a row with more is bad.
         num_workers: measuring processes; 0 measures in this one.
-        skip_bad: give a bad row the size (0, 0), instead of raising its error.
+        skip_bad: give a bad row the size (0, 0), instead of raising its error; not where a network
+            or server fails, as an outage says nothing of the row and sizes are kept.
 
     Yields:
         (rows, 2) int32: tokens and images.
 
     Raises:
+        UnreachableError: a medium cannot be reached.
         DataError: a row is bad and ``skip_bad`` is False.
     """
     chunks = [rows[start : start + _CHUNK] for start in range(0, len(rows), _CHUNK)]
@@ -83,6 +91,8 @@ class _Measuring(Dataset[np.ndarray | DataError]):
         for place, row in enumerate(self._chunks[index]):
             try:
                 sizes[place] = self._size(row)
+            except UnreachableError as error:
+                return UnreachableError(error.where, error.problem, _WHEN_UNREACHABLE)
             except DataError as error:
                 if not self._skip_bad:
                     return error

@@ -32,6 +32,10 @@ class DataError(ValueError):
         return type(self), (self.where, self.problem, self.remedy)
 
 
+class UnreachableError(DataError):
+    """A network or server fails, so it is not known whether the file is there or good."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Media:
     """One image or video: a file, or its encoded bytes."""

@@ -90,6 +90,19 @@ def verify_rows(
     return checked
 
 
+def dropped_question(dataset: Rows, rows: int = ROWS_PER_SOURCE) -> str | None:
+    """Where a user's words without media stand, among the first rows; None if nowhere.
+
+    The template ``plain`` drops such words, so that their answer would be trained as an answer to
+    nothing.
+    """
+    for sample in _first_rows([dataset], rows):
+        asks = any(turn.role == "user" and turn.text.strip() for turn in sample.turns)
+        if asks and not sample.media:
+            return sample.where
+    return None
+
+
 def check_labels(
     sample: Sample, ids: Sequence[int], labels: Sequence[int], encoder: Encoder
 ) -> None:

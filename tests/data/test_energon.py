@@ -17,8 +17,8 @@ from coat_data.lists.read import read_list
 from coat_data.mixture import Mixture
 from coat_data.sample import DataError, Sample
 from coat_vlm.config import SourceConfig
-from coat_vlm.train.source_list import ignored_keys
-from coat_vlm.train.sources import open_sources
+from coat_vlm.train.source_list import ignored_keys, ignored_weights
+from coat_vlm.train.sources import open_source, open_sources
 
 SIZES = {"coco": 20, "coyo": 10, "other": 5}
 
@@ -102,6 +102,24 @@ def test_a_blend_by_weight(folder: Path) -> None:
     ]
     ingest(path, folder / "out", check_media=False, progress=False)  # every row once
     assert len(SampleDataset(folder / "out")) == 33
+
+
+def test_a_blend_with_weights_validates_on_every_row_once(folder: Path) -> None:
+    path = write(folder / "meta.yaml", {"train": {"blend": BLEND}, "val": {"path": "./coco"}})
+    (folder / "all.yaml").write_text("sources: [{path: meta.yaml, weight: 2}]")
+    for source in (str(path), str(folder / "all.yaml")):
+        config = SourceConfig(name="mix", path=source)
+        rows = open_source(config, 0, without_weights=True)
+        found = [rows[row].turns[-1].text for row in range(len(rows))]
+        assert Counter(answer.rpartition(" ")[0] for answer in found) == {
+            "coco train": 20, "coyo train": 10, "coyo val": 3
+        }  # fmt: skip
+        with pytest.raises(ValueError, match="weight has no meaning when a list is read as one"):
+            open_source(config, 0)
+        (note,) = ignored_weights([config])
+        assert f"weights of {source} play no part in validation" in note
+        assert f"{source}#val" in note
+    assert not ignored_weights([SourceConfig(name="val", path=f"{path}#val")])
 
 
 def test_an_epochized_blend(folder: Path) -> None:

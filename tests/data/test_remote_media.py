@@ -17,17 +17,19 @@ from av.video.stream import VideoStream
 from PIL import Image
 
 from coat_data import remote_media
+from coat_data.chat import get_template
 from coat_data.dataset import SampleDataset
-from coat_data.encode import EncodedSample
+from coat_data.encode import EncodedSample, Encoder
 from coat_data.frame_sampling import VideoSettings
 from coat_data.image import ImageTransform, image_size, open_image
 from coat_data.ingest import ingest
+from coat_data.lengths import measure_rows
 from coat_data.lint import lint
 from coat_data.loader import TrainLoader
 from coat_data.media_loader import MediaLoader
 from coat_data.mixture import Mixture
 from coat_data.order import Cursor
-from coat_data.sample import DataError, Media, Sample
+from coat_data.sample import DataError, Media, Sample, UnreachableError
 from coat_data.tiling import TiledTransform
 from coat_data.writers.export import export
 
@@ -187,6 +189,30 @@ def test_training_replaces_and_counts_them(folder: Path, tmp_path: Path, serve: 
         batches.append(step.batch)
     for name, values in batches[0].items():
         assert torch.equal(values, batches[1][name])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_outage_stops_measuring_and_a_missing_file_does_not(
+    folder: Path, tmp_path: Path, serve: Any, make_tokenizer: Any, workers: int
+) -> None:
+    """What is measured is kept for the run, so an outage must not look like a bad row."""
+    tokenizer = make_tokenizer("qwen2")
+    encoder = Encoder(
+        tokenizer, get_template("chatml", tokenizer), TiledTransform(32, HALF, HALF),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), tokens_per_image=4,
+    )  # fmt: skip
+    url = serve(folder).url
+    names = ["large.jpg", "none.jpg"]
+    rows = [row(image=f"{url}/{name}") for name in names] + [row(image="http://x:port/a.jpg")]
+    source = SampleDataset(write(tmp_path / "a.jsonl", *rows))
+    options: dict[str, Any] = {"num_workers": workers, "skip_bad": True}
+    (sizes,) = measure_rows(source, encoder.measure, range(3), **options)
+    assert [bool(tokens) for tokens, _ in sizes] == [True, False, False]
+    dead = serve(folder)
+    dead.close()
+    path = write(tmp_path / "b.jsonl", *rows, row(image=f"{dead.url}/large.jpg"))
+    with pytest.raises(UnreachableError, match=r"b\.jsonl:3: http.*refused.*start again"):
+        list(measure_rows(SampleDataset(path), encoder.measure, range(4), **options))
 
 
 def test_a_server_has_so_much_time(

@@ -1,5 +1,6 @@
 """Sources of a recipe: selection and exclusion; bad rows counted and limited; the recipe's keys."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,14 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from tokenizers import decoders
 
 from coat_data.batches import BadSample
 from coat_data.mixture import Mixture
 from coat_data.sample import DataError
 from coat_vlm.config import SourceConfig, StageConfig
+from coat_vlm.processor import build_processor
 from coat_vlm.recipe_file import load_recipe
 from coat_vlm.train.quarantine import Quarantine, rewind_quarantine
-from coat_vlm.train.sources import open_source, open_sources
+from coat_vlm.train.sources import open_data, open_source, open_sources
+from coat_vlm.train.world import ALONE
 
 TALK = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
@@ -317,3 +321,29 @@ def test_packing_is_switched_on_with_true(tmp_path: Path) -> None:
     assert packing is not None
     assert packing.row_tokens(1000) == 1024
     assert load_recipe(str(recipe_with(tmp_path, {}, packing=False))).stages["sft"].packing is None
+
+
+def test_a_line_names_each_source_that_the_template_does_not_suit(
+    file: Path, tmp_path: Path, tiny: Any, tiny_tokenizer: Any
+) -> None:
+    web = tmp_path / "web.jsonl"
+    web.write_text('{"text": "w5 w6"}\n' * 3)
+    captions = tmp_path / "captions.json"
+    said = [{"from": "human", "value": "<image>\nw7"}, {"from": "gpt", "value": "w8"}]
+    captions.write_text(json.dumps([{"id": 0, "image": "a.jpg", "conversations": said}]))
+    paths = {"chat": file, "web": web, "captions": captions}
+    data = [{"name": name, "path": str(path)} for name, path in paths.items()]
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()  # no space in front of the end token
+    processor = build_processor(tiny.recipe(), tokenizer, tiny.model().config)
+
+    def told(template: str) -> list[str]:
+        recipe = load_recipe(
+            str(recipe_with(tmp_path, {}, data=data, val_data=data[:2], template=template))
+        )
+        return open_data(recipe, "sft", tmp_path / "run", processor, ALONE).warnings
+
+    dropped = f"chat: template plain drops what users say, and {file}:0 has no image or video"
+    assert [line[: len(dropped)] for line in told("plain")] == [dropped] * 2  # data and val_data
+    uncut = "web: holds documents, which template vicuna_v1 trains as answers in a chat"
+    assert [line[: len(uncut)] for line in told("vicuna_v1")] == [uncut] * 2

@@ -1,9 +1,8 @@
 """Files by address: the one place where a URL is opened, as ranges of bytes or in order.
 
-``http:`` and ``https:`` are read with the standard library, so that they need no package more;
-every other scheme (``hf:``, ``s3:``, ``gs:``, ``memory:``, ``file:``) by fsspec, which finds its
-credentials itself. Connections belong to the process that opened them: a :class:`RemoteFile` is
-cheap to send to workers.
+The standard library reads ``http:`` and ``https:``; fsspec, which finds its credentials itself, all
+else (``hf:``, ``s3:``, ``gs:``, ``memory:``, ``file:``). Connections belong to the process that
+opened them: a :class:`RemoteFile` is cheap to send to workers.
 """
 
 import http.client
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard, TypeVar
 
 from coat_data.containers.braces import expand_braces
-from coat_data.sample import DataError
+from coat_data.sample import DataError, UnreachableError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _TIMEOUT_S = 60.0
@@ -29,9 +28,9 @@ _WAITS_S = (0.5, 2.0, 8.0)
 """Between attempts: a network may fail for a moment."""
 _BLOCK_BYTES = 1 << 20
 _BLOCKS_KEPT = 8
-_SMALL_BYTES = 1 << 17
-"""Shorter ranges are cut from a block, which neighbours share; longer ones are read alone."""
+_SMALL_BYTES = 1 << 17  # shorter ranges are cut from a block, which neighbours share
 _OUTAGES = (OSError, http.client.HTTPException)
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, http.client.InvalidURL)
 _MISTAKES = (
     DataError, TypeError, AttributeError, NameError, LookupError, ValueError, ImportError,
     AssertionError, NotImplementedError, MemoryError,
@@ -379,19 +378,20 @@ def _told(call: Callable[[], T]) -> T:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether trying again is in vain: the file is missing or forbidden, or there is no host."""
+    """Whether trying again is in vain: missing, forbidden, no address, or no such host."""
     if isinstance(error, urllib.error.HTTPError):
         return error.code < http.HTTPStatus.INTERNAL_SERVER_ERROR and error.code not in (408, 429)
-    reason = getattr(error, "reason", None)
-    if reason == "no host given" or getattr(reason, "errno", None) == socket.EAI_NONAME:
-        return True
-    return isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError)
+    reason = getattr(error, "reason", None)  # of a URLError
+    hostless = reason == "no host given" or getattr(reason, "errno", 0) == socket.EAI_NONAME
+    return hostless or isinstance(error, _FINAL)
 
 
 def unreachable(url: str, error: Exception) -> DataError:
-    """What to tell the user about an address that failed."""
+    """What to tell the user about an address that failed; a missing file is a plain DataError."""
     problem = f"cannot be read: {type(error).__name__}: {error}"
-    return DataError(url, problem, "check the address, the network and the credentials")
+    outage = isinstance(error, _OUTAGES) and not _is_final(error)
+    kind = UnreachableError if outage else DataError
+    return kind(url, problem, "check the address, the network and the credentials")
 
 
 def cache_folder() -> Path:
