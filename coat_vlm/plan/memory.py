@@ -8,7 +8,7 @@ seconds. :class:`LiveMemory` adds up what is alive, and what attention's kernels
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -43,10 +43,30 @@ class LiveMemory(TorchDispatchMode):
         self.attention_workspace = 0
         """Largest memory that one call of attention's backward kernel takes for itself."""
         self._trained_tokens = trained_tokens
-        self._known: dict[int, object] = {}
-        self._ignored = [tensor.untyped_storage() for tensor in ignore]
-        for storage in self._ignored:
-            self._known[storage._cdata] = storage
+        self._sizes: dict[int, int] = {}
+        """Bytes of each storage that is counted, by its address."""
+        self._ignored = {s._cdata: s for s in (tensor.untyped_storage() for tensor in ignore)}
+
+    def __enter__(self) -> Self:
+        """Also follows storages that are resized: no operation tells of that."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resize(storage, size)
+            if storage._cdata in self._sizes:
+                self.live += storage.nbytes() - self._sizes[storage._cdata]
+                self._sizes[storage._cdata] = storage.nbytes()
+            return storage
+
+        super().__enter__()
+        self._restore = resize
+        setattr(torch.UntypedStorage, "resize_", resized)  # noqa: B010
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Storages are resized by torch alone again."""
+        setattr(torch.UntypedStorage, "resize_", self._restore)  # noqa: B010
+        super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -81,14 +101,14 @@ class LiveMemory(TorchDispatchMode):
 
     def _watch(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known[key] = weakref.finalize(storage, self._forget, key, size)
-            self.live += size
+        key = storage._cdata
+        if key not in self._sizes and key not in self._ignored:
+            self._sizes[key] = storage.nbytes()
+            weakref.finalize(storage, self._forget, key)
+            self.live += self._sizes[key]
 
-    def _forget(self, key: int, size: int) -> None:
-        self.live -= size
-        del self._known[key]
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
 
 
 @contextmanager

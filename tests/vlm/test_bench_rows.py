@@ -13,6 +13,7 @@ from coat_vlm.bench.kernels import KernelRow
 from coat_vlm.bench.layer import LayerRow
 from coat_vlm.bench.moments import MomentRow
 from coat_vlm.bench.rows import Row, append_rows, number, table
+from coat_vlm.bench.step_case import StepRow
 
 RESULTS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "results"
 WHERE = ("2026-01-31", "abc", "NVIDIA H200", "2.11.0", "3.6.0")
@@ -52,6 +53,7 @@ def test_files_in_the_repository_have_the_columns_of_their_rows():
     }
     columns = {name: tuple(field.name for field in fields(row)) for name, row in kinds.items()}
     columns["decoder"] = curves.COLUMNS
+    columns["step"] = tuple(field.name for field in fields(StepRow))
     committed = sorted(RESULTS.glob("*.csv"))
     assert committed
     columns["adamw_error"] = tuple(field.name for field in fields(MomentRow))
