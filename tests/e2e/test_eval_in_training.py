@@ -1,12 +1,11 @@
 """``eval_every``: what the live weights answer, against the checkpoint saved at the same step."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import started
 import yaml
 
 from coat_data.sample import Sample
@@ -21,15 +20,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "3": {"zero_stage": 3, "eval_every": EVERY},
     "not asked": {"zero_stage": 3},
 }
-TRAIN_ALL = """
-import sys
-from coat_vlm.cli import main
-from coat_vlm.train.world import joined_world
-with joined_world():
-    failed = any([main(["train", path]) for path in sys.argv[1:]])
-sys.exit(failed)
-"""
-"""One start of Python, which is what takes long here, for all runs."""
 
 
 @pytest.fixture(scope="module")
@@ -115,20 +105,12 @@ def recipe(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def runs(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Three run folders of two ranks each."""
     folder = tmp_path_factory.mktemp("runs")
-    paths = {}
     for name, changes in RUNS.items():
-        paths[name] = folder / f"{name}.yaml"
+        path = folder / f"{name}.yaml"
         settings = {**recipe, **changes, "output_dir": str(folder / name)}
-        paths[name].write_text(yaml.safe_dump(settings))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, sys.executable, "-c", TRAIN_ALL, *map(str, paths.values())],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+        path.write_text(yaml.safe_dump(settings))
+        done = started.run(["train", str(path)], ranks=2)
+        assert done.returncode == 0, done.stderr[-4000:]
     return {name: folder / name for name in RUNS}
 
 

@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import started
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -76,12 +75,8 @@ def overrides(texts: Path, run: Path, **changes: Any) -> list[str]:
 def train(texts: Path, run: Path, *options: str, ranks: int = 1, **changes: Any) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {"TEXT_DATA": "unused"}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [sys.executable, *(torchrun if ranks > 1 else []), "-m", "coat_vlm.cli", "train",
-         "llm_pretrain", *overrides(texts, run, **changes), *options],
-        env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    words = ["train", "llm_pretrain", *overrides(texts, run, **changes), *options]
+    done = started.run(words, ranks=ranks, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
 

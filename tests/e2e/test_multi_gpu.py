@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
-train, losses = training["train"], training["losses"]
+train, losses = training["launch"], training["losses"]
 
 pytestmark = pytest.mark.multi_gpu
 

@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import started
 import torch
 import yaml
 from PIL import Image
@@ -101,14 +100,7 @@ def train(recipe: str, *overrides: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     for name in ("VILA_DATA", "LLAVA_DATA"):
         environment.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, "-m", "coat_vlm.cli", "train", recipe, "num_workers=0", *overrides],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = started.run(["train", recipe, "num_workers=0", *overrides], env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
