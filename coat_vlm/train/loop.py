@@ -94,9 +94,7 @@ class StageRun:
             Stopped: after a signal, when the checkpoint is saved.
         """
         batches = self.data.loader.steps(self.cursor)
-        line = StepLine(
-            self.name, self.total_steps, self.step, self.log_every_steps, self.world
-        )
+        line = StepLine(self.name, self.total_steps, self.step, self.log_every_steps, self.world)
         with Interrupts() as interrupts, line:
             try:
                 while self.step < self.total_steps:
