@@ -293,6 +293,9 @@ class Recipe(EvalSchedule):
     """Checkpoints kept per stage; older ones are deleted after a new one is complete."""
     log_every_steps: Positive = 10
     """Interval of the printed log line; metrics.jsonl has every step."""
+    log_phases: bool = False
+    """Time the phases of every step of the main process: data, copy, forward, backward, optimizer
+    (``phases`` in metrics.jsonl)."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:

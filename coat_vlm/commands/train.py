@@ -16,6 +16,7 @@ def add(commands: Commands) -> None:
   coat-vlm train quickstart
   coat-vlm train my_recipe.yaml seed=1 stages.sft.max_steps=100 stages.sft.language.lr=1e-5
   coat-vlm train my_recipe.yaml eval_every=500 eval_samples=64    # ask questions on the way
+  coat-vlm train my_recipe.yaml log_every_steps=50 log_phases=true   # where a step's time goes
   coat-vlm train my_recipe.yaml --stage sft            # on the previous stage's model
   coat-vlm train my_recipe.yaml --resume auto          # continue where the run stopped
   torchrun --nproc-per-node 8 --no-python coat-vlm train my_recipe.yaml zero_stage=2

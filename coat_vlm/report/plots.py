@@ -52,8 +52,10 @@ def stage_plots(stage: StageLog) -> list[Plot]:
         ("gradient norm", _draw_grad_norm, False, "grad_norm"),
         ("tokens/s", _draw_rate("tokens_per_s"), False, "tokens_per_s"),
         ("samples/s", _draw_rate("samples_per_s"), False, "samples_per_s"),
+        ("TFLOP/s per GPU", _draw_rate("tflop_per_s_per_gpu"), False, "tflop_per_s_per_gpu"),
         ("waiting for data, % of step", _draw_wait, False, "data_wait_s"),
         ("peak memory, GiB", _draw_memory, False, "peak_memory_mb"),
+        ("phases of a step, %", _draw_phases, True, "phases"),
     ]
     plots = [
         Plot(title, _render(stage, draw, wide), wide)
@@ -113,6 +115,22 @@ def _draw_memory(axes: Axes, stage: StageLog) -> None:
     axes.set_ylim(bottom=0)
 
 
+def _draw_phases(axes: Axes, stage: StageLog) -> None:
+    """Shares of a step's time, one above the other; smoothed as the other curves are."""
+    timed = [row for row in stage.steps if row.get("phases")]
+    names = list(timed[-1]["phases"])
+    steps, _ = _series(timed, lambda row: row["step"])
+    window = max(1, len(steps) // SMOOTHING_SHARE)
+    seconds = np.array([_smooth(_series(timed, _phase_of(name))[1], window) for name in names])
+    colours = [COLOURS[number % len(COLOURS)] for number in range(len(names))]
+    shares = 100 * seconds / np.maximum(seconds.sum(0), 1e-12)
+    axes.stackplot(steps, shares, labels=names, colors=colours, alpha=0.75, linewidth=0)
+    axes.set_ylim(0, 100)
+    axes.legend(
+        frameon=False, labelcolor=GREY, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
+    )
+
+
 def _draw_grad_norm(axes: Axes, stage: StageLog) -> None:
     steps, norms = _series(stage.steps, lambda row: row.get("grad_norm"))
     _plot_noisy(axes, steps, norms)
@@ -146,6 +164,10 @@ def _headline_of(name: str) -> Callable[[Mapping[str, Any]], float | None]:
         return (row["metrics"].get(name) or {}).get(row["headline"].get(name))
 
     return value
+
+
+def _phase_of(name: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda row: row["phases"].get(name)
 
 
 def _lr_of(module: str) -> Callable[[Mapping[str, Any]], float | None]:

@@ -1,5 +1,6 @@
 """The facts of a run in words: its header, and one column per stage."""
 
+from collections import Counter
 from datetime import datetime
 from statistics import median
 from typing import Any
@@ -71,8 +72,12 @@ def _stage_column(stage: StageLog, config: dict[str, Any]) -> dict[str, Any]:
         ("validation loss", _validation(stage)),
         ("last questions in training", _evaluation(stage)),
         ("tokens/s, median", _median(stage, "tokens_per_s")),
+        ("of them vision", _vision_share(stage)),
         ("samples/s, median", _median(stage, "samples_per_s")),
+        ("TFLOP/s per GPU, median", _median(stage, "tflop_per_s_per_gpu")),
+        ("model FLOPs", _shares(stage, "tflop")),
         ("waiting for data", _waiting(stage)),
+        ("phases of a step", _shares(stage, "phases")),
         ("peak memory", _peak_memory(stage)),
         ("bad samples", last.get("bad_samples", "")),
         ("wall time", _wall_time(stage)),
@@ -136,6 +141,22 @@ def _evaluation(stage: StageLog) -> str:
         f"{name} {metric} {row['metrics'][name][metric]:.2f} of {row['samples'][name]}"
         for name, metric in row["headline"].items()
     )
+
+
+def _vision_share(stage: StageLog) -> str:
+    """Of all tokens; empty for a model without a tower, and for logs that do not say."""
+    vision = sum(row.get("vision_tokens") or 0 for row in stage.steps)
+    tokens = sum(row.get("tokens") or 0 for row in stage.steps if "vision_tokens" in row)
+    return f"{100 * vision / tokens:.1f}%" if vision else ""
+
+
+def _shares(stage: StageLog, key: str) -> str:
+    """The parts of what a key of the steps holds, in percent of their sum over the stage."""
+    sums: Counter[str] = Counter()
+    for row in stage.steps:
+        sums.update(row.get(key) or {})
+    total = sum(sums.values())
+    return ", ".join(f"{name} {100 * part / total:.1f}%" for name, part in sums.items() if total)
 
 
 def _waiting(stage: StageLog) -> str:

@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from coat_data.batches import REPLAYED
 from coat_data.collate import Batch
-from coat_data.encode import IGNORE_INDEX
 from coat_data.frame_sampling import VIDEO_COUNTS
 from coat_data.loader import LoadedBatch
 from coat_data.order import Cursor
@@ -34,8 +33,11 @@ from coat_vlm.train.fp8_record import Fp8Record
 from coat_vlm.train.gradients import GradientWatch, NonFiniteWatch
 from coat_vlm.train.interrupt import Interrupts
 from coat_vlm.train.metrics import Metrics
+from coat_vlm.train.phases import PhaseClock
 from coat_vlm.train.quarantine import Quarantine
 from coat_vlm.train.sources import StageData
+from coat_vlm.train.step_line import StepLine
+from coat_vlm.train.throughput import Throughput, trained_tokens
 from coat_vlm.train.world import World
 
 _READ_COUNTS = (*VIDEO_COUNTS, REPLAYED)
@@ -58,6 +60,8 @@ class StageRun:
     world: World
     metrics: Metrics
     quarantine: Quarantine
+    throughput: Throughput
+    phases: PhaseClock
     total_steps: int
     clip_here: bool
     """Clip gradients in the loop; DeepSpeed does it otherwise."""
@@ -90,28 +94,22 @@ class StageRun:
             Stopped: after a signal, when the checkpoint is saved.
         """
         batches = self.data.loader.steps(self.cursor)
-        bar = tqdm(
-            total=self.total_steps,
-            initial=self.step,
-            desc=self.name,
-            unit="step",
-            disable=not self.world.is_main,
-            mininterval=1.0,
-        )
-        with Interrupts() as interrupts, bar:
+        line = StepLine(self.name, self.total_steps, self.step, self.log_every_steps, self.world)
+        with Interrupts() as interrupts, line:
             try:
                 while self.step < self.total_steps:
                     started = time.perf_counter()
                     micro_batches = next(batches)
                     data_wait = time.perf_counter() - started
                     self._footprint(micro_batches)  # its passes are not for the monitor's hooks
+                    self.phases.start()
                     with self._monitored() as monitored, self._measured() as counted:
                         row = self._step(micro_batches, interrupts.received)
                     # Measuring FP8 takes memory too, which is no part of what training needs.
                     peak = None if counted or monitored else self._peak_memory_mb()
                     row["peak_memory_mb"] = peak
                     stop = row.pop("stop")
-                    self._report(row, started, data_wait, bar)
+                    line.show(self._report(row, time.perf_counter() - started, data_wait))
                     self._between_steps(stop, interrupts)
             finally:
                 batches.close()
@@ -159,7 +157,7 @@ class StageRun:
             with torch.no_grad():
                 for loaded in self.data.validation_batches(name):
                     total += self._loss(loaded.batch, divisor=1).double()
-                    tokens += _trained(loaded.batch)
+                    tokens += trained_tokens(loaded.batch)
             loss, count = self.world.sum([total.item(), tokens])
             losses[name] = round(loss / max(1.0, count), 6)
         row = {"kind": "val", "stage": self.name, "step": self.step, "losses": losses}
@@ -175,16 +173,19 @@ class StageRun:
         """One optimizer step; what is known of it only here."""
         bad = [bad for loaded in micro_batches for bad in loaded.bad]
         read = [loaded.counts for loaded in micro_batches]
+        held = self.throughput.count([loaded.batch for loaded in micro_batches])
         tokens, all_tokens, samples, stop, *counts = self.world.sum(
             [
-                sum(_trained(loaded.batch) for loaded in micro_batches),
+                sum(trained_tokens(loaded.batch) for loaded in micro_batches),
                 sum(int(loaded.batch["attention_mask"].sum()) for loaded in micro_batches),
                 sum(loaded.num_samples for loaded in micro_batches),
                 float(stop_requested),
+                *held,
                 *(sum(counts.get(name, 0) for counts in read) for name in _READ_COUNTS),
                 *self.quarantine.note(bad, self.step + 1),
             ]
         )
+        held, counts = counts[: len(held)], counts[len(held) :]
         videos, bad_by_source = counts[: len(VIDEO_COUNTS)], counts[len(_READ_COUNTS) :]
         replayed = counts[len(VIDEO_COUNTS)]
         order = self.data.loader.order
@@ -206,15 +207,17 @@ class StageRun:
             for number, loaded in enumerate(micro_batches):
                 loss = self._loss(loaded.batch, divisor=tokens)
                 total += loss.detach().double()
-                with GradientWatch(self.model, self.stage, active=self.step == 0) as watch:
+                watched = GradientWatch(self.model, self.stage, active=self.step == 0)
+                with watched as watch, self.phases.during("backward"):
                     self.engine.backward(loss * undo_averaging)
                 if self.step == 0 and number == 0:
                     watch.check(self.name)
-                if self.clip_here and number == len(micro_batches) - 1:
-                    norm = self._clip()
-                if number == len(micro_batches) - 1:
-                    kept.close()  # the weights move now, and the optimizer may need the memory
-                self.engine.step()
+                with self.phases.during("optimizer"):
+                    if self.clip_here and number == len(micro_batches) - 1:
+                        norm = self._clip()
+                    if number == len(micro_batches) - 1:
+                        kept.close()  # the weights move now, and the optimizer may need the memory
+                    self.engine.step()
         self.reuse.after_step()
         if not self.clip_here:
             norm = self.engine.get_global_grad_norm()
@@ -232,6 +235,7 @@ class StageRun:
             "trained_tokens": int(tokens),
             "tokens": int(all_tokens),
             "samples": int(samples),
+            **self.throughput.row(held),
             "bad_by_source": bad_rates,
             "videos": {name: int(n) for name, n in zip(VIDEO_COUNTS, videos, strict=True) if n},
             **({REPLAYED: int(replayed)} if replayed else {}),
@@ -242,10 +246,12 @@ class StageRun:
         inputs: dict[str, Any] = dict(batch)
         # What the model looks into on the CPU stays there.
         stay = {"attention_mask", "image_grids", "frame_groups", "cu_seq_lens_q", "max_length_q"}
-        for name in inputs.keys() - stay:
-            inputs[name] = inputs[name].to(self.world.device)
-        # In validation the model would return logits, too.
-        return self.engine(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
+        with self.phases.during("to_device"):
+            for name in inputs.keys() - stay:
+                inputs[name] = inputs[name].to(self.world.device)
+        with self.phases.during("forward"):
+            # In validation the model would return logits, too.
+            return self.engine(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
 
     def _clip(self) -> float:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
@@ -290,33 +296,26 @@ class StageRun:
             rates[group["module"]] = group["lr"]
         return rates
 
-    def _report(
-        self, row: dict[str, Any], started: float, data_wait: float, bar: "tqdm[Any]"
-    ) -> None:
-        seconds = time.perf_counter() - started
-        tokens, samples = row["tokens"], row["samples"]
+    def _report(self, row: dict[str, Any], seconds: float, data_wait: float) -> dict[str, Any]:
+        """Write the step's row of metrics.jsonl; returns it."""
         if self.data.row_tokens is not None:
             budget = self.stage.batch_size * self.data.row_tokens
-            row["packing_fill"] = round(tokens / budget, 4)
-        self.metrics.write(
-            {
-                "kind": "step",
-                "stage": self.name,
-                "step": self.step,
-                "total_steps": self.total_steps,
-                **row,
-                "tokens_per_s": round(tokens / seconds, 1),
-                "samples_per_s": round(samples / seconds, 2),
-                "step_s": round(seconds, 4),
-                "data_wait_s": round(data_wait, 4),
-                "bad_samples": self.quarantine.total,
-                "skipped_steps": self.skipped_steps,
-            }
-        )
-        bar.update()
-        if self.step % self.log_every_steps == 0 or self.step == self.total_steps:
-            loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
-            bar.set_postfix(loss=loss, samples_s=f"{samples / seconds:.0f}")
+            row["packing_fill"] = round(row["tokens"] / budget, 4)
+        row = {
+            "kind": "step",
+            "stage": self.name,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            **row,
+            **self.throughput.rates(row, seconds),
+            "step_s": round(seconds, 4),
+            "data_wait_s": round(data_wait, 4),
+            **self.phases.row(data_wait, seconds),
+            "bad_samples": self.quarantine.total,
+            "skipped_steps": self.skipped_steps,
+        }
+        self.metrics.write(row)
+        return row
 
     def _peak_memory_mb(self) -> float:
         """Largest memory so far in MB: allocated on the GPU, or the process's resident set."""
@@ -346,11 +345,6 @@ class StageRun:
                 "rates or raise warmup_ratio, and continue from the last checkpoint with --resume "
                 "auto"
             )
-
-
-def _trained(batch: Batch) -> int:
-    """Tokens with a target; the first of a row predicts nothing."""
-    return int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
 
 
 def _due(step: int, interval: int) -> bool:

@@ -44,15 +44,18 @@ from coat_vlm.train.loop import StageRun
 from coat_vlm.train.metrics import Metrics, rewind
 from coat_vlm.train.model_folder import save_model
 from coat_vlm.train.overview import overview, print_tables, say
+from coat_vlm.train.phases import PhaseClock
 from coat_vlm.train.quarantine import Quarantine, rewind_quarantine
 from coat_vlm.train.source_record import SourceRecord
 from coat_vlm.train.sources import open_data, texts
+from coat_vlm.train.throughput import Throughput
 from coat_vlm.train.world import World, joined_world
 
 _MAY_CHANGE = {
     "num_workers",
     "save_total_limit",
     "log_every_steps",
+    "log_phases",
     "monitor",
     "tracking",
     "eval_sets",
@@ -203,6 +206,7 @@ def _run_stage(
     total_steps = data.total_steps(stage)
     start = overview(recipe, name, model, world)
     print_tables(world, recipe, name, model, data, total_steps)
+    throughput = Throughput(model, world)
     engine = build_engine(model, recipe, stage, arithmetic, world)
     split = recipe.zero_stage == 3
     monitor = BlockMonitor(model, conversion, recipe.monitor, arithmetic, world, split)
@@ -256,6 +260,8 @@ def _run_stage(
         world=world,
         metrics=metrics,
         quarantine=quarantine,
+        throughput=throughput,
+        phases=PhaseClock(world.device, recipe.log_phases),
         total_steps=total_steps,
         clip_here=clips_itself(recipe, arithmetic),
         save=save,

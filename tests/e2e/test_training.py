@@ -16,6 +16,7 @@ import pytest
 import started
 import yaml
 
+from coat_vlm.config import MODULES
 from coat_vlm.generate import load
 from coat_vlm.train.checkpoint import latest_checkpoint
 
@@ -81,18 +82,22 @@ def write_recipe(recipe: dict[str, Any], path: Path) -> Path:
     return path
 
 
+def steps(run_dir: Path, stage: str = "sft") -> list[dict[str, Any]]:
+    """The steps of a stage in metrics.jsonl."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "step" and row["stage"] == stage]
+
+
 def first_grad_norm(run_dir: Path) -> float:
     """The gradient norm of step 1 in metrics.jsonl."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return next(row["grad_norm"] for row in rows if row["kind"] == "step")
+    return steps(run_dir)[0]["grad_norm"]
 
 
 def losses(run_dir: Path, stage: str = "sft") -> list[float]:
     """The training losses in metrics.jsonl by step."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["kind"] == "step" and row["stage"] == stage]
-    assert [row["step"] for row in steps] == list(range(1, len(steps) + 1))
-    return [row["loss"] for row in steps]
+    rows = steps(run_dir, stage)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows]
 
 
 def videos(run_dir: Path) -> list[dict[str, int]]:
@@ -101,6 +106,10 @@ def videos(run_dir: Path) -> list[dict[str, int]]:
     return [row["videos"] for row in rows if row.get("videos")]
 
 
+LINE = (
+    r"sft step 4/6 loss \d\.\d{4} grad [\d.]+ lr \d\.\de-\d\d tokens/s [\d,]+ \(vision [\d,]+\) "
+    r"TFLOP/s \S+ wait \d+\.\d% mem [\d.]+ GB eta \d:\d\d:\d\d"
+)
 TRAIN = [sys.executable, "-m", "coat_vlm.cli", "train"]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -136,11 +145,16 @@ def no_dropout(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def one_run(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one_rank")
     done = launch(no_dropout(tiny_recipe(tiny_data, folder / "run")), folder)
     assert done.returncode == 0, done.stderr[-2000:]
-    return losses(folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def one_rank(one_run: Path) -> list[float]:
+    return losses(one_run)
 
 
 def test_accumulation_does_not_change_the_losses(
@@ -155,12 +169,27 @@ def test_accumulation_does_not_change_the_losses(
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_two_ranks_give_the_losses_of_one(
-    one_rank: list[float], tiny_data: Path, tmp_path: Path, zero_stage: int
+    one_run: Path, tiny_data: Path, tmp_path: Path, zero_stage: int
 ) -> None:
     recipe = no_dropout(tiny_recipe(tiny_data, tmp_path / "run", zero_stage=zero_stage))
+    recipe.update(log_every_steps=4, log_phases=True)
     done = (launch if zero_stage == 2 else train)(recipe, tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert losses(tmp_path / "run") == pytest.approx(one_rank, rel=2e-5)
+    assert losses(tmp_path / "run") == pytest.approx(losses(one_run), rel=2e-5)
+    for ours, alone in zip(steps(tmp_path / "run"), steps(one_run), strict=True):
+        for key in ("tokens", "vision_tokens", "tiles", "tflop"):
+            assert ours[key] == alone[key], key
+        assert (ours["vision_tokens"], list(ours["tflop"])) == (4 * ours["tiles"], [*MODULES])
+        own_rate = sum(ours["tflop"].values()) / ours["step_s"] / 2
+        assert ours["tflop_per_s_per_gpu"] == pytest.approx(own_rate, rel=0.05)
+        assert sum(ours["phases"].values()) == pytest.approx(ours["step_s"], abs=1e-3)
+        assert min(ours["phases"][name] for name in ("forward", "backward", "optimizer")) > 0
+        assert "phases" not in alone
+    # No terminal: whole lines, at the interval and at the end, and no bar.
+    shown = [line for line in done.stdout.splitlines() if line.startswith("sft step")]
+    assert [line.split()[2] for line in shown] == ["4/6", "6/6"], done.stdout
+    assert re.fullmatch(LINE, shown[0]), shown[0]
+    assert "\r" not in done.stdout + done.stderr
     assert videos(tmp_path / "run") == [{"video_folder": 1}] * 2  # two passes over its one video
     model, _ = load(tmp_path / "run" / "sft" / "model")
     assert all(parameter.isfinite().all() for parameter in model.parameters())
@@ -356,25 +385,6 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tiny_data: Path, tmp_path: Pa
     usable = latest_checkpoint(checkpoints)
     assert before is not None
     assert usable == before.with_name("step-00000001")
-
-
-def test_bad_rows_stop_the_run_or_are_listed(tiny_data: Path, tmp_path: Path) -> None:
-    rows = json.loads((tiny_data / "data.json").read_text())
-    rows[4]["image"] = "missing.png"
-    bad = tiny_data / "bad.json"
-    bad.write_text(json.dumps(rows))
-    recipe = tiny_recipe(tiny_data, tmp_path / "run")
-    recipe["stages"]["sft"].update(data=[{"name": "bad", "path": str(bad)}], max_steps=3)
-    done = train(recipe, tmp_path)
-    assert done.returncode == 2
-    assert "bad.json:4" in done.stderr
-    assert "missing.png" in done.stderr
-    assert "Traceback" not in done.stderr
-    recipe["stages"]["sft"]["max_bad_samples"] = 5
-    done = train(recipe, tmp_path, "--overwrite")
-    assert done.returncode == 0, done.stderr[-2000:]
-    (listed,) = (tmp_path / "run" / "bad_samples.jsonl").read_text().splitlines()
-    assert "bad.json:4" in json.loads(listed)["where"]
 
 
 def test_an_earlier_run_is_not_overwritten_by_accident(tiny_data: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from coat_data.encode import EncodedSample, Encoder
 from coat_data.image import ImageTransform
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.model.packed_attention import PACKED
-from coat_vlm.train.loop import _trained  # pyright: ignore[reportPrivateUsage]
+from coat_vlm.train.throughput import trained_tokens
 
 IMAGES = (1, 0, 2, 0, 1)
 
@@ -54,7 +54,7 @@ def encoded(tiny: Any, tokenizer: Any, model: Any) -> list[EncodedSample]:
 def loss_and_gradients(model: Any, batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
     """As the training loop: the summed loss over the trained tokens of all micro-batches."""
     model.zero_grad(set_to_none=True)
-    divisor, total = sum(map(_trained, batches)), 0.0
+    divisor, total = sum(map(trained_tokens, batches)), 0.0
     for batch in batches:
         loss = model(**batch, num_items_in_batch=divisor).loss
         loss.backward()
@@ -76,7 +76,7 @@ def test_packed_rows_train_what_padded_rows_train(
         collate_packed([samples[i] for i in part], pad_token_id=0, align=32)
         for part in ((4, 0, 2), (1, 3))
     ]
-    assert sum(map(_trained, packed)) == sum(map(_trained, padded))
+    assert sum(map(trained_tokens, packed)) == sum(map(trained_tokens, padded))
     assert all(batch["input_ids"].shape[1] % 32 == 0 for batch in packed)
     assert any((batch["attention_mask"] == 0).any() for batch in packed)
     loss, gradients = loss_and_gradients(model, packed)

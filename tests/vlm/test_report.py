@@ -42,6 +42,11 @@ def step(number: int, loss: float) -> dict:
         "loss": loss,
         "grad_norm": 1.0,
         "lr": {"language": 1e-3},
+        "tokens": 2000,
+        "vision_tokens": 500,
+        "tflop": {"vision": 10.0, "language": 40.0 * number},
+        "phases": {"data_wait": 0.5, "forward": 1.0, "rest": 0.5},
+        "tflop_per_s_per_gpu": 12.5,
         "tokens_per_s": 1000.0,
         "samples_per_s": 10.0,
         "step_s": 2.0,
@@ -145,6 +150,10 @@ def test_a_complete_run_shows_its_numbers(run: Path):
         "scenes 1.2500",
         "3.00 GiB",
         "25.0% of the time",
+        "of them vision 25.0%",
+        "TFLOP/s per GPU, median 12.5",
+        "model FLOPs vision 9.1%, language 90.9%",
+        "data_wait 25.0%, forward 50.0%, rest 25.0%",
         "2 answers could not be parsed",
         "presence by category",
     ):
@@ -168,8 +177,9 @@ def test_the_file_loads_nothing_and_runs_nothing(run: Path):
 def test_plots_are_svg_of_every_curve(run: Path):
     pictures = [a for a in Page(write_report(run)).addresses if a.startswith("data:image/svg")]
     svgs = [base64.b64decode(address.partition(",")[2]).decode() for address in pictures]
-    assert len(svgs) == 7
+    assert len(svgs) == 9
     assert "val scenes" in svgs[0]
+    assert all(name in svgs[-1] for name in ("data_wait", "forward", "rest"))
     assert all(svg.count("</svg>") == 1 for svg in svgs)
 
 

@@ -1,0 +1,302 @@
+"""Model FLOPs beside what torch's FlopCounterMode sees of a forward and a backward pass."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_data.collate import collate, collate_packed
+from coat_data.encode import EncodedSample
+from coat_vlm.config import ModuleTraining, SourceConfig, StageConfig
+from coat_vlm.lora_config import LoraTraining
+from coat_vlm.model import build_model
+from coat_vlm.model.flops import ModelFlops, Work, model_flops
+from coat_vlm.model.packed_attention import PACKED
+from coat_vlm.model.scales import project_scales
+from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.train import throughput
+from coat_vlm.train.engine import set_train_mode, set_trainable
+from coat_vlm.train.world import ALONE, World
+
+IMAGE = 2  # of tiny_tokenizer
+ROWS, TOKENS = 2, 40
+PARTS = ("vision", "projector", "language")
+TRAINS = ModuleTraining(train=True, lr=1e-3)
+HEADS, WIDTH, LAYERS = 4, 8, 2  # of tiny.language
+
+
+def stage(*trained: str, **changes: Any) -> StageConfig:
+    parts: Any = dict.fromkeys(trained, TRAINS)
+    return StageConfig(
+        data=[SourceConfig(name="a", path="a.json")],
+        batch_size=1,
+        micro_batch_size=1,
+        max_steps=1,
+        **parts,
+        **changes,
+    )
+
+
+def trained(model: CoatVlm, stage: StageConfig) -> CoatVlm:
+    """The model as the stage has it while it trains."""
+    set_trainable(model, stage)
+    set_train_mode(model, stage)
+    return model
+
+
+def batch(model: CoatVlm, tiles: int = ROWS, **changes: Any) -> dict[str, Tensor]:
+    """Rows without padding, with the tiles shared out among them; placeholders have no label."""
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 60, (ROWS, TOKENS), generator=draw)
+    placed = tiles // ROWS * model.config.tokens_per_image
+    ids[:, 1 : 1 + placed] = IMAGE
+    side = model.config.vision_config.image_size if tiles else 1
+    images = torch.randn(tiles, 3, side, side, generator=draw)
+    labels = ids.masked_fill(ids == IMAGE, -100)
+    return {"input_ids": ids, "labels": labels, "pixel_values": images} | changes
+
+
+def work_of(inputs: Any, image_token_id: int | None = IMAGE) -> Work:
+    mask = torch.ones_like(inputs["input_ids"])
+    return throughput.work_of({"attention_mask": mask} | inputs, image_token_id)  # pyright: ignore
+
+
+def seen(model: CoatVlm, inputs: dict[str, Any]) -> int:
+    """FLOPs of forward and backward as torch counts them, of attention as matrix products."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(**inputs).loss.backward()
+    return counter.get_total_flops()
+
+
+def unseen_pairs(lengths: Sequence[int], passes: int = 3) -> int:
+    """What torch computes above the diagonal of tiny.language's causal attention, and masks."""
+    pairs = sum(length * (length - 1) // 2 for length in lengths)
+    return LAYERS * pairs * passes * 4 * HEADS * WIDTH
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [PARTS, ("projector",), ("language",), ("projector", "language"), ("vision", "projector")],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("projector", ["linear", "mlp_downsample"])
+def test_what_is_frozen_has_no_gradient(tiny: Any, parts: tuple[str, ...], projector: str) -> None:
+    """``linear`` reads the tower; ``mlp_downsample`` a norm of it, which trains, too."""
+    model = trained(tiny.model(projector=projector), stage(*parts))
+    inputs = batch(model)
+    found = model_flops(model).of(work_of(inputs))
+    assert sum(found.values()) == seen(model, inputs) - unseen_pairs([TOKENS] * ROWS)
+    assert all(found[name] > 0 for name in PARTS)
+
+
+@pytest.mark.parametrize(
+    "tower", ["siglip", "clip", "clip cls_patch", "open_clip clip", "open_clip timm"]
+)
+@pytest.mark.parametrize("parts", [PARTS, ("projector",)], ids=["all", "projector"])
+def test_every_tower(
+    tiny: Any, tower: str, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without gradients torch would call one op that its counter does not know.
+    assert torch.backends.mha.get_fastpath_enabled()
+    monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
+    kind, _, what = tower.partition(" ")
+    if kind == "open_clip":
+        own: Any = {"library": kind, "config": {"vision_cfg": tiny.open_clip[what]}}
+        own |= {"select_layer": -3}
+    else:
+        own = {"vision": tiny.vision(kind), "select_feature": what or "patch", "select_layer": -2}
+    model = trained(tiny.model(projector="mlp2x_gelu", **own), stage(*parts))
+    pixels = batch(model)["pixel_values"]
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        assert model.vision_tower is not None
+        features = model.vision_tower(pixels)
+        if "vision" in parts:
+            features.sum().backward()
+    work = Work(tiles=len(pixels), vision_tokens=0, trained_tokens=0, lengths=[])
+    assert model_flops(model).of(work)["vision"] == counter.get_total_flops()
+
+
+def test_a_downsampling_projector_pads(tiny: Any) -> None:
+    model = trained(tiny.model(projector="mlp_downsample_3x3_fix"), stage(*PARTS))
+    inputs = batch(model)
+    found = model_flops(model).of(work_of(inputs))
+    assert sum(found.values()) == seen(model, inputs) - unseen_pairs([TOKENS] * ROWS)
+
+
+def text_model(tiny: Any, tokenizer: Any, attention: str = "sdpa", **language: Any) -> CoatVlm:
+    recipe = tiny.recipe(language=tiny.language(**language), attention=attention)
+    return build_model(dataclasses.replace(recipe, vision=None), tokenizer)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_output_layer_reads_trained_positions(
+    tiny: Any, tiny_tokenizer: Any, tied: bool
+) -> None:
+    model = text_model(tiny, tiny_tokenizer, tie_word_embeddings=tied)
+    inputs = batch(trained(model, stage("language")), tiles=0)
+    inputs["labels"][:, 3:20] = -100
+    flops = model_flops(model)
+    found = flops.of(work_of(inputs, None))
+    assert found["language"] == seen(model, inputs) - unseen_pairs([TOKENS] * ROWS)
+    assert (found["vision"], found["projector"]) == (0, 0)
+    assert flops.output == 6 * 32 * 60
+
+
+def test_a_capped_model_makes_all_logits(tiny: Any, tiny_tokenizer: Any) -> None:
+    """Gemma2: soft caps, and a window in every other layer; its attention is eager."""
+    model = text_model(tiny, tiny_tokenizer, "eager", kind="gemma2", sliding_window=7)
+    inputs = batch(trained(model, stage("language")), tiles=0)
+    inputs["labels"][:, 3:20] = -100
+    found = model_flops(model).of(work_of(inputs, None))["language"]
+    index = torch.arange(TOKENS)
+    distance = index[:, None] - index
+    pairs = [int(((distance >= 0) & (distance < window)).sum()) for window in (7, TOKENS)]
+    more = sum(TOKENS * TOKENS - own for own in pairs) * ROWS * 3 * 4 * HEADS * WIDTH
+    assert found == seen(model, inputs) - more
+
+
+def test_lora(tiny: Any, tiny_tokenizer: Any) -> None:
+    lora = LoraTraining(rank=4, alpha=8, dropout=0.0)
+    model = trained(tiny.model(), stage("projector", "language", lora=lora))
+    inputs = batch(model)
+    found = sum(model_flops(model).of(work_of(inputs)).values())
+    assert found == seen(model, inputs) - unseen_pairs([TOKENS] * ROWS)
+    # Nothing trains below: the first block's k and v have no gradient of their input, nor have
+    # their adapters' A; they are counted with one.
+    model = trained(text_model(tiny, tiny_tokenizer), stage("language", lora=lora))
+    inputs = batch(model, tiles=0)
+    found = model_flops(model).of(work_of(inputs, None))["language"]
+    first = 2 * (2 * ROWS * TOKENS) * (32 * 16 + 32 * 4)
+    assert found == seen(model, inputs) - unseen_pairs([TOKENS] * ROWS) + first
+
+
+def test_packed_sequences_do_not_see_each_other_and_fillers_are_no_work(tiny: Any) -> None:
+    model = trained(tiny.model(), stage(*PARTS))
+    model.language_model.set_attn_implementation(PACKED)
+    draw = torch.Generator().manual_seed(1)
+    samples = []
+    for length, tiles in ((9, 1), (21, 2), (3, 0)):
+        ids = torch.randint(3, 60, (length,), generator=draw)
+        ids[1 : 1 + tiles * model.config.tokens_per_image] = IMAGE
+        images = torch.randn(tiles, 3, 28, 28, generator=draw)
+        labels = ids.masked_fill(ids == IMAGE, -100)
+        samples.append(EncodedSample(input_ids=ids, labels=labels, pixel_values=images))
+    whole = collate_packed(samples, pad_token_id=0, align=1)
+    filled = collate_packed(samples, pad_token_id=0, align=32)
+    assert filled["input_ids"].shape == (1, 64)
+    work = work_of(filled)
+    assert work == work_of(whole) == work_of(collate(samples, pad_token_id=0))
+    assert (work.tiles, work.vision_tokens, work.lengths) == (3, 12, [9, 21, 3])
+    found = model_flops(model).of(work)
+    assert sum(found.values()) == seen(model, dict(whole)) - unseen_pairs([9, 21, 3])
+    assert seen(model, dict(filled)) > seen(model, dict(whole))
+
+
+def test_frames_are_projected_before_they_are_pooled(tiny: Any) -> None:
+    model = trained(tiny.model(), stage(*PARTS))
+    inputs = batch(model, tiles=2)
+    images = torch.randn(7, 3, 28, 28, generator=torch.Generator().manual_seed(3))
+    inputs |= {"pixel_values": images, "frame_groups": torch.tensor([3, 4])}
+    found = model_flops(model).of(work_of(inputs))
+    sums = 2 * 2 * (2 * 7 * model.config.tokens_per_image * 32)  # a product with ones, and back
+    assert sum(found.values()) == seen(model, inputs) - unseen_pairs([TOKENS] * ROWS) - sums
+
+
+def test_several_scales_project_the_largest(tiny: Any, tiny_tokenizer: Any) -> None:
+    config: Any = tiny.model().config
+    config.s2_scales = [28, 56]
+    torch.manual_seed(0)
+    model = trained(CoatVlm(config), stage(*PARTS))
+    grids = torch.tensor([[1, 2], [1, 1]])
+    inputs = batch(model, tiles=2)
+    inputs["input_ids"][0, 1 : 1 + 2 * model.config.tokens_per_image] = IMAGE
+    images = torch.randn(4, 3, 28, 28, generator=torch.Generator().manual_seed(3))
+    inputs |= {"pixel_values": images, "image_grids": grids}
+    with FlopCounterMode(display=False) as resizing:
+        features = torch.randn(4, 16, 24, requires_grad=True)
+        shaped = [(int(rows), int(columns)) for rows, columns in grids.tolist()]
+        project_scales(features, shaped, [28, 56], lambda maps: maps).sum().backward()
+    assert resizing.get_total_flops() > 0
+    found = sum(model_flops(model).of(work_of(inputs)).values())
+    wanted = seen(model, inputs) - unseen_pairs([TOKENS] * ROWS) - resizing.get_total_flops()
+    assert found == wanted
+
+
+def test_by_hand() -> None:
+    """One layer sees all, one two tokens: 6 + 1 and 5 + 1 pairs of sequences of 3 and 1."""
+    flops = ModelFlops(
+        tile=1000,
+        projected=100,
+        projected_per_tile=4,
+        token=10,
+        pair=1,
+        windows=Counter({None: 1, 2: 1}),
+        output=7,
+        output_reads_all=False,
+    )
+    work = Work(tiles=2, vision_tokens=4, trained_tokens=3, lengths=[3, 1])
+    language = 4 * 10 + (6 + 1) + (5 + 1) + 3 * 7
+    assert flops.of(work) == {"vision": 2000, "projector": 800, "language": language}
+    every = dataclasses.replace(flops, output_reads_all=True, projected_per_tile=None)
+    assert every.of(work) == {"vision": 2000, "projector": 400, "language": language + 7}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, "types linear_attention"),
+        ({"kv_lora_rank": 8}, "attention is not that of heads of one width"),
+        ({"num_attention_heads": None}, "attention is not that of heads of one width"),
+    ],
+)
+def test_other_attention_is_refused(
+    tiny: Any, tiny_tokenizer: Any, changes: dict[str, Any], why: str
+) -> None:
+    model = text_model(tiny, tiny_tokenizer)
+    vars(model.language_model.config).update(changes)
+    with pytest.raises(ValueError, match=why):
+        model_flops(model)
+
+
+def test_experts_are_refused_and_a_run_says_so(
+    tiny: Any, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = text_model(tiny, tiny_tokenizer, kind="mixtral", num_local_experts=2)
+    with pytest.raises(ValueError, match=r"experts\.gate_up_proj has 3 dimensions"):
+        model_flops(model)
+    counts = throughput.Throughput(model, ALONE)
+    assert "no TFLOP/s: the model's work is not known, as" in capsys.readouterr().out
+    ids = torch.ones(1, 5, dtype=torch.int64)
+    inputs: Any = {"input_ids": ids, "labels": ids, "attention_mask": ids}
+    row = counts.row(counts.count([inputs | {"pixel_values": torch.zeros(0, 3, 1, 1)}]))
+    assert row == {"tiles": 0, "vision_tokens": 0}
+    assert "tflop_per_s_per_gpu" not in counts.rates(row | {"tokens": 5, "samples": 1}, 1.0)
+
+
+def test_rates_are_of_all_ranks_and_flops_of_one(tiny: Any) -> None:
+    model = trained(tiny.model(), stage(*PARTS))
+    two_ranks = throughput.Throughput(model, World(rank=0, size=2, device=torch.device("cpu")))
+    inputs: Any = batch(model)
+    inputs["attention_mask"] = torch.ones(ROWS, TOKENS, dtype=torch.int64)
+    inputs["attention_mask"][1, 30:] = 0
+    sums = [2 * number for number in two_ranks.count([inputs, inputs])]
+    row = two_ranks.row(sums)
+    parts = model_flops(model).of(work_of(inputs))
+    assert (row["tiles"], row["vision_tokens"]) == (8, 8 * model.config.tokens_per_image)
+    assert row["tflop"] == {n: pytest.approx(4 * x / 1e12, rel=1e-4) for n, x in parts.items()}
+    rates = two_ranks.rates(row | {"tokens": 4 * 70, "samples": 8}, 0.5)
+    vision = 2 * row["vision_tokens"]
+    assert rates == {
+        "tokens_per_s": 560.0,
+        "vision_tokens_per_s": vision,
+        "text_tokens_per_s": 560.0 - vision,
+        "samples_per_s": 16.0,
+        "tflop_per_s_per_gpu": pytest.approx(sum(row["tflop"].values()), rel=1e-4),
+    }

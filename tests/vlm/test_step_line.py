@@ -1,0 +1,137 @@
+"""The line a user reads, in a log file and in a terminal, and the times of a step's phases."""
+
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_vlm.train.phases import PHASES, PhaseClock
+from coat_vlm.train.step_line import StepLine
+from coat_vlm.train.world import World
+
+TWO = World(rank=0, size=2, device=torch.device("cpu"))
+
+
+def row(step: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": 1.23456,
+        "grad_norm": 0.8712,
+        "lr": {"vision": 2e-6, "projector": 2e-5, "language": 2e-5},
+        "tokens": 24_690,
+        "vision_tokens": 12_288,
+        "tflop": {"vision": 500.0, "language": 1148.0},
+        "step_s": 2.0,
+        "data_wait_s": 0.006,
+        "peak_memory_mb": 51_200.0,
+    } | changes
+
+
+def lines(capsys: pytest.CaptureFixture[str], *rows: dict[str, Any], **changes: Any) -> list[str]:
+    """What is printed for these rows where there is no terminal."""
+    settings = {"stage": "sft", "total_steps": 5198, "done": 0, "every": 2, "world": TWO}
+    with StepLine(**(settings | changes)) as line:
+        for each in rows:
+            line.show(each)
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out.splitlines()
+
+
+def test_a_log_file_gets_a_whole_line_at_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: rates of both steps, 4 s; 2 * 1648 TFLOP in 4 s on two GPUs are 412 each."""
+    assert lines(capsys, row(119, peak_memory_mb=None), row(120)) == [
+        "sft step 120/5198 loss 1.2346 grad 0.871 lr 2.0e-06/2.0e-05 tokens/s 12,345 "
+        "(vision 6,144) TFLOP/s 412 wait 0.3% mem 51.2 GB eta 2:49:16"
+    ]
+
+
+def test_each_line_is_about_the_steps_since_the_last(capsys: pytest.CaptureFixture[str]) -> None:
+    text: dict[str, Any] = {"vision_tokens": 0, "lr": {"language": 1e-4}}
+    slow = row(3, **text, step_s=4.0, loss=None, grad_norm=None, tflop={"language": 1.0})
+    first, last = lines(capsys, row(2, **text), slow, total_steps=3)
+    assert first.split("lr")[1] == " 1.0e-04 tokens/s 12,345 TFLOP/s 412 wait 0.3% mem 51.2 GB " + (
+        "eta 0:00:02"
+    )
+    # The last step is shown at any interval.
+    assert last == (
+        "sft step 3/3 loss not finite grad not finite lr 1.0e-04 tokens/s 6,172 TFLOP/s 0.125 "
+        "wait 0.1% mem 51.2 GB eta 0:00:00"
+    )
+
+
+def test_what_is_not_known_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    unknown = row(2, peak_memory_mb=None)
+    del unknown["tflop"]
+    (line,) = lines(capsys, unknown)
+    assert "TFLOP" not in line
+    assert "mem" not in line
+
+
+def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    second = World(rank=1, size=2, device=torch.device("cpu"))
+    assert lines(capsys, row(2), world=second) == []
+
+
+def test_a_terminal_gets_a_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with StepLine("sft", 5198, 118, 2, TWO) as line:
+        line.show(row(119))
+        line.show(row(120))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "120/5198" in err
+    assert "loss 1.2346, 12,345 tokens/s, 412 TFLOP/s, wait 0.3%, 51.2 GB" in err
+
+
+def test_phases_add_up_to_the_step() -> None:
+    clock = PhaseClock(torch.device("cpu"), enabled=True)
+    with clock.during("forward"):
+        pass  # of a validation before the step
+    clock.start()
+    for _ in range(2):  # micro-batches
+        with clock.during("forward"):
+            time.sleep(0.02)
+        with clock.during("backward"):
+            time.sleep(0.04)
+    phases = clock.row(data_wait=0.5, seconds=1.0)["phases"]
+    assert list(phases) == [*PHASES]
+    assert 0.04 <= phases["forward"] < phases["backward"]
+    assert phases["backward"] >= 0.08
+    assert (phases["data_wait"], phases["to_device"], phases["optimizer"]) == (0.5, 0, 0)
+    assert sum(phases.values()) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_phases_are_timed_on_request_only() -> None:
+    clock = PhaseClock(torch.device("cpu"), enabled=False)
+    with clock.during("forward"):
+        pass
+    assert clock.row(0.0, 1.0) == {}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_no_phase_waits_for_it() -> None:
+    device = torch.device("cuda")
+    clock = PhaseClock(device, enabled=True)
+    x = torch.randn(4096, 4096, device=device)
+    (x @ x).sum().item()  # loads what a first product loads
+    started = time.perf_counter()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with clock.during("forward"):
+            y = x @ x
+        with clock.during("backward"):
+            for _ in range(20):
+                y = y @ x
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    y.sum().item()  # as the loop reads the loss
+    seconds = time.perf_counter() - started
+    phases = clock.row(0.0, seconds)["phases"]
+    assert phases["backward"] > 5 * phases["forward"] > 0
+    assert phases["forward"] + phases["backward"] <= seconds
