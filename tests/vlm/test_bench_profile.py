@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
