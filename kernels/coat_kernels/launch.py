@@ -82,7 +82,8 @@ def tiled(M: int, N: int, tile: Tile = TILE) -> tuple[tuple[int], dict[str, int]
     tile = chosen(tile)
     tiles_n = cdiv(N, tile.columns)
     options = {"tiles_n": tiles_n, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
-    return (cdiv(M, tile.rows) * tiles_n,), {**options, "num_warps": tile.warps}
+    options["num_warps"] = tile.warps
+    return (cdiv(M, tile.rows) * tiles_n,), options
 
 
 def one_or_two_passes(rows: bool, transposed: bool, columns: int) -> list[tuple[bool, bool]]:
@@ -114,6 +115,13 @@ class _Kernel:
         self.in_order = _getter(names)
         self.pointers = _getter([name for name in names if name.endswith("_ptr")])
         self.rest = _getter([name for name in names if not name.endswith("_ptr")])
+
+    def keep(self, key: tuple[Any, ...], compiled: Any) -> None:
+        """Note what Triton launched for a key."""
+        if len(self.compiled) >= MOST_COMPILED:
+            self.compiled.clear()
+        if isinstance(compiled, CompiledKernel):  # not of what stands for Triton's launch in a test
+            self.compiled[key] = compiled
 
 
 def _getter(names: Sequence[str]) -> _Getter:
@@ -172,8 +180,4 @@ def launch(
     if compiled is not None:
         compiled[(*grid, 1, 1)[:3]](*known.in_order(args))
         return
-    made = kernel[grid](**args, **options)
-    if len(known.compiled) >= MOST_COMPILED:
-        known.compiled.clear()
-    if isinstance(made, CompiledKernel):  # what replaces Triton's launch may return something else
-        known.compiled[key] = made
+    known.keep(key, kernel[grid](**args, **options))
