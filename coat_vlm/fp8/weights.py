@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler as autograd_profiler
 from torch.profiler import record_function
 
 from coat_kernels import E5M2, Format, TensorScaled, quantize_layouts, quantize_transposed
@@ -150,7 +151,7 @@ def transposed_codes(key: Key, parts: Sequence[Tensor], scale: Tensor) -> Tensor
 
 def _named() -> AbstractContextManager[object]:
     """A range for the profiler, if one runs: naming it costs as much as an op."""
-    return record_function(QUANTIZATION) if torch.autograd._profiler_enabled() else _UNNAMED
+    return record_function(QUANTIZATION) if autograd_profiler._is_profiler_enabled else _UNNAMED
 
 
 def _detached(parts: Sequence[Tensor]) -> list[Tensor]:
