@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coat_vlm.bench.profile import gpu_tables, profiled
 from coat_vlm.bench.shapes import Forward, LayerShape
 
 _MIB = 2**20
@@ -91,27 +92,15 @@ def cost(layer: nn.Module, forward: Forward, shape: LayerShape) -> Cost:
     return Cost(fwd, fwdbwd, saved / _MIB, peak / _MIB)
 
 
-def kernel_table(layer: nn.Module, forward: Forward, shape: LayerShape, rows: int = 25) -> str:
-    """Where the time of a forward and backward pass goes: GPU kernels, the longest first."""
-    from torch.profiler import ProfilerActivity, profile
-
+def kernel_table(layer: nn.Module, forward: Forward, shape: LayerShape) -> str:
+    """Where the time of a forward and backward pass goes on the GPU: by kind, and by kernel."""
     parameter = next(layer.parameters())
     x, dy = inputs(shape, parameter.device, parameter.dtype)
     forward(x).backward(dy)
     _forget(layer, x)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        forward(x).backward(dy)
-        torch.cuda.synchronize()
+    found = profiled(lambda: forward(x).backward(dy), parameter.device)
     _forget(layer, x)
-    events = sorted(trace.key_averages(), key=lambda event: -event.self_device_time_total)
-    total = sum(event.self_device_time_total for event in events)
-    lines = [f"{total / 1000:.2f} ms on the GPU"]
-    for event in events[:rows]:
-        share = 100 * event.self_device_time_total / total
-        ms = event.self_device_time_total / 1000
-        lines.append(f"{ms:9.3f} ms {share:5.1f}%  {event.count:3d} x  {event.key[:100]}")
-    return "\n".join(lines)
+    return f"{found.busy_ms:.2f} ms on the GPU\n\n{gpu_tables(found)}"
 
 
 def _memory(

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from coat_vlm.bench.layer import Attention, attention_backend
 from coat_vlm.bench.peers import peer
+from coat_vlm.bench.profile import format_profile, profiled
 from coat_vlm.bench.rows import whereabouts
 from coat_vlm.bench.step_case import Contender, StepBench, StepRow, contenders_of
 from coat_vlm.bench.step_check import (
@@ -231,6 +232,11 @@ class _Run:
                 self._note_plan(row, contender, loop)
             except (RuntimeError, ValueError, TypeError, AttributeError) as error:
                 row.note += f"; no plan: {_told(error)}"  # what was measured stays
+        if self.bench.on_profile is not None:
+            trace = self.bench.trace if world.is_main else None
+            found = profiled(lambda: loop.step(inputs), world.device, trace)
+            if world.is_main:
+                self.bench.on_profile(row, format_profile(found, row.ms))
 
     def _note_plan(self, row: StepRow, contender: Contender, loop: PlainLoop | EngineLoop) -> None:
         bench, precision = self.bench, contender.precision

@@ -1,9 +1,10 @@
 """What ``coat-vlm bench step`` measures: its settings, its contenders, its rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 from typing import Literal, get_args
 
 from coat_vlm.bench.layer import Attention
@@ -80,6 +81,11 @@ class StepBench:
     """SDPA's backend for all; training sets its own, the flash kernel."""
     check_plan: bool = False
     """Also say what ``coat-vlm plan`` would have expected."""
+    on_profile: Callable[[StepRow, str], None] | None = None
+    """Called on the main process with a measured row and the tables of one more step, which torch's
+    profiler watched."""
+    trace: Path | None = None
+    """Where to write what the profiler saw of that step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,4 +153,30 @@ def contenders_of(bench: StepBench, ranks: int) -> list[Contender]:
             found.append(contender)
     if not found:
         raise ValueError("nothing to measure; name --precisions or --peers")
+    _check_trace(bench, found)
     return found
+
+
+def _check_trace(bench: StepBench, contenders: Sequence[Contender]) -> None:
+    """Refuse to write a trace that would be lost, or over a file.
+
+    Raises:
+        ValueError: it says what is in the way.
+    """
+    trace = bench.trace
+    if trace is None:
+        return
+    steps = len(contenders) * len(bench.batches)
+    if bench.on_profile is None:
+        raise ValueError(f"--trace {trace}: what --profile saw; give both")
+    if steps > 1:
+        raise ValueError(
+            f"--trace {trace}: holds one step, and there are {steps}; give one model, one "
+            "--optimizer, one --zero stage and one --batch"
+        )
+    if not trace.name.endswith((".json", ".json.gz")):
+        raise ValueError(f"--trace {trace}: writes JSON; end the name in .json or .json.gz")
+    if trace.exists():
+        raise ValueError(f"--trace {trace}: is there already; name another file")
+    if not trace.parent.is_dir():
+        raise ValueError(f"--trace {trace}: there is no folder {trace.parent}; make it")

@@ -113,7 +113,9 @@ and with that attention.
         "--attention", default="default", help="default (SDPA's choice), cudnn or flash, for all"
     )
     _add_csv(parser)
-    parser.add_argument("--profile", action="store_true", help="also print the longest GPU kernels")
+    parser.add_argument(
+        "--profile", action="store_true", help="also print the GPU time by kind and by kernel"
+    )
     parser.add_argument(
         "--plot", type=Path, metavar="SVG",
         help="draw the rows of --csv as bars of time and saved memory instead of measuring",

@@ -27,6 +27,7 @@ def add_step(jobs: Commands) -> None:
   coat-vlm bench step --size 8b --peers eager liger liger_torchao --batch 1 2 4 8 --csv step.csv
   coat-vlm bench step --size 8b --precisions coat_lean --optimizer own --batch 4 --accumulation 4
   coat-vlm bench step --size 8b --csv step.csv --plot step.svg       # of rows that are there
+  coat-vlm bench step --size 8b --precisions coat_lean --batch 4 --profile --trace step.json.gz
   torchrun --nproc_per_node 2 -m coat_vlm.cli bench step --size 1b --precisions bf16 coat_lean \\
       --optimizer own --zero 1 2 3 --batch 4 --check-plan --csv step.csv
   torchrun --nproc_per_node 2 -m coat_vlm.cli bench step --size llama-2-7b --optimizer own \\
@@ -52,6 +53,12 @@ Before a contender gets a speed, its loss on a sample must be within 1% of BF16'
 its gradients within a factor of 1.5; with an optimizer the loss of the repeated batch must fall.
 Times are medians of whole steps, peaks are what PyTorch allocated. A batch that does not fit is
 told as OOM, and no larger one is tried; with several processes the run ends there.
+
+--profile runs one more step of each under torch's profiler and tells where its time goes: how long
+the GPU worked and how long it waited for the CPU, the number of kernels, their time by kind, the
+longest kernels, and what took the CPU longest. A GPU that waits needs fewer or larger launches (a
+larger --batch, fewer micro-batches), not faster kernels. On a CPU only the last table is there.
+--trace keeps all that the profiler saw, for ui.perfetto.dev: a large file, for no repository.
 
 How long it takes on H200s, roughly (estimates, not measured apart): start-up less than a minute, a
 contender seconds (1b) or half a minute (8b); compiled peers another minute or so.
@@ -99,6 +106,13 @@ contender seconds (1b) or half a minute (8b); compiled peers another minute or s
         "--check-plan", action="store_true",
         help="beside our peaks, what coat-vlm plan expects and how far off that is",
     )  # fmt: skip
+    parser.add_argument(
+        "--profile", action="store_true", help="also tell where the time of one more step goes"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE",
+        help="a new .json or .json.gz file for the trace of --profile; one contender, one batch",
+    )  # fmt: skip
     parser.add_argument("--csv", type=Path, help="file to add the rows to, as they come")
     parser.add_argument(
         "--plot", type=Path, metavar="SVG",
@@ -123,6 +137,10 @@ def _step(args: argparse.Namespace) -> int:
             if row.problem:
                 say(f"{row.implementation}, {row.optimizer}, batch {row.batch}: {row.problem}")
 
+    def profile(row: "StepRow", tables: str) -> None:
+        at = "" if row.optimizer == "none" else f", ZeRO-{row.zero}"
+        say(f"\n{row.implementation}, {row.optimizer}{at}, batch {row.batch}: {tables}\n")
+
     bench = StepBench(
         size=args.size,
         precisions=args.precisions,
@@ -136,6 +154,8 @@ def _step(args: argparse.Namespace) -> int:
         warmup=args.warmup,
         attention=args.attention,
         check_plan=args.check_plan,
+        on_profile=profile if args.profile else None,
+        trace=args.trace,
     )
     with joined_world() as world:
         rows = bench_step(bench, world, keep)

@@ -198,7 +198,8 @@ def decoded(copies: Copies, shapes: Sequence[torch.Size], dtype: torch.dtype) ->
 
 def as_heads(matrix: Tensor, shape: torch.Size, head_dim: int) -> Tensor:
     """[B * T, H * D] as [B, H, T, D], a view; ``shape`` is [B, T, ...]."""
-    return matrix.unflatten(1, (-1, head_dim)).unflatten(0, shape[:2]).transpose(1, 2)
+    heads = matrix.shape[1] // head_dim
+    return matrix.view(shape[0], shape[1], heads, head_dim).transpose(1, 2)
 
 
 def paired(tensors: Sequence[Tensor]) -> Copies:

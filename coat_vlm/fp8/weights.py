@@ -7,12 +7,14 @@ change until the scope ends. Several weights with the same input are one matrix 
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler as autograd_profiler
+from torch.profiler import record_function
 
 from coat_kernels import E5M2, Format, TensorScaled, quantize_layouts, quantize_transposed
 from coat_kernels.formats import FORMATS
@@ -20,6 +22,9 @@ from coat_vlm.fp8 import monitor
 
 ROOM = 0.8
 """Share of the free memory that FP8 weights may take: steps differ, and memory fragments."""
+
+QUANTIZATION = "coat: quantization of weights"
+"""The name of that range in a profile: its kernels also quantize gradients and activations."""
 
 Key = tuple[Hashable, ...]
 """Says which weights are meant. Not an address: ZeRO-3 gathers one weight where another was. Nor
@@ -45,7 +50,8 @@ class _Kept:
     def get(self, key: Key, parts: Sequence[Tensor]) -> tuple[TensorScaled, TensorScaled]:
         """Both layouts of the weights, quantized at the first call."""
         if key not in self._entries:
-            self._entries[key] = quantize_layouts(_detached(parts), rows=True, transposed=True)
+            with _named():
+                self._entries[key] = quantize_layouts(_detached(parts), rows=True, transposed=True)
         return self._entries[key]
 
     @property
@@ -55,6 +61,8 @@ class _Kept:
 
 
 _kept: _Kept | None = None
+
+_UNNAMED = nullcontext()
 
 
 @contextmanager
@@ -127,7 +135,8 @@ def codes(key: Key, parts: Sequence[Tensor]) -> TensorScaled:
     if _kept is not None:
         rows, _ = _kept.get(key, parts)
     else:
-        rows, _ = quantize_layouts(_detached(parts), rows=True, transposed=False)
+        with _named():
+            rows, _ = quantize_layouts(_detached(parts), rows=True, transposed=False)
     monitor.observe_parts("weight", rows, parts)
     return rows
 
@@ -136,7 +145,13 @@ def transposed_codes(key: Key, parts: Sequence[Tensor], scale: Tensor) -> Tensor
     """Codes [K, N] of the same matrix, at the scale that :func:`codes` gave it."""
     if _kept is not None:
         return _kept.get(key, parts)[1]
-    return quantize_transposed(_detached(parts), scale)
+    with _named():
+        return quantize_transposed(_detached(parts), scale)
+
+
+def _named() -> AbstractContextManager[object]:
+    """A range for the profiler, if one runs: naming it costs as much as an op."""
+    return record_function(QUANTIZATION) if autograd_profiler._is_profiler_enabled else _UNNAMED
 
 
 def _detached(parts: Sequence[Tensor]) -> list[Tensor]:

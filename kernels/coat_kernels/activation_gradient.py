@@ -26,7 +26,7 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.gradient import as_codes, empty_gradient
+from coat_kernels.gradient import as_codes, empty_gradient, gradient_room
 from coat_kernels.launch import NUM_WARPS, TOKENS, Tile, launch, tiled
 from coat_kernels.quantize import empty_layouts, new_scale
 from coat_kernels.registry import register
@@ -169,13 +169,14 @@ def _activation_bwd_triton(
     bias: bool, scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     M, F, W = width(a, kind)
-    q, qt, _, sums = empty_gradient(M, W, a, fmt, rows, transposed, bias)
-    found = sums.new_empty(0)
-    if scale is None:
+    q, qt, sums = gradient_room(M, W, a, fmt, rows, transposed, bias)
+    if scale is not None:
+        found = sums.new_empty(0)
+    else:
         found, _ = _activation_bwd_stats_triton(dh, a, exponents, kind, None, fmt, fmt)
     group = W // exponents.shape[1]
     grid, options = tiled(padded(M) if transposed else M, F, _gradient_tile(kind, group))
-    partial = sums.new_empty((grid[0] // options["tiles_n"] if bias else 0, W))
+    partial = sums.new_empty((grid[0] // options["tiles_n"], W)) if bias else sums
     launch(
         _activation_bwd_apply_kernel, grid,
         dh_ptr=dh, a_ptr=a, e_ptr=exponents, scale_ptr=found if scale is None else scale, q_ptr=q,

@@ -38,13 +38,20 @@ from coat_kernels.quantize import empty_layouts, quantize_tensor_kernel, tensor_
 from coat_kernels.registry import register
 
 
+def gradient_room(
+    M: int, N: int, like: Tensor, fmt: str, rows: bool, transposed: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised codes [M, N], [N, M'] and sums [N]; what is not wanted is empty."""
+    q, qt = empty_layouts(M, N, format_of(fmt), rows, transposed, like.device)
+    return q, qt, like.new_empty((N * bias,), dtype=torch.float32)
+
+
 def empty_gradient(
     M: int, N: int, like: Tensor, fmt: str, rows: bool, transposed: bool, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised codes [M, N], [N, M'], scale [] and sums [N]; what is not wanted is empty."""
-    layouts = empty_layouts(M, N, format_of(fmt), rows, transposed, like.device)
-    scale, sums = (like.new_empty(size, dtype=torch.float32) for size in ((), (N * bias,)))
-    return *layouts, scale, sums
+    """The same with a scale [], third."""
+    q, qt, sums = gradient_room(M, N, like, fmt, rows, transposed, bias)
+    return q, qt, like.new_empty((), dtype=torch.float32), sums
 
 
 def as_codes(results: tuple[Tensor, Tensor, Tensor, Tensor], bias: bool) -> GradientCodes:
@@ -61,14 +68,14 @@ def _empty_gradient(parts: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor
 def _quantize_gradient_triton(
     parts: Sequence[Tensor], fmt: str, rows: bool, transposed: bool, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, qt, _, sums = _empty_gradient(parts, fmt, rows, transposed, bias)
+    M, N = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    q, qt, sums = gradient_room(M, N, parts[0], fmt, rows, transposed, bias)
     scale = tensor_scale_triton(parts, fmt)
     if not (rows or transposed or bias):
         return q, qt, scale, sums
-    M, N = parts[0].shape[0], sum(part.shape[1] for part in parts)
     end = padded(M) if transposed else M
     tile = chosen(transposing_tile() if transposed else TILE)
-    partial = sums.new_empty((cdiv(end, tile.rows) if bias else 0, N))
+    partial = sums.new_empty((cdiv(end, tile.rows), N)) if bias else sums
     start = 0
     for part in parts:
         n = part.shape[1]
@@ -76,8 +83,9 @@ def _quantize_gradient_triton(
         for in_rows, in_columns in one_or_two_passes(rows, transposed, N):
             launch(
                 quantize_tensor_kernel, grid,
-                x_ptr=part, scale_ptr=scale, q_ptr=q[:, start:] if rows else q,
-                qt_ptr=qt[start:] if transposed else qt, sums_ptr=partial[:, start:], M=M, N=n,
+                x_ptr=part, scale_ptr=scale, q_ptr=q[:, start:] if rows and start else q,
+                qt_ptr=qt[start:] if transposed and start else qt,
+                sums_ptr=partial[:, start:] if bias and start else partial, M=M, N=n,
                 M_END=end, stride_q=N, stride_t=padded(M), ROWS=in_rows, TRANSPOSED=in_columns,
                 SUMS=bias, **options,
             )  # fmt: skip

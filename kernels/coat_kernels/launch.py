@@ -1,9 +1,18 @@
-"""How kernels are launched: tile sizes, warps, grids. Device code is in ``tile.py``."""
+"""How kernels are launched: tile sizes, warps, grids. Device code is in ``tile.py``.
 
-from collections.abc import Iterator
+Triton looks at every argument of every launch to find the compiled kernel, which takes a CPU
+several times as long as the launch itself. So the compiled kernel is kept here for arguments that
+were there before, and launched as in Triton's tutorial on fused softmax.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
+
+from triton.compiler import CompiledKernel
+from triton.runtime import JITFunction
 
 NUM_WARPS = 8
 """Warps per program. With four, the backward kernels' tiles spill registers on sm_90."""
@@ -73,7 +82,8 @@ def tiled(M: int, N: int, tile: Tile = TILE) -> tuple[tuple[int], dict[str, int]
     tile = chosen(tile)
     tiles_n = cdiv(N, tile.columns)
     options = {"tiles_n": tiles_n, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
-    return (cdiv(M, tile.rows) * tiles_n,), {**options, "num_warps": tile.warps}
+    options["num_warps"] = tile.warps
+    return (cdiv(M, tile.rows) * tiles_n,), options
 
 
 def one_or_two_passes(rows: bool, transposed: bool, columns: int) -> list[tuple[bool, bool]]:
@@ -88,7 +98,86 @@ def one_or_two_passes(rows: bool, transposed: bool, columns: int) -> list[tuple[
     return [(rows, transposed)]
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int = NUM_WARPS, **args: Any) -> None:
-    """Run ``kernel`` on the current stream; an empty grid, for an empty tensor, is not launched."""
-    if all(grid):
-        kernel[grid](**args, num_warps=num_warps)
+MOST_COMPILED = 1024
+"""So many are kept of a kernel, then all are forgotten: every number of tokens is one more."""
+
+_ALIGNMENT = 16
+"""Bytes: Triton compiles for pointers that are multiples of it, and for others."""
+
+_Getter = Callable[[dict[str, Any]], tuple[Any, ...]]
+
+
+class _Kernel:
+    """What was compiled of a kernel, for arguments whose tensors all begin at a multiple of 16."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+        self.in_order = _getter(names)
+        self.pointers = _getter([name for name in names if name.endswith("_ptr")])
+        self.rest = _getter([name for name in names if not name.endswith("_ptr")])
+
+    def keep(self, key: tuple[Any, ...], compiled: Any) -> None:
+        """Note what Triton launched for a key."""
+        if len(self.compiled) >= MOST_COMPILED:
+            self.compiled.clear()
+        if isinstance(compiled, CompiledKernel):  # not of what stands for Triton's launch in a test
+            self.compiled[key] = compiled
+
+
+def _getter(names: Sequence[str]) -> _Getter:
+    """The values of arguments with these names."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda args: tuple(args[name] for name in names)
+
+
+_kernels: dict[Callable[..., Any], _Kernel] = {}
+"""By the function that was decorated."""
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *,
+    num_warps: int = NUM_WARPS,
+    maxnreg: int | None = None,
+    **args: Any,
+) -> None:
+    """Run ``kernel`` on the current stream; an empty grid, for an empty tensor, is not launched.
+
+    Args:
+        kernel: a kernel whose tensors are its parameters ``*_ptr``, the first of which is on the
+            current device.
+        grid: of one to three numbers.
+        num_warps: warps of a program.
+        maxnreg: most registers of a thread; the compiler's choice when absent.
+        **args: all of its arguments, by name; None for a tensor that is not there.
+    """
+    if not all(grid):
+        return
+    options: dict[str, int] = {"num_warps": num_warps}
+    if maxnreg is not None:
+        options["maxnreg"] = maxnreg
+    if not isinstance(kernel, JITFunction):  # the interpreter's
+        kernel[grid](**args, **options)
+        return
+    known = _kernels.get(kernel.fn)
+    if known is None:
+        known = _kernels[kernel.fn] = _Kernel(kernel.arg_names)
+    pointers = known.pointers(args)
+    address = 0
+    for pointer in pointers:
+        if pointer is not None:
+            address |= pointer.data_ptr()
+    if address % _ALIGNMENT:
+        kernel[grid](**args, **options)
+        return
+    # Equal numbers and flags, tensors of the same dtypes: Triton asks for less before it takes the
+    # same compiled kernel.
+    dtypes = [None if pointer is None else pointer.dtype for pointer in pointers]
+    key = (pointers[0].get_device(), num_warps, maxnreg, known.rest(args), *dtypes)
+    compiled = known.compiled.get(key)
+    if compiled is not None:
+        compiled[(*grid, 1, 1)[:3]](*known.in_order(args))
+        return
+    known.keep(key, kernel[grid](**args, **options))

@@ -135,7 +135,8 @@ def _quantize_tensor_triton(
         for in_rows, in_columns in one_or_two_passes(rows, transposed, N):
             launch(
                 quantize_tensor_kernel, grid,
-                x_ptr=part, scale_ptr=scale, q_ptr=q[start:] if rows else q, qt_ptr=qt[..., start:],
+                x_ptr=part, scale_ptr=scale, q_ptr=q[start:] if rows and start else q,
+                qt_ptr=qt[..., start:] if start else qt,
                 sums_ptr=None, M=m, N=N, M_END=end, stride_q=N, stride_t=padded(M), ROWS=in_rows,
                 TRANSPOSED=in_columns, SUMS=False, **options,
             )  # fmt: skip

@@ -38,10 +38,11 @@ class Op:
         """Run the body of the tensors' device, or the reference where that is asked for."""
         if _use_reference:
             return self.reference(*args)
-        device = _first(args).device.type
+        first = _first(args)
+        device = first.device.type
         # The dispatcher costs a CPU more than the launch of a kernel, or than the arithmetic of a
         # small tensor.
-        if _is_looked_at(args) or device not in ("cpu", "cuda"):
+        if _is_looked_at(first, args) or device not in ("cpu", "cuda"):
             return self.dispatch(*args)
         if device == "cpu":
             return self.reference(*args)
@@ -53,13 +54,13 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FUNCTORCH: Any = getattr(torch._C, "_functorch")  # noqa: B009 - it has no type stub
 
 
-def _is_looked_at(args: Sequence[Any]) -> bool:
+def _is_looked_at(first: torch.Tensor, args: Sequence[Any]) -> bool:
     """Whether compilers, modes, transforms, subclasses or autograd need to see which op is called.
 
     Autograd says that ops have no gradient. In COAT's own Functions it does not record.
     """
     return (
-        type(_first(args)) not in _PLAIN
+        type(first) not in _PLAIN
         or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or _FUNCTORCH.peek_interpreter_stack() is not None

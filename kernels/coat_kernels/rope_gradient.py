@@ -22,7 +22,7 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.gradient import as_codes, empty_gradient
+from coat_kernels.gradient import as_codes, empty_gradient, gradient_room
 from coat_kernels.launch import TOKENS, cdiv, launch, one_or_two_passes
 from coat_kernels.quantize import new_scale
 from coat_kernels.registry import register
@@ -140,9 +140,9 @@ def _rope_gradient_triton(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, fmt: str, rows: bool,
     transposed: bool, bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    q, qt, _, sums = _empty_gradient(dq, dk, dv, cos, sin, fmt, rows, transposed, bias)
     M, (R, D) = dq.shape[0], cos.shape
     H, KV = dq.shape[1] // D, dk.shape[1] // D
+    q, qt, sums = gradient_room(M, (H + 2 * KV) * D, dq, fmt, rows, transposed, bias)
     half = triton.next_power_of_2(D // 2)
     heads, tiles = cdiv(H + 2 * KV, BLOCK_HEADS), cdiv(M, BLOCK_ROWS)
     shapes = {"M": M, "R": R, "H": H, "KV": KV, "D": D}
@@ -156,7 +156,7 @@ def _rope_gradient_triton(
     if not (rows or transposed or bias):
         return q, qt, scale, sums
     tiles = cdiv(padded(M) if transposed else M, BLOCK_ROWS)
-    partial = sums.new_empty((tiles if bias else 0, sums.shape[0]))
+    partial = sums.new_empty((tiles, sums.shape[0])) if bias else sums
     for in_rows, in_columns in one_or_two_passes(rows, transposed, D):
         launch(
             _rope_gradient_kernel, (tiles, heads),

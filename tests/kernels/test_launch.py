@@ -1,0 +1,76 @@
+"""Kernels are launched as Triton would launch them, without asking it again for known arguments."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Report = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """What launch_offline.py found, in a process in which Triton compiles."""
+    folder = tmp_path_factory.mktemp("launched")
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(folder / "cache"))
+    environment.pop("TRITON_INTERPRET", None)
+    script = Path(__file__).with_name("launch_offline.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder / "report.json")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_what_is_launched_is_what_triton_launches(report: Report):
+    """The same function on the same grid and stream, with the same arguments in the same places."""
+    for name, runs in report.items():
+        if "plain" in runs:
+            assert runs["first"]["launched"] == runs["plain"]["launched"], name
+            assert runs["again"]["launched"] == runs["plain"]["launched"], name
+    (launch,) = report["aligned"]["again"]["launched"]
+    assert launch["grid"] == [1, 1, 1]
+    assert launch["stream"] == 7
+    assert launch["arguments"][0] == ["tensor", "torch.float32", [64, 128], 0]
+
+
+def test_triton_is_asked_once(report: Report):
+    for name in ("norm_bwd", "rope_quantize", "quantize_group", "activation_apply"):
+        (runs,) = (runs for key, runs in report.items() if key.startswith(name))
+        assert runs["plain"]["looked_up"] == runs["first"]["looked_up"] == 1
+        assert runs["again"]["looked_up"] == 0
+    assert report["aligned again"]["first"]["looked_up"] == 0
+
+
+def test_a_pointer_that_is_not_aligned_is_left_to_triton(report: Report):
+    aligned, other = report["aligned"], report["four bytes on"]
+    assert other["again"]["looked_up"] == 1
+    (launch,) = other["again"]["launched"]
+    assert launch["arguments"][0][-1] == 4
+    assert launch["function"] != aligned["again"]["launched"][0]["function"]
+
+
+def test_other_arguments_are_other_kernels_but_not_another_number_of_tokens(report: Report):
+    names = ("aligned", "more tokens", "narrower", "as bfloat16")
+    of = {name: report[name]["again"]["launched"][0] for name in names}
+    assert of["more tokens"]["function"] == of["aligned"]["function"]
+    assert of["more tokens"]["arguments"] != of["aligned"]["arguments"]
+    assert len({of[name]["function"] for name in ("aligned", "narrower", "as bfloat16")}) == 3
+
+
+def test_what_is_kept_is_bounded(report: Report):
+    assert report["one too many"]["first"]["looked_up"] == 1
+    assert report["one too many"]["again"]["looked_up"] == 0
+    assert report["kept"] == {"after one too many": 1}
+
+
+def test_an_empty_tensor_launches_nothing(report: Report):
+    assert report["empty"]["plain"] == {"launched": [], "looked_up": 0}
