@@ -331,7 +331,11 @@ def test_a_line_names_each_source_that_the_template_does_not_suit(
     captions = tmp_path / "captions.json"
     said = [{"from": "human", "value": "<image>\nw7"}, {"from": "gpt", "value": "w8"}]
     captions.write_text(json.dumps([{"id": 0, "image": "a.jpg", "conversations": said}]))
-    paths = {"chat": file, "web": web, "captions": captions}
+    mixed = tmp_path / "mixed.jsonl"
+    talk = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w8"}]
+    rows = [{"messages": talk}, {"messages": talk[1:]}, {"messages": talk}]
+    mixed.write_text("\n".join(map(json.dumps, rows)))
+    paths = {"chat": file, "web": web, "captions": captions, "mixed": mixed}
     data = [{"name": name, "path": str(path)} for name, path in paths.items()]
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()  # no space in front of the end token
@@ -343,7 +347,14 @@ def test_a_line_names_each_source_that_the_template_does_not_suit(
         )
         return open_data(recipe, "sft", tmp_path / "run", processor, ALONE).warnings
 
-    dropped = f"chat: template plain drops what users say, and {file}:0 has no image or video"
-    assert [line[: len(dropped)] for line in told("plain")] == [dropped] * 2  # data and val_data
-    uncut = "web: holds documents, which template vicuna_v1 trains as answers in a chat"
-    assert [line[: len(uncut)] for line in told("vicuna_v1")] == [uncut] * 2
+    both = "mixed: 1 of 3 rows that were looked at are documents"
+    dropped = "{}: template plain drops what users say, and {}:0 has no image or video"
+    uncut = "{}: holds documents, which template vicuna_v1 trains as answers in a chat"
+    expected = {
+        "plain": [dropped.format("chat", file), both, dropped.format("mixed", mixed)],
+        "vicuna_v1": [uncut.format("web"), both, uncut.format("mixed")],
+    }
+    for template, lines in expected.items():
+        found = told(template)
+        lines = [*lines, lines[0]]  # val_data
+        assert [line[: len(start)] for line, start in zip(found, lines, strict=True)] == lines
