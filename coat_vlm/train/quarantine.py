@@ -103,8 +103,8 @@ class Quarantine:
         if self.outages > allowed:
             raise ValueError(
                 f"stage {self._name}: {self.outages} samples could not be reached, which is more "
-                f"than {limit} allow; {self._path} lists them (outage): continue with --resume auto "
-                "when their hosts answer, or download the media"
+                f"than {limit} allow; {self._path} lists them (outage): continue with --resume "
+                "auto when their hosts answer, or download the media"
             )
         by_source = ", ".join(f"{name} {found['rows']}" for name, found in rates.items())
         raise ValueError(

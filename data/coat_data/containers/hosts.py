@@ -36,8 +36,8 @@ class Hosts:
         if failures >= FAILURES and passed_s < PAUSE_S:
             raise UnreachableError(
                 url,
-                f"was not asked for: {failures} links of {_host(url)} in a row failed, the last one "
-                f"{passed_s:.0f} s ago (an outage of the host, which says nothing about this file)",
+                f"was not asked for: {failures} links of {_host(url)} in a row failed, the last "
+                f"one {passed_s:.0f} s ago (an outage of the host, not of this file alone)",
                 f"see whether the host is up; it is asked again {PAUSE_S:.0f} s after a failure",
             )
 
