@@ -159,7 +159,7 @@ def test_documents_are_found_wherever_they_stand(tmp_path: Path, make_tokenizer:
     encoder = text_encoder(make_tokenizer("qwen2"))
     talk = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     text = {"messages": [{"role": "assistant", "content": HARD}]}
-    rows = [talk] * 200 + [text] * 100 + [talk] * 200
+    rows: list[Any] = [talk] * 200 + [text] * 100 + [talk] * 200
     rows[0] = {"messages": 3}  # a bad row tells nothing
     path = tmp_path / "mixed.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
