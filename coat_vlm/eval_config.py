@@ -18,7 +18,7 @@ class EvalSetConfig:
     path: str
     """Folder with questions.jsonl (and, usually, the images)."""
     media_root: str | None = None
-    """Folder that relative image paths start from; defaults to ``path``."""
+    """Folder or address that relative image paths start from; defaults to ``path``."""
     require: dict[str, float] = field(default_factory=dict)
     """Smallest allowed value of a metric, in percent; ``coat-vlm eval --run`` fails below it."""
 

@@ -42,7 +42,9 @@ the mean and spread over seeds as well. Benchmarks stand beside published figure
         "--flips", type=int, metavar="N", help="--html: most items per set; default 40"
     )
     parser.add_argument(
-        "--media-root", type=Path, metavar="DIR", help="--html: where relative image paths start"
+        "--media-root",
+        metavar="DIR",
+        help="--html: folder or address (http:, s3:, hf:, ...) where relative image paths start",
     )
     parser.add_argument("--plot", type=Path, help="picture of the training losses (.svg or .png)")
     parser.add_argument(

@@ -82,7 +82,8 @@ def _lint(args: argparse.Namespace) -> int:
         **source_options(args),
     )
     read_as = f" (read as {summary.format})" if summary.format else ""
-    say(f"{args.path}: {summary.rows} rows, {summary.bad} problems{read_as}")
+    away = f", {summary.unreachable} of them outages" if summary.unreachable else ""
+    say(f"{args.path}: {summary.rows} rows, {summary.bad} problems{away}{read_as}")
     return FOUND_PROBLEMS if summary.bad else 0
 
 

@@ -39,7 +39,10 @@ def _add_eval(commands: Commands) -> None:
     parser.add_argument("--task", help="yes_no, multiple_choice or short_answer")
     parser.add_argument("--data", type=Path, help="folder with questions.jsonl, or with benchmarks")
     parser.add_argument("--out", type=Path, help="gets predictions.jsonl and report.json")
-    parser.add_argument("--media-root", type=Path, help="where image paths start; default --data")
+    parser.add_argument(
+        "--media-root",
+        help="folder or address (http:, s3:, hf:, ...) where image paths start; default --data",
+    )
     parser.add_argument("--batch-size", type=int, default=32, help="default 32")
     parser.add_argument(
         "--max-new-tokens", type=int, help="longest answer; default 16, of benchmarks 128"

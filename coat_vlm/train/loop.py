@@ -186,11 +186,11 @@ class StageRun:
             ]
         )
         held, counts = counts[: len(held)], counts[len(held) :]
-        videos, bad_by_source = counts[: len(VIDEO_COUNTS)], counts[len(_READ_COUNTS) :]
+        videos, bad_counts = counts[: len(VIDEO_COUNTS)], counts[len(_READ_COUNTS) :]
         replayed = counts[len(VIDEO_COUNTS)]
         order = self.data.loader.order
         _, self.cursor = order.step(self.cursor)
-        bad_rates = self.quarantine.count(bad_by_source, lambda: order.met(self.cursor))
+        bad_rates = self.quarantine.count(bad_counts, lambda: order.met(self.cursor))
         if not tokens:
             raise ValueError(
                 f"stage {self.name}, step {self.step + 1}: no token of this batch is trained; "
@@ -237,6 +237,7 @@ class StageRun:
             "samples": int(samples),
             **self.throughput.row(held),
             "bad_by_source": bad_rates,
+            **({"outages": self.quarantine.outages} if self.quarantine.outages else {}),
             "videos": {name: int(n) for name, n in zip(VIDEO_COUNTS, videos, strict=True) if n},
             **({REPLAYED: int(replayed)} if replayed else {}),
             "stop": stop > 0,

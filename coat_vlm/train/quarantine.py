@@ -17,11 +17,13 @@ class Quarantine:
     """The bad samples of one stage.
 
     ``RUN/bad_samples.jsonl`` has a line per replaced row: ``stage``, ``step``, ``source``,
-    ``file``, ``row`` (in the file or folder), ``where``, ``problem`` and ``position``. A source's
-    ``exclude`` takes it as it is.
+    ``file``, ``row`` (in the file or folder), ``where``, ``problem`` and ``position``; and
+    ``outage``, if a network or server failed, which says nothing about the row. A source's
+    ``exclude`` takes the list as it is, and passes over outages. They are counted by themselves.
 
     Attributes:
         total: bad samples so far over all ranks.
+        outages: samples that were out of reach, likewise, since the run was started or continued.
 
     Args:
         run_dir: the run folder.
@@ -40,6 +42,7 @@ class Quarantine:
         total: int = 0,
     ) -> None:
         self.total = total
+        self.outages = 0
         self._path = run_dir / FILE
         self._name = name
         self._stage = stage
@@ -47,20 +50,24 @@ class Quarantine:
         self._counts = _listed(self._path, name, [source.name for source in self._sources])
 
     def note(self, bad: Sequence[BadSample], step: int) -> list[int]:
-        """List this rank's bad samples of a step; returns how many there are of each source."""
-        counts = [0] * len(self._sources)
+        """List this rank's bad samples of a step.
+
+        Returns:
+            How many there are of each source, and then how many were out of reach.
+        """
+        counts = [0] * (len(self._sources) + 1)
         if bad:
             with self._path.open("a", encoding="utf-8") as file:
                 for sample in bad:
-                    counts[sample.source] += 1
+                    counts[-1 if sample.outage else sample.source] += 1
                     file.write(json.dumps(self._row(sample, step)) + "\n")
         return counts
 
-    def count(self, by_source: Sequence[float], met: Callable[[], np.ndarray]) -> dict[str, Any]:
+    def count(self, counts: Sequence[float], met: Callable[[], np.ndarray]) -> dict[str, Any]:
         """Add a step's bad samples of all ranks.
 
         Args:
-            by_source: bad samples of the step.
+            counts: of the step, as :meth:`note` has them.
             met: samples of each source so far; asked only when there are bad ones.
 
         Returns:
@@ -68,11 +75,13 @@ class Quarantine:
             other ranks than the main one it can lack those of before a resume.
 
         Raises:
-            ValueError: there are too many.
+            ValueError: there are too many, of one kind or the other.
         """
+        *by_source, outages = counts
+        self.outages += int(outages)
         self.total += int(sum(by_source))
         self._counts = [a + int(b) for a, b in zip(self._counts, by_source, strict=True)]
-        if not self.total:
+        if not (self.total or self.outages):
             return {}
         samples = met()
         rates = {
@@ -86,11 +95,17 @@ class Quarantine:
     def _check(self, met: int, rates: dict[str, Any]) -> None:
         fraction = self._stage.max_bad_fraction
         allowed = max(self._stage.max_bad_samples, int((fraction or 0.0) * met))
-        if self.total <= allowed:
+        if max(self.total, self.outages) <= allowed:
             return
         limit = f"max_bad_samples={self._stage.max_bad_samples}"
         if fraction is not None:
             limit += f" and max_bad_fraction={fraction} of {met} samples"
+        if self.outages > allowed:
+            raise ValueError(
+                f"stage {self._name}: {self.outages} samples could not be reached, which is more "
+                f"than {limit} allow; {self._path} lists them (outage): continue with --resume "
+                "auto when their hosts answer, or download the media"
+            )
         by_source = ", ".join(f"{name} {found['rows']}" for name, found in rates.items())
         raise ValueError(
             f"stage {self._name}: {self.total} bad samples ({by_source}) are more than {limit} "
@@ -109,6 +124,7 @@ class Quarantine:
             "where": sample.where,
             "problem": sample.problem,
             "position": sample.position,
+            **({"outage": True} if sample.outage else {}),
         }
 
 
@@ -136,7 +152,9 @@ def _listed(path: Path, stage: str, names: Sequence[str]) -> list[int]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     for line in lines:
         row = _parsed(line)
-        if row is not None and row["stage"] == stage and row["source"] in names:
+        if row is None or row.get("outage"):
+            continue
+        if row["stage"] == stage and row["source"] in names:
             counts[names.index(row["source"])] += 1
     return counts
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coat_data.dataset import SampleDataset
-from coat_data.documents import holds_documents
+from coat_data.documents import row_kinds
 from coat_data.encode import Encoder
 from coat_data.loader import LoadedBatch, TrainLoader, val_batches
 from coat_data.mixture import Mixture, SourceShare
@@ -298,14 +298,21 @@ def _warnings(sources: Sequence[SourceConfig], datasets: Sequence[Rows]) -> list
 def _mismatches(
     sources: Sequence[SourceConfig], datasets: Sequence[Rows], template: str
 ) -> list[str]:
-    """A line for each source whose rows the template does not suit, as far as its first rows show.
+    """A line for each source whose rows the template does not suit, as far as 64 of them show.
 
     One template holds for the whole stage: none suits both documents and chat.
     """
     found: list[str] = []
     for source, dataset in zip(sources, datasets, strict=True):
+        kinds = row_kinds(dataset)
+        if kinds.documents and kinds.others:
+            found.append(
+                f"{source.name}: {kinds.documents} of {kinds.documents + kinds.others} rows that "
+                "were looked at are documents, the others are not: template plain cuts the "
+                "documents alone; better make two sources of it"
+            )
         if template != "plain":
-            if holds_documents(dataset):
+            if kinds.documents:
                 found.append(
                     f"{source.name}: holds documents, which template {template} trains as answers "
                     "in a chat and does not cut, so that long ones are bad rows: give them a stage "

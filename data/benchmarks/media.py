@@ -10,6 +10,11 @@ Cases, each in the same worker processes of a DataLoader:
                      and to the thumbnail, as arrays of bytes
     tiles, engine    the same file through the encoder in mode dynamic: tokens, labels, 13
                      normalized tiles in FP32
+    tiles, datasets  the same pixels by Hugging Face datasets (imagefolder, its Image feature) and a
+                     plain collator: Pillow's resize and crop, torch's normalization, batches of
+                     4; no tokens
+    tiles, energon   the same by megatron-energon from a WebDataset of the files, where it is
+                     installed (pip install megatron-energon); no tokens
     square, bare     Pillow's decode and resize to 448 x 448, as an array of bytes
     square, engine   the same through the encoder in mode resize
     clip, pyav       H.264 clip of 1280 x 720 at 30 frames per second, a keyframe every 250 frames:
@@ -24,15 +29,18 @@ comparison with the bare case is of that where it is known, as other programs di
 """
 
 import argparse
+import contextlib
 import csv
 import importlib.util
+import io
 import os
 import platform
 import statistics
 import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -56,9 +64,12 @@ from coat_vlm.tokenizer import train_tokenizer
 
 SIZE, HALF = 448, (0.5, 0.5, 0.5)
 GRID = (3, 4)  # rows and columns that 1280 x 960 gets of up to 12 tiles
+BATCH = 4  # images of the cases that make batches themselves
 COLUMNS = ("case", "workers", "results", "per_second", "cpu_ms", "over_bare_percent")
 
 Load = Callable[[Path], Any]
+Loader = Callable[[int, bool], Iterable[Any]]
+"""Workers, and whether they keep their results -> what is iterated in a pass over the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +78,7 @@ class Case:
 
     name: str
     files: list[Path]
-    load: Load
+    loader: Loader
     bare: str | None = None
     """The case that it is compared with."""
 
@@ -104,6 +115,102 @@ def bare_square(path: Path) -> list[torch.Tensor]:
     return [torch.from_numpy(np.array(image))]
 
 
+def by_file(files: list[Path], load: Load) -> Loader:
+    """Loads one file after the other."""
+
+    def loader(workers: int, keep: bool) -> Iterable[Any]:
+        return DataLoader(
+            Files(files, load, keep=keep),
+            batch_size=None,
+            collate_fn=_unchanged,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+        )
+
+    return loader
+
+
+def plain_tiles(image: Image.Image) -> torch.Tensor:
+    """The tiles of the grid and the thumbnail, normalized, as a short script makes them."""
+    image = image.convert("RGB")
+    whole = image.resize((GRID[1] * SIZE, GRID[0] * SIZE), Image.Resampling.BICUBIC)
+    corners = [(SIZE * column, SIZE * row) for row in range(GRID[0]) for column in range(GRID[1])]
+    tiles = [whole.crop((left, top, left + SIZE, top + SIZE)) for left, top in corners]
+    tiles.append(image.resize((SIZE, SIZE), Image.Resampling.BICUBIC))
+    pixels = torch.from_numpy(np.stack([np.asarray(tile) for tile in tiles]))
+    mean, std = (torch.tensor(HALF).view(3, 1, 1) for _ in range(2))
+    return (pixels.permute(0, 3, 1, 2).float() / 255 - mean) / std
+
+
+def by_datasets(files: list[Path], folder: Path) -> Loader:
+    """Hugging Face datasets, which decodes, and a collator, which tiles."""
+    from datasets import load_dataset
+
+    names = [str(path) for path in files]
+    images: Any = load_dataset(
+        "imagefolder", data_files=names, drop_labels=True, split="train", cache_dir=str(folder)
+    )
+
+    def loader(workers: int, keep: bool) -> Iterable[Any]:
+        def collated(rows: list[dict[str, Any]]) -> Any:
+            batch = torch.stack([plain_tiles(row["image"]) for row in rows])
+            return 0 if keep else batch
+
+        return DataLoader(
+            images,
+            batch_size=BATCH,
+            collate_fn=collated,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+        )
+
+    return loader
+
+
+def by_energon(files: list[Path], folder: Path) -> Loader:
+    """A WebDataset of the files, prepared and read by megatron-energon."""
+    energon: Any = importlib.import_module("megatron.energon")
+    webdataset: Any = importlib.import_module("megatron.energon.flavors.webdataset")
+    folder.mkdir()
+    with tarfile.open(folder / "0.tar", "w") as archive:
+        for number, path in enumerate(files):
+            archive.add(path, f"{number:06d}.jpg")
+            caption = tarfile.TarInfo(f"{number:06d}.txt")
+            caption.size = 1
+            archive.addfile(caption, io.BytesIO(b"-"))
+    with contextlib.redirect_stdout(sys.stderr):
+        webdataset.BaseWebdatasetFactory.prepare_dataset(
+            energon.epathlib.EPath(folder), ["0.tar"], split_parts_ratio=[("train", 1.0)], workers=1
+        )
+    (folder / ".nv-meta" / "dataset.yaml").write_text(
+        "sample_type: {__module__: megatron.energon, __class__: CaptioningSample}\n"
+        "field_map: {image: jpg, caption: txt}\n"
+    )
+
+    def loader(workers: int, keep: bool) -> Iterable[Any]:
+        class Tiles(energon.DefaultTaskEncoder):
+            decoder = energon.SampleDecoder(image_decode="pilrgb")
+
+            @energon.stateless
+            def encode_sample(self, sample: Any) -> torch.Tensor:
+                return plain_tiles(sample.image)
+
+            def batch(self, samples: list[torch.Tensor]) -> Any:
+                batch = torch.stack(samples)
+                return 0 if keep else batch
+
+        dataset = energon.get_val_dataset(  # of training data the loader has no end
+            str(folder),
+            split_part="train",
+            worker_config=energon.WorkerConfig(rank=0, world_size=1, num_workers=workers),
+            batch_size=BATCH,
+            task_encoder=Tiles(),
+        )
+        return energon.get_loader(dataset)
+
+    return loader
+
+
 class Engine:
     """Encodes a file as the picture of a question and an answer."""
 
@@ -119,8 +226,8 @@ class Engine:
         return self._encoder(Sample(id="x", turns=(question, answer), media=media))
 
 
-def cases(images: list[Path], clips: list[Path]) -> list[Case]:
-    """All cases that can run here."""
+def cases(images: list[Path], clips: list[Path], folder: Path) -> list[Case]:
+    """All cases that can run here; ``folder`` is for what they store."""
     tokenizer: Any = train_tokenizer(
         ["What is shown here? A pattern of coloured squares."] * 3, 300
     )
@@ -138,20 +245,21 @@ def cases(images: list[Path], clips: list[Path]) -> list[Case]:
         return Engine(encoder, kind)
 
     square = ImageTransform(SIZE, HALF, HALF)
+    tiled = engine("image", TiledTransform(SIZE, HALF, HALF))
     found = [
-        Case("tiles, bare", images, bare_tiles),
-        Case(
-            "tiles, engine",
-            images,
-            engine("image", TiledTransform(SIZE, HALF, HALF)),
-            "tiles, bare",
-        ),
-        Case("square, bare", images, bare_square),
-        Case("square, engine", images, engine("image", square), "square, bare"),
-        Case("clip, pyav", clips, engine("video", square)),
+        Case("tiles, bare", images, by_file(images, bare_tiles)),
+        Case("tiles, engine", images, by_file(images, tiled), "tiles, bare"),
+        Case("tiles, datasets", images, by_datasets(images, folder / "datasets"), "tiles, bare"),
+        Case("square, bare", images, by_file(images, bare_square)),
+        Case("square, engine", images, by_file(images, engine("image", square)), "square, bare"),
+        Case("clip, pyav", clips, by_file(clips, engine("video", square))),
     ]
+    if importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.energon"):
+        loader = by_energon(images, folder / "energon")
+        found.insert(3, Case("tiles, energon", images, loader, "tiles, bare"))
     if importlib.util.find_spec("decord") is not None:
-        found.append(Case("clip, decord", clips, engine("video", square, "decord"), "clip, pyav"))
+        decord = by_file(clips, engine("video", square, "decord"))
+        found.append(Case("clip, decord", clips, decord, "clip, pyav"))
     return found
 
 
@@ -160,23 +268,16 @@ def measure(
 ) -> dict[str, tuple[float, float]]:
     """Seconds per file by the clock and of the processor, by case; medians over the passes."""
     torch.set_num_threads(1)
-    loaders = {
-        case.name: DataLoader(
-            Files(case.files, case.load, keep=keep),
-            batch_size=None,
-            collate_fn=_unchanged,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-        )
-        for case in all_cases
-    }
+    loaders = {case.name: case.loader(workers, keep) for case in all_cases}
+    sizes = {case.name: len(case.files) for case in all_cases}
     passes: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}
     for _ in tqdm(range(repeats + 1), desc=f"{workers} workers", unit="pass", disable=None):
         for name, loader in loaders.items():
             wall_s, cpu_s = time.perf_counter(), time.process_time()
-            count = sum(1 for _ in loader)
+            for _ in loader:
+                pass
             wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
-            passes[name].append((wall_s / count, cpu_s / count))
+            passes[name].append((wall_s / sizes[name], cpu_s / sizes[name]))
     return {
         name: (statistics.median(w for w, _ in kept), statistics.median(c for _, c in kept))
         for name, kept in ((name, taken[1:]) for name, taken in passes.items())
@@ -267,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         table = []
         head = f"{'workers':>8}{'results':>9}{'per second':>12}{'CPU ms':>9}{'over bare':>11}"
         print(f"{'case':16}{head}")
-        for row in rows(args, cases(images, clips)):
+        for row in rows(args, cases(images, clips, Path(name))):
             over = f"{row['over_bare_percent']}%" if row["over_bare_percent"] else ""
             line = f"{row['case']:16}{row['workers']:>8}{row['results']:>9}{row['per_second']:>12}"
             print(f"{line}{row['cpu_ms']:>9}{over:>11}")

@@ -13,7 +13,7 @@ from coat_data.encode import EncodedSample
 from coat_data.mixture import Mixture, Stream, generator
 from coat_data.order import Bin
 from coat_data.pack import MAX_DRAWS, PackedOrder, replacement
-from coat_data.sample import DataError, Sample
+from coat_data.sample import DataError, Sample, UnreachableError
 from coat_data.selection import Rows, original_row, replayed_rows
 
 Encode = Callable[[Sample, np.random.Generator | None], EncodedSample]
@@ -39,6 +39,8 @@ class BadSample:
     """Index of its source (validation: 0)."""
     row: int
     """Its row in the source's file or folder."""
+    outage: bool = False
+    """Whether a network or server failed, which says nothing about the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +247,12 @@ def _check_fits(encoded: EncodedSample, where: str, tokens: int | None, images: 
 def bad_sample(error: DataError, position: int, source: int, row: int) -> BadSample:
     """What is listed of a row's error."""
     return BadSample(
-        where=error.where, problem=error.problem, position=position, source=source, row=row
+        where=error.where,
+        problem=error.problem,
+        position=position,
+        source=source,
+        row=row,
+        outage=isinstance(error, UnreachableError),
     )
 
 

@@ -8,7 +8,6 @@ is found by its characters, so that encoding one does not need the whole documen
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,26 +16,37 @@ from torch.utils.data import DataLoader, Dataset
 
 from coat_data.encode import Encoder
 from coat_data.sample import DataError, Part, Sample
-from coat_data.selection import Rows, SelectedRows
+from coat_data.selection import Rows, SelectedRows, rows_to_look_at
 
 _CHUNK = 16
 """Rows that a worker cuts before it answers."""
-
-_PROBED = 16
-"""Rows in which a document is looked for."""
 
 _WHOLE = -1
 """The end of a row that is not cut."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowKinds:
+    """What some rows of a source are."""
+
+    documents: int
+    """Texts to learn as a whole."""
+    others: int
+    """Conversations, captions, and what else is no document."""
+
+
+def row_kinds(dataset: Rows) -> RowKinds:
+    """How many documents are among the good ones of :func:`rows_to_look_at`."""
+    found = [sample.is_document for sample in rows_to_look_at(dataset)]
+    return RowKinds(sum(found), len(found) - sum(found))
+
+
 def holds_documents(dataset: Rows) -> bool:
-    """Whether the first good row of a source is a document."""
-    for row in islice(range(len(dataset)), _PROBED):
-        try:
-            return dataset[row].is_document
-        except DataError:
-            continue
-    return False
+    """Whether a source holds documents: any of :func:`rows_to_look_at` is one.
+
+    Then each row is asked by itself: of a mixed source the documents are cut, the others are not.
+    """
+    return any(sample.is_document for sample in rows_to_look_at(dataset))
 
 
 class DocumentPieces(SelectedRows):

@@ -338,8 +338,8 @@ class Encoder:
                 raise DataError(
                     sample.where,
                     f"{length} tokens are more than max_length={self.max_length}",
-                    "raise model.max_length, or train documents in a stage with template: plain, "
-                    "which cuts them"
+                    "raise model.max_length, or train documents as a source of their own with "
+                    "template: plain, which cuts them"
                     if sample.is_document
                     else "raise model.max_length, or split the conversation",
                 )

@@ -13,10 +13,10 @@ of the field was trained on such pixels.
 import io
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -326,15 +326,24 @@ class ImageTransform:
 
 
 def channels_of(image: Image.Image) -> list[NDArray[np.uint8]]:
-    """The channels of an RGB image, three of (height, width).
+    """The channels of an RGB image, three of (height, width), not to be written to.
 
     Pillow keeps four bytes per pixel: to part the channels takes as long as to pack three of them,
     and channels are read several times as fast as every third byte.
     """
-    return [
-        np.frombuffer(image.tobytes("raw", channel), np.uint8).reshape(image.height, image.width)
-        for channel in "RGB"
-    ]
+    return [_values(channel) for channel in image.split()]
+
+
+def _values(channel: Image.Image) -> NDArray[np.uint8]:
+    """The values (height, width) of an image of one channel, where Pillow can share its memory."""
+    import pyarrow  # half a second, which headers do not need
+
+    data: Any = None
+    if hasattr(channel, "__arrow_c_array__"):  # Pillow 11.2
+        with suppress(ValueError):  # more than 16 MiB, in several blocks, which are copied below
+            data = pyarrow.array(channel).buffers()[1]
+    data = channel.tobytes() if data is None else data
+    return np.frombuffer(data, np.uint8).reshape(channel.height, channel.width)
 
 
 def _steps(mean: float, std: float) -> tuple[np.float32, np.float32, np.float32 | None]:

@@ -11,7 +11,7 @@ from coat_data.dataset import SampleDataset
 from coat_data.image import image_size
 from coat_data.ingest import decode
 from coat_data.media_header import check_video
-from coat_data.sample import DataError, Media
+from coat_data.sample import DataError, Media, UnreachableError
 
 MediaCheck = Literal["none", "header", "decode"]
 
@@ -23,6 +23,8 @@ class LintSummary:
     rows: int
     bad: int
     """Rows with a problem, and files that break off."""
+    unreachable: int = 0
+    """Those of them whose media a network or server failed to give: they may be good."""
     format: str
     """What the rows were read as; empty if the source could not be opened."""
 
@@ -50,7 +52,7 @@ def lint(
     except DataError as error:
         report(error)
         return LintSummary(rows=0, bad=1, format="")
-    rows = bad = 0
+    rows = bad = unreachable = 0
     total = len(dataset) if dataset.random_access else None
     for sample in tqdm(dataset.stream(), f"lint {dataset.name}", total, disable=not progress):
         rows += 1
@@ -59,12 +61,13 @@ def lint(
             error = _media_problem(sample.media, sample.where, check_media)
         if error is not None:
             bad += 1
+            unreachable += isinstance(error, UnreachableError)
             with tqdm.external_write_mode():  # so that the bar and the lines do not mix
                 report(error)
     if not rows:
         bad += 1
         report(DataError(str(path), "there are no rows", "give a source with at least one row"))
-    return LintSummary(rows=rows, bad=bad, format=dataset.format)
+    return LintSummary(rows=rows, bad=bad, unreachable=unreachable, format=dataset.format)
 
 
 def _media_problem(media: tuple[Media, ...], where: str, check: MediaCheck) -> DataError | None:
@@ -77,5 +80,5 @@ def _media_problem(media: tuple[Media, ...], where: str, check: MediaCheck) -> D
             else:
                 check_video(medium)
         except DataError as error:
-            return DataError(f"{where}: {error.where}", error.problem, error.remedy)
+            return type(error)(f"{where}: {error.where}", error.problem, error.remedy)
     return None

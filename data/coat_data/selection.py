@@ -27,6 +27,10 @@ class Rows(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
 
+_LOOKED_AT = 64
+"""Rows that tell what a source holds."""
+
+
 class SelectedRows:
     """Some rows of a dataset.
 
@@ -67,6 +71,21 @@ def shards_of(dataset: Rows) -> Shards | None:
         return None
     whole: Shards | None = getattr(dataset.dataset, "shards", None)
     return None if whole is None else dataclasses.replace(whole, kept=dataset.rows)
+
+
+def rows_to_look_at(dataset: Rows) -> Iterator[Sample]:
+    """The good ones of 64 rows that stand for a source: at even distances, the first among them.
+
+    Of shards read over a network the first 64 rows, as others may take long to reach.
+    """
+    size = len(dataset)
+    number = min(size, _LOOKED_AT)
+    near = shards_of(dataset) is not None
+    for place in range(number):
+        try:
+            yield dataset[place if near else place * size // number]
+        except DataError:
+            continue
 
 
 def replayed_rows(dataset: Rows) -> int:
@@ -160,7 +179,7 @@ def read_quarantine(path: Path, source: str, file: str, size: int) -> set[int]:
     """
     rows: set[int] = set()
     others: set[str] = set()
-    for number, (name, listed, row) in enumerate(_quarantined(path)):
+    for number, name, listed, row in _quarantined(path):
         if name != source:
             others.add(name)
         elif listed != Path(file).name or not 0 <= row < size:
@@ -187,11 +206,14 @@ def listed_sources(path: Path) -> set[str]:
     Raises:
         DataError: the list is missing or damaged.
     """
-    return {source for source, _, _ in _quarantined(path)}
+    return {source for _, source, _, _ in _quarantined(path)}
 
 
-def _quarantined(path: Path) -> Iterator[tuple[str, str, int]]:
-    """Source, last part of the file, and row of each line of a bad_samples.jsonl."""
+def _quarantined(path: Path) -> Iterator[tuple[int, str, str, int]]:
+    """Number, source, last part of the file, and row of each line of a bad_samples.jsonl.
+
+    Rows of an outage are passed over: nothing is known to be wrong with them.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -201,8 +223,9 @@ def _quarantined(path: Path) -> Iterator[tuple[str, str, int]]:
     for number, line in enumerate(lines):
         try:
             entry = json.loads(line)
-            yield str(entry["source"]), Path(entry["file"]).name, int(entry["row"])
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            if not entry.get("outage"):
+                yield number, str(entry["source"]), Path(entry["file"]).name, int(entry["row"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
                 f"{path}:{number}",
                 f"not a line of bad_samples.jsonl ({type(error).__name__}: {error})",

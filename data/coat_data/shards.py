@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from datasets import Features
 
 FORMAT = "coat-vlm-samples"
-VERSION = 2
-"""Version 1 had no ``start`` and ``end`` of videos; they are null then."""
+VERSION = 3
+"""Version 1 had no ``start`` and ``end`` of videos, 2 no ``continues``; they are null then."""
 MANIFEST_NAME = "manifest.json"
 BAD_SAMPLES_NAME = "bad_samples.jsonl"
 
@@ -65,7 +65,7 @@ class Manifest:
         """Read ``folder``'s manifest.
 
         Raises:
-            DataError: it is missing, or is not a manifest of this version or the one before.
+            DataError: it is missing, or is not a manifest of this version or an earlier one.
         """
         path = folder / MANIFEST_NAME
         if not path.is_file():
@@ -77,7 +77,7 @@ class Manifest:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             found = (content.pop("format"), content.pop("version"))
-            if found in [(FORMAT, 1), (FORMAT, VERSION)]:
+            if found in [(FORMAT, number) for number in range(1, VERSION + 1)]:
                 shards = tuple(Shard(**shard) for shard in content.pop("shards"))
                 return cls(shards=shards, **content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -107,6 +107,7 @@ def features() -> "Features":
             "row": Value("int64"),
             "turns": List({"role": Value("string"), "parts": List(part)}),
             "media": List(medium),
+            "continues": Value("bool"),
         }
     )
 
@@ -121,6 +122,7 @@ def to_record(sample: Sample, media_root: Path | str) -> dict[str, Any]:
             {**dataclasses.asdict(media), "path": _relative(media.path, media_root)}
             for media in sample.media
         ],
+        "continues": sample.continues,
     }
 
 
@@ -146,6 +148,7 @@ def to_sample(record: dict[str, Any], *, source: str, root: MediaRoot) -> Sample
         media=tuple(Media(**entry) for entry in media),
         source=source,
         row=record["row"],
+        continues=bool(record["continues"]),
     )
 
 

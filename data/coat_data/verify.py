@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from coat_data.encode import IGNORE_INDEX, Encoder
 from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_data.selection import Rows
+from coat_data.selection import Rows, rows_to_look_at
 from coat_data.tokens import PieceTokenizer
 
 ROWS_PER_SOURCE = 16
@@ -90,13 +90,13 @@ def verify_rows(
     return checked
 
 
-def dropped_question(dataset: Rows, rows: int = ROWS_PER_SOURCE) -> str | None:
-    """Where a user's words without media stand, among the first rows; None if nowhere.
+def dropped_question(dataset: Rows) -> str | None:
+    """Where a user's words without media stand, among :func:`rows_to_look_at`; None if nowhere.
 
     The template ``plain`` drops such words, so that their answer would be trained as an answer to
     nothing.
     """
-    for sample in _first_rows([dataset], rows):
+    for sample in rows_to_look_at(dataset):
         asks = any(turn.role == "user" and turn.text.strip() for turn in sample.turns)
         if asks and not sample.media:
             return sample.where

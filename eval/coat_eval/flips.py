@@ -10,6 +10,8 @@ from typing import Any, Literal
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from tqdm import tqdm
 
+from coat_data.containers.remote_file import is_url
+from coat_data.media_root import MediaRoot
 from coat_data.sample import DataError
 from coat_eval.differences import Comparison, only_right
 from coat_eval.score import write_text
@@ -56,7 +58,7 @@ def write_flips(
     path: Path,
     *,
     per_set: int = FLIPS_PER_SET,
-    media_root: Path | None = None,
+    media_root: Path | str | None = None,
 ) -> Path:
     """Write one self-contained HTML file: the differences, and the items that flipped.
 
@@ -66,7 +68,8 @@ def write_flips(
         per_set: most items shown per set and pair of models, half of each direction where there
             are as many, at even distances over the set. Images are made small, so a set adds about
             20 kB times this.
-        media_root: where relative media paths start; the working directory by default.
+        media_root: folder or address where relative media paths start; the working directory by
+            default.
 
     Raises:
         ValueError: ``per_set`` is negative.
@@ -91,7 +94,7 @@ def write_flips(
 
 
 def flip_sections(
-    comparison: Comparison, per_set: int, media_root: Path | None = None
+    comparison: Comparison, per_set: int, media_root: Path | str | None = None
 ) -> list[FlipSection]:
     """One section per set and model, each against the first model."""
     names = list(comparison.sets)
@@ -110,7 +113,7 @@ def _section(
     one: ScoredSet,
     other: ScoredSet,
     per_set: int,
-    media_root: Path | None,
+    media_root: Path | str | None,
 ) -> FlipSection:
     lost, won = only_right(one, other)
     num_won = min(len(won), max(per_set // 2, per_set - len(lost)))
@@ -128,7 +131,11 @@ def _section(
 
 
 def _card(
-    one: ScoredSet, other: ScoredSet, index: int, second_is_right: bool, media_root: Path | None
+    one: ScoredSet,
+    other: ScoredSet,
+    index: int,
+    second_is_right: bool,
+    media_root: Path | str | None,
 ) -> FlipCard:
     first, second = one.items[index], other.items[index]
     owner, scored = (first, one) if first.get("media") else (second, other)
@@ -154,7 +161,7 @@ def _card(
     )
 
 
-def _rooted(entry: object, media_root: Path | None, where: str) -> dict[str, Any]:
+def _rooted(entry: object, media_root: Path | str | None, where: str) -> dict[str, Any]:
     """One medium of ``{"kind", "path"}`` or ``{"kind", "name"}``, as :class:`Media` has it.
 
     A text is the path of an image, or of a video by its ending.
@@ -175,9 +182,12 @@ def _rooted(entry: object, media_root: Path | None, where: str) -> dict[str, Any
     if part:
         times = dict(zip(("start", "end"), map(float, seconds.split(",")), strict=True))
     is_video = (mimetypes.guess_type(name)[0] or "").startswith("video")
-    # An absolute path stays itself below another root.
-    path = Path(media_root or "") / name
-    return {"kind": "video" if is_video else entry["kind"], "path": str(path), **times}
+    path = name
+    if is_url(media_root or "") and not Path(name).is_absolute():
+        path = MediaRoot(media_root or "").file(name, where)
+    elif not is_url(name):  # an absolute path stays itself below another root
+        path = str(Path(media_root or "") / name)
+    return {"kind": "video" if is_video else entry["kind"], "path": path, **times}
 
 
 def _loaded(entry: Mapping[str, Any], pick: Literal["first", "middle"]) -> Mapping[str, Any] | str:

@@ -33,7 +33,7 @@ def read_questions(
     folder: Path,
     check_reference: Callable[[Mapping[str, Any]], dict[str, Any]],
     *,
-    media_root: Path | None = None,
+    media_root: Path | str | None = None,
     check_media: bool = True,
 ) -> list[Item]:
     """The items of ``folder/questions.jsonl`` in file order.
@@ -42,7 +42,7 @@ def read_questions(
         folder: evaluation folder.
         check_reference: the task's check of ``{"answer", "category", "choices"?}``; its ValueError
             is reported with file and line.
-        media_root: where relative media paths start; ``folder`` by default.
+        media_root: folder or address where relative media paths start; ``folder`` by default.
         check_media: whether every image and video must exist now (scoring needs none).
 
     Raises:
@@ -52,7 +52,8 @@ def read_questions(
     path = Path(folder) / QUESTIONS_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; an evaluation folder needs that file")
-    root = Path(media_root) if media_root is not None else Path(folder)
+    start = folder if media_root is None else media_root
+    root = MediaRoot(start if is_url(start) else Path(start).absolute(), follow_links=True)
     items: dict[str, Item] = {}
     lines: dict[str, int] = {}
     for number, row in read_json_lines(path, "write one JSON object per line"):
@@ -76,7 +77,7 @@ def _read_item(
     row: Mapping[str, Any],
     where: str,
     number: int,
-    root: Path,
+    root: MediaRoot,
     check_reference: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> Item:
     _check_fields(row, where)
@@ -105,7 +106,7 @@ def _check_fields(row: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _sample(row: Mapping[str, Any], where: str, number: int, root: Path) -> Sample:
+def _sample(row: Mapping[str, Any], where: str, number: int, root: MediaRoot) -> Sample:
     """The question as a conversation, read by the same reader as the training data."""
     media = {key: row[key] for key in MEDIA_KEYS if key in row}
     answer = str(row.get("answer", row.get("label")))
@@ -114,9 +115,7 @@ def _sample(row: Mapping[str, Any], where: str, number: int, root: Path) -> Samp
     try:
         return to_sample(
             {"id": str(row["question_id"]), **media, "conversations": said},
-            Place(
-                source=source, row=number - 1, root=MediaRoot(root.absolute(), follow_links=True)
-            ),
+            Place(source=source, row=number - 1, root=root),
         )
     except DataError as error:
         raise DataError(where, error.problem, error.remedy) from error

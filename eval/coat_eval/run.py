@@ -83,7 +83,7 @@ def evaluate_run(
             Path(settings.path),
             run_dir / "eval" / name,
             model_dir=model_dir,
-            media_root=_media_root(settings),
+            media_root=settings.media_root,
             batch_size=batch_size,
             max_new_tokens=max_new_tokens,
             limit=limit,
@@ -152,14 +152,10 @@ def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join([*names, *numbers, line[7]]).rstrip()
 
 
-def _media_root(settings: EvalSetConfig) -> Path | None:
-    return None if settings.media_root is None else Path(settings.media_root)
-
-
 def _check_required_metrics(name: str, settings: EvalSetConfig) -> None:
     """Fail before generating anything when a required metric is misspelt."""
     task = get_task(settings.task)
-    items = task.load(Path(settings.path), _media_root(settings))
+    items = task.load(Path(settings.path), settings.media_root)
     known = task.score(items, {})
     for metric in settings.require:
         if metric not in known:

@@ -60,7 +60,7 @@ def evaluate(
     out_dir: Path,
     *,
     model_dir: Path,
-    media_root: Path | None = None,
+    media_root: Path | str | None = None,
     batch_size: int = 32,
     max_new_tokens: int = 16,
     limit: int | None = None,
@@ -81,7 +81,7 @@ def evaluate(
         folder: evaluation folder with questions.jsonl.
         out_dir: gets predictions.jsonl, run.json, items.jsonl and report.json.
         model_dir: folder the model was loaded from; its files identify the predictions.
-        media_root: where relative media paths start; ``folder`` by default.
+        media_root: folder or address where relative media paths start; ``folder`` by default.
         batch_size: questions per forward pass.
         max_new_tokens: longest answer in tokens; a batch stops early when all have ended.
         limit: ask the first ``limit`` questions only.

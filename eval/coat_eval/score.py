@@ -28,7 +28,7 @@ def score_file(
     predictions_path: Path,
     report_path: Path,
     *,
-    media_root: Path | None = None,
+    media_root: Path | str | None = None,
     limit: int | None = None,
     allow_missing: bool = False,
     extra: Mapping[str, Any] | None = None,
@@ -40,7 +40,7 @@ def score_file(
         folder: evaluation folder with questions.jsonl.
         predictions_path: predictions, one JSON object per line.
         report_path: where the report goes; its folder is made.
-        media_root: where relative media paths start; ``folder`` by default.
+        media_root: folder or address where relative media paths start; ``folder`` by default.
         limit: score the first ``limit`` questions only, and pass over predictions for the others.
         allow_missing: count questions without a prediction as wrong instead of raising.
         extra: further entries of the report (model, device, ...).

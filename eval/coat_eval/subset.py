@@ -25,8 +25,7 @@ def eval_subsets(recipe: Recipe) -> list[EvalSubset]:
     subsets = []
     for name, settings in recipe.eval_sets.items():
         task = get_task(settings.task)
-        root = None if settings.media_root is None else Path(settings.media_root)
-        items = task.load(Path(settings.path), root)
+        items = task.load(Path(settings.path), settings.media_root)
         chosen = [items[index] for index in spread(range(len(items)), recipe.eval_samples)]
         subsets.append(
             EvalSubset(

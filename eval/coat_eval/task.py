@@ -44,7 +44,7 @@ class Task(ABC):
         return {"accuracy": accuracy(one.correct for one in scored)}
 
     def load(
-        self, folder: Path, media_root: Path | None = None, *, check_media: bool = True
+        self, folder: Path, media_root: Path | str | None = None, *, check_media: bool = True
     ) -> list[Item]:
         """The items of an evaluation folder; see :func:`coat_eval.questions.read_questions`."""
         return read_questions(

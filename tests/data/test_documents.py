@@ -1,5 +1,7 @@
 """Documents: what holds them, how they are cut, what is trained of a piece."""
 
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,19 @@ import pytest
 from datasets import Dataset
 
 from coat_data.chat import get_template
+from coat_data.containers.json_file import JsonRows
+from coat_data.containers.open import open_rows
 from coat_data.containers.text_file import BLOCK_BYTES, TextRows
 from coat_data.dataset import SampleDataset
-from coat_data.documents import DocumentPieces, cut, cut_rows, holds_documents, piece_of
+from coat_data.documents import (
+    DocumentPieces,
+    RowKinds,
+    cut,
+    cut_rows,
+    holds_documents,
+    piece_of,
+    row_kinds,
+)
 from coat_data.encode import IGNORE_INDEX, Encoder
 from coat_data.image import ImageTransform
 from coat_data.sample import DataError, Media, Part, Sample, Turn
@@ -117,6 +129,47 @@ def test_texts_by_content(tmp_path: Path) -> None:
         ]  # fmt: skip
         assert dataset[0].is_document
     assert dataset[1].where.endswith("b.txt:0")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_json"),
+    [
+        ('{"conversations": [], "id": 1}\n{"id": 2}\n', True),
+        ('\ufeff\n {"text": "One."}', True),
+        ('[\n  {"text": "One."},\n  {"text": "Two."}\n]\n', True),
+        ('{"key": 1} is how an object is written.\nOf which more below.\n', False),
+        ('{"quoted words} in braces begin this page.\n', False),
+        ('[{"a": 1}, and so on]\n', True),  # the first row is one: what follows is an error in it
+        ('[{"Dear" reader}] thus begins the letter.\n', False),
+        ('{\n  "name": "a program\'s settings"\n}\n', False),
+    ],
+)
+def test_a_text_file_is_json_if_its_first_row_is(tmp_path: Path, text: str, is_json: bool) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(text, encoding="utf-8")
+    opened = open_rows(path).rows
+    assert isinstance(opened, JsonRows if is_json else TextRows)
+    if not is_json:
+        sample = SampleDataset(path)[0]
+        assert (sample.is_document, sample.turns[1].text) == (True, text)
+
+
+def test_documents_are_found_wherever_they_stand(tmp_path: Path, make_tokenizer: Any) -> None:
+    """A mixed source begins with conversations: its documents are cut, and nothing else."""
+    encoder = text_encoder(make_tokenizer("qwen2"))
+    talk = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    text = {"messages": [{"role": "assistant", "content": HARD}]}
+    rows: list[Any] = [talk] * 200 + [text] * 100 + [talk] * 200
+    rows[0] = {"messages": 3}  # a bad row tells nothing
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    dataset = SampleDataset(path)
+    assert holds_documents(dataset)
+    assert row_kinds(dataset) == RowKinds(documents=13, others=50)
+    found = np.concatenate(list(cut_rows(dataset, encoder, range(198, 202))))
+    assert sorted(Counter(found[:, 0].tolist()).values()) == [1, 1, *[len(found) // 2 - 1] * 2]
+    path.write_text("\n".join(map(json.dumps, rows[:200])))
+    assert not holds_documents(SampleDataset(path))
 
 
 def test_texts_that_are_wrong(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coat_data.dataset import SampleDataset
+from coat_data.ingest import ingest
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.writers.export import ExportFormat, export
 from coat_data.writers.rows import joined
@@ -146,3 +147,23 @@ def test_files_folders_and_spans_of_videos(tmp_path: Path, to: ExportFormat) -> 
     assert not (tmp_path / "kept/media").exists()
     with pytest.raises(DataError, match="not empty"):
         export(tmp_path / "a.json", tmp_path / "kept", to, progress=False)
+
+
+@pytest.mark.parametrize("to", [*FORMATS, "ingest"])
+def test_a_document_that_goes_on_does_so_when_read_back(tmp_path: Path, to: Any) -> None:
+    text = "".join(f"line {number} of a book\n" for number in range(9000))
+    (tmp_path / "book.txt").write_text(text)
+    source = SampleDataset(tmp_path / "book.txt")
+    assert [sample.continues for sample in source.stream()] == [True, True, False]  # pyright: ignore
+    if to == "ingest":
+        ingest(tmp_path / "book.txt", tmp_path / "out", progress=False)
+        path = tmp_path / "out"
+    else:
+        path = export(tmp_path / "book.txt", tmp_path / "out", to, progress=False).path
+    read = [sample for sample in SampleDataset(path).stream() if isinstance(sample, Sample)]
+    assert [sample.continues for sample in read] == [True, True, False]
+    assert "".join(sample.turns[1].text for sample in read) == text
+    # Only a document goes on: the word in a conversation's row means nothing.
+    said = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    (tmp_path / "a.json").write_text(json.dumps([{"conversations": said, "continues": True}]))
+    assert not SampleDataset(tmp_path / "a.json")[0].continues

@@ -1,5 +1,6 @@
 """Image opening and transforms, against transformers' PIL image processors and plain NumPy."""
 
+import gc
 import io
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from coat_data.image import ImageTransform, open_image
+from coat_data.image import ImageTransform, channels_of, open_image
 from coat_data.sample import DataError, Media
 
 HALF = (0.5, 0.5, 0.5)
@@ -209,3 +210,19 @@ def test_every_value_is_normalized_by_the_formula_to_the_bit(std: tuple[float, .
     for channel, plane in enumerate((values, values[::-1], values.T)):
         expected = plane.astype(np.float32) / np.float32(255) - np.float32(mean[channel])
         assert np.array_equal(pixels[channel], expected / np.float32(std[channel]))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 5), (378, 2), (449, 448), (6000, 5000)])
+def test_channels_are_the_pixels_whether_shared_or_copied(
+    size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Channels of more than 16 MiB, and those of Pillow before 11.2, cannot be shared."""
+    width, height = size
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    shared = channels_of(Image.fromarray(pixels))
+    gc.collect()  # the image is gone, its memory is not
+    assert [channel.shape for channel in shared] == [(height, width)] * 3
+    assert np.array_equal(np.stack(shared, axis=-1), pixels)
+    monkeypatch.delattr(Image.Image, "__arrow_c_array__", raising=False)
+    copied = channels_of(Image.fromarray(pixels))
+    assert np.array_equal(np.stack(copied, axis=-1), pixels)

@@ -292,7 +292,7 @@ def test_damaged_folders_are_refused(source: Path) -> None:
 
     for broken, problem in (
         (text.replace('"rows": 10', '"rows": 11'), "hold 10 rows, the manifest says 11"),
-        (text.replace('"version": 2', '"version": 99'), "version 99"),
+        (text.replace('"version": 3', '"version": 99'), "version 99"),
         (text.replace('"rows": 10,', ""), "is not a manifest"),
         (text[:50], "is not a manifest"),
         ("[]", "is not a manifest"),
@@ -305,6 +305,16 @@ def test_damaged_folders_are_refused(source: Path) -> None:
         SampleDataset(out)
     with pytest.raises(DataError, match="no such file or folder"):
         SampleDataset(source.parent / "absent")
+
+
+def test_a_folder_of_an_earlier_version_opens(source: Path) -> None:
+    out, _ = run(source)
+    wanted = samples(SampleDataset(out))
+    path, manifest = out / "part-00000.parquet", json.loads((out / "manifest.json").read_text())
+    pq.write_table(pq.read_table(path).drop_columns("continues"), path)
+    manifest["version"], manifest["shards"][0]["size"] = 2, path.stat().st_size
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    assert samples(SampleDataset(out)) == wanted
 
 
 def test_opening_needs_no_network_and_writes_to_the_cache_only(

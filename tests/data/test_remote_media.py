@@ -18,6 +18,7 @@ from PIL import Image
 
 from coat_data import remote_media
 from coat_data.chat import get_template
+from coat_data.containers.hosts import Hosts
 from coat_data.dataset import SampleDataset
 from coat_data.encode import EncodedSample, Encoder
 from coat_data.frame_sampling import VideoSettings
@@ -40,6 +41,7 @@ HALF = (0.5, 0.5, 0.5)
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_media, "WAITS_S", (0.0,))
+    monkeypatch.setattr(remote_media, "_HOSTS", Hosts())
 
 
 def noise(seed: int, width: int, height: int) -> Image.Image:
@@ -144,6 +146,7 @@ def test_a_row_of_an_unreachable_medium_is_bad_and_no_other(
     problems: list[DataError] = []
     summary = lint(path, problems.append, progress=False)
     assert (summary.rows, summary.bad) == (7, 6)
+    assert summary.unreachable == sum(isinstance(one, UnreachableError) for one in problems) >= 1
     assert [problem.where for problem in problems] == [
         f"{path}:{number}: {name}" for number, name in enumerate(names) if number
     ]

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -206,6 +207,19 @@ def test_the_page_shows_paths_and_parquet_cells_and_names_other_media(
         said = capsys.readouterr().err
         assert f"{folder / 'report.json'}, item " in said
         assert "has no kind and path" in said
+
+
+def test_the_page_shows_media_below_an_address(models: tuple[Path, Path], tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4), (0, 255, 0)).save(buffer, "PNG")
+    fsspec.filesystem("memory").pipe_file("/shown/set/red.png", buffer.getvalue())
+    html = tmp_path / "flips.html"
+    arguments = ["--html", str(html), "--media-root", "memory://shown/set"]
+    assert main(["compare", *map(str, models), *arguments]) == 0
+    # Half of the items name a file by its whole path, which stays itself.
+    found = pixels(html.read_text())
+    assert sorted(set(found)) == [(0, 255, 0), (200, 30, 30)]
+    assert len(found) == 7
 
 
 def test_only_whole_benchmarks_stand_beside_published_figures(tmp_path: Path) -> None:

@@ -160,6 +160,21 @@ def test_media_root(tmp_path: Path):
     assert len(get_task("yes_no").load(folder, check_media=False)) == 1
 
 
+def test_a_media_root_may_be_an_address(tmp_path: Path):
+    rows = questions(["yes", "no"])
+    rows[0]["image"], rows[1]["image"] = "a b.png", "deep/b.png"
+    folder = write_folder(tmp_path / "set", rows)
+    for root in ("https://host.org/set", "https://host.org/set/"):
+        items = get_task("yes_no").load(folder, root)
+        assert [item.sample.media[0].path for item in items] == [
+            "https://host.org/set/a%20b.png", "https://host.org/set/deep/b.png",
+        ]  # fmt: skip
+    rows[0]["image"] = "../a.png"
+    write_folder(folder, rows)
+    with pytest.raises(DataError, match="leaves the media root"):
+        get_task("yes_no").load(folder, "s3://bucket/set")
+
+
 GOOD = '{"question_id": "1", "text": "?", "answer": "yes"}'
 
 

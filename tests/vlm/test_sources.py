@@ -49,7 +49,7 @@ def bad(source: int, row: int) -> BadSample:
 
 def test_a_runs_list_of_bad_rows_excludes_them_from_the_next(file: Path, tmp_path: Path) -> None:
     quarantine = quarantine_of(tmp_path, max_bad_samples=9)
-    assert quarantine.note([bad(0, 3), bad(1, 4), bad(0, 17)], step=1) == [2, 1]
+    assert quarantine.note([bad(0, 3), bad(1, 4), bad(0, 17)], step=1) == [2, 1, 0]
     chosen: dict[str, Any] = {"name": "a", "path": str(file)}
     listed = str(tmp_path / "bad_samples.jsonl")
     rows = open_source(SourceConfig(**chosen, exclude=listed), seed=0)
@@ -203,7 +203,7 @@ def test_rows_of_a_lists_sources_are_excluded_by_their_names(file: Path, tmp_pat
     config = SourceConfig(name="l", path=str(path))
     configs, _ = open_sources([config], 0)
     quarantine = Quarantine(tmp_path, "sft", stage_of(max_bad_samples=9), configs)
-    assert quarantine.note([bad(1, 3), bad(1, 4)], step=1) == [0, 2]
+    assert quarantine.note([bad(1, 3), bad(1, 4)], step=1) == [0, 2, 0]
     found, datasets = open_sources(
         [replace(config, exclude=str(tmp_path / "bad_samples.jsonl"))], 0
     )
@@ -222,11 +222,29 @@ def met(*counts: int) -> Any:
 
 def test_bad_rows_are_counted_by_source(tmp_path: Path) -> None:
     quarantine = quarantine_of(tmp_path, max_bad_samples=9)
-    assert quarantine.count([0.0, 0.0], met()) == {}
-    assert quarantine.count([0.0, 2.0], met(30, 10)) == {"b": {"rows": 2, "rate": 0.2}}
-    rates = quarantine.count([1.0, 1.0], met(40, 20))
+    assert quarantine.count([0.0, 0.0, 0.0], met()) == {}
+    assert quarantine.count([0.0, 2.0, 0.0], met(30, 10)) == {"b": {"rows": 2, "rate": 0.2}}
+    rates = quarantine.count([1.0, 1.0, 0.0], met(40, 20))
     assert rates == {"a": {"rows": 1, "rate": 0.025}, "b": {"rows": 3, "rate": 0.15}}
     assert quarantine.total == 4
+
+
+def test_outages_are_no_bad_rows(file: Path, tmp_path: Path) -> None:
+    """They are counted by themselves, and not excluded from the next run."""
+    quarantine = quarantine_of(tmp_path, max_bad_samples=3)
+    away = [replace(bad(0, row), outage=True) for row in (1, 2)]
+    counts = quarantine.note([*away, bad(0, 3)], step=1)
+    assert counts == [1, 0, 2]
+    rates = quarantine.count([2.0, 0.0, 2.0], met(10, 10))
+    assert (rates["a"]["rows"], quarantine.total, quarantine.outages) == (2, 2, 2)
+    listed = str(tmp_path / "bad_samples.jsonl")
+    rows = open_source(SourceConfig(name="a", path=str(file), exclude=listed), seed=0)
+    assert [int(rows[index].id) for index in range(3)] == [0, 1, 2]
+    assert len(rows) == 19
+    with pytest.raises(ValueError, match=r"4 samples could not be reached, .* --resume auto when"):
+        quarantine.count([0.0, 0.0, 2.0], met(10, 10))
+    again = quarantine_of(tmp_path, total=2, max_bad_samples=3)  # continued when the host is up
+    assert again.count([0.0, 0.0, 3.0], met(10, 10))["a"]["rows"] == 1
 
 
 @pytest.mark.parametrize(
@@ -242,10 +260,10 @@ def test_too_many_stop_the_run(tmp_path: Path, limits: dict[str, Any], counts: l
     seen = [(2.0, met(5, 0)), (2.0, met(30, 10)), (0.0, met(30, 9))]
     for allowed, (number, so_far) in zip(counts, seen, strict=False):
         if allowed:
-            quarantine.count([number, 0.0], so_far)
+            quarantine.count([number, 0.0, 0.0], so_far)
         else:
             with pytest.raises(ValueError, match=r"4 bad samples \(a 4\) are more than max_bad"):
-                quarantine.count([number, 0.0], so_far)
+                quarantine.count([number, 0.0, 0.0], so_far)
 
 
 def test_a_resumed_run_counts_what_was_listed_before_its_checkpoint(tmp_path: Path) -> None:
@@ -263,7 +281,7 @@ def test_a_resumed_run_counts_what_was_listed_before_its_checkpoint(tmp_path: Pa
         ("pretrain", 9),
     ]
     again = quarantine_of(tmp_path, max_bad_samples=9, total=2)
-    assert again.count([0.0, 0.0], met(10, 10)) == {
+    assert again.count([0.0, 0.0, 0.0], met(10, 10)) == {
         "a": {"rows": 1, "rate": 0.1},
         "b": {"rows": 1, "rate": 0.1},
     }
@@ -331,7 +349,11 @@ def test_a_line_names_each_source_that_the_template_does_not_suit(
     captions = tmp_path / "captions.json"
     said = [{"from": "human", "value": "<image>\nw7"}, {"from": "gpt", "value": "w8"}]
     captions.write_text(json.dumps([{"id": 0, "image": "a.jpg", "conversations": said}]))
-    paths = {"chat": file, "web": web, "captions": captions}
+    mixed = tmp_path / "mixed.jsonl"
+    talk = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w8"}]
+    rows = [{"messages": talk}, {"messages": talk[1:]}, {"messages": talk}]
+    mixed.write_text("\n".join(map(json.dumps, rows)))
+    paths = {"chat": file, "web": web, "captions": captions, "mixed": mixed}
     data = [{"name": name, "path": str(path)} for name, path in paths.items()]
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()  # no space in front of the end token
@@ -343,7 +365,14 @@ def test_a_line_names_each_source_that_the_template_does_not_suit(
         )
         return open_data(recipe, "sft", tmp_path / "run", processor, ALONE).warnings
 
-    dropped = f"chat: template plain drops what users say, and {file}:0 has no image or video"
-    assert [line[: len(dropped)] for line in told("plain")] == [dropped] * 2  # data and val_data
-    uncut = "web: holds documents, which template vicuna_v1 trains as answers in a chat"
-    assert [line[: len(uncut)] for line in told("vicuna_v1")] == [uncut] * 2
+    both = "mixed: 1 of 3 rows that were looked at are documents"
+    dropped = "{}: template plain drops what users say, and {}:0 has no image or video"
+    uncut = "{}: holds documents, which template vicuna_v1 trains as answers in a chat"
+    expected = {
+        "plain": [dropped.format("chat", file), both, dropped.format("mixed", mixed)],
+        "vicuna_v1": [uncut.format("web"), both, uncut.format("mixed")],
+    }
+    for template, lines in expected.items():
+        found = told(template)
+        lines = [*lines, lines[0]]  # val_data
+        assert [line[: len(start)] for line, start in zip(found, lines, strict=True)] == lines

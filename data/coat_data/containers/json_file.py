@@ -47,12 +47,8 @@ class JsonRows(IndexedFile):
         starts, ends = array("q"), array("q")
         damage = None
         with path.open("rb") as stream:
-            offset = len(_BOM) if stream.read(len(_BOM)) == _BOM else 0
-            first = _first_character(stream, offset)
-            stream.seek(offset)
-            spans = array_spans(stream, str(path)) if first == b"[" else line_spans(stream)
             try:
-                for start, end in spans:
+                for start, end in _spans(stream, str(path)):
                     starts.append(start)
                     ends.append(end)
             except DataError as error:
@@ -80,6 +76,20 @@ class JsonRows(IndexedFile):
             raise DataError(f"{self.path}:{index}", problem, _REMEDY) from error
 
 
+def begins_with_row(path: Path) -> bool:
+    """Whether the first row of a file is an object: its first line that is not blank, or element.
+
+    A text may begin with ``{"`` or ``[{"`` too.
+    """
+    with path.open("rb") as stream:
+        try:
+            start, end = next(_spans(stream, str(path)), (0, 0))
+            stream.seek(start)
+            return isinstance(parse_row(stream.read(end - start), str(path)), dict)
+        except DataError:
+            return False
+
+
 def parse_row(data: bytes, where: str) -> Any:
     """The value of a row.
 
@@ -90,6 +100,14 @@ def parse_row(data: bytes, where: str) -> Any:
         return json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # of the text or of the JSON in it
         raise DataError(where, f"is not usable JSON: {error}", _REMEDY) from error
+
+
+def _spans(stream: BinaryIO, path: str) -> Iterator[tuple[int, int]]:
+    """Start and end of every row of an array or of lines; DataError as :func:`array_spans`."""
+    offset = len(_BOM) if stream.read(len(_BOM)) == _BOM else 0
+    first = _first_character(stream, offset)
+    stream.seek(offset)
+    return array_spans(stream, path) if first == b"[" else line_spans(stream)
 
 
 def _first_character(stream: BinaryIO, offset: int) -> bytes:

@@ -15,7 +15,7 @@ from coat_data.containers.clip_list import COLUMNS, ClipRows
 from coat_data.containers.csv_file import CsvRows
 from coat_data.containers.folder import FolderRows
 from coat_data.containers.ingested import ShardRows
-from coat_data.containers.json_file import JsonRows
+from coat_data.containers.json_file import JsonRows, begins_with_row
 from coat_data.containers.pickle_file import PickleRows
 from coat_data.containers.remote import RemoteRows
 from coat_data.containers.rows import Rows
@@ -33,7 +33,7 @@ _SPLIT = re.compile(
     re.IGNORECASE,
 )
 _JSON_ROW = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[?\s*\{\s*\"")
-"""How rows of JSON begin, which some keep in files ending in .txt."""
+"""How rows of JSON may begin, which some keep in files ending in .txt."""
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
@@ -166,7 +166,8 @@ def _open_files(path: Path, files: list[Path], allow_pickle: bool) -> Rows:
                 "allow it with --allow-pickle (only plain values are read), or convert it to JSONL",
             )
         return PickleRows(files)
-    if all(file.suffix.lower() == ".txt" for file in files) and not _JSON_ROW.match(head):
+    all_texts = all(file.suffix.lower() == ".txt" for file in files)
+    if all_texts and not (_JSON_ROW.match(head) and begins_with_row(first)):
         return TextRows(files)
     if len(files) > 1:
         raise DataError(

@@ -5,39 +5,27 @@ else (``hf:``, ``s3:``, ``gs:``, ``memory:``, ``file:``). Connections belong to 
 opened them: a :class:`RemoteFile` is cheap to send to workers.
 """
 
-import http.client
+import http
 import io
 import os
 import re
-import socket
-import time
 import urllib.error
-import urllib.request
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard, TypeVar
+from typing import Any, BinaryIO, TypeGuard
 
+from coat_data.containers.attempts import OUTAGES, retried, told, unreachable
 from coat_data.containers.braces import expand_braces
-from coat_data.sample import DataError, UnreachableError
+from coat_data.containers.http_request import http_answer, http_body, http_version, is_http
+from coat_data.sample import DataError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _TIMEOUT_S = 60.0
-_WAITS_S = (0.5, 2.0, 8.0)
-"""Between attempts: a network may fail for a moment."""
 _BLOCK_BYTES = 1 << 20
 _BLOCKS_KEPT = 8
 _SMALL_BYTES = 1 << 17  # shorter ranges are cut from a block, which neighbours share
-_OUTAGES = (OSError, http.client.HTTPException)
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, http.client.InvalidURL)
-_MISTAKES = (
-    DataError, TypeError, AttributeError, NameError, LookupError, ValueError, ImportError,
-    AssertionError, NotImplementedError, MemoryError,
-)  # fmt: skip
-"""Not of the network: these pass as they are."""
-
-T = TypeVar("T")
 
 
 def is_url(path: str | Path) -> TypeGuard[str]:
@@ -53,12 +41,12 @@ def expand_urls(pattern: str) -> list[str]:
     """
     found: list[str] = []
     for url in expand_braces(pattern):
-        if _is_http(url) or not set("*?[") & set(url):
+        if is_http(url) or not set("*?[") & set(url):
             found.append(url)
             continue
         try:
-            names = _retried(partial(_matching, url))
-        except _OUTAGES as error:
+            names = retried(partial(_matching, url))
+        except OUTAGES as error:
             raise unreachable(url, error) from error
         if not names:
             raise DataError(url, "matches no file", "check the address and the credentials")
@@ -68,7 +56,7 @@ def expand_urls(pattern: str) -> list[str]:
 
 def _matching(url: str) -> list[str]:
     system, path = _filesystem(url)
-    names = _told(lambda: system.glob(path))
+    names = told(lambda: system.glob(path))
     return [system.unstrip_protocol(name) for name in sorted(str(name) for name in names)]
 
 
@@ -121,11 +109,11 @@ class RemoteFile:
         self._blocks = blocks
         self._timeout_s = _TIMEOUT_S if timeout_s is None else timeout_s
         self._waits_s = waits_s
-        self._http = _is_http(url)
+        self._http = is_http(url)
         try:
             asked = self._ask_server if self._http else self._ask_system
-            self.size, self.version, self.seekable = _retried(asked, waits_s)
-        except _OUTAGES as error:
+            self.size, self.version, self.seekable = retried(asked, waits_s)
+        except OUTAGES as error:
             raise unreachable(url, error) from error
 
     def read(self, start: int, size: int) -> bytes:
@@ -167,7 +155,7 @@ class RemoteFile:
         if self._http:
             return self._request(None) if start == 0 else self._part(start, self.size or 0)
         system, path = _filesystem(self.url)
-        stream = _told(lambda: system.open(path, "rb", cache_type="readahead"))
+        stream = told(lambda: system.open(path, "rb", cache_type="readahead"))
         if start:
             stream.seek(start)
         return stream
@@ -183,21 +171,24 @@ class RemoteFile:
         if stop <= start:
             return b""
         if not self._http:
-            system, path = _retried(lambda: _filesystem(self.url), self._waits_s)
-            return _retried(
-                lambda: _told(lambda: system.cat_file(path, start=start, end=stop)), self._waits_s
+            system, path = retried(lambda: _filesystem(self.url), self._waits_s)
+            return retried(
+                lambda: told(lambda: system.cat_file(path, start=start, end=stop)), self._waits_s
             )
 
         def read() -> bytes:
             with self._part(start, stop) as answer:
                 return answer.read()
 
-        return _retried(read, self._waits_s)
+        return retried(read, self._waits_s)
 
     def _part(self, start: int, stop: int) -> Any:
         """The answer with these bytes."""
         answer = self._request((start, stop))
-        if answer.status == http.HTTPStatus.PARTIAL_CONTENT and _version(answer) == self.version:
+        if (
+            answer.status == http.HTTPStatus.PARTIAL_CONTENT
+            and http_version(answer) == self.version
+        ):
             return answer
         answer.close()
         if answer.status != http.HTTPStatus.PARTIAL_CONTENT:
@@ -205,7 +196,7 @@ class RemoteFile:
         raise DataError(self.url, "has changed since it was opened", "start again")
 
     def _request(self, span: tuple[int, int] | None) -> Any:
-        return _answer(self.url, span, self._timeout_s)
+        return http_answer(self.url, span, self._timeout_s)
 
     def _ask_server(self) -> tuple[int | None, str, bool]:
         """Size, version, and whether it answers ranges, from a request of one byte."""
@@ -216,18 +207,18 @@ class RemoteFile:
                 if partial:
                     whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
                 size = int(whole) if whole and whole.isdigit() else None
-                return size, _version(answer), partial
+                return size, http_version(answer), partial
         except urllib.error.HTTPError as error:
             if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-                return 0, _version(error), True  # the file is empty
+                return 0, http_version(error), True  # the file is empty
             raise
 
     def _ask_system(self) -> tuple[int | None, str, bool]:
         system, path = _filesystem(self.url)
-        found = _told(lambda: system.info(path))
+        found = told(lambda: system.info(path))
         if found.get("type") == "directory":
             raise DataError(self.url, "is a folder", "give files, such as FOLDER/*.tar")
-        return found.get("size"), str(_told(lambda: system.ukey(path))), True
+        return found.get("size"), str(told(lambda: system.ukey(path))), True
 
 
 class _InOrder:
@@ -236,10 +227,10 @@ class _InOrder:
     def __init__(self, file: RemoteFile) -> None:
         self._file = file
         self._position = 0
-        self._stream: BinaryIO | None = _retried(lambda: file.open_at(0))
+        self._stream: BinaryIO | None = retried(lambda: file.open_at(0))
 
     def read(self, size: int = -1) -> bytes:
-        data = _retried(lambda: self._piece(size)) if self._file.seekable else self._piece(size)
+        data = retried(lambda: self._piece(size)) if self._file.seekable else self._piece(size)
         self._position += len(data)
         return data
 
@@ -259,12 +250,12 @@ class _InOrder:
             self._stream = self._file.open_at(self._position)
         stream = self._stream
         try:
-            data = _told(lambda: stream.read(size))
+            data = told(lambda: stream.read(size))
             if not data and size and self._position < end:
                 raise ConnectionError(
                     f"{self._file.url}: broke off at byte {self._position} of {end}"
                 )
-        except _OUTAGES:
+        except OUTAGES:
             if self._file.seekable:
                 stream.close()
                 self._stream = None
@@ -290,40 +281,12 @@ def fetch(
     """
 
     def read() -> bytes:
-        if _is_http(url):
-            return _body(url, timeout_s, limit_s, limit_bytes)
+        if is_http(url):
+            return http_body(url, timeout_s, limit_s, limit_bytes)
         system, path = _filesystem(url)
-        return _told(lambda: system.cat_file(path))
+        return told(lambda: system.cat_file(path))
 
-    return _retried(read, waits_s)
-
-
-def _body(url: str, timeout_s: float, limit_s: float, limit_bytes: int) -> bytes:
-    until = time.monotonic() + limit_s
-    data = io.BytesIO()
-    with _answer(url, None, timeout_s) as answer:
-        while piece := answer.read1(1 << 20):
-            data.write(piece)
-            if data.tell() > limit_bytes:
-                raise DataError(url, f"is larger than {limit_bytes} bytes", "download it first")
-            if time.monotonic() > until:
-                raise TimeoutError(f"not read within {limit_s:g} s ({data.tell()} bytes came)")
-        if answer.length:  # read1 is silent about what is missing
-            raise ConnectionError(f"broke off {answer.length} bytes before the end")
-    return data.getvalue()
-
-
-def _answer(url: str, span: tuple[int, int] | None, timeout_s: float) -> Any:
-    """The answer to a request of some bytes (start, stop), or of all."""
-    headers = {"Accept-Encoding": "identity"}
-    if span is not None:
-        headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
-    request = urllib.request.Request(url, headers=headers)
-    return urllib.request.urlopen(request, timeout=timeout_s)
-
-
-def _is_http(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
+    return retried(read, waits_s)
 
 
 def read_whole(stream: BinaryIO, size: int) -> bytes:
@@ -339,59 +302,11 @@ def _filesystem(url: str) -> tuple[Any, str]:
     import fsspec
 
     try:
-        return _told(lambda: fsspec.core.url_to_fs(url))
+        return told(lambda: fsspec.core.url_to_fs(url))
     except (ImportError, ValueError) as error:
         raise DataError(
             url, f"nothing here opens such addresses: {error}", "install what it names"
         ) from error
-
-
-def _version(answer: Any) -> str:
-    named = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
-    total = answer.headers.get("Content-Range", "").rpartition("/")[2]
-    return f"{named} {total or answer.headers.get('Content-Length')}"
-
-
-def _retried(attempt: Callable[[], T], waits_s: Sequence[float] | None = None) -> T:
-    """What ``attempt`` returns, tried again where the network or the server fails."""
-    for wait_s in _WAITS_S if waits_s is None else waits_s:
-        try:
-            return attempt()
-        except _OUTAGES as error:
-            if _is_final(error):
-                raise
-            time.sleep(wait_s)
-    return attempt()
-
-
-def _told(call: Callable[[], T]) -> T:
-    """What fsspec returns; what its file systems raise of a network, as a ConnectionError.
-
-    Those of ``hf:`` raise errors of httpx, which are no OSError.
-    """
-    try:
-        return call()
-    except (*_MISTAKES, *_OUTAGES):
-        raise
-    except Exception as error:
-        raise ConnectionError(f"{type(error).__name__}: {error}") from error
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether trying again is in vain: missing, forbidden, no address, or no such host."""
-    if isinstance(error, urllib.error.HTTPError):
-        return error.code < http.HTTPStatus.INTERNAL_SERVER_ERROR and error.code not in (408, 429)
-    reason = getattr(error, "reason", None)  # of a URLError
-    hostless = reason == "no host given" or getattr(reason, "errno", 0) == socket.EAI_NONAME
-    return hostless or isinstance(error, _FINAL)
-
-
-def unreachable(url: str, error: Exception) -> DataError:
-    """What to tell the user about an address that failed; a missing file is a plain DataError."""
-    problem = f"cannot be read: {type(error).__name__}: {error}"
-    outage = isinstance(error, _OUTAGES) and not _is_final(error)
-    kind = UnreachableError if outage else DataError
-    return kind(url, problem, "check the address, the network and the credentials")
 
 
 def cache_folder() -> Path:

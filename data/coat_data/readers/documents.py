@@ -6,7 +6,7 @@ A document is an answer to nothing: the template ``plain`` trains all of it and 
 from collections.abc import Mapping
 from typing import Any
 
-from coat_data.readers.reader import Place, as_object, as_string, row_id
+from coat_data.readers.reader import Place, as_object, as_string, continued, row_id
 from coat_data.readers.turns import caption_turns
 from coat_data.sample import DataError, Sample
 
@@ -40,10 +40,10 @@ def to_sample(row: Any, place: Place) -> Sample:
     text = as_string(row[name], name, place.where)
     if not text.strip():
         raise DataError(place.where, f"{name} is empty", "fill it or remove the row")
-    return Sample(
+    sample = Sample(
         id=row_id(row, place),
         turns=caption_turns([], text),
         source=place.source,
         row=place.row,
-        continues=row.get("continues") is True,
-    ).check()
+    )
+    return continued(sample.check(), row)

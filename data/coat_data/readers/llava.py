@@ -18,6 +18,7 @@ from coat_data.readers.reader import (
     Place,
     as_object,
     as_string,
+    continued,
     is_missing,
     kind_of,
     refuse_fields,
@@ -67,6 +68,8 @@ def to_sample(row: Any, place: Place) -> Sample:
     - ``system`` of the row becomes a system turn where there is none.
     - An answer before the first question is dropped, as LLaVA does (llava/train/train.py,
       ``preprocess_v1``).
+    - ``"continues": true``, which :mod:`coat_data.writers.export` writes, says that a document goes
+      on in the next row.
     - The names of fields and speakers may be mapped (``place.columns``).
 
     Args:
@@ -81,9 +84,10 @@ def to_sample(row: Any, place: Place) -> Sample:
     row = as_object(row, where)
     refuse_fields(row, NOT_SFT, where)
     turns, media = place_media(_said(row, place), media_fields(row, place), place)
-    return Sample(
+    sample = Sample(
         id=row_id(row, place), turns=turns, media=media, source=place.source, row=place.row
-    ).check()
+    )
+    return continued(sample.check(), row)
 
 
 def media_fields(row: Mapping[str, Any], place: Place) -> dict[MediaKind, list[Media]]:

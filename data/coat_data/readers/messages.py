@@ -23,6 +23,7 @@ from coat_data.readers.reader import (
     as_list,
     as_object,
     as_string,
+    continued,
     is_missing,
     kind_of,
     refuse_fields,
@@ -71,6 +72,8 @@ def to_sample(row: Any, place: Place) -> Sample:
       it gets an empty question, and may hold media itself.
     - ``objects`` fills ms-swift's ``<ref-object>`` and ``<bbox>`` in order: the name, and
       ``[x1, y1, x2, y2]`` as the file has the numbers.
+    - ``"continues": true``, which :mod:`coat_data.writers.export` writes, says that a document goes
+      on in the next row.
     - A message with ``"loss": false`` is refused: a sample is trained on all of its answers.
 
     Raises:
@@ -90,9 +93,10 @@ def to_sample(row: Any, place: Place) -> Sample:
         said: Said = [(message.role, message.text) for message in messages]
         said = without_first_answer(with_system(said, row, place))
         turns, media = place_media(said, files, place)
-    return Sample(
+    sample = Sample(
         id=row_id(row, place), turns=turns, media=media, source=place.source, row=place.row
-    ).check()
+    )
+    return continued(sample.check(), row)
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """What a reader is, and how it checks the fields of a row."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from coat_data.media_root import MediaRoot
@@ -100,6 +100,12 @@ def row_id(row: Mapping[str, Any], place: Place) -> str:
     if isinstance(value, int):
         return str(value)
     return as_string(value, "id", place.where)
+
+
+def continued(sample: Sample, row: Mapping[str, Any]) -> Sample:
+    """The sample; a document of whose row ``continues`` is true goes on in the next row."""
+    goes_on = row.get("continues") is True and sample.is_document
+    return replace(sample, continues=True) if goes_on else sample
 
 
 def refuse_fields(row: Mapping[str, Any], names: Mapping[str, str], where: str) -> None:

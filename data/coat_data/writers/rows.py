@@ -16,7 +16,7 @@ def llava_row(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
         sample: what to write.
         names: path of each medium, relative to the media root.
     """
-    row: dict[str, Any] = {"id": sample.id}
+    row = _head(sample)
     for kind in ("image", "video"):
         own = [
             _reference(medium, name)
@@ -52,7 +52,7 @@ def messages_row(sample: Sample, names: Sequence[str] | None) -> dict[str, Any]:
             path = {"path": name} if names is not None else {}
             content.append({"type": part.kind, **path, **_span(medium)})
         messages.append({"role": turn.role, "content": content})
-    return {"id": sample.id, "messages": messages}
+    return {**_head(sample), "messages": messages}
 
 
 def joined(turns: Sequence[Turn]) -> list[Turn]:
@@ -79,12 +79,18 @@ def check_same(sample: Sample, read: Sample, format_name: str) -> None:
     def media(of: Sample) -> list[Media]:
         return [dataclasses.replace(medium, path=None, data=None) for medium in of.media]
 
-    if joined(sample.turns) != joined(read.turns) or media(sample) != media(read):
+    same = joined(sample.turns) == joined(read.turns) and media(sample) == media(read)
+    if not same or sample.continues != read.continues:
         raise DataError(
             sample.where,
             f"cannot be written as {format_name}: read back, it is another conversation",
             "export it as messages, which can hold every sample",
         )
+
+
+def _head(sample: Sample) -> dict[str, Any]:
+    """Fields of the row besides what was said and shown."""
+    return {"id": sample.id, **({"continues": True} if sample.continues else {})}
 
 
 def _as_text(part: Part) -> str:

@@ -1,0 +1,64 @@
+"""Resident memory while large sources are read, as JSON: test_memory.py runs it by itself."""
+
+import gc
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from coat_data.dataset import SampleDataset
+from coat_data.frame_sampling import VideoSettings
+from coat_data.image import ImageTransform
+from coat_data.media_loader import MediaLoader
+from coat_data.sample import Media
+
+
+def resident_mib(name: str) -> float:
+    """``VmRSS`` (now) or ``VmHWM`` (the most so far) of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+
+
+def grown(work: Callable[[], Any], peak: bool = False) -> float:
+    """MiB that are held after ``work``, or at its peak, more than before."""
+    gc.collect()
+    before = resident_mib("VmRSS")
+    if peak:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    work()
+    gc.collect()
+    return resident_mib("VmHWM" if peak else "VmRSS") - before
+
+
+def main(folder: Path) -> None:
+    """Measure and print."""
+    found = {}
+
+    def rows(name: str) -> SampleDataset:
+        dataset = SampleDataset(folder / name)
+        for _ in dataset.stream():
+            pass
+        return dataset
+
+    rows("few.jsonl")
+    for name in ("videos.jsonl", "videos.json"):
+        kept: list[SampleDataset] = []
+        found[name] = grown(lambda name=name, kept=kept: kept.append(rows(name)))
+
+    loader = MediaLoader(ImageTransform(32, (0.5,) * 3, (0.5,) * 3), VideoSettings(num_frames=4))
+
+    def clips(name: str, times: int) -> None:
+        for _ in range(times):
+            opened = [loader.open(Media(kind="video", path=str(folder / name)))]
+            assert len(loader.write(opened, None)) == 4
+
+    clips("short.mp4", 10)
+    found["many clips"] = grown(lambda: clips("short.mp4", 80))
+    found["short clip"] = grown(lambda: clips("short.mp4", 1), peak=True)
+    found["long clip"] = grown(lambda: clips("long.mp4", 1), peak=True)
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,70 @@
+"""Memory does not grow with rows, clips or the length of a clip, which has ended many runs.
+
+In a process of its own (``memory_child.py``): 10,000 long rows of videos, 80 clips one after the
+other (211 MiB of frames), and a clip of 400 frames, which are 264 MiB in RGB.
+"""
+
+import json
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import cast
+
+import av
+import numpy as np
+import pytest
+from av.video.stream import VideoStream
+
+ROWS = 10_000
+
+
+def write_clip(path: Path, num_frames: int) -> None:
+    values = np.zeros((360, 640, 3), dtype=np.uint8)
+    with av.open(str(path), "w") as container:
+        stream = cast(VideoStream, container.add_stream("mpeg4", rate=30, options={"g": "30"}))
+        stream.width, stream.height, stream.pix_fmt = 640, 360, "yuv420p"
+        for number in range(num_frames):
+            values[:, number % 640] = 255
+            frame = av.VideoFrame.from_ndarray(values, format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, 30)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """MiB by what was done."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("memory is read from Linux's /proc")
+    folder = tmp_path_factory.mktemp("memory")
+    said = [{"from": "human", "value": "<video>\n" + "what? " * 300}, {"from": "gpt", "value": "a"}]
+    lines = [
+        json.dumps({"id": number, "video": f"{number % 997}/clip.mp4", "conversations": said})
+        for number in range(ROWS)
+    ]
+    (folder / "videos.jsonl").write_text("\n".join(lines))
+    (folder / "videos.json").write_text(f"[{','.join(lines)}]")
+    (folder / "few.jsonl").write_text("\n".join(lines[:100]))
+    write_clip(folder / "short.mp4", 30)
+    write_clip(folder / "long.mp4", 400)
+    child = Path(__file__).with_name("memory_child.py")
+    done = subprocess.run(
+        [sys.executable, str(child), str(folder)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", ["videos.jsonl", "videos.json"])
+def test_rows_stay_on_disk(grown: dict[str, float], name: str) -> None:
+    """As text they are 19 MiB, as objects of Python far more; their places are 16 bytes each."""
+    assert grown[name] < 8
+
+
+def test_many_clips_take_no_more_memory_than_some(grown: dict[str, float]) -> None:
+    assert grown["many clips"] < 12
+
+
+def test_a_long_clip_takes_no_more_memory_than_a_short_one(grown: dict[str, float]) -> None:
+    assert grown["long clip"] < grown["short clip"] + 30

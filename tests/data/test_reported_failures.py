@@ -1,0 +1,159 @@
+"""What has broken runs of other trainers, each provoked with a file like the reported one."""
+
+import json
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import av
+import numpy as np
+import pytest
+import torch
+from av.video.stream import VideoStream
+from PIL import Image
+
+from coat_data.chat import get_template
+from coat_data.dataset import SampleDataset
+from coat_data.encode import IGNORE_INDEX, Encoder
+from coat_data.frame_sampling import VideoSettings
+from coat_data.image import ImageTransform
+from coat_data.lint import lint
+from coat_data.loader import TrainLoader
+from coat_data.mixture import Mixture
+from coat_data.order import Cursor
+from coat_data.sample import DataError
+
+TOKENS = 4
+PAGE = (
+    "What does this page play?\n<html><body><video><source src='a.mp4'></video>"
+    "<img src='b.png'> &lt;image&gt; <image-1> <|image_pad|></body></html>"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    noise = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "good.jpg")
+    data = (tmp_path / "good.jpg").read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(data[: len(data) // 2])
+    (tmp_path / "page.jpg").write_text("<html>404 not found</html>")
+    with av.open(str(tmp_path / "good.mp4"), "w") as container:
+        stream = cast(VideoStream, container.add_stream("libx264", rate=10))
+        stream.width, stream.height, stream.pix_fmt = 80, 60, "yuv420p"
+        for number in range(10):
+            frame = av.VideoFrame.from_ndarray(noise, format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, 10)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    data = (tmp_path / "good.mp4").read_bytes()
+    (tmp_path / "cut.mp4").write_bytes(data[: len(data) // 2])  # the index at the end is lost
+    (tmp_path / "none.mp4").write_bytes(b"")
+    return tmp_path
+
+
+def row(text: str, answer: str = "ok", **media: Any) -> dict[str, Any]:
+    said = [{"from": "human", "value": text}, {"from": "gpt", "value": answer}]
+    return {"id": str(media), **media, "conversations": said}
+
+
+def source(folder: Path, *rows: dict[str, Any]) -> SampleDataset:
+    (folder / "rows.json").write_text(json.dumps(rows))
+    return SampleDataset(folder / "rows.json")
+
+
+@pytest.fixture
+def encoder(make_tokenizer: Any) -> Encoder:
+    tokenizer = make_tokenizer("qwen2")
+    return Encoder(
+        tokenizer, get_template("chatml", tokenizer), ImageTransform(16, (0.5,) * 3, (0.5,) * 3),
+        tokens_per_image=TOKENS, image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        video=VideoSettings(num_frames=3), max_length=400,
+    )  # fmt: skip
+
+
+def image_tokens(ids: torch.Tensor, encoder: Encoder) -> int:
+    (image_id,) = set(encoder.pieces.literal("<image>"))
+    return int((ids == image_id).sum())
+
+
+def shown(encoder: Encoder, dataset: SampleDataset, index: int = 0) -> tuple[int, int]:
+    """Image tokens, and images or frames."""
+    encoded = encoder(dataset[index])
+    return image_tokens(encoded.input_ids, encoder), len(encoded.pixel_values)
+
+
+@pytest.mark.parametrize("media", [{}, {"image": "good.jpg"}, {"video": "good.mp4"}])
+def test_tags_of_a_web_page_are_text(folder: Path, encoder: Encoder, media: dict[str, str]) -> None:
+    """LlamaFactory#5658: <video> in HTML was counted as a video."""
+    number = 1 if "image" in media else 3 if "video" in media else 0
+    page = PAGE if "video" not in media else PAGE.replace("<video>", "<video controls>")
+    dataset = source(folder, row(page, answer=PAGE, **media))
+    assert shown(encoder, dataset) == (number * TOKENS, number)
+    encoded = encoder(dataset[0])
+    trained = encoded.labels[encoded.labels != IGNORE_INDEX]
+    assert not image_tokens(trained, encoder)
+    assert encoder.pieces.decode(trained.tolist()).startswith(PAGE)
+
+
+def test_a_page_that_may_mean_its_video_is_a_bad_row_not_a_guess(folder: Path) -> None:
+    """One video and two tags: nobody can say which of them is the placeholder."""
+    page = "<video>\nWhat is <video> in HTML?"
+    dataset = source(folder, row(page, video="good.mp4"))
+    with pytest.raises(DataError, match=r"rows\.json:0: .*2 <video> .* 1 video files -> write one"):
+        dataset[0]
+
+
+@pytest.mark.parametrize(
+    ("images", "text", "problem"),
+    [
+        (30, "<image>\n" * 30, None),
+        (30, "", None),
+        (120, "<image>\n" * 120, r"tokens \(120 images of 4 tokens = 480, text"),
+        (1, "<image>\n" + "many words " * 400, r"tokens \(1 images of 4 tokens = 4, text"),
+    ],
+    ids=["fits", "no placeholders", "images too long", "text too long"],
+)
+def test_nothing_is_cut_off_inside_or_behind_images(
+    folder: Path, encoder: Encoder, images: int, text: str, problem: str | None
+) -> None:
+    """2U1#125, #128, #181, #218, #76, #155; transformers#36002, #29835; Qwen3-VL#60, #1123:
+    truncation to the longest length left fewer image tokens than features."""
+    dataset = source(folder, row(text + "?", image=["good.jpg"] * images))
+    if problem is None:
+        assert shown(encoder, dataset) == (images * TOKENS, images)
+        assert encoder.measure(dataset[0]).images == images
+        return
+    for read in (encoder, encoder.measure):
+        with pytest.raises(DataError, match=rf"rows\.json:0: .*{problem}"):
+            read(dataset[0])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_damaged_file_does_not_end_the_run(
+    folder: Path, encoder: Encoder, workers: int
+) -> None:
+    """ms-swift#3275: a truncated image; files that are pages of errors, empty, or half a clip."""
+    damaged = [("image", name) for name in ("cut.jpg", "page.jpg", "gone.jpg")]
+    damaged += [("video", name) for name in ("cut.mp4", "none.mp4")]
+    good = [row("?", image="good.jpg"), row("?", video="good.mp4"), row("no media?")]
+    dataset = source(folder, *(row("?", **{kind: name}) for kind, name in damaged), *good)
+    loader = TrainLoader(
+        [dataset], Mixture([8], [None], [None], seed=1), encoder, batch_size=8, micro_batch_size=4,
+        rank=0, world_size=1, seed=1, replace_bad=True, pad_token_id=0, num_workers=workers,
+    )  # fmt: skip
+    ((one, two),) = islice(loader.steps(Cursor(0)), 1)
+    bad = [*one.bad, *two.bad]
+    assert {each.row for each in bad} == set(range(5))
+    for each in bad:
+        name = damaged[each.row][1]
+        assert f"rows.json:{each.row}: " in each.where
+        assert name in each.where
+        assert each.problem
+    for step in (one, two):
+        tokens = image_tokens(step.batch["input_ids"], encoder)
+        assert tokens == TOKENS * len(step.batch["pixel_values"])
+        assert bool(torch.isfinite(step.batch["pixel_values"]).all())
+    found: list[DataError] = []
+    assert lint(folder / "rows.json", found.append, check_media="decode", progress=False).bad == 5
+    assert [error.where.split(":")[1] for error in found] == list("01234")
