@@ -145,7 +145,8 @@ class StageConfig:
     save_every_steps: NonNegative = 0
     """Checkpoint interval; 0 saves at the end only."""
     max_bad_samples: NonNegative = 0
-    """Bad samples that may be replaced and listed before the run stops."""
+    """Bad samples that may be replaced and listed before the run stops; and as many, counted by
+    themselves, that a network or server failed to give."""
     max_skipped_steps: NonNegative = 0
     """Steps that may be skipped because a gradient is NaN or infinite before the run stops;
     counted anew when a run is resumed."""

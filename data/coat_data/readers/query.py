@@ -1,11 +1,13 @@
-"""Questions and answers in fields: alpaca, ms-swift's query and response, and pairs.
+"""Questions and answers in fields: alpaca, ms-swift's query and response, and lists of pairs.
 
     {"instruction": "...", "input": "...", "output": "...", "history": [["q", "a"]]}
     {"query": "<image>...", "response": "...", "history": [["q", "a"]], "images": ["a.jpg"]}
     {"system": "...", "conversation": [{"human": "...", "assistant": "..."}]}
+    {"video": "a.mp4", "QA": [{"q": "...", "a": "..."}]}
 
 Sources: hiyouga/LLaMA-Factory, data/README.md (the columns prompt, query, response, system and
-history may be mapped); modelscope/ms-swift, docs/source_en/Customization/Custom-dataset.md.
+history may be mapped); modelscope/ms-swift, docs/source_en/Customization/Custom-dataset.md;
+NVlabs/VILA, llava/data/dataset_impl/lita.py (VideoQA).
 """
 
 from collections.abc import Mapping
@@ -25,14 +27,14 @@ from coat_data.readers.turns import Said, place_media
 from coat_data.sample import DataError, Sample
 
 NAME = "query"
-SUMMARY = "alpaca (instruction, input, output), query and response, or human/assistant pairs"
+SUMMARY = "alpaca (instruction, input, output), query and response, human/assistant or q/a pairs"
 
 
 def matches(row: Any) -> bool:
-    """Whether the row has the fields of one of the three kinds."""
+    """Whether the row has the fields of one of the four kinds."""
     if not isinstance(row, Mapping):
         return False
-    pairs = row.get("conversation")
+    pairs = row.get("conversation", row.get("QA"))
     return (
         {"instruction", "output"} <= set(row)
         or {"query", "response"} <= set(row)
@@ -61,6 +63,8 @@ def _said(row: Mapping[str, Any], place: Place) -> Said:
     where, columns = place.where, place.columns
     if "conversation" in row and "prompt" not in columns:
         return _pairs(row["conversation"], "conversation", ("human", "assistant"), where)
+    if "QA" in row and not columns:
+        return _pairs(row["QA"], "QA", ("q", "a"), where)
     swift = "query" in row and "response" in row and not columns
     question = columns.get("prompt", "query" if swift else "instruction")
     answer = columns.get("response", "response" if swift else "output")
