@@ -233,10 +233,21 @@ class _Run:
             except (RuntimeError, ValueError, TypeError, AttributeError) as error:
                 row.note += f"; no plan: {_told(error)}"  # what was measured stays
         if self.bench.on_profile is not None:
-            trace = self.bench.trace if world.is_main else None
-            found = profiled(lambda: loop.step(inputs), world.device, trace)
-            if world.is_main:
-                self.bench.on_profile(row, format_profile(found, row.ms))
+            try:
+                self._profile(row, loop, inputs)
+            except (RuntimeError, OSError) as error:
+                if world.size > 1 and isinstance(error, RuntimeError):
+                    raise  # the others wait in the step
+                row.note += f"; no profile: {_told(error)}"
+
+    def _profile(self, row: StepRow, loop: PlainLoop | EngineLoop, inputs: Inputs) -> None:
+        world, show = self.world, self.bench.on_profile
+        assert show is not None
+        world.barrier()  # one rank may have planned
+        trace = self.bench.trace if world.is_main else None
+        found = profiled(lambda: loop.step(inputs), world.device, trace)
+        if world.is_main:
+            show(row, format_profile(found, row.ms))
 
     def _note_plan(self, row: StepRow, contender: Contender, loop: PlainLoop | EngineLoop) -> None:
         bench, precision = self.bench, contender.precision

@@ -56,6 +56,7 @@ class LiveMemory(TorchDispatchMode):
             if storage._cdata in self._sizes:
                 self.live += storage.nbytes() - self._sizes[storage._cdata]
                 self._sizes[storage._cdata] = storage.nbytes()
+                self.peak = max(self.peak, self.live)
             return storage
 
         super().__enter__()

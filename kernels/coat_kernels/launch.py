@@ -2,7 +2,9 @@
 
 Triton looks at every argument of every launch to find the compiled kernel, which takes a CPU
 several times as long as the launch itself. So the compiled kernel is kept here for arguments that
-were there before, and launched as in Triton's tutorial on fused softmax.
+were there before, and launched as in Triton's tutorial on fused softmax. Another number of tokens
+asks Triton once more, and then costs what it did; within a step, layers repeat it. Launch hooks are
+called as ever; Triton's other knobs (debug, instrumentation) count if set before the first launch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -110,8 +112,11 @@ _Getter = Callable[[dict[str, Any]], tuple[Any, ...]]
 class _Kernel:
     """What was compiled of a kernel, for arguments whose tensors all begin at a multiple of 16."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, kernel: JITFunction[Any]) -> None:
+        self.kernel = kernel  # whose id stays its own
         self.compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+        names = kernel.arg_names
+        self.parameters = len(names)
         self.in_order = _getter(names)
         self.pointers = _getter([name for name in names if name.endswith("_ptr")])
         self.rest = _getter([name for name in names if not name.endswith("_ptr")])
@@ -131,8 +136,8 @@ def _getter(names: Sequence[str]) -> _Getter:
     return lambda args: tuple(args[name] for name in names)
 
 
-_kernels: dict[Callable[..., Any], _Kernel] = {}
-"""By the function that was decorated."""
+_kernels: dict[int, _Kernel] = {}
+"""By the kernel's id: its hash is that of its source."""
 
 
 def launch(
@@ -152,6 +157,9 @@ def launch(
         num_warps: warps of a program.
         maxnreg: most registers of a thread; the compiler's choice when absent.
         **args: all of its arguments, by name; None for a tensor that is not there.
+
+    Raises:
+        TypeError: an argument is not one of the kernel's, or one of these is missing.
     """
     if not all(grid):
         return
@@ -161,9 +169,14 @@ def launch(
     if not isinstance(kernel, JITFunction):  # the interpreter's
         kernel[grid](**args, **options)
         return
-    known = _kernels.get(kernel.fn)
+    known = _kernels.get(id(kernel))
     if known is None:
-        known = _kernels[kernel.fn] = _Kernel(kernel.arg_names)
+        known = _kernels[id(kernel)] = _Kernel(kernel)
+    if len(args) != known.parameters:
+        raise TypeError(
+            f"launch: {kernel.__name__} got {', '.join(args)}; "
+            f"it takes {', '.join(kernel.arg_names)}"
+        )
     pointers = known.pointers(args)
     address = 0
     for pointer in pointers:

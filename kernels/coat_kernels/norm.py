@@ -200,7 +200,7 @@ def _norm_stats_triton(
         _norm_stats_kernel, (programs,),
         x_ptr=x, delta_ptr=delta, weight_ptr=weight, bias_ptr=bias, sum_ptr=total, q_ptr=q,
         e_ptr=exponents, rstd_ptr=rstd, mean_ptr=mean, scale_ptr=scale, M=M, N=N,
-        programs=programs, eps=eps, HAS_DELTA=delta is not None, CENTERED=centered,
+        programs=programs, eps=float(eps), HAS_DELTA=delta is not None, CENTERED=centered,
         HAS_BIAS=bias is not None, MASKED=options["HEAD"] + options["TAIL"] > N,
         MAX_EXPONENT=form.max_exponent, INVERSE_MAX=1.0 / form.max, GROUP=group_size, **options,
     )  # fmt: skip

@@ -7,6 +7,7 @@ limit of the process is the subject of a test, the test starts the real command.
 """
 
 import atexit
+import ctypes
 import functools
 import gc
 import importlib
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +31,9 @@ IMPORTED = (
     *("transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama"),
     *("transformers.models.siglip.modeling_siglip", "transformers.models.auto.modeling_auto"),
 )
+_DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of Linux's prctl."""
+
 GRACE_S = 5.0
 """What the other ranks have to end by themselves when one has failed."""
 
@@ -55,12 +60,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         request: dict[str, Any] = {"words": [*words], "ranks": ranks, "env": environment}
         request |= {"folder": folder, "cwd": str(Path.cwd()), "timeout": timeout}
-        parent = _parent()
-        assert parent.stdin is not None
-        assert parent.stdout is not None
-        parent.stdin.write(json.dumps(request) + "\n")
-        parent.stdin.flush()
-        status = json.loads(parent.stdout.readline())
+        status = _asked(_parent(), request)
         stdout, stderr = (
             Path(folder, name).read_text(encoding="utf-8", errors="replace")
             for name in ("stdout", "stderr")
@@ -68,6 +68,24 @@ def run(
     if status is None:
         raise subprocess.TimeoutExpired([*words], timeout, stdout, stderr)
     return subprocess.CompletedProcess([*words], status, stdout, stderr)
+
+
+def _asked(parent: "subprocess.Popen[str]", request: dict[str, Any]) -> int | None:
+    """The status of a run; whatever keeps it from being known ends the parent with its runs."""
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    try:
+        parent.stdin.write(json.dumps(request) + "\n")
+        parent.stdin.flush()
+        return json.loads(parent.stdout.readline() or _ended(parent))
+    except BaseException:
+        parent.kill()
+        _parent.cache_clear()
+        raise
+
+
+def _ended(parent: "subprocess.Popen[str]") -> NoReturn:
+    raise RuntimeError(f"{__file__} ended with status {parent.wait()}")
 
 
 @functools.cache
@@ -78,6 +96,7 @@ def _parent() -> "subprocess.Popen[str]":
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,  # Ctrl-C is for the tests
     )
     atexit.register(process.kill)
     return process
@@ -86,6 +105,7 @@ def _parent() -> "subprocess.Popen[str]":
 def _become(request: dict[str, Any], rank: int, port: int) -> None:
     """Make this process, just forked, what a launcher would have started."""
     os.setsid()
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -111,12 +131,16 @@ def _exit_with(command: Callable[[list[str]], int], words: list[str]) -> NoRetur
         status = command(words)
     except SystemExit as stopped:
         status = stopped.code
+        if isinstance(status, str):
+            sys.stderr.write(f"{status}\n")
+            status = 1
     except BaseException:  # as the interpreter's own end of a program
         traceback.print_exc()
+    threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    os._exit(status or 0)
 
 
 def _wait(children: list[int], timeout: float) -> int | None:

@@ -64,6 +64,9 @@ def test_other_arguments_are_other_kernels_but_not_another_number_of_tokens(repo
     assert of["more tokens"]["function"] == of["aligned"]["function"]
     assert of["more tokens"]["arguments"] != of["aligned"]["arguments"]
     assert len({of[name]["function"] for name in ("aligned", "narrower", "as bfloat16")}) == 3
+    (fewer,) = report["half the warps"]["again"]["launched"]
+    assert fewer["arguments"] == of["aligned"]["arguments"]
+    assert fewer["function"] != of["aligned"]["function"]
 
 
 def test_what_is_kept_is_bounded(report: Report):

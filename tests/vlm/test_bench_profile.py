@@ -1,5 +1,6 @@
 """The profile of a step: its arithmetic on events made by hand, and the whole path on a CPU."""
 
+import csv
 import gzip
 import importlib
 import json
@@ -17,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import coat_kernels
 from coat_kernels import quantize_layouts
-from coat_vlm.bench import kernel_kinds, step_case
+from coat_vlm.bench import kernel_kinds, step, step_case
 from coat_vlm.bench.kernel_kinds import OURS, kind_of
 from coat_vlm.bench.profile import (
     StepProfile,
@@ -214,6 +215,23 @@ def test_the_command_profiles_one_more_step(
     assert "no GPU ran anything" in out
     assert "_NormMlpBackward" in out
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_profile_that_fails_is_told_beside_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(step, "profiled", full)
+    path = tmp_path / "step.csv"
+    command = ["bench", "step", "--precisions", "coat_lean", "--steps", "1", "--warmup", "1"]
+    assert main([*command, "--batch", "1", "2", "--profile", "--csv", str(path)]) == 0
+    capsys.readouterr()
+    rows = list(csv.DictReader(path.open()))
+    assert [(row["batch"], row["problem"]) for row in rows] == [("1", ""), ("2", "")]
+    assert all(float(row["ms"]) > 0 for row in rows)
+    assert all("no profile: OSError: [Errno 28] No space left" in row["note"] for row in rows)
 
 
 @pytest.mark.parametrize(
