@@ -71,7 +71,7 @@ def _cut(
         total=sum(map(len, rows)),
         desc="cutting documents",
         unit="row",
-        disable=not world.is_main,
+        disable=None if world.is_main else True,
         mininterval=1.0,
     )
     shares: list[np.ndarray] = []

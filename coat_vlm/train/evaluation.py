@@ -95,7 +95,10 @@ class LiveEvaluation:
         own: dict[int, str] = {}
         batches = list(self._batches(subset.samples))
         bar = tqdm(
-            batches, desc=f"eval {subset.name}", leave=False, disable=not self._world.is_main
+            batches,
+            desc=f"eval {subset.name}",
+            leave=False,
+            disable=None if self._world.is_main else True,
         )
         for indices in bar:
             prompts = self._encoder([subset.samples[index] for index in indices])

@@ -218,7 +218,7 @@ def _bar(title: str, total: int, world: World) -> "tqdm[Any]":
         unit_scale=True,
         delay=2.0,
         leave=False,
-        disable=not world.is_main,
+        disable=None if world.is_main else True,
     )
 
 

@@ -75,7 +75,7 @@ def measured(
             total=sum(len(_own_rows(dataset, world)) for dataset in datasets),
             desc="measuring rows for packing",
             unit="row",
-            disable=not world.is_main,
+            disable=None if world.is_main else True,
             mininterval=1.0,
         )
         own: list[np.ndarray] = []

@@ -32,16 +32,17 @@ class PhaseClock:
     def __init__(self, device: torch.device, enabled: bool) -> None:
         self._on_gpu = device.type == "cuda"
         self._enabled = enabled
+        self._in_step = False
         self._spans: list[tuple[Phase, float | torch.cuda.Event, float | torch.cuda.Event]] = []
 
     def start(self) -> None:
-        """Forget what was timed before the step."""
-        self._spans.clear()
+        """A step begins."""
+        self._in_step = True
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Time a part of a phase."""
-        if not self._enabled:
+        """Time a part of a phase; outside of steps, as in validation, nothing is timed."""
+        if not (self._enabled and self._in_step):
             yield
             return
         begin = self._now()
@@ -60,6 +61,8 @@ class PhaseClock:
         found = dict.fromkeys(PHASES, 0.0) | {"data_wait": data_wait}
         for phase, begin, end in self._spans:
             found[phase] += _seconds(begin, end)
+        self._spans.clear()
+        self._in_step = False
         found["rest"] = max(0.0, seconds - sum(found.values()))
         return {"phases": {phase: round(value, 5) for phase, value in found.items()}}
 

@@ -172,7 +172,7 @@ class _Loader:
                 media = tuple(self._load(item) for item in sample.media)
             except DataError as error:
                 where = f"{sample.where}: {error.where}"
-                self.bad.append(DataError(where, error.problem, error.remedy))
+                self.bad.append(type(error)(where, error.problem, error.remedy))
             else:
                 yield dataclasses.replace(sample, media=media)
 

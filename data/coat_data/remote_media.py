@@ -2,8 +2,7 @@
 
 A medium's address comes from a row (``https://...``), or from a path below a media root that is an
 address. It is read anew each time: nothing is kept on this machine. Whatever fails is a
-:class:`DataError` that names the address, so that one dead link is one bad row. A host whose links
-fail one after the other is left alone for a while (:mod:`coat_data.containers.hosts`).
+:class:`DataError` that names the address, so that one dead link is one bad row.
 """
 
 import dataclasses
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar, cast
 
 from coat_data.containers.attempts import unreachable
-from coat_data.containers.hosts import Hosts
 from coat_data.containers.remote_file import Blocks, RemoteFile, fetch, is_url
 from coat_data.sample import DataError, Media
 
@@ -27,9 +25,6 @@ LARGEST_BYTES = 2 << 30
 
 _PIECES = {"image": (1 << 16, 4), "video": (1 << 20, 16)}
 """Bytes of a piece, and the pieces after which a header is read from the whole file."""
-
-_HOSTS = Hosts()
-"""Of this process."""
 
 T = TypeVar("T")
 
@@ -144,15 +139,9 @@ def _whole(url: str) -> bytes:
 
 def _named(url: str, read: Callable[[], T]) -> T:
     """What ``read`` gives; the errors of networks, servers and odd addresses as a DataError."""
-    _HOSTS.check(url)
     try:
-        found = read()
-    except DataError as error:
-        _HOSTS.note(url, error, error.__cause__)
+        return read()
+    except DataError:
         raise
     except Exception as error:  # also ValueError of host names, and whatever fsspec's packages have
-        problem = unreachable(url, error)
-        _HOSTS.note(url, problem, error)
-        raise problem from error
-    _HOSTS.note(url)
-    return found
+        raise unreachable(url, error) from error

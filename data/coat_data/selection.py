@@ -27,7 +27,7 @@ class Rows(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
 
-_LOOKED_AT = 64
+_LOOKED_AT = 16
 """Rows that tell what a source holds."""
 
 
@@ -74,9 +74,9 @@ def shards_of(dataset: Rows) -> Shards | None:
 
 
 def rows_to_look_at(dataset: Rows) -> Iterator[Sample]:
-    """The good ones of 64 rows that stand for a source: at even distances, the first among them.
+    """The good ones of 16 rows that stand for a source: at even distances, the first among them.
 
-    Of shards read over a network the first 64 rows, as others may take long to reach.
+    Of shards read over a network the first 16 rows, as others may take long to reach.
     """
     size = len(dataset)
     number = min(size, _LOOKED_AT)
@@ -179,9 +179,13 @@ def read_quarantine(path: Path, source: str, file: str, size: int) -> set[int]:
     """
     rows: set[int] = set()
     others: set[str] = set()
+    named = False
     for number, name, listed, row in _quarantined(path):
+        named = named or name == source
         if name != source:
             others.add(name)
+        elif row is None:
+            continue
         elif listed != Path(file).name or not 0 <= row < size:
             raise DataError(
                 f"{path}:{number}",
@@ -191,7 +195,7 @@ def read_quarantine(path: Path, source: str, file: str, size: int) -> set[int]:
             )
         else:
             rows.add(row)
-    if not rows:
+    if not named:
         raise DataError(
             str(path),
             f"lists no row of source {source!r}, only of {sorted(others) or 'none'}",
@@ -209,10 +213,10 @@ def listed_sources(path: Path) -> set[str]:
     return {source for _, source, _, _ in _quarantined(path)}
 
 
-def _quarantined(path: Path) -> Iterator[tuple[int, str, str, int]]:
+def _quarantined(path: Path) -> Iterator[tuple[int, str, str, int | None]]:
     """Number, source, last part of the file, and row of each line of a bad_samples.jsonl.
 
-    Rows of an outage are passed over: nothing is known to be wrong with them.
+    The row of an outage is None: nothing is known to be wrong with it.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -223,8 +227,8 @@ def _quarantined(path: Path) -> Iterator[tuple[int, str, str, int]]:
     for number, line in enumerate(lines):
         try:
             entry = json.loads(line)
-            if not entry.get("outage"):
-                yield number, str(entry["source"]), Path(entry["file"]).name, int(entry["row"])
+            row = None if entry.get("outage") else int(entry["row"])
+            yield number, str(entry["source"]), Path(entry["file"]).name, row
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
                 f"{path}:{number}",

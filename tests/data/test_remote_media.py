@@ -18,7 +18,6 @@ from PIL import Image
 
 from coat_data import remote_media
 from coat_data.chat import get_template
-from coat_data.containers.hosts import Hosts
 from coat_data.dataset import SampleDataset
 from coat_data.encode import EncodedSample, Encoder
 from coat_data.frame_sampling import VideoSettings
@@ -41,7 +40,6 @@ HALF = (0.5, 0.5, 0.5)
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_media, "WAITS_S", (0.0,))
-    monkeypatch.setattr(remote_media, "_HOSTS", Hosts())
 
 
 def noise(seed: int, width: int, height: int) -> Image.Image:

@@ -241,6 +241,11 @@ def test_outages_are_no_bad_rows(file: Path, tmp_path: Path) -> None:
     rows = open_source(SourceConfig(name="a", path=str(file), exclude=listed), seed=0)
     assert [int(rows[index].id) for index in range(3)] == [0, 1, 2]
     assert len(rows) == 19
+    lines = Path(listed).read_text().splitlines()
+    only = tmp_path / "only.jsonl"
+    only.write_text(lines[0])
+    assert json.loads(lines[0])["outage"]
+    assert len(open_source(SourceConfig(name="a", path=str(file), exclude=str(only)), seed=0)) == 20
     with pytest.raises(ValueError, match=r"4 samples could not be reached, .* --resume auto when"):
         quarantine.count([0.0, 0.0, 2.0], met(10, 10))
     again = quarantine_of(tmp_path, total=2, max_bad_samples=3)  # continued when the host is up

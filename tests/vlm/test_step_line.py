@@ -120,6 +120,7 @@ def test_on_a_gpu_no_phase_waits_for_it() -> None:
     clock = PhaseClock(device, enabled=True)
     x = torch.randn(4096, 4096, device=device)
     (x @ x).sum().item()  # loads what a first product loads
+    clock.start()
     started = time.perf_counter()
     torch.cuda.set_sync_debug_mode("error")
     try:

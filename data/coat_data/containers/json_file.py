@@ -7,6 +7,8 @@ characters are ASCII, and no byte of a longer UTF-8 character is). Memory does n
 file: 16 bytes per row and the window.
 """
 
+import contextlib
+import itertools
 import json
 import re
 from array import array
@@ -22,6 +24,7 @@ from coat_data.sample import DataError
 MAX_ROW_BYTES = 256 << 20
 """The longest row of an array; a broken file is not read further to find a row's end."""
 
+_LOOKED_AT = 16
 _WINDOW_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _REMEDY = "the file must be a JSON array of rows, or JSONL with one row per line"
@@ -76,18 +79,21 @@ class JsonRows(IndexedFile):
             raise DataError(f"{self.path}:{index}", problem, _REMEDY) from error
 
 
-def begins_with_row(path: Path) -> bool:
-    """Whether the first row of a file is an object: its first line that is not blank, or element.
+def has_rows(path: Path) -> bool:
+    """Whether one of the first 16 rows (lines that are not blank, or elements) is an object.
 
-    A text may begin with ``{"`` or ``[{"`` too.
+    A text may begin with ``{"`` or ``[{"`` too; and the first row may be the damaged one.
     """
-    with path.open("rb") as stream:
+    with path.open("rb") as stream, path.open("rb") as read:
         try:
-            start, end = next(_spans(stream, str(path)), (0, 0))
-            stream.seek(start)
-            return isinstance(parse_row(stream.read(end - start), str(path)), dict)
-        except DataError:
+            for start, end in itertools.islice(_spans(stream, str(path)), _LOOKED_AT):
+                read.seek(start)
+                with contextlib.suppress(DataError):  # that is for whoever reads this row
+                    if isinstance(parse_row(read.read(end - start), str(path)), dict):
+                        return True
+        except DataError:  # an array that ends early, of whose elements none is an object
             return False
+    return False
 
 
 def parse_row(data: bytes, where: str) -> Any:

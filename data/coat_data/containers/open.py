@@ -15,7 +15,7 @@ from coat_data.containers.clip_list import COLUMNS, ClipRows
 from coat_data.containers.csv_file import CsvRows
 from coat_data.containers.folder import FolderRows
 from coat_data.containers.ingested import ShardRows
-from coat_data.containers.json_file import JsonRows, begins_with_row
+from coat_data.containers.json_file import JsonRows, has_rows
 from coat_data.containers.pickle_file import PickleRows
 from coat_data.containers.remote import RemoteRows
 from coat_data.containers.rows import Rows
@@ -167,7 +167,7 @@ def _open_files(path: Path, files: list[Path], allow_pickle: bool) -> Rows:
             )
         return PickleRows(files)
     all_texts = all(file.suffix.lower() == ".txt" for file in files)
-    if all_texts and not (_JSON_ROW.match(head) and begins_with_row(first)):
+    if all_texts and not (_JSON_ROW.match(head) and has_rows(first)):
         return TextRows(files)
     if len(files) > 1:
         raise DataError(
