@@ -136,7 +136,9 @@ def _exit_with(command: Callable[[list[str]], int], words: list[str]) -> NoRetur
             status = 1
     except BaseException:  # as the interpreter's own end of a program
         traceback.print_exc()
-    threading._shutdown()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
