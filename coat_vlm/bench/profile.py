@@ -104,7 +104,7 @@ class StepProfile:
         return _totals((interval.name, interval.ms) for interval in self.gpu)
 
     def waits(self) -> Total:
-        """The CPU's waiting for the GPU; once it does at the end of the step."""
+        """The CPU's waiting for the GPU, with that of the profile at the end of the step."""
         found = [total for total in self.operators if total.name in WAITS]
         return Total("", sum(total.calls for total in found), sum(total.ms for total in found))
 
@@ -202,7 +202,7 @@ def format_profile(found: StepProfile, median_ms: float | None = None) -> str:
     lines += [
         f"GPU: {found.busy_ms:.1f} ms busy, {idle}",
         f"{found.launches} kernels, {transfers} copies and memsets launched",
-        f"the CPU waited for the GPU {waits.calls} times (one at the end), {waits.ms:.1f} ms",
+        f"the CPU waited for the GPU {waits.calls} times (at the end, too), {waits.ms:.1f} ms",
         "",
         gpu_tables(found),
         "",

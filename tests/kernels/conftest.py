@@ -1,6 +1,11 @@
 """Where kernels run in these tests (interpreter, or GPU with ``-m gpu``), and FP8 by definition."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +29,27 @@ def run(request: pytest.FixtureRequest, poisoned_memory: None) -> Run:
     if torch.cuda.is_available():
         pytest.skip("the kernels run on the GPU here: pytest -m gpu")
     return run_in_interpreter
+
+
+@pytest.fixture(scope="session")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Runs a program beside the tests in which Triton compiles, and reads the report it writes."""
+
+    def report_of(script: str) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp(script.removesuffix(".py"))
+        environment = dict(os.environ, TRITON_CACHE_DIR=str(folder / "cache"))
+        environment.pop("TRITON_INTERPRET", None)
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name(script)), str(folder / "report.json")],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads((folder / "report.json").read_text())
+
+    return report_of
 
 
 def run_in_interpreter(op: str, args: Sequence[Any]) -> list[Tensor]:

@@ -4,6 +4,7 @@ Kernels are compiled for Hopper as always; nothing runs. Run by test_launch.py, 
 interpreter. Usage: ``python launch_offline.py REPORT.json``.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from coat_kernels import OPS, launch, quantize_tensor
+from coat_kernels import OPS, launch, quantize, quantize_tensor
 from coat_kernels.examples import examples
 from coat_kernels.quantize import quantize_tensor_kernel
 
@@ -144,6 +145,9 @@ def main(report: Path) -> None:
         found[name] = tried(quantized(x))
     with launch.forced_tile(launch.Tile(64, 128, launch.NUM_WARPS // 2)):
         found["half the warps"] = tried(quantized(matrix))
+    quantize.launch = functools.partial(launch.launch, maxnreg=64)
+    found["few registers"] = tried(quantized(matrix))
+    quantize.launch = launch.launch
     known = launch._kernels[id(quantize_tensor_kernel)]
     launch.MOST_COMPILED = len(known.compiled)
     found["one too many"] = tried(quantized(memory[: 33 * 128].view(33, 128)))

@@ -161,7 +161,7 @@ def test_the_tables_tell_what_there_is() -> None:
     assert "10.0 ms a step, 4.0 ms without the profiler" in text
     assert "GPU: 2.5 ms busy, 7.5 ms idle (without the profiler 1.5 ms)" in text
     assert "1 kernels, 0 copies and memsets launched" in text
-    assert "waited for the GPU 2 times (one at the end), 3.0 ms" in text
+    assert "waited for the GPU 2 times (at the end, too), 3.0 ms" in text
     assert "| products in BF16, FP16 or FP32 | 1 | 2.500 | 100.0% |" in text
     assert "| `nvjet_tst_1` | 1 | 2.500 | 100.0% |" in text
     assert "| `aten::mm` | 5 | 1.000 |" in text
