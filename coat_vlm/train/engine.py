@@ -11,6 +11,7 @@ from coat_vlm.model.lora import add_adapters
 from coat_vlm.model.parameters import module_parameters
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW, param_groups
+from coat_vlm.train.overflow import judge_by_norm
 from coat_vlm.train.world import World
 
 _NEVER = 10**9
@@ -133,6 +134,7 @@ def build_engine(
     # it moves nothing; forgetting the states it made undoes the rest (the step count).
     if recipe.zero_stage == 0:
         optimizer.state.clear()
+    judge_by_norm(engine.optimizer)
     check_optimizer(engine, optimizer)
     return engine
 

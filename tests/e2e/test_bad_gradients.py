@@ -16,7 +16,7 @@ from coat_vlm.cli import main
 training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_bad_gradients_are_counted_and_then_stop_the_run(
     tiny_data: Path, tmp_path: Path, zero_stage: int
 ) -> None:

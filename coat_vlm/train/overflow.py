@@ -1,0 +1,34 @@
+"""Gradients that are not finite are found by their norm alone.
+
+DeepSpeed's ZeRO looks at them twice in every step: first for infinities and NaNs (stages 1 and 2
+launch nine kernels for every parameter, stage 3 makes two masks of one byte per element), then for
+their norm, which is not finite exactly if one of them is not, or their squares overflow; then it
+leaves the step out in the same way. The first look is left away here. In a step of a VLM of 0.9B
+parameters it launched 6,400 of 16,000 kernels, for which the GPU waited.
+"""
+
+from typing import Any
+
+
+def judge_by_norm(optimizer: Any) -> None:
+    """Let a ZeRO optimizer leave steps out for their gradients' norm, without looking before.
+
+    Args:
+        optimizer: ``engine.optimizer`` under ZeRO 1, 2 or 3; others, which look once, stay as they
+            are.
+
+    Raises:
+        ValueError: it takes no norm, so that nothing would be found.
+    """
+    if not hasattr(optimizer, "has_overflow"):
+        return
+    if not getattr(optimizer, "compute_grad_norm", True):
+        raise ValueError(
+            "DeepSpeed takes no norm of the gradients (zero_optimization.compute_grad_norm: false), "
+            "which is what finds those that are not finite; leave that key out of its configuration"
+        )
+    optimizer.has_overflow = _not_looked_for
+
+
+def _not_looked_for(partition_gradients: bool = True) -> bool:
+    return False
