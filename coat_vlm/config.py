@@ -204,6 +204,9 @@ class Fp8Config:
     weights: Literal["auto", "cache", "recompute"] = "auto"
     """Whether FP8 weights stay for all micro-batches of a step (2 bytes per parameter):
     ``auto`` keeps them where gradients are accumulated and the GPU's memory has room."""
+    cuda_graphs: bool = False
+    """Launch each block as one CUDA graph, for models so small that the GPU waits for the CPU;
+    activations then keep their memory between steps (coat_vlm/fp8/graphs.py). ZeRO 0 to 2."""
     optimizer: Literal["coat", "adamw"] | None = None
     """``coat``: AdamW with FP8 moments; ``adamw``: torch's, with FP32 moments. When absent,
     ``adamw`` under ``fp8_linear`` and ``coat`` otherwise."""
@@ -216,6 +219,11 @@ class Fp8Config:
         if self.released_constants and self.optimizer == "adamw":
             raise ValueError(
                 "fp8.released_constants has no effect with fp8.optimizer: adamw; remove one of them"
+            )
+        if self.cuda_graphs and self.weights == "cache":
+            raise ValueError(
+                "fp8.cuda_graphs quantizes weights in every pass, so fp8.weights: cache has no "
+                "effect; remove one of them"
             )
         blocks = not (self.vision == self.language == "bf16")
         for name, unset in (("skip_first", 0), ("skip_last", 0), ("group_size", 16)):
@@ -241,6 +249,11 @@ class Fp8Config:
             raise ValueError(
                 f"fp8.group_size has no effect with vision in {vision} and language in {language}: "
                 "no groups are kept; remove it, or use coat or coat_lean"
+            )
+        if self.cuda_graphs and not {vision, language} & {"coat", "coat_lean"}:
+            raise ValueError(
+                f"fp8.cuda_graphs has no effect with vision in {vision} and language in "
+                f"{language}: it is about FP8 blocks; remove it, or use coat or coat_lean"
             )
         optimizer = self.optimizer or ("adamw" if precision == "fp8_linear" else "coat")
         if self.released_constants and optimizer == "adamw":
@@ -319,6 +332,22 @@ class Recipe(EvalSchedule):
                 )
         if self.fp8 is not None and self.precision in FP8_PRECISIONS:
             self.fp8.resolved(self.precision)  # complains before anything is touched
+            if self.fp8.cuda_graphs:
+                self._check_graphs()
+
+    def _check_graphs(self) -> None:
+        """Refuse what moves weights, or runs blocks again."""
+        if self.zero_stage == 3:
+            raise ValueError(
+                "fp8.cuda_graphs needs weights that stay in their place, and zero_stage: 3 moves "
+                "them; set zero_stage to 0, 1 or 2, or remove fp8.cuda_graphs"
+            )
+        for name, stage in self.stages.items():
+            if stage.gradient_checkpointing:
+                raise ValueError(
+                    f"fp8.cuda_graphs has no effect with stages.{name}.gradient_checkpointing; "
+                    "remove one of them"
+                )
 
     def _check_text_only(self) -> None:
         """Refuse what would train or convert a tower or projector that is not there."""

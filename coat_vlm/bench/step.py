@@ -41,7 +41,7 @@ from coat_vlm.bench.step_loop import (
 from coat_vlm.bench.step_plan import StepPlan
 from coat_vlm.bench.vlm_shapes import SIZES, Inputs
 from coat_vlm.config import Precision
-from coat_vlm.fp8 import arithmetic_of
+from coat_vlm.fp8 import arithmetic_of, captured_bytes, graph_blocks
 from coat_vlm.model import CoatVlm
 from coat_vlm.train.engine import set_train_mode, set_trainable
 from coat_vlm.train.world import World
@@ -186,9 +186,10 @@ class _Run:
     def _loop(self, contender: Contender, model: CoatVlm) -> PlainLoop | EngineLoop:
         bench, world = self.bench, self.world
         precision = contender.precision or "bf16"
-        fp8 = fp8_config(precision, contender.optimizer)
+        fp8 = fp8_config(precision, contender.optimizer, contender.graphs)
         arithmetic = arithmetic_of(precision, fp8, world.device)
         if contender.optimizer == "none":
+            graph_blocks(model, contender.graphs)
             reuse = arithmetic.weight_reuse(model, world.device)
             return PlainLoop(model, reuse, bench.accumulation)
         stage = stage_config(bench.batches[0], bench.accumulation, world.size, bench.checkpointing)
@@ -310,7 +311,7 @@ def _timed(
         if on_gpu:
             torch.cuda.synchronize(world.device)
         times.append(1e3 * (time.perf_counter() - started))
-    peak = torch.cuda.max_memory_allocated(world.device) if on_gpu else 0
+    peak = torch.cuda.max_memory_allocated(world.device) + captured_bytes() if on_gpu else 0
     return times, values(losses), peak
 
 

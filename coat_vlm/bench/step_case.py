@@ -12,6 +12,7 @@ from coat_vlm.bench.peers import PEERS, check_peers
 from coat_vlm.bench.rows import Measurement
 from coat_vlm.bench.step_loop import OptimizerName
 from coat_vlm.config import Precision
+from coat_vlm.fp8.graphs import EAGER_PASSES
 from coat_vlm.plan.zero import ZeroStage
 
 OWN = "own"
@@ -71,6 +72,8 @@ class StepBench:
     batches: Sequence[int] = (1,)
     """Samples of a micro-batch, ascending: after one that does not fit, no larger one is tried."""
     checkpointing: bool = False
+    graphs: bool = False
+    """Also measure the precisions with FP8 blocks as CUDA graphs."""
     accumulation: int = 1
     """Micro-batches of a step."""
     steps: int = 5
@@ -98,12 +101,14 @@ class Contender:
     """A key of :data:`coat_vlm.bench.peers.PEERS`, or None."""
     optimizer: OptimizerName
     zero_stage: ZeroStage
+    graphs: bool = False
+    """With FP8 blocks as CUDA graphs."""
 
     @property
     def implementation(self) -> str:
         """Its name in the rows."""
         if self.precision is not None:
-            return NAMES[self.precision]
+            return NAMES[self.precision] + ("_graphs" if self.graphs else "")
         assert self.peer is not None
         return PEERS[self.peer][0]
 
@@ -148,13 +153,35 @@ def contenders_of(bench: StepBench, ranks: int) -> list[Contender]:
         if named == OWN:
             optimizer = "coat" if precision in ("coat", "coat_lean") else "adamw"
         stage: ZeroStage = 0 if optimizer == "none" else zero_stage
-        contender = Contender(precision, other, optimizer, stage)
-        if contender not in found:
-            found.append(contender)
+        both = bench.graphs and precision in ("coat", "coat_lean") and stage != 3
+        for graphs in (False, True)[: 1 + both]:
+            contender = Contender(precision, other, optimizer, stage, graphs)
+            if contender not in found:
+                found.append(contender)
     if not found:
         raise ValueError("nothing to measure; name --precisions or --peers")
+    _check_graphs(bench, found)
     _check_trace(bench, found)
     return found
+
+
+def _check_graphs(bench: StepBench, contenders: Sequence[Contender]) -> None:
+    """Refuse to call something graphs that is none.
+
+    Raises:
+        ValueError: it says what is in the way.
+    """
+    if not bench.graphs:
+        return
+    if not any(contender.graphs for contender in contenders):
+        raise ValueError(
+            "--graphs: there is no coat or coat_lean below ZeRO-3 to measure with them"
+        )
+    if bench.checkpointing or bench.warmup <= EAGER_PASSES:
+        raise ValueError(
+            f"--graphs: blocks are captured after {EAGER_PASSES} steps, which --warmup has to "
+            "exceed, and never under --checkpointing"
+        )
 
 
 def _check_trace(bench: StepBench, contenders: Sequence[Contender]) -> None:

@@ -24,7 +24,7 @@ from coat_vlm.config import (
     StageConfig,
     VisionConfig,
 )
-from coat_vlm.fp8 import Arithmetic, WeightReuse
+from coat_vlm.fp8 import Arithmetic, WeightReuse, graph_blocks
 from coat_vlm.model import CoatVlm
 from coat_vlm.optim import CoatAdamW, param_groups
 from coat_vlm.plan.zero import ZeroStage
@@ -69,7 +69,8 @@ class PlainLoop:
         return loss.detach()
 
     def close(self) -> None:
-        """Drop gradients, which a pass that failed leaves."""
+        """Drop graphs, and gradients, which a pass that failed leaves."""
+        graph_blocks(self.model, enabled=False)
         self.model.zero_grad(set_to_none=True)
 
 
@@ -107,6 +108,7 @@ class EngineLoop:
         Stage 3 of deepspeed 0.19.8 never lets go of a model: a list of its module and classes made
         for its hooks hold it. So what they hold is emptied.
         """
+        graph_blocks(self.model, enabled=False)
         wrapper: Any = self.engine.optimizer
         inner: Any = self.engine.basic_optimizer
         self.engine.destroy()
@@ -146,11 +148,14 @@ def stage_config(batch: int, accumulation: int, ranks: int, checkpointing: bool)
     )
 
 
-def fp8_config(precision: Precision, optimizer: OptimizerName) -> Fp8Config | None:
+def fp8_config(
+    precision: Precision, optimizer: OptimizerName, graphs: bool = False
+) -> Fp8Config | None:
     """What an FP8 precision makes FP8; the optimizer is one that a recipe can name, if it is."""
     if precision not in FP8_PRECISIONS:
         return None
-    return Fp8Config(optimizer="coat" if optimizer == "coat" else "adamw")
+    own = optimizer == "coat"
+    return Fp8Config(optimizer="coat" if own else "adamw", cuda_graphs=graphs)
 
 
 def engine_loop(
@@ -188,7 +193,7 @@ def engine_loop(
         ),
         stages={"sft": stage},
         precision=precision,
-        fp8=fp8_config(precision, optimizer),
+        fp8=arithmetic.fp8,
         zero_stage=zero_stage,
     )
     given = _foreign(model, stage, arithmetic, optimizer)

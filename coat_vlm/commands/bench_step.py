@@ -97,6 +97,10 @@ contender seconds (1b) or half a minute (8b); compiled peers another minute or s
         "--checkpointing", action="store_true", help="recompute activations in the backward pass"
     )
     parser.add_argument(
+        "--graphs", action="store_true",
+        help="measure coat and coat_lean a second time with FP8 blocks as CUDA graphs",
+    )  # fmt: skip
+    parser.add_argument(
         "--attention", choices=ATTENTIONS, default="default",
         help="default (SDPA's choice; training takes flash), cudnn or flash, for all",
     )  # fmt: skip
@@ -149,6 +153,7 @@ def _step(args: argparse.Namespace) -> int:
         zero_stages=args.zero,
         batches=args.batch,
         checkpointing=args.checkpointing,
+        graphs=args.graphs,
         accumulation=args.accumulation,
         steps=args.steps,
         warmup=args.warmup,

@@ -2,6 +2,7 @@
 
 from coat_vlm.fp8.arithmetic import Arithmetic, arithmetic_of
 from coat_vlm.fp8.convert import ConversionReport, convert, fp8_blocks
+from coat_vlm.fp8.graphs import BlockGraphs, captured_bytes, graph_blocks
 from coat_vlm.fp8.linear import Fp8Linear, linear, norm_linear
 from coat_vlm.fp8.mlp import norm_mlp
 from coat_vlm.fp8.monitor import Counts, watching
@@ -9,13 +10,16 @@ from coat_vlm.fp8.weights import WeightReuse, kept_bytes, reused_weights
 
 __all__ = [
     "Arithmetic",
+    "BlockGraphs",
     "ConversionReport",
     "Counts",
     "Fp8Linear",
     "WeightReuse",
     "arithmetic_of",
+    "captured_bytes",
     "convert",
     "fp8_blocks",
+    "graph_blocks",
     "kept_bytes",
     "linear",
     "norm_linear",

@@ -70,7 +70,8 @@ class Arithmetic:
 
     def weight_reuse(self, model: nn.Module, device: torch.device) -> WeightReuse:
         """How micro-batches share the FP8 weights of ``model``, converted by :meth:`apply`."""
-        policy = "recompute" if self.fp8 is None else self.fp8.weights
+        graphs = self.fp8 is not None and self.fp8.cuda_graphs  # they quantize in every pass
+        policy = "recompute" if self.fp8 is None or graphs else self.fp8.weights
         return WeightReuse(policy, fp8_weight_bytes(model), device)
 
 

@@ -22,6 +22,7 @@ from coat_vlm.fp8.arithmetic import Bf16RoundedLinear
 from coat_vlm.fp8.convert import original_class
 from coat_vlm.fp8.decoder_block import Fp8DecoderLayer
 from coat_vlm.fp8.encoder_block import Fp8EncoderLayer
+from coat_vlm.fp8.graphs import FORWARD
 from coat_vlm.fp8.linear import Fp8Linear
 from coat_vlm.fp8.monitor import watching
 
@@ -126,6 +127,7 @@ def _bare_copy(module: nn.Module) -> nn.Module:
         name: None if parameter is None else nn.Parameter(parameter.detach(), requires_grad=False)
         for name, parameter in module._parameters.items()
     }
+    vars(clone).pop(FORWARD, None)
     # ZeRO-3 has a dictionary of its own here, which gathers a weight that is asked for.
     vars(clone).update(
         _parameters=parameters,

@@ -70,6 +70,11 @@ def watching() -> Iterator[Counts]:
         _active.remove(counts)
 
 
+def is_watching() -> bool:
+    """Whether somebody counts."""
+    return bool(_active)
+
+
 def observe(kind: str, scaled: TensorScaled, x: Tensor) -> None:
     """Count a tensor quantized with one scale."""
     for counts in _active:

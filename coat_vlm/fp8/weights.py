@@ -112,6 +112,11 @@ class WeightReuse:
         return ROOM * (free + idle)
 
 
+def are_reused() -> bool:
+    """Whether a scope of :func:`reused_weights` is open."""
+    return _kept is not None
+
+
 def kept_bytes() -> int:
     """Bytes of FP8 copies that the current scope holds."""
     return 0 if _kept is None else _kept.nbytes

@@ -6,7 +6,7 @@ import deepspeed
 import torch
 
 from coat_vlm.config import Recipe, StageConfig
-from coat_vlm.fp8 import Arithmetic, fp8_blocks
+from coat_vlm.fp8 import Arithmetic, fp8_blocks, graph_blocks
 from coat_vlm.model.lora import add_adapters
 from coat_vlm.model.parameters import module_parameters
 from coat_vlm.model.vlm import CoatVlm
@@ -135,6 +135,8 @@ def build_engine(
     if recipe.zero_stage == 0:
         optimizer.state.clear()
     judge_by_norm(engine.optimizer)
+    # Only now are the weights where they stay; an earlier stage's graphs go in any case.
+    graph_blocks(model, arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs)
     check_optimizer(engine, optimizer)
     return engine
 

@@ -23,7 +23,7 @@ from coat_data.frame_sampling import VIDEO_COUNTS
 from coat_data.loader import LoadedBatch
 from coat_data.order import Cursor
 from coat_vlm.config import StageConfig
-from coat_vlm.fp8 import WeightReuse
+from coat_vlm.fp8 import WeightReuse, captured_bytes
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import lr_factor
 from coat_vlm.train.block_monitor import BlockMonitor
@@ -79,6 +79,8 @@ class StageRun:
     step: int = 0
     """Finished steps."""
     skipped_steps: int = 0
+    captured_bytes: int = 0
+    """Memory of CUDA graphs that the last step knew of."""
     """Steps of this process that changed nothing, because a gradient was not finite."""
     cursor: Cursor = field(default_factory=Cursor)
     """How far the order of data is used."""
@@ -321,7 +323,12 @@ class StageRun:
     def _peak_memory_mb(self) -> float:
         """Largest memory so far in MB: allocated on the GPU, or the process's resident set."""
         if self.world.device.type == "cuda":
-            return round(torch.cuda.max_memory_allocated(self.world.device) / 1e6, 1)
+            peak = torch.cuda.max_memory_allocated(self.world.device) + self.captured_bytes
+            if self.captured_bytes != captured_bytes():
+                # Counted as allocated in the step that captured it, and never after that.
+                self.captured_bytes = captured_bytes()
+                torch.cuda.reset_peak_memory_stats(self.world.device)
+            return round(peak / 1e6, 1)
         import resource
 
         return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6, 1)

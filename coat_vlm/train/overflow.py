@@ -24,11 +24,7 @@ def judge_by_norm(optimizer: Any) -> None:
         return
     if not getattr(optimizer, "compute_grad_norm", True):
         raise ValueError(
-            "DeepSpeed takes no norm of the gradients (zero_optimization.compute_grad_norm: false), "
-            "which is what finds those that are not finite; leave that key out of its configuration"
+            "zero_optimization.compute_grad_norm is false: without their norm nothing finds "
+            "gradients that are not finite; leave that key out of DeepSpeed's configuration"
         )
-    optimizer.has_overflow = _not_looked_for
-
-
-def _not_looked_for(partition_gradients: bool = True) -> bool:
-    return False
+    optimizer.has_overflow = lambda partition_gradients=True: False  # noqa: ARG005 - its signature

@@ -213,11 +213,13 @@ def open_data(
     if stage.packing is None:
         tokens = [mean_tokens(dataset, encoder) for dataset in datasets]
     else:
+        tokens = stage.packing.row_tokens(processor.max_length)
+        graphs = recipe.fp8 is not None and recipe.fp8.cuda_graphs
         budget = Budget(
-            tokens=stage.packing.row_tokens(processor.max_length),
+            tokens=tokens,
             images=stage.packing.images,
             buffer=stage.packing.buffer,
-            align=stage.packing.align,
+            align=tokens if graphs else stage.packing.align,  # a graph is for one shape
         )
         lengths = measured(
             sources,

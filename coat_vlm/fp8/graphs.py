@@ -1,0 +1,291 @@
+"""CUDA graphs of FP8 blocks: the CPU launches one graph where it launched some sixty kernels.
+
+A small model waits for the CPU, which launches the kernels of a block one by one. With
+:func:`graph_blocks` the passes of all FP8 blocks of the tower, and of the language model, are
+captured once they were seen with some shapes, and replayed from then on:
+
+    pass 1, 2       as ever, which also compiles the kernels
+    pass 3          forward passes are captured block by block, backward passes in reverse
+    later           hidden -> [static input -> graph -> static output] -> copy, likewise backward
+
+What blocks keep for their backward pass has its place in memory for good, the same for all shapes;
+what they need in between is shared. So a captured model takes the memory that its activations have
+at their highest point in the optimizer's step, too. Weights are quantized in every replay.
+
+Packed rows (:mod:`coat_vlm.model.packed_attention`) hold a different number of sequences each:
+their bounds are followed by empty sequences up to a multiple of 8, and the longest counts as a
+power of two, so that rows of one length share graphs.
+
+Other shapes, arguments that are no tensors and no constants, evaluation, gradient checkpointing, a
+scope of reused weights or a monitor: such passes run as ever. Weights must stay where they are in
+memory (ZeRO 0, 1, 2).
+"""
+
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from coat_vlm.fp8 import monitor, weights
+from coat_vlm.fp8.capture import Captured, Capturer, forward_of
+from coat_vlm.fp8.convert import fp8_blocks
+
+logger = logging.getLogger(__name__)
+
+EAGER_PASSES = 2
+"""Passes with the same shapes before they are captured."""
+
+MOST_CAPTURED = 8
+"""Shapes of which a part of the model has graphs; the one unused for longest goes."""
+
+BOUNDS_STEP = 8
+"""Numbers of bounds of packed sequences are multiples of it in graphs."""
+
+FORWARD = "forward"
+"""The attribute of a block that replays; copies of a block that compute otherwise do without."""
+
+_MOST_SEEN = 256
+
+_CONSTANTS = (bool, int, float, str, type(None))
+"""Arguments of a block that are part of its shapes."""
+
+
+_alive: "weakref.WeakSet[BlockGraphs]" = weakref.WeakSet()
+
+
+def captured_bytes() -> int:
+    """Memory of all graphs, which torch's counts of allocated memory leave out."""
+    return sum(graphs.nbytes for graphs in _alive)
+
+
+def graph_blocks(model: nn.Module, enabled: bool = True) -> "list[BlockGraphs]":
+    """Let FP8 blocks replay CUDA graphs, anew, or no longer.
+
+    Args:
+        model: converted, with its weights where they stay; blocks of one parent in a row (the
+            tower's, the language model's) are captured together.
+        enabled: False takes back an earlier call.
+
+    Returns:
+        One for each row of blocks.
+    """
+    rows: dict[str, list[nn.Module]] = {}
+    for name, block in fp8_blocks(model):
+        vars(block).pop(FORWARD, None)
+        rows.setdefault(name.rpartition(".")[0], []).append(block)
+    return [BlockGraphs(blocks) for blocks in rows.values()] if enabled else []
+
+
+class _Pass:
+    """A forward pass that replays, until its backward pass is over or cannot come any more."""
+
+    def __init__(self, captured: Captured, leaves: Sequence[Any]) -> None:
+        self.captured = captured
+        self.leaves = leaves
+        self.backward: set[int] = set()
+        """Blocks whose backward pass ran."""
+
+    def fits(self, hidden: Tensor, leaves: Sequence[Any], spec: TreeSpec) -> bool:
+        """Whether a block has the arguments that the first block had."""
+        static = self.captured.hidden
+        return (
+            hidden.shape == static.shape
+            and hidden.dtype == static.dtype
+            and spec == self.captured.spec
+            and all(
+                a is b if isinstance(a, Tensor) else a == b
+                for a, b in zip(leaves, self.leaves, strict=True)
+            )
+        )
+
+
+class BlockGraphs:
+    """Captures and replays the passes of FP8 blocks that follow each other.
+
+    Args:
+        blocks: of the same class; their ``forward`` is taken over.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self.blocks = list(blocks)
+        self.captures = 0
+        """Times that graphs were captured."""
+        self.replays = 0
+        """Forward passes that were replayed."""
+        self._captured: OrderedDict[Any, Captured] = OrderedDict()
+        self._seen: dict[Any, int] = {}
+        self._latest: weakref.ref[_Pass] | None = None
+        self._now: _Pass | None = None
+        self._broken = False
+        self.nbytes = 0
+        """Memory of the graphs, which no tensor has: torch's counts of what is allocated leave it
+        out."""
+        self._of_device: Capturer | None = None
+        _alive.add(self)
+        for number, block in enumerate(self.blocks):
+            vars(block)[FORWARD] = partial(self._call, number)
+
+    def _call(self, number: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """``forward`` of a block."""
+        block = self.blocks[number]
+        if self._allowed(block, hidden_states):
+            leaves, spec = tree_flatten((args, kwargs))
+            if number == 0:
+                self._now = None  # the last one may be over, if nothing else holds it
+                rounded, _ = tree_flatten((args, in_steps(kwargs, hidden_states.shape[1])))
+                self._now = self._begin(hidden_states, leaves, rounded, spec)
+            now = self._now
+            if now is not None and now.fits(hidden_states, leaves, spec):
+                return _Replay.apply(hidden_states, now, number, *now.captured.parameters[number])
+        elif number == 0:
+            self._now = None
+        return forward_of(block)(hidden_states, *args, **kwargs)
+
+    def _allowed(self, block: nn.Module, hidden: Tensor) -> bool:
+        return (
+            hidden.is_cuda
+            and not self._broken
+            and block.training
+            and torch.is_grad_enabled()
+            and not monitor.is_watching()
+            and not weights.are_reused()
+            and not getattr(block, "gradient_checkpointing", False)
+            and (hidden.requires_grad or any(p.requires_grad for p in block.parameters()))
+        )
+
+    def _begin(
+        self, hidden: Tensor, given: list[Any], leaves: list[Any], spec: TreeSpec
+    ) -> _Pass | None:
+        """How this pass runs with what is given, rounded: replaying, or, None, as ever."""
+        latest = None if self._latest is None else self._latest()
+        if latest is not None and 0 not in latest.backward:
+            return None  # its backward pass is to come: what it kept would be overwritten
+        key = _key(self.blocks, hidden, leaves, spec)
+        if key is None:
+            return None
+        captured = self._captured.get(key)
+        if captured is None:
+            if len(self._seen) >= _MOST_SEEN:
+                self._seen.clear()
+            self._seen[key] = self._seen.get(key, 0) + 1
+            if self._seen[key] <= EAGER_PASSES:
+                return None
+            captured = self._try_capture(hidden, leaves, spec)
+            if captured is None:
+                return None
+            self._captured[key] = captured
+            if len(self._captured) > MOST_CAPTURED:
+                self._captured.popitem(last=False)
+        self._captured.move_to_end(key)
+        self.replays += 1
+        for static, leaf in _tensors(captured.arguments, leaves):
+            static.copy_(leaf)
+        now = _Pass(captured, given)
+        self._latest = weakref.ref(now)
+        return now
+
+    def _try_capture(self, hidden: Tensor, leaves: list[Any], spec: TreeSpec) -> Captured | None:
+        try:
+            captured = self._capturer(hidden.device).capture(hidden, leaves, spec)
+        except RuntimeError as error:
+            self._broken = True
+            self._captured.clear()
+            self._capturer(hidden.device).mend()
+            logger.warning(
+                "FP8 blocks of shape %s cannot be captured as CUDA graphs and run without: %s",
+                tuple(hidden.shape),
+                str(error).strip().partition("\n")[0],
+            )
+            return None
+        self.captures += 1
+        self.nbytes = self._capturer(hidden.device).nbytes()
+        logger.info(
+            "CUDA graphs: %d FP8 blocks for %s, %.2f GB for all shapes",
+            len(self.blocks),
+            tuple(hidden.shape),
+            self.nbytes / 1e9,
+        )
+        return captured
+
+    def _capturer(self, device: torch.device) -> Capturer:
+        if self._of_device is None:
+            self._of_device = Capturer(self.blocks, device)
+        return self._of_device
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, now: _Pass, number: int, *_: nn.Parameter) -> Tensor:
+        captured = now.captured
+        captured.hidden.copy_(hidden)
+        captured.forward[number].replay()
+        ctx.now, ctx.number = now, number
+        return captured.out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        now, number = ctx.now, ctx.number
+        if number in now.backward:
+            raise RuntimeError(
+                "CUDA graphs of FP8 blocks: this backward pass ran before, and what the forward "
+                "pass had kept is overwritten; run the forward pass again, or set fp8.cuda_graphs: "
+                "false"
+            )
+        now.backward.add(number)
+        captured = now.captured
+        captured.dout.copy_(grad_outputs[0])
+        captured.backward[number].replay()
+        static = captured.gradients[number]
+        gradients = [torch.empty_like(gradient) for gradient in static]
+        if static:
+            torch._foreach_copy_(gradients, static)  # pyright: ignore[reportPrivateImportUsage]
+        dhidden = captured.dhidden.clone() if ctx.needs_input_grad[0] else None
+        return dhidden, None, None, *gradients
+
+
+def in_steps(kwargs: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """A block's arguments with those of packed sequences in a row of ``tokens`` rounded up."""
+    bounds, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if not isinstance(bounds, Tensor) or keys is not bounds:
+        return kwargs
+    more = bounds.new_full((-len(bounds) % BOUNDS_STEP,), tokens)
+    bounds = torch.cat([bounds, more])
+    rounded = kwargs | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    for name in ("max_length_q", "max_length_k"):
+        longest = kwargs.get(name)
+        if isinstance(longest, int):
+            rounded[name] = min(tokens, 1 << max(0, longest - 1).bit_length())
+    return rounded
+
+
+def _key(blocks: Sequence[nn.Module], hidden: Tensor, leaves: Sequence[Any], spec: TreeSpec) -> Any:
+    """What a capture is for; None if there is something that cannot be captured."""
+    shapes: list[Any] = [hidden.shape, hidden.dtype, hidden.device, spec]
+    shapes += map(type, blocks)  # a monitor may have sent one back to BF16
+    first: dict[int, int] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            if not leaf.is_cuda or leaf.requires_grad:
+                return None
+            # The same tensor twice is one argument: a block may ask for that.
+            shapes.append((leaf.shape, leaf.dtype, first.setdefault(id(leaf), i)))
+        elif isinstance(leaf, _CONSTANTS):
+            shapes.append((type(leaf), leaf))
+        else:
+            return None
+    return tuple(shapes)
+
+
+def _tensors(static: Sequence[Any], leaves: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Static tensors, each once, with what they stand for."""
+    done: set[int] = set()
+    for own, leaf in zip(static, leaves, strict=True):
+        if isinstance(leaf, Tensor) and id(own) not in done:
+            done.add(id(own))
+            yield own, leaf

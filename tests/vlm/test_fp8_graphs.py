@@ -1,0 +1,291 @@
+"""FP8 blocks as CUDA graphs: the same losses and gradients, whatever comes in between."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
+
+from coat_vlm.config import Fp8Config
+from coat_vlm.fp8 import convert, graph_blocks, reused_weights, watching
+from coat_vlm.fp8.graphs import EAGER_PASSES, MOST_CAPTURED, in_steps
+from coat_vlm.model.packed_attention import PACKED
+from coat_vlm.recipe_file import load_recipe
+
+CUDA = torch.device("cuda")
+VOCABULARY = 128
+
+
+def llama(device: torch.device = CUDA, lean: bool = True) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VOCABULARY,
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.to(device, torch.bfloat16)
+    convert(model, Fp8Config(language="coat_lean" if lean else "coat", vision="bf16"))
+    return model.train()
+
+
+def ids(seed: int, tokens: int = 96, rows: int = 2) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (rows, tokens), generator=draw).to(CUDA)
+
+
+def passed(model: Any, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of a batch."""
+    model.zero_grad(set_to_none=True)
+    loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Within what flash attention's backward pass, which adds in any order, differs by."""
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = (found[name] - gradient).float().norm() / gradient.float().norm()
+        assert error < 5e-3, (name, float(error))
+
+
+def test_without_a_gpu_blocks_run_as_ever() -> None:
+    model = llama(torch.device("cpu"))
+    batch = torch.arange(64).view(2, 32)
+    plain = model(input_ids=batch, labels=batch).loss
+    (graphs,) = graph_blocks(model)
+    assert len(graphs.blocks) == 3
+    for _ in range(EAGER_PASSES + 1):
+        assert model(input_ids=batch, labels=batch).loss == plain
+    assert graphs.captures == graphs.replays == 0
+    assert graph_blocks(model, enabled=False) == []
+    assert all("forward" not in vars(block) for block in model.model.layers)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lean", [False, True])
+def test_replays_are_the_passes_they_stand_for(lean: bool) -> None:
+    plain, graphed = llama(lean=lean), llama(lean=lean)
+    (graphs,) = graph_blocks(graphed)
+    for step in range(EAGER_PASSES + 4):
+        loss, expected = passed(plain, ids(step))
+        found_loss, found = passed(graphed, ids(step))
+        assert found_loss == loss, step
+        assert_close(found, expected)
+        with torch.no_grad():  # weights move, in their place, and alike
+            for name, p in plain.named_parameters():
+                p -= 0.5 * expected[name]
+            for p, other in zip(graphed.parameters(), plain.parameters(), strict=True):
+                p.copy_(other)
+    assert (graphs.captures, graphs.replays) == (1, 4)
+
+
+@pytest.mark.gpu
+def test_towers_are_captured() -> None:
+    def tower() -> Any:
+        torch.manual_seed(0)
+        config = SiglipVisionConfig(
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=64,
+            patch_size=8,
+        )
+        model: Any = SiglipVisionModel(config)
+        model.to(CUDA, torch.bfloat16)
+        convert(model, Fp8Config(vision="coat_lean", language="bf16"))
+        return model.train()
+
+    plain, graphed = tower(), tower()
+    (graphs,) = graph_blocks(graphed)
+    for step in range(EAGER_PASSES + 2):
+        torch.manual_seed(step)
+        images = torch.randn(3, 3, 64, 64, device=CUDA, dtype=torch.bfloat16)
+        gradients = []
+        for model in (plain, graphed):
+            model.zero_grad(set_to_none=True)
+            model(images).last_hidden_state.float().square().mean().backward()
+            used = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+            gradients.append(dict(used))
+        assert_close(gradients[1], gradients[0])
+    assert graphs.replays == 2
+
+
+@pytest.mark.gpu
+def test_packed_rows_share_graphs() -> None:
+    plain, graphed = llama(), llama()
+    (graphs,) = graph_blocks(graphed)
+    draw = torch.Generator().manual_seed(0)
+    for step in range(EAGER_PASSES + 4):
+        cuts = torch.randperm(30, generator=draw)[: 2 + step % 4].sort().values * 8 + 8
+        bounds = torch.tensor([0, *cuts.tolist(), 256], dtype=torch.int32)
+        lengths = bounds.diff().tolist()
+        packed = {
+            "position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(CUDA),
+            "cu_seq_lens_q": (moved := bounds.to(CUDA)),
+            "cu_seq_lens_k": moved,
+            "max_length_q": max(*lengths, 129),
+            "max_length_k": max(*lengths, 129),
+        }
+        results = []
+        for model in (plain, graphed):
+            model.set_attn_implementation(PACKED)
+            model.zero_grad(set_to_none=True)
+            batch = ids(step, 256, rows=1)
+            loss = model(input_ids=batch, labels=batch, use_cache=False, **packed).loss
+            loss.backward()
+            results.append((loss.item(), {n: p.grad for n, p in model.named_parameters()}))
+        assert results[0][0] == results[1][0]
+        assert_close(results[1][1], results[0][1])
+    assert (graphs.captures, graphs.replays) == (1, 4)
+
+
+def test_bounds_are_rounded_up() -> None:
+    bounds = torch.tensor([0, 10, 40, 64], dtype=torch.int32)
+    given = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 30, "other": None}
+    rounded = in_steps(given, 64)
+    assert rounded["cu_seq_lens_q"].tolist() == [0, 10, 40, 64, 64, 64, 64, 64]
+    assert rounded["cu_seq_lens_k"] is rounded["cu_seq_lens_q"]
+    assert (rounded["max_length_q"], rounded["other"]) == (32, None)
+    assert in_steps(given | {"max_length_q": 60}, 62)["max_length_q"] == 62
+    assert in_steps({"use_cache": False}, 64) == {"use_cache": False}
+
+
+@pytest.mark.gpu
+def test_shapes_are_captured_one_by_one_and_the_oldest_goes() -> None:
+    plain, graphed = llama(), llama()
+    (graphs,) = graph_blocks(graphed)
+    lengths = [32 + 16 * i for i in range(MOST_CAPTURED + 1)]
+    for tokens in lengths:
+        for seed in range(EAGER_PASSES):
+            passed(graphed, ids(seed, tokens))
+        found = passed(graphed, ids(7, tokens))
+        loss, expected = passed(plain, ids(7, tokens))
+        assert found[0] == loss
+        assert_close(found[1], expected)
+    assert graphs.captures == graphs.replays == len(lengths)
+    for tokens, captures in ((lengths[-1], 0), (lengths[1], 0), (lengths[0], 1)):
+        before = graphs.captures
+        loss, expected = passed(plain, ids(7, tokens))
+        found = passed(graphed, ids(7, tokens))
+        assert found[0] == loss
+        assert_close(found[1], expected)
+        assert graphs.captures - before == captures
+
+
+@pytest.mark.gpu
+def test_a_pass_whose_backward_pass_is_to_come_is_not_overwritten() -> None:
+    model = llama()
+    (graphs,) = graph_blocks(model)
+    for seed in range(EAGER_PASSES + 1):
+        passed(model, ids(seed))
+    expected = [passed(model, ids(seed))[1] for seed in (5, 6)]
+    model.zero_grad(set_to_none=True)
+    before = graphs.replays
+    losses = [model(input_ids=ids(s), labels=ids(s), use_cache=False).loss for s in (5, 6)]
+    assert graphs.replays == before + 1  # the second runs as ever
+    (losses[0] + losses[1]).backward()
+    both = {n: expected[0][n] + expected[1][n] for n in expected[0]}
+    assert_close({n: p.grad for n, p in model.named_parameters()}, both)
+    # A loss that is thrown away holds nothing up.
+    model(input_ids=ids(8), labels=ids(8), use_cache=False)
+    assert_close(passed(model, ids(5))[1], expected[0])
+    assert graphs.replays == before + 3
+
+
+@pytest.mark.gpu
+def test_hooks_of_parameters_stay_out_of_captures_and_see_every_gradient() -> None:
+    """As DeepSpeed has them: on the node that adds a gradient to a parameter."""
+    plain, graphed = llama(), llama()
+    graph_blocks(graphed)
+    seen: list[str] = []
+    nodes = []
+    for name, p in graphed.named_parameters():
+        node = p.expand_as(p).grad_fn.next_functions[0][0]
+        node.register_hook(lambda *_, name=name: seen.append(name))
+        nodes.append(node)
+    for step in range(EAGER_PASSES + 2):
+        seen.clear()
+        found = passed(graphed, ids(step))
+        assert sorted(seen) == sorted(found[1])
+        assert_close(found[1], passed(plain, ids(step))[1])
+
+
+@pytest.mark.gpu
+def test_a_second_backward_pass_is_refused() -> None:
+    model = llama()
+    graph_blocks(model)
+    for seed in range(EAGER_PASSES + 1):
+        passed(model, ids(seed))
+    loss = model(input_ids=ids(0), labels=ids(0), use_cache=False).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="ran before"):
+        loss.backward()
+
+
+@pytest.mark.gpu
+def test_evaluation_monitors_and_reused_weights_see_plain_blocks() -> None:
+    model = llama()
+    (graphs,) = graph_blocks(model)
+    for seed in range(EAGER_PASSES + 1):
+        passed(model, ids(seed))
+    replays = graphs.replays
+    with watching() as counts:
+        passed(model, ids(0))
+    assert counts.rates()
+    with reused_weights():
+        passed(model, ids(0))
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=ids(0))
+    assert graphs.replays == replays
+    passed(model.train(), ids(0))
+    assert graphs.replays == replays + 1
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_runs_without(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama()
+    (graphs,) = graph_blocks(model)
+    block: Any = type(model.model.layers[0])
+    forward: Callable[..., Tensor] = block.forward
+
+    def waits(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        assert hidden.sum().item() is not None  # waits for the GPU, which no capture can
+        return forward(self, hidden, *args, **kwargs)
+
+    monkeypatch.setattr(block, "forward", waits)
+    expected = passed(model, ids(0))
+    for _ in range(EAGER_PASSES + 2):
+        found = passed(model, ids(0))
+        assert found[0] == expected[0]
+        assert_close(found[1], expected[1])
+    assert graphs.captures == 0
+    assert "cannot be captured" in caplog.text
+    assert torch.rand(4, device=CUDA).std() > 0  # random numbers still come
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["precision=fp8_linear"], "it is about FP8 blocks"),
+        (["precision=coat", "fp8.weights=cache"], "quantizes weights in every pass"),
+        (["precision=coat", "zero_stage=3"], "weights that stay in their place"),
+        (
+            ["precision=coat_lean", "stages.sft.gradient_checkpointing=true"],
+            "no effect with stages.sft.gradient_checkpointing",
+        ),
+    ],
+)
+def test_what_graphs_do_not_go_with_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_recipe("quickstart", ["fp8.cuda_graphs=true", *overrides])
