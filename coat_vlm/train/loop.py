@@ -24,6 +24,7 @@ from coat_data.loader import LoadedBatch
 from coat_data.order import Cursor
 from coat_vlm.config import StageConfig
 from coat_vlm.fp8 import WeightReuse
+from coat_vlm.model.transfer import sent
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import lr_factor
 from coat_vlm.train.block_monitor import BlockMonitor
@@ -246,10 +247,11 @@ class StageRun:
     def _loss(self, batch: Batch, divisor: float) -> torch.Tensor:
         inputs: dict[str, Any] = dict(batch)
         # What the model looks into on the CPU stays there.
-        stay = {"attention_mask", "image_grids", "frame_groups", "cu_seq_lens_q", "max_length_q"}
+        stay = {"attention_mask", "labels", "image_grids", "frame_groups"}
+        stay |= {"cu_seq_lens_q", "max_length_q"}
         with self.phases.during("to_device"):
             for name in inputs.keys() - stay:
-                inputs[name] = inputs[name].to(self.world.device)
+                inputs[name] = sent(inputs[name], self.world.device)
         with self.phases.during("forward"):
             # In validation the model would return logits, too.
             return self.engine(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
