@@ -30,7 +30,7 @@ def counted_by_model(is_so: bool) -> Iterator[None]:
 
 
 def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-    """transformers' function of that name, which is not asked where the answer is known.
+    """Transformers' function of that name, which is not asked where the answer is known.
 
     Args:
         position_ids: (B, T).

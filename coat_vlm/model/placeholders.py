@@ -5,12 +5,15 @@ pass asks the GPU how many there are: each such question would keep the CPU from
 the GPU has answered.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.transfer import sent
 
+_ATEN: Any = torch.ops.aten
 _ASSERTED = ("cuda", "meta")
 """Types of devices whose values are checked there, if at all."""
 
@@ -44,7 +47,7 @@ def placeholder_positions(is_image: Tensor, given: Tensor | None) -> Tensor:
         "flattened input_ids, ascending; pass both from one batch, or leave image_positions out"
     )
     if right.device.type in _ASSERTED:
-        torch._assert_async(right, message)
+        _ATEN._assert_async.msg(right, message)
     elif not right:
         raise ValueError(message)
     return positions
@@ -77,7 +80,7 @@ def place_features(embeds: Tensor, positions: Tensor, features: Tensor) -> Tenso
     return flat.index_copy(0, positions, rows).view_as(embeds)
 
 
-def check_count(placeholders: int, images: int, config: CoatVlmConfig) -> None:
+def check_count(placeholders: int, images: int, config: PreTrainedConfig) -> None:
     """Whether a batch has the placeholders that its images need.
 
     Raises:

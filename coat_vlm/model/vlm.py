@@ -177,12 +177,8 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             raise ValueError("the loss needs all logits; give labels or logits_to_keep, not both")
         if skip_logits and labels is None:
             raise ValueError("skip_logits leaves nothing to return without labels; give labels")
-        if input_ids is not None and inputs_embeds is None:
-            hidden = self.embed(
-                input_ids, pixel_values, image_grids, frame_groups, image_positions
-            )
-        else:
-            hidden = _embedded(input_ids, inputs_embeds, pixel_values)
+        media = (pixel_values, image_grids, frame_groups, image_positions)
+        hidden = self._embedded(input_ids, inputs_embeds, *media)
         skip = labels is not None and (self.training if skip_logits is None else skip_logits)
         if self.training or skip:
             kwargs.setdefault("use_cache", False)  # a cache would only hold memory
@@ -190,7 +186,6 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         if skip and past_key_values is None and kwargs["use_cache"] is False and not read:
             attention_mask = mask_for_loss(attention_mask, self.language_model)
         batch, tokens, _ = hidden.shape
-        counted = counted_by_model(position_ids is None)
         packing = packing_of(batch, tokens, hidden.device, attention_mask, kwargs)
         if packing is not None:
             kwargs |= packing.arguments() | {"use_cache": False}
@@ -205,7 +200,8 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         if labels is not None and fused:
             layer: Any = self.get_output_embeddings()
             loss_inside = loss_for_logits(layer, labels, num_items_in_batch)
-        with loss_inside, counted:
+        # Packed rows have positions by now, which start again.
+        with loss_inside, counted_by_model(position_ids is None):
             outputs = self.language_model(
                 inputs_embeds=hidden,
                 attention_mask=attention_mask,
@@ -224,6 +220,22 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _embedded(
+        self,
+        input_ids: torch.LongTensor | None,
+        inputs_embeds: torch.Tensor | None,
+        pixel_values: torch.Tensor | None,
+        *layout: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What the language model reads (B, T, H)."""
+        if input_ids is not None and inputs_embeds is None:
+            return self.embed(input_ids, pixel_values, *layout)
+        if inputs_embeds is None or input_ids is not None:
+            raise ValueError("give either input_ids or inputs_embeds, and not both")
+        if _count(pixel_values):
+            raise ValueError("pixel_values need input_ids to say where images go; pass input_ids")
+        return inputs_embeds
 
     def embed(
         self,
@@ -244,7 +256,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         Raises:
             ValueError: the number of placeholders is not ``tokens_per_image`` times that of images
                 (with grids: of the tiles of their largest scales; of groups of frames), or these do
-                not match the tiles or the configuration, ``image_positions`` are not theirs, or there
+                not match the tiles or the configuration, ``image_positions`` are others, or there
                 are images and no tower.
         """
         num_images = _count(pixel_values)
@@ -378,19 +390,6 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         # Towers and language models initialise their own; the projector keeps torch's defaults, as
         # VILA's does, where transformers would draw from N(0, 0.02).
         pass
-
-
-def _embedded(
-    input_ids: torch.LongTensor | None,
-    inputs_embeds: torch.Tensor | None,
-    pixel_values: torch.Tensor | None,
-) -> torch.Tensor:
-    """Embeddings (B, T, H) that were given."""
-    if inputs_embeds is None or input_ids is not None:
-        raise ValueError("give either input_ids or inputs_embeds, and not both")
-    if _count(pixel_values):
-        raise ValueError("pixel_values need input_ids to say where images go; pass input_ids")
-    return inputs_embeds
 
 
 def _count(images: torch.Tensor | None) -> int:
