@@ -11,8 +11,8 @@ its input and of the layer's parameters, and forgets the chunk's logits before i
 ones. The backward pass only multiplies. On a GPU, Liger's kernels do that (arXiv:2410.10989,
 section 3.2) where they are installed and the layer is a plain one.
 
-How many tokens are trained decides on shapes: labels on a GPU make the CPU wait for it, labels on the
-CPU do not.
+How many tokens are trained decides on shapes: labels on a GPU make the CPU wait for it, labels on
+the CPU do not.
 """
 
 import copy
