@@ -143,21 +143,22 @@ def contenders_of(bench: StepBench, ranks: int) -> list[Contender]:
         raise ValueError("--accumulation, --steps and --warmup are 1 or more")
     if list(bench.batches) != sorted(set(bench.batches)) or min(bench.batches) < 1:
         raise ValueError(f"--batch {bench.batches}: give ascending numbers, 1 or more")
-    models: list[tuple[Precision | None, str | None]] = [(name, None) for name in bench.precisions]
-    models += [(None, name) for name in bench.peers]
+    models: list[tuple[Precision | None, str | None, bool]] = []
+    for name in bench.precisions:
+        also = bench.graphs and name in ("coat", "coat_lean")
+        models += [(name, None, graphs) for graphs in (False, True)[: 1 + also]]
+    models += [(None, name, False) for name in bench.peers]
     found: list[Contender] = []
-    for zero_stage, named, (precision, other) in product(
+    for zero_stage, named, (precision, other, graphs) in product(
         bench.zero_stages, bench.optimizers, models
     ):
         optimizer: OptimizerName = named  # pyright: ignore[reportAssignmentType]
         if named == OWN:
             optimizer = "coat" if precision in ("coat", "coat_lean") else "adamw"
         stage: ZeroStage = 0 if optimizer == "none" else zero_stage
-        both = bench.graphs and precision in ("coat", "coat_lean") and stage != 3
-        for graphs in (False, True)[: 1 + both]:
-            contender = Contender(precision, other, optimizer, stage, graphs)
-            if contender not in found:
-                found.append(contender)
+        contender = Contender(precision, other, optimizer, stage, graphs and stage != 3)
+        if contender not in found:
+            found.append(contender)
     if not found:
         raise ValueError("nothing to measure; name --precisions or --peers")
     _check_graphs(bench, found)

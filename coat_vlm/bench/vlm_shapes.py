@@ -18,7 +18,8 @@ from coat_vlm.model.frame import frame_of
 from coat_vlm.model.loss import IGNORE_INDEX
 
 Inputs = dict[str, Tensor]
-"""``input_ids`` and ``labels`` [B, T]; with a tower ``pixel_values`` [B * images, 3, S, S]."""
+"""``input_ids`` and ``labels`` [B, T]; with a tower ``pixel_values`` [B * images, 3, S, S] and
+``image_positions`` [B * tokens of images]. Labels are on the CPU, where training leaves them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,29 @@ class VlmShape:
         return frame_of(self.config(dtype), dtype)
 
     def sample(self, number: int, device: torch.device) -> Inputs:
-        """One sample: images if there is a tower, then random text, all of which is trained.
+        """Sample ``number`` alone; see :meth:`batch`."""
+        return self.batch(number, 1, device)
+
+    def batch(self, first: int, count: int, device: torch.device) -> Inputs:
+        """Samples ``first`` to ``first + count - 1``, the same for the same number.
+
+        Each is images, if there is a tower, and then random text, all of which is trained.
 
         Args:
-            number: which one; the same number gives the same sample.
-            device: where it goes.
+            first: number of the first sample.
+            count: how many.
+            device: where they go, but for the labels.
         """
+        samples = [self._drawn(first + number) for number in range(count)]
+        inputs = {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
+        if self.vision is not None:
+            last = self.language["vocab_size"] - 1
+            inputs["image_positions"] = (inputs["input_ids"] == last).flatten().nonzero().squeeze(1)
+        labels = inputs.pop("labels")
+        return {name: tensor.to(device) for name, tensor in inputs.items()} | {"labels": labels}
+
+    def _drawn(self, number: int) -> Inputs:
+        """One sample on the CPU."""
         generator = torch.Generator().manual_seed(1000 + number)
         config = self.config(torch.float32)
         last = self.language["vocab_size"] - 1
@@ -95,12 +113,7 @@ class VlmShape:
             inputs["labels"][:, :of_images] = IGNORE_INDEX
             size = self.vision["image_size"]
             inputs["pixel_values"] = torch.randn(self.images, 3, size, size, generator=generator)
-        return {name: tensor.to(device) for name, tensor in inputs.items()}
-
-    def batch(self, first: int, count: int, device: torch.device) -> Inputs:
-        """Samples ``first`` to ``first + count - 1`` in one batch."""
-        samples = [self.sample(first + number, device) for number in range(count)]
-        return {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
+        return inputs
 
 
 FAMILIES: dict[str, type[LlamaConfig] | type[Qwen2Config]] = {

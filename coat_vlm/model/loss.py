@@ -10,6 +10,9 @@ runs the output layer on a chunk of tokens, computes the chunk's loss and at onc
 its input and of the layer's parameters, and forgets the chunk's logits before it makes the next
 ones. The backward pass only multiplies. On a GPU, Liger's kernels do that (arXiv:2410.10989,
 section 3.2) where they are installed and the layer is a plain one.
+
+How many tokens are trained decides on shapes: labels on a GPU make the CPU wait for it, labels on
+the CPU do not.
 """
 
 import copy
@@ -24,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from coat_vlm.model.transfer import sent
 
 IGNORE_INDEX = -100
 
@@ -49,8 +54,8 @@ def next_token_loss(
     Returns:
         Scalar, FP32.
     """
-    trained, targets = _shifted(labels, logits.device)
-    total = _cross_entropy(logits[:, :-1][trained], targets)
+    places, targets = _trained(labels, logits.device)
+    total = _cross_entropy(_rows(logits, places), targets)
     return total / _divisor(targets, num_items_in_batch)
 
 
@@ -79,9 +84,9 @@ def hidden_loss(
             f"the output layer got hidden states {tuple(hidden.shape)} for labels of shape "
             f"{tuple(labels.shape)}; it needs (B, T, H) and (B, T): pass skip_logits=False"
         )
-    trained, targets = _shifted(labels, hidden.device)
+    places, targets = _trained(labels, hidden.device)
     divisor = _divisor(targets, num_items_in_batch)
-    return linear_cross_entropy(layer, hidden[:, :-1][trained], targets, divisor)
+    return linear_cross_entropy(layer, _rows(hidden, places), targets, divisor)
 
 
 def linear_cross_entropy(
@@ -201,16 +206,24 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
-def _shifted(labels: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which positions (B, T - 1) predict a trained token, and these tokens [M]."""
-    targets = labels[:, 1:].to(device)
-    trained = targets != IGNORE_INDEX
-    return trained, targets[trained]
+def _trained(labels: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which of the flattened positions [B * T] predict a trained token [M], and these tokens."""
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
+    places = (targets != IGNORE_INDEX).nonzero().squeeze(1)
+    return sent(places, device), sent(targets.index_select(0, places), device)
+
+
+def _rows(x: Tensor, places: Tensor) -> Tensor:
+    """[M, C], the rows of (B, T, C) at some of the flattened positions."""
+    return x.flatten(0, 1).index_select(0, places)
 
 
 def _divisor(targets: Tensor, num_items_in_batch: float | Tensor | None) -> Tensor:
     items = len(targets) if num_items_in_batch is None else num_items_in_batch
-    return torch.as_tensor(items, dtype=torch.float32, device=targets.device).clamp(min=1)
+    if isinstance(items, Tensor):
+        return sent(items.to(torch.float32), targets.device).clamp(min=1)
+    # A number that is filled in there is no copy from the CPU.
+    return torch.full((), max(1.0, items), dtype=torch.float32, device=targets.device)
 
 
 def _liger_fits(layer: nn.Linear, hidden: Tensor, differentiable: bool) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from coat_vlm.model.loss import IGNORE_INDEX
+from coat_vlm.model.transfer import sent
 
 _NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments of ``FlashAttentionKwargs``."""
@@ -22,6 +23,8 @@ class Packing:
     """[N + 1] int32, increasing from 0 to T, on the device of what is attended to."""
     longest: int
     """Tokens of the longest sequence, or more."""
+    given: Tensor | None = None
+    """``bounds`` as they came, perhaps on another device."""
 
     def spans(self) -> list[tuple[int, int]]:
         """First token of each sequence and the one after its last; waits for a GPU."""
@@ -51,7 +54,10 @@ class Packing:
         """Labels (1, T), if there are any, of which none is the first token of a sequence."""
         if labels is None:
             return None
-        return labels.to(self.bounds.device).index_fill(1, self.bounds[:-1].long(), IGNORE_INDEX)
+        bounds = self.bounds
+        if self.given is not None and self.given.device == labels.device:
+            bounds = self.given  # labels on the CPU stay there
+        return labels.to(bounds.device).index_fill(1, bounds[:-1].long(), IGNORE_INDEX)
 
 
 def packing_of(
@@ -99,7 +105,7 @@ def packing_of(
         )
     if bounds.device.type == "cpu":
         _check_bounds(bounds, tokens, int(longest))
-    return Packing(bounds.to(device), int(longest))
+    return Packing(sent(bounds, device), int(longest), bounds)
 
 
 def _differ(bounds: Tensor, keys: Tensor | None) -> bool:

@@ -13,6 +13,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from coat_vlm.model.transfer import sent
+
 
 def pool_frames(features: Tensor, sizes: list[int]) -> Tensor:
     """Average the features of each group of consecutive tiles.
@@ -40,9 +42,12 @@ def pool_frames(features: Tensor, sizes: list[int]) -> Tensor:
     member = torch.zeros(len(sizes), len(features))
     for group, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
         member[group, end - size : end] = 1
-    count = torch.tensor(sizes).to(features).reshape(-1, 1, 1)
-    sums = member.to(features) @ features.flatten(1)
-    return sums.unflatten(1, features.shape[1:]) / count
+    # Rounded on the CPU, so that what is sent needs no more than a copy.
+    count, member = (
+        sent(x.to(features.dtype), features.device) for x in (torch.tensor(sizes), member)
+    )
+    sums = member @ features.flatten(1)
+    return sums.unflatten(1, features.shape[1:]) / count.reshape(-1, 1, 1)
 
 
 def groups_per_row(counts: list[int], sizes: Tensor) -> list[tuple[int, int]]:

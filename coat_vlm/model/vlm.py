@@ -23,11 +23,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from coat_vlm.model.compressed_folder import arguments_of, compression_of
 from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.model.counted_positions import counted_by_model
 from coat_vlm.model.loss import next_token_loss
 from coat_vlm.model.output_layer import loss_for_logits, why_logits_are_needed
 from coat_vlm.model.packed_attention import PACKED, no_mask
 from coat_vlm.model.packing import packing_of
 from coat_vlm.model.padding import mask_for_loss
+from coat_vlm.model.placeholders import check_count, place_features, placeholder_positions
 from coat_vlm.model.pooling import groups_per_row, pool_frames
 from coat_vlm.model.pretrained import check_complete, readable_errors
 from coat_vlm.model.projector import Projector, build_projector
@@ -130,6 +132,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         num_items_in_batch: float | torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         skip_logits: bool | None = None,
+        image_positions: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits, or the loss when labels are given, or both.
@@ -147,6 +150,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
                 that share the tokens of one (:mod:`coat_vlm.model.pooling`); 1 each when absent.
             inputs_embeds: (B, T, H) instead of input_ids; then images must already be in them.
             labels: (B, T) target ids, not shifted; -100 is not trained, and padding must have it.
+                From those on the CPU it is known which tokens the loss takes without a wait.
             past_key_values: the language model's cache.
             num_items_in_batch: what the summed loss is divided by (the trained tokens of all
                 micro-batches and ranks); this batch's trained tokens when absent.
@@ -154,6 +158,9 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             skip_logits: return the loss alone, computed without storing the logits, which are the
                 largest tensor of a batch; by default with labels in training mode. A language
                 model that scales or caps its logits stores them all the same.
+            image_positions: [P] int64, places of the placeholders in the flattened ``input_ids``,
+                ascending; looked for when absent, which waits for a GPU. Wrong ones fail an
+                assertion on a GPU, which does not say more; on a CPU the error does.
             **kwargs: passed to the language model. With ``cu_seq_lens_q`` [N + 1] int32 and
                 ``max_length_q`` the batch is one row of N packed sequences
                 (:mod:`coat_vlm.model.packed_attention`); positions then count from each one's
@@ -170,7 +177,8 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             raise ValueError("the loss needs all logits; give labels or logits_to_keep, not both")
         if skip_logits and labels is None:
             raise ValueError("skip_logits leaves nothing to return without labels; give labels")
-        hidden = self._embedded(input_ids, inputs_embeds, pixel_values, image_grids, frame_groups)
+        media = (pixel_values, image_grids, frame_groups, image_positions)
+        hidden = self._embedded(input_ids, inputs_embeds, *media)
         skip = labels is not None and (self.training if skip_logits is None else skip_logits)
         if self.training or skip:
             kwargs.setdefault("use_cache", False)  # a cache would only hold memory
@@ -192,7 +200,8 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         if labels is not None and fused:
             layer: Any = self.get_output_embeddings()
             loss_inside = loss_for_logits(layer, labels, num_items_in_batch)
-        with loss_inside:
+        # Packed rows have positions by now, which start again.
+        with loss_inside, counted_by_model(position_ids is None):
             outputs = self.language_model(
                 inputs_embeds=hidden,
                 attention_mask=attention_mask,
@@ -217,12 +226,11 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         input_ids: torch.LongTensor | None,
         inputs_embeds: torch.Tensor | None,
         pixel_values: torch.Tensor | None,
-        image_grids: torch.Tensor | None,
-        frame_groups: torch.Tensor | None,
+        *layout: torch.Tensor | None,
     ) -> torch.Tensor:
         """What the language model reads (B, T, H)."""
         if input_ids is not None and inputs_embeds is None:
-            return self.embed(input_ids, pixel_values, image_grids, frame_groups)
+            return self.embed(input_ids, pixel_values, *layout)
         if inputs_embeds is None or input_ids is not None:
             raise ValueError("give either input_ids or inputs_embeds, and not both")
         if _count(pixel_values):
@@ -235,8 +243,11 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         pixel_values: torch.Tensor | None = None,
         image_grids: torch.Tensor | None = None,
         frame_groups: torch.Tensor | None = None,
+        image_positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Token embeddings (B, T, H) with projected image features at the placeholders.
+
+        Arguments are those of :meth:`forward`.
 
         In training mode a batch without images sends a zero image through tower and projector and
         adds it times zero: under data parallelism every rank must use the same parameters in every
@@ -245,7 +256,8 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         Raises:
             ValueError: the number of placeholders is not ``tokens_per_image`` times that of images
                 (with grids: of the tiles of their largest scales; of groups of frames), or these do
-                not match the tiles or the configuration, or there are images and no tower.
+                not match the tiles or the configuration, ``image_positions`` are others, or there
+                are images and no tower.
         """
         num_images = _count(pixel_values)
         if self.vision_tower is None:
@@ -259,12 +271,13 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         grids = self._grids(image_grids, num_images)
         groups = None if frame_groups is None else [int(size) for size in frame_groups.tolist()]
         placed = sum(rows * cols for rows, cols in grids) if groups is None else len(groups)
-        self._check_placeholders(int(is_image.sum()), placed)
+        positions = placeholder_positions(is_image, image_positions)
+        check_count(len(positions), placed, self.config)
         # Any valid id will do where image features go; the placeholder's own row stays untouched.
         embeds = self.get_input_embeddings()(input_ids.masked_fill(is_image, 0))
         if num_images:
             features = self._features(pixel_values, grids, groups)
-            return embeds.masked_scatter(is_image.unsqueeze(-1), features.to(embeds.dtype))
+            return place_features(embeds, positions, features)
         if self.training:
             size = self.vision_tower.image_size
             zero_image = embeds.new_zeros(1, 3, size, size)
@@ -310,6 +323,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Inputs of one generation step: with a cache, images only in the first."""
+        kwargs.pop("image_positions", None)  # of rows as they were before they were repeated
         inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids, *args, is_first_iteration=is_first_iteration, **kwargs
         )
@@ -376,16 +390,6 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         # Towers and language models initialise their own; the projector keeps torch's defaults, as
         # VILA's does, where transformers would draw from N(0, 0.02).
         pass
-
-    def _check_placeholders(self, num_placeholders: int, num_images: int) -> None:
-        per_image = self.config.tokens_per_image
-        if num_placeholders != num_images * per_image:
-            raise ValueError(
-                f"input_ids hold {num_placeholders} image placeholders (id "
-                f"{self.config.image_token_id}) but pixel_values hold {num_images} images, which "
-                f"make {num_images * per_image} features ({per_image} each); give {per_image} "
-                "placeholders per image, as the processor does, and check that no sequence was cut"
-            )
 
 
 def _count(images: torch.Tensor | None) -> int:

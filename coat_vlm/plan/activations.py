@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from coat_vlm.config import MODULES
 from coat_vlm.fp8 import reused_weights
 from coat_vlm.fp8.weights import kept_bytes
+from coat_vlm.model.loss import IGNORE_INDEX
 from coat_vlm.model.parameters import module_parameters
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.plan.memory import LiveMemory, flash_attention
@@ -113,21 +114,23 @@ def trace(
             f"{len(groups)} images of {per_image} tokens leave no room for text in max_length="
             f"{length}; raise model.max_length or lower --images"
         )
+    in_images = len(groups) * per_image
+    text = length - 1 - in_images if trained is None else trained
     inputs: dict[str, Tensor] = {
-        name: torch.empty(batch, length, dtype=torch.int64, device="meta")
-        for name in ("input_ids", "labels")
+        "input_ids": torch.empty(batch, length, dtype=torch.int64, device="meta"),
+        "labels": torch.full((batch, length), IGNORE_INDEX),
+        "image_positions": torch.zeros(batch * in_images, dtype=torch.int64),
     }
+    inputs["labels"][:, length - text :] = 0
     if images and tower is not None:
         shape = (batch * images, 3, tower.image_size, tower.image_size)
         inputs["pixel_values"] = torch.empty(shape, device="meta")
         if pool_frames > 1:
             inputs["frame_groups"] = torch.tensor(groups * batch)
     own = [*model.parameters(), *model.buffers()]
-    most = length - 1 - len(groups) * per_image
-    memory = LiveMemory("meta", own, batch * (most if trained is None else trained))
+    memory = LiveMemory("meta", own)
     backward: list[tuple[int, float]] = []
     with (
-        _unchecked_placeholders(model),
         flash_attention(),
         memory,
         reused_weights(reuse_weights),
@@ -201,13 +204,3 @@ def _finished_gradients(
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _unchecked_placeholders(model: CoatVlm) -> Iterator[None]:
-    """Ids on ``meta`` have no values in which placeholders could be counted."""
-    vars(model)["_check_placeholders"] = lambda *_: None
-    try:
-        yield
-    finally:
-        del vars(model)["_check_placeholders"]

@@ -27,22 +27,19 @@ class LiveMemory(TorchDispatchMode):
     Args:
         device: the type of the device whose storages are counted.
         ignore: tensors whose storages are not counted: the model's parameters, say.
-        trained_tokens: rows that indexing with a mask on ``meta`` gives, where the mask's content
-            is not known: the tokens that the loss reads.
 
     Attributes:
         live: bytes now.
         peak: most bytes so far; may be set, to measure a part of a computation.
     """
 
-    def __init__(self, device: str, ignore: Iterable[Tensor] = (), trained_tokens: int = 0) -> None:
+    def __init__(self, device: str, ignore: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._device = device
         self.live = 0
         self.peak = 0
         self.attention_workspace = 0
         """Largest memory that one call of attention's backward kernel takes for itself."""
-        self._trained_tokens = trained_tokens
         self._sizes: dict[int, int] = {}
         """Bytes of each storage that is counted, by its address."""
         self._ignored = {s._cdata: s for s in (tensor.untyped_storage() for tensor in ignore)}
@@ -90,14 +87,8 @@ class LiveMemory(TorchDispatchMode):
     def _unknowable(self, func: Any, args: tuple[Any, ...]) -> Any:
         if not args or not isinstance(args[0], Tensor) or args[0].device.type != "meta":
             return None
-        if func is _ATEN._local_scalar_dense.default:
-            # transformers asks whether positions are those of one sequence, the loss of nothing.
-            return 1
         if func is _ATEN._fused_sdp_choice.default:
             return _FLASH
-        if func is _ATEN.index.Tensor and args[1][0].dtype == torch.bool:
-            mask = args[1][0]
-            return args[0].new_empty(self._trained_tokens, *args[0].shape[mask.ndim :])
         return None
 
     def _watch(self, tensor: Tensor) -> None:

@@ -24,6 +24,7 @@ from coat_data.loader import LoadedBatch
 from coat_data.order import Cursor
 from coat_vlm.config import StageConfig
 from coat_vlm.fp8 import WeightReuse, captured_bytes
+from coat_vlm.model.transfer import sent
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import lr_factor
 from coat_vlm.train.block_monitor import BlockMonitor
@@ -41,6 +42,10 @@ from coat_vlm.train.throughput import Throughput, trained_tokens
 from coat_vlm.train.world import World
 
 _READ_COUNTS = (*VIDEO_COUNTS, REPLAYED)
+
+_LOOKED_INTO = frozenset(
+    ("attention_mask", "labels", "image_grids", "frame_groups", "cu_seq_lens_q", "max_length_q")
+)
 
 
 class Stopped(SystemExit):
@@ -246,12 +251,8 @@ class StageRun:
         }
 
     def _loss(self, batch: Batch, divisor: float) -> torch.Tensor:
-        inputs: dict[str, Any] = dict(batch)
-        # What the model looks into on the CPU stays there.
-        stay = {"attention_mask", "image_grids", "frame_groups", "cu_seq_lens_q", "max_length_q"}
         with self.phases.during("to_device"):
-            for name in inputs.keys() - stay:
-                inputs[name] = inputs[name].to(self.world.device)
+            inputs = inputs_on(batch, self.world.device)
         with self.phases.during("forward"):
             # In validation the model would return logits, too.
             return self.engine(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
@@ -353,6 +354,14 @@ class StageRun:
                 "rates or raise warmup_ratio, and continue from the last checkpoint with --resume "
                 "auto"
             )
+
+
+def inputs_on(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """A batch as the model takes it: what the model looks into stays on the CPU."""
+    return {
+        name: value if name in _LOOKED_INTO else sent(value, device)  # pyright: ignore[reportArgumentType]
+        for name, value in batch.items()
+    }
 
 
 def _due(step: int, interval: int) -> bool:

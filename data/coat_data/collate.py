@@ -24,6 +24,9 @@ class Batch(TypedDict):
     """(M, 2) int64, rows and columns of each image's largest scale; in mode ``dynamic_s2`` only."""
     frame_groups: NotRequired[torch.Tensor]
     """(G,) int64, tiles that share the tokens of one; where frames of videos are pooled only."""
+    image_positions: NotRequired[torch.Tensor]
+    """(P,) int64, ascending: the places of image tokens in the flattened ``input_ids``; for a
+    language model alone there are none. With them no GPU has to be asked for the places."""
     cu_seq_lens_q: NotRequired[torch.Tensor]
     """Packed: (sequences + 1,) int32, where each sequence starts, and T."""
     max_length_q: NotRequired[int]
@@ -55,9 +58,11 @@ def collate(
     input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
     attention_mask = torch.zeros(shape, dtype=torch.int64)
     labels = torch.full(shape, IGNORE_INDEX, dtype=torch.int64)
+    starts = []
     for row, sample in enumerate(samples):
         used = len(sample.input_ids)
         span = slice(length - used, length) if padding_side == "left" else slice(0, used)
+        starts.append(row * length + span.start)
         input_ids[row, span] = sample.input_ids
         attention_mask[row, span] = 1
         labels[row, span] = sample.labels
@@ -69,7 +74,7 @@ def collate(
         # A copy of the one sample's pixels would cost more than all the rest.
         pixel_values=pixel_values[0] if len(pixel_values) == 1 else torch.cat(pixel_values),
     )
-    _add_layout(batch, samples)
+    _add_layout(batch, samples, starts)
     return batch
 
 
@@ -106,14 +111,22 @@ def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align
         cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32),
         max_length_q=max(*lengths, padding),
     )
-    _add_layout(batch, samples)
+    _add_layout(batch, samples, bounds)
     return batch
 
 
-def _add_layout(batch: Batch, samples: Sequence[EncodedSample]) -> None:
+def _add_layout(batch: Batch, samples: Sequence[EncodedSample], starts: Sequence[int]) -> None:
+    """Where media lie; ``starts`` are the samples' first places in the flattened ids."""
     grids = [sample.image_grids for sample in samples if sample.image_grids is not None]
     if grids:
         batch["image_grids"] = torch.cat(grids)
     groups = [sample.frame_groups for sample in samples if sample.frame_groups is not None]
     if groups:
         batch["frame_groups"] = torch.cat(groups)
+    positions = [
+        start + sample.image_positions
+        for start, sample in zip(starts, samples, strict=False)
+        if sample.image_positions is not None
+    ]
+    if len(positions) == len(samples):
+        batch["image_positions"] = torch.cat(positions)

@@ -42,6 +42,9 @@ class EncodedSample:
     frame_groups: torch.Tensor | None = None
     """(G,) int64 where frames of videos are pooled: how many consecutive tiles share the tokens of
     one, 1 for a tile of an image. None without pooling."""
+    image_positions: torch.Tensor | None = None
+    """(P,) int64, ascending: the places of image tokens in ``input_ids``. None for a language model
+    alone."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """What happened while its media were read, e.g. ``video_decord_timeout``: 1."""
 
@@ -97,6 +100,7 @@ class Encoder:
         self.template = template
         self._media = MediaLoader(transform, video or VideoSettings(), max_pixels)
         self.shows_media = image_token_id is not None
+        self._image_token_id = image_token_id
         self._image_ids = [] if image_token_id is None else [image_token_id] * tokens_per_image
         self.max_length = max_length
 
@@ -250,12 +254,14 @@ class Encoder:
                 raise
             raise _within(sample, error) from error
         counts, self._media.counts = self._media.counts, Counter()
+        input_ids = _as_tensor(ids)
         return EncodedSample(
-            _as_tensor(ids),
+            input_ids,
             _as_tensor(labels),
             pixel_values,
             self._grids(plans),
             self._groups(plans),
+            self._positions(input_ids),
             dict(counts),
         )
 
@@ -314,6 +320,11 @@ class Encoder:
             return None
         sizes = [size for plan in plans for size in plan.group_sizes]
         return torch.tensor(sizes, dtype=torch.int64)
+
+    def _positions(self, input_ids: torch.Tensor) -> torch.Tensor | None:
+        if self._image_token_id is None:
+            return None
+        return (input_ids == self._image_token_id).nonzero().squeeze(1)
 
     def _check_media(
         self, sample: Sample, media: Sequence[Media], segments: Sequence[Segment]

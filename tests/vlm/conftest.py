@@ -1,14 +1,21 @@
 """Tiny models and a tokenizer: large enough to be wrong, small enough to be fast."""
 
+import io
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_data.chat import get_template
+from coat_data.encode import Encoder
+from coat_data.image import ImageTransform
+from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from coat_vlm.model import build_model
 
@@ -86,3 +93,54 @@ def tiny(tiny_tokenizer):
     return SimpleNamespace(
         vision=_vision, language=_language, recipe=_recipe, model=model, open_clip=_OPEN_CLIP
     )
+
+
+def _picture(number: int) -> Media:
+    pixels = np.random.default_rng(number).integers(0, 256, (28, 28, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return Media(kind="image", path=f"{number}.png", data=file.getvalue())
+
+
+@pytest.fixture
+def run_without_waits():
+    """A function that runs another twice; the second time, a wait for the GPU is an error."""
+
+    def run(work):
+        work()  # what the first call sets up may wait
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return run
+
+
+@pytest.fixture
+def conversations(tiny_tokenizer):
+    """A function from a model to five encoded conversations, with 1, 0, 2, 0 and 1 images."""
+
+    def encoded(model):
+        encoder = Encoder(
+            tiny_tokenizer,
+            get_template("plain", tiny_tokenizer),
+            ImageTransform(28, (0.5,) * 3, (0.5,) * 3),
+            tokens_per_image=model.config.tokens_per_image,
+            image_token_id=model.config.image_token_id,
+        )
+        found = []
+        for number, count in enumerate((1, 0, 2, 0, 1)):
+            words = " ".join(f"w{(7 * number + word) % 50 + 1}" for word in range(2 + 3 * number))
+            turns = (
+                Turn("user", (Part("image"),) * count + (Part("text", "w3"),)),
+                Turn("assistant", (Part("text", words),)),
+            )
+            media = tuple(_picture(10 * number + place) for place in range(count))
+            sample = Sample(id=str(number), turns=turns, media=media)
+            size = encoder.measure(sample)
+            found.append(encoder(sample))
+            assert size == (len(found[-1].input_ids), len(found[-1].pixel_values))
+        return found
+
+    return encoded

@@ -235,7 +235,7 @@ def test_the_fused_passes_apart_are_those_of_the_formula(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_heads", [4, 2], ids=["equal", "grouped"])
-def test_the_gpu_is_not_waited_for(kv_heads: int) -> None:
+def test_the_gpu_is_not_waited_for(run_without_waits: Any, kv_heads: int) -> None:
     q, k, v = leaves(kv_heads, "cuda")
     given = arguments(device="cuda")
     packing = Packing(given["cu_seq_lens_q"], max(LENGTHS))
@@ -246,12 +246,7 @@ def test_the_gpu_is_not_waited_for(kv_heads: int) -> None:
         torch.autograd.grad(out.sum(), (q, k, v))
         assert packing.positions(TOKENS).shape == (1, TOKENS)
 
-    run()  # what the first call sets up may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    run_without_waits(run)
 
 
 def test_a_window_that_may_cut_a_sequence_has_no_fused_kernel() -> None:

@@ -1,54 +1,15 @@
 """A packed batch trains what its samples train in a padded one: loss and gradients."""
 
-import io
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
-from coat_data.chat import get_template
 from coat_data.collate import Batch, collate, collate_packed
-from coat_data.encode import EncodedSample, Encoder
-from coat_data.image import ImageTransform
-from coat_data.sample import Media, Part, Sample, Turn
+from coat_data.encode import EncodedSample
 from coat_vlm.model.packed_attention import PACKED
 from coat_vlm.train.throughput import trained_tokens
-
-IMAGES = (1, 0, 2, 0, 1)
-
-
-def picture(number: int) -> Media:
-    pixels = np.random.default_rng(number).integers(0, 256, (28, 28, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png")
-    return Media(kind="image", path=f"{number}.png", data=file.getvalue())
-
-
-def encoded(tiny: Any, tokenizer: Any, model: Any) -> list[EncodedSample]:
-    """Five conversations with 0 to 2 images each; without one, an answer comes first."""
-    encoder = Encoder(
-        tokenizer,
-        get_template("plain", tokenizer),
-        ImageTransform(28, (0.5,) * 3, (0.5,) * 3),
-        tokens_per_image=model.config.tokens_per_image,
-        image_token_id=model.config.image_token_id,
-    )
-    found = []
-    for number, count in enumerate(IMAGES):
-        words = " ".join(f"w{(7 * number + word) % 50 + 1}" for word in range(2 + 3 * number))
-        turns = (
-            Turn("user", (Part("image"),) * count + (Part("text", "w3"),)),
-            Turn("assistant", (Part("text", words),)),
-        )
-        media = tuple(picture(10 * number + place) for place in range(count))
-        sample = Sample(id=str(number), turns=turns, media=media)
-        size = encoder.measure(sample)
-        found.append(encoder(sample))
-        assert size == (len(found[-1].input_ids), len(found[-1].pixel_values))
-    return found
 
 
 def loss_and_gradients(model: Any, batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
@@ -64,10 +25,10 @@ def loss_and_gradients(model: Any, batches: list[Batch]) -> tuple[float, dict[st
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
 def test_packed_rows_train_what_padded_rows_train(
-    tiny: Any, tiny_tokenizer: Any, family: str
+    tiny: Any, conversations: Any, family: str
 ) -> None:
     model = tiny.model(language=tiny.language(family)).train()
-    samples = encoded(tiny, tiny_tokenizer, model)
+    samples = conversations(model)
     padded = [collate(part, pad_token_id=0) for part in (samples[:3], samples[3:])]
     wanted, wanted_gradients = loss_and_gradients(model, padded)
     model.language_model.set_attn_implementation(PACKED)
@@ -87,10 +48,10 @@ def test_packed_rows_train_what_padded_rows_train(
         torch.testing.assert_close(gradient, wanted_gradients[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_no_image_is_needed_and_every_module_takes_part(tiny: Any, tiny_tokenizer: Any) -> None:
+def test_no_image_is_needed_and_every_module_takes_part(tiny: Any, conversations: Any) -> None:
     """Else a rank whose rows have no image would leave the others waiting under ZeRO."""
     model = tiny.model().train()
-    samples = encoded(tiny, tiny_tokenizer, model)
+    samples = conversations(model)
     model.language_model.set_attn_implementation(PACKED)
     batch = collate_packed([samples[1], samples[3]], pad_token_id=0, align=32)
     assert len(batch["pixel_values"]) == 0

@@ -1,0 +1,96 @@
+"""Image placeholders: where they are among a batch's tokens, and features in their place.
+
+Who makes a batch knows the places on the CPU. Given these, neither the forward nor the backward
+pass asks the GPU how many there are: each such question would keep the CPU from queueing work until
+the GPU has answered.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from coat_vlm.model.transfer import sent
+
+_ATEN: Any = torch.ops.aten
+_ASSERTED = ("cuda", "meta")
+"""Types of devices whose values are checked there, if at all."""
+
+
+def placeholder_positions(is_image: Tensor, given: Tensor | None) -> Tensor:
+    """Places of the placeholders among the flattened tokens [B * T], ascending.
+
+    Args:
+        is_image: (B, T) bool, which tokens are placeholders.
+        given: [P] int64, the places, from who made the batch; looked for when absent, which waits
+            for a GPU.
+
+    Returns:
+        [P] int64, on the device of ``is_image``.
+
+    Raises:
+        ValueError: the given places are not those of the placeholders. On a GPU a device-side
+            assertion fails instead, and the next call that waits for the GPU reports it.
+    """
+    if given is None:
+        return is_image.flatten().nonzero().squeeze(1)
+    if given.dtype != torch.int64 or given.ndim != 1:
+        raise ValueError(
+            f"image_positions is {given.dtype} of shape {tuple(given.shape)}; needed is int64, "
+            "[placeholders]"
+        )
+    positions = sent(given, is_image.device)
+    right = _are_all(positions, is_image.flatten())
+    message = (
+        f"image_positions ({len(given)}) are not the places of the image placeholders in the "
+        "flattened input_ids, ascending; pass both from one batch, or leave image_positions out"
+    )
+    if right.device.type in _ASSERTED:
+        _ATEN._assert_async.msg(right, message)
+    elif not right:
+        raise ValueError(message)
+    return positions
+
+
+def _are_all(positions: Tensor, is_image: Tensor) -> Tensor:
+    """[] bool: whether ``positions`` [P] are the places of True in ``is_image`` [B * T], in order.
+
+    They are if each is such a place, they ascend, and there are as many of them.
+    """
+    inside = positions.clamp(0, len(is_image) - 1)
+    hit = is_image.index_select(0, inside) & (inside == positions)
+    ascending = positions[1:] > positions[:-1]
+    return hit.all() & ascending.all() & (is_image.sum() == len(positions))
+
+
+def place_features(embeds: Tensor, positions: Tensor, features: Tensor) -> Tensor:
+    """Token embeddings with features at some places.
+
+    Args:
+        embeds: (B, T, H).
+        positions: [P] int64, places among the flattened tokens, each once.
+        features: P rows of H in the order of the places, in any shape that ends in H.
+
+    Returns:
+        (B, T, H) in the dtype of ``embeds``.
+    """
+    flat = embeds.flatten(0, 1)
+    rows = features.reshape(-1, flat.shape[1]).to(flat.dtype)
+    return flat.index_copy(0, positions, rows).view_as(embeds)
+
+
+def check_count(placeholders: int, images: int, config: PreTrainedConfig) -> None:
+    """Whether a batch has the placeholders that its images need.
+
+    Raises:
+        ValueError: it has more or fewer.
+    """
+    per_image = config.tokens_per_image
+    if placeholders != images * per_image:
+        raise ValueError(
+            f"input_ids hold {placeholders} image placeholders (id {config.image_token_id}) but "
+            f"pixel_values hold {images} images, which make {images * per_image} features "
+            f"({per_image} each); give {per_image} placeholders per image, as the processor does, "
+            "and check that no sequence was cut"
+        )

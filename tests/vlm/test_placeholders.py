@@ -1,0 +1,264 @@
+"""Image features in the places of placeholders, and that nobody waits for a GPU to find these.
+
+On ``meta`` a tensor has no values, so reading one there is an error: passes of a model on ``meta``
+read nothing of what would lie on a GPU.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from coat_data.collate import Batch, collate, collate_packed
+from coat_data.encode import EncodedSample
+from coat_vlm.config import ImageConfig, Precision
+from coat_vlm.fp8 import arithmetic_of, sdpa
+from coat_vlm.model import build_model, loss, packed_attention, vlm
+from coat_vlm.model.packed_attention import PACKED
+from coat_vlm.model.placeholders import placeholder_positions
+from coat_vlm.plan import LiveMemory
+from coat_vlm.plan.memory import flash_attention
+from coat_vlm.train.loop import inputs_on
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+PRECISIONS: tuple[Precision, ...] = ("fp32", "coat_lean")
+READS = ("nonzero", "_local_scalar_dense", "masked_select", "equal", "is_nonzero", "_to_copy")
+
+
+class Reads(TorchDispatchMode):
+    """Records operations whose result depends on values that the CPU would have to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if name in READS and any(x.device == self._device for x in given):
+            to = (kwargs or {}).get("device", self._device)
+            if name != "_to_copy" or to != self._device:
+                self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=PRECISIONS)
+def model(tiny: Any, request: pytest.FixtureRequest) -> Any:
+    wide = {"hidden_size": 64, "intermediate_size": 128}
+    model = tiny.model(
+        vision=tiny.vision(num_attention_heads=4, **wide), language=tiny.language(**wide)
+    )
+    arithmetic_of(request.param, None, CPU).apply(model)
+    return model.train()
+
+
+def batch_of(samples: list[EncodedSample], model: Any, packed: bool) -> Batch:
+    if not packed:
+        return collate(samples, pad_token_id=0)
+    model.language_model.set_attn_implementation(PACKED)
+    return collate_packed(samples, pad_token_id=0, align=32)
+
+
+def gradients(model: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad(set_to_none=True)
+    found = model(**inputs_on(batch, CPU), num_items_in_batch=7.0).loss
+    found.backward()
+    return found.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_losses_and_gradients_are_those_of_masks_bit_by_bit(
+    model: Any, conversations: Any, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    batch = batch_of(conversations(model), model, packed)
+    ours, our_gradients = gradients(model, batch)
+    without: Any = {name: value for name, value in batch.items() if name != "image_positions"}
+    found, found_gradients = gradients(model, without)
+    is_image = batch["input_ids"] == model.config.image_token_id
+    trained = batch["labels"][:, 1:] != -100
+
+    def scattered(embeds: Tensor, positions: Tensor, features: Tensor) -> Tensor:
+        return embeds.masked_scatter(is_image.unsqueeze(-1), features.to(embeds.dtype))
+
+    monkeypatch.setattr(vlm, "place_features", scattered)
+    monkeypatch.setattr(loss, "_rows", lambda x, _: x[:, :-1][trained])
+    wanted, wanted_gradients = gradients(model, batch)
+    assert wanted > 0
+    assert any(g.any() for n, g in wanted_gradients.items() if "vision_tower" in n)
+    for value, grads in ((ours, our_gradients), (found, found_gradients)):
+        assert torch.equal(value, wanted)
+        assert grads.keys() == wanted_gradients.keys()
+        for name, gradient in grads.items():
+            assert torch.equal(gradient, wanted_gradients[name]), name
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_collator_knows_the_places(tiny: Any, conversations: Any, side: Any) -> None:
+    samples = conversations(model := tiny.model())
+    for batch in (
+        collate(samples, pad_token_id=0, padding_side=side),
+        collate_packed(samples, pad_token_id=0, align=32),
+        collate([samples[1]], pad_token_id=0),  # no image
+    ):
+        is_image = batch["input_ids"].flatten() == model.config.image_token_id
+        wanted = [place for place, yes in enumerate(is_image.tolist()) if yes]
+        assert batch.get("image_positions", torch.empty(1)).tolist() == wanted
+    ids = torch.zeros(2, dtype=torch.int64)
+    unknown = EncodedSample(ids, ids, torch.empty(0, 3, 28, 28))
+    assert "image_positions" not in collate([samples[0], unknown], pad_token_id=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([1, 2, 6, 6], "not the places"),
+        ([1, 2, 7, 6], "not the places"),
+        ([1, 2, 6], "not the places"),
+        ([1, 2, 6, 8], "not the places"),
+        ([1, 2, 6, 10], "not the places"),
+        ([-9, 2, 6, 7], "not the places"),
+        ([], "not the places"),
+        ([[1, 2, 6, 7]], r"int64 of shape \(1, 4\)"),
+        ([1.0, 2.0, 6.0, 7.0], "float32"),
+    ],
+)
+def test_wrong_places_are_refused(given: list[Any], message: str) -> None:
+    is_image = torch.tensor([[0, 1, 1, 0, 0], [0, 1, 1, 0, 0]]).bool()
+    right = torch.tensor([1, 2, 6, 7])
+    assert torch.equal(placeholder_positions(is_image, None), right)
+    assert torch.equal(placeholder_positions(is_image, right), right)
+    wrong = torch.tensor(given, dtype=None if given else torch.int64)
+    with pytest.raises(ValueError, match=message):
+        placeholder_positions(is_image, wrong)
+
+
+def test_places_of_another_batch_are_refused_by_the_model(tiny: Any, conversations: Any) -> None:
+    samples = conversations(model := tiny.model())
+    one, other = (collate([samples[i]], pad_token_id=0) for i in (0, 2))
+    for name, message in (("image_positions", "not the places"), ("pixel_values", "hold 2 images")):
+        mixed: Any = {**one, name: other.get(name)}
+        with pytest.raises(ValueError, match=message):
+            model(**mixed)
+
+
+def test_generation_looks_for_the_places_itself(tiny: Any, conversations: Any) -> None:
+    samples = conversations(model := tiny.model())
+    batch = collate([samples[0], samples[4]], pad_token_id=0, padding_side="left")
+    names = ("input_ids", "attention_mask", "pixel_values")
+    inputs = {name: batch[name] for name in names}
+    settings: dict[str, Any] = {"max_new_tokens": 3, "num_beams": 2, "do_sample": False}
+    wanted = model.generate(**inputs, **settings)
+    assert torch.equal(
+        model.generate(**inputs, image_positions=batch.get("image_positions"), **settings), wanted
+    )
+
+
+@contextmanager
+def flash_on_meta(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
+    """Attention's kernels are those of a GPU; records reads."""
+    for module in (packed_attention, sdpa):
+        monkeypatch.setattr(module, "kernel_for", lambda *_: "flash")
+    with flash_attention(), LiveMemory("meta"), Reads(META) as reads:
+        yield reads
+
+
+def chosen(samples: list[EncodedSample], media: str) -> list[EncodedSample]:
+    return samples if media == "images" else [samples[1], samples[3]]
+
+
+@pytest.mark.parametrize("media", ["images", "text alone"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_no_pass_reads_what_lies_on_the_device(
+    model: Any,
+    conversations: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    packed: bool,
+    checkpointing: bool,
+    media: str,
+) -> None:
+    batch = batch_of(chosen(conversations(model), media), model, packed)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    model = model.to(META)
+    with flash_on_meta(monkeypatch) as reads:
+        inputs = inputs_on(batch, META)
+        assert {name for name in inputs if name.endswith("s") and inputs[name].is_meta} == {
+            "input_ids", "pixel_values", "image_positions",
+        }  # fmt: skip
+        found = model(**inputs, num_items_in_batch=7.0, skip_logits=True).loss
+        found.backward()
+    assert found.is_meta
+    assert reads.found == []
+    trained = [name for name, p in model.named_parameters() if p.grad is not None]
+    assert any("vision_tower" in name for name in trained)
+
+
+def test_pooled_frames_and_several_scales_read_nothing(
+    tiny: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaled = dataclasses.replace(tiny.recipe(), image=ImageConfig(mode="dynamic_s2"))
+    # Frames 2 and 3 share a place; a grid of two tiles comes with 1 + 4 of the smaller scales.
+    for recipe, tiles, media in (
+        (tiny.recipe(), 3, {"frame_groups": torch.tensor([1, 2])}),
+        (scaled, 7, {"image_grids": torch.tensor([[1, 2]])}),
+    ):
+        model: Any = build_model(recipe, tiny_tokenizer)
+        model = model.train().to(META)
+        places = torch.arange(2 * model.config.tokens_per_image)
+        ids = torch.zeros(1, len(places) + 1, dtype=torch.int64, device=META)
+        pixels = torch.zeros(tiles, 3, 28, 28, device=META)
+        with flash_on_meta(monkeypatch) as reads:
+            embeds = model.embed(ids, pixels, **media, image_positions=places)
+            embeds.sum().backward()
+        assert reads.found == []
+
+
+@pytest.mark.parametrize("name", ["image_positions", "labels"])
+def test_what_stays_unknown_is_read(
+    tiny: Any, conversations: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The tests above can fail: places and labels that the CPU does not know are asked for."""
+    model = tiny.model().train()
+    batch = batch_of(conversations(model), model, packed=False)
+    model = model.to(META)
+    inputs = inputs_on(batch, META)
+    inputs[name] = None if name == "image_positions" else inputs[name].to(META)
+    with flash_on_meta(monkeypatch) as reads, pytest.raises(NotImplementedError, match="nonzero"):
+        model(**inputs, num_items_in_batch=7.0)
+    assert reads.found == ["nonzero"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_gpu_is_not_waited_for(
+    tiny: Any,
+    conversations: Any,
+    run_without_waits: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    packed: bool,
+) -> None:
+    model = tiny.model().train()
+    batch = batch_of(conversations(model), model, packed)
+    device = torch.device("cuda")
+    model = model.to(device, torch.bfloat16)
+    monkeypatch.setattr(loss, "liger_function", lambda: None)  # Liger's own code waits
+
+    def run() -> None:
+        inputs = inputs_on(batch, device)
+        places = inputs["image_positions"]
+        model.embed(
+            inputs["input_ids"], inputs["pixel_values"], image_positions=places
+        ).sum().backward()
+        model(**inputs, num_items_in_batch=7.0).loss.backward()
+
+    run_without_waits(run)
