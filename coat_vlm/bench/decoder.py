@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from coat_vlm.bench.curves import DecoderCurve, read_curves, write_curves
 from coat_vlm.checkout import commit
 from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Precision
-from coat_vlm.fp8 import Arithmetic, arithmetic_of
+from coat_vlm.fp8 import Arithmetic, arithmetic_of, graph_blocks
 from coat_vlm.optim import CoatAdamW, lr_factor
 from coat_vlm.tokenizer import train_tokenizer
 
@@ -81,12 +81,16 @@ class Corpus:
     """The text's last tenth."""
 
 
+OnTrained = Callable[[nn.Module, DecoderCurve, Corpus], None]
+
+
 def bench_decoder(
     texts: Sequence[Path],
     precisions: Sequence[str],
     seeds: Sequence[int],
     bench: DecoderBench,
     out: Path | None = None,
+    on_trained: OnTrained | None = None,
 ) -> Iterator[list[DecoderCurve]]:
     """Train in every precision with every seed, the precisions of one seed after another.
 
@@ -97,6 +101,7 @@ def bench_decoder(
         bench: the model and the training.
         out: folder of ``decoder.csv`` (losses) and ``decoder.json`` (settings). Runs that are
             there already are not repeated.
+        on_trained: called with every trained model.
 
     Yields:
         After every run: the curves so far, precision by precision as given.
@@ -114,9 +119,13 @@ def bench_decoder(
     for seed in seeds:
         for precision in precisions:
             if (precision, seed) not in done:
-                done[precision, seed] = train_decoder(corpus, precision, bench, seed)
+                curve, model = train_decoder(corpus, precision, bench, seed)
+                done[precision, seed] = curve
                 if out is not None:
                     write_curves(out / CURVES, list(done.values()))
+                if on_trained is not None:
+                    on_trained(model, curve, corpus)
+                del model
             yield [done[key] for key in product(precisions, seeds) if key in done]
 
 
@@ -193,8 +202,8 @@ def _read_precision(name: str) -> tuple[Precision, Fp8Config | None]:
 
 def train_decoder(
     corpus: Corpus, precision: str, bench: DecoderBench, seed: int = 0
-) -> DecoderCurve:
-    """Train on the text in one precision.
+) -> tuple[DecoderCurve, nn.Module]:
+    """Train on the text in one precision; the losses and the model.
 
     Args:
         corpus: from :func:`read_corpus`.
@@ -209,8 +218,9 @@ def train_decoder(
     ids = corpus.training
     arithmetic = arithmetic_called(precision)
     torch.manual_seed(seed)
-    model = _model(bench).to(device, arithmetic.dtype)
+    model = build_decoder(bench).to(device, arithmetic.dtype)
     arithmetic.apply(model)
+    graph_blocks(model, arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs)
     masters = Masters(model, _optimizer(arithmetic.fp8, bench))
     curve = DecoderCurve(precision, seed)
     draw = torch.Generator().manual_seed(seed)
@@ -222,8 +232,9 @@ def train_decoder(
         masters.step(lr_factor(step, bench.steps, bench.steps // 10, "cosine", 0.1), bench)
         curve.training.append(loss.item())
         if (step + 1) % bench.eval_every_steps == 0 or step + 1 == bench.steps:
-            curve.held_out[step + 1] = _held_out(model, corpus.held_out, bench, device)
-    return curve
+            curve.held_out[step + 1] = text_loss(model, corpus.held_out, bench)
+    graph_blocks(model, enabled=False)
+    return curve, model
 
 
 class Masters:
@@ -299,7 +310,8 @@ def read_corpus(texts: Sequence[Path], bench: DecoderBench) -> Corpus:
     return Corpus(ids[:cut], ids[cut:])
 
 
-def _model(bench: DecoderBench) -> Any:
+def build_decoder(bench: DecoderBench) -> Any:
+    """The decoder with random weights, FP32, of the shape of Qwen2."""
     config = Qwen2Config(
         hidden_size=bench.hidden_size,
         num_hidden_layers=bench.num_layers,
@@ -316,8 +328,9 @@ def _model(bench: DecoderBench) -> Any:
 
 
 @torch.no_grad()
-def _held_out(model: Any, ids: Tensor, bench: DecoderBench, device: torch.device) -> float:
-    """Mean loss over all whole sequences of the held-out text."""
+def text_loss(model: Any, ids: Tensor, bench: DecoderBench) -> float:
+    """Mean loss over all whole sequences of a text [tokens], in nats per token."""
+    device = model.device
     rows = ids[: len(ids) // bench.tokens * bench.tokens].view(-1, bench.tokens)
     model.eval()
     losses = [

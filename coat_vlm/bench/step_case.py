@@ -1,6 +1,6 @@
 """What ``coat-vlm bench step`` measures: its settings, its contenders, its rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
@@ -143,14 +143,9 @@ def contenders_of(bench: StepBench, ranks: int) -> list[Contender]:
         raise ValueError("--accumulation, --steps and --warmup are 1 or more")
     if list(bench.batches) != sorted(set(bench.batches)) or min(bench.batches) < 1:
         raise ValueError(f"--batch {bench.batches}: give ascending numbers, 1 or more")
-    models: list[tuple[Precision | None, str | None, bool]] = []
-    for name in bench.precisions:
-        also = bench.graphs and name in ("coat", "coat_lean")
-        models += [(name, None, graphs) for graphs in (False, True)[: 1 + also]]
-    models += [(None, name, False) for name in bench.peers]
     found: list[Contender] = []
     for zero_stage, named, (precision, other, graphs) in product(
-        bench.zero_stages, bench.optimizers, models
+        bench.zero_stages, bench.optimizers, _models(bench)
     ):
         optimizer: OptimizerName = named  # pyright: ignore[reportAssignmentType]
         if named == OWN:
@@ -164,6 +159,16 @@ def contenders_of(bench: StepBench, ranks: int) -> list[Contender]:
     _check_graphs(bench, found)
     _check_trace(bench, found)
     return found
+
+
+def _models(bench: StepBench) -> Iterator[tuple[Precision | None, str | None, bool]]:
+    """Precision, peer, and whether with graphs."""
+    for precision in bench.precisions:
+        yield precision, None, False
+        if bench.graphs and precision in ("coat", "coat_lean"):
+            yield precision, None, True
+    for peer in bench.peers:
+        yield None, peer, False
 
 
 def _check_graphs(bench: StepBench, contenders: Sequence[Contender]) -> None:

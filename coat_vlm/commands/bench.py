@@ -37,6 +37,9 @@ def _add_decoder(jobs: Commands) -> None:
   coat-vlm bench decoder --text wiki.txt --size 100m --precisions bf16 coat coat_lean
   coat-vlm bench decoder --text wiki.txt --precisions bf16 coat coat,optimizer=adamw
 
+--across tells what FP8 costs in the weights (BF16 passes of a model trained in FP8) from what it
+costs in a pass (FP8 passes of a model trained in BF16).
+
 sizes:
   30m     27.3M parameters,  8 layers,  8,192 tokens per step, 200 steps
   100m    99.5M parameters, 12 layers, 16,384 tokens per step, 300 steps
@@ -64,20 +67,39 @@ sizes:
         "--out", type=Path, metavar="DIR",
         help="folder for decoder.csv, .svg and .json; finished runs that it has are not repeated",
     )  # fmt: skip
+    parser.add_argument(
+        "--across", action="store_true",
+        help="also take the losses of each trained model in the other precisions (across.csv)",
+    )  # fmt: skip
 
 
 def _decoder(args: argparse.Namespace) -> int:
-    from coat_vlm.bench.curves import draw_curves, format_curves
-    from coat_vlm.bench.decoder import SIZES, bench_decoder
+    from torch import nn
+
+    from coat_vlm.bench.across import AcrossRow, append_across, format_across, losses_across
+    from coat_vlm.bench.curves import DecoderCurve, draw_curves, format_curves
+    from coat_vlm.bench.decoder import SIZES, Corpus, bench_decoder
 
     bench = SIZES[args.size]
     if args.steps is not None:
         bench = replace(bench, steps=args.steps)
     curves = []
-    for curves in bench_decoder(args.text, args.precisions, args.seeds, bench, args.out):
+    across: list[AcrossRow] = []
+
+    def look(model: nn.Module, curve: DecoderCurve, corpus: Corpus) -> None:
+        rows = losses_across(model, curve.precision, curve.seed, args.precisions, corpus, bench)
+        across.extend(rows)
+        if args.out is not None:
+            append_across(args.out / "across.csv", rows)
+
+    for curves in bench_decoder(
+        args.text, args.precisions, args.seeds, bench, args.out, look if args.across else None
+    ):
         if args.out is not None:
             draw_curves(curves, args.out / "decoder.svg")
     say(format_curves(curves))
+    if across:
+        say(f"\n{format_across(across)}")
     if args.out is not None:
         say(f"\ncurves: {args.out / 'decoder.csv'}, {args.out / 'decoder.svg'}")
     return 0

@@ -1,5 +1,6 @@
 """The decoder benchmark on a CPU, small."""
 
+import csv
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -82,7 +83,7 @@ def test_a_precision_that_means_nothing_is_refused(name: str, problem: str) -> N
 
 def test_fp8_follows_fp32_from_the_same_start(text: Path) -> None:
     corpus = read_corpus([text], SMALL)
-    exact, again, fp8 = (train_decoder(corpus, p, SMALL) for p in ("fp32", "fp32", "coat"))
+    exact, again, fp8 = (train_decoder(corpus, p, SMALL)[0] for p in ("fp32", "fp32", "coat"))
     assert again.training == exact.training
     assert list(exact.held_out) == list(fp8.held_out) == [10, 20, 30]
     assert exact.held_out[30] < 0.6 * exact.training[0]
@@ -94,16 +95,16 @@ def test_the_seed_decides_the_start_and_the_batches(
     text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus, still = read_corpus([text], SMALL), replace(FEW_STEPS, lr=0.0)
-    starts = [train_decoder(corpus, "fp32", still, seed).held_out[3] for seed in (0, 0, 1)]
+    starts = [train_decoder(corpus, "fp32", still, seed)[0].held_out[3] for seed in (0, 0, 1)]
     assert starts[0] == starts[1] != starts[2]
-    build = decoder._model
+    build = decoder.build_decoder
 
     def same_start(bench: DecoderBench) -> Any:
         torch.manual_seed(0)
         return build(bench)
 
-    monkeypatch.setattr(decoder, "_model", same_start)
-    runs = [train_decoder(corpus, "fp32", still, seed) for seed in (0, 1)]
+    monkeypatch.setattr(decoder, "build_decoder", same_start)
+    runs = [train_decoder(corpus, "fp32", still, seed)[0] for seed in (0, 1)]
     assert runs[0].held_out == runs[1].held_out
     assert runs[0].training != runs[1].training
 
@@ -184,7 +185,9 @@ def test_an_interrupted_benchmark_goes_on_where_it_stopped(
 ) -> None:
     trained: list[tuple[str, int]] = []
 
-    def train(corpus: Corpus, precision: Any, bench: DecoderBench, seed: int) -> DecoderCurve:
+    def train(
+        corpus: Corpus, precision: Any, bench: DecoderBench, seed: int
+    ) -> tuple[DecoderCurve, nn.Module]:
         if len(trained) == 3:
             raise RuntimeError("stopped")
         trained.append((precision, seed))
@@ -207,7 +210,7 @@ def test_an_interrupted_benchmark_goes_on_where_it_stopped(
     assert [(c.precision, c.seed) for c in curves] == [
         ("fp32", 0), ("fp32", 1), ("coat", 0), ("coat", 1)
     ]  # fmt: skip
-    assert curves[1] == train_decoder(read_corpus([text], FEW_STEPS), "fp32", FEW_STEPS, 1)
+    assert curves[1] == train_decoder(read_corpus([text], FEW_STEPS), "fp32", FEW_STEPS, 1)[0]
     assert list(curves[0].held_out) == [2, 3]
 
     # The last lines are lost: this run is not whole.
@@ -237,6 +240,36 @@ def test_the_command_writes_curves_and_a_picture(
     assert "decoder.csv" in printed
 
 
+def test_weights_are_looked_at_in_every_arithmetic(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "30m", SMALL)
+    words = [
+        "bench",
+        "decoder",
+        "--text",
+        str(text),
+        "--precisions",
+        "fp32",
+        "coat",
+        "--steps",
+        "9",
+    ]
+    assert main([*words, "--out", str(tmp_path), "--across"]) == 0
+    with (tmp_path / "across.csv").open() as file:
+        rows = {(row["precision"], row["arithmetic"]): row for row in csv.DictReader(file)}
+    assert len(rows) == 4
+    curves = {curve.precision: curve for curve in read_curves(tmp_path / "decoder.csv")}
+    for precision, curve in curves.items():  # its own is what the run itself found at its end
+        held_out = float(rows[precision, precision]["held_out"])
+        assert held_out == pytest.approx(curve.held_out[9], rel=1e-6)
+    fp32, fp8 = (float(rows["fp32", name]["training_text"]) for name in ("fp32", "coat"))
+    assert fp32 != fp8
+    assert fp32 == pytest.approx(fp8, rel=0.02)
+    printed = capsys.readouterr().out
+    assert f"| fp32 | 0 | {fp32:.4f} | {fp8:.4f} |" in printed
+
+
 def test_the_help_tells_each_size_as_it_is_built(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "decoder", "--help"])
@@ -244,7 +277,7 @@ def test_the_help_tells_each_size_as_it_is_built(capsys: pytest.CaptureFixture[s
     assert f"--size {{{','.join(SIZES)}}}" in printed
     for size, bench in SIZES.items():
         with torch.device("meta"):
-            model = decoder._model(bench)
+            model = decoder.build_decoder(bench)
         blocks, count = model.model.layers, sum(p.numel() for p in model.parameters())
         line = next(line for line in printed.splitlines() if line.split()[:1] == [size])
         assert line.split(maxsplit=1)[1].replace(",  ", ", ") == (
