@@ -36,6 +36,7 @@ def _add_decoder(jobs: Commands) -> None:
   coat-vlm bench decoder --text a.txt b.txt --seeds 0 1 2 --out runs/decoder
   coat-vlm bench decoder --text wiki.txt --size 100m --precisions bf16 coat coat_lean
   coat-vlm bench decoder --text wiki.txt --precisions bf16 coat coat,optimizer=adamw
+  coat-vlm bench decoder --text wiki.txt --lr 5e-3 --beta2 0.999    # what does a harder run do?
 
 --across tells what FP8 costs in the weights (BF16 passes of a model trained in FP8) from what it
 costs in a pass (FP8 passes of a model trained in BF16).
@@ -63,6 +64,8 @@ sizes:
         help="one run of each precision per seed, of start and batches; default 0",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, help="optimizer steps; default: the size's")
+    parser.add_argument("--lr", type=float, help="peak learning rate; default: the size's")
+    parser.add_argument("--beta2", type=float, help="AdamW's; default: the size's, 0.95")
     parser.add_argument(
         "--out", type=Path, metavar="DIR",
         help="folder for decoder.csv, .svg and .json; finished runs that it has are not repeated",
@@ -83,6 +86,10 @@ def _decoder(args: argparse.Namespace) -> int:
     bench = SIZES[args.size]
     if args.steps is not None:
         bench = replace(bench, steps=args.steps)
+    if args.lr is not None:
+        bench = replace(bench, lr=args.lr)
+    if args.beta2 is not None:
+        bench = replace(bench, betas=(bench.betas[0], args.beta2))
     curves = []
     across: list[AcrossRow] = []
 

@@ -240,6 +240,20 @@ def test_the_command_writes_curves_and_a_picture(
     assert "decoder.csv" in printed
 
 
+def test_the_optimizer_can_be_pushed(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "30m", SMALL)
+    words = ["bench", "decoder", "--text", str(text), "--precisions", "fp32", "--steps", "4"]
+    curves = []
+    for name, more in {"plain": [], "lr": ["--lr", "0.05"], "beta2": ["--beta2", "0.999"]}.items():
+        assert main([*words, "--out", str(tmp_path / name), *more]) == 0
+        curves += [curve.training for curve in read_curves(tmp_path / name / "decoder.csv")]
+    plain, lr, beta2 = curves
+    assert plain[0] == lr[0] == beta2[0]  # before the first step
+    assert plain[2] != lr[2] != beta2[2] != plain[2]
+
+
 def test_weights_are_looked_at_in_every_arithmetic(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
