@@ -93,8 +93,9 @@ class _Run:
     """By precision, and whether FP8 weights are kept."""
 
     def attention(self, contender: Contender) -> Attention:
-        """SDPA's backend: training through the engine has the flash kernel."""
-        return self.bench.attention if contender.optimizer == "none" else "flash"
+        """SDPA's backend: training through the engine has the flash kernel by default."""
+        trains = contender.optimizer != "none"
+        return "flash" if trains and self.bench.attention == "default" else self.bench.attention
 
     def rows(self, contender: Contender) -> list[StepRow]:
         """Measure one contender at every batch size, and free it."""
@@ -202,6 +203,7 @@ class _Run:
             optimizer=contender.optimizer,
             zero_stage=contender.zero_stage,
             accumulation=bench.accumulation,
+            cudnn_attention=bench.attention == "cudnn",
         )
 
     def _measure_batch(

@@ -81,7 +81,7 @@ class StepBench:
     warmup: int = 3
     """Steps before them."""
     attention: Attention = "default"
-    """SDPA's backend for all; training sets its own, the flash kernel."""
+    """SDPA's backend for all; training has the flash kernel by default."""
     check_plan: bool = False
     """Also say what ``coat-vlm plan`` would have expected."""
     on_profile: Callable[[StepRow, str], None] | None = None
@@ -133,11 +133,6 @@ def contenders_of(bench: StepBench, ranks: int) -> list[Contender]:
         raise ValueError(
             f"--optimizer none is a step of one process without communication, and there are "
             f"{ranks}; start one, or name an optimizer"
-        )
-    if bench.attention == "cudnn" and set(bench.optimizers) != {"none"}:
-        raise ValueError(
-            "--attention cudnn: training does without that kernel; leave --attention out with an "
-            "optimizer"
         )
     if bench.accumulation < 1 or bench.steps < 1 or bench.warmup < 1:
         raise ValueError("--accumulation, --steps and --warmup are 1 or more")

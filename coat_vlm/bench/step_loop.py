@@ -168,6 +168,7 @@ def engine_loop(
     optimizer: OptimizerName,
     zero_stage: ZeroStage,
     accumulation: int,
+    cudnn_attention: bool = False,
 ) -> EngineLoop:
     """DeepSpeed around a model, as training has it.
 
@@ -180,6 +181,7 @@ def engine_loop(
         optimizer: any but ``none``.
         zero_stage: of DeepSpeed.
         accumulation: micro-batches of a step.
+        cudnn_attention: the recipe's key.
 
     Raises:
         ValueError: DeepSpeed does not take them.
@@ -195,6 +197,7 @@ def engine_loop(
         precision=precision,
         fp8=arithmetic.fp8,
         zero_stage=zero_stage,
+        cudnn_attention=cudnn_attention,
     )
     given = _foreign(model, stage, arithmetic, optimizer)
     engine = build_engine(model, recipe, stage, arithmetic, world, given)

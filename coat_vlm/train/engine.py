@@ -123,7 +123,7 @@ def build_engine(
             deepspeed.utils.set_z3_leaf_modules(model, list(blocks))
     # cuDNN attention (torch 2.11's first choice on Hopper) gave NaN gradients at a sane loss in
     # training with short sequences (docs/results.md); the flash backend did not.
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(recipe.cudnn_attention)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,

@@ -267,7 +267,6 @@ def test_names_that_a_peer_replaced_are_put_back(monkeypatch: pytest.MonkeyPatch
     ("settings", "ranks", "message"),
     [
         ({}, 2, "--optimizer none is a step of one process"),
-        ({"attention": "cudnn", "optimizers": ["own"]}, 1, "training does without that kernel"),
         ({"batches": [2, 1]}, 1, "ascending"),
         ({"accumulation": 0}, 1, "1 or more"),
         ({"precisions": []}, 1, "nothing to measure"),
@@ -333,3 +332,21 @@ def test_the_command_writes_rows_and_a_table(
     assert f"| bf16 | none | - | 1 | 32 | {float(row['ms']):.1f} |" in table
     assert main(["bench", "step", "--csv", str(path), "--plot", str(tmp_path / "a.svg")]) == 2
     assert "no rows of tiny have a speed and a peak" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "optimizer", "backend"),
+    [
+        ("default", "none", "default"),
+        ("default", "coat", "flash"),
+        ("flash", "coat", "flash"),
+        ("cudnn", "coat", "cudnn"),
+        ("cudnn", "none", "cudnn"),
+    ],
+)
+def test_training_takes_the_flash_kernel_unless_asked(
+    asked: Any, optimizer: Any, backend: str
+) -> None:
+    bench = StepBench(size="tiny", precisions=["bf16"], attention=asked)
+    run = step._Run(bench, World(0, 1, torch.device("cpu")))
+    assert run.attention(Contender("bf16", None, optimizer, 1)) == backend
