@@ -20,7 +20,6 @@ from coat_kernels import reference
 from coat_kernels.formats import (
     E4M3,
     GEMM_MULTIPLE,
-    MIN_SCALE,
     Format,
     TensorScaled,
     check_matrix,
@@ -37,6 +36,7 @@ from coat_kernels.launch import (
     transposing_tile,
 )
 from coat_kernels.registry import register
+from coat_kernels.scales import new_scale
 from coat_kernels.tile import (
     inverse_scale,
     load_tile,
@@ -136,14 +136,6 @@ def empty_layouts(
     q = torch.empty((M, N) if rows else (0,), dtype=fmt.dtype, device=device)
     qt = torch.empty((N, padded(M)) if transposed else (0,), dtype=fmt.dtype, device=device)
     return q, qt
-
-
-def new_scale(device: torch.device) -> Tensor:
-    """A scale [], FP32, that of zeros, for the programs of a launch to raise together.
-
-    See :func:`coat_kernels.tile.publish_scale`.
-    """
-    return torch.full((), MIN_SCALE, dtype=torch.float32, device=device)
 
 
 def _launches(parts: Sequence[Tensor]) -> list[Sequence[Tensor]]:

@@ -23,7 +23,7 @@ SHAPES = {
 }
 MOST = {
     # (family, implementation): our kernels and FP8 products, in the forward and backward pass. Not
-    # counted: attention, residual sums, the fill of each new scale, sums of partial sums.
+    # counted: attention, residual sums, the setting of many scales at a time, sums of partial sums.
     ("llama", "coat_paper"): (21, 25),
     ("llama", "coat_lean"): (21, 29),
     ("qwen2", "coat_lean"): (21, 29),
