@@ -15,9 +15,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
 
 from coat_kernels.formats import MIN_SCALE
+from coat_kernels.launch import current_stream
 
 CHUNK = 256
 """Scales of a chunk: 4 KiB."""
@@ -58,7 +58,7 @@ def new_scale(device: torch.device) -> Tensor:
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return _least((), device)
-        stream = driver.active.get_current_stream(device.index)
+        stream = current_stream(device.index)
     if _here.apart:
         return _least((), device)
     try:

@@ -91,7 +91,6 @@ class Stream:
     """Stands for a GPU with one thread."""
 
     def __init__(self) -> None:
-        self.active = self
         self.number, self.capturing = 0, False
 
     def get_current_stream(self, device: int) -> int:
@@ -102,7 +101,7 @@ class Stream:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Stream:
     stream = Stream()
     full = torch.full
-    monkeypatch.setattr(scales, "driver", stream)
+    monkeypatch.setattr(scales, "current_stream", stream.get_current_stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: stream.capturing)
     monkeypatch.setattr(torch, "full", lambda *a, **k: full(*a, **{**k, "device": CPU}))
     return stream
