@@ -147,9 +147,9 @@ def _launches(parts: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     return [filled[i * count // number : (i + 1) * count // number] for i in range(number)]
 
 
-def _numbered(name: str, values: Sequence[Any]) -> dict[str, Any]:
+def _three(values: Sequence[Any]) -> Sequence[Any]:
     """A kernel's arguments for each of its parts; None for those that there are not."""
-    return {name.format(i): values[i] if i < len(values) else None for i in range(MOST_PARTS)}
+    return (*values, None, None, None)[:MOST_PARTS]
 
 
 def tensor_scale_triton(parts: Sequence[Tensor], fmt: str) -> Tensor:
@@ -158,10 +158,11 @@ def tensor_scale_triton(parts: Sequence[Tensor], fmt: str) -> Tensor:
     for together in _launches(parts):
         sizes = [part.numel() for part in together]
         programs = min(AMAX_PROGRAMS, cdiv(max(sizes), AMAX_ELEMENTS))
+        (x0, x1, x2), (numel0, numel1, numel2) = _three(together), _three(sizes)
         launch(
             _amax_kernel, (programs, len(together)),
-            scale_ptr=scale, **_numbered("x{}_ptr", together), **_numbered("numel{}", sizes),
-            INVERSE_MAX=1.0 / format_of(fmt).max, BLOCK=AMAX_ELEMENTS,
+            x0_ptr=x0, x1_ptr=x1, x2_ptr=x2, scale_ptr=scale, numel0=numel0, numel1=numel1,
+            numel2=numel2, INVERSE_MAX=1.0 / format_of(fmt).max, BLOCK=AMAX_ELEMENTS,
         )  # fmt: skip
     return scale
 
@@ -199,13 +200,14 @@ def write_codes(
         m, n = (M, max(sizes)) if side_by_side else (max(sizes), N)
         grid, options = tiled(padded(m) if transposed else m, n, tile)
         one = len(together) == 1
+        (x0, x1, x2), (size0, size1, size2) = _three(together), _three(() if one else sizes)
         for in_rows, in_columns in one_or_two_passes(rows, transposed, N):
             launch(
                 quantize_tensor_kernel, (*grid, len(together)),
-                **_numbered("x{}_ptr", together), scale_ptr=scale, q_ptr=q, qt_ptr=qt,
+                x0_ptr=x0, x1_ptr=x1, x2_ptr=x2, scale_ptr=scale, q_ptr=q, qt_ptr=qt,
                 sums_ptr=sums, M=M, N=N, before=None if one else before,
-                **_numbered("size{}", () if one else sizes), SIDE_BY_SIDE=side_by_side,
-                ROWS=in_rows, TRANSPOSED=in_columns, SUMS=sums is not None, **options,
+                size0=size0, size1=size1, size2=size2, SIDE_BY_SIDE=side_by_side, ROWS=in_rows,
+                TRANSPOSED=in_columns, SUMS=sums is not None, **options,
             )  # fmt: skip
         before += sum(sizes)
 
