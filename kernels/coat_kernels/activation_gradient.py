@@ -28,8 +28,9 @@ from coat_kernels.formats import (
 )
 from coat_kernels.gradient import as_codes, empty_gradient, gradient_room
 from coat_kernels.launch import NUM_WARPS, TOKENS, Tile, launch, tiled
-from coat_kernels.quantize import empty_layouts, new_scale
+from coat_kernels.quantize import empty_layouts
 from coat_kernels.registry import register
+from coat_kernels.scales import new_scale
 from coat_kernels.tile import (
     block_amax_bits,
     inverse_scale,

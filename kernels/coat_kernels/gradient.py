@@ -3,10 +3,10 @@
     scale = max(amax(dy) / max, 2^-126),   q = cast(dy / scale),   db = sum over tokens of dy
 
 dy may lie in several matrices side by side (the gradients of q, k and v, as attention returns
-them): they are read where they are, never copied together. It is read twice, for its amax and for
-its codes; the sums of the second pass cost no third. db is summed in FP32 in a fixed order (partial
-sums per block of rows, then one sum), so it is deterministic. Kernels: ``quantize.py``. Reference:
-``reference.quantize_gradient``.
+them): they are read where they are, up to three in one launch, and never copied together. dy is
+read twice, for its amax and for its codes; the sums of the second pass cost no third. db is summed
+in FP32 in a fixed order (partial sums per block of rows, then one sum), so it is deterministic.
+Kernels: ``quantize.py``. Reference: ``reference.quantize_gradient``.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,8 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.launch import (
-    TILE,
-    cdiv,
-    chosen,
-    launch,
-    one_or_two_passes,
-    tiled,
-    transposing_tile,
-)
-from coat_kernels.quantize import empty_layouts, quantize_tensor_kernel, tensor_scale_triton
+from coat_kernels.launch import TILE, cdiv, chosen, transposing_tile
+from coat_kernels.quantize import empty_layouts, tensor_scale_triton, write_codes
 from coat_kernels.registry import register
 
 
@@ -73,24 +65,13 @@ def _quantize_gradient_triton(
     scale = tensor_scale_triton(parts, fmt)
     if not (rows or transposed or bias):
         return q, qt, scale, sums
-    end = padded(M) if transposed else M
-    tile = chosen(transposing_tile() if transposed else TILE)
-    partial = sums.new_empty((cdiv(end, tile.rows), N)) if bias else sums
-    start = 0
-    for part in parts:
-        n = part.shape[1]
-        grid, options = tiled(end, n, tile)
-        for in_rows, in_columns in one_or_two_passes(rows, transposed, N):
-            launch(
-                quantize_tensor_kernel, grid,
-                x_ptr=part, scale_ptr=scale, q_ptr=q[:, start:] if rows and start else q,
-                qt_ptr=qt[start:] if transposed and start else qt,
-                sums_ptr=partial[:, start:] if bias and start else partial, M=M, N=n,
-                M_END=end, stride_q=N, stride_t=padded(M), ROWS=in_rows, TRANSPOSED=in_columns,
-                SUMS=bias, **options,
-            )  # fmt: skip
-        start += n
-    return q, qt, scale, partial.sum(0) if bias else sums
+    partial = None
+    if bias:
+        tile = chosen(transposing_tile() if transposed else TILE)
+        tiles = cdiv(padded(M) if transposed else M, tile.rows)
+        partial = sums.new_empty((tiles, N))
+    write_codes(parts, scale, q, qt, partial, side_by_side=True, rows=rows, transposed=transposed)
+    return q, qt, scale, sums if partial is None else partial.sum(0)
 
 
 _quantize_gradient = register(

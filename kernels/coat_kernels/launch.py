@@ -2,9 +2,10 @@
 
 Triton looks at every argument of every launch to find the compiled kernel, which takes a CPU
 several times as long as the launch itself. So the compiled kernel is kept here for arguments that
-were there before, and launched as in Triton's tutorial on fused softmax. Another number of tokens
-asks Triton once more, and then costs what it did; within a step, layers repeat it. Launch hooks are
-called as ever; Triton's other knobs (debug, instrumentation) count if set before the first launch.
+were there before, and given to the GPU as Triton gives it, with addresses for tensors: Triton would
+ask each for its address and the driver whether it knows that. Another number of tokens asks Triton
+once more, and then costs what it did; within a step, layers repeat it. Launch hooks are called as
+ever; Triton's other knobs (debug, instrumentation) count if set before the first launch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+from triton import knobs
 from triton.compiler import CompiledKernel
-from triton.runtime import JITFunction
+from triton.runtime import JITFunction, driver
 
 NUM_WARPS = 8
 """Warps per program. With four, the backward kernels' tiles spill registers on sm_90."""
@@ -116,10 +118,13 @@ class _Kernel:
         self.kernel = kernel  # whose id stays its own
         self.compiled: dict[tuple[Any, ...], CompiledKernel] = {}
         names = kernel.arg_names
+        pointers = [name for name in names if name.endswith("_ptr")]
+        rest = [name for name in names if not name.endswith("_ptr")]
         self.parameters = len(names)
         self.in_order = _getter(names)
-        self.pointers = _getter([name for name in names if name.endswith("_ptr")])
-        self.rest = _getter([name for name in names if not name.endswith("_ptr")])
+        self.pointers = _getter(pointers)
+        self.rest = _getter(rest)
+        self.ordered = itemgetter(*map([*pointers, *rest].index, names))
 
     def keep(self, key: tuple[Any, ...], compiled: Any) -> None:
         """Note what Triton launched for a key."""
@@ -163,34 +168,65 @@ def launch(
     """
     if not all(grid):
         return
-    options: dict[str, int] = {"num_warps": num_warps}
-    if maxnreg is not None:
-        options["maxnreg"] = maxnreg
-    if not isinstance(kernel, JITFunction):  # the interpreter's
-        kernel[grid](**args, **options)
-        return
     known = _kernels.get(id(kernel))
     if known is None:
+        if not isinstance(kernel, JITFunction):  # the interpreter's
+            kernel[grid](**args, **_options(num_warps, maxnreg))
+            return
         known = _kernels[id(kernel)] = _Kernel(kernel)
     if len(args) != known.parameters:
         raise TypeError(
             f"launch: {kernel.__name__} got {', '.join(args)}; "
             f"it takes {', '.join(kernel.arg_names)}"
         )
-    pointers = known.pointers(args)
-    address = 0
+    pointers, rest = known.pointers(args), known.rest(args)
+    # Equal numbers and flags, tensors of the same dtypes on the same devices: Triton asks for less
+    # before it takes the same compiled kernel, and refuses a CPU's tensors among those of a GPU.
+    parts: list[Any] = [num_warps, maxnreg, rest]
+    addresses: list[int | None] = []
+    bits = 0
     for pointer in pointers:
-        if pointer is not None:
-            address |= pointer.data_ptr()
-    if address % _ALIGNMENT:
-        kernel[grid](**args, **options)
+        if pointer is None:
+            parts.append(None)
+            addresses.append(None)
+        else:
+            parts += (pointer.dtype, pointer.get_device())
+            address = pointer.data_ptr()
+            addresses.append(address)
+            bits |= address
+    key = tuple(parts)
+    compiled = None if bits % _ALIGNMENT else known.compiled.get(key)
+    if compiled is None:
+        made = kernel[grid](**args, **_options(num_warps, maxnreg))
+        if not bits % _ALIGNMENT:
+            known.keep(key, made)
         return
-    # Equal numbers and flags, tensors of the same dtypes: Triton asks for less before it takes the
-    # same compiled kernel.
-    dtypes = [None if pointer is None else pointer.dtype for pointer in pointers]
-    key = (pointers[0].get_device(), num_warps, maxnreg, known.rest(args), *dtypes)
-    compiled = known.compiled.get(key)
-    if compiled is not None:
-        compiled[(*grid, 1, 1)[:3]](*known.in_order(args))
+    x, y, z = (*grid, 1, 1)[:3]
+    if _hooked():  # whom Triton tells of the tensors
+        compiled[x, y, z](*known.in_order(args))
         return
-    known.keep(key, kernel[grid](**args, **options))
+    stream = current_stream(pointers[0].get_device())
+    run: Any = compiled.run
+    function, metadata = compiled.function, compiled.packed_metadata
+    run(x, y, z, stream, function, metadata, None, None, None, *known.ordered((*addresses, *rest)))
+
+
+def current_stream(device: int) -> int:
+    """The handle of a GPU's current stream, by its number."""
+    active: Any = driver.active
+    return active.get_current_stream(device)
+
+
+def _options(num_warps: int, maxnreg: int | None) -> dict[str, int]:
+    """Triton's, without those that are left to it."""
+    return {"num_warps": num_warps} | ({} if maxnreg is None else {"maxnreg": maxnreg})
+
+
+def _hooked() -> bool:
+    """Whether somebody is to be called before or after each launch."""
+    runtime = knobs.runtime
+    # Chains of calls, unless somebody put a function there.
+    return bool(
+        getattr(runtime.launch_enter_hook, "calls", True)
+        or getattr(runtime.launch_exit_hook, "calls", True)
+    )

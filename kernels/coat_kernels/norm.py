@@ -35,8 +35,9 @@ from coat_kernels.formats import (
 )
 from coat_kernels.groups import empty_grouped
 from coat_kernels.launch import COUNTS, TILE, TOKENS, launch, tiled, transposing_tile
-from coat_kernels.quantize import empty_layouts, new_scale
+from coat_kernels.quantize import empty_layouts
 from coat_kernels.registry import register
+from coat_kernels.scales import new_scale
 from coat_kernels.tile import (
     inverse_scale,
     load_grouped,

@@ -4,11 +4,12 @@
 
 Formats and the convention: ``formats.py``. The reference: ``reference.py``. Reads x twice (amax,
 then codes). Weights of layers with the same input are quantized as one matrix without being copied
-together. Paper: arXiv 2410.19313, sections 4.1 (mixed granularity) and 4.2 (the amax of the first
-pass can come from the producer: ``norm.py``, ``activation.py``).
+together, up to three in one launch. Paper: arXiv 2410.19313, sections 4.1 (mixed granularity) and
+4.2 (the amax of the first pass can come from the producer: ``norm.py``, ``activation.py``).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +20,6 @@ from coat_kernels import reference
 from coat_kernels.formats import (
     E4M3,
     GEMM_MULTIPLE,
-    MIN_SCALE,
     Format,
     TensorScaled,
     check_matrix,
@@ -36,6 +36,7 @@ from coat_kernels.launch import (
     transposing_tile,
 )
 from coat_kernels.registry import register
+from coat_kernels.scales import new_scale
 from coat_kernels.tile import (
     inverse_scale,
     load_tile,
@@ -52,11 +53,23 @@ AMAX_PROGRAMS = 1056
 """Most programs of that pass: eight per multiprocessor of an H200, each with many blocks."""
 
 
+MOST_PARTS = 3
+"""So many matrices a launch takes: the weights of q, k and v. More take several launches."""
+
+_MULTIPLE = tl.constexpr(GEMM_MULTIPLE)
+
+
 @triton.jit
 def _amax_kernel(
-    x_ptr, scale_ptr, numel,  # numel elements, ()
+    x0_ptr, x1_ptr, x2_ptr, scale_ptr,  # numel0, numel1 and numel2 elements, ()
+    numel0, numel1, numel2,
     INVERSE_MAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    x_ptr, numel = x0_ptr, numel0
+    if x1_ptr is not None and tl.program_id(1) == 1:
+        x_ptr, numel = x1_ptr, numel1
+    if x2_ptr is not None and tl.program_id(1) == 2:
+        x_ptr, numel = x2_ptr, numel2
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     start = tl.program_id(0).to(tl.int64) * BLOCK
     bits = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -69,26 +82,51 @@ def _amax_kernel(
 
 @triton.jit(do_not_specialize=TOKENS)
 def quantize_tensor_kernel(
-    x_ptr, scale_ptr,  # (M, N), ()
-    q_ptr, qt_ptr,  # (M, N) in rows of stride_q, (N, M_END) in rows of stride_t
-    sums_ptr,  # (rows of tiles, N) in rows of stride_q: FP32 partial sums over the tokens
-    M, N, M_END, stride_q, stride_t, tiles_n,
-    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, SUMS: tl.constexpr,
+    x0_ptr, x1_ptr, x2_ptr, scale_ptr,  # (M, N) or up to three parts of it, ()
+    q_ptr, qt_ptr,  # (M, N), (N, M padded)
+    sums_ptr,  # (rows of tiles, N): FP32 partial sums over the tokens
+    M, N, before, size0, size1, size2,  # rows or columns before the parts, and of each
+    tiles_n,
+    SIDE_BY_SIDE: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, SUMS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Codes of one of the parts of a matrix; its place is in the pointers and strides."""
+    """Codes of a matrix, or of its parts: a program's second number is then that of its part.
+
+    To be transposed, parts one below the other have a multiple of 16 rows, except for the last one.
+    """
     pid = tl.program_id(0)  # tiles are counted along the row first
     i_m = pid // tiles_n
+    i_n = pid % tiles_n * BLOCK_N
+    x_ptr, m, n = x0_ptr, M, N
+    stride_t = tl.cdiv(M, _MULTIPLE) * _MULTIPLE
+    if x1_ptr is not None:
+        part = tl.program_id(1)
+        start, size = before + tl.where(part == 0, 0, size0), size0
+        if part == 1:
+            x_ptr, size = x1_ptr, size1
+        if x2_ptr is not None and part == 2:
+            x_ptr, start, size = x2_ptr, start + size1, size2
+        if (i_n if SIDE_BY_SIDE else i_m * BLOCK_M) >= size:
+            return  # the grid is that of the largest part
+        if SIDE_BY_SIDE:
+            n = size
+            q_ptr += start
+            qt_ptr += start.to(tl.int64) * stride_t
+            sums_ptr += start
+        else:
+            m = size
+            q_ptr += start.to(tl.int64) * N
+            qt_ptr += start
     o_m = word_offsets(i_m, BLOCK_M)
-    o_n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    x = load_tile(x_ptr, o_m, o_n, (o_m[:, None] < M) & (o_n[None, :] < N), N)
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    x = load_tile(x_ptr, o_m, o_n, (o_m[:, None] < m) & (o_n[None, :] < n), n)
+    m_end = tl.cdiv(m, _MULTIPLE) * _MULTIPLE
     store_codes(
-        x * inverse_scale(scale_ptr), q_ptr, qt_ptr, o_m, i_m, o_n, o_n < N, M, M_END, stride_q,
-        stride_t, ROWS, TRANSPOSED, BLOCK_M, BLOCK_N,
+        x * inverse_scale(scale_ptr), q_ptr, qt_ptr, o_m, i_m, o_n, o_n < n, m, m_end, N, stride_t,
+        ROWS, TRANSPOSED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     if SUMS:
-        o_s = i_m.to(tl.int64) * stride_q + o_n
-        tl.store(sums_ptr + o_s, tl.sum(x, axis=0), mask=o_n < N)
+        tl.store(sums_ptr + i_m.to(tl.int64) * N + o_n, tl.sum(x, axis=0), mask=o_n < n)
 
 
 def empty_layouts(
@@ -100,25 +138,78 @@ def empty_layouts(
     return q, qt
 
 
-def new_scale(device: torch.device) -> Tensor:
-    """A scale [], FP32, that of zeros, for the programs of a launch to raise together.
+def _launches(parts: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """The parts of each launch: those that are not empty, not one alone if there are more."""
+    filled = [part for part in parts if part.numel()]
+    if len(filled) <= MOST_PARTS:
+        return [filled] if filled else []
+    number, count = cdiv(len(filled), MOST_PARTS), len(filled)
+    return [filled[i * count // number : (i + 1) * count // number] for i in range(number)]
 
-    See :func:`coat_kernels.tile.publish_scale`.
-    """
-    return torch.full((), MIN_SCALE, dtype=torch.float32, device=device)
+
+def _three(values: Sequence[Any]) -> Sequence[Any]:
+    """A kernel's arguments for each of its parts; None for those that there are not."""
+    return (*values, None, None, None)[:MOST_PARTS]
 
 
 def tensor_scale_triton(parts: Sequence[Tensor], fmt: str) -> Tensor:
     """The scale of matrices that are quantized together."""
-    grids = [min(AMAX_PROGRAMS, cdiv(part.numel(), AMAX_ELEMENTS)) for part in parts]
     scale = new_scale(parts[0].device)
-    for part, grid in zip(parts, grids, strict=True):
+    for together in _launches(parts):
+        sizes = [part.numel() for part in together]
+        programs = min(AMAX_PROGRAMS, cdiv(max(sizes), AMAX_ELEMENTS))
+        (x0, x1, x2), (numel0, numel1, numel2) = _three(together), _three(sizes)
         launch(
-            _amax_kernel, (grid,),
-            x_ptr=part, scale_ptr=scale, numel=part.numel(),
-            INVERSE_MAX=1.0 / format_of(fmt).max, BLOCK=AMAX_ELEMENTS,
+            _amax_kernel, (programs, len(together)),
+            x0_ptr=x0, x1_ptr=x1, x2_ptr=x2, scale_ptr=scale, numel0=numel0, numel1=numel1,
+            numel2=numel2, INVERSE_MAX=1.0 / format_of(fmt).max, BLOCK=AMAX_ELEMENTS,
         )  # fmt: skip
     return scale
+
+
+def write_codes(
+    parts: Sequence[Tensor],
+    scale: Tensor,
+    q: Tensor,
+    qt: Tensor,
+    sums: Tensor | None,
+    *,
+    side_by_side: bool,
+    rows: bool,
+    transposed: bool,
+) -> None:
+    """Launch the kernel for parts of a matrix [M, N].
+
+    Args:
+        parts: [M, n_i] side by side, or [m_i, N] one below the other.
+        scale: of all, FP32 [].
+        q: [M, N], written if ``rows``.
+        qt: [N, M'], written if ``transposed``.
+        sums: FP32 [rows of tiles, N], the tiles' sums over the tokens; None if not wanted.
+        side_by_side: whether they are.
+        rows: write codes row-major.
+        transposed: write them transposed.
+    """
+    sizes = [part.shape[side_by_side] for part in parts]
+    whole = sum(sizes)
+    M, N = (parts[0].shape[0], whole) if side_by_side else (whole, parts[0].shape[1])
+    tile = transposing_tile() if transposed else TILE
+    before = 0
+    for together in _launches(parts):
+        sizes = [part.shape[side_by_side] for part in together]
+        m, n = (M, max(sizes)) if side_by_side else (max(sizes), N)
+        grid, options = tiled(padded(m) if transposed else m, n, tile)
+        one = len(together) == 1
+        (x0, x1, x2), (size0, size1, size2) = _three(together), _three(() if one else sizes)
+        for in_rows, in_columns in one_or_two_passes(rows, transposed, N):
+            launch(
+                quantize_tensor_kernel, (*grid, len(together)),
+                x0_ptr=x0, x1_ptr=x1, x2_ptr=x2, scale_ptr=scale, q_ptr=q, qt_ptr=qt,
+                sums_ptr=sums, M=M, N=N, before=None if one else before,
+                size0=size0, size1=size1, size2=size2, SIDE_BY_SIDE=side_by_side, ROWS=in_rows,
+                TRANSPOSED=in_columns, SUMS=sums is not None, **options,
+            )  # fmt: skip
+        before += sum(sizes)
 
 
 def _quantize_tensor_triton(
@@ -126,21 +217,7 @@ def _quantize_tensor_triton(
 ) -> tuple[Tensor, Tensor]:
     M, N = stacked_shape(parts)
     q, qt = empty_layouts(M, N, format_of(fmt), rows, transposed, parts[0].device)
-    start = 0
-    for i, part in enumerate(parts):
-        m = part.shape[0]
-        # The last part's programs write the padding, too.
-        end = padded(M) - start if transposed and i == len(parts) - 1 else m
-        grid, options = tiled(end, N, transposing_tile() if transposed else TILE)
-        for in_rows, in_columns in one_or_two_passes(rows, transposed, N):
-            launch(
-                quantize_tensor_kernel, grid,
-                x_ptr=part, scale_ptr=scale, q_ptr=q[start:] if rows and start else q,
-                qt_ptr=qt[..., start:] if start else qt,
-                sums_ptr=None, M=m, N=N, M_END=end, stride_q=N, stride_t=padded(M), ROWS=in_rows,
-                TRANSPOSED=in_columns, SUMS=False, **options,
-            )  # fmt: skip
-        start += m
+    write_codes(parts, scale, q, qt, None, side_by_side=False, rows=rows, transposed=transposed)
     return q, qt
 
 

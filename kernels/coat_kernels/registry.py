@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from coat_kernels.scales import memory_of_their_own
+
 OPS: dict[str, "Op"] = {}
 """Every registered op by name."""
 
@@ -99,6 +101,17 @@ def _on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _unshared(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """``launch`` as the dispatcher wants it: no result shares memory with an argument."""
+
+    @functools.wraps(launch)
+    def run(*args: Any) -> Any:
+        with memory_of_their_own():
+            return launch(*args)
+
+    return run
+
+
 def register(
     name: str,
     *,
@@ -110,7 +123,7 @@ def register(
     """Register ``coat::<name>``; ``triton``'s annotations are the schema, tensors come first."""
     launch = _on_its_device(triton)
     dispatch = torch.library.custom_op(
-        f"coat::{name}", launch, mutates_args=tuple(mutates), device_types="cuda"
+        f"coat::{name}", _unshared(launch), mutates_args=tuple(mutates), device_types="cuda"
     )
     dispatch.register_kernel("cpu")(reference)
     dispatch.register_fake(fake)

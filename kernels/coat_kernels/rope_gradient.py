@@ -24,9 +24,9 @@ from coat_kernels.formats import (
 )
 from coat_kernels.gradient import as_codes, empty_gradient, gradient_room
 from coat_kernels.launch import TOKENS, cdiv, launch, one_or_two_passes
-from coat_kernels.quantize import new_scale
 from coat_kernels.registry import register
 from coat_kernels.rope import check_heads_gradient, load_half, of_head
+from coat_kernels.scales import new_scale
 from coat_kernels.tile import (
     inverse_scale,
     magnitude_bits,

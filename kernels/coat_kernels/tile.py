@@ -31,7 +31,7 @@ def block_amax_bits(x):
 def publish_scale(bits, scale_ptr, INVERSE_MAX: tl.constexpr):
     """Raise the scale that all programs of a launch share to that of the magnitude ``bits``.
 
-    It starts as MIN_SCALE (``quantize.new_scale``). A scale grows with its magnitude, rounding
+    It starts as MIN_SCALE (``scales.new_scale``). A scale grows with its magnitude, rounding
     included, and the bits of neither are negative, so that the largest bits are those of the scale
     of the largest magnitude, or NaN. Nothing waits for the result: one atomic without an answer.
     """

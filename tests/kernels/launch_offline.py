@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from coat_kernels import OPS, launch, quantize, quantize_tensor
+from coat_kernels import OPS, launch, norm_gradient, quantize, quantize_tensor
 from coat_kernels.examples import examples
 from coat_kernels.quantize import quantize_tensor_kernel
 
@@ -24,23 +25,23 @@ CAPABILITY = 90
 OPS_TRIED = ("quantize_group", "norm_stats", "norm_bwd", "rope_quantize", "activation_apply")
 
 launched: list[dict[str, Any]] = []
+given: list[dict[str, Any]] = []
 looked_up: list[str] = []
 
 
 class Launcher:
     """Stands for the one that Triton makes for each compiled kernel."""
 
-    def __init__(self, *_: Any) -> None:
-        pass
+    def __init__(self, src: Any, _: Any) -> None:
+        self.types = list(src.signature.values())
 
-    def __call__(self, *given: Any) -> None:
+    def __call__(self, *args: Any) -> None:
         """Note what would be launched: (grid, stream, function, metadata, hooks, arguments)."""
-        grid, stream, function, metadata = given[:3], given[3], given[4], given[5]
+        grid, stream, function, metadata = args[:3], args[3], args[4], args[5]
+        values = [value.data_ptr() if hasattr(value, "data_ptr") else value for value in args[9:]]
         arguments = [
-            ["tensor", str(value.dtype), list(value.shape), value.data_ptr() % 16]
-            if isinstance(value, Tensor)
-            else [type(value).__name__, str(value)]
-            for value in given[9:]
+            [kind, value % 16] if kind.startswith("*") else [kind, type(value).__name__, str(value)]
+            for kind, value in zip(self.types, values, strict=True)
         ]
         launched.append(
             {
@@ -49,6 +50,14 @@ class Launcher:
                 "function": function,
                 "metadata": repr(metadata),
                 "arguments": arguments,
+            }
+        )
+        pairs = zip(self.types, values, strict=True)
+        given.append(
+            {
+                "addresses": [value for kind, value in pairs if kind.startswith("*")],
+                "tensors": sum(isinstance(value, Tensor) for value in args[9:]),
+                "told": [getattr(hook, "calls", None) not in (None, []) for hook in args[7:9]],
             }
         )
 
@@ -90,10 +99,10 @@ class Driver:
 
 def noted(run: Callable[[], Any]) -> dict[str, Any]:
     """What a call launched, and how many kernels Triton looked up for it."""
-    launched.clear()
-    looked_up.clear()
+    for notes in (launched, given, looked_up):
+        notes.clear()
     run()
-    return {"launched": list(launched), "looked_up": len(looked_up)}
+    return {"launched": list(launched), "given": list(given), "looked_up": len(looked_up)}
 
 
 def tried(run: Callable[[], Any]) -> dict[str, Any]:
@@ -109,6 +118,47 @@ class Forgetful(dict[Any, Any]):
 
     def __setitem__(self, *_: Any) -> None:
         pass
+
+
+class Elsewhere:
+    """A tensor that is on another device."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.dtype, self.data_ptr = x.dtype, x.data_ptr
+
+    def get_device(self) -> int:
+        """Not that of the others."""
+        return 3
+
+
+def told(metadata: Any) -> None:
+    """What is called before or after a launch."""
+    assert metadata is not None
+
+
+def same_memory(found: dict[str, Any]) -> None:
+    """Launches of a kernel with the same tensors, one of them missing; with hooks; elsewhere."""
+    calls: list[tuple[Any, Any, dict[str, Any]]] = []
+    plain, norm_gradient.launch = (
+        norm_gradient.launch,
+        lambda kernel, grid, **args: calls.append((kernel, grid, args)),
+    )
+    (args, *_) = examples("norm_bwd", 64, 128, torch.bfloat16).values()
+    OPS["norm_bwd"].triton(*args)
+    norm_gradient.launch = plain
+    ((kernel, grid, args),) = calls
+
+    def run() -> None:
+        launch.launch(kernel, grid, **args)
+
+    found["same memory"] = tried(run)
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    for hook in hooks:
+        hook.add(told)
+        found[f"hook {hooks.index(hook)}"] = noted(run)
+        hook.remove(told)
+    args["rstd_ptr"] = Elsewhere(args["rstd_ptr"])
+    found["elsewhere"] = noted(run)
 
 
 def quantized(x: Tensor) -> Callable[[], Any]:
@@ -143,6 +193,7 @@ def main(report: Path) -> None:
         "as bfloat16": matrix.bfloat16(),
     }.items():
         found[name] = tried(quantized(x))
+    same_memory(found)
     with launch.forced_tile(launch.Tile(64, 128, launch.NUM_WARPS // 2)):
         found["half the warps"] = tried(quantized(matrix))
     quantize.launch = functools.partial(launch.launch, maxnreg=64)

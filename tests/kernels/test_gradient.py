@@ -13,8 +13,8 @@ from coat_kernels.testing import assert_same_bits
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 TWO = [(True, False), (False, True)]
-gradient_module, rope_module, quantize_module = (
-    import_module(f"coat_kernels.{name}") for name in ("gradient", "rope_gradient", "quantize")
+rope_module, quantize_module = (
+    import_module(f"coat_kernels.{name}") for name in ("rope_gradient", "quantize")
 )
 
 
@@ -38,8 +38,10 @@ def test_codes_scale_and_sums_of_a_matrix(run: Run, columns: int, fmt: Any):
     torch.testing.assert_close(sums.double(), exact.sum(0), rtol=1e-5, atol=1e-5)
 
 
-def test_parts_side_by_side_are_one_matrix(run: Run):
-    parts = [gradient(37, 80), gradient(37, 16), 100 * gradient(37, 32)]
+@pytest.mark.parametrize("widths", [(80, 32), (80, 0, 16, 320), (16, 144, 32, 48, 160, 16, 64)])
+def test_parts_side_by_side_are_one_matrix(run: Run, widths: tuple[int, ...]):
+    parts = [gradient(37, width) for width in widths]
+    parts[-1] = 100 * parts[-1]
     one = run("quantize_gradient", ([torch.cat(parts, 1)], "e5m2", True, True, True))
     several = run("quantize_gradient", (parts, "e5m2", True, True, True))
     for name, a, b in zip(("codes", "transposed", "scale", "sums"), several, one, strict=True):
@@ -84,7 +86,7 @@ def test_layouts_whose_casts_a_compiler_could_mix_up_are_written_apart(
         if "ROWS" in options:
             written.append((options["ROWS"], options["TRANSPOSED"]))
 
-    for module in (gradient_module, rope_module, quantize_module):
+    for module in (rope_module, quantize_module):
         monkeypatch.setattr(module, "launch", record)
     dy, angles = gradient(20, columns), torch.ones(20, columns)
     OPS["quantize_gradient"].triton([dy], "e5m2", True, True, False)

@@ -23,7 +23,29 @@ def test_what_is_launched_is_what_triton_launches(report: Report):
     (launch,) = report["aligned"]["again"]["launched"]
     assert launch["grid"] == [1, 1, 1]
     assert launch["stream"] == 7
-    assert launch["arguments"][0] == ["tensor", "torch.float32", [64, 128], 0]
+    assert launch["arguments"][0] == ["*fp32", 0]
+
+
+def test_addresses_stand_for_tensors_in_their_order(report: Report):
+    runs = {name: run["given"][0] for name, run in report["same memory"].items()}
+    assert runs["again"]["addresses"] == runs["first"]["addresses"] == runs["plain"]["addresses"]
+    assert len(set(runs["again"]["addresses"])) > 5
+    assert runs["plain"]["tensors"] > 5
+    assert runs["again"]["tensors"] == 0
+
+
+def test_who_hooks_launches_is_told_of_tensors(report: Report):
+    plain = report["same memory"]["plain"]
+    for name, told in (("hook 0", [True, False]), ("hook 1", [False, True])):
+        assert report[name]["looked_up"] == 0
+        assert report[name]["launched"] == plain["launched"]
+        assert report[name]["given"] == [plain["given"][0] | {"told": told}]
+
+
+def test_a_tensor_on_another_device_is_left_to_triton(report: Report):
+    """Triton asks the driver, which knows no address of a CPU's tensor."""
+    assert report["same memory"]["again"]["looked_up"] == 0
+    assert report["elsewhere"]["looked_up"] == 1
 
 
 def test_triton_is_asked_once(report: Report):
@@ -38,7 +60,7 @@ def test_a_pointer_that_is_not_aligned_is_left_to_triton(report: Report):
     aligned, other = report["aligned"], report["four bytes on"]
     assert other["again"]["looked_up"] == 1
     (launch,) = other["again"]["launched"]
-    assert launch["arguments"][0][-1] == 4
+    assert launch["arguments"][0] == ["*fp32", 4]
     assert launch["function"] != aligned["again"]["launched"][0]["function"]
 
 
@@ -61,4 +83,4 @@ def test_what_is_kept_is_bounded(report: Report):
 
 
 def test_an_empty_tensor_launches_nothing(report: Report):
-    assert report["empty"]["plain"] == {"launched": [], "looked_up": 0}
+    assert report["empty"]["plain"] == {"launched": [], "given": [], "looked_up": 0}

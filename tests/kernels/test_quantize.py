@@ -1,6 +1,7 @@
 """Quantization bit for bit: against FP8's definition in NumPy, and kernels against references."""
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from coat_kernels.testing import assert_same_bits, results
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+quantize_module = import_module("coat_kernels.quantize")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
@@ -110,6 +112,51 @@ def test_stacked_matrices_are_quantized_as_one():
         ):
             assert_same_bits("codes", stacked.q, whole.q)
             assert stacked.scale == whole.scale
+
+
+@pytest.mark.parametrize(
+    ("sizes", "transposed"),
+    [
+        ((5, 150), False),  # another number of tiles for each part
+        ((150, 0, 1, 70), False),
+        ((64, 160, 23), True),
+        ((16, 160, 0, 64, 32, 1), True),  # two launches
+        ((32, 16, 16, 16, 128, 16, 16, 11), True),
+    ],
+)
+def test_parts_are_written_where_they_lie_in_the_whole(
+    sizes: tuple[int, ...], transposed: bool, run: Run
+):
+    x = torch.randn(sum(sizes), 144)
+    parts = list(x.split(list(sizes)))
+    for i in range(len(parts)):
+        largest = [part.clone() for part in parts]
+        if not len(largest[i]):
+            continue
+        largest[i][-1, -1] = 100
+        whole = torch.cat(largest)
+        (scale,) = run("tensor_scale", (largest, "e4m3"))
+        assert scale == np.float32(100) * np.float32(1 / 448)
+        expected = (whole * (1 / scale)).to(E4M3.dtype)
+        q, qt = run("quantize_tensor", (largest, scale, "e4m3", True, transposed))
+        assert_same_bits("rows", q, expected)
+        if transposed:
+            assert_same_bits("transposed", qt[:, : len(whole)], expected.t().contiguous())
+            assert not qt[:, len(whole) :].float().any()
+
+
+@pytest.mark.parametrize(
+    ("number", "launches"), [(0, []), (1, [1]), (3, [3]), (4, [2, 2]), (7, [2, 2, 3])]
+)
+def test_three_parts_take_one_launch(
+    number: int, launches: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(quantize_module, "launch", lambda _, grid, **__: grids.append(grid))
+    parts = [torch.zeros(0, 32), *(torch.zeros(16 * i, 32) for i in range(1, number + 1))]
+    OPS["tensor_scale"].triton(parts, "e4m3")
+    OPS["quantize_tensor"].triton(parts, torch.ones(()), "e4m3", True, True)
+    assert [grid[-1] for grid in grids] == 2 * launches
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -1,0 +1,149 @@
+"""Scales that share a chunk of memory are each other's neighbours, and nothing else."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from coat_kernels import OPS, quantize_tensor, scales
+from coat_kernels.examples import examples
+from coat_kernels.formats import MIN_SCALE
+from coat_kernels.scales import CHUNK, memory_of_their_own, new_scale
+from coat_kernels.testing import mapped
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No scale is left of what ran before."""
+    monkeypatch.setattr(scales, "_free", {})
+
+
+def at(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_each_scale_is_handed_out_once_and_starts_as_the_least():
+    found = [new_scale(CPU) for _ in range(CHUNK + 3)]
+    assert {(s.shape, s.dtype) for s in found} == {(torch.Size(()), torch.float32)}
+    assert len({s.data_ptr() for s in found}) == len(found)
+    assert not any(s.data_ptr() % 16 for s in found)
+    assert len({at(s) for s in found}) == 2
+    for scale in found:
+        assert scale == MIN_SCALE
+        scale.fill_(1.0)
+
+
+def test_a_chunk_goes_with_the_last_of_its_scales():
+    found = [new_scale(CPU) for _ in range(CHUNK)]
+    memory = weakref.ref(found[0].untyped_storage())
+    kept = found[7]
+    del found
+    gc.collect()
+    assert memory() is not None
+    assert kept == MIN_SCALE
+    del kept
+    gc.collect()
+    assert memory() is None
+
+
+def test_a_changed_scale_spoils_no_other_that_autograd_saved():
+    saved, other = new_scale(CPU), new_scale(CPU)
+    x = torch.ones(3, requires_grad=True)
+    y = x * saved
+    other.fill_(2.0)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [MIN_SCALE] * 3
+    again = copy.deepcopy(other)
+    assert (again, again.shape) == (2.0, torch.Size(()))
+
+
+def test_scales_made_while_evaluating_are_good_for_training():
+    with torch.inference_mode():
+        new_scale(CPU)
+    scale = new_scale(CPU)
+    x = torch.ones(3, requires_grad=True)
+    (x * scale).sum().backward()
+    with torch.inference_mode():
+        assert new_scale(CPU) * 2 == 2 * MIN_SCALE
+
+
+def test_a_thread_can_ask_for_scales_that_share_nothing():
+    first = new_scale(CPU)
+    found: list[Tensor] = []
+    with memory_of_their_own():
+        found += [new_scale(CPU), new_scale(CPU)]
+        other = threading.Thread(target=lambda: found.append(new_scale(CPU)))
+        other.start()
+        other.join()
+    assert [s.untyped_storage().nbytes() for s in found] == [4, 4, 16 * CHUNK]
+    assert at(found[2]) == at(first) == at(new_scale(CPU))
+    assert {float(s) for s in found} == {MIN_SCALE}
+
+
+class Stream:
+    """Stands for a GPU with one thread."""
+
+    def __init__(self) -> None:
+        self.number, self.capturing = 0, False
+
+    def get_current_stream(self, device: int) -> int:
+        return 100 * device + self.number
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    stream = Stream()
+    full = torch.full
+    monkeypatch.setattr(scales, "current_stream", stream.get_current_stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: stream.capturing)
+    monkeypatch.setattr(torch, "full", lambda *a, **k: full(*a, **{**k, "device": CPU}))
+    return stream
+
+
+def test_streams_and_devices_have_their_own_and_graphs_set_theirs(gpu: Stream):
+    def scale(device: int = 0, stream: int = 0) -> int:
+        gpu.number = stream
+        return at(new_scale(torch.device("cuda", device)))
+
+    first, second, third = scale(), scale(stream=3), scale(device=1)
+    assert len({first, second, third}) == 3
+    assert (scale(), scale(stream=3), scale(device=1)) == (first, second, third)
+    gpu.capturing = True
+    captured = [new_scale(torch.device("cuda", 0)) for _ in range(2)]
+    assert [s.untyped_storage().nbytes() for s in captured] == [4, 4]
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_finds_the_scale_of_what_is_there_now():
+    x = torch.full((64, 256), 3.0, device="cuda")
+    quantize_tensor(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = quantize_tensor(x)
+    for peak in (100.0, 7.0):  # the second one smaller
+        x.fill_(peak)
+        graph.replay()
+        expected = quantize_tensor(x)
+        assert captured.scale == expected.scale
+        assert torch.equal(captured.q.view(torch.uint8), expected.q.view(torch.uint8))
+
+
+@pytest.mark.gpu
+def test_the_dispatcher_takes_scales_that_were_handed_out():
+    args = examples("activation_bwd_stats", 64, 256, torch.bfloat16)["silu_mul"]
+    given = mapped(Tensor.cuda, args)
+    scale = quantize_tensor(given[0]).scale
+    given = [scale if isinstance(a, Tensor) and a.dim() == 0 else a for a in given]
+    assert any(a is scale for a in given)
+    own = OPS["activation_bwd_stats"].launch(*given)[0]
+    dispatched = OPS["activation_bwd_stats"].dispatch(*given)[0]
+    assert own == dispatched
+    assert at(own) == at(scale) != at(dispatched)
