@@ -206,7 +206,8 @@ class Fp8Config:
     ``auto`` keeps them where gradients are accumulated and the GPU's memory has room."""
     cuda_graphs: bool = False
     """Launch each block as one CUDA graph, for models so small that the GPU waits for the CPU;
-    activations then keep their memory between steps (coat_vlm/fp8/graphs.py). ZeRO 0 to 2."""
+    activations then keep their memory between steps, and packed rows are filled up
+    (coat_vlm/fp8/graphs.py). ZeRO 0 to 2; no effect on a CPU and on frozen parts."""
     optimizer: Literal["coat", "adamw"] | None = None
     """``coat``: AdamW with FP8 moments; ``adamw``: torch's, with FP32 moments. When absent,
     ``adamw`` under ``fp8_linear`` and ``coat`` otherwise."""

@@ -41,7 +41,7 @@ from coat_vlm.bench.step_loop import (
 from coat_vlm.bench.step_plan import StepPlan
 from coat_vlm.bench.vlm_shapes import SIZES, Inputs
 from coat_vlm.config import Precision
-from coat_vlm.fp8 import arithmetic_of, captured_bytes, graph_blocks
+from coat_vlm.fp8 import arithmetic_of, captured_bytes, graph_blocks, live_graphs
 from coat_vlm.model import CoatVlm
 from coat_vlm.train.engine import set_train_mode, set_trainable
 from coat_vlm.train.world import World
@@ -217,7 +217,10 @@ class _Run:
         world = self.world
         inputs = SIZES[self.bench.size].batch(self._first, row.batch, world.device)
         times, losses, peak = _timed(loop, inputs, self.bench, world)
-        if contender.optimizer == "none":
+        replays = [graphs.replays for graphs in live_graphs()]
+        if contender.graphs and not (replays and all(replays)):
+            problem = "not all blocks were captured as CUDA graphs; the log says why"
+        elif contender.optimizer == "none":
             problem = loss_problem(losses, reference.batch_loss(row.batch))
         else:
             problem = training_problem(losses, self.trained.get(row.batch))

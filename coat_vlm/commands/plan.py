@@ -70,6 +70,11 @@ def _plan(args: argparse.Namespace) -> int:
         only_stage=args.stage,
     )
     say(format_plan(plans))
+    if recipe.fp8 is not None and recipe.fp8.cuda_graphs:
+        say(
+            "\nfp8.cuda_graphs: what FP8 blocks keep has its memory in the optimizer's step, too. It "
+            "is counted in the passes only: where that step is the peak, add the activations."
+        )
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from coat_vlm.fp8.arithmetic import Arithmetic, arithmetic_of
 from coat_vlm.fp8.convert import ConversionReport, convert, fp8_blocks
-from coat_vlm.fp8.graphs import BlockGraphs, captured_bytes, graph_blocks
+from coat_vlm.fp8.graphs import BlockGraphs, captured_bytes, graph_blocks, live_graphs
 from coat_vlm.fp8.linear import Fp8Linear, linear, norm_linear
 from coat_vlm.fp8.mlp import norm_mlp
 from coat_vlm.fp8.monitor import Counts, watching
@@ -22,6 +22,7 @@ __all__ = [
     "graph_blocks",
     "kept_bytes",
     "linear",
+    "live_graphs",
     "norm_linear",
     "norm_mlp",
     "reused_weights",

@@ -28,6 +28,16 @@ class Captured:
     """Of these; blocks of the same shapes share them."""
     forward: list[torch.cuda.CUDAGraph] = field(default_factory=list)
     backward: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    """Of the parameters, block by block."""
+
+    def is_stale(self) -> bool:
+        """Whether a parameter has moved, or is no longer trained."""
+        trained = (p for of_block in self.parameters for p in of_block)
+        return any(
+            p.data_ptr() != address or not p.requires_grad
+            for p, address in zip(trained, self.addresses, strict=True)
+        )
 
 
 class Capturer:
@@ -42,6 +52,9 @@ class Capturer:
         self.blocks = blocks
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._device = device
+        self._gradients: dict[Any, list[Tensor]] = {}
+        """Where graphs leave the gradients of a block whose parameters have these shapes."""
 
     def nbytes(self) -> int:
         """Memory of the graphs."""
@@ -64,27 +77,28 @@ class Capturer:
         args, kwargs = tree_unflatten(captured.arguments, spec)
         kept: list[tuple[Tensor, Tensor, list[nn.Parameter]]] = []
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
             # Libraries allocate their workspace for this stream now, not in the graphs' memory.
             x = captured.hidden.detach().requires_grad_()
             y = forward_of(self.blocks[0])(x, *args, **kwargs)
             torch.autograd.grad(y, x, captured.dout)
             del x, y
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
             for block in self.blocks:
                 x = captured.hidden.detach().requires_grad_()
-                with _own_leaves(block) as leaves, self._capturing(captured.forward):
+                with _own_leaves(block) as own, self._capturing(captured.forward):
                     y = forward_of(block)(x, *args, **kwargs)
                     captured.out.copy_(y.detach())
-                kept.append((x, y, leaves))
+                kept.append((x, y, own))
             for number in reversed(range(len(kept))):
-                x, y, leaves = kept.pop()
-                wanted = [x, *leaves]
+                x, y, own = kept.pop()
+                wanted = [x, *own]
                 static = [captured.dhidden, *captured.gradients[number]]
                 with self._capturing(captured.backward):
                     found = torch.autograd.grad(y, wanted, captured.dout, allow_unused=True)
                     _copy(found, static)
-                del x, y, leaves, wanted, found
+                del x, y, own, wanted, found
         torch.cuda.synchronize()
         captured.backward.reverse()
         return captured
@@ -93,13 +107,12 @@ class Capturer:
         """Static tensors for these shapes, with the values of now."""
         copies = {id(leaf): leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor)}
         parameters = [[p for p in b.parameters() if p.requires_grad] for b in self.blocks]
-        shared: dict[Any, list[Tensor]] = {}
         gradients = []
         for trained in parameters:
             shapes = tuple((p.shape, p.dtype) for p in trained)
-            if shapes not in shared:
-                shared[shapes] = [torch.zeros_like(p) for p in trained]
-            gradients.append(shared[shapes])
+            if shapes not in self._gradients:
+                self._gradients[shapes] = [torch.zeros_like(p) for p in trained]
+            gradients.append(self._gradients[shapes])
         # Only what is alive from the first capture to the last is the same in all of them.
         return Captured(
             spec,
@@ -110,14 +123,15 @@ class Capturer:
             dhidden=torch.zeros_like(hidden),
             parameters=parameters,
             gradients=gradients,
+            addresses=[p.data_ptr() for trained in parameters for p in trained],
         )
 
     def mend(self) -> None:
         """Capture something after a capture that failed: it left torch's random numbers in it."""
         with torch.cuda.stream(self._stream):
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin()
-            torch.zeros(1, device="cuda")
+            graph.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device=self._device)
             graph.capture_end()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""CUDA graphs of FP8 blocks: the CPU launches one graph where it launched some sixty kernels.
+"""CUDA graphs of FP8 blocks: the CPU launches one graph in place of some twenty or thirty kernels.
 
 A small model waits for the CPU, which launches the kernels of a block one by one. With
 :func:`graph_blocks` the passes of all FP8 blocks of the tower, and of the language model, are
@@ -16,14 +16,15 @@ Packed rows (:mod:`coat_vlm.model.packed_attention`) hold a different number of 
 their bounds are followed by empty sequences up to a multiple of 8, and the longest counts as a
 power of two, so that rows of one length share graphs.
 
-Other shapes, arguments that are no tensors and no constants, evaluation, gradient checkpointing, a
-scope of reused weights or a monitor: such passes run as ever. Weights must stay where they are in
-memory (ZeRO 0, 1, 2).
+Further shapes, arguments that are no tensors and no constants, evaluation, gradient checkpointing,
+a scope of reused weights or a monitor: such passes run as ever. Weights must stay where they are in
+memory (ZeRO 0, 1, 2). A graph does what the blocks did when it was captured: after a change of what
+trains, of dropout or of the attention implementation call :func:`graph_blocks` again.
 """
 
 import logging
+import traceback
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -42,7 +43,8 @@ EAGER_PASSES = 2
 """Passes with the same shapes before they are captured."""
 
 MOST_CAPTURED = 8
-"""Shapes of which a part of the model has graphs; the one unused for longest goes."""
+"""Shapes of which a part of the model has graphs: the first that come often enough. (To let go of
+one for another would capture all the time where more shapes take turns.)"""
 
 BOUNDS_STEP = 8
 """Numbers of bounds of packed sequences are multiples of it in graphs."""
@@ -59,9 +61,18 @@ _CONSTANTS = (bool, int, float, str, type(None))
 _alive: "weakref.WeakSet[BlockGraphs]" = weakref.WeakSet()
 
 
+def live_graphs() -> "list[BlockGraphs]":
+    """Those of all models."""
+    return list(_alive)
+
+
 def captured_bytes() -> int:
     """Memory of all graphs, which torch's counts of allocated memory leave out."""
     return sum(graphs.nbytes for graphs in _alive)
+
+
+class _Forward(partial[Tensor]):
+    """``forward`` of a block that replays."""
 
 
 def graph_blocks(model: nn.Module, enabled: bool = True) -> "list[BlockGraphs]":
@@ -75,9 +86,11 @@ def graph_blocks(model: nn.Module, enabled: bool = True) -> "list[BlockGraphs]":
     Returns:
         One for each row of blocks.
     """
+    for module in model.modules():
+        if isinstance(vars(module).get(FORWARD), _Forward):
+            del vars(module)[FORWARD]
     rows: dict[str, list[nn.Module]] = {}
     for name, block in fp8_blocks(model):
-        vars(block).pop(FORWARD, None)
         rows.setdefault(name.rpartition(".")[0], []).append(block)
     return [BlockGraphs(blocks) for blocks in rows.values()] if enabled else []
 
@@ -109,7 +122,8 @@ class BlockGraphs:
     """Captures and replays the passes of FP8 blocks that follow each other.
 
     Args:
-        blocks: of the same class; their ``forward`` is taken over.
+        blocks: which get the same arguments but for the hidden states; their ``forward`` is taken
+            over.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
@@ -118,18 +132,19 @@ class BlockGraphs:
         """Times that graphs were captured."""
         self.replays = 0
         """Forward passes that were replayed."""
-        self._captured: OrderedDict[Any, Captured] = OrderedDict()
+        self._captured: dict[Any, Captured | None] = {}
+        """By shapes; None for those that cannot be captured."""
         self._seen: dict[Any, int] = {}
         self._latest: weakref.ref[_Pass] | None = None
         self._now: _Pass | None = None
-        self._broken = False
         self.nbytes = 0
         """Memory of the graphs, which no tensor has: torch's counts of what is allocated leave it
         out."""
         self._of_device: Capturer | None = None
+        self._full = False
         _alive.add(self)
         for number, block in enumerate(self.blocks):
-            vars(block)[FORWARD] = partial(self._call, number)
+            vars(block)[FORWARD] = _Forward(self._call, number)
 
     def _call(self, number: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``forward`` of a block."""
@@ -138,7 +153,8 @@ class BlockGraphs:
             leaves, spec = tree_flatten((args, kwargs))
             if number == 0:
                 self._now = None  # the last one may be over, if nothing else holds it
-                rounded, _ = tree_flatten((args, in_steps(kwargs, hidden_states.shape[1])))
+                steps = in_steps(kwargs, hidden_states.shape[1], _window(block))
+                rounded, _ = tree_flatten((args, steps))
                 self._now = self._begin(hidden_states, leaves, rounded, spec)
             now = self._now
             if now is not None and now.fits(hidden_states, leaves, spec):
@@ -150,7 +166,6 @@ class BlockGraphs:
     def _allowed(self, block: nn.Module, hidden: Tensor) -> bool:
         return (
             hidden.is_cuda
-            and not self._broken
             and block.training
             and torch.is_grad_enabled()
             and not monitor.is_watching()
@@ -169,20 +184,16 @@ class BlockGraphs:
         key = _key(self.blocks, hidden, leaves, spec)
         if key is None:
             return None
-        captured = self._captured.get(key)
+        if key not in self._captured:
+            if not self._often(key):
+                return None
+            self._captured[key] = self._try_capture(hidden, leaves, spec)
+        captured = self._captured[key]
         if captured is None:
-            if len(self._seen) >= _MOST_SEEN:
-                self._seen.clear()
-            self._seen[key] = self._seen.get(key, 0) + 1
-            if self._seen[key] <= EAGER_PASSES:
-                return None
-            captured = self._try_capture(hidden, leaves, spec)
-            if captured is None:
-                return None
-            self._captured[key] = captured
-            if len(self._captured) > MOST_CAPTURED:
-                self._captured.popitem(last=False)
-        self._captured.move_to_end(key)
+            return None
+        if captured.is_stale():
+            del self._captured[key]
+            return None
         self.replays += 1
         for static, leaf in _tensors(captured.arguments, leaves):
             static.copy_(leaf)
@@ -190,21 +201,42 @@ class BlockGraphs:
         self._latest = weakref.ref(now)
         return now
 
+    def _often(self, key: Any) -> bool:
+        """Count a pass with these shapes; whether there were enough, and room for their graphs."""
+        if len(self._captured) >= MOST_CAPTURED:
+            if not self._full:
+                self._full = True
+                logger.warning(
+                    "FP8 blocks have CUDA graphs for %d shapes; others run without, such as %s. "
+                    "Packed rows, and images in the same number, have fewer shapes",
+                    MOST_CAPTURED,
+                    tuple(key[0]),
+                )
+            return False
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        self._seen[key] = self._seen.get(key, 0) + 1
+        return self._seen[key] > EAGER_PASSES
+
     def _try_capture(self, hidden: Tensor, leaves: list[Any], spec: TreeSpec) -> Captured | None:
+        capturer = self._capturer(hidden.device)
+        captured, problem = None, ""
         try:
-            captured = self._capturer(hidden.device).capture(hidden, leaves, spec)
+            captured = capturer.capture(hidden, leaves, spec)
         except RuntimeError as error:
-            self._broken = True
-            self._captured.clear()
-            self._capturer(hidden.device).mend()
+            problem = str(error).strip().partition("\n")[0]
+            traceback.clear_frames(error.__traceback__)  # they hold memory
+        if captured is None:
+            capturer.mend()
+        self.nbytes = capturer.nbytes()
+        if captured is None:
             logger.warning(
                 "FP8 blocks of shape %s cannot be captured as CUDA graphs and run without: %s",
                 tuple(hidden.shape),
-                str(error).strip().partition("\n")[0],
+                problem,
             )
             return None
         self.captures += 1
-        self.nbytes = self._capturer(hidden.device).nbytes()
         logger.info(
             "CUDA graphs: %d FP8 blocks for %s, %.2f GB for all shapes",
             len(self.blocks),
@@ -249,8 +281,18 @@ class _Replay(torch.autograd.Function):
         return dhidden, None, None, *gradients
 
 
-def in_steps(kwargs: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """A block's arguments with those of packed sequences in a row of ``tokens`` rounded up."""
+def _window(block: nn.Module) -> int | None:
+    """The sliding window of a block's attention."""
+    attention: Any = getattr(block, "self_attn", None)
+    of_model = getattr(getattr(attention, "config", None), "sliding_window", None)
+    return getattr(attention, "sliding_window", of_model)
+
+
+def in_steps(kwargs: dict[str, Any], tokens: int, window: int | None = None) -> dict[str, Any]:
+    """A block's arguments with those of packed sequences in a row of ``tokens`` rounded up.
+
+    A longest sequence that no sliding window cuts still is one.
+    """
     bounds, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if not isinstance(bounds, Tensor) or keys is not bounds:
         return kwargs
@@ -260,7 +302,8 @@ def in_steps(kwargs: dict[str, Any], tokens: int) -> dict[str, Any]:
     for name in ("max_length_q", "max_length_k"):
         longest = kwargs.get(name)
         if isinstance(longest, int):
-            rounded[name] = min(tokens, 1 << max(0, longest - 1).bit_length())
+            most = tokens if window is None or window < longest else min(tokens, window)
+            rounded[name] = min(most, 1 << max(0, longest - 1).bit_length())
     return rounded
 
 

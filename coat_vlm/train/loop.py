@@ -84,9 +84,9 @@ class StageRun:
     step: int = 0
     """Finished steps."""
     skipped_steps: int = 0
+    """Steps of this process that changed nothing, because a gradient was not finite."""
     captured_bytes: int = 0
     """Memory of CUDA graphs that the last step knew of."""
-    """Steps of this process that changed nothing, because a gradient was not finite."""
     cursor: Cursor = field(default_factory=Cursor)
     """How far the order of data is used."""
 

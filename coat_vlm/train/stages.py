@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from coat_data.order import Cursor
 from coat_vlm.config import STAGES, Fp8Config, Recipe, StageName
-from coat_vlm.fp8 import arithmetic_of
+from coat_vlm.fp8 import arithmetic_of, graph_blocks
 from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model
 from coat_vlm.model.packed_attention import PACKED
 from coat_vlm.model.pretrained import composed_folder
@@ -165,11 +165,12 @@ def _check_same(old: Recipe, new: Recipe, path: Path) -> None:
 def _settings(recipe: Recipe) -> dict[str, Any]:
     """A recipe as data, without nested keys that change memory and time only.
 
-    These are ``fp8.weights`` and the stages' ``micro_batch_size``, which another number of ranks
-    may need (FP8 scales are those of a micro-batch: losses then differ by FP8's rounding).
+    These are ``fp8.weights``, ``fp8.cuda_graphs`` and the stages' ``micro_batch_size``, which
+    another number of ranks may need (FP8 scales are those of a micro-batch: losses then differ by
+    FP8's rounding).
     """
     fp8 = dataclasses.asdict(recipe.fp8 or Fp8Config())
-    del fp8["weights"]
+    del fp8["weights"], fp8["cuda_graphs"]
     settings = recipe.to_dict()
     stages = {name: dict(stage) for name, stage in settings["stages"].items()}
     for stage in stages.values():
@@ -282,6 +283,7 @@ def _run_stage(
     finally:
         metrics.close()
         engine.destroy()
+        graph_blocks(model, enabled=False)  # blocks and graphs hold each other
     gc.collect()
 
 

@@ -16,7 +16,7 @@ Row = dict[str, str]
 
 
 COMMITS = {"kernels": "db4b536", "gemm": "d93c93a"}
-LAST = "db4b536"
+LAST = "dc755f9"
 WITH_PEERS = {
     **dict.fromkeys((("qwen2.5-7b", 8192), ("siglip-so400m", 1024)), "d93c93a"),
     **dict.fromkeys(

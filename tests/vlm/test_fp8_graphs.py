@@ -1,16 +1,21 @@
 """FP8 blocks as CUDA graphs: the same losses and gradients, whatever comes in between."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
+from coat_vlm.bench.step_case import StepBench, contenders_of
 from coat_vlm.config import Fp8Config
-from coat_vlm.fp8 import convert, graph_blocks, reused_weights, watching
-from coat_vlm.fp8.graphs import EAGER_PASSES, MOST_CAPTURED, in_steps
+from coat_vlm.fp8 import arithmetic_of, convert, graph_blocks, reused_weights, watching
+from coat_vlm.fp8.block_error import back_to_bf16
+from coat_vlm.fp8.capture import Captured
+from coat_vlm.fp8.graphs import EAGER_PASSES, MOST_CAPTURED, BlockGraphs, in_steps
 from coat_vlm.model.packed_attention import PACKED
 from coat_vlm.recipe_file import load_recipe
 
@@ -155,11 +160,13 @@ def test_bounds_are_rounded_up() -> None:
     assert rounded["cu_seq_lens_k"] is rounded["cu_seq_lens_q"]
     assert (rounded["max_length_q"], rounded["other"]) == (32, None)
     assert in_steps(given | {"max_length_q": 60}, 62)["max_length_q"] == 62
+    assert in_steps(given, 64, window=31)["max_length_q"] == 31  # which still cuts nothing
+    assert in_steps(given, 64, window=29)["max_length_q"] == 32
     assert in_steps({"use_cache": False}, 64) == {"use_cache": False}
 
 
 @pytest.mark.gpu
-def test_shapes_are_captured_one_by_one_and_the_oldest_goes() -> None:
+def test_so_many_shapes_are_captured_and_further_ones_run_as_ever() -> None:
     plain, graphed = llama(), llama()
     (graphs,) = graph_blocks(graphed)
     lengths = [32 + 16 * i for i in range(MOST_CAPTURED + 1)]
@@ -170,14 +177,82 @@ def test_shapes_are_captured_one_by_one_and_the_oldest_goes() -> None:
         loss, expected = passed(plain, ids(7, tokens))
         assert found[0] == loss
         assert_close(found[1], expected)
-    assert graphs.captures == graphs.replays == len(lengths)
-    for tokens, captures in ((lengths[-1], 0), (lengths[1], 0), (lengths[0], 1)):
-        before = graphs.captures
-        loss, expected = passed(plain, ids(7, tokens))
-        found = passed(graphed, ids(7, tokens))
+    for tokens in (lengths[-1], lengths[1], lengths[0]):
+        loss, expected = passed(plain, ids(8, tokens))
+        found = passed(graphed, ids(8, tokens))
         assert found[0] == loss
         assert_close(found[1], expected)
-        assert graphs.captures - before == captures
+    assert (graphs.captures, graphs.replays) == (MOST_CAPTURED, MOST_CAPTURED + 2)
+
+
+def test_shapes_that_take_turns_are_not_captured_over_and_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (graphs,) = graph_blocks(llama(torch.device("cpu")))
+    captured: list[int] = []
+
+    def capture(_: BlockGraphs, hidden: Tensor, *__: Any) -> Any:
+        captured.append(hidden.shape[1])
+        return SimpleNamespace(arguments=[], is_stale=lambda: False)
+
+    monkeypatch.setattr(BlockGraphs, "_try_capture", capture)
+    _, spec = tree_flatten(((), {}))
+    for _ in range(20):
+        for tokens in range(1, MOST_CAPTURED + 4):
+            now = graphs._begin(torch.zeros(1, tokens, 4), [], [], spec)
+            if now is not None:
+                now.backward.add(0)
+    assert captured == list(range(1, MOST_CAPTURED + 1))
+    assert graphs.replays == (20 - EAGER_PASSES) * MOST_CAPTURED
+    assert caplog.text.count("others run without") == 1
+
+
+def test_graphs_of_parameters_that_moved_or_froze_are_stale() -> None:
+    p = torch.nn.Parameter(torch.ones(4))
+    nothing = torch.zeros(0)
+    _, spec = tree_flatten(())
+    captured = Captured(
+        spec, [], nothing, nothing, nothing, nothing, [[p]], [[nothing]], addresses=[p.data_ptr()]
+    )
+    with torch.no_grad():
+        p.add_(1)
+    assert not captured.is_stale()
+    p.requires_grad_(False)
+    assert captured.is_stale()
+    p.requires_grad_(True).data = torch.zeros(4)
+    assert captured.is_stale()
+
+
+def test_blocks_that_a_monitor_sent_back_lose_their_graphs_with_the_others() -> None:
+    model = llama(torch.device("cpu"))
+    graph_blocks(model)
+    back_to_bf16(model.model.layers[0], round_linears=True)
+    assert graph_blocks(model, enabled=False) == []
+    assert all("forward" not in vars(block) for block in model.model.layers)
+
+
+def test_weights_are_not_kept_beside_graphs() -> None:
+    model = llama(torch.device("cpu"))
+    for graphs, policy in ((False, "auto"), (True, "recompute")):
+        arithmetic = arithmetic_of("coat", Fp8Config(cuda_graphs=graphs), torch.device("cpu"))
+        assert arithmetic.weight_reuse(model, CUDA).policy == policy
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precisions": ["bf16"]}, "no coat or coat_lean below ZeRO-3"),
+        ({"optimizers": ["own"], "zero_stages": [3]}, "no coat or coat_lean below ZeRO-3"),
+        ({"warmup": EAGER_PASSES}, "--warmup has to exceed"),
+        ({"checkpointing": True}, "never under --checkpointing"),
+    ],
+)
+def test_a_benchmark_of_graphs_has_some(changes: dict[str, Any], message: str) -> None:
+    settings: dict[str, Any] = {"size": "tiny", "precisions": ["bf16", "coat"], "graphs": True}
+    found = contenders_of(StepBench(**settings), 1)
+    assert [each.implementation for each in found] == ["bf16", "coat_paper", "coat_paper_graphs"]
+    with pytest.raises(ValueError, match=message):
+        contenders_of(StepBench(**settings | changes), 1)
 
 
 @pytest.mark.gpu
