@@ -72,7 +72,7 @@ def _plan(args: argparse.Namespace) -> int:
     say(format_plan(plans))
     if recipe.fp8 is not None and recipe.fp8.cuda_graphs:
         say(
-            "\nfp8.cuda_graphs: what FP8 blocks keep has its memory in the optimizer's step, too. It "
+            "\nfp8.cuda_graphs: what FP8 blocks keep stays in memory in the optimizer's step. It "
             "is counted in the passes only: where that step is the peak, add the activations."
         )
     return 0

@@ -22,6 +22,7 @@ from coat_data.selection import (
 )
 from coat_data.verify import dropped_question, verify_rows, verify_template
 from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
+from coat_vlm.packing_config import PackingConfig
 from coat_vlm.processor import CoatVlmProcessor
 from coat_vlm.train.documents import in_pieces
 from coat_vlm.train.measured import mean_tokens, measured
@@ -175,6 +176,14 @@ class StageData:
         )
 
 
+def row_budget(recipe: Recipe, packing: PackingConfig, max_length: int) -> Budget:
+    """What a packed row holds; with CUDA graphs, which are for one shape, all are of full length."""
+    tokens = packing.row_tokens(max_length)
+    graphs = recipe.fp8 is not None and recipe.fp8.cuda_graphs
+    align = tokens if graphs else packing.align
+    return Budget(tokens=tokens, images=packing.images, buffer=packing.buffer, align=align)
+
+
 def open_data(
     recipe: Recipe, name: StageName, run_dir: Path, processor: CoatVlmProcessor, world: World
 ) -> StageData:
@@ -213,14 +222,7 @@ def open_data(
     if stage.packing is None:
         tokens = [mean_tokens(dataset, encoder) for dataset in datasets]
     else:
-        tokens = stage.packing.row_tokens(processor.max_length)
-        graphs = recipe.fp8 is not None and recipe.fp8.cuda_graphs
-        budget = Budget(
-            tokens=tokens,
-            images=stage.packing.images,
-            buffer=stage.packing.buffer,
-            align=tokens if graphs else stage.packing.align,  # a graph is for one shape
-        )
+        budget = row_budget(recipe, stage.packing, processor.max_length)
         lengths = measured(
             sources,
             datasets,

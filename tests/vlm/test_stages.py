@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from coat_vlm.config import SourceConfig
+from coat_vlm.packing_config import PackingConfig
 from coat_vlm.recipe_file import load_recipe
 from coat_vlm.train import stages
 from coat_vlm.train.source_record import SourceRecord
+from coat_vlm.train.sources import row_budget
 
 
 @pytest.mark.parametrize(
@@ -17,11 +19,19 @@ from coat_vlm.train.source_record import SourceRecord
         ([], ["fp8.weights=recompute"]),  # a run that ran out of memory under auto
         (["fp8.weights=cache", "fp8.skip_last=1"], ["fp8.skip_last=1", "num_workers=0"]),
         ([], ["zero_stage=3", "stages.sft.micro_batch_size=1"]),  # more GPUs
+        ([], ["fp8.cuda_graphs=true"]),
     ],
 )
 def test_what_changes_no_gradient_may_change(before: list[str], after: list[str]) -> None:
     old, new = (load_recipe("quickstart", overrides) for overrides in (before, after))
     stages._check_same(old, new, Path("recipe.yaml"))  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize(("graphs", "align"), [(False, 128), (True, 1024)])
+def test_packed_rows_for_graphs_have_one_length(graphs: bool, align: int) -> None:
+    recipe = load_recipe("quickstart", [f"fp8.cuda_graphs={graphs}"])
+    budget = row_budget(recipe, PackingConfig(images=3), 1000)
+    assert (budget.tokens, budget.images, budget.align) == (1024, 3, align)
 
 
 def test_other_keys_are_named() -> None:
