@@ -177,7 +177,7 @@ class StageData:
 
 
 def row_budget(recipe: Recipe, packing: PackingConfig, max_length: int) -> Budget:
-    """What a packed row holds; with CUDA graphs, which are for one shape, all are of full length."""
+    """What packed rows hold; for CUDA graphs, which are for one shape, all have the full length."""
     tokens = packing.row_tokens(max_length)
     graphs = recipe.fp8 is not None and recipe.fp8.cuda_graphs
     align = tokens if graphs else packing.align
