@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from coat_vlm.bench.rows import replace_csv
 from coat_vlm.report.plots import COLOURS
 
 COLUMNS = ("precision", "seed", "step", "training_loss", "held_out_loss")
@@ -41,15 +42,15 @@ class DecoderCurve:
 
 def write_curves(path: Path, curves: Sequence[DecoderCurve]) -> None:
     """Write one row per precision, seed and step; the file is replaced at once or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for curve in curves:
-            for step, loss in enumerate(curve.training, start=1):
-                row = (curve.precision, curve.seed, step, loss, curve.held_out.get(step, ""))
-                writer.writerow(row)
-    temporary.replace(path)
+    replace_csv(
+        path,
+        COLUMNS,
+        (
+            (curve.precision, curve.seed, step, loss, curve.held_out.get(step, ""))
+            for curve in curves
+            for step, loss in enumerate(curve.training, start=1)
+        ),
+    )
 
 
 def read_curves(path: Path) -> list[DecoderCurve]:

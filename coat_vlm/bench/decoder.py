@@ -8,7 +8,7 @@ same benchmark started again goes on with the runs that are missing.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -91,6 +91,7 @@ def bench_decoder(
     bench: DecoderBench,
     out: Path | None = None,
     on_trained: OnTrained | None = None,
+    seen: Collection[tuple[str, int]] = (),
 ) -> Iterator[list[DecoderCurve]]:
     """Train in every precision with every seed, the precisions of one seed after another.
 
@@ -100,8 +101,10 @@ def bench_decoder(
         seeds: of the model's start and of the batches.
         bench: the model and the training.
         out: folder of ``decoder.csv`` (losses) and ``decoder.json`` (settings). Runs that are
-            there already are not repeated.
-        on_trained: called with every trained model.
+            there already are not repeated, but for ``on_trained``.
+        on_trained: called with every trained model, before its curve is kept: a run that is
+            interrupted there is not finished.
+        seen: precision and seed of the runs that ``on_trained`` need not see again.
 
     Yields:
         After every run: the curves so far, precision by precision as given.
@@ -118,14 +121,15 @@ def bench_decoder(
     precisions, seeds = list(dict.fromkeys(precisions)), list(dict.fromkeys(seeds))
     for seed in seeds:
         for precision in precisions:
-            if (precision, seed) not in done:
+            unseen = on_trained is not None and (precision, seed) not in seen
+            if unseen or (precision, seed) not in done:
                 curve, model = train_decoder(corpus, precision, bench, seed)
                 done[precision, seed] = curve
-                if out is not None:
-                    write_curves(out / CURVES, list(done.values()))
                 if on_trained is not None:
                     on_trained(model, curve, corpus)
                 del model
+                if out is not None:
+                    write_curves(out / CURVES, list(done.values()))
             yield [done[key] for key in product(precisions, seeds) if key in done]
 
 

@@ -1,18 +1,21 @@
 """Rows of measurements: where they were made, the CSV files they go to, the tables a user sees."""
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import torch
 import triton
 from pydantic import TypeAdapter, ValidationError
 
 from coat_vlm.checkout import commit
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(slots=True)
@@ -32,7 +35,7 @@ class Row(Measurement):
     triton: str
 
 
-_Kind = TypeVar("_Kind", bound=Measurement)
+_Kind = TypeVar("_Kind", bound="DataclassInstance")
 
 
 def origin() -> tuple[str, str, str, str, str]:
@@ -93,7 +96,7 @@ def append_rows(path: Path, rows: Sequence[Measurement]) -> None:
 
 
 def read_rows(path: Path, kind: type[_Kind], command: str) -> list[_Kind]:
-    """The rows of a file that :func:`append_rows` wrote, in its order.
+    """The rows of a file that has their fields as columns, in its order.
 
     An empty cell is None where the field may be None.
 
@@ -125,6 +128,16 @@ def read_rows(path: Path, kind: type[_Kind], command: str) -> list[_Kind]:
                     f"{path}:{lines.line_num}: {error}; write the row again"
                 ) from error
     return found
+
+
+def replace_csv(path: Path, columns: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
+    """Write a CSV file with a header; one that is there is replaced at once or not at all."""
+    temporary = path.with_name(path.name + ".part")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(lines)
+    temporary.replace(path)
 
 
 def _cell(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """``coat-vlm bench``: losses of a small decoder; speed of a step, one layer, kernels and GEMMs."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from coat_vlm.commands.bench_step import add_step
 from coat_vlm.commands.command import PRECISIONS, Commands, command, say
 
 if TYPE_CHECKING:
+    from coat_vlm.bench.decoder import DecoderBench
     from coat_vlm.bench.rows import Row
 
 
@@ -72,44 +74,57 @@ sizes:
     )  # fmt: skip
     parser.add_argument(
         "--across", action="store_true",
-        help="also take the losses of each trained model in the other precisions (across.csv)",
+        help="also take the losses of each trained model in the other precisions; with --out they "
+        "are kept in across.csv, and a finished run that has none there is trained again",
     )  # fmt: skip
 
 
 def _decoder(args: argparse.Namespace) -> int:
-    from torch import nn
+    from coat_vlm.bench.across import AcrossLosses, format_across
+    from coat_vlm.bench.curves import draw_curves, format_curves
+    from coat_vlm.bench.decoder import bench_decoder
 
-    from coat_vlm.bench.across import AcrossRow, append_across, format_across, losses_across
-    from coat_vlm.bench.curves import DecoderCurve, draw_curves, format_curves
-    from coat_vlm.bench.decoder import SIZES, Corpus, bench_decoder
+    bench = _decoder_bench(args)
+    across = None
+    if args.across:
+        path = None if args.out is None else args.out / "across.csv"
+        across = AcrossLosses(args.precisions, bench, path)
+    curves = []
+    look, seen = (None, ()) if across is None else (across.look, across.seen)
+    for curves in bench_decoder(
+        args.text, args.precisions, args.seeds, bench, args.out, look, seen
+    ):
+        if args.out is not None:
+            draw_curves(curves, args.out / "decoder.svg")
+    say(format_curves(curves))
+    if across is not None:
+        say(f"\n{format_across(across.rows)}")
+    if args.out is not None:
+        say(f"\ncurves: {args.out / 'decoder.csv'}, {args.out / 'decoder.svg'}")
+    return 0
+
+
+def _decoder_bench(args: argparse.Namespace) -> "DecoderBench":
+    """The size with what the options change of it."""
+    from coat_vlm.bench.decoder import SIZES
 
     bench = SIZES[args.size]
     if args.steps is not None:
         bench = replace(bench, steps=args.steps)
     if args.lr is not None:
+        if not 0 < args.lr < math.inf:
+            raise ValueError(
+                f"--lr {args.lr}: must be above 0 and finite; {args.size} takes {bench.lr}"
+            )
         bench = replace(bench, lr=args.lr)
     if args.beta2 is not None:
+        if not 0 <= args.beta2 < 1:
+            raise ValueError(
+                f"--beta2 {args.beta2}: must be at least 0 and below 1; {args.size} takes "
+                f"{bench.betas[1]}"
+            )
         bench = replace(bench, betas=(bench.betas[0], args.beta2))
-    curves = []
-    across: list[AcrossRow] = []
-
-    def look(model: nn.Module, curve: DecoderCurve, corpus: Corpus) -> None:
-        rows = losses_across(model, curve.precision, curve.seed, args.precisions, corpus, bench)
-        across.extend(rows)
-        if args.out is not None:
-            append_across(args.out / "across.csv", rows)
-
-    for curves in bench_decoder(
-        args.text, args.precisions, args.seeds, bench, args.out, look if args.across else None
-    ):
-        if args.out is not None:
-            draw_curves(curves, args.out / "decoder.svg")
-    say(format_curves(curves))
-    if across:
-        say(f"\n{format_across(across)}")
-    if args.out is not None:
-        say(f"\ncurves: {args.out / 'decoder.csv'}, {args.out / 'decoder.svg'}")
-    return 0
+    return bench
 
 
 def _add_layer(jobs: Commands) -> None:

@@ -53,7 +53,15 @@ def next_token_loss(
 
     Returns:
         Scalar, FP32.
+
+    Raises:
+        ValueError: logits and labels do not belong together.
     """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"the loss got logits {tuple(logits.shape)} for labels of shape {tuple(labels.shape)}; "
+            "it needs (B, T, V) and (B, T): give every token a label, -100 where it is not trained"
+        )
     places, targets = _trained(labels, logits.device)
     total = _cross_entropy(_rows(logits, places), targets)
     return total / _divisor(targets, num_items_in_batch)

@@ -1,10 +1,12 @@
 """Gradients that are not finite are found by their norm alone.
 
-DeepSpeed's ZeRO looks at them twice in every step: first for infinities and NaNs (stages 1 and 2
-launch nine kernels for every parameter, stage 3 makes two masks of one byte per element), then for
-their norm, which is not finite exactly if one of them is not, or their squares overflow; then it
-leaves the step out in the same way. The first look is left away here. In a step of a VLM of 0.9B
-parameters it launched 6,400 of 16,000 kernels, for which the GPU waited.
+In BF16, DeepSpeed's ZeRO stages 1 and 2 look at them twice in every step: first at every parameter
+for infinities and NaNs, with nine kernels each, then at their norm, which is not finite exactly if
+one of them is not, or their squares overflow. Either way the step is left out. The first look is
+left away here. In a step of a VLM of 0.9B parameters it launched 6,400 of 16,000 kernels, for which
+the GPU waited (``coat-vlm bench step --size 1b --optimizer own --zero 1 --batch 4 --profile``,
+commit 03afbd2). Stage 3 asks for its first look in FP16 alone, and stages 1 and 2 have none in
+FP32: there nothing changes.
 """
 
 from typing import Any

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from coat_vlm.bench import curves
+from coat_vlm.bench.across import AcrossRow
 from coat_vlm.bench.adamw import AdamwRow
 from coat_vlm.bench.gemm import GemmRow
 from coat_vlm.bench.kernels import KernelRow
@@ -53,6 +54,7 @@ def test_files_in_the_repository_have_the_columns_of_their_rows():
     }
     columns = {name: tuple(field.name for field in fields(row)) for name, row in kinds.items()}
     columns["decoder"] = curves.COLUMNS
+    columns["decoder_100m_across"] = tuple(field.name for field in fields(AcrossRow))
     columns["step"] = tuple(field.name for field in fields(StepRow))
     committed = sorted(RESULTS.glob("*.csv"))
     assert committed

@@ -1,6 +1,7 @@
 """The loss without logits is the loss, and its gradients, with them."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -223,3 +224,11 @@ def test_labels_of_another_shape_are_refused() -> None:
     hidden = torch.zeros(3, 4, WIDTH)
     with pytest.raises(ValueError, match=r"hidden states \(3, 4, 24\) .* \(3, 6\).*skip_logits"):
         hidden_loss(output_layer(), hidden, LABELS)
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (1, 16), (2, 9), (8, 2)])
+def test_labels_that_do_not_belong_to_the_logits_are_refused(shape: tuple[int, int]) -> None:
+    logits, labels = torch.zeros(2, 8, VOCABULARY), torch.ones(shape, dtype=torch.long)
+    got = re.escape(f"logits (2, 8, {VOCABULARY}) for labels of shape {shape}")
+    with pytest.raises(ValueError, match=rf"{got}; it needs \(B, T, V\) and \(B, T\)"):
+        next_token_loss(logits, labels)

@@ -200,6 +200,14 @@ def test_logits_are_there_when_they_are_asked_for(tiny: Any) -> None:
         model(batch()["input_ids"][:, :1], skip_logits=True)
 
 
+@pytest.mark.parametrize("skip_logits", [True, False])
+def test_labels_of_another_length_are_refused(tiny: Any, skip_logits: bool) -> None:
+    given = batch()
+    given["labels"] = given["labels"][:, :-2]
+    with pytest.raises(ValueError, match=r"labels of shape \(2, 28\); it needs"):
+        tiny.model().eval()(**given, skip_logits=skip_logits)
+
+
 def wrapped(language: Any, change: Any) -> Any:
     """The language model with a change of its outputs."""
 
