@@ -20,7 +20,7 @@ class Captured:
     """Leaves of the arguments after the hidden states; tensors are static."""
     hidden: Tensor
     out: Tensor
-    dout: Tensor
+    dy: Tensor
     dhidden: Tensor
     parameters: list[list[nn.Parameter]]
     """Of each block, those that are trained."""
@@ -81,7 +81,7 @@ class Capturer:
             # Libraries allocate their workspace for this stream now, not in the graphs' memory.
             x = captured.hidden.detach().requires_grad_()
             y = forward_of(self.blocks[0])(x, *args, **kwargs)
-            torch.autograd.grad(y, x, captured.dout)
+            torch.autograd.grad(y, x, captured.dy)
             del x, y
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -96,7 +96,7 @@ class Capturer:
                 wanted = [x, *own]
                 static = [captured.dhidden, *captured.gradients[number]]
                 with self._capturing(captured.backward):
-                    found = torch.autograd.grad(y, wanted, captured.dout, allow_unused=True)
+                    found = torch.autograd.grad(y, wanted, captured.dy, allow_unused=True)
                     _copy(found, static)
                 del x, y, own, wanted, found
         torch.cuda.synchronize()
@@ -119,7 +119,7 @@ class Capturer:
             [copies.get(id(leaf), leaf) for leaf in leaves],
             hidden=hidden.detach().clone(),
             out=torch.zeros_like(hidden),
-            dout=torch.zeros_like(hidden),
+            dy=torch.zeros_like(hidden),
             dhidden=torch.zeros_like(hidden),
             parameters=parameters,
             gradients=gradients,

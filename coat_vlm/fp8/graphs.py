@@ -271,7 +271,7 @@ class _Replay(torch.autograd.Function):
             )
         now.backward.add(number)
         captured = now.captured
-        captured.dout.copy_(grad_outputs[0])
+        captured.dy.copy_(grad_outputs[0])
         captured.backward[number].replay()
         static = captured.gradients[number]
         gradients = [torch.empty_like(gradient) for gradient in static]
