@@ -216,9 +216,10 @@ class _Run:
         """Run a batch size; fill its row with numbers, or with what is wrong."""
         world = self.world
         inputs = SIZES[self.bench.size].batch(self._first, row.batch, world.device)
+        before = {graphs: graphs.replays for graphs in live_graphs()}
         times, losses, peak = _timed(loop, inputs, self.bench, world)
-        replays = [graphs.replays for graphs in live_graphs()]
-        if contender.graphs and not (replays and all(replays)):
+        replayed = [graphs.replays - before.get(graphs, 0) for graphs in live_graphs()]
+        if contender.graphs and not (replayed and all(replayed)):
             problem = "not all blocks were captured as CUDA graphs; the log says why"
         elif contender.optimizer == "none":
             problem = loss_problem(losses, reference.batch_loss(row.batch))

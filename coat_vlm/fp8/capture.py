@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+_Found = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int, bool]
+"""Where a parameter is held and by what name, itself, its address, and whether it trains."""
+
 
 @dataclass(slots=True)
 class Captured:
@@ -28,15 +31,14 @@ class Captured:
     """Of these; blocks of the same shapes share them."""
     forward: list[torch.cuda.CUDAGraph] = field(default_factory=list)
     backward: list[torch.cuda.CUDAGraph] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    """Of the parameters, block by block."""
+    found: list[_Found] = field(default_factory=list)
+    """All parameters of the blocks."""
 
     def is_stale(self) -> bool:
-        """Whether a parameter has moved, or is no longer trained."""
-        trained = (p for of_block in self.parameters for p in of_block)
+        """Whether a parameter is another one, has moved, or began or ceased to train."""
         return any(
-            p.data_ptr() != address or not p.requires_grad
-            for p, address in zip(trained, self.addresses, strict=True)
+            held.get(name) is not p or p.data_ptr() != address or p.requires_grad is not trains
+            for held, name, p, address, trains in self.found
         )
 
 
@@ -123,16 +125,27 @@ class Capturer:
             dhidden=torch.zeros_like(hidden),
             parameters=parameters,
             gradients=gradients,
-            addresses=[p.data_ptr() for trained in parameters for p in trained],
+            found=found_in(self.blocks),
         )
 
     def mend(self) -> None:
         """Capture something after a capture that failed: it left torch's random numbers in it."""
         with torch.cuda.stream(self._stream):
+            x = torch.zeros(1, device=self._device)
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
-            torch.zeros(1, device=self._device)
+            x.zero_()
             graph.capture_end()
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed."""
+        try:
+            graph.capture_end()
+        except RuntimeError:  # it only says that the capture failed; why is on its way
+            # Torch raised before it told its allocator, which would go on with this memory.
+            end = getattr(torch._C, "_cuda_endAllocateToPool")  # noqa: B009 - it has no type stub
+            with suppress(RuntimeError):  # that it was told before
+                end(self._device.index, self._pool)
 
     @contextmanager
     def _capturing(self, graphs: list[torch.cuda.CUDAGraph]) -> Iterator[None]:
@@ -143,11 +156,21 @@ class Capturer:
             with torch.enable_grad():
                 yield
         except BaseException:
-            with suppress(RuntimeError):  # it says that the capture failed; why is on its way
-                graph.capture_end()
+            self._abandon(graph)
             raise
         graph.capture_end()
         graphs.append(graph)
+
+
+def found_in(blocks: Sequence[nn.Module]) -> list[_Found]:
+    """The parameters of blocks as they are now."""
+    return [
+        (module._parameters, name, parameter, parameter.data_ptr(), parameter.requires_grad)
+        for block in blocks
+        for module in block.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
 
 
 def forward_of(block: nn.Module) -> Any:

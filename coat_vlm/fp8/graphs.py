@@ -132,8 +132,8 @@ class BlockGraphs:
         """Times that graphs were captured."""
         self.replays = 0
         """Forward passes that were replayed."""
-        self._captured: dict[Any, Captured | None] = {}
-        """By shapes; None for those that cannot be captured."""
+        self._captured: dict[Any, Captured] = {}
+        """By shapes."""
         self._seen: dict[Any, int] = {}
         self._latest: weakref.ref[_Pass] | None = None
         self._now: _Pass | None = None
@@ -141,7 +141,9 @@ class BlockGraphs:
         """Memory of the graphs, which no tensor has: torch's counts of what is allocated leave it
         out."""
         self._of_device: Capturer | None = None
-        self._full = False
+        self._full = self._failed = False
+        windows = [window for block in self.blocks if (window := _window(block)) is not None]
+        self._window = min(windows, default=None)
         _alive.add(self)
         for number, block in enumerate(self.blocks):
             vars(block)[FORWARD] = _Forward(self._call, number)
@@ -153,7 +155,7 @@ class BlockGraphs:
             leaves, spec = tree_flatten((args, kwargs))
             if number == 0:
                 self._now = None  # the last one may be over, if nothing else holds it
-                steps = in_steps(kwargs, hidden_states.shape[1], _window(block))
+                steps = in_steps(kwargs, hidden_states.shape[1], self._window)
                 rounded, _ = tree_flatten((args, steps))
                 self._now = self._begin(hidden_states, leaves, rounded, spec)
             now = self._now
@@ -187,10 +189,11 @@ class BlockGraphs:
         if key not in self._captured:
             if not self._often(key):
                 return None
-            self._captured[key] = self._try_capture(hidden, leaves, spec)
+            new = self._try_capture(hidden, leaves, spec)
+            if new is None:
+                return None
+            self._captured[key] = new
         captured = self._captured[key]
-        if captured is None:
-            return None
         if captured.is_stale():
             del self._captured[key]
             return None
@@ -203,6 +206,8 @@ class BlockGraphs:
 
     def _often(self, key: Any) -> bool:
         """Count a pass with these shapes; whether there were enough, and room for their graphs."""
+        if self._failed:
+            return False
         if len(self._captured) >= MOST_CAPTURED:
             if not self._full:
                 self._full = True
@@ -230,8 +235,10 @@ class BlockGraphs:
             capturer.mend()
         self.nbytes = capturer.nbytes()
         if captured is None:
+            self._failed = True
             logger.warning(
-                "FP8 blocks of shape %s cannot be captured as CUDA graphs and run without: %s",
+                "FP8 blocks of shape %s cannot be captured as CUDA graphs; these and further shapes "
+                "run without: %s",
                 tuple(hidden.shape),
                 problem,
             )

@@ -68,6 +68,7 @@ def _quantize_gradient(i: _Inputs) -> Examples:
         "transposed-e4m3": ([x], "e4m3", False, True, False),
         "both-bias": ([x], "e5m2", True, True, True),
         "side-by-side": (side_by_side, "e5m2", True, True, True),
+        "side-by-side-without-bias": (side_by_side, "e5m2", True, True, False),
         "bias": (side_by_side, "e5m2", False, False, True),
         "neither": (side_by_side, "e5m2", False, False, False),
     }

@@ -58,6 +58,9 @@ MOST_PARTS = 3
 
 _MULTIPLE = tl.constexpr(GEMM_MULTIPLE)
 
+_MANY = 2**31
+"""Elements that a 32-bit number cannot count."""
+
 
 @triton.jit
 def _amax_kernel(
@@ -112,7 +115,8 @@ def quantize_tensor_kernel(
             n = size
             q_ptr += start
             qt_ptr += start.to(tl.int64) * stride_t
-            sums_ptr += start
+            if SUMS:
+                sums_ptr += start
         else:
             m = size
             q_ptr += start.to(tl.int64) * N
@@ -155,7 +159,11 @@ def _three(values: Sequence[Any]) -> Sequence[Any]:
 def tensor_scale_triton(parts: Sequence[Tensor], fmt: str) -> Tensor:
     """The scale of matrices that are quantized together."""
     scale = new_scale(parts[0].device)
-    for together in _launches(parts):
+    launches = _launches(parts)
+    if any(part.numel() >= _MANY for part in parts):
+        # A launch's sizes are numbers of one type.
+        launches = [[part] for part in parts if part.numel()]
+    for together in launches:
         sizes = [part.numel() for part in together]
         programs = min(AMAX_PROGRAMS, cdiv(max(sizes), AMAX_ELEMENTS))
         (x0, x1, x2), (numel0, numel1, numel2) = _three(together), _three(sizes)
