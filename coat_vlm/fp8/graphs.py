@@ -237,8 +237,8 @@ class BlockGraphs:
         if captured is None:
             self._failed = True
             logger.warning(
-                "FP8 blocks of shape %s cannot be captured as CUDA graphs; these and further shapes "
-                "run without: %s",
+                "FP8 blocks of shape %s cannot be captured as CUDA graphs; these and further "
+                "shapes run without: %s",
                 tuple(hidden.shape),
                 problem,
             )
