@@ -89,20 +89,23 @@ def test_a_terminal_gets_a_bar(
     assert "loss 1.2346, 12,345 tokens/s, 412 TFLOP/s, wait 0.3%, 51.2 GB" in err
 
 
-def test_phases_add_up_to_the_step() -> None:
+def test_phases_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     clock = PhaseClock(torch.device("cpu"), enabled=True)
     with clock.during("forward"):
         pass  # of a validation before the step
     clock.start()
     for _ in range(2):  # micro-batches
         with clock.during("forward"):
-            time.sleep(0.02)
+            now += 0.02
         with clock.during("backward"):
-            time.sleep(0.04)
+            now += 0.04
+        now += 0.01  # between the phases
     phases = clock.row(data_wait=0.5, seconds=1.0)["phases"]
     assert list(phases) == [*PHASES]
-    assert 0.04 <= phases["forward"] < phases["backward"]
-    assert phases["backward"] >= 0.08
+    assert phases["forward"] == pytest.approx(0.04, abs=1e-4)
+    assert phases["backward"] == pytest.approx(0.08, abs=1e-4)
     assert (phases["data_wait"], phases["to_device"], phases["optimizer"]) == (0.5, 0, 0)
     assert sum(phases.values()) == pytest.approx(1.0, abs=1e-4)
 
