@@ -303,9 +303,10 @@ class Recipe(EvalSchedule):
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage."""
     cudnn_attention: bool = False
-    """Let cuDNN's attention run where torch prefers it: on Hopper 1.8 times as fast as the flash
-    kernel for long rows, not for packed ones. It gave NaN gradients once, in rows of 64 tokens
-    (docs/results.md); steps with such gradients change nothing and are counted."""
+    """Let cuDNN's attention run where torch prefers it: on Hopper, for rows that are not packed; it
+    is faster than the flash kernel (``coat-vlm bench step --attention`` tells by how much). It gave
+    NaN gradients once, in rows of 64 tokens (docs/results.md); steps with such gradients change
+    nothing and are counted."""
     num_workers: NonNegative = 2
     """Data loading processes per rank; 0 loads in the training process."""
     save_total_limit: Positive = 2

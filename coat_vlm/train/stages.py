@@ -282,8 +282,8 @@ def _run_stage(
         metrics.write({"kind": "stage", "status": "end", **start, "wall_s": wall})
     finally:
         metrics.close()
-        engine.destroy()
         graph_blocks(model, enabled=False)  # blocks and graphs hold each other
+        engine.destroy()
     gc.collect()
 
 

@@ -350,3 +350,16 @@ def test_training_takes_the_flash_kernel_unless_asked(
     bench = StepBench(size="tiny", precisions=["bf16"], attention=asked)
     run = step._Run(bench, World(0, 1, torch.device("cpu")))
     assert run.attention(Contender("bf16", None, optimizer, 1)) == backend
+
+
+def test_what_was_not_captured_gets_no_speed_as_graphs(tmp_path: Path) -> None:
+    """On a CPU nothing is."""
+    path = tmp_path / "step.csv"
+    words = ["bench", "step", "--precisions", "coat", "--graphs", "--steps", "1", "--csv"]
+    assert main([*words, str(path)]) == 0
+    with path.open(newline="") as file:
+        plain, graphs = csv.DictReader(file)
+    assert (plain["implementation"], plain["problem"]) == ("coat_paper", "")
+    assert graphs["implementation"] == "coat_paper_graphs"
+    assert graphs["ms"] == ""
+    assert "not all blocks were captured" in graphs["problem"]

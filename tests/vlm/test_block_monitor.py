@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coat_vlm.config import Fp8Config
-from coat_vlm.fp8 import Arithmetic, convert, fp8_blocks
+from coat_vlm.fp8 import Arithmetic, convert, fp8_blocks, graph_blocks
 from coat_vlm.fp8.arithmetic import Bf16RoundedLinear
 from coat_vlm.fp8.block_error import BlockError, LiveInput, back_to_bf16, block_error
 from coat_vlm.generate import load
@@ -282,3 +282,14 @@ def test_a_recipe_keeps_its_monitor(tmp_path: Path) -> None:
     read = load_recipe(str(tmp_path / "saved.yaml")).monitor
     assert read == recipe.monitor
     assert read == MonitorConfig(every=5, layers=("first", "model.layers.3"), action="bf16")
+
+
+def test_blocks_that_replay_are_compared_with_bf16_as_others() -> None:
+    """A block's copies must not call what the block itself replays with."""
+    model, monitor = watched(MonitorConfig(every=1))
+    found = []
+    for replays in (False, True):
+        graph_blocks(model, enabled=replays)
+        torch.manual_seed(0)  # dropout's
+        found.append(measured(model, monitor))
+    assert found[0] == found[1]
