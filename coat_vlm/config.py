@@ -195,6 +195,12 @@ class Fp8Config:
     """Blocks at the beginning of the tower and of the language model that stay as they are."""
     skip_last: NonNegative = 0
     """Blocks at the end of the tower and of the language model that stay as they are."""
+    bf16_forward_first: NonNegative | None = None
+    """Blocks at the beginning of the tower and of the language model, under ``coat`` and
+    ``coat_lean``, whose forward products are BF16: their rounding reaches all later blocks and is
+    most of what FP8 costs in training loss (docs/results.md). What they keep and their gradients
+    are FP8 as elsewhere, attention's as under ``coat``. When absent a sixth of the blocks, at most
+    two."""
     group_size: Literal[16, 32, 64, 128] = 16
     """Channels that share a scale in the FP8 copies that norms and activations keep. (Those of
     attention under ``coat_lean`` have one scale per head and token, or the largest group.)"""
@@ -227,8 +233,9 @@ class Fp8Config:
                 "effect; remove one of them"
             )
         blocks = not (self.vision == self.language == "bf16")
-        for name, unset in (("skip_first", 0), ("skip_last", 0), ("group_size", 16)):
-            if getattr(self, name) != unset and not blocks:
+        unset = {"skip_first": 0, "skip_last": 0, "bf16_forward_first": None, "group_size": 16}
+        for name, value in unset.items():
+            if getattr(self, name) != value and not blocks:
                 raise ValueError(
                     f"fp8.{name} has no effect with fp8.vision and fp8.language bf16: it is about "
                     "blocks; remove it, or convert blocks"
@@ -246,16 +253,17 @@ class Fp8Config:
             ValueError: a setting has no effect in it.
         """
         vision, language = self.vision or precision, self.language or precision
-        if self.group_size != 16 and not {vision, language} & {"coat", "coat_lean"}:
-            raise ValueError(
-                f"fp8.group_size has no effect with vision in {vision} and language in {language}: "
-                "no groups are kept; remove it, or use coat or coat_lean"
-            )
-        if self.cuda_graphs and not {vision, language} & {"coat", "coat_lean"}:
-            raise ValueError(
-                f"fp8.cuda_graphs has no effect with vision in {vision} and language in "
-                f"{language}: it is about FP8 blocks; remove it, or use coat or coat_lean"
-            )
+        given = {
+            "group_size": self.group_size != 16,
+            "cuda_graphs": self.cuda_graphs,
+            "bf16_forward_first": self.bf16_forward_first is not None,
+        }
+        for name, is_given in given.items():
+            if is_given and not {vision, language} & {"coat", "coat_lean"}:
+                raise ValueError(
+                    f"fp8.{name} has no effect with vision in {vision} and language in "
+                    f"{language}: it is about FP8 blocks; remove it, or use coat or coat_lean"
+                )
         optimizer = self.optimizer or ("adamw" if precision == "fp8_linear" else "coat")
         if self.released_constants and optimizer == "adamw":
             raise ValueError(

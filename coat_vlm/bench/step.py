@@ -151,7 +151,8 @@ class _Run:
         """The contender's model, in training mode."""
         precision = contender.precision or "bf16"
         device = self.world.device
-        arithmetic = arithmetic_of(precision, fp8_config(precision, "coat"), device)
+        fp8 = fp8_config(precision, "coat", bf16_forward_first=self.bench.bf16_forward_first)
+        arithmetic = arithmetic_of(precision, fp8, device)
         model = SIZES[self.bench.size].build(device, arithmetic.dtype)
         stage = stage_config(1, 1, 1, self.bench.checkpointing)
         set_trainable(model, stage)
@@ -187,7 +188,7 @@ class _Run:
     def _loop(self, contender: Contender, model: CoatVlm) -> PlainLoop | EngineLoop:
         bench, world = self.bench, self.world
         precision = contender.precision or "bf16"
-        fp8 = fp8_config(precision, contender.optimizer, contender.graphs)
+        fp8 = fp8_config(precision, contender.optimizer, contender.graphs, bench.bf16_forward_first)
         arithmetic = arithmetic_of(precision, fp8, world.device)
         if contender.optimizer == "none":
             graph_blocks(model, contender.graphs)
@@ -263,7 +264,13 @@ class _Run:
         if (precision, kept) not in self.plans:
             stage = stage_config(1, 1, 1, bench.checkpointing)
             shape = SIZES[bench.size]
-            self.plans[precision, kept] = StepPlan(shape, precision, stage, reuse_weights=kept)
+            self.plans[precision, kept] = StepPlan(
+                shape,
+                precision,
+                stage,
+                reuse_weights=kept,
+                bf16_forward_first=bench.bf16_forward_first,
+            )
         planned = self.plans[precision, kept].peak_gb(
             row.batch,
             accumulation=bench.accumulation,
@@ -279,6 +286,9 @@ class _Run:
     def _row(self, contender: Contender, batch: int) -> StepRow:
         bench, world = self.bench, self.world
         shape = SIZES[bench.size]
+        note = f"attention {self.attention(contender)}, accumulation {bench.accumulation}"
+        if bench.bf16_forward_first is not None and contender.precision in ("coat", "coat_lean"):
+            note += f", bf16_forward_first {bench.bf16_forward_first}"
         return StepRow(
             *whereabouts(),
             gpus=world.size,
@@ -289,7 +299,7 @@ class _Run:
             optimizer=contender.optimizer,
             batch=batch,
             tokens=shape.tokens * batch * bench.accumulation * world.size,
-            note=f"attention {self.attention(contender)}, accumulation {bench.accumulation}",
+            note=note,
         )
 
     def _free(self) -> None:

@@ -74,6 +74,8 @@ class StepBench:
     checkpointing: bool = False
     graphs: bool = False
     """Also measure the precisions with FP8 blocks as CUDA graphs."""
+    bf16_forward_first: int | None = None
+    """That key of ``fp8`` in a recipe, for coat and coat_lean."""
     accumulation: int = 1
     """Micro-batches of a step."""
     steps: int = 5

@@ -149,13 +149,20 @@ def stage_config(batch: int, accumulation: int, ranks: int, checkpointing: bool)
 
 
 def fp8_config(
-    precision: Precision, optimizer: OptimizerName, graphs: bool = False
+    precision: Precision,
+    optimizer: OptimizerName,
+    graphs: bool = False,
+    bf16_forward_first: int | None = None,
 ) -> Fp8Config | None:
     """What an FP8 precision makes FP8; the optimizer is one that a recipe can name, if it is."""
     if precision not in FP8_PRECISIONS:
         return None
     own = optimizer == "coat"
-    return Fp8Config(optimizer="coat" if own else "adamw", cuda_graphs=graphs)
+    return Fp8Config(
+        optimizer="coat" if own else "adamw",
+        cuda_graphs=graphs,
+        bf16_forward_first=None if precision == "fp8_linear" else bf16_forward_first,
+    )
 
 
 def engine_loop(

@@ -24,12 +24,20 @@ class StepPlan:
         precision: one of our own.
         stage: what trains; its batch sizes do not matter.
         reuse_weights: whether micro-batches share FP8 weights.
+        bf16_forward_first: that key of ``fp8``.
     """
 
     def __init__(
-        self, shape: VlmShape, precision: Precision, stage: StageConfig, *, reuse_weights: bool
+        self,
+        shape: VlmShape,
+        precision: Precision,
+        stage: StageConfig,
+        *,
+        reuse_weights: bool,
+        bf16_forward_first: int | None = None,
     ) -> None:
-        arithmetic = gpu_arithmetic(precision, fp8_config(precision, "coat"))
+        fp8 = fp8_config(precision, "coat", bf16_forward_first=bf16_forward_first)
+        arithmetic = gpu_arithmetic(precision, fp8)
         frame = shape.frame(arithmetic.dtype)
         set_trainable(frame, stage)
         if arithmetic.fp8 is not None:

@@ -169,6 +169,17 @@ SIZES = {
         tokens=4096,
         images=4,
     ),
+    "2b": VlmShape(
+        "siglip-so400m_qwen2.5-1.5b",
+        _SO400M,
+        {
+            "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+            "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+            "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+        },
+        tokens=4096,
+        images=4,
+    ),
     "8b": VlmShape(
         "siglip-so400m_qwen2.5-7b",
         _SO400M,
@@ -194,5 +205,5 @@ SIZES = {
     ),
 }  # fmt: skip
 """By the names of ``--size``. The language models are published shapes (config.json of
-Qwen/Qwen2.5-0.5B, Qwen/Qwen2.5-7B and meta-llama/Llama-2-7b-hf); Llama-2-7B at a context of 2,048
+Qwen/Qwen2.5-0.5B, -1.5B and -7B, and meta-llama/Llama-2-7b-hf); Llama-2-7B at a context of 2,048
 is the end-to-end setting of COAT's paper (arXiv:2410.19313)."""

@@ -9,7 +9,7 @@ from coat_vlm.commands.command import PRECISIONS, Commands, command, say
 if TYPE_CHECKING:
     from coat_vlm.bench.step_case import StepRow
 
-SIZES = ("tiny", "tiny-llm", "1b", "8b", "llama-2-7b")
+SIZES = ("tiny", "tiny-llm", "1b", "2b", "8b", "llama-2-7b")
 PEERS = ("eager", "liger", "liger_compile", "liger_torchao")
 ATTENTIONS = ("default", "cudnn", "flash")
 OPTIMIZERS = ("none", "adamw", "coat", "torchao_fp8", "torchao_8bit", "own")
@@ -33,9 +33,10 @@ def add_step(jobs: Commands) -> None:
   torchrun --nproc_per_node 2 -m coat_vlm.cli bench step --size llama-2-7b --optimizer own \\
       --precisions bf16 coat coat_lean --zero 1 2 3 --batch 1 2 4 --csv step.csv   # the paper's
 
-sizes; the first two with SigLIP-so400m at 448 pixels and samples of 4,096 tokens with 4 images of
+sizes; the first three with SigLIP-so400m at 448 pixels and samples of 4,096 tokens with 4 images of
 256, llama-2-7b with samples of 2,048 tokens of text:
   1b          0.90B parameters, a language model of Qwen2.5-0.5B's shape
+  2b          1.95B, of Qwen2.5-1.5B's
   8b          8.04B parameters, of Qwen2.5-7B's
   llama-2-7b  6.74B parameters, no tower: what COAT's paper measures (BF16 with AdamW against coat;
               it reports 1.54x less memory and 1.43x the speed)
@@ -101,6 +102,10 @@ contender seconds (1b) or half a minute (8b); compiled peers another minute or s
         help="measure coat and coat_lean a second time with FP8 blocks as CUDA graphs",
     )  # fmt: skip
     parser.add_argument(
+        "--bf16-forward-first", type=int, metavar="N",
+        help="first blocks of coat and coat_lean with forward products in BF16; default a recipe's",
+    )  # fmt: skip
+    parser.add_argument(
         "--attention", choices=ATTENTIONS, default="default",
         help="default (SDPA's choice; training takes flash), cudnn or flash, for all",
     )  # fmt: skip
@@ -154,6 +159,7 @@ def _step(args: argparse.Namespace) -> int:
         batches=args.batch,
         checkpointing=args.checkpointing,
         graphs=args.graphs,
+        bf16_forward_first=args.bf16_forward_first,
         accumulation=args.accumulation,
         steps=args.steps,
         warmup=args.warmup,

@@ -64,7 +64,7 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
     config = config.resolved("coat")
     report = ConversionReport()
     linears: list[nn.Module] = []
-    whole: list[tuple[nn.Module, bool]] = []
+    whole: list[tuple[nn.Module, bool, bool]] = []
     seen: set[Part] = set()
     blocks = list(_blocks(model))
     for part in ("vision", "language"):
@@ -84,8 +84,11 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
                 report.converted[name] = _linears_alone(precision, adapted)
             else:
                 lean = precision == "coat_lean"
-                whole.append((module, lean))
-                report.converted[name] = what + (", lean" if lean else "")
+                bf16_forward = number < _bf16_forward_blocks(config, len(of_part))
+                whole.append((module, lean, bf16_forward))
+                report.converted[name] = what + (
+                    ", forward products in BF16" if bf16_forward else ", lean" if lean else ""
+                )
     for name, module in _linears(model, config, report):
         _check_linear(name, module)
         linears.append(module)
@@ -96,14 +99,16 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
         setattr(module, "fp8_gradients", config.gradients or "e5m2")  # noqa: B010 - a new attribute
         # Shared by shallow copies (the loss makes them), not by deep ones.
         setattr(module, "fp8_key", object())  # noqa: B010 - a new attribute
-    for module, lean in whole:
+    for module, lean, bf16_forward in whole:
         layer: Any
         for layer in _linears_of(module).values():
             layer.fp8_gradients = config.gradients or ("e4m3" if lean else "e5m2")
+            layer.fp8_bf16_forward = bf16_forward
         module.__class__ = _fp8_class(type(module))
         block: Any = module
         block.fp8_group_size = config.group_size
-        block.fp8_lean = lean
+        # Lean attention works on rounded heads.
+        block.fp8_lean = lean and not bf16_forward
     return report
 
 
@@ -162,6 +167,12 @@ def _left(config: Fp8Config, part: Part, number: int, total: int) -> str | None:
     if number >= total - config.skip_last:
         return f"among the last {config.skip_last} (fp8.skip_last)"
     return None
+
+
+def _bf16_forward_blocks(config: Fp8Config, total: int) -> int:
+    """How many of ``total`` blocks, from the first, have forward products in BF16."""
+    wanted = config.bf16_forward_first
+    return min(total // 6, 2) if wanted is None else wanted
 
 
 def _linears(

@@ -8,7 +8,8 @@ dy is E5M2 or E4M3, as the layers say (``fp8.gradients`` of a recipe). All opera
 per tensor (arXiv 2410.19313, section 4.1). The first accumulates fast, the gradients do not, as in
 torchao and TransformerEngine by default. Layers that read the same input (q, k, v; gate, up) are
 one GEMM: their weights are quantized together, under one scale. Where the FP8 weights come from,
-and whether they stay, is up to ``weights.py``.
+and whether they stay, is up to ``weights.py``. In the first blocks the forward product is not FP8
+(``fp8.bf16_forward_first`` of a recipe).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from coat_kernels import Format, GradientCodes, TensorScaled, quantize_gradient, scaled_mm
 from coat_vlm.fp8 import monitor, weights
@@ -61,8 +63,24 @@ def forward(
     parts: Sequence[Tensor],
     bias: Tensor | None,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Y [M, N] in ``dtype`` for x [M, K] and weights [n_i, K], and the weights' scale []."""
+    unrounded: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Y of one matrix product.
+
+    Args:
+        x: codes [M, K].
+        key: of the weights.
+        parts: the weights [n_i, K].
+        bias: [N], the sum of n_i, or None.
+        dtype: of y.
+        unrounded: x in that dtype, [M, K], if the product is to be the layers' own.
+
+    Returns:
+        [M, N], and the scale [] that the weights got; None if they got none.
+    """
+    if unrounded is not None:
+        weight = parts[0] if len(parts) == 1 else torch.cat([*parts])
+        return F.linear(unrounded, weight, None if bias is None else bias.to(dtype)), None
     codes = weights.codes(key, parts)
     return scaled_mm(x, codes, dtype, bias, fast=True), codes.scale
 
@@ -80,7 +98,7 @@ def input_gradient(
     dy: TensorScaled,
     key: weights.Key,
     parts: Sequence[Tensor],
-    weight_scale: Tensor,
+    weight_scale: Tensor | None,
     needs: LinearNeeds,
     dtype: torch.dtype,
 ) -> Tensor | None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from coat_kernels import (
     GradientCodes,
@@ -161,7 +162,8 @@ class _Linear(torch.autograd.Function):
         x2 = rows(x)
         codes = quantize_tensor(x2)
         monitor.observe("linear input", codes, x2)
-        y, weight_scale = gemms.forward(codes, of_weight.key, [weight], bias, x.dtype)
+        unrounded = x2 if of_weight.bf16_forward else None
+        y, weight_scale = gemms.forward(codes, of_weight.key, [weight], bias, x.dtype, unrounded)
         keep = codes.q if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(keep, codes.scale, weight, bias, weight_scale)
         ctx.joint = of_weight
@@ -202,7 +204,11 @@ class _NormLinear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, bias = gemms.unstack(stacked)
         source, codes, saved = normed(x, delta, norm_weight, norm_bias, settings)
-        y, weight_scale = gemms.forward(codes, of_weights.key, weights, bias, x.dtype)
+        unrounded = None
+        if of_weights.bf16_forward:
+            unrounded = norm_unrounded(source, norm_weight, norm_bias, settings)
+        y, weight_scale = gemms.forward(codes, of_weights.key, weights, bias, x.dtype, unrounded)
+        del unrounded
         ctx.save_for_backward(*flat(saved), norm_weight, norm_bias, weight_scale, *stacked)
         ctx.joint, ctx.split = of_weights, split
         ctx.shape, ctx.dtype = x.shape, x.dtype
@@ -266,6 +272,16 @@ def normed(
     monitor.observe_norm("norm output", codes, source, weight, bias, saved)
     # Without a delta x itself goes on, not a view of it: autograd then knows that it is the input.
     return x if delta is None else source.view(x.shape), codes, saved
+
+
+def norm_unrounded(
+    x: Tensor, weight: Tensor, bias: Tensor | None, settings: NormSettings
+) -> Tensor:
+    """The norm of x [..., K] as torch computes it, [M, K] in x's dtype."""
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if settings.centered:
+        return F.layer_norm(rows(x), x.shape[-1:], weight, bias, settings.eps)
+    return F.rms_norm(rows(x), x.shape[-1:], weight, settings.eps)
 
 
 def norm_gradients(

@@ -7,11 +7,12 @@ bytes) and of a (W + W / G), one or two FP32 numbers, and three scales. The norm
 computed again from these copies when the weight gradients need them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from coat_kernels import (
     ActivationSaved,
@@ -33,12 +34,21 @@ from coat_vlm.fp8.linear import (
     flat,
     norm_gradients,
     norm_settings,
+    norm_unrounded,
     normed,
     residual_only,
     rows,
     unflat,
 )
 from coat_vlm.fp8.weights import Joint, joint
+
+_UNROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu_mul": lambda a: F.silu(a.chunk(2, -1)[0]) * a.chunk(2, -1)[1],
+    "gelu": F.gelu,
+    "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
+    "quick_gelu": lambda a: a * torch.sigmoid(1.702 * a),
+}
+"""The activations as torch computes them, [M, W] to [M, F] in a's dtype."""
 
 
 def norm_mlp(
@@ -96,12 +106,16 @@ class _NormMlp(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         weights_in, bias_in = gemms.unstack(stacked_in)
         source, codes, saved = normed(x, delta, norm_weight, norm_bias, settings)
-        a, scale_in = gemms.forward(codes, joints[0].key, weights_in, bias_in, x.dtype)
+        unrounded = None
+        if joints[0].bf16_forward:
+            unrounded = norm_unrounded(source, norm_weight, norm_bias, settings)
+        a, scale_in = gemms.forward(codes, joints[0].key, weights_in, bias_in, x.dtype, unrounded)
         h, kept = activation_fwd(a, activation, group_size=settings.group_size)
         monitor.observe_group("activation input", kept.a, a)
         monitor.observe_activation("activation output", h, a, activation)
+        unrounded = _UNROUNDED[activation](a) if joints[1].bf16_forward else None
         del a, codes  # the GEMM below needs their memory
-        y, scale_out = gemms.forward(h, joints[1].key, [weight_out], bias_out, x.dtype)
+        y, scale_out = gemms.forward(h, joints[1].key, [weight_out], bias_out, x.dtype, unrounded)
         ctx.save_for_backward(
             *flat(saved),
             *kept.a,

@@ -39,6 +39,8 @@ class Joint:
     """Their weights."""
     gradients: Format
     """Format of the codes of their output's gradient."""
+    bf16_forward: bool
+    """Whether the forward product is that of the layers themselves, in the model's dtype."""
 
 
 class _Kept:
@@ -131,8 +133,16 @@ def key_of(layers: Sequence[nn.Linear]) -> Key:
 
 
 def joint(layers: Sequence[nn.Linear]) -> Joint:
-    """Layers with the same input as one; the format is the first one's ``fp8_gradients``."""
-    return Joint(key_of(layers), FORMATS[vars(layers[0]).get("fp8_gradients", E5M2.name)])
+    """Layers with the same input as one; the first one's attributes hold for all.
+
+    These are ``fp8_gradients``, the name of a format, and ``fp8_bf16_forward``.
+    """
+    settings = vars(layers[0])
+    return Joint(
+        key_of(layers),
+        FORMATS[settings.get("fp8_gradients", E5M2.name)],
+        settings.get("fp8_bf16_forward", False),
+    )
 
 
 def codes(key: Key, parts: Sequence[Tensor]) -> TensorScaled:
@@ -146,11 +156,13 @@ def codes(key: Key, parts: Sequence[Tensor]) -> TensorScaled:
     return rows
 
 
-def transposed_codes(key: Key, parts: Sequence[Tensor], scale: Tensor) -> TensorScaled:
-    """Codes [K, N] of the same matrix, at the scale that :func:`codes` gave it."""
+def transposed_codes(key: Key, parts: Sequence[Tensor], scale: Tensor | None) -> TensorScaled:
+    """Codes [K, N] of the same matrix, at the scale that :func:`codes` gave it, if it did."""
     if _kept is not None:
         return _kept.get(key, parts)[1]
     with _named():
+        if scale is None:
+            return quantize_layouts(_detached(parts), rows=False, transposed=True)[1]
         return quantize_transposed(_detached(parts), scale)
 
 

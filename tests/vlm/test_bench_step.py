@@ -58,8 +58,8 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def test_sizes_are_the_published_ones() -> None:
-    # Qwen2.5-0.5B and -7B have 494,032,768 and 7,615,616,512 parameters.
-    for size, language in (("1b", 494_032_768), ("8b", 7_615_616_512)):
+    # Qwen2.5-0.5B, -1.5B and -7B, as published.
+    for size, language in (("1b", 494_032_768), ("2b", 1_543_714_304), ("8b", 7_615_616_512)):
         frame: Any = SIZES[size].frame(torch.bfloat16)
         assert count_parameters(frame.language_model) == language
         assert frame.config.tokens_per_image == 256
@@ -363,3 +363,18 @@ def test_what_was_not_captured_gets_no_speed_as_graphs(tmp_path: Path) -> None:
     assert graphs["implementation"] == "coat_paper_graphs"
     assert graphs["ms"] == ""
     assert "not all blocks were captured" in graphs["problem"]
+
+
+def test_first_blocks_with_forward_products_in_bf16_are_told(tmp_path: Path) -> None:
+    """The loss of two such blocks of two is BF16's."""
+    path = tmp_path / "step.csv"
+    words = ["bench", "step", "--size", "tiny-llm", "--precisions", "bf16", "coat", "--steps", "1"]
+    for first in ("0", "2"):
+        assert main([*words, "--bf16-forward-first", first, "--csv", str(path)]) == 0
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    notes = [row["note"] for row in rows]
+    assert ["bf16_forward_first" in note for note in notes] == [False, True, False, True]
+    assert "bf16_forward_first 2" in notes[3]
+    bf16, rounded, _, unrounded = (float(note.split(" -> ")[1].split(";")[0]) for note in notes)
+    assert abs(unrounded - bf16) < abs(rounded - bf16)

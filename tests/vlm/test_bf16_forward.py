@@ -1,0 +1,151 @@
+"""First blocks whose forward products are not FP8 (``fp8.bf16_forward_first``)."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from one_block import (
+    DECODERS,
+    ENCODERS,
+    decoder,
+    encoder,
+    inputs,
+    relative,
+    run_block,
+)
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from coat_vlm.config import Fp8Config, Fp8Precision
+from coat_vlm.fp8 import convert, fp8_blocks, reused_weights
+from coat_vlm.fp8.footprint import measure_footprint
+
+WHOLE: tuple[Fp8Precision, ...] = ("coat", "coat_lean")
+
+
+def converted(model: nn.Module, precision: Fp8Precision, first: int | None) -> Any:
+    clone = copy.deepcopy(model)
+    config = Fp8Config(vision=precision, language=precision, bf16_forward_first=first)
+    convert(clone, config)
+    return clone
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", [*DECODERS, *ENCODERS])
+@pytest.mark.parametrize("precision", WHOLE)
+def test_its_output_is_the_original_blocks_and_its_gradients_are_fp8s(
+    kind: str, precision: Fp8Precision, device: str
+) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = (decoder(kind) if kind in DECODERS else encoder(kind)).to(device, dtype)
+    x = inputs(model).to(device, dtype)
+    y, dx, gradients = run_block(copy.deepcopy(model), x)
+    rounded, dx8, gradients8 = run_block(converted(model, precision, 0), x)
+    y16, dx16, gradients16 = run_block(converted(model, precision, 1), x)
+    tolerance = 1e-5 if device == "cpu" else 6e-3  # of BF16's own rounding
+    assert relative(y16, y) < tolerance < relative(rounded, y) / 3
+    # Gradients round as before, but at the probabilities and slopes of the original.
+    assert 0.01 < relative(dx16, dx) < 1.05 * relative(dx8, dx)
+    assert gradients16.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        if gradient.norm() > 1e-3 * x.norm():  # keys have no gradient by their bias
+            error = relative(gradients16[name], gradient)
+            assert error < max(0.02, 1.05 * relative(gradients8[name], gradient)), name
+
+
+def llama(layers: int) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=96,
+        vocab_size=128,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("layers", "settings", "first"),
+    [
+        (5, {}, 0),
+        (6, {}, 1),
+        (11, {}, 1),
+        (12, {}, 2),
+        (28, {}, 2),
+        (12, {"bf16_forward_first": 0}, 0),
+        (3, {"bf16_forward_first": 2}, 2),
+        (3, {"bf16_forward_first": 9}, 3),
+        (12, {"language": "fp8_linear", "vision": "coat"}, 0),
+    ],
+)
+def test_how_many_blocks_it_is(layers: int, settings: dict[str, Any], first: int) -> None:
+    report = convert(llama(layers), Fp8Config(**settings))
+    texts = [report.converted[f"model.layers.{number}"] for number in range(layers)]
+    assert ["forward products in BF16" in text for text in texts] == [
+        number < first for number in range(layers)
+    ]
+
+
+def test_skipped_blocks_are_among_the_first() -> None:
+    report = convert(llama(4), Fp8Config(skip_first=1, bf16_forward_first=2))
+    assert "model.layers.0" in report.skipped
+    assert "BF16" in report.converted["model.layers.1"]
+    assert "BF16" not in report.converted["model.layers.2"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision"),
+    [({}, "fp8_linear"), ({"vision": "fp8_linear", "language": "bf16"}, "coat")],
+)
+def test_a_number_without_effect_is_refused(
+    settings: dict[str, Any], precision: Fp8Precision
+) -> None:
+    with pytest.raises(ValueError, match=r"fp8\.bf16_forward_first has no effect"):
+        Fp8Config(bf16_forward_first=1, **settings).resolved(precision)
+
+
+def test_without_fp8_blocks_a_number_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"fp8\.bf16_forward_first has no effect"):
+        Fp8Config(bf16_forward_first=0, vision="bf16", language="bf16", lm_head="fp8_linear")
+
+
+def test_it_keeps_what_coat_keeps() -> None:
+    """Activations in FP8; of attention what ``coat`` keeps, as its heads are not rounded."""
+    ids = torch.arange(64)[None]
+
+    def kept(precision: Fp8Precision, first: int) -> list[float]:
+        model = converted(llama(2), precision, first).train()
+        return [fp8 for _, fp8, _ in measure_footprint(model, lambda: model(ids)).blocks]
+
+    coat, lean = kept("coat", 0), kept("coat_lean", 0)
+    assert kept("coat", 1) == pytest.approx(coat, abs=1)  # weights without a scale
+    assert kept("coat_lean", 1) == pytest.approx([coat[0], lean[1]], abs=1)
+
+
+def losses(model: Any, ids: Tensor) -> list[Tensor]:
+    """Of two micro-batches; gradients add up."""
+    found = [model(input_ids=part, labels=part).loss for part in ids.chunk(2)]
+    for loss in found:
+        loss.backward()
+    return [loss.detach() for loss in found]
+
+
+def test_weights_that_are_kept_for_a_step_give_the_same_gradients() -> None:
+    ids = torch.arange(128).view(2, 64)
+    plain, reusing = (converted(llama(2), "coat", 1) for _ in range(2))
+    expected = losses(plain, ids)
+    with reused_weights():
+        assert losses(reusing, ids) == expected
+    for (name, p), q in zip(plain.named_parameters(), reusing.parameters(), strict=True):
+        assert p.grad is not None
+        assert torch.equal(p.grad, q.grad), name
+
+
+def test_evaluation_computes_what_training_does() -> None:
+    model = converted(llama(2), "coat_lean", 1)
+    ids = torch.arange(64)[None]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, model.train()(ids).logits)
+    assert len(fp8_blocks(model)) == 2
