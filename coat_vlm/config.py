@@ -197,10 +197,10 @@ class Fp8Config:
     """Blocks at the end of the tower and of the language model that stay as they are."""
     bf16_forward_first: NonNegative | None = None
     """Blocks at the beginning of the tower and of the language model, under ``coat`` and
-    ``coat_lean``, whose forward products are BF16: their rounding reaches all later blocks and is
-    most of what FP8 costs in training loss (docs/results.md). What they keep and their gradients
-    are FP8 as elsewhere, attention's as under ``coat``. When absent a sixth of the blocks, at most
-    two."""
+    ``coat_lean``, whose forward products are BF16 (FP32 on a CPU): their rounding reaches all later
+    blocks and is more than half of what FP8 costs in training loss (docs/results.md). What they
+    keep and their gradients are FP8 as elsewhere, attention's as under ``coat``. When absent a
+    sixth of the blocks, at most two; ``skip_first`` counts from the same block."""
     group_size: Literal[16, 32, 64, 128] = 16
     """Channels that share a scale in the FP8 copies that norms and activations keep. (Those of
     attention under ``coat_lean`` have one scale per head and token, or the largest group.)"""
@@ -231,6 +231,12 @@ class Fp8Config:
             raise ValueError(
                 "fp8.cuda_graphs quantizes weights in every pass, so fp8.weights: cache has no "
                 "effect; remove one of them"
+            )
+        if 0 < (self.bf16_forward_first or 0) <= self.skip_first:
+            raise ValueError(
+                f"fp8.bf16_forward_first: {self.bf16_forward_first} has no effect with "
+                f"fp8.skip_first: {self.skip_first}, as both count from the first block: give more "
+                "than skip_first, 0, or nothing"
             )
         blocks = not (self.vision == self.language == "bf16")
         unset = {"skip_first": 0, "skip_last": 0, "bf16_forward_first": None, "group_size": 16}

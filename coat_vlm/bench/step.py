@@ -286,21 +286,24 @@ class _Run:
     def _row(self, contender: Contender, batch: int) -> StepRow:
         bench, world = self.bench, self.world
         shape = SIZES[bench.size]
-        note = f"attention {self.attention(contender)}, accumulation {bench.accumulation}"
-        if bench.bf16_forward_first is not None and contender.precision in ("coat", "coat_lean"):
-            note += f", bf16_forward_first {bench.bf16_forward_first}"
         return StepRow(
             *whereabouts(),
             gpus=world.size,
             zero=contender.zero_stage,
             model=shape.name,
-            implementation=contender.implementation,
+            implementation=contender.implementation + self._suffix(contender),
             checkpointing=bench.checkpointing,
             optimizer=contender.optimizer,
             batch=batch,
             tokens=shape.tokens * batch * bench.accumulation * world.size,
-            note=note,
+            note=f"attention {self.attention(contender)}, accumulation {bench.accumulation}",
         )
+
+    def _suffix(self, contender: Contender) -> str:
+        """What follows the name of an implementation with other first blocks than a recipe's."""
+        first = self.bench.bf16_forward_first
+        whole = contender.precision in ("coat", "coat_lean")
+        return f"_first{first}" if whole and first is not None else ""
 
     def _free(self) -> None:
         torch.compiler.reset()

@@ -102,7 +102,7 @@ contender seconds (1b) or half a minute (8b); compiled peers another minute or s
         help="measure coat and coat_lean a second time with FP8 blocks as CUDA graphs",
     )  # fmt: skip
     parser.add_argument(
-        "--bf16-forward-first", type=int, metavar="N",
+        "--bf16-forward-first", type=_blocks, metavar="N",
         help="first blocks of coat and coat_lean with forward products in BF16; default a recipe's",
     )  # fmt: skip
     parser.add_argument(
@@ -127,6 +127,12 @@ contender seconds (1b) or half a minute (8b); compiled peers another minute or s
         "--plot", type=Path, metavar="SVG",
         help="draw the rows of --csv and --size, tokens/s against peak GB, instead of measuring",
     )  # fmt: skip
+
+
+def _blocks(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of blocks; give 0 or more")
+    return int(text)
 
 
 def _step(args: argparse.Namespace) -> int:

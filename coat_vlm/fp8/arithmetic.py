@@ -4,7 +4,8 @@ On a GPU, all precisions but ``fp32`` keep weights in BF16 (DeepSpeed holds FP32
 have no BF16 arithmetic, and emulating it for every operation makes training ten times as slow.
 There all keep FP32 weights and put the roundings where the precision shows: ``bf16`` rounds the
 operands and the result of every linear layer to BF16, with the sum in FP32; the FP8 precisions run
-the reference arithmetic of the FP8 blocks and round the other linear layers likewise.
+the reference arithmetic of the FP8 blocks and round the other linear layers likewise. (The first
+blocks' forward products, BF16 on a GPU, are FP32 there: ``fp8.bf16_forward_first``.)
 """
 
 from dataclasses import dataclass

@@ -97,6 +97,7 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
     for module in linears:
         module.__class__ = Fp8Linear
         setattr(module, "fp8_gradients", config.gradients or "e5m2")  # noqa: B010 - a new attribute
+        setattr(module, "fp8_bf16_forward", False)  # noqa: B010 - likewise
         # Shared by shallow copies (the loss makes them), not by deep ones.
         setattr(module, "fp8_key", object())  # noqa: B010 - a new attribute
     for module, lean, bf16_forward in whole:

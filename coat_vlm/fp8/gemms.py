@@ -73,14 +73,16 @@ def forward(
         parts: the weights [n_i, K].
         bias: [N], the sum of n_i, or None.
         dtype: of y.
-        unrounded: x in that dtype, [M, K], if the product is to be the layers' own.
+        unrounded: x, [M, K], if the product is to be the layers' own.
 
     Returns:
         [M, N], and the scale [] that the weights got; None if they got none.
     """
     if unrounded is not None:
-        weight = parts[0] if len(parts) == 1 else torch.cat([*parts])
-        return F.linear(unrounded, weight, None if bias is None else bias.to(dtype)), None
+        weight = (parts[0] if len(parts) == 1 else torch.cat([*parts])).to(dtype)
+        with torch.autocast(x.q.device.type, enabled=False):
+            y = F.linear(unrounded.to(dtype), weight, None if bias is None else bias.to(dtype))
+        return y, None
     codes = weights.codes(key, parts)
     return scaled_mm(x, codes, dtype, bias, fast=True), codes.scale
 

@@ -110,10 +110,7 @@ class _LeanAttention(torch.autograd.Function):
         out = rows(out)
         codes = quantize_tensor(out)
         monitor.observe("linear input", codes, out)
-        unrounded = out if of_weight.bf16_forward else None
-        y, weight_scale = gemms.forward(
-            codes, of_weight.key, [weight], bias, query.dtype, unrounded
-        )
+        y, weight_scale = gemms.forward(codes, of_weight.key, [weight], bias, query.dtype)
         kept = [tensor for copy in copies for tensor in copy]
         ctx.save_for_backward(*codes, weight, bias, weight_scale, *kept, *statistics.tensors)
         ctx.kept = len(kept)

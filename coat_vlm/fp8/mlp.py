@@ -43,7 +43,7 @@ from coat_vlm.fp8.linear import (
 from coat_vlm.fp8.weights import Joint, joint
 
 _UNROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu_mul": lambda a: F.silu(a.chunk(2, -1)[0]) * a.chunk(2, -1)[1],
+    "silu_mul": lambda a: F.silu(a.chunk(2, -1)[0]).mul_(a.chunk(2, -1)[1]),
     "gelu": F.gelu,
     "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
     "quick_gelu": lambda a: a * torch.sigmoid(1.702 * a),
@@ -110,6 +110,7 @@ class _NormMlp(torch.autograd.Function):
         if joints[0].bf16_forward:
             unrounded = norm_unrounded(source, norm_weight, norm_bias, settings)
         a, scale_in = gemms.forward(codes, joints[0].key, weights_in, bias_in, x.dtype, unrounded)
+        del unrounded
         h, kept = activation_fwd(a, activation, group_size=settings.group_size)
         monitor.observe_group("activation input", kept.a, a)
         monitor.observe_activation("activation output", h, a, activation)

@@ -1,7 +1,8 @@
 """FP8 copies of weights: made when a GEMM needs them, or once for all micro-batches of a step.
 
 Outside of :func:`reused_weights` nothing is kept: the forward pass quantizes a weight row-major,
-the backward pass quantizes it again, transposed, at the forward's scale. Inside, both layouts are
+the backward pass quantizes it again, transposed, at the forward's scale (at its own where the
+forward product is BF16). Inside, both layouts are
 written at the first use and serve all later ones (2 bytes per parameter): the weights must not
 change until the scope ends. Several weights with the same input are one matrix under one scale.
 """

@@ -214,7 +214,7 @@ def _warning(name: str, what: str, value: float | None, limit: float, config: Mo
         "the block computes in BF16 from now on"
         if config.action == "bf16"
         else "resume with monitor.action=bf16 to send such blocks back to BF16, or start with "
-        "fp8.skip_first, fp8.skip_last or a lower learning rate"
+        "fp8.bf16_forward_first, fp8.skip_first, fp8.skip_last or a lower learning rate"
     )
     label = what.replace("_", " ")
     return f"{name}: {label} {got}, allowed is {limit:g} (monitor.{key}); {remedy}"

@@ -16,8 +16,6 @@ from transformers import (
     SiglipVisionModel,
 )
 
-import coat_vlm  # noqa: F401 - first, so that torchvision imports
-
 TOKENS = 64
 DECODERS = {
     "llama": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),

@@ -373,8 +373,15 @@ def test_first_blocks_with_forward_products_in_bf16_are_told(tmp_path: Path) -> 
         assert main([*words, "--bf16-forward-first", first, "--csv", str(path)]) == 0
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    notes = [row["note"] for row in rows]
-    assert ["bf16_forward_first" in note for note in notes] == [False, True, False, True]
-    assert "bf16_forward_first 2" in notes[3]
-    bf16, rounded, _, unrounded = (float(note.split(" -> ")[1].split(";")[0]) for note in notes)
+    assert [row["implementation"] for row in rows] == [
+        *("bf16", "coat_paper_first0", "bf16", "coat_paper_first2")
+    ]
+    losses = (float(row["note"].split(" -> ")[1].split(";")[0]) for row in rows)
+    bf16, rounded, _, unrounded = losses
     assert abs(unrounded - bf16) < abs(rounded - bf16)
+
+
+def test_a_number_of_blocks_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "step", "--bf16-forward-first", "-1"])
+    assert "'-1' is no number of blocks; give 0 or more" in capsys.readouterr().err

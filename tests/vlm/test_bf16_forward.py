@@ -15,10 +15,13 @@ from one_block import (
     run_block,
 )
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from coat_vlm.config import Fp8Config, Fp8Precision
-from coat_vlm.fp8 import convert, fp8_blocks, reused_weights
+from coat_vlm.fp8 import convert, fp8_blocks, linear, norm_mlp, reused_weights
+from coat_vlm.fp8.block_error import back_to_bf16
 from coat_vlm.fp8.footprint import measure_footprint
 
 WHOLE: tuple[Fp8Precision, ...] = ("coat", "coat_lean")
@@ -117,9 +120,11 @@ def test_it_keeps_what_coat_keeps() -> None:
 
     def kept(precision: Fp8Precision, first: int) -> list[float]:
         model = converted(llama(2), precision, first).train()
-        return [fp8 for _, fp8, _ in measure_footprint(model, lambda: model(ids)).blocks]
+        forward = lambda: model(ids, use_cache=False)  # noqa: E731 - a cache keeps heads, too
+        return [fp8 for _, fp8, _ in measure_footprint(model, forward).blocks]
 
     coat, lean = kept("coat", 0), kept("coat_lean", 0)
+    assert lean[0] < 0.5 * coat[0]
     assert kept("coat", 1) == pytest.approx(coat, abs=1)  # weights without a scale
     assert kept("coat_lean", 1) == pytest.approx([coat[0], lean[1]], abs=1)
 
@@ -147,5 +152,55 @@ def test_evaluation_computes_what_training_does() -> None:
     model = converted(llama(2), "coat_lean", 1)
     ids = torch.arange(64)[None]
     with torch.no_grad():
-        assert torch.equal(model.eval()(ids).logits, model.train()(ids).logits)
+        training = model.train()(ids, use_cache=False).logits
+        assert torch.equal(model.eval()(ids, use_cache=False).logits, training)
+        rounded = converted(llama(2), "coat_lean", 0)(ids, use_cache=False).logits
+    assert not torch.equal(training, rounded)
     assert len(fp8_blocks(model)) == 2
+
+
+@pytest.mark.parametrize("x", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("centered", [False, True])
+def test_inputs_may_have_another_dtype_than_weights(
+    centered: bool, autocast: bool, weight: torch.dtype, x: torch.dtype
+) -> None:
+    """As in other FP8 blocks; results have the input's."""
+    torch.manual_seed(0)
+    norm: Any = nn.LayerNorm(64) if centered else LlamaRMSNorm(64)
+    layers = [nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)]
+    for layer in layers:
+        vars(layer)["fp8_bf16_forward"] = True
+    gate, up, down = layers
+    source = torch.randn(5, 64)
+    normed = norm(source)
+    expected = down(F.silu(gate(normed)) * up(normed))
+    for module in (norm, *layers):
+        module.to(weight)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        leaf = source.to(x).requires_grad_()
+        y, _ = norm_mlp(leaf, norm, (gate, up), down, "silu_mul", 16)
+        z = linear(leaf, gate)
+    assert (y.dtype, z.dtype) == (x, x)
+    assert relative(y.detach(), expected.detach()) < 0.02
+    (y.float().sum() + z.float().sum()).backward()
+    assert leaf.grad is not None
+    assert leaf.grad.dtype == x
+    assert all(layer.weight.grad is not None for layer in layers)
+
+
+def test_a_block_that_was_one_is_none_after_another_conversion() -> None:
+    """As a monitor's ``bf16`` leaves it, and one precision follows another."""
+    model = converted(llama(2), "coat", 2)
+    for _, block in fp8_blocks(model):
+        back_to_bf16(block, round_linears=False)
+    convert(model, Fp8Config(language="fp8_linear", vision="fp8_linear"))
+    fresh = converted(llama(2), "fp8_linear", None)
+    ids = torch.arange(64)[None]
+    assert torch.equal(model(ids).logits, fresh(ids).logits)
+
+
+def test_blocks_that_are_skipped_already_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"has no effect with fp8\.skip_first: 2"):
+        Fp8Config(skip_first=2, bf16_forward_first=2)

@@ -7,7 +7,7 @@ import pytest
 
 from coat_data.loader import check_batch_sizes
 from coat_vlm.cli import main
-from coat_vlm.config import Recipe
+from coat_vlm.config import Fp8Config, Recipe
 from coat_vlm.plan import StagePlan, plan_recipe, rank_memory, trace
 from coat_vlm.plan.advice import advice
 from coat_vlm.plan.frames import gpu_arithmetic, stage_frame
@@ -65,6 +65,17 @@ def test_parameters_masters_states_and_gradients_by_hand(path: Path) -> None:
     assert planned.memory[3].weights == 2 * planned.sizes.parameters / 2
     coat = plan(load_recipe(str(path), ["precision=coat"]), 80e9)
     assert coat.memory[0].states == pytest.approx(2.125 * trained, rel=0.03)
+
+
+def test_a_plan_compares_precisions_whatever_the_first_blocks_are(path: Path) -> None:
+    kept = {}
+    for first in (0, 1):
+        changes = ["precision=coat_lean", f"fp8.bf16_forward_first={first}"]
+        kept[first] = plan(load_recipe(str(path), changes), 80e9).kept
+        assert len(kept[first]) == 8  # bf16, fp8_linear, coat, coat_lean; with checkpointing, too
+    lean, linear = ("coat_lean", False), ("fp8_linear", False)
+    assert kept[1][lean].total_kept > kept[0][lean].total_kept  # attention's q, k, v and output in BF16
+    assert kept[1][linear].total_kept == kept[0][linear].total_kept
 
 
 def test_batches_are_refused_as_in_training(path: Path) -> None:
@@ -131,7 +142,8 @@ def test_peaks_of_real_photos_measured_on_an_h200(
     monkeypatch.setenv("REAL_PHOTOS", "unused")
     recipe = load_recipe("real_photos")
     stage = recipe.stages["sft"]
-    frame = stage_frame(recipe, stage, gpu_arithmetic(precision, None), 1024)
+    fp8 = None if precision == "bf16" else Fp8Config(bf16_forward_first=0)  # as it was then
+    frame = stage_frame(recipe, stage, gpu_arithmetic(precision, fp8), 1024)
     states = 8.0 if precision == "bf16" else 2.125
     activations = trace(frame, stage.micro_batch_size, 68, 1, trained=2)
     sizes = sizes_of(frame, stage, states)
