@@ -80,9 +80,8 @@ def forward(
     """
     if unrounded is not None:
         weight = (parts[0] if len(parts) == 1 else torch.cat([*parts])).to(dtype)
-        with torch.autocast(x.q.device.type, enabled=False):
-            y = F.linear(unrounded.to(dtype), weight, None if bias is None else bias.to(dtype))
-        return y, None
+        y = F.linear(unrounded.to(dtype), weight, None if bias is None else bias.to(dtype))
+        return y.to(dtype), None  # under autocast it may have another
     codes = weights.codes(key, parts)
     return scaled_mm(x, codes, dtype, bias, fast=True), codes.scale
 
