@@ -33,6 +33,7 @@ in percent are differences to the variant that rounds nothing. On a CPU FP32 sta
 
 import argparse
 import copy
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -64,16 +65,14 @@ SIZES = decoder.SIZES | {"tiny": replace(_TINY, vocab_size=300, tokens=32, batch
 
 @dataclass(slots=True)
 class ForkRow(Row):
-    """A variant's losses; the columns of ``forward_rounding.csv``."""
+    """A variant's losses after ``at`` steps in BF16 and ``more`` of its own; the CSV's columns."""
 
     process: int
     """Counted within the file; its first row is the variant that rounds nothing."""
     size: str
     seed: int
     at: int
-    """Steps in BF16 before the variants part."""
     more: int
-    """Steps of each variant."""
     variant: str
     mean_loss: float
     last_loss: float
@@ -136,14 +135,14 @@ def roundings(variant: str, num_blocks: int) -> dict[tuple[int, str], frozenset[
         ends = re.fullmatch(r"(\d+)-(\d+)", blocks or f"0-{num_blocks - 1}")
         first, last = map(int, ends.groups()) if ends else (1, 0)
         if not operands or set(operands) - set(OPERANDS):
-            problem = f"operands {operands!r}: allowed are letters of {OPERANDS}, or in place of a "
-            problem += f"variant one of {', '.join(FP8_PRECISIONS)}"
-        elif not set(parts) <= set(PARTS):
+            problem = f"operands {operands!r}: allowed are letters of {OPERANDS}, or as the whole "
+            problem += f"variant a precision, one of {', '.join(FP8_PRECISIONS)}"
+        elif set(parts) - set(PARTS):
             problem = f"parts {named!r}: allowed are {', '.join(PARTS)}, joined with +"
         elif not first <= last < num_blocks:
             problem = f"blocks {blocks!r}: allowed is FIRST-LAST within 0-{num_blocks - 1}"
         else:
-            for key in ((block, part) for block in range(first, last + 1) for part in parts):
+            for key in itertools.product(range(first, last + 1), parts):
                 found[key] = found.get(key, frozenset()) | frozenset(operands)
             continue
         raise ValueError(f"variant {variant!r}: {problem}")

@@ -1,6 +1,7 @@
 """What all benchmarks share: CSV files and tables."""
 
 import csv
+import runpy
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -55,6 +56,8 @@ def test_files_in_the_repository_have_the_columns_of_their_rows():
     columns = {name: tuple(field.name for field in fields(row)) for name, row in kinds.items()}
     columns["decoder"] = curves.COLUMNS
     columns["decoder_100m_across"] = tuple(field.name for field in fields(AcrossRow))
+    script = runpy.run_path(str(RESULTS.parent / "forward_rounding.py"))
+    columns["forward_rounding"] = tuple(field.name for field in fields(script["ForkRow"]))
     columns["step"] = tuple(field.name for field in fields(StepRow))
     committed = sorted(RESULTS.glob("*.csv"))
     assert committed
@@ -62,7 +65,8 @@ def test_files_in_the_repository_have_the_columns_of_their_rows():
     for path in committed:
         with path.open(newline="") as file:
             header, *rows = csv.reader(file)
-        assert tuple(header) == columns.get(path.stem, columns[path.stem.partition("_")[0]]), path
+        kind = path.stem if path.stem in columns else path.stem.partition("_")[0]
+        assert tuple(header) == columns[kind], path
         assert rows, path
 
 

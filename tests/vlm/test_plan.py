@@ -74,7 +74,9 @@ def test_a_plan_compares_precisions_whatever_the_first_blocks_are(path: Path) ->
         kept[first] = plan(load_recipe(str(path), changes), 80e9).kept
         assert len(kept[first]) == 8  # bf16, fp8_linear, coat, coat_lean; with checkpointing, too
     lean, linear = ("coat_lean", False), ("fp8_linear", False)
-    assert kept[1][lean].total_kept > kept[0][lean].total_kept  # attention's q, k, v and output in BF16
+    assert (
+        kept[1][lean].total_kept > kept[0][lean].total_kept
+    )  # attention's q, k, v and output in BF16
     assert kept[1][linear].total_kept == kept[0][linear].total_kept
 
 
