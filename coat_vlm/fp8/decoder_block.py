@@ -3,7 +3,8 @@
     BF16 residual -> [RMSNorm -> FP8 -> q, k, v -> BF16 rope] -> attention -> FP8 -> o_proj -> +
     BF16 residual -> [RMSNorm -> FP8 -> gate, up -> SwiGLU -> FP8 -> down_proj] -> +
 
-A bracket is one autograd Function (``projection.py``, ``mlp.py``). Rotary embedding, attention and
+A bracket is one autograd Function (``projection.py``, ``mlp.py``); the first blocks multiply
+before they round (``fp8.bf16_forward_first``). Rotary embedding, attention and
 the residual stream stay in the model's dtype, as in the paper (arXiv 2410.19313, figure 2).
 """
 

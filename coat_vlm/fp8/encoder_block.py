@@ -3,7 +3,8 @@
     BF16 residual -> [LayerNorm -> FP8 -> q, k, v] -> BF16 attention -> FP8 -> out_proj -> +
     BF16 residual -> [LayerNorm -> FP8 -> fc1 -> GELU -> FP8 -> fc2] -> +
 
-A bracket is one autograd Function (``projection.py``, ``mlp.py``).
+A bracket is one autograd Function (``projection.py``, ``mlp.py``); the first blocks multiply
+before they round (``fp8.bf16_forward_first``).
 """
 
 from typing import Any
