@@ -22,6 +22,7 @@ from coat_vlm.model_config import ModelConfig, exactly_one
 from coat_vlm.model_config import ProjectorConfig as ProjectorConfig
 from coat_vlm.model_config import TokenizerConfig as TokenizerConfig
 from coat_vlm.model_config import VisionConfig as VisionConfig
+from coat_vlm.moment_config import moment_codec
 from coat_vlm.monitor_config import MonitorConfig
 from coat_vlm.packing_config import Packing
 
@@ -219,14 +220,15 @@ class Fp8Config:
     ``adamw`` under ``fp8_linear`` and ``coat`` otherwise."""
     released_constants: bool = False
     """Dynamic range expansion with the constants of the paper's released kernel."""
+    second_moment: Literal["nearest", "chance"] = "nearest"
+    """How FP8 codes of AdamW's second moment are rounded. Up or down by ``chance`` they follow a
+    beta2 near 1 (0.999), with which those to nearest stay too large; not yet timed on a GPU."""
     reference: bool = False
     """Run the plain PyTorch arithmetic on a GPU without FP8 tensor cores (slow)."""
 
     def __post_init__(self) -> None:
-        if self.released_constants and self.optimizer == "adamw":
-            raise ValueError(
-                "fp8.released_constants has no effect with fp8.optimizer: adamw; remove one of them"
-            )
+        why = "fp8.optimizer: adamw" if self.optimizer == "adamw" else ""
+        moment_codec(self.released_constants, self.second_moment, why)
         if self.cuda_graphs and self.weights == "cache":
             raise ValueError(
                 "fp8.cuda_graphs quantizes weights in every pass, so fp8.weights: cache has no "
@@ -252,6 +254,11 @@ class Fp8Config:
                 "precision: bf16, or set one of them"
             )
 
+    @property
+    def codec(self) -> str:
+        """Of AdamW's FP8 moments: a name in ``coat_kernels.CODECS``."""
+        return moment_codec(self.released_constants, self.second_moment)
+
     def resolved(self, precision: Fp8Precision) -> "Fp8Config":
         """The same with nothing absent, for a run in this precision.
 
@@ -271,11 +278,9 @@ class Fp8Config:
                     f"{language}: it is about FP8 blocks; remove it, or use coat or coat_lean"
                 )
         optimizer = self.optimizer or ("adamw" if precision == "fp8_linear" else "coat")
-        if self.released_constants and optimizer == "adamw":
-            raise ValueError(
-                f"fp8.released_constants has no effect with precision {precision}, whose optimizer "
-                "is torch's AdamW; remove it, or set fp8.optimizer: coat"
-            )
+        if optimizer == "adamw":
+            why = f"precision {precision}, whose optimizer is torch's AdamW"
+            moment_codec(self.released_constants, self.second_moment, why)
         return dataclasses.replace(self, vision=vision, language=language, optimizer=optimizer)
 
 

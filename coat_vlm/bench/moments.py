@@ -13,6 +13,7 @@ and largest element, rounded up or down by chance so that v's mean is right. ``l
 to nearest.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from coat_kernels import CODECS, GROUP, decode_moment, encode_moment
+from coat_kernels import CODECS, GROUP, decode_moment, encode_moment, rounding_key
 from coat_vlm.bench.rows import Row, local_origin, number, table
 
 BETA1, BETAS2, EPS = 0.9, (0.95, 0.999), 1e-8
@@ -73,8 +74,14 @@ class Decoder(nn.Module):
 
 
 def by_codec(name: str) -> Stored:
-    """Encoding and decoding by a codec of ``coat_kernels``."""
-    return lambda x, second: decode_moment(encode_moment(x, name, second=second), name)
+    """Encoding and decoding by a codec of ``coat_kernels``; what hangs on chance by a new key."""
+    calls = itertools.count(1)
+
+    def stored(x: Tensor, second: bool) -> Tensor:
+        key = rounding_key(0, next(calls), 0)
+        return decode_moment(encode_moment(x, name, second=second, key=key), name)
+
+    return stored
 
 
 def lean(x: Tensor, second: bool, *, stochastic: bool = True) -> Tensor:

@@ -39,7 +39,8 @@ class CoatAdamW(torch.optim.Optimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         codec: how moments are stored: a name in ``coat_kernels.CODECS``, see
-            ``coat_kernels/codecs.py``.
+            ``coat_kernels/codecs.py``. ``dre_e4m3_chance`` follows beta2 near 1 (0.999), where v
+            changes by less in a step than codes are apart; its speed is not measured on a GPU yet.
         released: short for ``codec="released"``, the constants of the paper's released kernel.
         master: what BF16 parameters have beside them. ``fp32``: nothing, they are rounded to
             nearest; ``bf16_remainder``: 16 bits that make them FP32 exactly; ``bf16_stochastic``:
@@ -50,7 +51,8 @@ class CoatAdamW(torch.optim.Optimizer):
             ``raise``: an error names the parameter. The last two read the gradients once more;
             ``raise`` waits for the GPU. Under DeepSpeed, which sees all ranks, leave it to its
             ``check_grad_overflow``.
-        seed: of stochastic rounding, which hangs on it, the step and the element only.
+        seed: of stochastic rounding, which hangs on it, the step and the element only. A codec by
+            chance uses it with ``bf16_stochastic``, and 0 with other masters.
 
     Raises:
         ValueError: a setting is out of range.

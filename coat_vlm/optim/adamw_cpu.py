@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_kernels import GROUP, AdamwItem, Moment, adamw_step
+from coat_kernels import GROUP, AdamwItem, Moment, adamw_step, codec_called
 
 SMALL = 1 << 18
 """Elements up to which parameters are updated together: one call per tensor costs a CPU more than
@@ -27,16 +27,19 @@ def step_on_cpu(
         items: parameters with gradients and state, on the CPU.
         rates: lr, beta1, beta2, eps and weight decay of each item.
         codec: how the moments are stored.
-        seed: of stochastic rounding of BF16 parameters; None for none.
+        seed: of stochastic rounding of BF16 parameters; None for none. Codecs by chance use it
+            too, or 0.
         grad_scale: FP32 (), multiplied with the gradients.
     """
+    by_chance = codec_called(codec).second_by_chance
     together: dict[Any, list[AdamwItem]] = {}
     for item, (lr, *others) in zip(items, rates, strict=True):
         item.step.add_(1)
         settings = (int(item.step), float(lr), *others)
         p = item.p
         # Stochastic rounding counts a parameter's own elements.
-        alone = p.numel() > SMALL or (seed is not None and p.dtype == torch.bfloat16)
+        is_rounded = seed is not None and p.dtype == torch.bfloat16
+        alone = p.numel() > SMALL or is_rounded or by_chance
         key = (item.index if alone else -1, settings)
         dtypes = (p.dtype, item.g.dtype, item.remainder is None)
         together.setdefault((key, dtypes), []).append(item)
@@ -54,10 +57,11 @@ def _step(
 ) -> None:
     step, lr, beta1, beta2, eps, weight_decay = settings
     is_rounded = item.p.dtype == torch.bfloat16 and item.remainder is None
+    takes_seed = is_rounded or codec_called(codec).second_by_chance
     adamw_step(
         item.p, item.g, item.m, item.v, lr=lr, betas=(beta1, beta2), eps=eps,
         weight_decay=weight_decay, step=step, codec=codec, remainder=item.remainder,
-        grad_scale=scale, seed=seed if is_rounded else None, index=item.index,
+        grad_scale=scale, seed=seed if takes_seed else None, index=item.index,
     )  # fmt: skip
 
 

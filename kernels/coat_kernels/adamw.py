@@ -78,7 +78,9 @@ def adamw_step(
         codec: a name in :data:`coat_kernels.CODECS`.
         remainder: int16 of p's shape; with it a BF16 p is an exact FP32 master.
         grad_scale: FP32 (), multiplied with the gradient.
-        seed: round a BF16 p without remainder stochastically; to nearest if None. 31 bits.
+        seed: round a BF16 p without remainder stochastically; to nearest if None. 31 bits. A codec
+            that rounds v by chance does so with the seed, or 0, step and index; so it takes a seed
+            with any p.
         index: a number of the parameter, for other random numbers than the next one's.
 
     Raises:
@@ -95,7 +97,8 @@ def adamw_step(
     how = codec_called(codec)
     _check_moment("m", m, p, how, second=False)
     _check_moment("v", v, p, how, second=True)
-    if (remainder is not None or seed is not None) and p.dtype != torch.bfloat16:
+    rounds_p = seed is not None and not how.second_by_chance
+    if (remainder is not None or rounds_p) and p.dtype != torch.bfloat16:
         raise ValueError(
             f"adamw_step: p is {p.dtype}; a remainder or stochastic rounding is for bfloat16"
         )

@@ -19,6 +19,8 @@ import triton.language as tl
 from coat_kernels.codecs import GROUP as _GROUP
 from coat_kernels.codecs import K_MAX as _K_MAX
 from coat_kernels.codecs import SMALLEST_RATIO as _SMALLEST_RATIO
+from coat_kernels.formats import E4M3
+from coat_kernels.masters import CODE_SALT as _CODE_SALT
 from coat_kernels.masters import QUIET_NAN as _QUIET_NAN
 from coat_kernels.special import exp2_fast, log2_fast, reciprocal_fast, sqrt_fast
 from coat_kernels.tile import magnitude_bits
@@ -27,6 +29,8 @@ GROUP = tl.constexpr(_GROUP)
 K_MAX = tl.constexpr(_K_MAX)
 SMALLEST_RATIO = tl.constexpr(_SMALLEST_RATIO)
 QUIET_NAN = tl.constexpr(_QUIET_NAN)
+CODE_SALT = tl.constexpr(_CODE_SALT)
+E4M3_MAX, E4M3_MIN = tl.constexpr(E4M3.max), tl.constexpr(E4M3.min_subnormal)
 
 COLUMNS = 16
 """Of the table: addresses of p, g, m, m_amax, m_k, v, v_amax, v_k, remainder, step; then the number
@@ -46,6 +50,12 @@ def _mix(x):
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
+
+
+@triton.jit
+def _random_words(first, i, key, BLOCK_G: tl.constexpr):
+    """32 random bits for every element of tile i of the chunk that starts at ``first``."""
+    return _mix((first.to(tl.uint32) + _elements(i, BLOCK_G).to(tl.uint32)) ^ key)
 
 
 @triton.jit(do_not_specialize=("tensors", "seed"))
@@ -112,11 +122,35 @@ def _with_sign(value, x):
 
 
 @triton.jit
+def _round_by_chance(code, k, random):
+    """As the reference's: E4M3 neighbours of codes [groups, 128] by k [groups] and 32 bits each.
+
+    Written so that a NaN stays, which ``tl.minimum`` need not keep.
+    """
+    exponent = code.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.where(exponent < 121, 121, exponent)  # subnormals have the step of 2^-6
+    step = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
+    steps = code * ((257 - exponent) << 23).to(tl.float32, bitcast=True)
+    low = tl.floor(steps)
+    part = steps - low
+    bend = 0.5 * (reciprocal_fast(k) - 1.0)
+    curvature = bend[:, None] * reciprocal_fast(tl.where(steps > 1.0, steps, 1.0))
+    chance = part - curvature * (part * (1.0 - part))
+    uniform = (random >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
+    rounded = tl.where(uniform < chance, low + 1.0, low) * step
+    rounded = tl.where((code > 0.0) & (rounded == 0.0), E4M3_MIN, rounded)
+    return tl.where(rounded > E4M3_MAX, E4M3_MAX, rounded)
+
+
+@triton.jit
 def _encode(
-    x, EXPAND: tl.constexpr, SIGNED: tl.constexpr, FLOOR_K: tl.constexpr, MAX: tl.constexpr,
-    LOG2_MAX: tl.constexpr, LOG2_RANGE: tl.constexpr,
+    x, random, EXPAND: tl.constexpr, SIGNED: tl.constexpr, FLOOR_K: tl.constexpr,
+    MAX: tl.constexpr, LOG2_MAX: tl.constexpr, LOG2_RANGE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of x [groups, 128] in FP32, and amax and k [groups]; outside the tensor x is zero."""
+    """Codes of x [groups, 128] in FP32, and amax and k [groups]; outside the tensor x is zero.
+
+    With 32 random bits per element the codes are E4M3 already, rounded by chance.
+    """
     bits = magnitude_bits(x)
     top_bits = tl.max(bits, axis=1)
     amax = top_bits.to(tl.float32, bitcast=True)
@@ -141,6 +175,9 @@ def _encode(
         bias = LOG2_MAX - k * log_top
         scaled = x * unit[:, None]
         code = exp2_fast(log2_fast(tl.abs(scaled)) * k[:, None] + bias[:, None])
+        if random is not None:
+            code = tl.where((scaled == top[:, None]) & (code > 0.0), MAX, code)
+            code = _round_by_chance(code, k, random)
         return _with_sign(code, x) if SIGNED else code, amax, stored_k
     else:
         inverse = MAX * reciprocal_fast(tl.where(amax == 0.0, 1.0, top))
@@ -191,13 +228,13 @@ def _elements(i, BLOCK_G: tl.constexpr):
 
 @triton.jit
 def _store_moment(
-    x, q_ptr, amax_ptr, k_ptr, i, left, EXPAND: tl.constexpr, SIGNED: tl.constexpr,
+    x, random, q_ptr, amax_ptr, k_ptr, i, left, EXPAND: tl.constexpr, SIGNED: tl.constexpr,
     FLOOR_K: tl.constexpr, MAX: tl.constexpr, LOG2_MAX: tl.constexpr, LOG2_RANGE: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Encode tile i of a moment and store it."""
+    """Encode tile i of a moment and store it; to nearest if ``random`` is None."""
     code, amax, k = _encode(  # pyright: ignore[reportGeneralTypeIssues]
-        x, EXPAND, SIGNED, FLOOR_K, MAX, LOG2_MAX, LOG2_RANGE
+        x, random, EXPAND, SIGNED, FLOOR_K, MAX, LOG2_MAX, LOG2_RANGE
     )
     _store(q_ptr, code.to(q_ptr.dtype.element_ty), i, left, WHOLE, BLOCK_G)
     o_g = i * BLOCK_G + tl.arange(0, BLOCK_G)
@@ -224,7 +261,8 @@ def adamw_kernel(
     P_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
     EXPAND: tl.constexpr, FLOOR_K: tl.constexpr, M_MAX: tl.constexpr, M_LOG2_MAX: tl.constexpr,
     M_LOG2_RANGE: tl.constexpr, V_MAX: tl.constexpr, V_LOG2_MAX: tl.constexpr,
-    V_LOG2_RANGE: tl.constexpr, REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    V_LOG2_RANGE: tl.constexpr, V_CHANCE: tl.constexpr, REMAINDER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     WHOLE: tl.constexpr,  # chunks without an end of their tensor, whose addresses are aligned
     BLOCK_G: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -275,8 +313,7 @@ def adamw_kernel(
         if REMAINDER or STOCHASTIC:
             bits = tl.where(p32 == p32, p32.to(tl.int32, bitcast=True), QUIET_NAN)
             if STOCHASTIC:
-                element = first.to(tl.uint32) + _elements(i, BLOCK_G).to(tl.uint32)
-                bits += (_mix(element ^ key) & 0xFFFF).to(tl.int32)
+                bits += (_random_words(first, i, key, BLOCK_G) & 0xFFFF).to(tl.int32)
             else:
                 bits += 0x8000
                 rest = ((bits & 0xFFFF) - 0x8000).to(tl.int16)
@@ -286,10 +323,11 @@ def adamw_kernel(
             new = p32.to(P_TYPE)
         _store(p_ptr, new, i, left, WHOLE, BLOCK_G)
         _store_moment(
-            m32, m_ptr, m_amax_ptr, m_k_ptr, i, left, EXPAND, True, FLOOR_K, M_MAX, M_LOG2_MAX,
-            M_LOG2_RANGE, WHOLE, BLOCK_G,
+            m32, None, m_ptr, m_amax_ptr, m_k_ptr, i, left, EXPAND, True, FLOOR_K, M_MAX,
+            M_LOG2_MAX, M_LOG2_RANGE, WHOLE, BLOCK_G,
         )  # fmt: skip
         _store_moment(
-            v32, v_ptr, v_amax_ptr, v_k_ptr, i, left, EXPAND, False, FLOOR_K, V_MAX, V_LOG2_MAX,
-            V_LOG2_RANGE, WHOLE, BLOCK_G,
+            v32, _random_words(first, i, key ^ CODE_SALT, BLOCK_G) if V_CHANCE else None, v_ptr,
+            v_amax_ptr, v_k_ptr, i, left, EXPAND, False, FLOOR_K, V_MAX, V_LOG2_MAX, V_LOG2_RANGE,
+            WHOLE, BLOCK_G,
         )  # fmt: skip

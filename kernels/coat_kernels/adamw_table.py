@@ -80,7 +80,7 @@ class AdamwTable:
         device: of the tensors.
         codec: how the moments are stored.
         seed: BF16 parameters without remainder are rounded stochastically with it, 31 bits; to
-            nearest when it is None.
+            nearest when it is None. Codes by chance take 0 then.
     """
 
     def __init__(self, device: torch.device, codec: Codec, seed: int | None = None) -> None:
@@ -210,6 +210,7 @@ class AdamwTable:
 def _codec_options(codec: Codec) -> dict[str, Any]:
     """The constants of the kernel."""
     options: dict[str, Any] = {"EXPAND": codec.expand, "FLOOR_K": codec.floor_k}
+    options["V_CHANCE"] = codec.second_by_chance
     for name, fmt in (("M", codec.first), ("V", codec.second)):
         options |= {
             f"{name}_TYPE": _TYPES[fmt.dtype],

@@ -16,18 +16,28 @@ the smallest one. A group of zeros is all zeros. A NaN or an infinity makes its 
 Metadata of a group: amax in FP32, and k in FP16, whose rounding is harmless as codes are made with
 the rounded k that decodes them. Two moments take 2 + 2 * 6 / 128 = 2.094 bytes per parameter.
 
-==================  ==========  ==========  ===========================================
-codec               exp_avg     exp_avg_sq  k
-==================  ==========  ==========  ===========================================
-``dre_e4m3``        E4M3        E4M3        the paper's formula
-``dre_e4m3_e5m2``   E4M3        E5M2        the paper's formula
-``e4m3``            E4M3        E4M3        none (1): 2.063 bytes per parameter
-``released``        E4M3        E4M3        that of the released kernel
-==================  ==========  ==========  ===========================================
+===================  ==========  ==================  ===========================================
+codec                exp_avg     exp_avg_sq          k
+===================  ==========  ==================  ===========================================
+``dre_e4m3``         E4M3        E4M3                the paper's formula
+``dre_e4m3_e5m2``    E4M3        E5M2                the paper's formula
+``e4m3``             E4M3        E4M3                none (1): 2.063 bytes per parameter
+``released``         E4M3        E4M3                that of the released kernel
+``dre_e4m3_chance``  E4M3        E4M3, by chance     the paper's formula
+===================  ==========  ==================  ===========================================
 
 ``released``: R_fp8 = 448 * 448 / 2 and k rounded down to a multiple of 1/16 (NVlabs/COAT,
 coat/optimizer/kernels, commit 80ec99f). It divides by sqrt(amax) sqrt(amin) first, which cancels in
 exact arithmetic. Numerics: ``reference_adamw.py``; errors on real states: kernels/README.md.
+
+``dre_e4m3_chance``: with beta2 near 1, v changes by less in a step than codes are apart, and to
+nearest it cannot shrink. So its codes are rounded up or down by chance. With t the code in steps of
+E4M3 and p what t has beyond its floor, up with the probability
+
+    p - (1 / k - 1) / 2  p (1 - p) / max(t, 1)
+
+which makes the mean of the decoded value right to first order (p alone, that of the code). The
+largest element stays exact, a positive one never becomes zero: its update would be m / eps.
 """
 
 import math
@@ -68,6 +78,12 @@ class Codec:
     """Whether k is rounded down to a multiple of 1/16."""
     range_e4m3: float = E4M3.max / E4M3.min_subnormal
     """R_fp8 of E4M3."""
+    second_by_chance: bool = False
+    """Whether exp_avg_sq, in E4M3 and expanded, is rounded up or down by chance."""
+
+    def __post_init__(self) -> None:
+        if self.second_by_chance and (self.second != E4M3 or not self.expand):
+            raise ValueError(f"codec {self.name!r}: codes by chance are E4M3 and expanded")
 
     def format(self, second: bool) -> Format:
         """Of one of the moments."""
@@ -90,6 +106,7 @@ CODECS = {
         Codec("dre_e4m3_e5m2", E4M3, E5M2),
         Codec("e4m3", E4M3, E4M3, expand=False),
         Codec("released", E4M3, E4M3, floor_k=True, range_e4m3=E4M3.max * E4M3.max / 2.0),
+        Codec("dre_e4m3_chance", E4M3, E4M3, second_by_chance=True),
     )
 }
 """By name."""

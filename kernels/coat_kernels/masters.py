@@ -24,6 +24,9 @@ MASTERS = ("fp32", "bf16_remainder", "bf16_stochastic")
 QUIET_NAN = 0x7FC00000
 """Bits of the NaN that is stored: others could carry over into the sign."""
 
+CODE_SALT = 0x85EBCA6B
+"""Makes the words that round codes by chance others than those that round parameters."""
+
 _WORD = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
 """2^32 divided by the golden ratio: spreads small numbers over the words."""
@@ -49,10 +52,15 @@ def round_stochastically(values: Tensor, key: int) -> Tensor:
         values: FP32, any shape; elements are counted in memory order.
         key: 32 bits, from :func:`rounding_key`.
     """
-    index = torch.arange(values.numel(), device=values.device).view(values.shape)
-    random = _mix((index & _WORD) ^ key ^ ((index >> 32) * _GOLDEN & _WORD))
+    random = random_words(values, key)
     bits = torch.where(values.isnan(), QUIET_NAN, values.view(torch.int32))
     return _bf16((bits.long() + (random & 0xFFFF)) >> 16)
+
+
+def random_words(values: Tensor, key: int) -> Tensor:
+    """32 random bits (int64) per element of ``values``, counted in memory order, by a key."""
+    index = torch.arange(values.numel(), device=values.device).view(values.shape)
+    return _mix((index & _WORD) ^ key ^ ((index >> 32) * _GOLDEN & _WORD))
 
 
 def rounding_key(seed: int, step: int, index: int) -> int:

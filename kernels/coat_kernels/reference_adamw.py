@@ -12,7 +12,14 @@ from torch.nn.functional import pad
 
 from coat_kernels.codecs import GROUP, K_MAX, SMALLEST_RATIO, Moment, codec_called
 from coat_kernels.formats import E4M3, E5M2
-from coat_kernels.masters import join_master, round_stochastically, rounding_key, split_master
+from coat_kernels.masters import (
+    CODE_SALT,
+    join_master,
+    random_words,
+    round_stochastically,
+    rounding_key,
+    split_master,
+)
 
 _CODES = torch.arange(128, dtype=torch.uint8, device="cpu")
 _RATIO = {fmt.dtype: _CODES.view(fmt.dtype).float() * (1.0 / fmt.max) for fmt in (E4M3, E5M2)}
@@ -26,13 +33,38 @@ def _grouped(x: Tensor) -> Tensor:
     return pad(flat, (0, -flat.numel() % GROUP)).view(-1, GROUP)
 
 
-def encode_moment(values: Tensor, codec: str = "dre_e4m3", *, second: bool = False) -> Moment:
+def _round_by_chance(code: Tensor, k: Tensor, key: int) -> Tensor:
+    """E4M3 neighbours of codes, so that the mean of the decoded values is right.
+
+    Args:
+        code: FP32 [groups, 128], 0 to 448 before rounding; a NaN stays.
+        k: FP32 [groups, 1].
+        key: 32 bits, from ``rounding_key``.
+    """
+    exponent = (code.view(torch.int32) >> 23).clamp_min(121)  # subnormals have the step of 2^-6
+    step = ((exponent - 3) << 23).view(torch.float32)
+    steps = code * ((257 - exponent) << 23).view(torch.float32)
+    low = steps.floor()
+    part = steps - low
+    curvature = (0.5 * (1.0 / k - 1.0)) / torch.where(steps > 1.0, steps, 1.0)
+    chance = part - curvature * (part * (1.0 - part))
+    uniform = (random_words(code, key ^ CODE_SALT) >> 8).float() * 2.0**-24
+    rounded = (low + (uniform < chance).float()) * step
+    rounded = torch.where((code > 0.0) & (rounded == 0.0), E4M3.min_subnormal, rounded)
+    return torch.where(rounded > E4M3.max, E4M3.max, rounded)
+
+
+def encode_moment(
+    values: Tensor, codec: str = "dre_e4m3", *, second: bool = False, key: int | None = None
+) -> Moment:
     """A moment as it is stored, from its values.
 
     Args:
         values: FP32, BF16 or FP16, any shape; non-negative for a second moment.
         codec: a name in :data:`coat_kernels.CODECS`.
         second: the second moment; a codec may store it otherwise than the first.
+        key: 32 bits by which a second moment is rounded up or down where its codec rounds by
+            chance; without one it is rounded to nearest. Nothing else hangs on it.
 
     Returns:
         Codes of the values' shape, then per group of 128 the codec's metadata.
@@ -68,6 +100,10 @@ def encode_moment(values: Tensor, codec: str = "dre_e4m3", *, second: bool = Fal
         k = k.half()
         bias = math.log2(fmt.max) - k.float() * log_top
         code = logs.mul_(k.float()[:, None]).add_(bias[:, None]).exp2_()
+        if second and how.second_by_chance and key is not None:
+            is_largest = (groups * unit[:, None] == top[:, None]) & (groups > 0.0)
+            code.masked_fill_(is_largest, fmt.max)
+            code = _round_by_chance(code, k.float()[:, None], key)
     if fmt == E5M2:  # casts of a GPU saturate, torch's to E5M2 do not
         code.clamp_(max=fmt.max)
     code = torch.copysign(code, groups)
@@ -111,6 +147,7 @@ def adamw_step(
     m32, v32 = (decode_moment(moment, codec) for moment in moments)
     m32.add_((1.0 - beta1) * (g32 - m32))
     v32.mul_(beta2).add_((1.0 - beta2) * g32 * g32)
+    key = rounding_key(seed or 0, step, index)
     p32 = p.float() if remainder is None else join_master(p, remainder)
     p32 = p32 - (lr * weight_decay) * p32
     denominator = v32.sqrt().div_((1.0 - beta2**step) ** 0.5).add_(eps)
@@ -121,8 +158,9 @@ def adamw_step(
         remainder.copy_(rest)
     else:
         if seed is not None and p.dtype == torch.bfloat16:
-            p32 = round_stochastically(p32, rounding_key(seed, step, index))
+            p32 = round_stochastically(p32, key)
         p.copy_(p32)
     for second, (stored, values) in enumerate(zip(moments, (m32, v32), strict=True)):
-        for old, new in zip(stored, encode_moment(values, codec, second=bool(second)), strict=True):
+        encoded = encode_moment(values, codec, second=bool(second), key=key)
+        for old, new in zip(stored, encoded, strict=True):
             old.copy_(new)

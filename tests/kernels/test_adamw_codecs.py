@@ -38,6 +38,7 @@ def normal(count: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("second", [False, True], ids=["exp_avg", "exp_avg_sq"])
 def test_codes_are_the_nearest_ones_of_the_formula(name: str, second: bool, grid: Any):
+    """Also of a codec by chance, as there is no key; with one: test_adamw_chance.py."""
     codec = codec_called(name)
     fmt = codec.format(second)
     x = normal(1000).square() if second else normal(1000)
@@ -123,7 +124,7 @@ def test_bf16_with_a_remainder_follows_fp32_bit_by_bit(run: Run):
         states = [(new[0], new[1], new[2]), (new[3], new[4], new[5])]
 
 
-def items(device: str, unaligned: bool = True) -> list[AdamwItem]:
+def items(device: str, unaligned: bool = True, codec: str = "dre_e4m3") -> list[AdamwItem]:
     """Tensors of two dtypes and two parameter groups, of several chunks, tails, and nothing."""
     made = []
     sizes = (5000, 1, 128, 0, 4096 + 130, 700)
@@ -132,18 +133,19 @@ def items(device: str, unaligned: bool = True) -> list[AdamwItem]:
         p, g = (normal(size + 1, seed).to(device, dtype) for seed in (i, 50 + i))
         # What is cut out of a flat partition starts anywhere.
         p, g = (p[1:], g[1:]) if unaligned and i == 5 else (p[:-1], g[:-1])
-        m, v = new_moment(p), new_moment(p, second=True)
+        m, v = new_moment(p, codec), new_moment(p, codec, second=True)
         rest = torch.zeros_like(p, dtype=torch.int16) if i == 4 else None
         count = torch.full((), float(i), device=device)
         made.append(AdamwItem(p, g, m, v, count, rest, group=i % 2, index=i))
     return made
 
 
+@pytest.mark.parametrize("codec", ["dre_e4m3", "dre_e4m3_chance"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_many_tensors_in_one_step(device: str, poisoned_memory: None):
+def test_many_tensors_in_one_step(device: str, codec: str, poisoned_memory: None):
     """As one by one, each with its own count of steps, rates and rounding; then skipped."""
-    together, single = items(device), items("cpu")
-    table = AdamwTable(torch.device(device), codec_called("dre_e4m3"), seed=11)
+    together, single = items(device, codec=codec), items("cpu", codec=codec)
+    table = AdamwTable(torch.device(device), codec_called(codec), seed=11)
     rates = [RATES, (torch.tensor(3e-3, device=device), *RATES[1:])]
     scale = torch.tensor(0.25, device=device)
     with np.errstate(all="ignore"):
@@ -153,7 +155,8 @@ def test_many_tensors_in_one_step(device: str, poisoned_memory: None):
         adamw_step(
             item.p, item.g, item.m, item.v, **{**SETTINGS, "lr": (1e-2, 3e-3)[item.group]},
             step=int(item.step) + 1, remainder=item.remainder, grad_scale=torch.tensor(0.25),
-            seed=11 if p16 else None, index=item.index,
+            seed=11 if p16 or codec_called(codec).second_by_chance else None, index=item.index,
+            codec=codec,
         )  # fmt: skip
     for found, expected in zip(together, single, strict=True):
         assert found.step == (expected.step + 1 if expected.p.numel() else expected.step)

@@ -9,7 +9,7 @@ from torch import nn
 
 from coat_kernels import CODECS, encode_moment, join_master
 from coat_kernels.testing import assert_same_bits
-from coat_vlm.optim import CoatAdamW
+from coat_vlm.optim import CoatAdamW, adamw_cpu
 
 SIZES = ((3, 50), (129,), (7,), (600_000,))
 """Small ones are updated together, the last one alone."""
@@ -48,6 +48,33 @@ def test_a_bf16_run_with_remainders_is_the_fp32_run(codec: str) -> None:
         rest = second.state[p16]["master_remainder"]
         assert_same_bits("master", join_master(p16.detach(), rest), p32.detach())
         assert_same_bits("moment", second.state[p16]["exp_avg"], first.state[p32]["exp_avg"])
+
+
+@pytest.mark.parametrize("master", ["fp32", "bf16_remainder", "bf16_stochastic"])
+def test_by_chance_a_small_parameter_is_rounded_as_if_alone(
+    master: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And another step, or the same one made again from a saved state, as its number says."""
+    ends = []
+    for small in (adamw_cpu.SMALL, 0):
+        monkeypatch.setattr(adamw_cpu, "SMALL", small)
+        params = parameters(torch.bfloat16 if master != "fp32" else torch.float32)
+        optimizer, saved = state_of(params, codec="dre_e4m3_chance", master=master, seed=3)
+        saved, values = copy.deepcopy(saved), [p.detach().clone() for p in params]
+        set_gradients(params, 1)
+        optimizer.step()
+        again = [nn.Parameter(value) for value in values]
+        resumed = CoatAdamW(again, lr=1e-2, codec="dre_e4m3_chance", master=master, seed=3)
+        resumed.load_state_dict(saved)
+        set_gradients(again, 1)
+        resumed.step()
+        ends += [(optimizer, params), (resumed, again)]
+    expected, wanted = ends[0]
+    for found, params in ends[1:]:
+        for p, other in zip(params, wanted, strict=True):
+            assert_same_bits("parameter", p.detach(), other.detach())
+            for key, value in expected.state[other].items():
+                assert_same_bits(key, found.state[p][key], value)
 
 
 def test_small_steps_count_on_average_with_stochastic_rounding() -> None:

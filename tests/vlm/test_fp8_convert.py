@@ -121,6 +121,14 @@ def test_skipping_everything_is_refused() -> None:
     ("settings", "words"),
     [
         ({"optimizer": "adamw", "released_constants": True}, "released_constants has no effect"),
+        (
+            {"optimizer": "adamw", "second_moment": "chance"},
+            "second_moment has no effect with fp8.optimizer: adamw",
+        ),
+        (
+            {"released_constants": True, "second_moment": "chance"},
+            "second_moment: chance has no effect with fp8.released_constants",
+        ),
         ({"vision": "bf16", "language": "bf16"}, "fp8 selects nothing"),
         (
             {"vision": "bf16", "language": "bf16", "projector": "fp8_linear", "skip_last": 1},
@@ -138,6 +146,7 @@ def test_settings_without_effect_are_refused(settings: dict[str, Any], words: st
     [
         ({"group_size": 64}, "group_size has no effect with vision in fp8_linear"),
         ({"released_constants": True}, "no effect with precision fp8_linear, whose optimizer"),
+        ({"second_moment": "chance"}, "second_moment has no effect with precision fp8_linear"),
     ],
 )
 def test_settings_without_effect_in_a_precision_are_refused(
@@ -146,6 +155,12 @@ def test_settings_without_effect_in_a_precision_are_refused(
     with pytest.raises(ValueError, match=words):
         Fp8Config(**settings).resolved("fp8_linear")
     assert Fp8Config(**settings).resolved("coat_lean").vision == "coat_lean"
+
+
+def test_the_codec_of_moments_is_what_the_settings_say() -> None:
+    settings: list[dict[str, Any]] = [{}, {"released_constants": True}, {"second_moment": "chance"}]
+    found = [Fp8Config(**each).resolved("coat").codec for each in settings]
+    assert found == ["dre_e4m3", "released", "dre_e4m3_chance"]
 
 
 def test_an_old_gpu_is_told_what_to_do() -> None:
