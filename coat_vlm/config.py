@@ -201,7 +201,8 @@ class Fp8Config:
     ``coat_lean``, whose forward products are BF16 (FP32 on a CPU): their rounding reaches all later
     blocks and is more than half of what FP8 costs in training loss (docs/results.md). What they
     keep and their gradients are FP8 as elsewhere, attention's as under ``coat``. When absent a
-    sixth of the blocks, at most two; ``skip_first`` counts from the same block."""
+    sixth of the blocks, at most two; ``skip_first`` counts from the same block. Blocks with LoRA
+    adapters are none."""
     group_size: Literal[16, 32, 64, 128] = 16
     """Channels that share a scale in the FP8 copies that norms and activations keep. (Those of
     attention under ``coat_lean`` have one scale per head and token, or the largest group.)"""
@@ -222,7 +223,7 @@ class Fp8Config:
     """Dynamic range expansion with the constants of the paper's released kernel."""
     second_moment: Literal["nearest", "chance"] = "nearest"
     """How FP8 codes of AdamW's second moment are rounded. Up or down by ``chance`` they follow a
-    beta2 near 1 (0.999), with which those to nearest stay too large; not yet timed on a GPU."""
+    beta2 near 1 (0.999), with which those to nearest stay too large; not yet run on a GPU."""
     reference: bool = False
     """Run the plain PyTorch arithmetic on a GPU without FP8 tensor cores (slow)."""
 

@@ -81,6 +81,8 @@ def encoded(
         values: by key one-dimensional tensors over all elements, as :func:`decoded` returns them.
         keys: all keys of the saved state, which say what is kept as codes.
         group: the optimizer's parameter group.
+
+    Codes are rounded to nearest, those of a codec by chance, too.
     """
     state: dict[str, Tensor] = {}
     for key, value in values.items():
