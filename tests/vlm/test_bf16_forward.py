@@ -168,7 +168,7 @@ def test_inputs_may_have_another_dtype_than_weights(
 ) -> None:
     """As in other FP8 blocks; results have the input's."""
     torch.manual_seed(0)
-    norm: Any = nn.LayerNorm(64) if centered else LlamaRMSNorm(64)
+    norm: Any = nn.LayerNorm(64, 0.5) if centered else LlamaRMSNorm(64, 0.5)
     layers = [nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)]
     for layer in layers:
         vars(layer)["fp8_bf16_forward"] = True
