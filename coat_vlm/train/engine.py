@@ -12,6 +12,7 @@ from coat_vlm.model.parameters import module_parameters
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW, param_groups
 from coat_vlm.train.overflow import judge_by_norm
+from coat_vlm.train.whole_step import take_whole_steps
 from coat_vlm.train.world import World
 
 _NEVER = 10**9
@@ -133,6 +134,7 @@ def build_engine(
     if recipe.zero_stage == 0:
         optimizer.state.clear()
     judge_by_norm(engine.optimizer)
+    take_whole_steps(engine)
     # Only now are the weights where they stay; an earlier stage's graphs go in any case.
     graph_blocks(model, arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs)
     check_optimizer(engine, optimizer)

@@ -11,7 +11,7 @@ combination of dtypes.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -73,6 +73,43 @@ class AdamwItem:
         return all(t.data_ptr() % 16 == 0 for t in tensors if t is not None)
 
 
+class _Shape(NamedTuple):
+    """What the work on a tensor hangs on."""
+
+    p_type: torch.dtype
+    g_type: torch.dtype
+    remainder: bool
+    elements: int
+    aligned: bool
+
+
+def _shape(item: AdamwItem) -> _Shape:
+    return _Shape(
+        item.p.dtype,
+        item.g.dtype,
+        item.remainder is not None,
+        item.p.numel(),
+        item.accesses_are_aligned(),
+    )
+
+
+def _work_of(shapes: Sequence[_Shape]) -> list[tuple[Any, Tensor]]:
+    """Pairs of a tensor's place and a chunk's, int32 [chunks, 2], by what one launch can update.
+
+    The keys are the dtypes, whether there are remainders, and whether chunks are whole.
+    """
+    work: dict[Any, list[Tensor]] = {}
+    for i, shape in enumerate(shapes):
+        chunks = cdiv(shape.elements, CHUNK)
+        whole = shape.elements // CHUNK if shape.aligned else 0
+        for is_whole, start, end in ((True, 0, whole), (False, whole, chunks)):
+            chunk = torch.arange(start, end, dtype=torch.int32, device="cpu")
+            pairs = torch.stack([torch.full_like(chunk, i), chunk], 1)
+            work.setdefault((*shape[:3], is_whole), []).append(pairs)
+    joined = {kind: torch.cat(parts) for kind, parts in work.items()}
+    return [(kind, pairs) for kind, pairs in joined.items() if len(pairs)]
+
+
 class AdamwTable:
     """Steps of AdamW on many tensors of one device.
 
@@ -86,6 +123,7 @@ class AdamwTable:
     def __init__(self, device: torch.device, codec: Codec, seed: int | None = None) -> None:
         self._device, self._codec, self._seed = device, codec, seed
         self._key: Any = None
+        self._shapes: list[_Shape] = []
         self._table = self._scalars = torch.empty(0)
         self._work: list[tuple[torch.dtype, torch.dtype, bool, bool, Tensor]] = []
         self._rates: tuple[Any, Tensor] = (None, torch.empty(0))
@@ -157,21 +195,13 @@ class AdamwTable:
         self._table = self._to_device(
             torch.tensor([(*row, *padding) for row in rows], dtype=torch.int64)
         )
-        self._scalars = torch.empty((len(rows), SCALARS), dtype=torch.float32, device=self._device)
-        work: dict[Any, list[Tensor]] = {}
-        for i, item in enumerate(items):
-            kind = (item.p.dtype, item.g.dtype, item.remainder is not None)
-            chunks = cdiv(item.p.numel(), CHUNK)
-            whole = item.p.numel() // CHUNK if item.accesses_are_aligned() else 0
-            for is_whole, start, end in ((True, 0, whole), (False, whole, chunks)):
-                chunk = torch.arange(start, end, dtype=torch.int32, device="cpu")
-                pairs = torch.stack([torch.full_like(chunk, i), chunk], 1)
-                work.setdefault((*kind, is_whole), []).append(pairs)
-        self._work = [
-            (*kind, self._to_device(pairs))
-            for kind, parts in work.items()
-            if len(pairs := torch.cat(parts))
-        ]
+        shapes = [_shape(item) for item in items]
+        if shapes != self._shapes:  # gradients may move in every step, and only they
+            self._scalars = torch.empty(
+                (len(rows), SCALARS), dtype=torch.float32, device=self._device
+            )
+            self._work = [(*kind, self._to_device(pairs)) for kind, pairs in _work_of(shapes)]
+            self._shapes = shapes
         self._key = key
 
     def _uploaded_rates(self, rates: Sequence[Rates]) -> Tensor:
