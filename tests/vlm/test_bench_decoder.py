@@ -66,6 +66,17 @@ def test_settings_behind_a_precision_choose_parts_of_fp8(text: Path) -> None:
         assert fp8.training[2] != part.training[2]
 
 
+@pytest.mark.parametrize(("beta2", "rounding"), [(0.95, "nearest"), (0.999, "chance")])
+def test_beta2_chooses_how_second_moments_are_rounded(
+    text: Path, beta2: float, rounding: str
+) -> None:
+    corpus, bench = read_corpus([text], FEW_STEPS), replace(FEW_STEPS, betas=(0.9, beta2))
+    names = ["coat", "coat,second_moment=nearest", "coat,second_moment=chance"]
+    by_itself, *given = (train_decoder(corpus, name, bench)[0].training for name in names)
+    same = [name for name, losses in zip(names[1:], given, strict=True) if losses == by_itself]
+    assert same == [f"coat,second_moment={rounding}"]
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
