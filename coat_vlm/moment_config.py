@@ -4,8 +4,8 @@ ROUNDINGS = {"nearest": "dre_e4m3", "chance": "dre_e4m3_chance"}
 """What ``fp8.second_moment`` may be but for ``auto`` -> its codec in ``coat_kernels.CODECS``."""
 
 NEAREST_UP_TO = 0.99
-"""The largest beta2 with which ``auto`` rounds to nearest. The quickstart's second stage has it; at
-0.95 to nearest was measured level with FP32 moments, at 0.999 it was not (docs/results.md)."""
+"""The largest beta2 with which ``auto`` rounds to nearest. At 0.95 runs
+with it end near BF16, at 0.999 they are behind (docs/results.md); between, none was compared."""
 
 
 def check_moments(released_constants: bool, second_moment: str, no_moments: str = "") -> None:

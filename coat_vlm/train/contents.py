@@ -73,7 +73,7 @@ class Contents:
             if saved["codec"] != ours["codec"]:
                 first = next(n for n, p in model.parameters.items() if p.group == number)
                 rounding = rounding_of(saved["codec"])
-                if rounding is not None and rounding_of(ours["codec"]) is not None:
+                if rounding and rounding_of(ours["codec"]) not in (None, rounding):
                     remedy = f"resume with fp8.second_moment={rounding}, as the run began"
                 raise ValueError(
                     f"{where}: the optimizer states of {first} and its parameter group are "
