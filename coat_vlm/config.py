@@ -22,7 +22,7 @@ from coat_vlm.model_config import ModelConfig, exactly_one
 from coat_vlm.model_config import ProjectorConfig as ProjectorConfig
 from coat_vlm.model_config import TokenizerConfig as TokenizerConfig
 from coat_vlm.model_config import VisionConfig as VisionConfig
-from coat_vlm.moment_config import moment_codec
+from coat_vlm.moment_config import check_moments, moment_codec
 from coat_vlm.monitor_config import MonitorConfig
 from coat_vlm.packing_config import Packing
 
@@ -221,15 +221,16 @@ class Fp8Config:
     ``adamw`` under ``fp8_linear`` and ``coat`` otherwise."""
     released_constants: bool = False
     """Dynamic range expansion with the constants of the paper's released kernel."""
-    second_moment: Literal["nearest", "chance"] = "nearest"
-    """How FP8 codes of AdamW's second moment are rounded. Up or down by ``chance`` they follow a
-    beta2 near 1 (0.999), with which those to nearest stay too large; not yet run on a GPU."""
+    second_moment: Literal["auto", "nearest", "chance"] = "auto"
+    """How FP8 codes of AdamW's second moment v are rounded: ``nearest``, or up or down by
+    ``chance``. ``auto`` takes ``chance`` in a stage whose beta2 is above 0.99: at 0.999 a step
+    moves v by 0.1%, codes are up to 12.5% apart, and to nearest v stays where it is."""
     reference: bool = False
     """Run the plain PyTorch arithmetic on a GPU without FP8 tensor cores (slow)."""
 
     def __post_init__(self) -> None:
         why = "fp8.optimizer: adamw" if self.optimizer == "adamw" else ""
-        moment_codec(self.released_constants, self.second_moment, why)
+        check_moments(self.released_constants, self.second_moment, why)
         if self.cuda_graphs and self.weights == "cache":
             raise ValueError(
                 "fp8.cuda_graphs quantizes weights in every pass, so fp8.weights: cache has no "
@@ -255,10 +256,9 @@ class Fp8Config:
                 "precision: bf16, or set one of them"
             )
 
-    @property
-    def codec(self) -> str:
-        """Of AdamW's FP8 moments: a name in ``coat_kernels.CODECS``."""
-        return moment_codec(self.released_constants, self.second_moment)
+    def codec(self, beta2: float) -> str:
+        """Of AdamW's FP8 moments in a stage with this beta2: a name in ``coat_kernels.CODECS``."""
+        return moment_codec(self.released_constants, self.second_moment, beta2)
 
     def resolved(self, precision: Fp8Precision) -> "Fp8Config":
         """The same with nothing absent, for a run in this precision.
@@ -281,7 +281,7 @@ class Fp8Config:
         optimizer = self.optimizer or ("adamw" if precision == "fp8_linear" else "coat")
         if optimizer == "adamw":
             why = f"precision {precision}, whose optimizer is torch's AdamW"
-            moment_codec(self.released_constants, self.second_moment, why)
+            check_moments(self.released_constants, self.second_moment, why)
         return dataclasses.replace(self, vision=vision, language=language, optimizer=optimizer)
 
 

@@ -75,7 +75,7 @@ def contenders() -> list[Contender]:
 
     found = [
         Contender("coat", codec, ("float32", "bfloat16"), ours(codec, "fp32"))
-        for codec in ("dre_e4m3", "dre_e4m3_e5m2", "e4m3")
+        for codec in ("dre_e4m3", "dre_e4m3_chance", "dre_e4m3_e5m2", "e4m3")
     ]
     found += [
         Contender(f"coat {master}", "dre_e4m3", ("bfloat16",), ours("dre_e4m3", master))

@@ -282,7 +282,7 @@ def _optimizer(
             {"params": plain, "weight_decay": 0.0},
         ]
         if fp8 is not None and fp8.optimizer == "coat":
-            return CoatAdamW(groups, betas=bench.betas, codec=fp8.codec)
+            return CoatAdamW(groups, betas=bench.betas, codec=fp8.codec(bench.betas[1]))
         return torch.optim.AdamW(groups, betas=bench.betas)
 
     return build

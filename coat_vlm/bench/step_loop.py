@@ -219,7 +219,8 @@ def _foreign(
     """An optimizer that no recipe gives to this precision; None where one does."""
     settings: dict[str, Any] = {"lr": 0.0, "betas": stage.betas, "eps": stage.eps}
     if name == "coat" and arithmetic.fp8 is None:
-        return CoatAdamW(param_groups(model, stage), **settings)
+        codec = Fp8Config().codec(stage.betas[1])
+        return CoatAdamW(param_groups(model, stage), codec=codec, **settings)
     if name in ("adamw", "coat"):
         return None
     from torchao import optim  # pyright: ignore[reportMissingImports]

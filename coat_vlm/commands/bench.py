@@ -67,7 +67,11 @@ sizes:
     )  # fmt: skip
     parser.add_argument("--steps", type=int, help="optimizer steps; default: the size's")
     parser.add_argument("--lr", type=float, help="peak learning rate; default: the size's")
-    parser.add_argument("--beta2", type=float, help="AdamW's; default: the size's, 0.95")
+    parser.add_argument(
+        "--beta2", type=float,
+        help="AdamW's; default: the size's, 0.95. Above 0.99 FP8 second moments are rounded by "
+        "chance, as in recipes: compare coat,second_moment=nearest",
+    )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, metavar="DIR",
         help="folder for decoder.csv, .svg and .json; finished runs that it has are not repeated",

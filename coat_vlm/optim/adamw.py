@@ -40,7 +40,7 @@ class CoatAdamW(torch.optim.Optimizer):
         weight_decay: decoupled weight decay.
         codec: how moments are stored: a name in ``coat_kernels.CODECS``, see
             ``coat_kernels/codecs.py``. ``dre_e4m3_chance`` follows beta2 near 1 (0.999), where v
-            changes by less in a step than codes are apart; it has not run on a GPU yet.
+            changes by less in a step than codes are apart; recipes take it above 0.99.
         released: short for ``codec="released"``, the constants of the paper's released kernel.
         master: what BF16 parameters have beside them. ``fp32``: nothing, they are rounded to
             nearest; ``bf16_remainder``: 16 bits that make them FP32 exactly; ``bf16_stochastic``:

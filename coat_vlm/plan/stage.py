@@ -232,7 +232,7 @@ def _by_precision(
         fp8 = recipe.fp8 or Fp8Config()
         fp8 = dataclasses.replace(fp8, vision=None, language=None, group_size=16, optimizer=None)
         fp8 = dataclasses.replace(
-            fp8, released_constants=False, second_moment="nearest", cuda_graphs=False
+            fp8, released_constants=False, second_moment="auto", cuda_graphs=False
         )
         if precision == "fp8_linear":
             fp8 = dataclasses.replace(fp8, bf16_forward_first=None)

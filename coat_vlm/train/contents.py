@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from coat_vlm.moment_config import rounding_of
+
 _NAME = "contents.json"
 FORMAT = 2
 """1 was DeepSpeed's own layout, which could not be read at another number of ranks."""
@@ -70,6 +72,9 @@ class Contents:
         for number, (saved, ours) in enumerate(zip(self.groups, model.groups, strict=True)):
             if saved["codec"] != ours["codec"]:
                 first = next(n for n, p in model.parameters.items() if p.group == number)
+                rounding = rounding_of(saved["codec"])
+                if rounding and rounding_of(ours["codec"]) not in (None, rounding):
+                    remedy = f"resume with fp8.second_moment={rounding}, as the run began"
                 raise ValueError(
                     f"{where}: the optimizer states of {first} and its parameter group are "
                     f"{saved['codec']}'s, this run has {ours['codec']}; {remedy}"

@@ -85,7 +85,8 @@ def build_optimizer(
     groups = param_groups(model, stage)
     fp8 = arithmetic.fp8
     if fp8 is not None and fp8.optimizer == "coat":
-        return CoatAdamW(groups, lr=0.0, betas=stage.betas, eps=stage.eps, codec=fp8.codec)
+        codec = fp8.codec(stage.betas[1])
+        return CoatAdamW(groups, lr=0.0, betas=stage.betas, eps=stage.eps, codec=codec)
     fused = world.device.type == "cuda"
     return torch.optim.AdamW(groups, lr=0.0, betas=stage.betas, eps=stage.eps, fused=fused)
 

@@ -163,14 +163,15 @@ def _check_same(old: Recipe, new: Recipe, path: Path) -> None:
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as data, without nested keys that change memory and time only.
+    """A recipe as data, without nested keys that may change.
 
-    These are ``fp8.weights``, ``fp8.cuda_graphs`` and the stages' ``micro_batch_size``, which
-    another number of ranks may need (FP8 scales are those of a micro-batch: losses then differ by
-    FP8's rounding).
+    These change memory and time only: ``fp8.weights``, ``fp8.cuda_graphs`` and the stages'
+    ``micro_batch_size``, which another number of ranks may need (FP8 scales are those of a
+    micro-batch: losses then differ by FP8's rounding). And ``fp8.second_moment``: what ``auto``
+    means is compared with the checkpoint's states (contents.py), which tells what to set.
     """
     fp8 = dataclasses.asdict(recipe.fp8 or Fp8Config())
-    del fp8["weights"], fp8["cuda_graphs"]
+    del fp8["weights"], fp8["cuda_graphs"], fp8["second_moment"]
     settings = recipe.to_dict()
     stages = {name: dict(stage) for name, stage in settings["stages"].items()}
     for stage in stages.values():

@@ -47,6 +47,8 @@ def test_every_optimizer_is_measured_and_a_failure_is_noted(monkeypatch: pytest.
     counts = 2 * 4 / 1920
     fp32, bf16 = (found["coat", "dre_e4m3", dtype] for dtype in ("float32", "bfloat16"))
     assert fp32.state_bytes_per_param == bf16.state_bytes_per_param == 2 + 12 / 128 + counts
+    chance = (found["coat", "dre_e4m3_chance", dtype] for dtype in ("float32", "bfloat16"))
+    assert {row.state_bytes_per_param for row in chance} == {fp32.state_bytes_per_param}
     remainder = found["coat bf16_remainder", "dre_e4m3", "bfloat16"]
     assert remainder.state_bytes_per_param == 4 + 12 / 128 + counts
     assert found["torch fused", "none", "float32"].state_bytes_per_param == 8 + counts
@@ -55,8 +57,9 @@ def test_every_optimizer_is_measured_and_a_failure_is_noted(monkeypatch: pytest.
 
 def test_wrong_steps_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(adamw, "DEVICE", CPU)
-    ours = contenders()[0]
-    assert disagreement(ours, "float32") == disagreement(ours, "bfloat16") == ""
+    for ours in contenders()[:2]:
+        assert disagreement(ours, "float32") == disagreement(ours, "bfloat16") == ""
+    assert contenders()[1].codec == "dre_e4m3_chance"
     rates = iter((1e-3, 1.1e-3))
 
     def faster(params: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -66,6 +66,17 @@ def test_settings_behind_a_precision_choose_parts_of_fp8(text: Path) -> None:
         assert fp8.training[2] != part.training[2]
 
 
+@pytest.mark.parametrize(("beta2", "rounding"), [(0.95, "nearest"), (0.999, "chance")])
+def test_beta2_chooses_how_second_moments_are_rounded(
+    text: Path, beta2: float, rounding: str
+) -> None:
+    corpus, bench = read_corpus([text], FEW_STEPS), replace(FEW_STEPS, betas=(0.9, beta2))
+    names = ["coat", "coat,second_moment=nearest", "coat,second_moment=chance"]
+    by_itself, *given = (train_decoder(corpus, name, bench)[0].training for name in names)
+    same = [name for name, losses in zip(names[1:], given, strict=True) if losses == by_itself]
+    assert same == [f"coat,second_moment={rounding}"]
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
@@ -332,6 +343,31 @@ def test_the_documented_losses_are_those_of_the_kept_curves(size: str) -> None:
     for table in (held_out, training):
         start = documented.index(table[0])
         assert documented[start : start + count] == table
+
+
+def test_the_documented_harder_run_is_that_of_the_kept_curves() -> None:
+    """A precision's rows in the table by commit, moments and gradients, beside BF16's losses."""
+    kept = {
+        (commit, curve.precision, curve.seed): (curve.final_training, curve.held_out[200])
+        for commit, name in {"dc755f9": "", "733d3b2": "_first", "1fac6ce": "_chance"}.items()
+        for curve in read_curves(RESULTS / f"decoder_30m_stress{name}.csv")
+    }
+    moments = {"FP32": "optimizer=adamw", "FP8, nearest": "", "FP8, chance": "second_moment=chance"}
+    section = (REPOSITORY / "docs/results.md").read_text().split("### A harder run")[1]
+    lines = [line.strip("| ").split(" | ") for line in section.split("\n\n")[2].splitlines()[3:]]
+    assert len(lines) == 7
+    for where, stored, gradients, *cells in lines:
+        precision, commit = where.replace("`", "").split(", ")
+        formats = {"coat": "", "coat_lean": "gradients=e5m2"} if gradients == "E5M2" else {}
+        settings = [moments[stored], formats.get(precision, "")]
+        name = ",".join([precision, *filter(None, settings)])
+        shown: list[str] = []
+        for part in (0, 1):
+            exact = [kept["dc755f9", "bf16", seed][part] for seed in range(3)]
+            fp8 = [kept[commit, name, seed][part] for seed in range(3)]
+            percent = [100 * (b / a - 1) for a, b in zip(exact, fp8, strict=True)]
+            shown += [", ".join(f"{x:+.2f}" for x in percent) + "%", f"{sum(percent) / 3:+.2f}%"]
+        assert cells == shown, where
 
 
 @pytest.mark.parametrize("size", SIZES)

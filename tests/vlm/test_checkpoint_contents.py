@@ -48,6 +48,26 @@ def test_what_differs_is_named(model: Contents, message: str) -> None:
         contents().check(model, "step-1")
 
 
+@pytest.mark.parametrize(
+    ("saved", "ours", "words"),
+    [
+        ("CoatAdamW dre_e4m3 fp32", "CoatAdamW dre_e4m3_chance fp32", "=nearest, as the run began"),
+        ("CoatAdamW dre_e4m3_chance fp32", "CoatAdamW dre_e4m3 fp32", "=chance, as the run began"),
+        ("CoatAdamW dre_e4m3 fp32", "CoatAdamW released fp32", None),
+        ("CoatAdamW dre_e4m3 fp32", "CoatAdamW dre_e4m3 bf16_remainder", None),
+        ("AdamW", "CoatAdamW dre_e4m3_chance fp32", None),
+    ],
+)
+def test_another_rounding_of_the_second_moment_names_its_setting(
+    saved: str, ours: str, words: str | None
+) -> None:
+    one, other = (contents(groups=[{"lr": 0.1, "codec": name}]) for name in (saved, ours))
+    with pytest.raises(ValueError, match=f"{saved}'s, this run has {ours}; resume with") as caught:
+        one.check(other, "step-1")
+    setting = "the run's own recipe.yaml" if words is None else f"fp8.second_moment{words}"
+    assert f"resume with {setting}" in str(caught.value)
+
+
 def test_contents_are_read_as_written(tmp_path: Path) -> None:
     write_contents(tmp_path, contents())
     assert read_contents(tmp_path) == contents()

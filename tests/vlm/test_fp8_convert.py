@@ -159,8 +159,17 @@ def test_settings_without_effect_in_a_precision_are_refused(
 
 def test_the_codec_of_moments_is_what_the_settings_say() -> None:
     settings: list[dict[str, Any]] = [{}, {"released_constants": True}, {"second_moment": "chance"}]
-    found = [Fp8Config(**each).resolved("coat").codec for each in settings]
+    found = [Fp8Config(**each).resolved("coat").codec(0.95) for each in settings]
     assert found == ["dre_e4m3", "released", "dre_e4m3_chance"]
+    found = [Fp8Config(**each).resolved("coat").codec(0.999) for each in settings]
+    assert found == ["dre_e4m3_chance", "released", "dre_e4m3_chance"]
+
+
+def test_rounding_chosen_by_beta2_is_no_setting_without_effect() -> None:
+    assert Fp8Config(optimizer="adamw", second_moment="auto").resolved("coat").optimizer == "adamw"
+    assert Fp8Config(second_moment="auto").resolved("fp8_linear").optimizer == "adamw"
+    both = Fp8Config(released_constants=True, second_moment="auto")
+    assert both.resolved("coat").codec(0.999) == "released"
 
 
 def test_an_old_gpu_is_told_what_to_do() -> None:

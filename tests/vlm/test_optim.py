@@ -1,13 +1,19 @@
 """Schedules against transformers' own, and parameter groups."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from pydantic import TypeAdapter
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from coat_vlm.config import ModuleTraining, SourceConfig, StageConfig
+from coat_vlm.config import Fp8Config, ModuleTraining, Precision, SourceConfig, StageConfig
+from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, module_parameters
-from coat_vlm.optim import lr_factor, param_groups
-from coat_vlm.train.engine import set_trainable
+from coat_vlm.optim import CoatAdamW, lr_factor, param_groups
+from coat_vlm.train.engine import build_optimizer, set_trainable
+from coat_vlm.train.world import ALONE
 
 
 @pytest.mark.parametrize(
@@ -30,19 +36,21 @@ def test_warmup_starts_above_zero_and_ends_at_the_peak():
     assert lr_factor(19, 20, 0, "linear", min_lr_ratio=0.5) == pytest.approx(0.525)
 
 
+STAGE = StageConfig(
+    data=[SourceConfig(name="a", path="a.json")],
+    projector=ModuleTraining(train=True, lr=1e-3),
+    language=ModuleTraining(train=True, lr=1e-4),
+    batch_size=1,
+    micro_batch_size=1,
+    max_steps=1,
+    weight_decay=0.1,
+)
+
+
 def test_groups_hold_every_trained_parameter_once(tiny):
     model: CoatVlm = tiny.model()
-    stage = StageConfig(
-        data=[SourceConfig(name="a", path="a.json")],
-        projector=ModuleTraining(train=True, lr=1e-3),
-        language=ModuleTraining(train=True, lr=1e-4),
-        batch_size=1,
-        micro_batch_size=1,
-        max_steps=1,
-        weight_decay=0.1,
-    )
-    set_trainable(model, stage)
-    groups = param_groups(model, stage)
+    set_trainable(model, STAGE)
+    groups = param_groups(model, STAGE)
     assert {(group["module"], group["peak_lr"]) for group in groups} == {
         ("projector", 1e-3),
         ("language", 1e-4),
@@ -59,3 +67,35 @@ def test_groups_hold_every_trained_parameter_once(tiny):
     embeddings = model.get_input_embeddings().weight
     (owner,) = [g for g in groups if any(parameter is embeddings for parameter in g["params"])]
     assert owner["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("beta2", "settings", "codec"),
+    [
+        (0.95, {}, "dre_e4m3"),
+        (0.99, {}, "dre_e4m3"),
+        (0.999, {}, "dre_e4m3_chance"),
+        (0.999, {"second_moment": "nearest"}, "dre_e4m3"),
+        (0.95, {"second_moment": "chance"}, "dre_e4m3_chance"),
+        (0.999, {"released_constants": True}, "released"),
+        (0.999, {"released_constants": True, "second_moment": "nearest"}, "released"),
+    ],
+)
+def test_the_optimizer_has_the_codec_of_the_stages_beta2(
+    tiny, beta2: float, settings: dict[str, Any], codec: str
+):
+    model, stage = tiny.model(), replace(STAGE, betas=(0.9, beta2))
+    set_trainable(model, stage)
+    fp8 = TypeAdapter(Fp8Config).validate_python(settings)
+    optimizer = build_optimizer(model, stage, arithmetic_of("coat", fp8, ALONE.device), ALONE)
+    assert isinstance(optimizer, CoatAdamW)
+    assert {group["codec"] for group in optimizer.param_groups} == {codec}
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.9, beta2)}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_linear"])
+def test_other_precisions_take_torchs_optimizer_at_any_beta2(tiny, precision: Precision):
+    model, stage = tiny.model(), replace(STAGE, betas=(0.9, 0.999))
+    set_trainable(model, stage)
+    optimizer = build_optimizer(model, stage, arithmetic_of(precision, None, ALONE.device), ALONE)
+    assert type(optimizer) is torch.optim.AdamW

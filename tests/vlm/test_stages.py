@@ -20,6 +20,7 @@ from coat_vlm.train.sources import row_budget
         (["fp8.weights=cache", "fp8.skip_last=1"], ["fp8.skip_last=1", "num_workers=0"]),
         ([], ["zero_stage=3", "stages.sft.micro_batch_size=1"]),  # more GPUs
         ([], ["fp8.cuda_graphs=true"]),
+        ([], ["fp8.second_moment=nearest"]),  # the checkpoint's states say whether it fits
     ],
 )
 def test_what_changes_no_gradient_may_change(before: list[str], after: list[str]) -> None:
