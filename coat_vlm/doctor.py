@@ -39,7 +39,6 @@ SMALL_SHARED_MEMORY = 1 << 30
 FP8_CAPABILITY = (8, 9)
 BF16_CAPABILITY = (8, 0)
 _REINSTALL = "make the environment anew as the README's section Install says"
-_INSTALL_LIGER = "pip install -c constraints.txt -e '.[gpu]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +146,6 @@ def abilities() -> Iterator[Finding]:
     yield _attempt("transformers models", _import_transformers)
     yield _attempt("open_clip towers", _import_open_clip)
     yield _attempt("DeepSpeed", _import_deepspeed)
-    yield liger(gpu=torch.cuda.is_available())
     yield _optional(
         "peft",
         "LoRA (peft)",
@@ -186,20 +184,6 @@ def fp8(capability: tuple[int, int]) -> Finding:
         return Finding("ok", "FP8 training", f"native on this GPU ({name})")
     remedy = "train with precision=bf16, or fp8.reference=true for the slow reference arithmetic"
     return Finding("note", "FP8 training", f"{name} has no FP8 units, sm89 has", remedy)
-
-
-def liger(gpu: bool) -> Finding:
-    """What computes the loss of a large vocabulary (``coat_vlm/model/loss.py``)."""
-    subject = "Liger's loss kernels"
-    try:
-        found = version("liger-kernel")
-    except PackageNotFoundError:
-        detail = "not installed; the loss runs in plain PyTorch, chunk by chunk"
-        return Finding("note" if gpu else "ok", subject, detail, _INSTALL_LIGER if gpu else "")
-    if not gpu:
-        return Finding("ok", subject, f"{found}; used on a GPU only")
-    remedy = "pip install --force-reinstall liger-kernel, or uninstall it: training does without"
-    return _attempt(subject, lambda: f"{found}; {_import_liger()}", remedy)
 
 
 def run_doctor() -> int:
@@ -330,12 +314,6 @@ def _import_deepspeed() -> str:
     finally:
         logging.disable(logging.NOTSET)
     return f"imports; it will use: {accelerator.device_name() if accelerator else 'nothing'}"
-
-
-def _import_liger() -> str:
-    from coat_vlm.model.loss import liger_function
-
-    return f"{liger_function().__name__} imports"
 
 
 def _optional(package: str, subject: str, without: str, remedy: str) -> Finding:

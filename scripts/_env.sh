@@ -71,9 +71,9 @@ refuse_cuda_torch() {
 
 make_environment() {
   export VIRTUAL_ENV="${COAT_VLM_VENV:-$PWD/.venv}"
-  local stamp wanted device=cpu extras=dev
+  local stamp wanted device=cpu
   if has_gpu; then
-    device=gpu extras=dev,gpu
+    device=gpu
   fi
   # venv puts pip in last: without it, the folder is new or its making was interrupted.
   if [ ! -x "$VIRTUAL_ENV/bin/pip" ]; then
@@ -95,7 +95,7 @@ make_environment() {
   if [ "$device" = cpu ]; then
     install_cpu_torch
   fi
-  python -m pip install --quiet -c constraints.txt -e ".[$extras]"
+  python -m pip install --quiet -c constraints.txt -e ".[dev]"
   if [ "$device" = cpu ]; then
     refuse_cuda_torch
   fi

@@ -3,7 +3,8 @@
 A case counts what an op has to move: every argument once (twice for gradients in FP8, which take
 two passes) and every result once. Partial sums, and what a cache serves again, are not counted. In
 the formulas ``t`` are tokens (``tp``: padded for a GEMM over tokens), ``h`` hidden channels, ``f``
-those of the MLP. Matrices are BF16: 2 bytes per element; a group-scaled copy has 1 + 1 / G.
+those of the MLP, ``v`` tokens of the vocabulary. Matrices are BF16: 2 bytes per element; a
+group-scaled copy has 1 + 1 / G.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,6 +20,12 @@ from coat_vlm.bench.shapes import LayerShape
 from coat_vlm.config import Fp8Config
 
 GROUP_SIZE = Fp8Config().group_size
+
+VOCABULARIES = {"llama": 32000, "qwen2": 152064}
+"""Of Llama-2 and of Qwen2.5-7B."""
+
+LOSS_TOKENS = 2048
+"""Most tokens whose logits are there at once in training, of Qwen2.5-7B."""
 
 Arguments = tuple[Any, ...]
 
@@ -57,6 +64,10 @@ class Draw:
         """BF16 [size]: one number per channel."""
         return self._normal(size).bfloat16()
 
+    def tokens(self, count: int, vocabulary: int) -> Tensor:
+        """Int64 [count], each below ``vocabulary``."""
+        return torch.randint(vocabulary, (count,), generator=self._generator, device=self._device)
+
     def _normal(self, *size: int) -> Tensor:
         return torch.randn(size, generator=self._generator, device=self._device)
 
@@ -68,7 +79,7 @@ def cases(shape: LayerShape) -> list[Case]:
         *_quantize_cases(shape),
         *_norm_cases(shape),
         *_activation_cases(shape),
-        *(_rope_cases(shape) if decoder else ()),
+        *((*_rope_cases(shape), _loss_case(shape)) if decoder else ()),
         _adamw_case(shape),
     ]
 
@@ -342,6 +353,17 @@ def _rope_cases(shape: LayerShape) -> Iterator[Case]:
             *("e5m2", True, True, bias),
         ),
     )
+
+
+def _loss_case(shape: LayerShape) -> Case:
+    t, v = min(shape.tokens, LOSS_TOKENS), VOCABULARIES[shape.family]
+
+    def arguments(draw: Draw) -> Arguments:
+        return (draw.matrix(t, v), draw.tokens(t, v), draw.matrix(1, 1, torch.float32).abs()[0, 0])
+
+    # Read the logits, a second time from the cache at best, targets and divisor; write the
+    # gradient, and a loss per token.
+    return Case("cross_entropy_", "losses and gradient", 4 * t * v + (8 + 4) * t + 4, arguments)
 
 
 def _adamw_case(shape: LayerShape) -> Case:

@@ -1,7 +1,8 @@
 """FP8 kernels of COAT in Triton, with plain PyTorch references. Needs torch and triton only.
 
-Formats and the scale convention: ``formats.py``. Numerics of every op on one page: ``reference.py``
-and ``reference_adamw.py``. Each op is a ``torch.library`` op: Triton on CUDA, the reference on CPU.
+Formats and the scale convention: ``formats.py``. Numerics of every op in plain PyTorch:
+``reference.py``, ``reference_adamw.py`` and ``reference_loss.py``. Each op is a ``torch.library``
+op: Triton on CUDA, the reference on CPU.
 """
 
 from coat_kernels.activation import (
@@ -15,6 +16,7 @@ from coat_kernels.adamw import adamw_step
 from coat_kernels.adamw_table import AdamwItem, AdamwTable
 from coat_kernels.codecs import CODECS, GROUP, Codec, Moment, codec_called, groups_of, new_moment
 from coat_kernels.codes import dequantize_tensor, transpose_codes
+from coat_kernels.cross_entropy import cross_entropy_
 from coat_kernels.formats import (
     E4M3,
     E5M2,
@@ -75,6 +77,7 @@ __all__ = [
     "activation_recompute",
     "adamw_step",
     "codec_called",
+    "cross_entropy_",
     "decode_moment",
     "dequantize_group",
     "dequantize_rows",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coat_kernels import reference, reference_adamw
 from coat_kernels.codecs import CODECS, new_moment
+from coat_kernels.cross_entropy import MOST_COLUMNS
 from coat_kernels.formats import FORMATS, GROUP_SIZES
 from coat_kernels.registry import OPS
 from coat_kernels.rows import ROW_ELEMENTS, TRANSPOSED_TILE
@@ -248,6 +249,18 @@ def _adamw_step(i: _Inputs) -> Examples:
     return examples
 
 
+def _cross_entropy(i: _Inputs) -> Examples:
+    generator = torch.Generator().manual_seed(i.rows)
+    examples: Examples = {}
+    # Three tiles, the last of them in part; and less than one.
+    for name, columns in (("wide", i.columns + 2 * MOST_COLUMNS), ("narrow", i.columns)):
+        targets = torch.randint(columns, (i.rows,), generator=generator)
+        logits = i.normal(i.rows, columns)
+        examples[name] = (logits, targets, torch.tensor(37.0))
+        examples[f"{name}-losses"] = (logits, targets, None)
+    return examples
+
+
 def _rope(i: _Inputs) -> Examples:
     examples: Examples = {}
     shared = i.rows // 3 if i.rows and i.rows % 3 == 0 else max(1, i.rows)
@@ -293,6 +306,7 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "activation_bwd": _activation_bwd,
     "activation_bwd_stats": _activation_bwd_stats,
     "scaled_mm": _scaled_mm,
+    "cross_entropy_": _cross_entropy,
     "rope": _rope,
     "rope_gradient": _rope_gradient,
     "rope_quantize": _rope_quantize,

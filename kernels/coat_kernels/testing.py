@@ -28,6 +28,7 @@ TOLERANCE: dict[tuple[str, torch.dtype], float] = {
     ("activation_bwd_stats", torch.float32): 3e-6,
     ("adamw_step", torch.float32): 3e-6,
     ("rope_gradient", torch.float32): 3e-6,
+    ("cross_entropy_", torch.float32): 3e-6,
     # A product and a sum may be one instruction.
     ("rope", torch.float32): 1e-6,
     # Rounded to FP8: see its codes.
@@ -40,6 +41,8 @@ TOLERANCE: dict[tuple[str, torch.dtype], float] = {
     ("norm_bwd", torch.float16): 5e-5,
     ("rope", torch.bfloat16): 2e-4,
     ("rope", torch.float16): 5e-5,
+    ("cross_entropy_", torch.bfloat16): 2e-4,
+    ("cross_entropy_", torch.float16): 5e-5,
     ("adamw_step", torch.bfloat16): 2e-4,
     ("adamw_step", torch.float16): 5e-5,
     # Codes, decoded: one differing code of E4M3 is off by up to 1 / 8, one of E5M2 by 1 / 4.
@@ -98,7 +101,8 @@ def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
     """
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, f"{name}: {actual.shape}, expected {expected.shape}"
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[actual.dtype.itemsize]
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    integer = integers[actual.dtype.itemsize]
     same = actual.reshape(-1).view(integer) == expected.reshape(-1).view(integer)
     if actual.dtype.is_floating_point:
         same |= actual.float().isnan().reshape(-1) & expected.float().isnan().reshape(-1)
@@ -164,7 +168,7 @@ def mapped(change: Callable[[Tensor], Tensor], args: Sequence[Any]) -> list[Any]
 
 
 def results(op: str, body: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
-    """Results of one body of an op; for ``adamw_step`` the tensors that it changed.
+    """Results of one body of an op, with the tensors that it changed.
 
     The arguments are copied first, so a body that changes them can be called again.
     """
@@ -173,6 +177,8 @@ def results(op: str, body: Callable[..., Any], args: Sequence[Any]) -> list[Tens
     if op == "adamw_step":
         p, _, *moments = args[:8]
         return [p, *moments, *([args[15]] if args[15] is not None else [])]
+    if op == "cross_entropy_":
+        return [result, args[0]]
     return [result] if isinstance(result, Tensor) else list(result)
 
 

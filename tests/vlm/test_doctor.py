@@ -12,7 +12,6 @@ from coat_vlm.doctor import (
     bf16_on_gpu,
     encode_video,
     fp8,
-    liger,
     run_doctor,
     shared_memory,
 )
@@ -64,29 +63,6 @@ def test_an_old_gpu_has_two_remedies():
 )
 def test_bf16_needs_sm80(capability: tuple[int, int], state: str):
     assert bf16_on_gpu(capability).state == state
-
-
-def test_liger_is_optional_and_for_gpus(monkeypatch: pytest.MonkeyPatch):
-    def missing(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(doctor, "version", missing)
-    assert liger(gpu=False).state == "ok"
-    assert liger(gpu=True).state == "note"
-    assert "[gpu]" in liger(gpu=True).remedy
-    monkeypatch.setattr(doctor, "version", lambda _: "0.8.5")
-    assert "used on a GPU only" in liger(gpu=False).detail
-
-
-def test_a_liger_that_does_not_import_is_broken(monkeypatch: pytest.MonkeyPatch):
-    def broken() -> str:
-        raise ImportError("cannot import name 'x' from 'triton'")
-
-    monkeypatch.setattr(doctor, "version", lambda _: "0.8.5")
-    monkeypatch.setattr(doctor, "_import_liger", broken)
-    found = liger(gpu=True)
-    assert found.state == "BROKEN"
-    assert "uninstall it" in found.remedy
 
 
 def test_small_shared_memory_is_noted():

@@ -244,14 +244,12 @@ def test_a_gpu_is_not_waited_for(
     tiny: Any,
     conversations: Any,
     run_without_waits: Any,
-    monkeypatch: pytest.MonkeyPatch,
     packed: bool,
 ) -> None:
     model = tiny.model().train()
     batch = batch_of(conversations(model), model, packed)
     device = torch.device("cuda")
     model = model.to(device, torch.bfloat16)
-    monkeypatch.setattr(loss, "liger_function", lambda: None)  # Liger's own code waits
 
     def run() -> None:
         inputs = inputs_on(batch, device)

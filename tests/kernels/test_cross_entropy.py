@@ -1,0 +1,185 @@
+"""Losses and gradients of rows of logits against torch's cross-entropy in FP64."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coat_kernels import OPS, cross_entropy_, reference_loss
+from coat_kernels.cross_entropy import MOST_COLUMNS
+from coat_kernels.testing import assert_same_bits, relative_rms
+
+Run = Callable[[str, Sequence[Any]], list[Tensor]]
+
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Largest relative RMS error of a gradient: that of one rounding."""
+
+
+def logits_of(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(columns)
+    return (3 * torch.randn(rows, columns, generator=generator)).to(dtype)
+
+
+def targets_of(rows: int, columns: int) -> Tensor:
+    return torch.randint(columns, (rows,), generator=torch.Generator().manual_seed(rows))
+
+
+def exact(logits: Tensor, targets: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
+    """FP64 losses [M], and the gradient of their sum over the divisor."""
+    x = logits.detach().double().requires_grad_()
+    losses = F.cross_entropy(x, targets, reduction="none")
+    (gradient,) = torch.autograd.grad(losses.sum() / divisor, x)
+    return losses.detach(), gradient
+
+
+# One logit, less than a tile, one tile, a tile and one, several and a part.
+WIDTHS = (1, 100, 256, MOST_COLUMNS + 1, 2 * MOST_COLUMNS + 4000)
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_losses_and_gradient_are_torchs(run: Run, dtype: torch.dtype, columns: int) -> None:
+    x, targets = logits_of(4, columns, dtype), targets_of(4, columns)
+    losses, gradient = run("cross_entropy_", (x, targets, torch.tensor(7.0)))
+    of_losses, of_logits = exact(x, targets, 7.0)
+    assert losses.dtype == torch.float32
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(losses.double(), of_losses, rtol=1e-6, atol=1e-6)
+    if columns == 1:
+        assert not gradient.any()
+    else:
+        assert relative_rms(gradient, of_logits) < ROUNDING[dtype]
+
+
+def test_without_a_divisor_the_logits_stay(run: Run) -> None:
+    x, targets = logits_of(3, 300), targets_of(3, 300)
+    with_gradient = run("cross_entropy_", (x, targets, torch.tensor(7.0)))
+    losses, after = run("cross_entropy_", (x, targets, None))
+    assert_same_bits("losses", losses, with_gradient[0])
+    assert_same_bits("logits", after, x)
+
+
+@pytest.mark.parametrize("shift", [-1e30, -30000.0, 30000.0, 1e30])
+def test_large_logits(run: Run, shift: float) -> None:
+    x, targets = logits_of(3, 500) + shift, targets_of(3, 500)
+    losses, gradient = run("cross_entropy_", (x, targets, torch.tensor(7.0)))
+    of_losses, of_logits = exact(x, targets, 7.0)
+    torch.testing.assert_close(losses.double(), of_losses, rtol=1e-6, atol=1e-6)
+    assert relative_rms(gradient, of_logits) < 1e-6
+
+
+@pytest.mark.parametrize("columns", [500, 2 * MOST_COLUMNS + 100])
+def test_tokens_that_are_ruled_out(run: Run, columns: int) -> None:
+    """With -inf for a whole first tile, for all but the target, and for a target."""
+    x = logits_of(4, columns)
+    targets = torch.full((4,), columns - 1)
+    x[0, : columns // 2 + 50] = -math.inf
+    x[1, :-1] = -math.inf
+    x[2, -1] = -math.inf
+    x[3] = -math.inf
+    losses, gradient = run("cross_entropy_", (x, targets, torch.tensor(7.0)))
+    of_losses, of_logits = exact(x, targets, 7.0)
+    torch.testing.assert_close(losses[:3].double(), of_losses[:3], rtol=1e-6, atol=1e-6)
+    assert losses[2] == math.inf
+    assert losses[1] == 0
+    assert losses[3].isnan()
+    assert relative_rms(gradient[:3], of_logits[:3]) < 1e-6
+    assert not gradient[0, : columns // 2 + 50].any()
+    assert not gradient[3].isfinite().any()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_logit_spoils_its_row_alone(run: Run, bad: float) -> None:
+    x, targets = logits_of(3, 500), targets_of(3, 500)
+    x[1, 77] = bad
+    losses, gradient = run("cross_entropy_", (x, targets, torch.tensor(7.0)))
+    assert losses.isfinite().tolist() == [True, False, True]
+    assert gradient.isfinite().all(1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("target", [-100, -1, 500, 2**40])
+def test_a_target_that_is_no_token_spoils_its_row_alone(run: Run, target: int) -> None:
+    x, targets = logits_of(3, 500), targets_of(3, 500)
+    targets[1] = target
+    losses, gradient = run("cross_entropy_", (x, targets, torch.tensor(7.0)))
+    assert losses.isnan().tolist() == [False, True, False]
+    assert gradient.isnan().all(1).tolist() == [False, True, False]
+    assert gradient[0].isfinite().all()
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("body", ["reference", "triton"])
+def test_rows_may_be_apart(place: str, body: str) -> None:
+    if (place == "cpu" and body == "triton") and torch.cuda.is_available():
+        pytest.skip("the kernels take CUDA tensors here")
+    memory = torch.full((4, 560), 5.0)
+    memory[:, :500] = logits_of(4, 500)
+    memory, targets = memory.to(place), targets_of(4, 500).to(place)
+    x = memory[:, :500]
+    of_losses, of_logits = exact(x, targets, 7.0)
+    losses = getattr(OPS["cross_entropy_"], body)(x, targets, torch.tensor(7.0, device=place))
+    torch.testing.assert_close(losses.double(), of_losses, rtol=1e-6, atol=1e-6)
+    assert relative_rms(x.cpu(), of_logits.cpu()) < 1e-6
+    assert (memory[:, 500:] == 5.0).all()
+
+
+def test_no_rows(run: Run) -> None:
+    losses, gradient = run("cross_entropy_", (torch.empty(0, 8), targets_of(0, 8), torch.ones(())))
+    assert losses.shape == (0,)
+    assert gradient.shape == (0, 8)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_the_op_overwrites_its_argument_as_the_dispatcher_knows(context: Any) -> None:
+    with context():
+        x, targets = logits_of(3, 40), targets_of(3, 40)
+        before, wanted = x.clone(), x.clone()
+        losses = cross_entropy_(x, targets)
+        assert torch.equal(x, before)
+        OPS["cross_entropy_"].dispatch(x, targets, torch.tensor(7.0))
+        again = reference_loss.cross_entropy_(wanted, targets, torch.tensor(7.0))
+    assert torch.equal(x, wanted)
+    assert torch.equal(losses, again)
+
+
+X, TARGETS, ONE = torch.ones(4, 48), torch.zeros(4, dtype=torch.int64), torch.ones(())
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((X.double(), TARGETS), "give float32, bfloat16 or float16"),
+        ((X.t(), TARGETS), "contiguous rows: flatten"),
+        ((X[None], TARGETS), "(1, 4, 48) and strides"),
+        ((X[:, :0], TARGETS), "V > 0"),
+        ((X, TARGETS.int()), "targets is torch.int32 of shape (4,)"),
+        ((X, TARGETS[:3]), "must be contiguous torch.int64 of shape (4,) on cpu"),
+        ((X, TARGETS, ONE.double()), "divisor is torch.float64"),
+        ((X, TARGETS, torch.ones(1)), "must be contiguous torch.float32 of shape () on cpu"),
+        ((X, TARGETS.to("meta")), "on meta; it must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused(args: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        cross_entropy_(*args)
+
+
+@pytest.mark.gpu
+def test_more_logits_than_32_bits_count() -> None:
+    rows, columns = 17000, 131072
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
+    x.normal_(generator=generator)
+    targets = torch.randint(columns, (rows,), generator=generator, device="cuda")
+    assert x.numel() > 2**31
+    sample = torch.tensor([0, 1, 8000, 16383, 16384, 16999], device="cuda")
+    of_losses, of_logits = exact(x[sample], targets[sample], 7.0)
+    losses = cross_entropy_(x, targets, torch.tensor(7.0, device="cuda"))
+    torch.testing.assert_close(losses[sample].double(), of_losses, rtol=1e-6, atol=1e-6)
+    for row, wanted in zip(sample, of_logits, strict=True):
+        assert relative_rms(x[row], wanted) < ROUNDING[torch.bfloat16]
