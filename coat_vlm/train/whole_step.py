@@ -41,22 +41,21 @@ def _step(wrapper: Any, closure: None = None) -> bool:  # noqa: ARG001 - DeepSpe
     """One step; says whether it was left out."""
     weights = [p for group in wrapper.fp16_groups for p in group]
     masters = [p for group in wrapper.fp32_groups for p in group]
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
-    norms = torch._foreach_norm(gradients, 2.0, torch.float32)
-    norm = float(torch.linalg.vector_norm(torch.stack(norms)))
+    for master in masters:
+        master.grad = torch.empty_like(master)
+    gradients = [master.grad for master in masters]
+    given = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
+    torch._foreach_copy_(gradients, given)  # pyright: ignore[reportPrivateImportUsage]
+    norm = float(torch.nn.utils.get_total_norm(gradients))
     if not math.isfinite(norm):
         return wrapper._skip_invalid_grad_norm()
     wrapper.overflow, wrapper._global_grad_norm = False, norm
-    wrapper._update_scale(False)  # noqa: FBT003 - DeepSpeed's signature
-    for master in masters:
-        master.grad = torch.empty_like(master)
-    exact = [master.grad for master in masters]
-    torch._foreach_copy_(exact, gradients)
+    wrapper._update_scale(False)
     divisor = wrapper.unscale_and_clip_grads(norm, apply_scale=False)
     if divisor != 1:
-        torch._foreach_mul_(exact, 1.0 / divisor)
+        torch._foreach_mul_(gradients, 1.0 / divisor)  # pyright: ignore[reportPrivateImportUsage]
     wrapper.optimizer.step()
     for master in masters:
         master.grad = None
-    torch._foreach_copy_(weights, masters)
+    torch._foreach_copy_(weights, masters)  # pyright: ignore[reportPrivateImportUsage]
     return False
