@@ -2,9 +2,10 @@
 
 At ZeRO stage 0 DeepSpeed (0.19, ``runtime/fp16/unfused_optimizer.py``) goes through the parameters
 one by one: it looks for infinities and waits for the GPU, takes the norm, makes an FP32 gradient,
-scales it, and copies the master into the weight. For a model of 20M parameters in 211 tensors that
-was half of a step's 6,200 launches, and the GPU worked for 45 of 120 ms. The same arithmetic in
-torch's ``_foreach`` functions is a few launches for all of them, and one wait, for the norm.
+scales it, and copies the master into the weight. These were 4,000 of the 6,200 launches of a BF16
+step of ``real_photos``, whose model has 20M parameters in 211 tensors, and the GPU was idle for
+more than half of the step (commit 1fac6ce). The same arithmetic in torch's ``_foreach`` functions
+is a few launches for all of them, and one wait, for the norm.
 
 A single rank has nothing to reduce, either; DeepSpeed would still copy every gradient into a buffer
 and back.
