@@ -224,7 +224,8 @@ class Fp8Config:
     second_moment: Literal["auto", "nearest", "chance"] = "auto"
     """How FP8 codes of AdamW's second moment v are rounded: ``nearest``, or up or down by
     ``chance``. ``auto`` takes ``chance`` in a stage whose beta2 is above 0.99: at 0.999 a step
-    moves v by 0.1%, codes are up to 12.5% apart, and to nearest v stays where it is."""
+    moves v by 0.1%, codes are up to 12.5% apart, and to nearest v stays where it is (0.95 and
+    0.999 were measured, nothing between them)."""
     reference: bool = False
     """Run the plain PyTorch arithmetic on a GPU without FP8 tensor cores (slow)."""
 

@@ -110,7 +110,8 @@ def linear_cross_entropy(
     The layer's own ``forward`` runs, without its hooks, so that whatever arithmetic it has (BF16
     roundings, FP8 GEMMs with scales of the chunk's tokens) is that of the loss. Gradients are
     computed here, for what needs one, and kept until the backward pass: a tensor like ``hidden``
-    and one like each parameter. Chunks' weight gradients are added in FP32.
+    and one like each parameter. Chunks' weight gradients are added in FP32, but for
+    the case below.
 
     On a GPU, a plain ``nn.Linear`` in hidden's dtype and outside of autocast runs as matrix
     products around ``coat_kernels.cross_entropy_``, and the CPU waits for nothing. Each product
@@ -307,6 +308,7 @@ def _kernel_fits(layer: nn.Linear, hidden: Tensor) -> bool:
     return (
         hidden.device.type in ("cuda", "meta")  # meta: a plan of the GPU's memory
         and type(layer) is nn.Linear
+        and "forward" not in vars(layer)
         and all(p.dtype == hidden.dtype for p in layer.parameters(recurse=False))
         and hidden.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and not torch.is_autocast_enabled("cuda")

@@ -6,6 +6,7 @@ weight, K elements of DeepSpeed's reduction bucket and 4 or 0 bytes of FP32 mast
     stage   weights  masters, states   gradients between     in the backward pass   in the step
                                        micro-batches                                (beside these)
     0       e P      T                 e T                   e min(K, T) at its end 4 T
+                                                             (not on one rank in BF16)
     1       e P      T / N             e T                   e K                    (e + 4) G / N
     2       e P      T / N             e T / N               e K + e T / N          (e + 4) G / N
     3       e P / N  T / N             e T / N, always       e K, always;           (e + 4) G / N
@@ -160,6 +161,8 @@ def rank_memory(
         element=e,
         ranks=ranks,
         accumulates=accumulates,
+        # coat_vlm/train/whole_step.py spares a single rank in BF16 the reduction.
+        averages=ranks > 1 or not sizes.master_bytes,
         activations=activations,
     )
     group = sizes.largest_group * share
@@ -207,6 +210,8 @@ class _Case:
     """e."""
     ranks: int
     accumulates: bool
+    averages: bool
+    """Whether stage 0 reduces gradients."""
     activations: Activations
 
     def stage_0(self) -> float:
@@ -214,8 +219,8 @@ class _Case:
         before = self.all_gradients if self.accumulates else 0.0
         peak = self.activations.peak(0 if self.accumulates else self.element)
         flat = min(self.all_gradients, self.element * MEMORY_OPT_ALLREDUCE_SIZE)
-        averaging = self.all_gradients + flat
-        return self.base + self.copy_bytes + max(before + peak, averaging)
+        at_the_end = self.all_gradients + (flat if self.averages else 0.0)
+        return self.base + self.copy_bytes + max(before + peak, at_the_end)
 
     def stage_1_or_2(self, zero_stage: ZeroStage) -> float:
         """Gradients go through the bucket, whose first flush makes room for those of this rank.

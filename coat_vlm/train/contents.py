@@ -74,7 +74,7 @@ class Contents:
                 first = next(n for n, p in model.parameters.items() if p.group == number)
                 rounding = rounding_of(saved["codec"])
                 if rounding and rounding_of(ours["codec"]) not in (None, rounding):
-                    remedy = f"resume with fp8.second_moment={rounding}, as the run began"
+                    remedy = f"resume with fp8.second_moment={rounding}, as this stage began"
                 raise ValueError(
                     f"{where}: the optimizer states of {first} and its parameter group are "
                     f"{saved['codec']}'s, this run has {ours['codec']}; {remedy}"

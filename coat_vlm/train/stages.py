@@ -153,6 +153,8 @@ def _claim(
 
 def _check_same(old: Recipe, new: Recipe, path: Path) -> None:
     before, after = _settings(old), _settings(new)
+    if (old.fp8 or Fp8Config()).second_moment != "auto":
+        before["fp8"]["second_moment"], after["fp8"]["second_moment"] = _codecs(old), _codecs(new)
     changed = [key for key in after if key not in _MAY_CHANGE and before[key] != after[key]]
     if changed:
         details = "; ".join(f"{key}: {before[key]!r} -> {after[key]!r}" for key in changed)
@@ -167,8 +169,9 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 
     These change memory and time only: ``fp8.weights``, ``fp8.cuda_graphs`` and the stages'
     ``micro_batch_size``, which another number of ranks may need (FP8 scales are those of a
-    micro-batch: losses then differ by FP8's rounding). And ``fp8.second_moment``: what ``auto``
-    means is compared with the checkpoint's states (contents.py), which tells what to set.
+    micro-batch: losses then differ by FP8's rounding). And ``fp8.second_moment``, whose meaning is
+    compared (:func:`_codecs`); what ``auto`` meant in an earlier version, the checkpoint's states
+    say (contents.py).
     """
     fp8 = dataclasses.asdict(recipe.fp8 or Fp8Config())
     del fp8["weights"], fp8["cuda_graphs"], fp8["second_moment"]
@@ -177,6 +180,12 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     for stage in stages.values():
         del stage["micro_batch_size"]
     return {**settings, "fp8": fp8, "stages": stages}
+
+
+def _codecs(recipe: Recipe) -> dict[str, str]:
+    """How each stage keeps its FP8 moments."""
+    fp8 = recipe.fp8 or Fp8Config()
+    return {name: fp8.codec(stage.betas[1]) for name, stage in recipe.stages.items()}
 
 
 def _run_stage(

@@ -27,7 +27,7 @@ def take_whole_steps(engine: DeepSpeedEngine) -> None:
     not, or their squares overflow: then no weight is changed, as DeepSpeed does it.
 
     Args:
-        engine: others than those of stage 0 in BF16 stay as they are.
+        engine: others than those of stage 0 in 16 bits stay as they are.
     """
     wrapper: Any = engine.optimizer
     if not isinstance(wrapper, FP16_UnfusedOptimizer):

@@ -51,8 +51,8 @@ def test_what_differs_is_named(model: Contents, message: str) -> None:
 @pytest.mark.parametrize(
     ("saved", "ours", "words"),
     [
-        ("CoatAdamW dre_e4m3 fp32", "CoatAdamW dre_e4m3_chance fp32", "=nearest, as the run began"),
-        ("CoatAdamW dre_e4m3_chance fp32", "CoatAdamW dre_e4m3 fp32", "=chance, as the run began"),
+        ("CoatAdamW dre_e4m3 fp32", "CoatAdamW dre_e4m3_chance fp32", "=nearest, as this stage"),
+        ("CoatAdamW dre_e4m3_chance fp32", "CoatAdamW dre_e4m3 fp32", "=chance, as this stage"),
         ("CoatAdamW dre_e4m3 fp32", "CoatAdamW released fp32", None),
         ("CoatAdamW dre_e4m3 fp32", "CoatAdamW dre_e4m3 bf16_remainder", None),
         ("AdamW", "CoatAdamW dre_e4m3_chance fp32", None),

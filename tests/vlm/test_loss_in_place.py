@@ -142,9 +142,9 @@ def test_roundings_of_a_sum_over_chunks(place: str, monkeypatch: pytest.MonkeyPa
         linear_cross_entropy(*of, divisor, chunk_bytes=size).backward()
         assert layer.weight.grad is not None
         found += relative_errors([layer.weight.grad], [wanted])
-    expected = [0.0021, 0.0036, 0.0049] if place == "cpu" else [0.0021, 0.0041, 0.0053]
-    assert found == pytest.approx(expected, rel=0.05)
-    assert relative_errors([wanted.bfloat16()], [wanted])[0] == pytest.approx(0.0017, rel=0.05)
+    one_rounding = relative_errors([wanted.bfloat16()], [wanted])[0]
+    assert one_rounding < found[0] < 0.0025 < found[1] < 0.0045 < found[2] < 0.006
+    assert one_rounding == pytest.approx(0.0017, rel=0.05)  # uniform: 2^-8 / sqrt(12) of a binade
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

@@ -7,10 +7,11 @@ import pytest
 
 from coat_vlm.config import SourceConfig
 from coat_vlm.packing_config import PackingConfig
-from coat_vlm.recipe_file import load_recipe
+from coat_vlm.recipe_file import load_recipe, save_recipe
 from coat_vlm.train import stages
 from coat_vlm.train.source_record import SourceRecord
 from coat_vlm.train.sources import row_budget
+from coat_vlm.train.world import joined_world
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,10 @@ from coat_vlm.train.sources import row_budget
         (["fp8.weights=cache", "fp8.skip_last=1"], ["fp8.skip_last=1", "num_workers=0"]),
         ([], ["zero_stage=3", "stages.sft.micro_batch_size=1"]),  # more GPUs
         ([], ["fp8.cuda_graphs=true"]),
-        ([], ["fp8.second_moment=nearest"]),  # the checkpoint's states say whether it fits
+        # What auto meant where the run began, the checkpoint's states say.
+        ([], ["fp8.second_moment=nearest"]),
+        # These are what auto takes with quickstart's betas.
+        (["fp8.second_moment=nearest"], ["fp8.second_moment=auto"]),
     ],
 )
 def test_what_changes_no_gradient_may_change(before: list[str], after: list[str]) -> None:
@@ -33,6 +37,21 @@ def test_packed_rows_for_graphs_have_one_length(graphs: bool, align: int) -> Non
     recipe = load_recipe("quickstart", [f"fp8.cuda_graphs={graphs}"])
     budget = row_budget(recipe, PackingConfig(images=3), 1000)
     assert (budget.tokens, budget.images, budget.align) == (1024, 3, align)
+
+
+def test_another_rounding_of_moments_is_refused_before_the_recipe_is_saved(tmp_path: Path) -> None:
+    """In the stage alone whose beta2 makes it another."""
+    overrides = ["stages.sft.betas=[0.9,0.999]", f"output_dir={tmp_path}"]
+    old = load_recipe("quickstart", [*overrides, "fp8.second_moment=nearest"])
+    save_recipe(old, tmp_path / "recipe.yaml")
+    before = (tmp_path / "recipe.yaml").read_bytes()
+    words = r"second_moment.*dre_e4m3', 'sft': 'dre_e4m3'.*dre_e4m3', 'sft': 'dre_e4m3_chance'"
+    with joined_world() as world, pytest.raises(ValueError, match=words):
+        stages._claim(  # pyright: ignore[reportPrivateUsage]
+            tmp_path, load_recipe("quickstart", overrides), world,
+            resume=True, chained=False, overwrite=False,
+        )  # fmt: skip
+    assert (tmp_path / "recipe.yaml").read_bytes() == before
 
 
 def test_other_keys_are_named() -> None:
