@@ -38,9 +38,10 @@ def test_the_peaks_are_those_of_deepspeed(
         row = json.loads(line.removeprefix("PLAN "))
         # Partitions hold whole tensors; a flush needs a little more than what it moves.
         tolerance = 0.001 if ranks == 1 else 0.025
-        if row["zero_stage"] == 3 and accumulation > 1:
-            # The plan has the output layer's gradient, which the loss leaves, beside two buckets.
-            tolerance = 0.025
+        if (ranks, row["zero_stage"]) == (1, 3) and accumulation > 1:
+            # The plan is up to a gradient of the output layer too high, never too low.
+            assert row["passes"] <= 1.001 * row["planned_passes"], row
+            tolerance = 0.015
         assert row["planned_passes"] == pytest.approx(row["passes"], rel=tolerance), row
         # On a CPU CoatAdamW joins small tensors, which takes memory that a GPU's kernel does not.
         joins = row["step"] > 1.02 * row["planned_step"] and row["zero_stage"] == 0
