@@ -34,9 +34,9 @@ CHUNK_BYTES = 256 * 2**20
 peak about four tensors of that size exist: logits, log-probabilities and their gradients. Smaller
 chunks would read and write the weight's gradient more often; it costs that traffic per chunk."""
 
-IN_PLACE_BYTES = 600 * 2**20
+IN_PLACE_BYTES = 1200 * 2**20
 """The same for logits that their gradient replaces, in the layer's dtype: then there is no other
-tensor of that size (2,068 tokens of a vocabulary of 152k in BF16)."""
+tensor of that size (4,137 tokens of a vocabulary of 152k in BF16)."""
 
 
 def next_token_loss(
@@ -110,16 +110,12 @@ def linear_cross_entropy(
     The layer's own ``forward`` runs, without its hooks, so that whatever arithmetic it has (BF16
     roundings, FP8 GEMMs with scales of the chunk's tokens) is that of the loss. Gradients are
     computed here, for what needs one, and kept until the backward pass: a tensor like ``hidden``
-    and one like each parameter. Chunks' weight gradients are added in FP32, but for
-    the case below.
+    and one for each parameter, in FP32 where chunks are added, so that it is rounded once.
 
     On a GPU, a plain ``nn.Linear`` in hidden's dtype and outside of autocast runs as matrix
-    products around ``coat_kernels.cross_entropy_``, and the CPU waits for nothing. Each product
-    that makes a weight gradient adds the chunks before, in FP32, and rounds the sum to the weight's
-    dtype, once per chunk. In BF16 one rounding is a relative error of 0.0017 (RMS). That of the
-    whole gradient, which logits and their gradients in BF16 add to, is 0.0021 with one chunk of
-    random tokens, 0.0036 with eight, 0.0049 with sixteen; on an H200, whose products are split,
-    0.0041 and 0.0053 (``tests/vlm/test_loss_in_place.py``).
+    products around ``coat_kernels.cross_entropy_``, and the CPU waits for nothing. In BF16 the one
+    rounding of the weight's gradient is a relative error of 0.0017 (RMS), and with those of the
+    logits and of their gradients it is 0.0021 (``tests/vlm/test_loss_in_place.py``).
 
     Args:
         layer: [H] to [V], with no layers inside.
@@ -161,11 +157,14 @@ def _chunks(tokens: int, size: int) -> Iterator[slice]:
 class _ByAutograd:
     """A chunk through the layer's own forward, its gradients by torch; on any device."""
 
-    def __init__(self, layer: nn.Linear, divisor: Tensor) -> None:
+    def __init__(self, layer: nn.Linear, divisor: Tensor, is_whole: bool) -> None:
+        """is_whole: there is one chunk, and nothing to add."""
         self._twin = _detached(layer)
         self._divisor = divisor
         self._leaves = [p for p in self._twin.parameters(recurse=False) if p.requires_grad]
-        self._sums = [torch.zeros_like(p, dtype=_sum_dtype(p)) for p in self._leaves]
+        self._sums = [
+            torch.zeros_like(p, dtype=p.dtype if is_whole else _sum_dtype(p)) for p in self._leaves
+        ]
 
     @staticmethod
     def loss(layer: nn.Linear, rows: Tensor, targets: Tensor) -> Tensor:
@@ -186,16 +185,18 @@ class _ByAutograd:
         return loss.detach()
 
     def gradients(self) -> list[Tensor]:
-        """Of the layer's trained parameters, in their order."""
-        return [s.to(p.dtype) for s, p in zip(self._sums, self._leaves, strict=True)]
+        """Of the layer's trained parameters, in their order, in FP32 or their dtype."""
+        return self._sums
 
 
 class _InPlace:
     """The same for a plain layer, with the kernel that puts gradients in the logits' place."""
 
-    def __init__(self, layer: nn.Linear, divisor: Tensor) -> None:
+    def __init__(self, layer: nn.Linear, divisor: Tensor, is_whole: bool) -> None:
+        """is_whole: there is one chunk, and nothing to add."""
         self._layer = layer
         self._divisor = divisor
+        self._is_whole = is_whole
         self._sums: dict[str, Tensor] = {}
 
     @staticmethod
@@ -212,21 +213,29 @@ class _InPlace:
         if rows_gradient is not None:
             torch.mm(gradient, layer.weight, out=rows_gradient)
         if layer.weight.requires_grad:
-            if "weight" in self._sums:
-                self._sums["weight"].addmm_(gradient.t(), rows)
-            else:
-                self._sums["weight"] = torch.mm(gradient.t(), rows)
+            self._add_to_weight(gradient.t(), rows)
         if layer.bias is not None and layer.bias.requires_grad:
             of_bias = gradient.sum(0, dtype=_sum_dtype(layer.bias))
             self._sums["bias"] = self._sums["bias"] + of_bias if "bias" in self._sums else of_bias
         return loss
 
+    def _add_to_weight(self, a: Tensor, b: Tensor) -> None:
+        """Adds the product [V, M] x [M, H], which a GPU makes in FP32 from 16 bits."""
+        total = self._sums.get("weight")
+        dtype = a.dtype if self._is_whole else _sum_dtype(a)
+        if dtype == a.dtype or a.device.type == "cpu":  # which makes no other dtype than a's
+            a, b = a.to(dtype), b.to(dtype)
+            self._sums["weight"] = torch.mm(a, b) if total is None else total.addmm_(a, b)
+        elif total is None:
+            self._sums["weight"] = torch.mm(a, b, out_dtype=dtype)
+        else:
+            torch.addmm(total, a, b, out_dtype=dtype, out=total)
+
     def gradients(self) -> list[Tensor]:
-        """Of the layer's trained parameters, in their order."""
+        """Of the layer's trained parameters, in their order, in FP32 or their dtype."""
         trained = {n: p for n, p in self._layer.named_parameters(recurse=False) if p.requires_grad}
         return [
-            self._sums[name].to(p.dtype) if name in self._sums else torch.zeros_like(p)
-            for name, p in trained.items()
+            self._sums[n] if n in self._sums else torch.zeros_like(p) for n, p in trained.items()
         ]
 
 
@@ -242,14 +251,15 @@ class _ChunkedLoss(torch.autograd.Function):
         layer: nn.Linear,
         kind: type[_ByAutograd | _InPlace],
         size: int,
-        *_parameters: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
-        work = kind(layer, divisor)
+        work = kind(layer, divisor, is_whole=size >= len(hidden))
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         total = torch.zeros((), device=hidden.device)
         for rows in _chunks(len(hidden), size):
             into = None if hidden_gradient is None else hidden_gradient[rows]
             total += work.add(hidden[rows], targets[rows], into)
+        ctx.dtypes = [p.dtype for p in parameters if p.requires_grad]
         ctx.save_for_backward(hidden_gradient, *work.gradients())
         return total
 
@@ -259,9 +269,16 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any, *grad_outputs: Any
     ) -> tuple[Tensor | None, ...]:
         (scale,) = grad_outputs
+        hidden, *sums = ctx.saved_tensors
         # In place: a weight's gradient is as large as the weight. A second pass through a kept
         # graph finds the saved tensors changed, and torch refuses it.
-        hidden, *gradients = [None if g is None else g.mul_(scale) for g in ctx.saved_tensors]
+        hidden = None if hidden is None else hidden.mul_(scale)
+        gradients = [
+            s.mul_(scale)
+            if s.dtype == dtype
+            else torch.mul(s, scale, out=s.new_empty(s.shape, dtype=dtype))
+            for s, dtype in zip(sums, ctx.dtypes, strict=True)
+        ]
         return hidden, None, None, None, None, None, *gradients
 
 
