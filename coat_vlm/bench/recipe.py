@@ -23,7 +23,7 @@ from coat_data.loader import check_batch_sizes
 from coat_vlm.bench.recipe_case import RecipeBench, RecipeRow
 from coat_vlm.bench.recipe_rows import MadeData, RowShape, made_batch
 from coat_vlm.bench.rows import local_origin, origin
-from coat_vlm.bench.step import LEFT_BYTES, told
+from coat_vlm.bench.step import LEFT_BYTES
 from coat_vlm.bench.step_loop import take_apart
 from coat_vlm.bench.vlm_shapes import random_model
 from coat_vlm.config import Recipe, StageConfig, StageName
@@ -89,14 +89,16 @@ def bench_recipe(
     rows = []
     for case in cases:
         row = _new_row(bench, case, world)
-        out_of_memory = ""
+        out_of_memory = False
         try:
             _measure(row, bench, case, world)
-        except torch.OutOfMemoryError as error:
-            out_of_memory = told(error)
+        except RuntimeError as error:
+            out_of_memory = _is_out_of_memory(error)
+            if not out_of_memory:
+                raise
+            row.problem = "OOM"
             traceback.clear_frames(error.__traceback__)  # they hold the model
         _free(world.device)
-        row.problem = row.problem or out_of_memory
         rows.append(row)
         if world.is_main:
             on_row(row)
@@ -321,6 +323,12 @@ def _new_row(bench: RecipeBench, case: StageCase, world: World) -> RecipeRow:
         images=case.row.images,
         note=f"images: {case.images_why.split(' (')[0]}",  # no paths of this machine
     )
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch, Triton, cuBLAS or NCCL got no memory; all but torch tell it by words alone."""
+    words = ("out of memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def _free(device: torch.device) -> None:

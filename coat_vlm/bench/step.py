@@ -113,7 +113,7 @@ class _Run:
                     "process goes on after a failure"
                 )
                 raise
-            problem = told(error)
+            problem = _told(error)
             traceback.clear_frames(error.__traceback__)  # they hold the model
         self._free()
         if problem:
@@ -239,14 +239,14 @@ class _Run:
             try:
                 self._note_plan(row, contender, loop)
             except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-                row.note += f"; no plan: {told(error)}"  # what was measured stays
+                row.note += f"; no plan: {_told(error)}"  # what was measured stays
         if self.bench.on_profile is not None:
             try:
                 self._profile(row, loop, inputs)
             except (RuntimeError, OSError) as error:
                 if world.size > 1 and isinstance(error, RuntimeError):
                     raise  # the others wait in the step
-                row.note += f"; no profile: {told(error)}"
+                row.note += f"; no profile: {_told(error)}"
 
     def _profile(self, row: StepRow, loop: PlainLoop | EngineLoop, inputs: Inputs) -> None:
         world, show = self.world, self.bench.on_profile
@@ -338,8 +338,7 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def told(error: Exception) -> str:
-    """What a row says of an error: OOM, or its kind and first line."""
+def _told(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "OOM"
     lines = str(error).strip().splitlines()

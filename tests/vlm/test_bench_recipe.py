@@ -1,6 +1,7 @@
 """The step of a recipe: what is fed, what is built, what is counted, what is refused."""
 
 import csv
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,8 @@ def test_text_has_no_placeholder_wherever_that_stands_in_the_vocabulary() -> Non
     for image_id in (0, 7, 511):
         case.config.image_token_id = image_id
         model = random_model(case.config, CPU, torch.float32)
-        sample = made_sample(model, case.row, torch.Generator().manual_seed(0))
+        row = dataclasses.replace(case.row, tokens=3000)  # every id is drawn some times
+        sample = made_sample(model, row, torch.Generator().manual_seed(0))
         assert (sample.input_ids == image_id).sum() == 9
         assert sample.input_ids.max() < 512
         batch = collate([sample], pad_token_id=0)
@@ -181,14 +183,23 @@ def test_a_language_model_alone_gets_packed_rows(world: World, tmp_path: Path) -
     assert row.problem == ""
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("tried to allocate too much"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=["torch", "triton", "cublas"],
+)
 def test_out_of_memory_is_told_and_the_next_stage_goes_on(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
     build = recipe_room.build_engine
 
     def failing(model: Any, recipe: Any, stage: Any, *others: Any) -> Any:
         if not stage.language.train:
-            raise torch.OutOfMemoryError("tried to allocate too much")
+            raise error
         return build(model, recipe, stage, *others)
 
     monkeypatch.setattr(recipe_room, "build_engine", failing)
@@ -201,6 +212,17 @@ def test_out_of_memory_is_told_and_the_next_stage_goes_on(
     with pytest.raises(ValueError, match=r"stages.align.micro_batch_size=2 at ZeRO-0; lower it"):
         bench_recipe(bench(plan=False), several, told.append)
     assert [row.problem for row in told] == ["OOM"]
+
+
+def test_another_failure_is_not_called_out_of_memory(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("device-side assert triggered")
+
+    monkeypatch.setattr(recipe_room, "build_engine", failing)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        measured(world, bench(plan=False))
 
 
 @pytest.mark.parametrize(
