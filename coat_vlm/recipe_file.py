@@ -32,12 +32,16 @@ def builtin_recipes() -> list[str]:
     )
 
 
-def load_recipe(path_or_name: str, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    path_or_name: str, overrides: Sequence[str] = (), *, unset_variables: bool = False
+) -> Recipe:
     """Read a recipe.
 
     Args:
         path_or_name: a YAML file, or the name of a built-in recipe.
         overrides: ``dotted.key=value`` texts, the value in YAML; applied in order.
+        unset_variables: let ``${NAME}`` of a variable that is not set stand as it is: for a
+            command that needs none of the user's files.
 
     Raises:
         ValueError: no such recipe, YAML that does not parse, an unknown or repeated key (the
@@ -52,7 +56,7 @@ def load_recipe(path_or_name: str, overrides: Sequence[str] = ()) -> Recipe:
         raise ValueError(f"{where}: a recipe is a mapping of keys, got {type(data).__name__}")
     for override in overrides:
         _override(data, override)
-    data = _expand(data, where)
+    data = _expand(data, where, unset_variables)
     try:
         return TypeAdapter(Recipe).validate_python(data)
     except ValidationError as error:
@@ -130,21 +134,21 @@ def _index(place: list[Any], key: str, dotted: str) -> int:
     return int(key)
 
 
-def _expand(value: Any, where: str) -> Any:
+def _expand(value: Any, where: str, unset_variables: bool) -> Any:
     """``value`` with ${NAME} replaced in all its strings."""
     if isinstance(value, Mapping):
-        return {key: _expand(item, where) for key, item in value.items()}
+        return {key: _expand(item, where, unset_variables) for key, item in value.items()}
     if isinstance(value, list):
-        return [_expand(item, where) for item in value]
+        return [_expand(item, where, unset_variables) for item in value]
     if not isinstance(value, str):
         return value
     for name in _VARIABLE.findall(value):
-        if name not in os.environ:
+        if name not in os.environ and not unset_variables:
             raise ValueError(
                 f"{where}: {value!r} needs the environment variable {name}, which is not set; "
                 f"set it (export {name}=/path/to/your/data) or override the key"
             )
-    return _VARIABLE.sub(lambda match: os.environ[match[1]], value)
+    return _VARIABLE.sub(lambda match: os.environ.get(match[1], match[0]), value)
 
 
 def _explain(problem: Any) -> str:

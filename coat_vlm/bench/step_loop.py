@@ -103,25 +103,8 @@ class EngineLoop:
         return loss.detach()
 
     def close(self) -> None:
-        """Take DeepSpeed's hooks off the model, and all memory from both.
-
-        Stage 3 of deepspeed 0.19.8 never lets go of a model: a list of its module and classes made
-        for its hooks hold it. So what they hold is emptied.
-        """
-        graph_blocks(self.model, enabled=False)
-        wrapper: Any = self.engine.optimizer
-        inner: Any = self.engine.basic_optimizer
-        self.engine.destroy()
-        parameter_offload.FWD_MODULE_STACK.clear()
-        for parameter in self.model.parameters():
-            parameter.grad = None
-            vars(parameter).clear()
-            parameter.data = parameter.data.new_empty(0)
-        inner.state.clear()
-        for group in inner.param_groups:
-            group["params"] = []
-        for held in (wrapper, inner):
-            vars(held).clear()
+        """Take DeepSpeed's hooks off the model, and all memory from both."""
+        take_apart(self.engine, self.model)
 
     def _set_lr(self) -> None:
         optimizer: Any = self.engine.optimizer
@@ -130,6 +113,28 @@ class EngineLoop:
                 group["lr"].fill_(LR)
             else:
                 group["lr"] = LR
+
+
+def take_apart(engine: DeepSpeedEngine, model: CoatVlm) -> None:
+    """Take DeepSpeed's hooks off a model, and all memory from both; neither can be used again.
+
+    Stage 3 of deepspeed 0.19.8 never lets go of a model: a list of its module and classes made
+    for its hooks hold it. So what they hold is emptied.
+    """
+    graph_blocks(model, enabled=False)
+    wrapper: Any = engine.optimizer
+    inner: Any = engine.basic_optimizer
+    engine.destroy()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    for parameter in model.parameters():
+        parameter.grad = None
+        vars(parameter).clear()
+        parameter.data = parameter.data.new_empty(0)
+    inner.state.clear()
+    for group in inner.param_groups:
+        group["params"] = []
+    for held in (wrapper, inner):
+        vars(held).clear()
 
 
 def stage_config(batch: int, accumulation: int, ranks: int, checkpointing: bool) -> StageConfig:

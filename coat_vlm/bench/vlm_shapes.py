@@ -60,19 +60,8 @@ class VlmShape:
         )
 
     def build(self, device: torch.device, dtype: torch.dtype) -> CoatVlm:
-        """The model with random weights, the same at every call on the same kind of device.
-
-        They are drawn where the model will be: 8B parameters take seconds on a GPU, minutes on a
-        CPU.
-        """
-        before = torch.get_default_dtype()
-        torch.manual_seed(0)
-        torch.set_default_dtype(dtype)
-        try:
-            with device:
-                return CoatVlm(self.config(dtype))
-        finally:
-            torch.set_default_dtype(before)
+        """The model with random weights, the same at every call on the same kind of device."""
+        return random_model(self.config(dtype), device, dtype)
 
     def frame(self, dtype: torch.dtype) -> CoatVlm:
         """The model on ``meta``."""
@@ -114,6 +103,29 @@ class VlmShape:
             size = self.vision["image_size"]
             inputs["pixel_values"] = torch.randn(self.images, 3, size, size, generator=generator)
         return inputs
+
+
+def random_model(
+    config: CoatVlmConfig, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> CoatVlm:
+    """A composed model with random weights, the same at every call on the same kind of device.
+
+    They are drawn where the model will be: 8B parameters take seconds on a GPU, minutes on a CPU.
+
+    Args:
+        config: its parts' ``dtype`` is the same.
+        device: where it stands.
+        dtype: of all weights.
+        seed: of torch's global generator.
+    """
+    before = torch.get_default_dtype()
+    torch.manual_seed(seed)
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return CoatVlm(config)
+    finally:
+        torch.set_default_dtype(before)
 
 
 FAMILIES: dict[str, type[LlamaConfig] | type[Qwen2Config]] = {

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coat_vlm.commands.bench_recipe import add_recipe
 from coat_vlm.commands.bench_step import add_step
 from coat_vlm.commands.command import PRECISIONS, Commands, command, say
 
@@ -25,6 +26,7 @@ def add(commands: Commands) -> None:
     _add_gemm(jobs)
     _add_adamw(jobs)
     add_step(jobs)
+    add_recipe(jobs)
 
 
 def _add_decoder(jobs: Commands) -> None:

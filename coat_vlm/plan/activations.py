@@ -104,17 +104,9 @@ def trace(
     Raises:
         ValueError: the images of a row have more tokens than the row.
     """
-    per_image = model.config.tokens_per_image
-    groups = [min(pool_frames, images - first) for first in range(0, images, pool_frames)]
+    groups = image_groups(model, length, images, pool_frames)
     tower = model.vision_tower
-    if tower is None and images:
-        raise ValueError(f"--images {images}: the model has no vision tower; leave it out")
-    if len(groups) * per_image >= length:
-        raise ValueError(
-            f"{len(groups)} images of {per_image} tokens leave no room for text in max_length="
-            f"{length}; raise model.max_length or lower --images"
-        )
-    in_images = len(groups) * per_image
+    in_images = len(groups) * model.config.tokens_per_image
     text = length - 1 - in_images if trained is None else trained
     inputs: dict[str, Tensor] = {
         "input_ids": torch.empty(batch, length, dtype=torch.int64, device="meta"),
@@ -152,6 +144,30 @@ def trace(
         memory.attention_workspace,
         final_copies,
     )
+
+
+def image_groups(model: CoatVlm, length: int, images: int, pool_frames: int = 1) -> list[int]:
+    """How many images of a row share the tokens of one, group by group.
+
+    Args:
+        model: on any device.
+        length: tokens of a row.
+        images: of a row.
+        pool_frames: see :func:`trace`.
+
+    Raises:
+        ValueError: the images of a row have more tokens than the row, or there is no tower.
+    """
+    per_image = model.config.tokens_per_image
+    groups = [min(pool_frames, images - first) for first in range(0, images, pool_frames)]
+    if model.vision_tower is None and images:
+        raise ValueError(f"--images {images}: the model has no vision tower; leave it out")
+    if len(groups) * per_image >= length:
+        raise ValueError(
+            f"{len(groups)} images of {per_image} tokens leave no room for text in max_length="
+            f"{length}; raise model.max_length or lower --images"
+        )
+    return groups
 
 
 @contextmanager

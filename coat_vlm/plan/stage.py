@@ -10,7 +10,6 @@ from tqdm import tqdm
 
 from coat_data.loader import check_batch_sizes
 from coat_vlm.config import (
-    STAGES,
     BlockPrecision,
     Fp8Config,
     Recipe,
@@ -22,6 +21,7 @@ from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import Activations, trace
 from coat_vlm.plan.frames import BLOCK_PRECISIONS, gpu_arithmetic, stage_frame, vocabulary
 from coat_vlm.plan.images import images_per_row
+from coat_vlm.plan.published import with_published_shapes
 from coat_vlm.plan.zero import (
     RankMemory,
     Sizes,
@@ -30,6 +30,7 @@ from coat_vlm.plan.zero import (
     sizes_of,
     state_bytes_per_parameter,
 )
+from coat_vlm.train.stages import stage_names
 
 USABLE = 0.94
 """Share of a GPU's memory that tensors may take. The rest is an allowance, not measured: CUDA's
@@ -119,10 +120,8 @@ def plan_recipe(
     Raises:
         ValueError: the recipe could not be trained on so many ranks: as training would say.
     """
-    names: list[StageName] = [name for name in STAGES if name in recipe.stages]
-    if only_stage is not None and only_stage not in names:
-        raise ValueError(f"--stage {only_stage}: the recipe has the stages {', '.join(names)}")
-    chosen: list[StageName] = [name for name in names if only_stage in (None, name)]
+    recipe = with_published_shapes(recipe)
+    chosen = stage_names(recipe, only_stage)
     for name in chosen:
         stage = recipe.stages[name]
         check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, ranks)
@@ -140,6 +139,16 @@ def plan_recipe(
         )
         for name in chosen
     ]
+
+
+def row_tokens(recipe: Recipe, stage: StageConfig) -> int:
+    """Tokens of a full row of a stage: ``model.max_length``, or those of a packed row.
+
+    Raises:
+        ValueError: ``packing.tokens`` does not fit ``model.max_length``.
+    """
+    longest = recipe.model.max_length
+    return longest if stage.packing is None else stage.packing.row_tokens(longest)
 
 
 def plan_stage(
@@ -169,9 +178,7 @@ def plan_stage(
         ValueError: see there.
     """
     stage = recipe.stages[name]
-    packing = stage.packing
-    longest = recipe.model.max_length
-    length = tokens or (packing.row_tokens(longest) if packing is not None else longest)
+    length = tokens or row_tokens(recipe, stage)
     arithmetic = gpu_arithmetic(recipe.precision, recipe.fp8)
     coat = arithmetic.fp8 is not None and arithmetic.fp8.optimizer == "coat"
     optimizer = CoatAdamW if coat else torch.optim.AdamW

@@ -6,8 +6,9 @@ import deepspeed
 import torch
 
 from coat_vlm.config import Recipe, StageConfig
-from coat_vlm.fp8 import Arithmetic, fp8_blocks, graph_blocks
+from coat_vlm.fp8 import Arithmetic, ConversionReport, fp8_blocks, graph_blocks
 from coat_vlm.model.lora import add_adapters
+from coat_vlm.model.packed_attention import PACKED
 from coat_vlm.model.parameters import module_parameters
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW, param_groups
@@ -76,6 +77,29 @@ def set_train_mode(model: CoatVlm, stage: StageConfig) -> None:
     for name, part in module_parameters(model).items():
         if not stage.module(name).train:
             part.eval()
+
+
+def prepare_model(
+    model: CoatVlm, recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic
+) -> ConversionReport | None:
+    """Make a model what a stage trains: adapters, frozen parts, attention, precision.
+
+    Args:
+        model: as it was built or loaded; changed in place, once.
+        recipe: attention.
+        stage: what trains, and whether rows are packed.
+        arithmetic: of the recipe's precision.
+
+    Returns:
+        What became FP8; None where nothing should.
+
+    Raises:
+        ValueError: ``lora`` names a layer that is not there, or the model does not fit FP8.
+    """
+    set_trainable(model, stage)
+    if stage.packing is not None and recipe.model.attention == "sdpa":
+        model.language_model.set_attn_implementation(PACKED)
+    return arithmetic.apply(model)
 
 
 def build_optimizer(

@@ -108,18 +108,41 @@ class StageRun:
                     started = time.perf_counter()
                     micro_batches = next(batches)
                     data_wait = time.perf_counter() - started
-                    self._footprint(micro_batches)  # its passes are not for the monitor's hooks
-                    self.phases.start()
-                    with self._monitored() as monitored, self._measured() as counted:
-                        row = self._step(micro_batches, interrupts.received)
-                    # Measuring FP8 takes memory too, which is no part of what training needs.
-                    peak = None if counted or monitored else self._peak_memory_mb()
-                    row["peak_memory_mb"] = peak
-                    stop = row.pop("stop")
-                    line.show(self._report(row, time.perf_counter() - started, data_wait))
+                    row, stop = self.take(micro_batches, started, data_wait, interrupts.received)
+                    line.show(row)
                     self._between_steps(stop, interrupts)
             finally:
                 batches.close()
+
+    def take(
+        self,
+        micro_batches: list[LoadedBatch],
+        started: float,
+        data_wait: float = 0.0,
+        stop_requested: bool = False,
+    ) -> tuple[dict[str, Any], bool]:
+        """One step, with all that is measured around it.
+
+        Args:
+            micro_batches: of this rank.
+            started: ``time.perf_counter()`` before they were asked for.
+            data_wait: seconds until they were there.
+            stop_requested: whether this process got a signal.
+
+        Returns:
+            Its row of metrics.jsonl, and whether a process got a signal.
+
+        Raises:
+            ValueError: as :meth:`train`.
+        """
+        self._footprint(micro_batches)  # its passes are not for the monitor's hooks
+        self.phases.start()
+        with self._monitored() as monitored, self._measured() as counted:
+            row = self._step(micro_batches, stop_requested)
+        # Measuring FP8 takes memory too, which is no part of what training needs.
+        row["peak_memory_mb"] = None if counted or monitored else self._peak_memory_mb()
+        stop = row.pop("stop")
+        return self._report(row, time.perf_counter() - started, data_wait), stop
 
     def _footprint(self, micro_batches: list[LoadedBatch]) -> None:
         """Measure what FP8 keeps, before the first step."""

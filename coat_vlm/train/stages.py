@@ -16,7 +16,6 @@ from coat_data.order import Cursor
 from coat_vlm.config import STAGES, Fp8Config, Recipe, StageName
 from coat_vlm.fp8 import arithmetic_of, graph_blocks
 from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model
-from coat_vlm.model.packed_attention import PACKED
 from coat_vlm.model.pretrained import composed_folder
 from coat_vlm.processor import (
     CoatVlmProcessor,
@@ -35,7 +34,7 @@ from coat_vlm.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from coat_vlm.train.engine import build_engine, clips_itself, set_trainable
+from coat_vlm.train.engine import build_engine, clips_itself, prepare_model
 from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
 from coat_vlm.train.export import save_description
 from coat_vlm.train.folder import problem_inside, problem_with, remove_folder, settle
@@ -95,7 +94,7 @@ def run_recipe(
     """
     if recipe.eval_every and not subsets:
         raise ValueError("eval_every needs questions: pass coat_eval.eval_subsets(recipe)")
-    names = _stage_names(recipe, only_stage)
+    names = stage_names(recipe, only_stage)
     run_dir = model_dir = Path(recipe.output_dir)
     chained = only_stage is not None
     with joined_world() as world:
@@ -118,7 +117,12 @@ def run_recipe(
     return model_dir
 
 
-def _stage_names(recipe: Recipe, only_stage: str | None) -> list[StageName]:
+def stage_names(recipe: Recipe, only_stage: str | None) -> list[StageName]:
+    """The stages of a recipe in order, or the one that was asked for.
+
+    Raises:
+        ValueError: the recipe has no such stage.
+    """
     names: list[StageName] = [name for name in STAGES if name in recipe.stages]
     if only_stage is None:
         return names
@@ -202,10 +206,7 @@ def _run_stage(
     torch.manual_seed(recipe.seed)
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device)
     model, processor = _model_for(recipe, name, run_dir, arithmetic.dtype, world)
-    set_trainable(model, stage)
-    if stage.packing is not None and recipe.model.attention == "sdpa":
-        model.language_model.set_attn_implementation(PACKED)
-    conversion = arithmetic.apply(model)
+    conversion = prepare_model(model, recipe, stage, arithmetic)
     if conversion is not None:
         say(world, f"\n{conversion}")
     data = open_data(recipe, name, run_dir, processor, world)

@@ -14,6 +14,7 @@ from coat_vlm.bench.gemm import GemmRow
 from coat_vlm.bench.kernels import KernelRow
 from coat_vlm.bench.layer import LayerRow
 from coat_vlm.bench.moments import MomentRow
+from coat_vlm.bench.recipe_case import RecipeRow
 from coat_vlm.bench.rows import Row, append_rows, number, table
 from coat_vlm.bench.step_case import StepRow
 
@@ -52,6 +53,7 @@ def test_files_in_the_repository_have_the_columns_of_their_rows():
         "kernels": KernelRow,
         "gemm": GemmRow,
         "adamw": AdamwRow,
+        "recipe": RecipeRow,
     }
     columns = {name: tuple(field.name for field in fields(row)) for name, row in kinds.items()}
     columns["decoder"] = curves.COLUMNS
