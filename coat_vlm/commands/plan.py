@@ -57,7 +57,7 @@ def _plan(args: argparse.Namespace) -> int:
     overrides = list(args.overrides)
     if args.precision:
         overrides.append(f"precision={args.precision}")
-    recipe = load_recipe(args.recipe, overrides)
+    recipe = load_recipe(args.recipe, overrides, unset_variables=True)
     from coat_vlm.plan import format_plan, plan_recipe
 
     plans = plan_recipe(
