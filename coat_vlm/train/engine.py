@@ -1,5 +1,6 @@
 """DeepSpeed around the model: ZeRO, BF16 with FP32 masters, accumulation and clipping."""
 
+import warnings
 from typing import Any
 
 import deepspeed
@@ -148,6 +149,8 @@ def build_engine(
     # cuDNN attention (torch 2.11's first choice on Hopper) gave NaN gradients at a sane loss in
     # training with short sequences (docs/results.md); the flash backend did not.
     torch.backends.cuda.enable_cudnn_sdp(recipe.cudnn_attention)
+    # DeepSpeed 0.19.8 calls what torch 2.13 has renamed, and would say so in every step.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
