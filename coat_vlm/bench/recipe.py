@@ -229,7 +229,9 @@ def _measure(row: RecipeRow, bench: RecipeBench, case: StageCase, world: World) 
     finally:
         take_apart(engine, model)
     if bench.plan:
-        _plan(row, case, bench, kept, world)
+        row.plan_gb = planned_peak(case, bench, kept=kept, ranks=world.size)
+        if row.peak_gb is not None:
+            row.plan_off = 100 * (row.plan_gb / row.peak_gb - 1)
 
 
 def _never(*_: Any) -> None:
@@ -279,8 +281,15 @@ def _fill(
         row.peak_gb = max(peaks) / 1e3
 
 
-def _plan(row: RecipeRow, case: StageCase, bench: RecipeBench, kept: bool, world: World) -> None:
-    """What a plan expects, beside what was measured."""
+def planned_peak(case: StageCase, bench: RecipeBench, *, kept: bool, ranks: int) -> float:
+    """What a plan expects of a rank's peak, in 10^9 bytes.
+
+    Args:
+        case: the stage.
+        bench: how many micro-batches a step has.
+        kept: whether they share FP8 weights.
+        ranks: processes.
+    """
     arithmetic = gpu_arithmetic(case.recipe.precision, case.recipe.fp8)
     coat = arithmetic.fp8 is not None and arithmetic.fp8.optimizer == "coat"
     optimizer = CoatAdamW if coat else torch.optim.AdamW
@@ -295,13 +304,11 @@ def _plan(row: RecipeRow, case: StageCase, bench: RecipeBench, kept: bool, world
     planned = rank_memory(
         case.recipe.zero_stage,
         sizes_of(case.frame, case.stage, state_bytes_per_parameter(optimizer)),
-        world.size,
+        ranks,
         activations,
         accumulates=bench.accumulation > 1,
     )
-    row.plan_gb = planned.peak / 1e9
-    if row.peak_gb is not None:
-        row.plan_off = 100 * (row.plan_gb / row.peak_gb - 1)
+    return planned.peak / 1e9
 
 
 def _new_row(bench: RecipeBench, case: StageCase, world: World) -> RecipeRow:

@@ -17,7 +17,7 @@ PLANNED: tuple[OptimizerName, ...] = ("none", "adamw", "coat")
 
 
 class StepPlan:
-    """Plans the steps of one model in one precision, which it traces once.
+    """Plans the steps of one model in one precision, which it traces once for each batch.
 
     Args:
         shape: the model and its samples.
@@ -43,15 +43,9 @@ class StepPlan:
         if arithmetic.fp8 is not None:
             convert(frame, arithmetic.fp8)
         set_train_mode(frame, stage)
-        self._frame, self._stage = frame, stage
-        text = shape.tokens - shape.images * frame.config.tokens_per_image
-        self._one, self._two = (
-            trace(
-                frame, rows, shape.tokens, shape.images,
-                trained=text, reuse_weights=reuse_weights,
-            )
-            for rows in (1, 2)
-        )  # fmt: skip
+        self._frame, self._stage, self._shape = frame, stage, shape
+        self._reuse_weights = reuse_weights
+        self._traced: dict[int, Activations] = {}
 
     def peak_gb(
         self,
@@ -73,7 +67,7 @@ class StepPlan:
         """
         if optimizer not in PLANNED:
             return None
-        activations = self._one.towards(self._two, batch - 1)
+        activations = self._activations(batch)
         if optimizer == "none":
             return self._passes(activations, accumulation) / 1e9
         kind = CoatAdamW if optimizer == "coat" else torch.optim.AdamW
@@ -81,6 +75,17 @@ class StepPlan:
         accumulates = accumulation > 1
         memory = rank_memory(zero_stage, sizes, ranks, activations, accumulates=accumulates)
         return memory.peak / 1e9
+
+    def _activations(self, batch: int) -> Activations:
+        # Not on a line through two small batches: their logits are fewer chunks.
+        if batch not in self._traced:
+            shape = self._shape
+            text = shape.tokens - shape.images * self._frame.config.tokens_per_image
+            self._traced[batch] = trace(
+                self._frame, batch, shape.tokens, shape.images,
+                trained=text, reuse_weights=self._reuse_weights,
+            )  # fmt: skip
+        return self._traced[batch]
 
     def _passes(self, activations: Activations, accumulation: int) -> float:
         sizes = sizes_of(self._frame, self._stage, 0.0)

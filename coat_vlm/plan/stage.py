@@ -61,6 +61,8 @@ class StagePlan:
     """Of the recipe's micro-batch."""
     doubled: Activations
     """Of twice as many rows."""
+    fourfold: Activations
+    """Of four times as many."""
     recipe_zero: ZeroStage
     memory: dict[ZeroStage, RankMemory]
     kept: dict[tuple[BlockPrecision, bool], Activations]
@@ -73,8 +75,11 @@ class StagePlan:
 
     def rows(self, micro_batch: int) -> Activations:
         """Activations of another micro-batch."""
-        amount = micro_batch / self.stage.micro_batch_size - 1
-        return self.activations.towards(self.doubled, amount)
+        times = micro_batch / self.stage.micro_batch_size
+        if times <= 2:
+            return self.activations.towards(self.doubled, times - 1)
+        # Small batches have their logits in one chunk, whose gradient needs no FP32 sum.
+        return self.doubled.towards(self.fourfold, times / 2 - 1)
 
     def with_micro_batch(self, zero_stage: ZeroStage, micro_batch: int) -> RankMemory:
         """Memory under a ZeRO stage with another micro-batch and the recipe's batch."""
@@ -189,7 +194,7 @@ def plan_stage(
         images, why = images_per_row(recipe, stage, length, config)
     cached = arithmetic.fp8 is not None and arithmetic.fp8.weights == "cache"
     sizes = sizes_of(frame, stage, state_bytes_per_parameter(optimizer))
-    exact, doubled = (
+    exact, doubled, fourfold = (
         trace(
             frame,
             factor * stage.micro_batch_size,
@@ -198,7 +203,7 @@ def plan_stage(
             pool_frames=recipe.model.video.pool_frames or 1,
             reuse_weights=cached,
         )
-        for factor in (1, 2)
+        for factor in (1, 2, 4)
     )
     chosen: list[ZeroStage] = sorted({*zero_stages, recipe.zero_stage})
     accumulates = stage.batch_size > stage.micro_batch_size * ranks
@@ -218,6 +223,7 @@ def plan_stage(
         sizes=sizes,
         activations=exact,
         doubled=doubled,
+        fourfold=fourfold,
         recipe_zero=recipe.zero_stage,
         memory={
             zero: rank_memory(zero, sizes, ranks, exact, accumulates=accumulates) for zero in chosen
