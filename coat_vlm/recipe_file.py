@@ -40,8 +40,8 @@ def load_recipe(
     Args:
         path_or_name: a YAML file, or the name of a built-in recipe.
         overrides: ``dotted.key=value`` texts, the value in YAML; applied in order.
-        unset_variables: let ``${NAME}`` of a variable that is not set stand as it is: for a
-            command that needs none of the user's files.
+        unset_variables: let ``${NAME}`` of a variable that is not set stand as it is in ``stages``
+            and ``eval_sets``: for a command that needs no data.
 
     Raises:
         ValueError: no such recipe, YAML that does not parse, an unknown or repeated key (the
@@ -56,7 +56,10 @@ def load_recipe(
         raise ValueError(f"{where}: a recipe is a mapping of keys, got {type(data).__name__}")
     for override in overrides:
         _override(data, override)
-    data = _expand(data, where, unset_variables)
+    data = {
+        key: _expand(value, where, unset_variables and key in ("stages", "eval_sets"))
+        for key, value in data.items()
+    }
     try:
         return TypeAdapter(Recipe).validate_python(data)
     except ValidationError as error:

@@ -79,7 +79,8 @@ def bench_recipe(
         on_row: called on the main process with each stage's row.
 
     Returns:
-        The rows, the same numbers on every process.
+        The rows, the same numbers on every process. There is none of a stage for which another
+        than the main process alone had no memory.
 
     Raises:
         ValueError: the settings do not fit the recipe or this machine, or with several processes

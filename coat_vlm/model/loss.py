@@ -125,7 +125,8 @@ def linear_cross_entropy(
         chunk_bytes: of a chunk's logits; :data:`CHUNK_BYTES` or :data:`IN_PLACE_BYTES` when absent.
 
     Returns:
-        [] FP32; 0 with a graph where M is 0. Its backward pass can run once.
+        [] FP32; 0 with a graph where M is 0. A second backward pass is refused, unless there are
+        only FP32 sums to multiply, which stay as they are.
     """
     if divisor is None:
         divisor = torch.ones((), device=hidden.device)

@@ -160,3 +160,15 @@ def test_states_are_measured() -> None:
 
     assert state_bytes_per_parameter(torch.optim.AdamW) == 8
     assert 2 < state_bytes_per_parameter(CoatAdamW) < 2.2
+
+
+def test_a_plan_needs_no_data(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NOT_SET", raising=False)
+    path.write_text(TEXT.replace("missing.json", '"${NOT_SET}/own.json"'))
+    assert main(["plan", str(path), "--gpu-memory", "80"]) == 0
+    assert "assumed: the data cannot be read" in capsys.readouterr().out
+    tower = "model.vision={name_or_path: '${NOT_SET}/siglip'}"
+    assert main(["plan", str(path), "--gpu-memory", "80", tower]) == 2
+    assert "environment variable NOT_SET" in capsys.readouterr().err
