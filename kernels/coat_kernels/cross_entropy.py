@@ -5,7 +5,7 @@
 One program takes one row, twice: the first pass finds its largest logit and the sum of
 exponentials, the second writes the gradient over the logits. A row of a vocabulary of 152k is
 304 KB in BF16, more than a multiprocessor holds, so the second pass goes backwards: what was read
-last may still be in the cache (of Qwen2.5-7B's rows little is: kernels/README.md). Reference: ``reference_loss.cross_entropy_``.
+last may still be in the cache. Reference: ``reference_loss.cross_entropy_``.
 """
 
 import torch
