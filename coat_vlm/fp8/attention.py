@@ -10,8 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from coat_vlm.fp8 import sdpa
 from coat_vlm.fp8.lean import Copies, lean_attention
 from coat_vlm.fp8.linear import linear
-from coat_vlm.model.packed_attention import PACKED
-from coat_vlm.model.packing import packing_of
+from coat_vlm.model.packing import PACKED, packing_of
 
 
 def attend(

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from coat_vlm.model.packed_attention import flash_forward, kernel_for, token_major
-from coat_vlm.model.packing import Packing
+from coat_vlm.model.packing import Packing, flash_forward, kernel_for, token_major
 
 _ATEN: Any = torch.ops.aten
 _FLASH, _CUDNN = 1, 3

@@ -2,7 +2,7 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
-from coat_vlm.model import counted_positions, packed_attention
+from coat_vlm.model import packing
 from coat_vlm.model.build import build_model
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig, OpenClipVisionConfig
 from coat_vlm.model.parameters import count_parameters, module_parameters
@@ -27,5 +27,5 @@ AutoConfig.register(OpenClipVisionConfig.model_type, OpenClipVisionConfig, exist
 AutoConfig.register(CoatVlmConfig.model_type, CoatVlmConfig, exist_ok=True)
 AutoModel.register(CoatVlmConfig, CoatVlm, exist_ok=True)
 AutoModelForImageTextToText.register(CoatVlmConfig, CoatVlm, exist_ok=True)
-packed_attention.register()
-counted_positions.register()
+packing.register()
+packing.register()

@@ -10,15 +10,32 @@ The inputs of such a layer are quantized while the model runs: per token, or per
 channels. Names, dtypes and shapes in files are those of compressed-tensors' ``float-quantized`` and
 ``int-quantized`` (presets FP8_DYNAMIC, FP8_BLOCK and INT8_W8A8 of its ``quant_scheme.py``), which
 vLLM and transformers read.
+
+Reads a composed checkpoint whose linear layers are compressed (:mod:`.compressed`).
+
+The weights are decompressed one by one while they are read, so the model in memory is an ordinary
+one: it can be trained, converted and saved. compressed-tensors itself is not needed.
+
+Linear layers whose inputs are rounded as a layer with compressed weights rounds them.
+
+Programs that serve such weights multiply codes by codes. Here the weights are decompressed when a
+checkpoint is loaded, and every input is quantized and decompressed, so that an evaluation shows
+what both roundings cost, on any machine. Only the order of summation is another.
 """
 
+import json
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import GenerationConfig
 
 WeightFormat = Literal["fp8", "fp8_block", "int8"]
 METHOD = "compressed-tensors"
@@ -190,3 +207,119 @@ def sqnr_db(weight: Tensor, approximation: Tensor) -> float:
     w = weight.double()
     noise = (w - approximation.double()).square().sum().item()
     return math.inf if noise == 0 else 10 * math.log10(w.square().sum().item() / noise)
+
+
+_SCALE = ".weight_scale"
+
+
+def compression_of(folder: str | Path) -> Scheme | None:
+    """How the weights of a folder are compressed; None where they are not, or it is no folder.
+
+    Raises:
+        ValueError: they are, in a way that is not known here.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError:
+        return None  # whoever reads the configuration says so
+    found = config.get("quantization_config")
+    return None if found is None else scheme_of(found, str(path))
+
+
+def compressed_layers(folder: Path) -> list[str]:
+    """Names of the modules whose weights are compressed."""
+    names = (name for file in _files(folder) for name in _names(file))
+    return sorted(name.removesuffix(_SCALE) for name in names if name.endswith(_SCALE))
+
+
+def arguments_of(
+    folder: Path, scheme: Scheme, config: Any, dtype: torch.dtype | str | None
+) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` that load the decompressed weights in place of a folder.
+
+    Args:
+        folder: the checkpoint.
+        scheme: how it is compressed.
+        config: the model's configuration; it is changed, so that what is saved later is plain.
+        dtype: of the weights; that of the other weights where ``auto`` or absent.
+    """
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    chosen = dtype if isinstance(dtype, torch.dtype) else config.dtype
+    arguments: dict[str, Any] = {
+        "config": config,
+        "dtype": chosen,
+        "state_dict": dict(_decompressed(folder, scheme, chosen)),
+    }
+    if (folder / "generation_config.json").is_file():
+        arguments["generation_config"] = GenerationConfig.from_pretrained(folder)
+    return arguments
+
+
+def _decompressed(folder: Path, scheme: Scheme, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    with ExitStack() as stack:
+        opened = {
+            name: file
+            for path in _files(folder)
+            for file in [stack.enter_context(safe_open(str(path), "pt"))]
+            for name in file.keys()  # noqa: SIM118 - an open file is no mapping
+        }
+        for name, file in opened.items():
+            if name.endswith(_SCALE):
+                continue
+            tensor: Tensor = file.get_tensor(name)
+            scale = f"{name.removesuffix('.weight')}{_SCALE}"
+            if scale in opened:
+                tensor = dequantize(tensor, opened[scale].get_tensor(scale), scheme).to(dtype)
+            yield name, tensor
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _names(path: Path) -> list[str]:
+    with safe_open(str(path), "pt") as file:
+        return list(file.keys())
+
+
+class RoundedInputLinear(nn.Linear):
+    """A linear layer that quantizes its input: one scale per token, or per token and 128 channels.
+
+    Its parameters are those of nn.Linear; :func:`round_inputs` makes it.
+    """
+
+    scheme: Scheme
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] to [..., N] in the input's dtype."""
+        return F.linear(rounded(input, self.scheme), self.weight, self.bias)
+
+
+def rounded(x: Tensor, scheme: Scheme) -> Tensor:
+    """What the codes of inputs [..., K] stand for, in their dtype."""
+    values, channels = x.float(), x.shape[-1]
+    if scheme.block is not None:
+        values = F.pad(values, (0, -channels % scheme.block)).unflatten(-1, (-1, scheme.block))
+    scale = scale_of(values.abs().amax(-1, keepdim=True), scheme)
+    back = codes_of(values, scale, scheme).float() * scale
+    if scheme.block is not None:
+        back = back.flatten(-2)[..., :channels]
+    return back.to(x.dtype)
+
+
+def round_inputs(model: nn.Module, scheme: Scheme, layers: Iterable[str]) -> None:
+    """Let the named layers round their inputs, in place.
+
+    Args:
+        model: has a plain linear layer of each name.
+        scheme: of their weights.
+        layers: names of modules.
+    """
+    for name in layers:
+        layer: Any = model.get_submodule(name)
+        layer.__class__ = RoundedInputLinear
+        layer.scheme = scheme

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 from coat_vlm.config import ModuleName
 from coat_vlm.model.configuration import kept_layers
-from coat_vlm.model.output_layer import why_logits_are_needed
+from coat_vlm.model.loss import why_logits_are_needed
 from coat_vlm.model.vision import VisionTower
 from coat_vlm.model.vlm import CoatVlm
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from coat_vlm.lora_config import LoraTraining
+from coat_vlm.config.stage import LoraTraining
 from coat_vlm.model.parameters import count_parameters
 from coat_vlm.model.vlm import CoatVlm
 

@@ -21,16 +21,17 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from coat_vlm.model.compressed_folder import arguments_of, compression_of
+from coat_vlm.model.compressed import arguments_of, compression_of
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.model.counted_positions import counted_by_model
-from coat_vlm.model.loss import next_token_loss
-from coat_vlm.model.output_layer import loss_for_logits, why_logits_are_needed
-from coat_vlm.model.packed_attention import PACKED, no_mask
-from coat_vlm.model.packing import packing_of
-from coat_vlm.model.padding import mask_for_loss
-from coat_vlm.model.placeholders import check_count, place_features, placeholder_positions
-from coat_vlm.model.pooling import groups_per_row, pool_frames
+from coat_vlm.model.loss import loss_for_logits, next_token_loss, why_logits_are_needed
+from coat_vlm.model.packing import PACKED, counted_by_model, mask_for_loss, no_mask, packing_of
+from coat_vlm.model.placeholders import (
+    check_count,
+    groups_per_row,
+    place_features,
+    placeholder_positions,
+    pool_frames,
+)
 from coat_vlm.model.pretrained import check_complete, readable_errors
 from coat_vlm.model.projector import Projector, build_projector
 from coat_vlm.model.scales import Grid, project_scales, tiles_per_row
@@ -141,13 +142,14 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             input_ids: (B, T) token ids with image placeholders.
             attention_mask: (B, T), 1 for tokens, 0 for padding; or what the language model takes.
                 One on the CPU is left out where the loss alone is computed and does not need it
-                (:func:`coat_vlm.model.padding.mask_for_loss`).
+                (:func:`coat_vlm.model.packing.mask_for_loss`).
             position_ids: (B, T) positions; counted by the language model when absent.
             pixel_values: (N, 3, S, S), the images of all rows in order; None or N = 0 for none.
             image_grids: (M, 2) integers with ``config.s2_scales``: rows and columns of each image's
                 largest scale; every image is one tile when absent.
             frame_groups: (G,) integers: how many consecutive tiles of ``pixel_values`` are frames
-                that share the tokens of one (:mod:`coat_vlm.model.pooling`); 1 each when absent.
+                that share the tokens of one (:mod:`coat_vlm.model.placeholders`); 1 each when
+                absent.
             inputs_embeds: (B, T, H) instead of input_ids; then images must already be in them.
             labels: (B, T) target ids, not shifted; -100 is not trained, and padding must have it.
                 From those on the CPU it is known which tokens the loss takes without a wait.
@@ -163,7 +165,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
                 assertion on a GPU, which does not say more; on a CPU the error does.
             **kwargs: passed to the language model. With ``cu_seq_lens_q`` [N + 1] int32 and
                 ``max_length_q`` the batch is one row of N packed sequences
-                (:mod:`coat_vlm.model.packed_attention`); positions then count from each one's
+                (:mod:`coat_vlm.model.packing`); positions then count from each one's
                 start, whose label is ignored.
 
         Returns:

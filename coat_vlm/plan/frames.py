@@ -5,10 +5,10 @@ from transformers import AutoTokenizer
 
 from coat_vlm.config import BlockPrecision, Fp8Config, Precision, Recipe, StageConfig
 from coat_vlm.fp8 import Arithmetic, convert
-from coat_vlm.model.frame import model_frame, saved_frame
+from coat_vlm.model.build import model_frame, saved_frame
 from coat_vlm.model.pretrained import composed_folder
+from coat_vlm.model.tokenizer import prepare_tokenizer, tokenizer_name
 from coat_vlm.model.vlm import CoatVlm
-from coat_vlm.tokenizer import prepare_tokenizer, tokenizer_name
 from coat_vlm.train.engine import set_train_mode, set_trainable
 
 BLOCK_PRECISIONS: tuple[BlockPrecision, ...] = ("bf16", "fp8_linear", "coat", "coat_lean")

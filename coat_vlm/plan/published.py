@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coat_vlm.config import LanguageConfig, ModelConfig, Recipe
-from coat_vlm.model_config import TokenizerConfig
+from coat_vlm.config.model import TokenizerConfig
 
 TOWERS: dict[str, Mapping[str, Any]] = {
     "Efficient-Large-Model/paligemma-siglip-so400m-patch14-448": {

@@ -161,7 +161,7 @@ def rank_memory(
         element=e,
         ranks=ranks,
         accumulates=accumulates,
-        # coat_vlm/train/whole_step.py spares a single rank in BF16 the reduction.
+        # coat_vlm/train/engine.py spares a single rank in BF16 the reduction.
         averages=ranks > 1 or not sizes.master_bytes,
         activations=activations,
     )

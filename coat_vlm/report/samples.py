@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from coat_data.image import open_image
+from coat_data.media.image import open_image
 from coat_data.sample import DataError, Media
 
 CARDS_PER_SET = 12
@@ -100,7 +100,9 @@ def _card(row: dict[str, Any]) -> SampleCard:
 def _pictures(media: Media) -> list[Image.Image]:
     if media.kind == "image":
         return [open_image(media)]
-    from coat_data.video import read_frames  # evaluation imports this package; it needs no decoder
+    from coat_data.media.video import (
+        read_frames,  # evaluation imports this package; it needs no decoder
+    )
 
     return read_frames(media, MEDIA_PER_CARD)
 

@@ -13,10 +13,10 @@ from typing import Any
 from tqdm import tqdm
 
 from coat_data.sample import DataError, Sample
+from coat_vlm.distributed import World
 from coat_vlm.generate import PromptEncoder, answer_batch
+from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.model.vlm import CoatVlm
-from coat_vlm.processor import CoatVlmProcessor
-from coat_vlm.train.world import World
 
 BATCH_SIZE = 8
 MAX_NEW_TOKENS = 16

@@ -17,29 +17,25 @@ import torch
 from deepspeed import DeepSpeedEngine
 from tqdm import tqdm
 
-from coat_data.batches import REPLAYED
-from coat_data.collate import Batch
-from coat_data.frame_sampling import VIDEO_COUNTS
-from coat_data.loader import LoadedBatch
-from coat_data.order import Cursor
+from coat_data.load.collate import Batch
+from coat_data.load.loader import REPLAYED, LoadedBatch
+from coat_data.media.sampling import VIDEO_COUNTS
+from coat_data.mixture.sampler import Cursor
 from coat_vlm.config import StageConfig
+from coat_vlm.distributed import World
 from coat_vlm.fp8 import WeightReuse, captured_bytes
-from coat_vlm.model.transfer import sent
+from coat_vlm.model.placeholders import sent
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import lr_factor
-from coat_vlm.train.block_monitor import BlockMonitor
 from coat_vlm.train.engine import set_train_mode
 from coat_vlm.train.evaluation import LiveEvaluation
-from coat_vlm.train.fp8_record import Fp8Record
 from coat_vlm.train.gradients import GradientWatch, NonFiniteWatch
 from coat_vlm.train.interrupt import Interrupts
-from coat_vlm.train.metrics import Metrics
-from coat_vlm.train.phases import PhaseClock
+from coat_vlm.train.metrics import Metrics, StepLine
+from coat_vlm.train.monitor import BlockMonitor, Fp8Record
 from coat_vlm.train.quarantine import Quarantine
 from coat_vlm.train.sources import StageData
-from coat_vlm.train.step_line import StepLine
-from coat_vlm.train.throughput import Throughput, trained_tokens
-from coat_vlm.train.world import World
+from coat_vlm.train.throughput import PhaseClock, Throughput, trained_tokens
 
 _READ_COUNTS = (*VIDEO_COUNTS, REPLAYED)
 

@@ -7,10 +7,10 @@ import torch
 from tqdm import tqdm
 
 from coat_vlm.config import Recipe, StageName
+from coat_vlm.distributed import World
 from coat_vlm.model import CoatVlm, count_parameters, module_parameters
 from coat_vlm.model.lora import describe
 from coat_vlm.train.sources import StageData
-from coat_vlm.train.world import World
 
 
 def overview(recipe: Recipe, name: str, model: CoatVlm, world: World) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from coat_data.batches import BadSample
+from coat_data.load.loader import BadSample
 from coat_vlm.config import STAGES, SourceConfig, StageConfig
 
 FILE = "bad_samples.jsonl"

@@ -1,33 +1,165 @@
-"""A stage's data: the training mixture and the validation sources."""
+"""A stage's data: the training mixture and the validation sources.
 
+A recipe's source that is a list of sources: one source for each entry, with its own share.
+
+What a stage's sources were when it started, so that a run that continues has the same.
+"""
+
+import dataclasses
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from coat_data.dataset import SampleDataset
-from coat_data.documents import row_kinds
-from coat_data.encode import Encoder
-from coat_data.loader import LoadedBatch, TrainLoader, val_batches
-from coat_data.mixture import Mixture, SourceShare
-from coat_data.pack import Budget, Outlook, PackedOrder
-from coat_data.selection import (
+from coat_data.lists.entry import SourceEntry
+from coat_data.lists.read import read_list
+from coat_data.load.dataset import SampleDataset
+from coat_data.load.encode import Encoder
+from coat_data.load.loader import LoadedBatch, TrainLoader, val_batches
+from coat_data.mixture.packing import Budget, Outlook, PackedOrder
+from coat_data.mixture.sampler import Mixture, SourceShare
+from coat_data.mixture.selection import (
     Rows,
     SelectedRows,
+    listed_sources,
     read_quarantine,
     select_rows,
     shards_of,
     unseekable,
     without,
 )
-from coat_data.verify import dropped_question, verify_rows, verify_template
+from coat_data.sample import DataError
+from coat_data.text.documents import row_kinds
+from coat_data.text.verify import dropped_question, verify_rows, verify_template
 from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
-from coat_vlm.packing_config import PackingConfig
-from coat_vlm.processor import CoatVlmProcessor
-from coat_vlm.train.documents import in_pieces
-from coat_vlm.train.measured import mean_tokens, measured
-from coat_vlm.train.source_list import by_rows, ignored_keys, ignored_weights, parts
-from coat_vlm.train.world import World
+from coat_vlm.config.stage import PackingConfig
+from coat_vlm.distributed import World
+from coat_vlm.model.processor import CoatVlmProcessor
+from coat_vlm.train.documents import in_pieces, mean_tokens, measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One source of a stage, as a recipe would have it."""
+
+    config: SourceConfig
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """The reader's names of fields -> those of the file."""
+
+
+def parts(source: SourceConfig) -> list[Part]:
+    """The sources that a source of a recipe stands for: itself, or those of the list it names.
+
+    An entry is called ``source/entry`` (``source`` if it is the only one). What the recipe says
+    holds for the entries that say nothing, and its ``repeat`` multiplies theirs. Its ``weight`` is
+    shared out by the entries' weights; where they have none, every entry gets all of it here, and
+    :func:`by_rows` shares it out. With ``select`` a list stays one source with the rows of all its
+    entries, and so does a list in a list.
+
+    Raises:
+        DataError: the list has a mistake, or ``exclude`` names none of its sources.
+        ValueError: ``repeat`` is asked of a list with weights, or only some entries have a weight.
+    """
+    entries = read_list(source.path) if source.select is None else None
+    if entries is None:
+        return [Part(config=source)]
+    weights = [entry.weight for entry in entries if entry.weight is not None]
+    if weights and len(weights) < len(entries):
+        raise ValueError(
+            f"{source.name}: only {len(weights)} of the {len(entries)} sources of {source.path} "
+            "have a weight; give one to all or to none"
+        )
+    if weights and source.repeat is not None:
+        raise ValueError(
+            f"{source.name}: repeat={source.repeat} has no meaning with the weights of "
+            f"{source.path}; give this source a weight instead, or remove it"
+        )
+    found = [_part(source, entry, sum(weights), alone=len(entries) == 1) for entry in entries]
+    return found if source.exclude is None else _excluding(source, source.exclude, found)
+
+
+def ignored_keys(sources: Sequence[SourceConfig]) -> list[str]:
+    """A line for each entry of the sources' lists that has keys without a meaning here."""
+    return [
+        f"{source.name}/{entry.name}: {', '.join(entry.ignored)} of {source.path} has no meaning "
+        "here and is passed over"
+        for source in sources
+        for entry in read_list(source.path) or []
+        if entry.ignored
+    ]
+
+
+def ignored_weights(sources: Sequence[SourceConfig]) -> list[str]:
+    """A line for each validation source that is a list with weights."""
+    return [
+        f"{source.name}: the weights of {source.path} play no part in validation, which reads "
+        "every row once; if it is a metadataset, this is its split train, and "
+        f"{source.path}#val is its split val"
+        for source in sources
+        if any(entry.weight is not None for entry in read_list(source.path) or [])
+    ]
+
+
+def by_rows(source: SourceConfig, entries: list[Part], rows: list[int]) -> list[Part]:
+    """Share out the weight of a list whose entries have none, by what they are without it.
+
+    Args:
+        source: the list's.
+        entries: its parts.
+        rows: of each part.
+    """
+    listed = read_list(source.path) or []
+    if source.weight is None or len(entries) == 1 or listed[0].weight is not None:
+        return entries
+    samples = [number * (entry.repeat or 1.0) for entry, number in zip(listed, rows, strict=True)]
+    if not sum(samples):
+        return entries  # the mixture says which source has no rows
+    return [
+        _changed(part, repeat=None, weight=source.weight * number / sum(samples))
+        for part, number in zip(entries, samples, strict=True)
+    ]
+
+
+def _part(source: SourceConfig, entry: SourceEntry, weights: float, *, alone: bool) -> Part:
+    """An entry with what the recipe says of its list; ``weights`` is the sum of all entries'."""
+    weight, repeat = entry.weight, entry.repeat
+    if source.weight is not None:
+        weight, repeat = source.weight * (1.0 if weight is None else weight / weights), None
+    elif source.repeat is not None:
+        repeat = source.repeat * (repeat or 1.0)
+    config = SourceConfig(
+        name=source.name if alone else f"{source.name}/{entry.name}",
+        path=entry.path,
+        media_root=entry.media_root or source.media_root,
+        format=entry.format or source.format,
+        follow_links=source.follow_links,
+        repeat=repeat,
+        weight=weight,
+        select=entry.select,
+        seed=entry.seed,
+        exclude=source.exclude,
+    )
+    return Part(config=config, columns=entry.columns)
+
+
+def _excluding(source: SourceConfig, path: str, found: list[Part]) -> list[Part]:
+    """The parts, without ``exclude`` where that file lists no row of theirs."""
+    listed = listed_sources(Path(path))
+    names = [part.config.name for part in found]
+    if not listed & set(names):
+        raise DataError(
+            path,
+            f"lists no row of {source.name!r}, which is {', '.join(names)}; only of "
+            f"{sorted(listed) or 'none'}",
+            "name the source as the run did that wrote the list, or remove exclude",
+        )
+    return [part if part.config.name in listed else _changed(part, exclude=None) for part in found]
+
+
+def _changed(part: Part, **changes: Any) -> Part:
+    return dataclasses.replace(part, config=dataclasses.replace(part.config, **changes))
 
 
 def open_sources(
@@ -330,3 +462,61 @@ def _mismatches(
                 "video to answer to: give conversations a stage of their own with a chat template"
             )
     return found
+
+
+_COMPARED = ("name", "select", "seed", "repeat", "weight")
+
+
+class SourceRecord:
+    """The sources of a stage, those of lists one by one, with their rows: what its order rests on.
+
+    It is kept in ``sources.json`` in the stage's folder.
+
+    Args:
+        folder: the stage's.
+        sources: the training sources.
+        rows: of each source, those that take part.
+    """
+
+    def __init__(self, folder: Path, sources: Sequence[SourceConfig], rows: Sequence[int]) -> None:
+        self._path = folder / "sources.json"
+        self._found: list[dict[str, Any]] = [
+            {**{key: getattr(source, key) for key in _COMPARED}, "rows": number}
+            for source, number in zip(sources, rows, strict=True)
+        ]
+
+    def check(self) -> None:
+        """Compare with what was saved; a run of before there was such a file passes.
+
+        Raises:
+            ValueError: a source was added, removed, moved or changed.
+        """
+        if not self._path.is_file():
+            return
+        saved: list[dict[str, Any]] = json.loads(self._path.read_text())
+        if saved == self._found:
+            return
+        before, after = ({one["name"]: one for one in many} for many in (saved, self._found))
+        details = [
+            f"{name} is {'new' if name in after else 'gone'}"
+            for name in [*before, *after]
+            if (name in before) != (name in after)
+        ]
+        details += [
+            f"{name} has {key} {after[name][key]!r}, had {one[key]!r}"
+            for name, one in before.items()
+            for key in one
+            if name in after and after[name][key] != one[key]
+        ]
+        raise ValueError(
+            f"the data differs from {self._path}, with which this run started: "
+            f"{'; '.join(details) or 'its order'}; restore the lists and files of the sources, or "
+            "start a new run in another output_dir"
+        )
+
+    def save(self) -> None:
+        """Write the file whole; for one process."""
+        temporary = self._path.with_suffix(".new.json")
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(self._found, indent=1))
+        temporary.replace(self._path)

@@ -12,43 +12,40 @@ from typing import Any, cast
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from coat_data.order import Cursor
-from coat_vlm.config import STAGES, Fp8Config, Recipe, StageName
-from coat_vlm.fp8 import arithmetic_of, graph_blocks
-from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model
-from coat_vlm.model.pretrained import composed_folder
-from coat_vlm.processor import (
-    CoatVlmProcessor,
-    build_processor,
-    continued_processor,
-    prepare_tokenizer,
-    train_tokenizer,
-)
-from coat_vlm.recipe_file import load_recipe, save_recipe
-from coat_vlm.tokenizer import tokenizer_name
-from coat_vlm.train.block_monitor import BlockMonitor
-from coat_vlm.train.checkpoint import (
+from coat_data.mixture.sampler import Cursor
+from coat_vlm.checkpoint.checkpoint import (
     Progress,
     checkpoints_in,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
+from coat_vlm.checkpoint.folder import problem_inside, problem_with, remove_folder, settle
+from coat_vlm.config import STAGES, Fp8Config, Recipe, StageName
+from coat_vlm.config.load import load_recipe, save_recipe
+from coat_vlm.distributed import World, joined_world
+from coat_vlm.export.export import save_description
+from coat_vlm.export.model_folder import save_model
+from coat_vlm.fp8 import arithmetic_of, graph_blocks
+from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model
+from coat_vlm.model.pretrained import composed_folder
+from coat_vlm.model.processor import (
+    CoatVlmProcessor,
+    build_processor,
+    continued_processor,
+    prepare_tokenizer,
+    train_tokenizer,
+)
+from coat_vlm.model.tokenizer import tokenizer_name
 from coat_vlm.train.engine import build_engine, clips_itself, prepare_model
 from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
-from coat_vlm.train.export import save_description
-from coat_vlm.train.folder import problem_inside, problem_with, remove_folder, settle
-from coat_vlm.train.fp8_record import Fp8Record
 from coat_vlm.train.loop import StageRun
 from coat_vlm.train.metrics import Metrics, rewind
-from coat_vlm.train.model_folder import save_model
+from coat_vlm.train.monitor import BlockMonitor, Fp8Record
 from coat_vlm.train.overview import overview, print_tables, say
-from coat_vlm.train.phases import PhaseClock
 from coat_vlm.train.quarantine import Quarantine, rewind_quarantine
-from coat_vlm.train.source_record import SourceRecord
-from coat_vlm.train.sources import open_data, texts
-from coat_vlm.train.throughput import Throughput
-from coat_vlm.train.world import World, joined_world
+from coat_vlm.train.sources import SourceRecord, open_data, texts
+from coat_vlm.train.throughput import PhaseClock, Throughput
 
 _MAY_CHANGE = {
     "num_workers",

@@ -58,7 +58,7 @@ def _row(number: int, rng: random.Random) -> dict[str, object]:
 
 def open_file(path: Path, _: Path) -> None:
     """Open the file and take 100 samples out of it."""
-    from coat_data.dataset import SampleDataset
+    from coat_data.load.dataset import SampleDataset
 
     dataset = SampleDataset(path)
     for index in range(0, len(dataset), max(1, len(dataset) // 100)):
@@ -67,7 +67,7 @@ def open_file(path: Path, _: Path) -> None:
 
 def stream(path: Path, _: Path) -> None:
     """Read every sample in order."""
-    from coat_data.dataset import SampleDataset
+    from coat_data.load.dataset import SampleDataset
 
     for _sample in SampleDataset(path).stream():
         pass
@@ -75,7 +75,7 @@ def stream(path: Path, _: Path) -> None:
 
 def lint(path: Path, _: Path) -> None:
     """Check every row and the header of every image."""
-    from coat_data.lint import lint as run
+    from coat_data.tools.lint import lint as run
 
     summary = run(path, print, progress=False)
     assert summary.bad == 0
@@ -83,14 +83,14 @@ def lint(path: Path, _: Path) -> None:
 
 def preview(path: Path, folder: Path) -> None:
     """Write a page of 20 samples."""
-    from coat_data.preview import write_preview
+    from coat_data.tools.preview import write_preview
 
     write_preview(path, folder / f"{os.getpid()}.html", progress=False)
 
 
 def ingest(path: Path, folder: Path) -> None:
     """Check every row, decode every image, write Parquet shards."""
-    from coat_data.ingest import ingest as run
+    from coat_data.tools.ingest import ingest as run
 
     run(path, folder / f"out-{os.getpid()}", progress=False)
 
@@ -109,9 +109,9 @@ def _measure(job: str, path: Path, folder: Path) -> tuple[float, float]:
     import pyarrow.parquet  # noqa: F401
     import torch  # noqa: F401
 
-    import coat_data.ingest
-    import coat_data.lint
-    import coat_data.preview  # noqa: F401
+    import coat_data.tools.ingest
+    import coat_data.tools.lint
+    import coat_data.tools.preview  # noqa: F401
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()

@@ -54,13 +54,13 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from coat_data.chat import get_template
-from coat_data.encode import Encoder
-from coat_data.frame_sampling import VideoSettings
-from coat_data.image import ImageTransform
+from coat_data.load.encode import Encoder
+from coat_data.media.image import ImageTransform
+from coat_data.media.sampling import VideoSettings
+from coat_data.media.tiling import TiledTransform
 from coat_data.sample import Media, MediaKind, Part, Sample, Turn
-from coat_data.tiling import TiledTransform
-from coat_vlm.tokenizer import train_tokenizer
+from coat_data.text.chat import get_template
+from coat_vlm.model.tokenizer import train_tokenizer
 
 SIZE, HALF = 448, (0.5, 0.5, 0.5)
 GRID = (3, 4)  # rows and columns that 1280 x 960 gets of up to 12 tiles

@@ -13,9 +13,8 @@ import time
 
 import numpy as np
 
-from coat_data.mixture import Mixture
-from coat_data.order import Cursor
-from coat_data.pack import Budget, Lengths, PackedOrder, best_fit_decreasing
+from coat_data.mixture.packing import Budget, Lengths, PackedOrder, best_fit_decreasing
+from coat_data.mixture.sampler import Cursor, Mixture
 
 # Rows of each part: LLaVA-1.5 (Liu et al. 2023, arXiv:2310.03744, table 7 of the appendix). The
 # median of the text tokens and the standard deviation of their logarithm are assumptions of this

@@ -47,8 +47,13 @@ from coat_vlm.config import LanguageConfig, ModelConfig, ProjectorConfig, Vision
 from coat_vlm.generate import generate
 from coat_vlm.model.build import build_model
 from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.model.processor import (
+    CoatVlmProcessor,
+    build_processor,
+    prepare_tokenizer,
+    train_tokenizer,
+)
 from coat_vlm.model.vlm import CoatVlm
-from coat_vlm.processor import CoatVlmProcessor, build_processor, prepare_tokenizer, train_tokenizer
 
 SPLITS = ("random", "popular", "adversarial")
 OBJECTS = ("dog", "traffic light", "dining table", "person", "bottle of wine", "bicycle")

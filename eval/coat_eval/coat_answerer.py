@@ -7,19 +7,19 @@ from typing import Any, cast
 
 import torch
 
-from coat_data.collate import Batch
-from coat_data.encode import EncodedSample
+from coat_data.load.collate import Batch
+from coat_data.load.encode import EncodedSample
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_eval.answerer import IMAGE_LINE, ModelOptions
 from coat_eval.likelihood import AnswerLoss, answer_losses
 from coat_eval.run import final_model_dir
 from coat_eval.runner import folder_sha256
 from coat_vlm.config import Precision
+from coat_vlm.config.load import load_recipe
 from coat_vlm.fp8 import fp8_blocks
 from coat_vlm.generate import PromptEncoder, generate_batch, load
+from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.model.vlm import CoatVlm
-from coat_vlm.processor import CoatVlmProcessor
-from coat_vlm.recipe_file import load_recipe
 
 
 class CoatAnswerer:

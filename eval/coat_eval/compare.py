@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from coat_eval.statistics import RESAMPLES
 from coat_eval.table import read_json_lines
 from coat_eval.tasks import get_task
-from coat_vlm.recipe_file import load_recipe
+from coat_vlm.config.load import load_recipe
 
 LAST_SHARE = 0.02
 """The training loss of a run is the mean over this last share of its steps."""

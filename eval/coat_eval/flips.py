@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from tqdm import tqdm
 
 from coat_data.containers.remote_file import is_url
-from coat_data.media_root import MediaRoot
+from coat_data.media.root import MediaRoot
 from coat_data.sample import DataError
 from coat_eval.differences import Comparison, only_right
 from coat_eval.score import write_text

@@ -15,11 +15,11 @@ import torch
 from jinja2 import TemplateError
 from PIL import Image
 
-from coat_data.encode import IGNORE_INDEX
-from coat_data.frame_sampling import VideoSettings
-from coat_data.image import open_image
+from coat_data.load.encode import IGNORE_INDEX
+from coat_data.media.image import open_image
+from coat_data.media.sampling import VideoSettings
+from coat_data.media.video import Clip, VideoReader
 from coat_data.sample import Media
-from coat_data.video import Clip, VideoReader
 
 _CLOCK = 1000
 """Ticks per second by which the times of frames are told: processors count in whole frames."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from coat_data.encode import IGNORE_INDEX
+from coat_data.load.encode import IGNORE_INDEX
 
 
 class AnswerLoss(NamedTuple):

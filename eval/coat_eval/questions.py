@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from coat_data.containers.remote_file import is_url
-from coat_data.media_root import MediaRoot
+from coat_data.media.root import MediaRoot
 from coat_data.readers.llava import to_sample
 from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Sample

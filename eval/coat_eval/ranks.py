@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from coat_vlm.train.world import ALONE, World
+from coat_vlm.distributed import ALONE, World
 
 __all__ = ["ALONE", "World", "joined_ranks", "own_device"]
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from coat_data.collate import Batch
+from coat_data.load.collate import Batch
 from coat_data.sample import DataError, Sample
 from coat_eval.item import Item
 from coat_eval.questions import QUESTIONS_FILE
@@ -32,8 +32,8 @@ from coat_eval.task import Task
 from coat_vlm.config import Precision
 from coat_vlm.fp8 import fp8_blocks
 from coat_vlm.generate import PromptEncoder, generate_batch
+from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.model.vlm import CoatVlm
-from coat_vlm.processor import CoatVlmProcessor
 
 PREDICTIONS_FILE = "predictions.jsonl"
 RUN_FILE = "run.json"

@@ -76,7 +76,7 @@ class ShownFrame:
 
     def load(self) -> Media:
         """The decoded frame, stored without loss."""
-        from coat_data.video import read_frames
+        from coat_data.media.video import read_frames
 
         video = Media(kind="video", path=str(self.path), start=self.start, end=self.end)
         buffer = io.BytesIO()

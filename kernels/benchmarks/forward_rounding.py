@@ -45,10 +45,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from coat_bench.rows import Row, append_rows, local_origin, origin, read_rows, table
 from coat_kernels import dequantize_tensor, quantize_tensor
-from coat_vlm.bench import decoder
-from coat_vlm.bench.decoder import Corpus, DecoderBench, Masters
-from coat_vlm.bench.rows import Row, append_rows, local_origin, origin, read_rows, table
+from coat_lab import decoder
+from coat_lab.decoder import Corpus, DecoderBench, Masters
 from coat_vlm.config import FP8_PRECISIONS
 from coat_vlm.fp8.decoder_block import LINEARS
 from coat_vlm.optim import lr_factor

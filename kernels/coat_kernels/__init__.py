@@ -8,14 +8,13 @@ op: Triton on CUDA, the reference on CPU.
 from coat_kernels.activation import (
     ACTIVATIONS,
     ActivationSaved,
+    activation_bwd,
+    activation_bwd_stats,
     activation_fwd,
     activation_recompute,
 )
-from coat_kernels.activation_gradient import activation_bwd, activation_bwd_stats
-from coat_kernels.adamw import adamw_step
-from coat_kernels.adamw_table import AdamwItem, AdamwTable
+from coat_kernels.adamw import AdamwItem, AdamwTable, adamw_step
 from coat_kernels.codecs import CODECS, GROUP, Codec, Moment, codec_called, groups_of, new_moment
-from coat_kernels.codes import dequantize_tensor, transpose_codes
 from coat_kernels.cross_entropy import cross_entropy_
 from coat_kernels.formats import (
     E4M3,
@@ -30,23 +29,32 @@ from coat_kernels.formats import (
     TransposedGroups,
 )
 from coat_kernels.gemm import scaled_mm
-from coat_kernels.gradient import quantize_gradient
-from coat_kernels.groups import dequantize_group, quantize_group, quantize_group_transposed
-from coat_kernels.masters import (
+from coat_kernels.master_weights import (
     MASTERS,
     join_master,
     round_stochastically,
     rounding_key,
     split_master,
 )
-from coat_kernels.norm import NormSaved, norm_fwd, norm_recompute
-from coat_kernels.norm_gradient import norm_bwd
-from coat_kernels.quantize import quantize_layouts, quantize_tensor, quantize_transposed
+from coat_kernels.norm import NormSaved, norm_bwd, norm_fwd, norm_recompute
+from coat_kernels.quantize import (
+    dequantize_tensor,
+    quantize_gradient,
+    quantize_layouts,
+    quantize_tensor,
+    quantize_transposed,
+    transpose_codes,
+)
+from coat_kernels.quantize_groups import (
+    dequantize_group,
+    dequantize_rows,
+    quantize_group,
+    quantize_group_transposed,
+    quantize_rows,
+)
 from coat_kernels.reference_adamw import decode_moment, encode_moment
 from coat_kernels.registry import OPS, Op, use_reference
-from coat_kernels.rope import rope, rope_quantize
-from coat_kernels.rope_gradient import rope_gradient
-from coat_kernels.rows import dequantize_rows, quantize_rows
+from coat_kernels.rope import rope, rope_gradient, rope_quantize
 
 __all__ = [
     "ACTIVATIONS",

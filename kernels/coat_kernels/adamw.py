@@ -5,18 +5,596 @@ is torch.optim.AdamW's (decoupled weight decay, bias correction, eps outside the
 
 Device code: ``adamw_kernel.py``; many tensors at once: ``adamw_table.py``. Reference:
 ``reference_adamw.adamw_step``.
+
+The device code of AdamW with FP8 moments: many tensors in one launch.
+
+    m += (1 - beta1) (g - m),  v = beta2 v + (1 - beta2) g^2
+    p -= lr wd p + lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+``adamw_scalars_kernel`` counts the steps of all tensors and computes what they need per tensor;
+``adamw_kernel`` updates. Both find tensors through a table of addresses, one row of COLUMNS int64
+per tensor (``adamw_table.py`` makes it). A program works on one chunk of a tensor, tile by tile; a
+tile holds 16 bytes of parameters per thread, so that FP32 groups of 128 are one warp each. Nothing
+but the table is known on the CPU: steps, rates, factors and whether to skip are read here.
+
+Bytes per parameter, moments read and written: 4.19 + 12 with FP32 parameters and gradients, 4.19 +
+6 with BF16. Numerics: ``reference_adamw.py``, ``masters.py``; moments: ``codecs.py``.
+
+Many tensors in one launch of ``adamw_kernel``: the table of their addresses, and the work.
+
+The table is made on the CPU and copied to the GPU when an address, a size or a rate changes:
+gradients often stay where they are from step to step. Nothing is read back, so a step can be
+captured in a CUDA graph once its table is there. A program's work is a chunk of CHUNK elements.
+Chunks within their tensor whose addresses are multiples of 16 bytes take one launch, ends of
+tensors and other addresses, with a check for every element, another one; each for every
+combination of dtypes.
 """
 
 import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from coat_kernels import reference_adamw
-from coat_kernels.adamw_table import AdamwItem, AdamwTable
+from coat_kernels.codecs import GROUP as _GROUP
+from coat_kernels.codecs import K_MAX as _K_MAX
+from coat_kernels.codecs import SMALLEST_RATIO as _SMALLEST_RATIO
 from coat_kernels.codecs import Codec, Moment, codec_called, groups_of
-from coat_kernels.formats import check_dtype
+from coat_kernels.formats import E4M3, check_dtype
+from coat_kernels.launch import cdiv, launch
+from coat_kernels.master_weights import CODE_SALT as _CODE_SALT
+from coat_kernels.master_weights import QUIET_NAN as _QUIET_NAN
 from coat_kernels.registry import register
+from coat_kernels.tile import (
+    INTERPRETED,
+    exp2_fast,
+    log2_fast,
+    magnitude_bits,
+    reciprocal_fast,
+    sqrt_fast,
+)
+
+GROUP = tl.constexpr(_GROUP)
+K_MAX = tl.constexpr(_K_MAX)
+SMALLEST_RATIO = tl.constexpr(_SMALLEST_RATIO)
+QUIET_NAN = tl.constexpr(_QUIET_NAN)
+CODE_SALT = tl.constexpr(_CODE_SALT)
+E4M3_MAX, E4M3_MIN = tl.constexpr(E4M3.max), tl.constexpr(E4M3.min_subnormal)
+
+COLUMNS = 16
+"""Of the table: addresses of p, g, m, m_amax, m_k, v, v_amax, v_k, remainder, step; then the number
+of elements, the parameter group, the index of the tensor; the rest is unused."""
+
+SCALARS = 8
+"""Per tensor: lr wd, lr / (1 - beta1^t), 1 - beta1, beta2, 1 - beta2, 1 / sqrt(1 - beta2^t), eps,
+and the bits of the key of its rounding."""
+
+P, G, M, M_AMAX, M_K, V, V_AMAX, V_K, REST, STEP, NUMEL, RATES, INDEX = map(tl.constexpr, range(13))
+_COLUMNS, _SCALARS = tl.constexpr(COLUMNS), tl.constexpr(SCALARS)
+
+
+@triton.jit
+def _mix(x):
+    """lowbias32 of uint32; see ``masters.py``."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _random_words(first, i, key, BLOCK_G: tl.constexpr):
+    """32 random bits for every element of tile i of the chunk that starts at ``first``."""
+    return _mix((first.to(tl.uint32) + _elements(i, BLOCK_G).to(tl.uint32)) ^ key)
+
+
+@triton.jit(do_not_specialize=("tensors", "seed"))
+def adamw_scalars_kernel(
+    table_ptr,  # (tensors, COLUMNS) int64
+    rates_ptr,  # (parameter groups, 5) fp64: lr, beta1, beta2, eps, weight decay
+    skip_ptr,  # () fp32, not zero: no step is made; or None
+    scalars_ptr,  # (tensors, SCALARS) fp32
+    tensors, seed, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Count a step of all tensors and compute the scalars of their updates."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < tensors
+    row = table_ptr + i * _COLUMNS
+    step_ptr = tl.load(row + STEP, mask=mask, other=0).to(tl.pointer_type(tl.float32))
+    rates = rates_ptr + tl.load(row + RATES, mask=mask, other=0) * 5
+    step = tl.load(step_ptr, mask=mask, other=0.0) + 1.0
+    if skip_ptr is not None:
+        counted = tl.where(tl.load(skip_ptr) == 0.0, step, step - 1.0)
+        tl.store(step_ptr, counted, mask=mask)
+    else:
+        tl.store(step_ptr, step, mask=mask)
+    # In double precision: FP32's 1 - 0.999 is off by 1e-5.
+    t = step.to(tl.float64)
+    lr = tl.load(rates, mask=mask, other=0.0)
+    beta1 = tl.load(rates + 1, mask=mask, other=0.0)
+    beta2 = tl.load(rates + 2, mask=mask, other=0.0)
+    correction1 = 1.0 - tl.exp2(t * tl.log2(beta1))
+    correction2 = 1.0 - tl.exp2(t * tl.log2(beta2))
+    decay = lr * tl.load(rates + 4, mask=mask, other=0.0)
+    index = tl.load(row + INDEX, mask=mask, other=0).to(tl.uint32)
+    key = _mix(seed.to(tl.uint32) ^ _mix(step.to(tl.uint32) + _mix(index + 0x9E3779B9)))
+    out = scalars_ptr + i * _SCALARS
+    tl.store(out, decay.to(tl.float32), mask=mask)
+    tl.store(out + 1, (lr / correction1).to(tl.float32), mask=mask)
+    tl.store(out + 2, (1.0 - beta1).to(tl.float32), mask=mask)
+    tl.store(out + 3, beta2.to(tl.float32), mask=mask)
+    tl.store(out + 4, (1.0 - beta2).to(tl.float32), mask=mask)
+    tl.store(out + 5, (1.0 / tl.sqrt(correction2)).to(tl.float32), mask=mask)
+    tl.store(out + 6, tl.load(rates + 3, mask=mask, other=0.0).to(tl.float32), mask=mask)
+    tl.store(out + 7, key.to(tl.float32, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _decode(q, amax, k, EXPAND: tl.constexpr, SIGNED: tl.constexpr, MAX: tl.constexpr):
+    """Moment values [groups, 128] of codes q, FP32. log2 of zero is -inf and 2^-inf zero."""
+    q = q.to(tl.float32)
+    ratio = q * (1.0 / MAX)
+    if EXPAND:
+        inverse_k = reciprocal_fast(k.to(tl.float32))[:, None]
+        power = exp2_fast(log2_fast(tl.abs(ratio)) * inverse_k)
+        # 0 * amax keeps a NaN or an infinity of the group visible in its zeros.
+        value = power * amax[:, None]
+        return _with_sign(value, q) if SIGNED else value
+    else:
+        return ratio * amax[:, None]
+
+
+@triton.jit
+def _with_sign(value, x):
+    """A non-negative value with the sign of x."""
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round_by_chance(code, k, random):
+    """As the reference's: E4M3 neighbours of codes [groups, 128] by k [groups] and 32 bits each.
+
+    Written so that a NaN stays, which ``tl.minimum`` need not keep.
+    """
+    exponent = code.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.where(exponent < 121, 121, exponent)  # subnormals have the step of 2^-6
+    step = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
+    steps = code * ((257 - exponent) << 23).to(tl.float32, bitcast=True)
+    low = tl.floor(steps)
+    part = steps - low
+    bend = 0.5 * (reciprocal_fast(k) - 1.0)
+    curvature = bend[:, None] * reciprocal_fast(tl.where(steps > 1.0, steps, 1.0))
+    chance = part - curvature * (part * (1.0 - part))
+    uniform = (random >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
+    rounded = tl.where(uniform < chance, low + 1.0, low) * step
+    rounded = tl.where((code > 0.0) & (rounded == 0.0), E4M3_MIN, rounded)
+    return tl.where(rounded > E4M3_MAX, E4M3_MAX, rounded)
+
+
+@triton.jit
+def _encode(
+    x, random, EXPAND: tl.constexpr, SIGNED: tl.constexpr, FLOOR_K: tl.constexpr,
+    MAX: tl.constexpr, LOG2_MAX: tl.constexpr, LOG2_RANGE: tl.constexpr,
+):  # fmt: skip
+    """Codes of x [groups, 128] in FP32, and amax and k [groups]; outside the tensor x is zero.
+
+    With 32 random bits per element the codes are E4M3 already, rounded by chance.
+    """
+    bits = magnitude_bits(x)
+    top_bits = tl.max(bits, axis=1)
+    amax = top_bits.to(tl.float32, bitcast=True)
+    exponent = top_bits >> 23
+    exponent = tl.where(exponent < 1, 1, tl.where(exponent > 253, 253, exponent))
+    unit_bits = tl.where(top_bits >= 0x7F800000, 0x7FC00000, (254 - exponent) << 23)
+    unit = unit_bits.to(tl.float32, bitcast=True)
+    top = amax * unit
+    if EXPAND:
+        # A zero minus one is the largest unsigned number: it does not count.
+        least_bits = tl.min((bits - 1).to(tl.uint32, bitcast=True), axis=1) + 1
+        least = least_bits.to(tl.float32, bitcast=True) * unit
+        least = tl.where(least < SMALLEST_RATIO, SMALLEST_RATIO, least)
+        log_top = tl.where(amax == 0.0, 0.0, log2_fast(top))
+        spread = log_top - log2_fast(least)
+        LIMIT: tl.constexpr = LOG2_RANGE / K_MAX
+        k = LOG2_RANGE * reciprocal_fast(tl.where(spread > LIMIT, spread, LIMIT))
+        if FLOOR_K:
+            k = tl.floor(k * 16.0) * (1.0 / 16.0)
+        stored_k = k.to(tl.float16)
+        k = stored_k.to(tl.float32)
+        bias = LOG2_MAX - k * log_top
+        scaled = x * unit[:, None]
+        code = exp2_fast(log2_fast(tl.abs(scaled)) * k[:, None] + bias[:, None])
+        if random is not None:
+            code = tl.where((scaled == top[:, None]) & (code > 0.0), MAX, code)
+            code = _round_by_chance(code, k, random)
+        return _with_sign(code, x) if SIGNED else code, amax, stored_k
+    else:
+        inverse = MAX * reciprocal_fast(tl.where(amax == 0.0, 1.0, top))
+        return (x * unit[:, None]) * inverse[:, None], amax, amax
+
+
+@triton.jit
+def _at(row, column, i, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """Element ``i`` of a tensor of the table."""
+    pointer = tl.load(row + column).to(tl.pointer_type(dtype))  # pyright: ignore[reportArgumentType]
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer + i
+
+
+@triton.jit
+def _load_moment(
+    q_ptr, amax_ptr, k_ptr, i, left, EXPAND: tl.constexpr, SIGNED: tl.constexpr,
+    MAX: tl.constexpr, WHOLE: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Values of tile i of a moment, FP32; zeros outside the tensor."""
+    o_g = i * BLOCK_G + tl.arange(0, BLOCK_G)
+    if WHOLE:
+        m_g, other = None, None
+    else:
+        m_g, other = o_g * GROUP < left, 0.0
+    amax = tl.load(amax_ptr + o_g, mask=m_g, other=other)
+    k = tl.load(k_ptr + o_g, mask=m_g, other=other) if EXPAND else amax
+    return _decode(_load(q_ptr, i, left, WHOLE, BLOCK_G), amax, k, EXPAND, SIGNED, MAX)
+
+
+@triton.jit
+def _load(ptr, i, left, WHOLE: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Tile i of a tensor [groups, 128]; zeros outside the tensor."""
+    o = _elements(i, BLOCK_G)
+    if WHOLE:
+        return tl.load(ptr + o)
+    else:
+        return tl.load(ptr + o, mask=o < left, other=0.0)
+
+
+@triton.jit
+def _elements(i, BLOCK_G: tl.constexpr):
+    """Places of the elements of tile i, counted from the chunk's first."""
+    o_g = i * BLOCK_G + tl.arange(0, BLOCK_G)
+    return o_g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def _store_moment(
+    x, random, q_ptr, amax_ptr, k_ptr, i, left, EXPAND: tl.constexpr, SIGNED: tl.constexpr,
+    FLOOR_K: tl.constexpr, MAX: tl.constexpr, LOG2_MAX: tl.constexpr, LOG2_RANGE: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Encode tile i of a moment and store it; to nearest if ``random`` is None."""
+    code, amax, k = _encode(  # pyright: ignore[reportGeneralTypeIssues]
+        x, random, EXPAND, SIGNED, FLOOR_K, MAX, LOG2_MAX, LOG2_RANGE
+    )
+    _store(q_ptr, code.to(q_ptr.dtype.element_ty), i, left, WHOLE, BLOCK_G)
+    o_g = i * BLOCK_G + tl.arange(0, BLOCK_G)
+    m_g = None if WHOLE else o_g * GROUP < left
+    tl.store(amax_ptr + o_g, amax, mask=m_g)
+    if EXPAND:
+        tl.store(k_ptr + o_g, k, mask=m_g)
+
+
+@triton.jit
+def _store(ptr, x, i, left, WHOLE: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Tile i of a tensor [groups, 128]."""
+    o = _elements(i, BLOCK_G)
+    tl.store(ptr + o, x, mask=None if WHOLE else o < left)
+
+
+@triton.jit
+def adamw_kernel(
+    table_ptr,  # (tensors, COLUMNS) int64
+    work_ptr,  # (programs, 2) int32: tensor, chunk
+    scalars_ptr,  # (tensors, SCALARS) fp32
+    grad_scale_ptr,  # () fp32, or None
+    skip_ptr,  # () fp32, or None
+    P_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
+    EXPAND: tl.constexpr, FLOOR_K: tl.constexpr, M_MAX: tl.constexpr, M_LOG2_MAX: tl.constexpr,
+    M_LOG2_RANGE: tl.constexpr, V_MAX: tl.constexpr, V_LOG2_MAX: tl.constexpr,
+    V_LOG2_RANGE: tl.constexpr, V_CHANCE: tl.constexpr, REMAINDER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    WHOLE: tl.constexpr,  # chunks without an end of their tensor, whose addresses are aligned
+    BLOCK_G: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Update one chunk of a tensor."""
+    tiles = TILES
+    if skip_ptr is not None:
+        tiles = tl.where(tl.load(skip_ptr) == 0.0, TILES, 0)
+    work = work_ptr + tl.program_id(0).to(tl.int64) * 2
+    tensor = tl.load(work).to(tl.int64)
+    first_g = tl.load(work + 1).to(tl.int64) * (BLOCK_G * TILES)
+    row = table_ptr + tensor * _COLUMNS
+    first = first_g * GROUP
+    left = tl.load(row + NUMEL) - first
+    p_ptr, g_ptr = _at(row, P, first, P_TYPE, WHOLE), _at(row, G, first, G_TYPE, WHOLE)
+    m_ptr, v_ptr = _at(row, M, first, M_TYPE, WHOLE), _at(row, V, first, V_TYPE, WHOLE)
+    m_amax_ptr = _at(row, M_AMAX, first_g, tl.float32, False)
+    v_amax_ptr = _at(row, V_AMAX, first_g, tl.float32, False)
+    m_k_ptr = _at(row, M_K, first_g, tl.float16, False)
+    v_k_ptr = _at(row, V_K, first_g, tl.float16, False)
+    rest_ptr = _at(row, REST, first, tl.int16, WHOLE)
+    scalars = scalars_ptr + tensor * _SCALARS
+    decay, step_size = tl.load(scalars), tl.load(scalars + 1)
+    rate1, beta2, rate2 = tl.load(scalars + 2), tl.load(scalars + 3), tl.load(scalars + 4)
+    inverse_root, eps = tl.load(scalars + 5), tl.load(scalars + 6)
+    key = tl.load(scalars + 7).to(tl.uint32, bitcast=True)
+    key ^= (first >> 32).to(tl.uint32) * 0x9E3779B9
+    grad_scale = 1.0
+    if grad_scale_ptr is not None:
+        grad_scale = tl.load(grad_scale_ptr)
+
+    for i in range(tiles):
+        p = _load(p_ptr, i, left, WHOLE, BLOCK_G)
+        g32 = _load(g_ptr, i, left, WHOLE, BLOCK_G).to(tl.float32) * grad_scale
+        m32 = _load_moment(m_ptr, m_amax_ptr, m_k_ptr, i, left, EXPAND, True, M_MAX, WHOLE, BLOCK_G)
+        v32 = _load_moment(
+            v_ptr, v_amax_ptr, v_k_ptr, i, left, EXPAND, False, V_MAX, WHOLE, BLOCK_G
+        )
+        if REMAINDER:
+            rest = _load(rest_ptr, i, left, WHOLE, BLOCK_G).to(tl.int32)
+            high = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
+            p32 = (high + rest).to(tl.float32, bitcast=True)
+        else:
+            p32 = p.to(tl.float32)
+        m32 += rate1 * (g32 - m32)
+        v32 = v32 * beta2 + rate2 * g32 * g32
+        p32 -= decay * p32
+        p32 -= step_size * m32 * reciprocal_fast(sqrt_fast(v32) * inverse_root + eps)
+        if REMAINDER or STOCHASTIC:
+            bits = tl.where(p32 == p32, p32.to(tl.int32, bitcast=True), QUIET_NAN)
+            if STOCHASTIC:
+                bits += (_random_words(first, i, key, BLOCK_G) & 0xFFFF).to(tl.int32)
+            else:
+                bits += 0x8000
+                rest = ((bits & 0xFFFF) - 0x8000).to(tl.int16)
+                _store(rest_ptr, rest, i, left, WHOLE, BLOCK_G)
+            new = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        else:
+            new = p32.to(P_TYPE)
+        _store(p_ptr, new, i, left, WHOLE, BLOCK_G)
+        _store_moment(
+            m32, None, m_ptr, m_amax_ptr, m_k_ptr, i, left, EXPAND, True, FLOOR_K, M_MAX,
+            M_LOG2_MAX, M_LOG2_RANGE, WHOLE, BLOCK_G,
+        )  # fmt: skip
+        _store_moment(
+            v32, _random_words(first, i, key ^ CODE_SALT, BLOCK_G) if V_CHANCE else None, v_ptr,
+            v_amax_ptr, v_k_ptr, i, left, EXPAND, False, FLOOR_K, V_MAX, V_LOG2_MAX, V_LOG2_RANGE,
+            WHOLE, BLOCK_G,
+        )  # fmt: skip
+
+
+CHUNK = 4096
+"""Elements that a program updates: 2^23 of them cover 2^35 elements, a grid has up to 2^31."""
+
+_TILE_BYTES = 512
+"""Bytes of parameters in a tile: 16 for each thread of a warp."""
+
+_TENSORS = 128
+"""Tensors per program of the kernel that counts steps."""
+
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+}
+
+Rates = tuple[float | Tensor, float, float, float, float]
+"""lr, beta1, beta2, eps and weight decay of a parameter group; lr also as a tensor ()."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamwItem:
+    """A parameter, its gradient and its state, all contiguous and on one device."""
+
+    p: Tensor
+    g: Tensor
+    m: Moment
+    v: Moment
+    step: Tensor
+    """Steps made, FP32 (); counted on the device."""
+    remainder: Tensor | None = None
+    """int16, of a BF16 parameter's shape; see ``masters.py``."""
+    group: int = 0
+    """Which of the rates."""
+    index: int = 0
+    """Place of the parameter in the optimizer: another one rounds by other random numbers."""
+
+    def row(self) -> tuple[int, ...]:
+        """This tensor's row of the table."""
+        codes = [*self.m, *self.m[1:2]][:3], [*self.v, *self.v[1:2]][:3]
+        rest = self.p if self.remainder is None else self.remainder
+        tensors = (self.p, self.g, *codes[0], *codes[1], rest, self.step)
+        return (*(t.data_ptr() for t in tensors), self.p.numel(), self.group, self.index)
+
+    def accesses_are_aligned(self) -> bool:
+        """Whether what is read 16 bytes at a time starts at a multiple of 16 bytes."""
+        tensors = (self.p, self.g, self.m[0], self.v[0], self.remainder)
+        return all(t.data_ptr() % 16 == 0 for t in tensors if t is not None)
+
+
+class _Shape(NamedTuple):
+    """What the work on a tensor hangs on."""
+
+    p_type: torch.dtype
+    g_type: torch.dtype
+    remainder: bool
+    elements: int
+    aligned: bool
+
+
+def _shape(item: AdamwItem) -> _Shape:
+    return _Shape(
+        item.p.dtype,
+        item.g.dtype,
+        item.remainder is not None,
+        item.p.numel(),
+        item.accesses_are_aligned(),
+    )
+
+
+def _work_of(shapes: Sequence[_Shape]) -> list[tuple[Any, Tensor]]:
+    """Pairs of a tensor's place and a chunk's, int32 [chunks, 2], by what one launch can update.
+
+    The keys are the dtypes, whether there are remainders, and whether chunks are whole.
+    """
+    work: dict[Any, list[Tensor]] = {}
+    for i, shape in enumerate(shapes):
+        chunks = cdiv(shape.elements, CHUNK)
+        whole = shape.elements // CHUNK if shape.aligned else 0
+        for is_whole, start, end in ((True, 0, whole), (False, whole, chunks)):
+            chunk = torch.arange(start, end, dtype=torch.int32, device="cpu")
+            pairs = torch.stack([torch.full_like(chunk, i), chunk], 1)
+            work.setdefault((*shape[:3], is_whole), []).append(pairs)
+    joined = {kind: torch.cat(parts) for kind, parts in work.items()}
+    return [(kind, pairs) for kind, pairs in joined.items() if len(pairs)]
+
+
+class AdamwTable:
+    """Steps of AdamW on many tensors of one device.
+
+    Args:
+        device: of the tensors.
+        codec: how the moments are stored.
+        seed: BF16 parameters without remainder are rounded stochastically with it, 31 bits; to
+            nearest when it is None. Codes by chance take 0 then.
+    """
+
+    def __init__(self, device: torch.device, codec: Codec, seed: int | None = None) -> None:
+        self._device, self._codec, self._seed = device, codec, seed
+        self._key: Any = None
+        self._shapes: list[_Shape] = []
+        self._table = self._scalars = torch.empty(0)
+        self._work: list[tuple[torch.dtype, torch.dtype, bool, bool, Tensor]] = []
+        self._rates: tuple[Any, Tensor] = (None, torch.empty(0))
+        self._captured: list[Tensor] = []
+
+    def step(
+        self,
+        items: Sequence[AdamwItem],
+        rates: Sequence[Rates],
+        grad_scale: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> None:
+        """One step of all items; nothing waits for the GPU.
+
+        Args:
+            items: at least one; tensors without elements are left out.
+            rates: of the parameter groups that the items name.
+            grad_scale: FP32 (), multiplied with the gradients.
+            skip: FP32 (), not zero: nothing is changed, no step is counted.
+
+        Raises:
+            ValueError: the table has changed while a CUDA graph is captured.
+        """
+        if self._device.type == "cuda":  # Triton launches on the current device
+            with torch.cuda.device(self._device):
+                self._step(items, rates, grad_scale, skip)
+        else:
+            self._step(items, rates, grad_scale, skip)
+
+    def _step(
+        self,
+        items: Sequence[AdamwItem],
+        rates: Sequence[Rates],
+        grad_scale: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:
+        self._prepare([item for item in items if item.p.numel()])
+        rates_tensor = self._uploaded_rates(rates)
+        tensors = len(self._table)
+        launch(
+            adamw_scalars_kernel, (cdiv(tensors, _TENSORS),), num_warps=_TENSORS // 32,
+            table_ptr=self._table, rates_ptr=rates_tensor, skip_ptr=skip,
+            scalars_ptr=self._scalars, tensors=tensors, seed=self._seed or 0, BLOCK=_TENSORS,
+        )  # fmt: skip
+        for p_type, g_type, remainder, whole, work in self._work:
+            # The interpreter takes its time for every tile, whatever its size.
+            tile = CHUNK if INTERPRETED else _TILE_BYTES // p_type.itemsize
+            block = tile // _GROUP
+            launch(
+                adamw_kernel, (len(work),), num_warps=1,
+                table_ptr=self._table, work_ptr=work, scalars_ptr=self._scalars,
+                grad_scale_ptr=grad_scale, skip_ptr=skip, P_TYPE=_TYPES[p_type],
+                G_TYPE=_TYPES[g_type], **_codec_options(self._codec), REMAINDER=remainder,
+                STOCHASTIC=self._seed is not None and p_type == torch.bfloat16 and not remainder,
+                WHOLE=whole, BLOCK_G=block, TILES=CHUNK // _GROUP // block,
+            )  # fmt: skip
+
+    def _prepare(self, items: list[AdamwItem]) -> None:
+        """Make the table and the work anew if something is elsewhere than in the last step."""
+        rows = [item.row() for item in items]
+        key = [
+            (row, item.p.dtype, item.g.dtype, item.remainder is None)
+            for row, item in zip(rows, items, strict=True)
+        ]
+        if key == self._key:
+            return
+        self._refuse_capture("a parameter, gradient or state has moved")
+        padding = (0,) * (COLUMNS - len(rows[0])) if rows else ()
+        self._table = self._to_device(
+            torch.tensor([(*row, *padding) for row in rows], dtype=torch.int64)
+        )
+        shapes = [_shape(item) for item in items]
+        if shapes != self._shapes:  # gradients may move in every step, and only they
+            self._scalars = torch.empty(
+                (len(rows), SCALARS), dtype=torch.float32, device=self._device
+            )
+            self._work = [(*kind, self._to_device(pairs)) for kind, pairs in _work_of(shapes)]
+            self._shapes = shapes
+        self._key = key
+
+    def _uploaded_rates(self, rates: Sequence[Rates]) -> Tensor:
+        """FP64 [groups, 5] on the device."""
+        known = [(-1.0 if isinstance(lr, Tensor) else lr, *rest) for lr, *rest in rates]
+        if known != self._rates[0]:
+            self._refuse_capture("a learning rate has changed; make lr a tensor on the GPU")
+            tensor = self._to_device(torch.tensor(known, dtype=torch.float64))
+            self._rates = (known, tensor)
+        for i, (lr, *_) in enumerate(rates):
+            if isinstance(lr, Tensor):
+                self._rates[1][i, 0].copy_(lr)
+        if self._is_capturing():
+            # The graph reads them in every replay, also when other tables have taken their place.
+            self._captured += [self._table, self._scalars, self._rates[1]]
+            self._captured += [work for *_, work in self._work]
+        return self._rates[1]
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _refuse_capture(self, what: str) -> None:
+        if self._is_capturing():
+            raise ValueError(
+                f"AdamW in a CUDA graph: {what} since the step before the capture; make one step "
+                "on the same tensors first, and keep gradients where they are "
+                "(zero_grad(set_to_none=False))"
+            )
+
+
+def _codec_options(codec: Codec) -> dict[str, Any]:
+    """The constants of the kernel."""
+    options: dict[str, Any] = {"EXPAND": codec.expand, "FLOOR_K": codec.floor_k}
+    options["V_CHANCE"] = codec.second_by_chance
+    for name, fmt in (("M", codec.first), ("V", codec.second)):
+        options |= {
+            f"{name}_TYPE": _TYPES[fmt.dtype],
+            f"{name}_MAX": fmt.max,
+            f"{name}_LOG2_MAX": math.log2(fmt.max),
+            f"{name}_LOG2_RANGE": codec.log2_range(fmt),
+        }
+    return options
 
 
 @functools.lru_cache(maxsize=8)

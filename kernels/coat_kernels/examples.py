@@ -14,8 +14,8 @@ from coat_kernels import reference, reference_adamw
 from coat_kernels.codecs import CODECS, new_moment
 from coat_kernels.cross_entropy import MOST_COLUMNS
 from coat_kernels.formats import FORMATS, GROUP_SIZES
+from coat_kernels.quantize_groups import ROW_ELEMENTS, TRANSPOSED_TILE
 from coat_kernels.registry import OPS
-from coat_kernels.rows import ROW_ELEMENTS, TRANSPOSED_TILE
 
 
 class _Inputs:

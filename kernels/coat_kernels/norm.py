@@ -11,8 +11,24 @@ RMSNorm has no mean and no bias. Two passes, because y's per-tensor scale needs 
   the forward GEMM or transposed for the weight gradient. y itself is never stored.
 
 Gradient: ``norm_gradient.py``. Reference: ``reference.norm_stats``, ``norm_apply``.
+
+Gradient of RMSNorm and LayerNorm, from the FP8 copy that the forward pass kept.
+
+    dx = rstd (g - avg(g) - xhat avg(g xhat)) + residual,   g = dy weight   (RMSNorm: no avg(g))
+    dweight = sum over tokens of dy xhat,   dbias = sum over tokens of dy
+
+One pass: programs walk over the rows, and sum the gradients of weight and bias for theirs in FP32;
+their sums are added in a fixed order, so they are deterministic. The gradient of the residual path
+is added on the way. Derivation: ``kernels/README.md``. Reference: ``reference.norm_bwd``.
+
+How the norms' kernels walk over the rows of a matrix: pieces of a row, warps, programs.
+
+A row is held in one or two pieces whose widths are powers of two: 1152 channels are 1024 and 128,
+with no lane idle, where one power of two would be 2048. Each program takes every n-th row, of which
+the next is on its way while one is worked on. ``WALKS`` is the one table of choices.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +49,9 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.groups import empty_grouped
-from coat_kernels.launch import COUNTS, TILE, TOKENS, launch, tiled, transposing_tile
+from coat_kernels.launch import COUNTS, TILE, TOKENS, Tile, chosen, launch, tiled, transposing_tile
 from coat_kernels.quantize import empty_layouts
+from coat_kernels.quantize_groups import empty_grouped
 from coat_kernels.registry import register
 from coat_kernels.scales import new_scale
 from coat_kernels.tile import (
@@ -44,11 +60,110 @@ from coat_kernels.tile import (
     load_tile,
     magnitude_bits,
     publish_scale,
+    spread_exponents,
     store_codes,
     store_grouped,
     word_offsets,
 )
-from coat_kernels.walk import load_channels, load_row, row_sum, store_row, walked
+
+MULTIPROCESSORS = 132
+"""Of an H200. The kernels have as many programs as these hold; each takes every n-th row, so
+this also is the order in which weight gradients are summed."""
+
+REGISTER_FILE = 65536
+"""Registers of a multiprocessor."""
+
+MAX_PROGRAMS = 32
+"""That a multiprocessor holds at most."""
+
+LEAST_WIDTH = 128
+"""Of a row's first piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """What a program may use for a row."""
+
+    warps: int
+    registers: int
+    """Most of a thread. Without a bound the compiler takes so many that one or two programs fill a
+    multiprocessor."""
+
+
+WALKS: dict[str, tuple[tuple[int, Walk], ...]] = {
+    "stats": (
+        (1280, Walk(1, 128)), (2048, Walk(2, 128)), (4096, Walk(4, 128)), (8192, Walk(16, 80)),
+    ),
+    "sum": ((2048, Walk(2, 128)), (4096, Walk(8, 80)), (8192, Walk(16, 128))),
+    "bwd": (
+        (1152, Walk(1, 255)), (1536, Walk(2, 168)), (2048, Walk(4, 128)), (4096, Walk(8, 128)),
+        (8192, Walk(16, 128)),
+    ),
+}  # fmt: skip
+"""By kernel: the widest row, in lanes of both pieces, and the walk for it; the last one is for all
+others too. ``sum`` is ``norm_stats`` with a delta. All compile without spills;
+those for 1152 and 4096 lanes were chosen among a few on an H200, of which no figures are kept."""
+
+
+def pieces(columns: int) -> tuple[int, int]:
+    """Widths of the two pieces that hold a row; the second is 0 if the first holds all of it.
+
+    Where both together would be as wide as the next power of two, that is the first.
+    """
+    whole = max(LEAST_WIDTH, 1 << (columns - 1).bit_length())
+    head = whole // 2
+    if columns <= head or head < LEAST_WIDTH:
+        return whole, 0
+    tail = 1 << (columns - head - 1).bit_length()
+    return (whole, 0) if tail == head else (head, tail)
+
+
+def walked(kernel: str, M: int, N: int) -> tuple[int, dict[str, int]]:
+    """How many programs walk over the rows of [M, N], and their launch options.
+
+    Args:
+        kernel: one of ``WALKS``.
+        M: rows.
+        N: columns.
+    """
+    head, tail = pieces(N)
+    table = WALKS[kernel]
+    walk = next((walk for widest, walk in table if head + tail <= widest), table[-1][1])
+    warps = chosen(Tile(1, head, walk.warps)).warps
+    each = max(1, min(MAX_PROGRAMS, REGISTER_FILE // (32 * walk.registers * warps)))
+    options = {"HEAD": head, "TAIL": tail, "num_warps": warps, "maxnreg": walk.registers}
+    return min(M, MULTIPROCESSORS * each), options
+
+
+@triton.jit
+def load_row(ptr, row, o_n, M, N):
+    """A row as it is stored [1, WIDTH]; zeros beyond the last, for which no one waits."""
+    mask = (o_n[None, :] < N) & (row < M)
+    return tl.load(ptr + row.to(tl.int64) * N + o_n[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_row(values, ptr, row, o_n, N):
+    """Store [1, WIDTH] in a row of N channels, rounded to what is stored there."""
+    o = row.to(tl.int64) * N + o_n[None, :]
+    tl.store(ptr + o, values.to(ptr.dtype.element_ty), mask=o_n[None, :] < N)
+
+
+@triton.jit
+def row_sum(x):
+    """The sum of [1, WIDTH], a scalar.
+
+    A vector of one element has the layout of its piece; adding two of them makes the compiler pass
+    one piece through shared memory, so that both have the same.
+    """
+    return tl.sum(tl.sum(x, axis=1), axis=0)
+
+
+@triton.jit
+def load_channels(ptr, o_n, N):
+    """[1, WIDTH] of N channels as they are stored; zeros beyond."""
+    return tl.load(ptr + o_n[None, :], mask=o_n[None, :] < N, other=0.0)
+
 
 LANE = tl.constexpr(16)
 """Channels whose largest magnitude is kept as one."""
@@ -320,3 +435,189 @@ def norm_recompute(
         fmt.name, False, True,
     )  # fmt: skip
     return TensorScaled(qt, saved.scale)
+
+
+@triton.jit
+def _load_piece(
+    dy_ptr, x_ptr, e_ptr, row, i_n, M, N, GROUP: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """A piece of a row: the output's gradient, x's codes and their exponents, as stored."""
+    o_n = i_n + tl.arange(0, WIDTH)
+    o_g = i_n // GROUP + tl.arange(0, WIDTH // GROUP)
+    e = load_row(e_ptr, row, o_g, M, N // GROUP)
+    return load_row(dy_ptr, row, o_n, M, N), load_row(x_ptr, row, o_n, M, N), e
+
+
+@triton.jit
+def _normalized(q, e, rstd, mean, GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """xhat; beyond the last channel it need not be zero, but dy is."""
+    return (spread_exponents(q.to(tl.float32), e, GROUP, 1, WIDTH) - mean) * rstd
+
+
+@triton.jit
+def _averages(g, xhat, N, CENTERED: tl.constexpr):
+    """avg(g xhat) and, both at once, avg(g): each sum costs the program a meeting of its warps."""
+    if CENTERED:
+        projection, total = tl.split(tl.sum(tl.join(g * xhat, g), axis=1))
+        return tl.sum(projection, axis=0) / N, tl.sum(total, axis=0) / N
+    else:
+        return row_sum(g * xhat) / N, 0.0
+
+
+@triton.jit
+def _store_gradient(
+    g, xhat, projection, total, rstd, residual, dx_ptr, row, o_n, N,
+    HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    dx = (g - xhat * projection - total) * rstd
+    if HAS_RESIDUAL:
+        dx += residual.to(tl.float32)
+    store_row(dx, dx_ptr, row, o_n, N)
+
+
+@triton.jit(do_not_specialize=(*TOKENS, *COUNTS))
+def _norm_bwd_kernel(  # noqa: C901 - the branches are those of the compiler
+    dy_ptr, x_ptr, e_ptr, weight_ptr, rstd_ptr, mean_ptr, residual_ptr,  # the last (M, N) or null
+    dx_ptr, dweight_ptr, dbias_ptr,  # (M, N), (programs, N) FP32 partial sums
+    M, N, programs,
+    HAS_RESIDUAL: tl.constexpr, CENTERED: tl.constexpr, GROUP: tl.constexpr,
+    HEAD: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    o_h = tl.arange(0, HEAD)
+    weight_h = load_channels(weight_ptr, o_h, N)
+    dweight_h = tl.zeros((1, HEAD), dtype=tl.float32)
+    dbias_h = tl.zeros((1, HEAD), dtype=tl.float32)
+    next_dy_h, next_q_h, next_e_h = _load_piece(dy_ptr, x_ptr, e_ptr, row, 0, M, N, GROUP, HEAD)
+    if TAIL:
+        o_t = HEAD + tl.arange(0, TAIL)
+        weight_t = load_channels(weight_ptr, o_t, N)
+        dweight_t = tl.zeros((1, TAIL), dtype=tl.float32)
+        dbias_t = tl.zeros((1, TAIL), dtype=tl.float32)
+        next_dy_t, next_q_t, next_e_t = _load_piece(
+            dy_ptr, x_ptr, e_ptr, row, HEAD, M, N, GROUP, TAIL
+        )
+    next_rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)
+    next_mean = 0.0
+    if CENTERED:
+        next_mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
+    # The next residual of a row in two pieces is read when it is used, not ahead.
+    AHEAD: tl.constexpr = HAS_RESIDUAL and not TAIL
+    if AHEAD:
+        next_residual = load_row(residual_ptr, row, o_h, M, N)
+    for i in range(tl.cdiv(M - row, programs)):
+        # The next row is on its way while this one is worked on.
+        row = tl.program_id(0) + i * programs
+        after = row + programs
+        rstd = next_rstd
+        mean = next_mean
+        next_rstd = tl.load(rstd_ptr + after, mask=after < M, other=0.0)
+        if CENTERED:
+            next_mean = tl.load(mean_ptr + after, mask=after < M, other=0.0)
+        dy_h = next_dy_h.to(tl.float32)
+        xhat_h = _normalized(next_q_h, next_e_h, rstd, mean, GROUP, HEAD)
+        next_dy_h, next_q_h, next_e_h = _load_piece(
+            dy_ptr, x_ptr, e_ptr, after, 0, M, N, GROUP, HEAD
+        )
+        g_h = dy_h * weight_h.to(tl.float32)
+        projection, total = _averages(g_h, xhat_h, N, CENTERED)
+        dweight_h += dy_h * xhat_h
+        if CENTERED:
+            dbias_h += dy_h
+        if TAIL:
+            dy_t = next_dy_t.to(tl.float32)
+            xhat_t = _normalized(next_q_t, next_e_t, rstd, mean, GROUP, TAIL)
+            next_dy_t, next_q_t, next_e_t = _load_piece(
+                dy_ptr, x_ptr, e_ptr, after, HEAD, M, N, GROUP, TAIL
+            )
+            g_t = dy_t * weight_t.to(tl.float32)
+            projection_t, total_t = _averages(g_t, xhat_t, N, CENTERED)
+            projection += projection_t
+            total += total_t
+            dweight_t += dy_t * xhat_t
+            if CENTERED:
+                dbias_t += dy_t
+            residual_t = 0.0
+            if HAS_RESIDUAL:
+                residual_t = load_row(residual_ptr, row, o_t, M, N)
+            _store_gradient(
+                g_t, xhat_t, projection, total, rstd, residual_t, dx_ptr, row, o_t, N, HAS_RESIDUAL
+            )
+        residual_h = 0.0
+        if AHEAD:
+            residual_h = next_residual
+            next_residual = load_row(residual_ptr, after, o_h, M, N)
+        elif HAS_RESIDUAL:
+            residual_h = load_row(residual_ptr, row, o_h, M, N)
+        _store_gradient(
+            g_h, xhat_h, projection, total, rstd, residual_h, dx_ptr, row, o_h, N, HAS_RESIDUAL
+        )
+    row = tl.program_id(0)
+    store_row(dweight_h, dweight_ptr, row, o_h, N)
+    if CENTERED:
+        store_row(dbias_h, dbias_ptr, row, o_h, N)
+    if TAIL:
+        store_row(dweight_t, dweight_ptr, row, o_t, N)
+        if CENTERED:
+            store_row(dbias_t, dbias_ptr, row, o_t, N)
+
+
+def _norm_bwd_triton(
+    dy: Tensor, x: Tensor, exponents: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    M, N = x.shape
+    centered = mean.numel() > 0
+    programs, options = walked("bwd", max(1, M), N)  # none: writes zero sums
+    dx = torch.empty_like(dy)
+    sums = torch.empty((1 + centered, programs, N), dtype=torch.float32, device=dy.device)
+    launch(
+        _norm_bwd_kernel, (programs,),
+        dy_ptr=dy, x_ptr=x, e_ptr=exponents, weight_ptr=weight, rstd_ptr=rstd, mean_ptr=mean,
+        residual_ptr=residual, dx_ptr=dx, dweight_ptr=sums[0], dbias_ptr=sums[-1], M=M, N=N,
+        programs=programs, HAS_RESIDUAL=residual is not None, CENTERED=centered,
+        GROUP=N // exponents.shape[1], **options,
+    )  # fmt: skip
+    # Two sums, not two views of one: an op's results may not share memory.
+    return dx, sums[0].sum(0), sums[1].sum(0) if centered else sums.new_empty(0)
+
+
+def _norm_bwd_fake(dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    N, mean = dy.shape[1], rest[4]
+    biases = N if mean.numel() else 0
+    dweight, dbias = (dy.new_empty((size,), dtype=torch.float32) for size in (N, biases))
+    return torch.empty_like(dy), dweight, dbias
+
+
+_norm_bwd = register(
+    "norm_bwd",
+    triton=_norm_bwd_triton,
+    reference=reference.norm_bwd,
+    fake=_norm_bwd_fake,
+)
+
+
+def norm_bwd(
+    dy: Tensor, saved: NormSaved, weight: Tensor, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`norm_fwd`.
+
+    Args:
+        dy: gradient of the output [M, N], contiguous.
+        saved: from the forward pass.
+        weight: [N].
+        residual: gradient that reaches the norm's input past the norm, like dy; added to dx.
+
+    Returns:
+        dx [M, N] in dy's dtype, dweight FP32 [N], dbias FP32 [N] (empty for RMSNorm).
+
+    Raises:
+        ValueError: dy is not a contiguous matrix of x's shape, residual is not like dy, or weight
+            does not fit.
+    """
+    M, N = saved.x.q.shape
+    check_matrix("norm_bwd", "dy", dy, (M, N))
+    check_vector("norm_bwd", "weight", weight, N)
+    if residual is not None:
+        check_like("norm_bwd", "residual", residual, "dy", dy)
+    return _norm_bwd(dy, saved.x.q, saved.x.exponents, weight, saved.rstd, saved.mean, residual)

@@ -6,6 +6,25 @@ Formats and the convention: ``formats.py``. The reference: ``reference.py``. Rea
 then codes). Weights of layers with the same input are quantized as one matrix without being copied
 together, up to three in one launch. Paper: arXiv 2410.19313, sections 4.1 (mixed granularity) and
 4.2 (the amax of the first pass can come from the producer: ``norm.py``, ``activation.py``).
+
+Per-tensor codes that exist already: transposed for a GEMM over tokens, or back as values.
+
+    transpose_codes      q [M, N] -> [N, M'], tokens padded with zeros to a multiple of 16
+    dequantize_tensor    x = q * scale
+
+For what the forward pass keeps as the operand of a GEMM and the backward pass needs otherwise: the
+input of a linear layer (its weight gradient) and attention's output. Bytes per element: 2; 1 and
+those of the result. Reference: ``reference.transpose_codes``, ``dequantize_tensor``.
+
+A linear layer's incoming gradient, quantized for both of its GEMMs, with the bias's gradient.
+
+    scale = max(amax(dy) / max, 2^-126),   q = cast(dy / scale),   db = sum over tokens of dy
+
+dy may lie in several matrices side by side (the gradients of q, k and v, as attention returns
+them): they are read where they are, up to three in one launch, and never copied together. dy is
+read twice, for its amax and for its codes; the sums of the second pass cost no third. db is summed
+in FP32 in a fixed order (partial sums per block of rows, then one sum), so it is deterministic.
+Kernels: ``quantize.py``. Reference: ``reference.quantize_gradient``.
 """
 
 from collections.abc import Sequence
@@ -19,9 +38,12 @@ from torch import Tensor
 from coat_kernels import reference
 from coat_kernels.formats import (
     E4M3,
+    E5M2,
     GEMM_MULTIPLE,
     Format,
+    GradientCodes,
     TensorScaled,
+    check_codes,
     check_matrix,
     format_of,
     padded,
@@ -29,7 +51,9 @@ from coat_kernels.formats import (
 from coat_kernels.launch import (
     TILE,
     TOKENS,
+    Tile,
     cdiv,
+    chosen,
     launch,
     one_or_two_passes,
     tiled,
@@ -319,3 +343,189 @@ def check_parts(op: str, parts: Sequence[Tensor], transposed: bool) -> None:
             f"{op}: parts of {rows} rows; to be transposed, all but the last need a multiple of "
             f"{GEMM_MULTIPLE}: quantize them apart"
         )
+
+
+TRANSPOSED_TILE = Tile(128, 128, 8)
+"""Of codes that are transposed: the fastest of four on an H200."""
+
+ELEMENTS = 4096
+"""Elements per program where rows and columns do not matter."""
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _transpose_codes_kernel(
+    q_ptr, qt_ptr,  # (M, N) and (N, M_PADDED) uint8
+    M, N, M_PADDED, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)  # tiles are counted along the row first
+    i_m = pid // tiles_n
+    o_m = word_offsets(i_m, BLOCK_M)
+    o_n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (o_m[:, None] < M) & (o_n[None, :] < N)
+    q = tl.load(q_ptr + o_m[:, None] * N + o_n[None, :], mask=mask, other=0)
+    store_codes(
+        q, q_ptr, qt_ptr, o_m, i_m, o_n, o_n < N, M, M_PADDED, N, M_PADDED, False, True, BLOCK_M,
+        BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def _dequantize_tensor_kernel(q_ptr, scale_ptr, x_ptr, numel, BLOCK: tl.constexpr):
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    q = tl.load(q_ptr + o, mask=o < numel, other=0.0).to(tl.float32)
+    x = q * tl.load(scale_ptr)
+    tl.store(x_ptr + o, x.to(x_ptr.dtype.element_ty), mask=o < numel)
+
+
+def _transpose_codes_triton(q: Tensor) -> Tensor:
+    M, N = q.shape
+    qt = q.new_empty((N, padded(M)))
+    grid, options = tiled(padded(M), N, TRANSPOSED_TILE)
+    launch(
+        _transpose_codes_kernel, grid,
+        q_ptr=q.view(torch.uint8), qt_ptr=qt.view(torch.uint8), M=M, N=N, M_PADDED=padded(M),
+        **options,
+    )  # fmt: skip
+    return qt
+
+
+def _dequantize_tensor_triton(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    x = torch.empty(q.shape, dtype=dtype, device=q.device)
+    launch(
+        _dequantize_tensor_kernel, (cdiv(q.numel(), ELEMENTS),),
+        q_ptr=q, scale_ptr=scale, x_ptr=x, numel=q.numel(), BLOCK=ELEMENTS,
+    )  # fmt: skip
+    return x
+
+
+_transpose_codes = register(
+    "transpose_codes",
+    triton=_transpose_codes_triton,
+    reference=reference.transpose_codes,
+    fake=lambda q: q.new_empty((q.shape[1], padded(q.shape[0]))),
+)
+_dequantize_tensor = register(
+    "dequantize_tensor",
+    triton=_dequantize_tensor_triton,
+    reference=reference.dequantize_tensor,
+    fake=lambda q, _scale, dtype: q.new_empty(q.shape, dtype=dtype),
+)
+
+
+def transpose_codes(x: TensorScaled) -> TensorScaled:
+    """Codes [M, N] as [N, M'], M padded with zeros to a multiple of 16.
+
+    Raises:
+        ValueError: the codes are not a contiguous FP8 matrix.
+    """
+    check_codes("transpose_codes", "x", x.q)
+    return TensorScaled(_transpose_codes(x.q), x.scale)
+
+
+def dequantize_tensor(x: TensorScaled, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values of per-tensor codes [M, N], in ``dtype``: FP32, BF16 or FP16.
+
+    Raises:
+        ValueError: the codes are not a contiguous FP8 matrix.
+    """
+    check_codes("dequantize_tensor", "x", x.q)
+    return _dequantize_tensor(x.q, x.scale, dtype)
+
+
+def gradient_room(
+    M: int, N: int, like: Tensor, fmt: str, rows: bool, transposed: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised codes [M, N], [N, M'] and sums [N]; what is not wanted is empty."""
+    q, qt = empty_layouts(M, N, format_of(fmt), rows, transposed, like.device)
+    return q, qt, like.new_empty((N * bias,), dtype=torch.float32)
+
+
+def empty_gradient(
+    M: int, N: int, like: Tensor, fmt: str, rows: bool, transposed: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same with a scale [], third."""
+    q, qt, sums = gradient_room(M, N, like, fmt, rows, transposed, bias)
+    return q, qt, like.new_empty((), dtype=torch.float32), sums
+
+
+def as_codes(results: tuple[Tensor, Tensor, Tensor, Tensor], bias: bool) -> GradientCodes:
+    """What :func:`empty_gradient` made room for, with its names."""
+    q, qt, scale, sums = results
+    return GradientCodes(TensorScaled(q, scale), TensorScaled(qt, scale), sums if bias else None)
+
+
+def _empty_gradient(parts: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    columns = sum(part.shape[1] for part in parts)
+    return empty_gradient(parts[0].shape[0], columns, parts[0], *rest)
+
+
+def _quantize_gradient_triton(
+    parts: Sequence[Tensor], fmt: str, rows: bool, transposed: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    M, N = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    q, qt, sums = gradient_room(M, N, parts[0], fmt, rows, transposed, bias)
+    scale = tensor_scale_triton(parts, fmt)
+    if not (rows or transposed or bias):
+        return q, qt, scale, sums
+    partial = None
+    if bias:
+        tile = chosen(transposing_tile() if transposed else TILE)
+        tiles = cdiv(padded(M) if transposed else M, tile.rows)
+        partial = sums.new_empty((tiles, N))
+    write_codes(parts, scale, q, qt, partial, side_by_side=True, rows=rows, transposed=transposed)
+    return q, qt, scale, sums if partial is None else partial.sum(0)
+
+
+_quantize_gradient = register(
+    "quantize_gradient",
+    triton=_quantize_gradient_triton,
+    reference=reference.quantize_gradient,
+    fake=_empty_gradient,
+)
+
+
+def quantize_gradient(
+    parts: Sequence[Tensor],
+    fmt: Format = E5M2,
+    *,
+    rows: bool = True,
+    transposed: bool = True,
+    bias: bool = False,
+) -> GradientCodes:
+    """Quantize matrices that lie side by side with one scale.
+
+    Args:
+        parts: FP32, BF16 or FP16 [M, n_i], contiguous; N is the sum of the n_i, which are multiples
+            of 16 if there is more than one.
+        fmt: format of the codes.
+        rows: write codes [M, N], for the input gradient.
+        transposed: write codes [N, M'], for the weight gradient: M padded with zeros to a multiple
+            of 16.
+        bias: sum over the tokens, FP32 [N].
+
+    Raises:
+        ValueError: a part is not a contiguous matrix of such a dtype, or they do not fit together.
+    """
+    check_side_by_side("quantize_gradient", parts)
+    return as_codes(_quantize_gradient(parts, fmt.name, rows, transposed, bias), bias)
+
+
+def check_side_by_side(op: str, parts: Sequence[Tensor]) -> None:
+    """Refuse what does not make one matrix.
+
+    Raises:
+        ValueError: there is no part, one is not a contiguous matrix of a high-precision dtype,
+            dtypes or numbers of rows differ, or one of several has a number of columns that is not
+            a multiple of 16.
+    """
+    for i, part in enumerate(parts):
+        check_matrix(op, "dy" if len(parts) == 1 else f"parts[{i}]", part)
+    kinds = {(part.dtype, part.shape[0]) for part in parts}
+    if len(kinds) != 1:
+        raise ValueError(
+            f"{op}: got parts of (dtype, M) {sorted(map(str, kinds))}; give one or more matrices "
+            "of the same dtype and the same number of rows"
+        )
+    columns = [part.shape[1] for part in parts]
+    if len(parts) > 1 and any(n % 16 for n in columns):
+        raise ValueError(f"{op}: got parts of {columns} columns; each needs a multiple of 16")

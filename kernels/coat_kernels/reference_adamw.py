@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from coat_kernels.codecs import GROUP, K_MAX, SMALLEST_RATIO, Moment, codec_called
 from coat_kernels.formats import E4M3, E5M2
-from coat_kernels.masters import (
+from coat_kernels.master_weights import (
     CODE_SALT,
     join_master,
     random_words,

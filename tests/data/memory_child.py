@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from coat_data.dataset import SampleDataset
-from coat_data.frame_sampling import VideoSettings
-from coat_data.image import ImageTransform
-from coat_data.media_loader import MediaLoader
+from coat_data.load.dataset import SampleDataset
+from coat_data.media.image import ImageTransform
+from coat_data.media.loader import MediaLoader
+from coat_data.media.sampling import VideoSettings
 from coat_data.sample import Media
 
 

@@ -9,9 +9,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-from coat_data.download import BENCHMARKS
+from coat_cli.main import main
+from coat_datasets.download import BENCHMARKS
 from coat_eval.tasks import get_benchmark
-from coat_vlm.cli import main
 
 FILES = {
     "lmms-lab/POPE": ["Full/random-0.parquet", "data/test-0.parquet"],

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from coat_data.chat import VICUNA_SYSTEM, Segment, get_template
 from coat_data.sample import Part, Turn
+from coat_data.text.chat import VICUNA_SYSTEM, Segment, get_template
 
 IMAGE = Part("image")
 

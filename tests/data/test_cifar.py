@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from PIL import Image
 
-from coat_data.cifar import CONFUSABLE, convert_cifar10
 from coat_data.sample import DataError
+from coat_datasets.cifar import CONFUSABLE, convert_cifar10
 
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 SHORT = "\nAnswer the question using a single word or phrase."

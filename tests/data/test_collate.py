@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from coat_data.collate import collate
-from coat_data.encode import EncodedSample
+from coat_data.load.collate import collate
+from coat_data.load.encode import EncodedSample
 
 
 def encoded(ids: list[int], num_images: int = 0, fill: float = 0.0) -> EncodedSample:

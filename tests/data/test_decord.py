@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from av.video.stream import VideoStream
 
-from coat_data.decord_child import frame_indices
-from coat_data.decord_reader import DecordError, DecordReader
-from coat_data.frame_sampling import VIDEO_COUNTS, VideoSettings
+from coat_data.media.decord_child import frame_indices
+from coat_data.media.decord_reader import DecordError, DecordReader
+from coat_data.media.sampling import VIDEO_COUNTS, VideoSettings
+from coat_data.media.video import VideoReader
 from coat_data.sample import Media
-from coat_data.video import VideoReader
 
 needs_decord = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="decord has wheels for x86-64 processors only"

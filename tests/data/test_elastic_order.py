@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from coat_data.dataset import SampleDataset
-from coat_data.encode import EncodedSample, Size
-from coat_data.lengths import measure_rows
-from coat_data.loader import LoadedBatch, TrainLoader
-from coat_data.mixture import Mixture
-from coat_data.order import Bin, Cursor, deal
-from coat_data.pack import Budget, Lengths, PackedOrder
+from coat_data.load.dataset import SampleDataset
+from coat_data.load.encode import EncodedSample, Size
+from coat_data.load.loader import LoadedBatch, TrainLoader
+from coat_data.mixture.lengths import measure_rows
+from coat_data.mixture.packing import Budget, Lengths, PackedOrder
+from coat_data.mixture.sampler import Bin, Cursor, Mixture, deal
 from coat_data.sample import DataError, Sample
 
 BATCH = 6

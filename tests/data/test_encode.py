@@ -11,13 +11,13 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from coat_data.chat import get_template
-from coat_data.encode import IGNORE_INDEX, EncodedSample, Encoder
-from coat_data.frame_sampling import VideoSettings
-from coat_data.image import ImageTransform
-from coat_data.messages import to_media
+from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder
+from coat_data.media.image import ImageTransform
+from coat_data.media.sampling import VideoSettings
 from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_data.tokens import PieceTokenizer
+from coat_data.text.chat import get_template
+from coat_data.text.messages import to_media
+from coat_data.text.tokens import PieceTokenizer
 
 TRANSFORM = ImageTransform(8, (0.5,) * 3, (0.5,) * 3)
 ANSWERS = [

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from coat_data.dataset import SampleDataset
-from coat_data.ingest import ingest
 from coat_data.lists.read import read_list
-from coat_data.mixture import Mixture
+from coat_data.load.dataset import SampleDataset
+from coat_data.mixture.sampler import Mixture
 from coat_data.sample import DataError, Sample
+from coat_data.tools.ingest import ingest
 from coat_vlm.config import SourceConfig
-from coat_vlm.train.source_list import ignored_keys, ignored_weights
-from coat_vlm.train.sources import open_source, open_sources
+from coat_vlm.train.sources import ignored_keys, ignored_weights, open_source, open_sources
 
 SIZES = {"coco": 20, "coyo": 10, "other": 5}
 

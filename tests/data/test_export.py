@@ -10,11 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coat_data.dataset import SampleDataset
-from coat_data.ingest import ingest
+from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_data.writers.export import ExportFormat, export
-from coat_data.writers.rows import joined
+from coat_data.tools.export import ExportFormat, export, joined
+from coat_data.tools.ingest import ingest
 
 PNG = b"\x89PNG\r\n\x1a\n picture "
 FORMATS: tuple[ExportFormat, ...] = ("llava", "messages", "webdataset")

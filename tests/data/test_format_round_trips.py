@@ -15,10 +15,9 @@ import yaml
 from datasets import Dataset, config
 from PIL import Image
 
-from coat_data.dataset import SampleDataset
+from coat_data.load.dataset import SampleDataset
 from coat_data.sample import Sample
-from coat_data.writers.export import ExportFormat, export
-from coat_data.writers.rows import joined
+from coat_data.tools.export import ExportFormat, export, joined
 
 Tar = Callable[[Path, dict[str, bytes]], Path]
 FORMATS: tuple[ExportFormat, ...] = ("llava", "messages", "webdataset")

@@ -10,9 +10,9 @@ import pytest
 from av.video.stream import VideoStream
 from PIL import Image
 
-from coat_data.frame_sampling import VideoSettings, middles
+from coat_data.media.sampling import VideoSettings, middles
+from coat_data.media.video import Clip, VideoReader
 from coat_data.sample import DataError, Media
-from coat_data.video import Clip, VideoReader
 
 
 def make_clip(path: Path, stamps: list[int]) -> Path:

@@ -11,7 +11,7 @@ from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from coat_data.image import ImageTransform, channels_of, open_image
+from coat_data.media.image import ImageTransform, channels_of, open_image
 from coat_data.sample import DataError, Media
 
 HALF = (0.5, 0.5, 0.5)

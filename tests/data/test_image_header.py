@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageOps
 
-from coat_data.image import image_size, open_image
-from coat_data.image_formats import image_suffixes
+from coat_data.media.image import image_size, image_suffixes, open_image
 from coat_data.sample import DataError, Media
-from coat_data.writers.media_folder import media_suffix
+from coat_data.tools.export import media_suffix
 
 
 def media_of(data: bytes) -> Media:

@@ -14,10 +14,10 @@ import pytest
 from datasets import config
 from PIL import Image
 
-from coat_data.dataset import SampleDataset
-from coat_data.ingest import ingest
+from coat_data.containers.ingested import Manifest
+from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError, Sample
-from coat_data.shards import Manifest
+from coat_data.tools.ingest import ingest
 
 
 @pytest.fixture(autouse=True)
@@ -266,7 +266,7 @@ def test_an_interrupt_leaves_nothing_behind(source: Path, monkeypatch: pytest.Mo
     def interrupt(media: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("coat_data.ingest.open_image", interrupt)
+    monkeypatch.setattr("coat_data.tools.ingest.open_image", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(source)
     assert not (source.parent / "out").exists()

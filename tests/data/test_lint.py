@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from coat_data.lint import LintSummary, lint
+from coat_cli.main import main
 from coat_data.readers.catalogue import READERS
 from coat_data.sample import DataError
-from coat_data.stats import collect
-from coat_vlm.cli import main
+from coat_data.tools.lint import LintSummary, lint
+from coat_data.tools.stats import collect
 
 
 def problems(path: Path, **options: Any) -> tuple[LintSummary, list[DataError]]:

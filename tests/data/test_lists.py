@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from coat_data.dataset import SampleDataset
-from coat_data.download import FOLDER, download, known_mixtures
 from coat_data.lists.read import read_list
+from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError
+from coat_datasets.download import FOLDER, download, known_mixtures
 
 
 def talk(name: str, number: int) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from coat_data.containers import json_file
 from coat_data.containers.json_file import JsonRows
-from coat_data.dataset import SampleDataset
-from coat_data.media_root import MediaRoot
+from coat_data.load.dataset import SampleDataset
+from coat_data.media.root import MediaRoot
 from coat_data.readers.llava import to_sample
 from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Media, Part, Sample, Turn

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from coat_data.dataset import SampleDataset
-from coat_data.encode import IGNORE_INDEX, EncodedSample
-from coat_data.loader import BadSample, LoadedBatch, TrainLoader, val_batches
-from coat_data.mixture import Mixture
-from coat_data.order import Cursor
+from coat_data.load.dataset import SampleDataset
+from coat_data.load.encode import IGNORE_INDEX, EncodedSample
+from coat_data.load.loader import BadSample, LoadedBatch, TrainLoader, val_batches
+from coat_data.mixture.sampler import Cursor, Mixture
+from coat_data.mixture.selection import SelectedRows
 from coat_data.sample import DataError, Sample
-from coat_data.selection import SelectedRows
 
 PAD = 0
 

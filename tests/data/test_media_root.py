@@ -13,11 +13,11 @@ import pytest
 from datasets import config
 from PIL import Image
 
-from coat_data.dataset import SampleDataset
-from coat_data.download import unpack
-from coat_data.ingest import ingest
-from coat_data.media_root import MediaRoot
+from coat_data.load.dataset import SampleDataset
+from coat_data.media.root import MediaRoot
 from coat_data.sample import DataError
+from coat_data.tools.ingest import ingest
+from coat_datasets.download import unpack
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from coat_data.chat import get_template
-from coat_data.collate import collate
-from coat_data.encode import EncodedSample, Encoder
-from coat_data.frame_sampling import VideoSettings
-from coat_data.image import ImageTransform
+from coat_data.load.collate import collate
+from coat_data.load.encode import EncodedSample, Encoder
+from coat_data.media.image import ImageTransform
+from coat_data.media.sampling import VideoSettings
+from coat_data.media.tiling import TiledTransform
 from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_data.tiling import TiledTransform
+from coat_data.text.chat import get_template
 
 HALF = (0.5, 0.5, 0.5)
 TOKENS = 4

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coat_data.mixture import Mixture
+from coat_data.mixture.sampler import Mixture
 
 
 def repeated(sizes: list[int], repeats: list[float | None], seed: int = 0) -> Mixture:

@@ -7,8 +7,8 @@ import tarfile
 import pytest
 from PIL import Image
 
-from coat_data.nlvr import convert_nlvr
 from coat_data.sample import DataError
+from coat_datasets.nlvr import convert_nlvr
 
 QUESTION = "Is this statement true? Answer yes or no."
 STACK = [[{"type": "square", "size": 20, "x_loc": 40, "y_loc": 80, "color": "Yellow"}], [], []]

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coat_data.mixture import Mixture
-from coat_data.order import Cursor
-from coat_data.pack import (
+from coat_data.mixture.packing import (
     Budget,
     Lengths,
     PackedOrder,
@@ -19,6 +17,7 @@ from coat_data.pack import (
     minimum_bin_slack,
     pack,
 )
+from coat_data.mixture.sampler import Cursor, Mixture
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
-from coat_data.encode import IGNORE_INDEX
-from coat_data.preview import to_picture, token_pieces, write_preview
+from coat_cli.main import main
+from coat_data.load.encode import IGNORE_INDEX
 from coat_data.sample import DataError
-from coat_vlm.cli import main
-from coat_vlm.processor import CoatVlmProcessor
+from coat_data.tools.preview import to_picture, token_pieces, write_preview
+from coat_vlm.model.processor import CoatVlmProcessor
 
 ANSWER = "Red.\n\u4e2d\U0001f600 <b>&amp;</b>"
 

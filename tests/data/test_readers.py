@@ -15,9 +15,9 @@ import yaml
 from datasets import Dataset, Image, config
 from PIL import Image as Pillow
 
-from coat_data.dataset import SampleDataset
-from coat_data.ingest import ingest
+from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError, Sample
+from coat_data.tools.ingest import ingest
 
 Tar = Callable[[Path, dict[str, bytes]], Path]
 

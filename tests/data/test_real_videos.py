@@ -15,9 +15,9 @@ import av
 import numpy as np
 import pytest
 
-from coat_data.frame_sampling import VideoSettings
+from coat_data.media.sampling import VideoSettings
+from coat_data.media.video import VideoReader
 from coat_data.sample import Media
-from coat_data.video import VideoReader
 
 FOLDER = Path(os.environ.get("COAT_VIDEO_DATA", "COAT_VIDEO_DATA is not set"))
 CLIPS = {  # codec, frames (as many as packets), width and height, from the files' headers

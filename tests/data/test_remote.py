@@ -19,14 +19,13 @@ import pytest
 import torch
 
 from coat_data.containers.remote import WINDOW_ROWS
-from coat_data.dataset import SampleDataset
-from coat_data.encode import EncodedSample
-from coat_data.loader import TrainLoader
-from coat_data.mixture import Mixture
-from coat_data.order import Cursor
-from coat_data.pack import Budget, Lengths, PackedOrder
+from coat_data.load.dataset import SampleDataset
+from coat_data.load.encode import EncodedSample
+from coat_data.load.loader import TrainLoader
+from coat_data.mixture.packing import Budget, Lengths, PackedOrder
+from coat_data.mixture.sampler import Cursor, Mixture
+from coat_data.mixture.selection import SelectedRows, shards_of
 from coat_data.sample import DataError, Sample
-from coat_data.selection import SelectedRows, shards_of
 
 SIZES = (600, 300)
 """Rows of the shards, in several windows."""

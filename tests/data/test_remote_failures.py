@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from coat_data.containers import attempts, remote, remote_file
-from coat_data.dataset import SampleDataset
+from coat_data.containers import remote, remote_file
+from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError
 
 TALK = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
@@ -25,7 +25,7 @@ MEMORY = fsspec.filesystem("memory")
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COAT_VLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(attempts, "WAITS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(remote_file, "WAITS_S", (0.0, 0.0, 0.0))
     return tmp_path / "cache"
 
 

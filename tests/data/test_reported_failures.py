@@ -13,16 +13,15 @@ import torch
 from av.video.stream import VideoStream
 from PIL import Image
 
-from coat_data.chat import get_template
-from coat_data.dataset import SampleDataset
-from coat_data.encode import IGNORE_INDEX, Encoder
-from coat_data.frame_sampling import VideoSettings
-from coat_data.image import ImageTransform
-from coat_data.lint import lint
-from coat_data.loader import TrainLoader
-from coat_data.mixture import Mixture
-from coat_data.order import Cursor
+from coat_data.load.dataset import SampleDataset
+from coat_data.load.encode import IGNORE_INDEX, Encoder
+from coat_data.load.loader import TrainLoader
+from coat_data.media.image import ImageTransform
+from coat_data.media.sampling import VideoSettings
+from coat_data.mixture.sampler import Cursor, Mixture
 from coat_data.sample import DataError
+from coat_data.text.chat import get_template
+from coat_data.tools.lint import lint
 
 TOKENS = 4
 PAGE = (

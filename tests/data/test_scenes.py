@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from coat_data.scenes import make_scenes
-from coat_data.scenes.scene import draw_scene
+from coat_datasets.scenes import make_scenes
+from coat_datasets.scenes.scene import draw_scene
 
 CELL = 16
 NAMES = [
@@ -294,7 +294,7 @@ def test_a_scene_drawn_again_is_passed_over(tmp_path, monkeypatch):
         drawn.append(drawn[-1] if len(drawn) % 2 else draw_scene(*arguments))
         return drawn[-1]
 
-    monkeypatch.setattr("coat_data.scenes.make.draw_scene", draw_each_twice)
+    monkeypatch.setattr("coat_datasets.scenes.make.draw_scene", draw_each_twice)
     make_scenes(tmp_path / "out", **SIZES)
     scenes = [look(path) for path in (tmp_path / "out").glob("images/*/*.png")]
     assert len({frozenset(objects.items()) for objects in scenes}) == len(scenes) == 264

@@ -5,8 +5,8 @@ import pytest
 from PIL import Image
 
 from coat_data.sample import DataError
-from coat_data.scenes import make_scenes
-from coat_data.scenes.draw import coverage
+from coat_datasets.scenes import make_scenes
+from coat_datasets.scenes.scene import coverage
 
 SIZES = {"num_train": 16, "num_test": 8, "num_val": 4, "progress": False}
 
@@ -60,7 +60,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch, error):
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr("coat_data.scenes.make.write_questions", fail)
+    monkeypatch.setattr("coat_datasets.scenes.make.write_questions", fail)
     with pytest.raises((KeyboardInterrupt, OSError)):
         make_scenes(tmp_path / "out", **SIZES)
     assert not list(tmp_path.iterdir())

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coat_data.dataset import SampleDataset
-from coat_data.sample import DataError
-from coat_data.selection import (
+from coat_data.load.dataset import SampleDataset
+from coat_data.mixture.selection import (
     SelectedRows,
     original_row,
     parse_select,
@@ -15,6 +14,7 @@ from coat_data.selection import (
     select_rows,
     without,
 )
+from coat_data.sample import DataError
 
 
 @pytest.mark.parametrize(

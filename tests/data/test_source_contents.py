@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import config
 
-from coat_data.dataset import SampleDataset
+from coat_data.load.dataset import SampleDataset
 from coat_data.readers.catalogue import find_reader
 from coat_data.sample import DataError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coat_data.dataset import SampleDataset
+from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError
 
 Tar = Callable[[Path, dict[str, bytes]], Path]

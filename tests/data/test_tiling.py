@@ -11,8 +11,8 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
     get_optimal_tiled_canvas,
 )
 
-from coat_data.image import ONE_TILE, ImageTransform, TilePlan
-from coat_data.tiling import TiledTransform, closest_grid
+from coat_data.media.image import ONE_TILE, ImageTransform, TilePlan
+from coat_data.media.tiling import TiledTransform, closest_grid
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 

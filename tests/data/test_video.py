@@ -10,11 +10,11 @@ import pytest
 from av.video.stream import VideoStream
 from PIL import Image
 
-from coat_data import pyav_reader
-from coat_data.decord_reader import DecordReader
-from coat_data.frame_sampling import VideoSettings
+from coat_data.media import pyav_reader
+from coat_data.media.decord_reader import DecordReader
+from coat_data.media.sampling import VideoSettings
+from coat_data.media.video import VideoReader, read_frames
 from coat_data.sample import DataError, Media
-from coat_data.video import VideoReader, read_frames
 
 
 def picture(number: int, size: tuple[int, int] = (64, 48)) -> np.ndarray:

@@ -18,12 +18,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from coat_vlm.checkpoint import folder as folder_module
+from coat_vlm.checkpoint.checkpoint import (
+    Progress,
+    latest_checkpoint,
+    read_progress,
+    save_checkpoint,
+)
+from coat_vlm.checkpoint.folder import settle
+from coat_vlm.checkpoint.shards import Shards
+from coat_vlm.distributed import ALONE
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.train import folder as folder_module
-from coat_vlm.train.checkpoint import Progress, latest_checkpoint, read_progress, save_checkpoint
-from coat_vlm.train.folder import settle
-from coat_vlm.train.shards import Shards
-from coat_vlm.train.world import ALONE
 
 SHAPE = (96, 64)
 

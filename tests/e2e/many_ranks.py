@@ -20,9 +20,9 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 from coat_kernels import decode_moment
+from coat_vlm.checkpoint.checkpoint import Progress, load_checkpoint, save_checkpoint
+from coat_vlm.distributed import World
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.train.checkpoint import Progress, load_checkpoint, save_checkpoint
-from coat_vlm.train.world import World
 
 BATCH = 8
 MOMENTS = ("exp_avg", "exp_avg_sq")

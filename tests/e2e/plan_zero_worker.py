@@ -20,15 +20,15 @@ from coat_vlm.config import (
     StageConfig,
     VisionConfig,
 )
+from coat_vlm.distributed import World, joined_world
 from coat_vlm.fp8 import Arithmetic
 from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.model import loss as loss_room
-from coat_vlm.model.frame import frame_of
+from coat_vlm.model.build import frame_of
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan import ZERO_STAGES, LiveMemory, rank_memory, trace
 from coat_vlm.plan.zero import ZeroStage, sizes_of, state_bytes_per_parameter
 from coat_vlm.train import engine as train_engine
-from coat_vlm.train.world import World, joined_world
 
 TOKENS, IMAGES = 16, 1
 CONFIG = CoatVlmConfig(

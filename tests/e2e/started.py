@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 IMPORTED = (
-    *("coat_vlm.train.stages", "coat_vlm.processor", "coat_vlm.bench.step", "tensorboard"),
+    *("coat_vlm.train.stages", "coat_vlm.model.processor", "coat_bench.step", "tensorboard"),
     *("torch.utils.tensorboard", "torch._dynamo", "transformers.modeling_utils"),
     *("transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama"),
     *("transformers.models.siglip.modeling_siglip", "transformers.models.auto.modeling_auto"),
@@ -172,7 +172,7 @@ def main() -> int:
     os.dup2(2, 1)  # some of what is imported speaks
     for name in IMPORTED:
         importlib.import_module(name)
-    from coat_vlm.cli import main as coat_vlm
+    from coat_cli.main import main as coat_vlm
 
     gc.freeze()  # nothing of it is looked at again, and so copied, in the forks
     for line in sys.stdin:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from coat_vlm.cli import main
+from coat_cli.main import main
 
 training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
 

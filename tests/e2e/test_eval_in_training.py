@@ -10,8 +10,8 @@ import yaml
 
 from coat_data.sample import Sample
 from coat_eval.tasks import get_task
+from coat_vlm.export.export import export
 from coat_vlm.generate import generate, load
-from coat_vlm.train.export import export
 
 STEPS, EVERY, QUESTIONS = 45, 15, 24
 ANSWERS = {"red": "red", "green": "green green", "blue": "blue blue blue blue"}

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from coat_vlm.cli import main
+from coat_cli.main import main
+from coat_vlm.checkpoint.shards import Shards
 from coat_vlm.generate import load
-from coat_vlm.train.shards import Shards
 
 training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
 

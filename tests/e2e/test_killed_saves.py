@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from coat_vlm.train.checkpoint import latest_checkpoint
-from coat_vlm.train.folder import problem_inside, settle, write_folder
-from coat_vlm.train.world import ALONE
+from coat_vlm.checkpoint.checkpoint import latest_checkpoint
+from coat_vlm.checkpoint.folder import problem_inside, settle, write_folder
+from coat_vlm.distributed import ALONE
 
 
 def kill(folder: Path, times: int, seed: int, *options: str) -> dict[str, int]:

@@ -14,11 +14,11 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_data.dataset import SampleDataset
-from coat_data.documents import DocumentPieces
-from coat_vlm.cli import main
+from coat_cli.main import main
+from coat_data.load.dataset import SampleDataset
+from coat_data.text.documents import DocumentPieces
 from coat_vlm.generate import load
-from coat_vlm.tokenizer import train_tokenizer
+from coat_vlm.model.tokenizer import train_tokenizer
 
 WORDS = ("the", "red", "square", "stands", "beside", "a", "blue", "circle", "and", "nobody")
 CONTEXT = 64

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coat_vlm.cli import main
+from coat_cli.main import main
 from coat_vlm.generate import load
 from coat_vlm.model.vlm import CoatVlm
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from coat_vlm.train.checkpoint import latest_checkpoint, read_progress
+from coat_vlm.checkpoint.checkpoint import latest_checkpoint, read_progress
 
 training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
 train = training["train"]

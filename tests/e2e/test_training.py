@@ -16,9 +16,9 @@ import pytest
 import started
 import yaml
 
+from coat_vlm.checkpoint.checkpoint import latest_checkpoint
 from coat_vlm.config import MODULES
 from coat_vlm.generate import load
-from coat_vlm.train.checkpoint import latest_checkpoint
 
 
 def tiny_recipe(data: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
@@ -110,7 +110,7 @@ LINE = (
     r"sft step 4/6 loss \d\.\d{4} grad [\d.]+ lr \d\.\de-\d\d tokens/s [\d,]+ \(vision [\d,]+\) "
     r"TFLOP/s \S+ wait \d+\.\d% mem [\d.]+ GB eta \d:\d\d:\d\d"
 )
-TRAIN = [sys.executable, "-m", "coat_vlm.cli", "train"]
+TRAIN = [sys.executable, "-m", "coat_cli.main", "train"]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 

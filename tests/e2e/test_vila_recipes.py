@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from coat_data.sample import Media
-from coat_vlm.processor import IMAGE_TOKEN, CoatVlmProcessor, train_tokenizer
+from coat_vlm.model.processor import IMAGE_TOKEN, CoatVlmProcessor, train_tokenizer
 
 LEARNING_RATE = 2e-5
 """Of NVILA-Lite's sft.sh."""

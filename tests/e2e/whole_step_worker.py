@@ -12,8 +12,8 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from coat_vlm.train.whole_step import take_whole_steps
-from coat_vlm.train.world import World, joined_world
+from coat_vlm.distributed import World, joined_world
+from coat_vlm.train.engine import take_whole_steps
 
 
 def layers() -> nn.Module:

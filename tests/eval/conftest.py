@@ -18,7 +18,7 @@ from PIL import Image
 from coat_vlm.config import LanguageConfig, ModelConfig, TokenizerConfig, VisionConfig
 from coat_vlm.model.build import build_model
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.processor import build_processor, prepare_tokenizer, train_tokenizer
+from coat_vlm.model.processor import build_processor, prepare_tokenizer, train_tokenizer
 
 WORDS = ("yes", "no", "red", "B", "C", "D")
 """What the model can say."""

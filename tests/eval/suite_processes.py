@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from coat_cli.main import main
 from coat_eval import hub_answerer, official, suite  # noqa: F401 - imported before the forks
 from coat_eval.coat_answerer import CoatAnswerer
-from coat_vlm.cli import main
 
 SLOW_S = 0.05
 PATIENCE_S = 120.0

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import yaml
 
+from coat_cli.main import main
 from coat_eval.compare import compare_runs, format_comparison
 from coat_eval.curves import draw_curves
-from coat_vlm.cli import main
 
 RECIPE: dict[str, Any] = {
     "name": "tiny",

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from coat_cli.main import main
 from coat_eval.differences import compare_items, format_differences, own_figures
 from coat_eval.figures import figures
 from coat_eval.official import score_official
@@ -25,7 +26,6 @@ from coat_eval.score import score_file
 from coat_eval.scored_set import read_sets
 from coat_eval.statistics import Figure, bootstrap_intervals, mcnemar
 from coat_eval.tasks import get_benchmark, get_task
-from coat_vlm.cli import main
 
 SPLITS = ("random", "popular", "adversarial")
 LABELS = ["yes", "no", "yes", "no"]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from coat_data.media.video import Clip, VideoReader
 from coat_data.sample import DataError, Media
-from coat_data.video import Clip, VideoReader
 from coat_eval.answerer import ModelOptions, load_answerer
 from coat_eval.answers import AnswerWriter, merge, resume
 from coat_eval.coat_answerer import CoatAnswerer

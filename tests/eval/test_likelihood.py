@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from coat_cli.main import main
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_eval.answerer import IMAGE_LINE, ModelOptions, load_answerer
 from coat_eval.coat_answerer import CoatAnswerer
 from coat_eval.generation import Generation, answer_all
 from coat_eval.prompt import Choices, Prompt
-from coat_vlm.cli import main
-from coat_vlm.processor import CoatVlmProcessor
+from coat_vlm.model.processor import CoatVlmProcessor
 
 NAME = "seedbench_likelihood"
 CHOICES = ("red", "yes no B C", "a dog", "")

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from coat_data.image import open_image
+from coat_data.media.image import open_image
 from coat_data.sample import DataError
 from coat_eval.data_folder import DataFolder, find_tables
 from coat_eval.prompt import Asking, Prompt

@@ -13,7 +13,7 @@ from coat_vlm.config import LanguageConfig, ModelConfig, TokenizerConfig, Vision
 from coat_vlm.generate import load
 from coat_vlm.model.build import build_model
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.processor import build_processor, prepare_tokenizer, train_tokenizer
+from coat_vlm.model.processor import build_processor, prepare_tokenizer, train_tokenizer
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 VISION = {**SIZES, "model_type": "siglip_vision_model", "num_attention_heads": 2}

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from coat_cli.main import main
 from coat_data.sample import DataError, Sample
 from coat_eval import evaluate, evaluate_run, format_table, get_task, run, runner
 from coat_vlm import generate
-from coat_vlm.cli import main
-from coat_vlm.recipe_file import load_recipe
+from coat_vlm.config.load import load_recipe
 
 ANSWERS = ["yes" if number % 2 else "no" for number in range(10)]
 

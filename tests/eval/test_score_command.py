@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from coat_cli.evaluate import OFFICIAL
+from coat_cli.main import main
 from coat_eval.data_folder import DataFolder
 from coat_eval.official import SCORER_VERSION, score_official
 from coat_eval.prompt import Asking
 from coat_eval.tasks import BENCHMARKS, get_benchmark
-from coat_vlm.cli import main
-from coat_vlm.commands.evaluate import OFFICIAL
 
 QUESTIONS = {
     str(i): {
@@ -204,7 +204,7 @@ def test_scoring_imports_neither_torch_nor_transformers(folder: Path):
     (folder / "p.json").write_text(json.dumps(GOOD))
     words = ["score", "gqa", "--predictions", "p.json", "--references", "questions.json"]
     code = (
-        "import sys; from coat_vlm.cli import main; "
+        "import sys; from coat_cli.main import main; "
         f"status = main({[*words, '--out', 'r.json']!r}); "
         "sys.exit(status or str(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules))))"
     )

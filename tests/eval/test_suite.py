@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from coat_cli.main import main
 from coat_eval.coat_answerer import CoatAnswerer
-from coat_vlm.cli import main
 
 TASKS = "pope,gqa,vqav2,textvqa,vizwiz,seedbench,mmmu,videomme,videomme_subtitles,textvqa_no_ocr"
 RANKED = "seedbench_likelihood,seedbench_likelihood_sum"

@@ -10,15 +10,15 @@ import pytest
 import torch
 import yaml
 
+from coat_cli.main import main
 from coat_data.sample import DataError
 from coat_eval.language import load_language_model
 from coat_eval.perplexity import measure_perplexity, read_documents
 from coat_eval.text_suite import numbers, run_text_suite, word_problems
-from coat_vlm.cli import main
 from coat_vlm.config import LanguageConfig, ModelConfig, TokenizerConfig, VisionConfig
 from coat_vlm.model.build import build_model
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.processor import build_processor, prepare_tokenizer, train_tokenizer
+from coat_vlm.model.processor import build_processor, prepare_tokenizer, train_tokenizer
 
 TEXTS = [
     "The cat sat on the mat, and the dog sat on the cat.",

@@ -17,7 +17,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from coat_kernels import OPS, launch, norm_gradient, quantize, quantize_tensor
+from coat_kernels import OPS, launch, norm, quantize, quantize_tensor
 from coat_kernels.examples import examples
 from coat_kernels.quantize import quantize_tensor_kernel
 
@@ -139,13 +139,13 @@ def told(metadata: Any) -> None:
 def same_memory(found: dict[str, Any]) -> None:
     """Launches of a kernel with the same tensors, one of them missing; with hooks; elsewhere."""
     calls: list[tuple[Any, Any, dict[str, Any]]] = []
-    plain, norm_gradient.launch = (
-        norm_gradient.launch,
+    plain, norm.launch = (
+        norm.launch,
         lambda kernel, grid, **args: calls.append((kernel, grid, args)),
     )
     (args, *_) = examples("norm_bwd", 64, 128, torch.bfloat16).values()
     OPS["norm_bwd"].triton(*args)
-    norm_gradient.launch = plain
+    norm.launch = plain
     ((kernel, grid, args),) = calls
 
     def run() -> None:

@@ -20,7 +20,7 @@ from coat_kernels import (
     rounding_key,
 )
 from coat_kernels.formats import E4M3
-from coat_kernels.masters import CODE_SALT, random_words
+from coat_kernels.master_weights import CODE_SALT, random_words
 from coat_kernels.testing import assert_same_bits, code_steps
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]

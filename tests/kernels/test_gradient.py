@@ -14,7 +14,7 @@ from coat_kernels.testing import assert_same_bits
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 TWO = [(True, False), (False, True)]
 rope_module, quantize_module = (
-    import_module(f"coat_kernels.{name}") for name in ("rope_gradient", "quantize")
+    import_module(f"coat_kernels.{name}") for name in ("rope", "quantize")
 )
 
 

@@ -13,12 +13,12 @@ from coat_kernels import (
     GroupScaled,
     NormSaved,
     dequantize_group,
+    norm,
     norm_bwd,
     norm_fwd,
     norm_recompute,
     quantize_group,
     reference,
-    walk,
 )
 from coat_kernels.testing import TOLERANCE, assert_same_bits, relative_rms
 
@@ -48,7 +48,7 @@ WIDTHS = pytest.mark.parametrize("columns", [80, 144, 336])
 def test_rows_are_held_with_few_idle_lanes():
     widths = {80: (128, 0), 144: (128, 16), 336: (256, 128), 448: (512, 0), 1024: (1024, 0)}
     widths |= {1152: (1024, 128), 1536: (1024, 512), 3584: (4096, 0), 5120: (4096, 1024)}
-    assert {columns: walk.pieces(columns) for columns in widths} == widths
+    assert {columns: norm.pieces(columns) for columns in widths} == widths
 
 
 def exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, centered: bool) -> Tensor:
@@ -170,7 +170,7 @@ def test_a_bad_element_never_gives_plausible_numbers(bad: float, run: Run):
 
 def test_weight_gradients_of_many_row_blocks(run: Run, monkeypatch: pytest.MonkeyPatch):
     """Each program then sums over several tiles of rows, the last one partly outside."""
-    monkeypatch.setattr(walk, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(norm, "MULTIPROCESSORS", 1)
     x, weight, _ = inputs(has_bias=False, rows=60, columns=144)
     stats = (x, None, weight, None, EPS, False, 16, "e4m3")
     _, q, exponents, rstd, mean, _ = reference.norm_stats(*stats)

@@ -21,7 +21,7 @@ from coat_kernels import (
 )
 from coat_kernels.formats import MIN_SCALE, padded
 from coat_kernels.launch import Tile, forced_tile
-from coat_kernels.rows import ROW_ELEMENTS, TRANSPOSED_TILE
+from coat_kernels.quantize_groups import ROW_ELEMENTS, TRANSPOSED_TILE
 from coat_kernels.testing import TOLERANCE, assert_same_bits, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_data.chat import get_template
-from coat_data.encode import Encoder
-from coat_data.image import ImageTransform
+from coat_data.load.encode import Encoder
+from coat_data.media.image import ImageTransform
 from coat_data.sample import Media, Part, Sample, Turn
+from coat_data.text.chat import get_template
 from coat_vlm.config import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from coat_vlm.model import build_model
 

@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import resource, torch
-from coat_vlm.train.world import joined_world
+from coat_vlm.distributed import joined_world
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

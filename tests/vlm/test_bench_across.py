@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-from coat_vlm.bench import across, decoder
-from coat_vlm.bench.across import AcrossRow, read_across
-from coat_vlm.bench.curves import DecoderCurve, read_curves
-from coat_vlm.bench.decoder import SIZES, Corpus, DecoderBench, train_decoder
-from coat_vlm.cli import main
+from coat_cli.main import main
+from coat_lab import across, decoder
+from coat_lab.across import AcrossRow, read_across
+from coat_lab.curves import DecoderCurve, read_curves
+from coat_lab.decoder import SIZES, Corpus, DecoderBench, train_decoder
 
 SMALL = DecoderBench(
     hidden_size=64, num_layers=1, num_heads=4, num_key_value_heads=2, intermediate_size=128,

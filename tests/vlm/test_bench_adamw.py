@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coat_vlm.bench import adamw, moments
-from coat_vlm.bench.adamw import (
+from coat_bench import adamw
+from coat_bench.adamw import (
     SIZES,
     Contender,
     bench_adamw,
@@ -18,7 +18,8 @@ from coat_vlm.bench.adamw import (
     parameters,
     state_bytes,
 )
-from coat_vlm.bench.moments import bench_moments, gradients, lean
+from coat_lab import moments
+from coat_lab.moments import bench_moments, gradients, lean
 
 CPU = torch.device("cpu")
 

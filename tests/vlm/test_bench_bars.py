@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from coat_vlm.bench.bars import draw_layers, last_run
-from coat_vlm.bench.layer import LayerRow
-from coat_vlm.bench.rows import append_rows, read_rows
-from coat_vlm.bench.shapes import shape_called
-from coat_vlm.cli import main
+from coat_bench.bars import draw_layers, last_run
+from coat_bench.layer import LayerRow
+from coat_bench.rows import append_rows, read_rows
+from coat_bench.shapes import shape_called
+from coat_cli.main import main
 from coat_vlm.report.plots import COLOURS, GREY
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from coat_vlm.bench import clock, gemm, kernels, sweep
-from coat_vlm.bench.clock import BATCH, FLUSH_BYTES, median_us
+from coat_bench import clock, gemm, kernels, sweep
+from coat_bench.clock import BATCH, FLUSH_BYTES, median_us
 
 FLUSH_MS = 7.0
 
@@ -176,7 +176,7 @@ def test_on_a_gpu_a_call_that_waits_is_refused_and_the_next_one_measured():
     # In a process of its own, since CUDA may be unusable after a capture that failed.
     script = """
 import torch
-from coat_vlm.bench.clock import median_us
+from coat_bench.clock import median_us
 x = torch.zeros(2**20, device="cuda")
 try:
     median_us(lambda: x.sum().item())

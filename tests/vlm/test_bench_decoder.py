@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from coat_vlm.bench import decoder
-from coat_vlm.bench.curves import DecoderCurve, format_curves, read_curves, write_curves
-from coat_vlm.bench.decoder import (
+from coat_cli.main import main
+from coat_lab import decoder
+from coat_lab.curves import DecoderCurve, format_curves, read_curves, write_curves
+from coat_lab.decoder import (
     SIZES,
     Corpus,
     DecoderBench,
@@ -22,7 +23,6 @@ from coat_vlm.bench.decoder import (
     read_corpus,
     train_decoder,
 )
-from coat_vlm.cli import main
 from coat_vlm.config import Fp8Config
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coat_vlm.bench.kernels import TARGET
+from coat_bench.kernels import TARGET
 
 ROOM = Path(__file__).resolve().parents[2] / "kernels"
 README = (ROOM / "README.md").read_text(encoding="utf-8")

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from coat_vlm.bench import gemm
-from coat_vlm.bench.gemm import (
+from coat_bench import gemm
+from coat_bench.gemm import (
     IMPLEMENTATIONS,
     GemmRow,
     bench_gemm,
@@ -16,7 +16,7 @@ from coat_vlm.bench.gemm import (
     linears,
     operands_of,
 )
-from coat_vlm.bench.shapes import SHAPES, LayerShape, build_layer
+from coat_bench.shapes import SHAPES, LayerShape, build_layer
 
 CPU = torch.device("cpu")
 SMALL = LayerShape("small", "qwen2", 64, 128, 4, 2, 2, 16)

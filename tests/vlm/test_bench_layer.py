@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from coat_vlm.bench import layer as bench
-from coat_vlm.bench.layer import LayerBench, LayerRow, bench_layer, format_rows
-from coat_vlm.bench.measure import compute, inputs, relative_error
-from coat_vlm.bench.shapes import SHAPES, LayerShape, build_layer, forward_of, shape_called
+from coat_bench import layer as bench
+from coat_bench.layer import LayerBench, LayerRow, bench_layer, format_rows
+from coat_bench.measure import compute, inputs, relative_error
+from coat_bench.shapes import SHAPES, LayerShape, build_layer, forward_of, shape_called
 
 CPU = torch.device("cpu")
 SMALL = {

@@ -17,17 +17,17 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 import coat_kernels
-from coat_kernels import quantize_layouts
-from coat_vlm.bench import kernel_kinds, step, step_case
-from coat_vlm.bench.kernel_kinds import OURS, kind_of
-from coat_vlm.bench.profile import (
+from coat_bench import kernel_kinds, step, step_case
+from coat_bench.kernel_kinds import OURS, kind_of
+from coat_bench.profile import (
     StepProfile,
     Total,
     format_profile,
     profiled,
     step_profile,
 )
-from coat_vlm.cli import main
+from coat_cli.main import main
+from coat_kernels import quantize_layouts
 from coat_vlm.fp8 import weights
 
 ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::"
@@ -120,7 +120,7 @@ def test_every_kernel_of_ours_has_a_kind() -> None:
         jitted = {name for name, value in members.items() if hasattr(value, "fn")}
         kernels |= {name for name in jitted if name.endswith("_kernel")}
     assert "_norm_bwd_kernel" in kernels
-    assert kernels == set(OURS), "give a new kernel its kind in coat_vlm/bench/kernel_kinds.py"
+    assert kernels == set(OURS), "give a new kernel its kind in coat_bench/kernel_kinds.py"
 
 
 def test_the_gpu_is_busy_while_anything_runs() -> None:

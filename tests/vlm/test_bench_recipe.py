@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_data.collate import collate
-from coat_vlm.bench import recipe as recipe_room
-from coat_vlm.bench.recipe import bench_recipe, build_stage_model, stage_cases
-from coat_vlm.bench.recipe_case import RecipeBench, RecipeRow, format_row
-from coat_vlm.bench.recipe_rows import made_sample
-from coat_vlm.bench.vlm_shapes import random_model
-from coat_vlm.cli import main
+from coat_bench import recipe as recipe_room
+from coat_bench.recipe import bench_recipe, build_stage_model, stage_cases
+from coat_bench.recipe_case import RecipeBench, RecipeRow, format_row
+from coat_bench.recipe_rows import made_sample
+from coat_bench.vlm_shapes import random_model
+from coat_cli.main import main
+from coat_data.load.collate import collate
+from coat_vlm.config.load import builtin_recipes, load_recipe
+from coat_vlm.distributed import World, joined_world
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, build_model, count_parameters
-from coat_vlm.model.frame import model_frame
+from coat_vlm.model.build import model_frame
+from coat_vlm.model.tokenizer import prepare_tokenizer, train_tokenizer
 from coat_vlm.plan import trace
 from coat_vlm.plan.published import LANGUAGES, with_published_shapes
-from coat_vlm.recipe_file import builtin_recipes, load_recipe
-from coat_vlm.tokenizer import prepare_tokenizer, train_tokenizer
 from coat_vlm.train.engine import set_trainable
-from coat_vlm.train.world import World, joined_world
 
 CPU = torch.device("cpu")
 SMALL = (

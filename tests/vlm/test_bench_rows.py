@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from coat_vlm.bench import curves
-from coat_vlm.bench.across import AcrossRow
-from coat_vlm.bench.adamw import AdamwRow
-from coat_vlm.bench.gemm import GemmRow
-from coat_vlm.bench.kernels import KernelRow
-from coat_vlm.bench.layer import LayerRow
-from coat_vlm.bench.moments import MomentRow
-from coat_vlm.bench.recipe_case import RecipeRow
-from coat_vlm.bench.rows import Row, append_rows, number, table
-from coat_vlm.bench.step_case import StepRow
+from coat_bench.adamw import AdamwRow
+from coat_bench.gemm import GemmRow
+from coat_bench.kernels import KernelRow
+from coat_bench.layer import LayerRow
+from coat_bench.recipe_case import RecipeRow
+from coat_bench.rows import Row, append_rows, number, table
+from coat_bench.step_case import StepRow
+from coat_lab import curves
+from coat_lab.across import AcrossRow
+from coat_lab.moments import MomentRow
 
 RESULTS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "results"
 WHERE = ("2026-01-31", "abc", "NVIDIA H200", "2.11.0", "3.6.0")

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from transformers.models.qwen2 import modeling_qwen2
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_vlm.bench import peers, step, step_case, step_check, step_loop
-from coat_vlm.bench.step_case import Contender, StepBench, StepRow, contenders_of
-from coat_vlm.bench.step_plan import StepPlan
-from coat_vlm.bench.vlm_shapes import SIZES
-from coat_vlm.cli import main
+from coat_bench import peers, step, step_case, step_check, step_loop
+from coat_bench.step_case import Contender, StepBench, StepRow, contenders_of
+from coat_bench.step_plan import StepPlan
+from coat_bench.vlm_shapes import SIZES
+from coat_cli.main import main
+from coat_vlm.distributed import World, joined_world
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import count_parameters
 from coat_vlm.optim import param_groups
 from coat_vlm.plan import LiveMemory
 from coat_vlm.train.engine import set_train_mode, set_trainable
-from coat_vlm.train.world import World, joined_world
 
 CPU = torch.device("cpu")
 TINY = SIZES["tiny"]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from coat_vlm.bench.layer import LayerRow
-from coat_vlm.bench.rows import append_rows, read_rows
-from coat_vlm.bench.step_case import StepRow
-from coat_vlm.bench.step_plot import draw_steps
+from coat_bench.layer import LayerRow
+from coat_bench.rows import append_rows, read_rows
+from coat_bench.step_case import StepRow
+from coat_bench.step_plot import draw_steps
 
 EAGER = StepRow(
     *("2026-01-31", "abc", "NVIDIA H200"), gpus=1, zero=0, model="m", implementation="hf_eager",

@@ -7,14 +7,14 @@ import pytest
 import torch
 from triton.errors import TritonError
 
+from coat_bench import sweep as bench
+from coat_bench.cases import Case, Draw, cases
+from coat_bench.shapes import LayerShape
+from coat_bench.sweep import OF_ROWS, ROWS, TILED, TILES, Swept, format_sweep, sweep, tiles_of
+from coat_cli.main import main
 from coat_kernels import OPS
 from coat_kernels.launch import TILE, Tile, chosen, forced_tile, tiled
 from coat_kernels.testing import assert_matches, results
-from coat_vlm.bench import sweep as bench
-from coat_vlm.bench.cases import Case, Draw, cases
-from coat_vlm.bench.shapes import LayerShape
-from coat_vlm.bench.sweep import OF_ROWS, ROWS, TILED, TILES, Swept, format_sweep, sweep, tiles_of
-from coat_vlm.cli import main
 
 CPU = torch.device("cpu")
 SMALL = LayerShape("small", "siglip", 64, 304, 4, 4, 3, 7)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from coat_vlm.checkpoint.checkpoint import Contents, SavedParameter, read_contents, write_contents
+from coat_vlm.checkpoint.partitions import Piece
+from coat_vlm.checkpoint.shards import Shards, ShardWriter
 from coat_vlm.optim import CoatAdamW, moments
-from coat_vlm.train.contents import Contents, SavedParameter, read_contents, write_contents
-from coat_vlm.train.piece import Piece
-from coat_vlm.train.shards import Shards, ShardWriter
 
 
 def contents(**changes: object) -> Contents:
@@ -104,7 +104,7 @@ def test_missing_elements_are_named(tmp_path: Path) -> None:
 
 
 def test_many_files_hold_what_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coat_vlm.train.shards.SHARD_BYTES", 100)
+    monkeypatch.setattr("coat_vlm.checkpoint.shards.SHARD_BYTES", 100)
     writer = ShardWriter(tmp_path, 3)
     weights = [torch.randn(size) for size in (7, 30, 1, 50)]
     for number, weight in enumerate(weights):

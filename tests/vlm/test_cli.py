@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from coat_cli import data, train
+from coat_cli.evaluate import prompt_sample
+from coat_cli.main import PIPE_CLOSED, main, parse
 from coat_data.sample import DataError
-from coat_vlm import cli
-from coat_vlm.cli import main, parse
-from coat_vlm.commands import data, train
-from coat_vlm.commands.evaluate import prompt_sample
 
 
 def failing_train(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -223,5 +222,5 @@ def test_the_installed_command_runs_and_survives_a_closed_pipe():
         [command, "recipes"], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
     )
     os.close(writing)
-    assert closed.returncode == cli.PIPE_CLOSED
+    assert closed.returncode == PIPE_CLOSED
     assert closed.stderr == ""

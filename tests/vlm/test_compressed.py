@@ -13,10 +13,10 @@ from coat_vlm.model.compressed import (
     WeightFormat,
     dequantize,
     quantize,
+    round_inputs,
     scheme_of,
     sqnr_db,
 )
-from coat_vlm.model.rounded_inputs import round_inputs
 
 NAMES: tuple[WeightFormat, ...] = ("fp8", "fp8_block", "int8")
 SHAPES = [(256, 384), (130, 200), (1, 7)]

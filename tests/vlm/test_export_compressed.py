@@ -11,13 +11,19 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from coat_vlm.cli import main
+from coat_cli.main import main
 from coat_vlm.config import Fp8Config
+from coat_vlm.export import compressed
 from coat_vlm.generate import load
-from coat_vlm.model.compressed import SCHEMES, WeightFormat, dequantize, quantize, sqnr_db
-from coat_vlm.model.rounded_inputs import RoundedInputLinear
+from coat_vlm.model.compressed import (
+    SCHEMES,
+    RoundedInputLinear,
+    WeightFormat,
+    dequantize,
+    quantize,
+    sqnr_db,
+)
 from coat_vlm.model.vlm import CoatVlm
-from coat_vlm.train import compressed_export
 
 llava = runpy.run_path(str(Path(__file__).with_name("test_export_llava.py")))
 saved, QUESTION = llava["saved"], llava["QUESTION"]
@@ -83,7 +89,7 @@ def test_the_table_names_every_layer_with_its_ratio(
         back = dequantize(found[key], found[f"{key}_scale"], SCHEMES[name])
         assert row["sqnr_db"] == pytest.approx(sqnr_db(plain[key], back), abs=1e-3)
         assert row["bytes_before"] == 2 * plain[key].numel()
-    lines = compressed_export.table(folder).splitlines()
+    lines = compressed.table(folder).splitlines()
     assert all(any(row["layer"] in line for line in lines) for row in record["layers"])
     left = {DOWN, DOWN.replace("layers.0", "layers.1")} if name == "fp8_block" else set()
     assert record["left"].keys() == left
@@ -183,7 +189,7 @@ def test_weights_alone_are_decompressed_for_training_and_export(
 def test_many_files_have_an_index(
     source: Path, exported: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compressed_export, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(compressed, "SHARD_BYTES", 20_000)
     assert export(source, tmp_path / "many", "--weights", "fp8") == 0
     index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))

@@ -14,11 +14,11 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
+from coat_cli.main import main
 from coat_vlm import torchvision_ops
-from coat_vlm.cli import main
 from coat_vlm.generate import PromptEncoder, load
 from coat_vlm.model import build_model
-from coat_vlm.processor import CoatVlmProcessor, train_tokenizer
+from coat_vlm.model.processor import CoatVlmProcessor, train_tokenizer
 
 QUESTION = "What is in the image?"
 SIDE = 28

@@ -18,10 +18,10 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from coat_vlm.cli import main
+from coat_cli.main import main
 from coat_vlm.generate import load
 from coat_vlm.model import build_model
-from coat_vlm.processor import CoatVlmProcessor, train_tokenizer
+from coat_vlm.model.processor import CoatVlmProcessor, train_tokenizer
 
 TOWERS = {"clip": CLIPVisionModel, "siglip": SiglipVisionModel}
 SCALES = {"mode": "dynamic_s2", "s2_scales": [28, 56], "max_tiles": 4}

@@ -12,18 +12,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_data.collate import collate, collate_packed
-from coat_data.encode import EncodedSample
+from coat_data.load.collate import collate, collate_packed
+from coat_data.load.encode import EncodedSample
 from coat_vlm.config import ModuleTraining, SourceConfig, StageConfig
-from coat_vlm.lora_config import LoraTraining
+from coat_vlm.config.stage import LoraTraining
+from coat_vlm.distributed import ALONE, World
 from coat_vlm.model import build_model
 from coat_vlm.model.flops import ModelFlops, Work, model_flops
-from coat_vlm.model.packed_attention import PACKED
+from coat_vlm.model.packing import PACKED
 from coat_vlm.model.scales import project_scales
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.train import throughput
 from coat_vlm.train.engine import set_train_mode, set_trainable
-from coat_vlm.train.world import ALONE, World
 
 IMAGE = 2  # of tiny_tokenizer
 ROWS, TOKENS = 2, 40

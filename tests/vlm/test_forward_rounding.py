@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_vlm.bench.decoder import build_decoder, read_corpus, train_decoder
-from coat_vlm.bench.rows import read_rows
+from coat_bench.rows import read_rows
+from coat_lab.decoder import build_decoder, read_corpus, train_decoder
 from coat_vlm.fp8 import fp8_blocks
 
 BENCHMARKS = Path(__file__).parents[2] / "kernels" / "benchmarks"

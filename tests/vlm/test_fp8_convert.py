@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, SiglipVisionConfig
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_vlm.commands.command import PRECISIONS
+from coat_cli.command import PRECISIONS
 from coat_vlm.config import FP8_PRECISIONS, BlockPrecision, Fp8Config, Fp8Precision, Precision
 from coat_vlm.fp8 import Arithmetic, arithmetic_of, convert, fp8_blocks, monitor
 from coat_vlm.fp8.arithmetic import check_capability

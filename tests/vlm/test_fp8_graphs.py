@@ -10,14 +10,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
-from coat_vlm.bench.step_case import StepBench, contenders_of
+from coat_bench.step_case import StepBench, contenders_of
 from coat_vlm.config import Fp8Config
+from coat_vlm.config.load import load_recipe
 from coat_vlm.fp8 import arithmetic_of, convert, graph_blocks, reused_weights, watching
 from coat_vlm.fp8.block_error import back_to_bf16
-from coat_vlm.fp8.capture import Captured, found_in
-from coat_vlm.fp8.graphs import EAGER_PASSES, MOST_CAPTURED, BlockGraphs, in_steps
-from coat_vlm.model.packed_attention import PACKED
-from coat_vlm.recipe_file import load_recipe
+from coat_vlm.fp8.graphs import (
+    EAGER_PASSES,
+    MOST_CAPTURED,
+    BlockGraphs,
+    Captured,
+    found_in,
+    in_steps,
+)
+from coat_vlm.model.packing import PACKED
 
 CUDA = torch.device("cuda")
 VOCABULARY = 128

@@ -14,8 +14,13 @@ from coat_vlm.config import LanguageConfig, ModelConfig, TokenizerConfig, Vision
 from coat_vlm.generate import PromptEncoder, generate, generate_batch, load
 from coat_vlm.model.build import build_model
 from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.model.processor import (
+    CoatVlmProcessor,
+    build_processor,
+    prepare_tokenizer,
+    train_tokenizer,
+)
 from coat_vlm.model.vlm import CoatVlm
-from coat_vlm.processor import CoatVlmProcessor, build_processor, prepare_tokenizer, train_tokenizer
 
 WORDS = ["What colour is the ball on the left?", "red green blue", "Is there a dog? yes no"]
 VISION = {

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config, ModuleTraining, Precision, SourceConfig, StageConfig
+from coat_vlm.config.stage import LoraTraining
 from coat_vlm.fp8 import arithmetic_of, convert
-from coat_vlm.lora_config import LoraTraining
-from coat_vlm.model.build import build_model
-from coat_vlm.model.frame import frame_of
+from coat_vlm.model.build import build_model, frame_of
 from coat_vlm.model.lora import adapter_config, describe, has_adapters, merge, separated
 from coat_vlm.model.parameters import count_parameters
 from coat_vlm.model.vlm import CoatVlm

@@ -11,13 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
-from coat_data.encode import Size
-from coat_data.pack import Budget, Lengths
+from coat_data.load.encode import Size
+from coat_data.mixture.packing import Budget, Lengths
 from coat_data.sample import Sample
 from coat_vlm.config import SourceConfig
-from coat_vlm.train.measured import measured
+from coat_vlm.distributed import ALONE, World
+from coat_vlm.train.documents import measured
 from coat_vlm.train.sources import open_source
-from coat_vlm.train.world import ALONE, World
 
 _T = TypeVar("_T")
 

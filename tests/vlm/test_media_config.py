@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from coat_data.frame_sampling import VideoSettings
-from coat_data.tiling import TiledTransform
+from coat_data.media.sampling import VideoSettings
+from coat_data.media.tiling import TiledTransform
 from coat_vlm.config import ImageConfig, VideoConfig
-from coat_vlm.processor import CoatVlmProcessor, build_processor
+from coat_vlm.model.processor import CoatVlmProcessor, build_processor
 
 
 @pytest.mark.parametrize(

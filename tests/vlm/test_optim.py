@@ -9,11 +9,11 @@ from pydantic import TypeAdapter
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from coat_vlm.config import Fp8Config, ModuleTraining, Precision, SourceConfig, StageConfig
+from coat_vlm.distributed import ALONE
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, module_parameters
 from coat_vlm.optim import CoatAdamW, lr_factor, param_groups
 from coat_vlm.train.engine import build_optimizer, set_trainable
-from coat_vlm.train.world import ALONE
 
 
 @pytest.mark.parametrize(

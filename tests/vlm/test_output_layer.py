@@ -12,8 +12,7 @@ import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import Arithmetic
 from coat_vlm.model import loss as loss_module
-from coat_vlm.model.loss import next_token_loss
-from coat_vlm.model.output_layer import why_logits_are_needed
+from coat_vlm.model.loss import next_token_loss, why_logits_are_needed
 
 IMAGE = 2
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coat_vlm.train.overflow import judge_by_norm
-from coat_vlm.train.world import World, joined_world
+from coat_vlm.distributed import World, joined_world
+from coat_vlm.train.engine import judge_by_norm
 
 WIDTH = 6
 

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Fp8Precision
 from coat_vlm.fp8 import attention, convert, lean, sdpa
-from coat_vlm.model import packed_attention as packed_module
-from coat_vlm.model.packed_attention import PACKED, packed_attention
-from coat_vlm.model.packing import Packing
+from coat_vlm.model import packing as packed_module
+from coat_vlm.model.packing import PACKED, Packing, packed_attention
 
 IMAGE = 2
 LENGTHS = (5, 1, 9, 17)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_data.collate import Batch, collate, collate_packed
-from coat_data.encode import EncodedSample
-from coat_vlm.model.packed_attention import PACKED
+from coat_data.load.collate import Batch, collate, collate_packed
+from coat_data.load.encode import EncodedSample
+from coat_vlm.model.packing import PACKED
 from coat_vlm.train.throughput import trained_tokens
 
 

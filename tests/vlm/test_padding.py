@@ -9,7 +9,7 @@ from transformers import BertConfig, BertLMHeadModel
 
 from coat_vlm.config import Fp8Config
 from coat_vlm.fp8 import convert, lean
-from coat_vlm.model.padding import is_causal, is_right_padded
+from coat_vlm.model.packing import is_causal, is_right_padded
 
 IMAGE = 2
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]

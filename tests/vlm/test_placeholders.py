@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from coat_data.collate import Batch, collate, collate_packed
-from coat_data.encode import EncodedSample
+from coat_data.load.collate import Batch, collate, collate_packed
+from coat_data.load.encode import EncodedSample
 from coat_vlm.config import ImageConfig, Precision
 from coat_vlm.fp8 import arithmetic_of, sdpa
-from coat_vlm.model import build_model, loss, packed_attention, vlm
-from coat_vlm.model.packed_attention import PACKED
+from coat_vlm.model import build_model, loss, packing, vlm
+from coat_vlm.model.packing import PACKED
 from coat_vlm.model.placeholders import placeholder_positions
 from coat_vlm.plan import LiveMemory
 from coat_vlm.plan.memory import flash_attention
@@ -165,7 +165,7 @@ def test_generation_looks_for_the_places_itself(tiny: Any, conversations: Any) -
 @contextmanager
 def flash_on_meta(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     """Attention's kernels are those of a GPU; records reads."""
-    for module in (packed_attention, sdpa):
+    for module in (packing, sdpa):
         monkeypatch.setattr(module, "kernel_for", lambda *_: "flash")
     with flash_attention(), LiveMemory("meta"), Reads(META) as reads:
         yield reads

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from coat_data.loader import check_batch_sizes
-from coat_vlm.cli import main
+from coat_cli.main import main
+from coat_data.load.loader import check_batch_sizes
 from coat_vlm.config import Fp8Config, Recipe
+from coat_vlm.config.load import load_recipe
 from coat_vlm.plan import StagePlan, plan_recipe, rank_memory, trace
-from coat_vlm.plan.advice import advice
 from coat_vlm.plan.frames import gpu_arithmetic, stage_frame
+from coat_vlm.plan.table import advice
 from coat_vlm.plan.zero import sizes_of, state_bytes_per_parameter
-from coat_vlm.recipe_file import load_recipe
 
 TEXT = """\
 name: planned

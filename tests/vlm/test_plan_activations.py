@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coat_vlm.bench.shapes import LayerShape, build_layer, forward_of
+from coat_bench.shapes import LayerShape, build_layer, forward_of
 from coat_vlm.config import BlockPrecision, Fp8Config, ModuleTraining, StageConfig
 from coat_vlm.fp8 import convert
-from coat_vlm.model.frame import frame_of
+from coat_vlm.model.build import frame_of
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.plan import Activations, LiveMemory, trace
 from coat_vlm.plan.memory import flash_attention, flash_workspace
@@ -101,7 +101,7 @@ def test_a_block_keeps_what_autograd_saves_of_real_tensors(
 def test_one_layer_takes_what_was_measured_on_an_h200(
     implementation: str, precision: BlockPrecision
 ) -> None:
-    from coat_vlm.bench.shapes import shape_called
+    from coat_bench.shapes import shape_called
 
     with LAYER_ROWS.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

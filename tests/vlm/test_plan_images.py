@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from coat_data.tiling import TiledTransform
+from coat_data.media.tiling import TiledTransform
 from coat_vlm.config import Recipe, SourceConfig
-from coat_vlm.media_config import ImageConfig
+from coat_vlm.config.load import load_recipe
+from coat_vlm.config.model import ImageConfig
+from coat_vlm.config.stage import PackingConfig
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.packing_config import PackingConfig
-from coat_vlm.plan.images import images_per_row
-from coat_vlm.recipe_file import load_recipe
+from coat_vlm.plan.stage import images_per_row
 
 MODES: dict[str, dict[str, Any]] = {
     "dynamic": {"max_tiles": 6},

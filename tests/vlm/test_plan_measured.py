@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_vlm.bench.recipe import planned_peak, stage_cases
-from coat_vlm.bench.recipe_case import RecipeBench
-from coat_vlm.bench.step_loop import OptimizerName, stage_config
-from coat_vlm.bench.step_plan import StepPlan
-from coat_vlm.bench.vlm_shapes import SIZES
+from coat_bench.recipe import planned_peak, stage_cases
+from coat_bench.recipe_case import RecipeBench
+from coat_bench.step_loop import OptimizerName, stage_config
+from coat_bench.step_plan import StepPlan
+from coat_bench.vlm_shapes import SIZES
+from coat_vlm.config.load import load_recipe
 from coat_vlm.model import loss
 from coat_vlm.plan import plan_recipe
-from coat_vlm.recipe_file import load_recipe
 
 RESULTS = Path(__file__).parents[2] / "kernels" / "benchmarks" / "results"
 

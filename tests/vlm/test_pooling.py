@@ -8,21 +8,21 @@ import pytest
 import torch
 from PIL import Image
 
-from coat_data.collate import collate, collate_packed
-from coat_data.image import ONE_TILE
-from coat_data.media_loader import MediaPlan
+from coat_data.load.collate import collate, collate_packed
+from coat_data.media.image import ONE_TILE
+from coat_data.media.loader import MediaPlan
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import ModelConfig
+from coat_vlm.config.model import ImageConfig, VideoConfig
+from coat_vlm.export.llava import check_llava
+from coat_vlm.export.vila import save_vila
 from coat_vlm.generate import PromptEncoder, generate_batch
-from coat_vlm.media_config import ImageConfig, VideoConfig
 from coat_vlm.model import CoatVlm, build_model
+from coat_vlm.model.build import model_frame
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.model.frame import model_frame
-from coat_vlm.model.pooling import pool_frames
+from coat_vlm.model.placeholders import pool_frames
+from coat_vlm.model.processor import CoatVlmProcessor, build_processor
 from coat_vlm.plan.activations import trace
-from coat_vlm.processor import CoatVlmProcessor, build_processor
-from coat_vlm.train.llava_folder import check_llava
-from coat_vlm.train.vila_folder import save_vila
 
 IMAGE = 2  # of tiny_tokenizer
 

@@ -25,7 +25,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_vlm.config import ImageConfig, LanguageConfig, ModelConfig, VisionConfig
 from coat_vlm.model.configuration import CoatVlmConfig, OpenClipVisionConfig
-from coat_vlm.processor import (
+from coat_vlm.model.processor import (
     IMAGE_TOKEN,
     CoatVlmProcessor,
     build_processor,
@@ -336,7 +336,7 @@ def test_trained_tokenizer(tokenizer: PreTrainedTokenizerFast):
 def test_training_a_tokenizer_is_deterministic():
     """In another process, whose hashes of strings differ."""
     code = (
-        "import sys; from coat_vlm.tokenizer import train_tokenizer;"
+        "import sys; from coat_vlm.model.tokenizer import train_tokenizer;"
         f"sys.stdout.write(train_tokenizer({SHAPES!r}, 400).backend_tokenizer.to_str())"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "12"}

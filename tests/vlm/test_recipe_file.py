@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from coat_vlm.cli import main
+from coat_cli.main import main
 from coat_vlm.config import MODULES, StageName
-from coat_vlm.recipe_file import builtin_recipes, load_recipe, save_recipe
+from coat_vlm.config.load import builtin_recipes, load_recipe, save_recipe
 
 MINIMAL = """\
 name: small

@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from coat_data.collate import Batch, collate, collate_packed
+from coat_data.load.collate import Batch, collate, collate_packed
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import ImageConfig
 from coat_vlm.generate import generate
 from coat_vlm.model import build_model
-from coat_vlm.model.packed_attention import PACKED
+from coat_vlm.model.packing import PACKED
+from coat_vlm.model.processor import CoatVlmProcessor, build_processor, train_tokenizer
 from coat_vlm.model.scales import area_average, num_tiles, project_scales, tiles_per_row
 from coat_vlm.model.vlm import CoatVlm
-from coat_vlm.processor import CoatVlmProcessor, build_processor, train_tokenizer
 
 SCALES = [28, 56, 84]
 TEXTS = ["What is in the image? A red circle. USER: ASSISTANT: user assistant system"] * 3

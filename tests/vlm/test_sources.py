@@ -11,15 +11,15 @@ import pytest
 import yaml
 from tokenizers import decoders
 
-from coat_data.batches import BadSample
-from coat_data.mixture import Mixture
+from coat_data.load.loader import BadSample
+from coat_data.mixture.sampler import Mixture
 from coat_data.sample import DataError
 from coat_vlm.config import SourceConfig, StageConfig
-from coat_vlm.processor import build_processor
-from coat_vlm.recipe_file import load_recipe
+from coat_vlm.config.load import load_recipe
+from coat_vlm.distributed import ALONE
+from coat_vlm.model.processor import build_processor
 from coat_vlm.train.quarantine import Quarantine, rewind_quarantine
 from coat_vlm.train.sources import open_data, open_source, open_sources
-from coat_vlm.train.world import ALONE
 
 TALK = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 

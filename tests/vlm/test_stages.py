@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 from coat_vlm.config import SourceConfig
-from coat_vlm.packing_config import PackingConfig
-from coat_vlm.recipe_file import load_recipe, save_recipe
+from coat_vlm.config.load import load_recipe, save_recipe
+from coat_vlm.config.stage import PackingConfig
+from coat_vlm.distributed import joined_world
 from coat_vlm.train import stages
-from coat_vlm.train.source_record import SourceRecord
-from coat_vlm.train.sources import row_budget
-from coat_vlm.train.world import joined_world
+from coat_vlm.train.sources import SourceRecord, row_budget
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_vlm.train.phases import PHASES, PhaseClock
-from coat_vlm.train.step_line import StepLine
-from coat_vlm.train.world import World
+from coat_vlm.distributed import World
+from coat_vlm.train.metrics import StepLine
+from coat_vlm.train.throughput import PHASES, PhaseClock
 
 TWO = World(rank=0, size=2, device=torch.device("cpu"))
 

@@ -19,15 +19,15 @@ from coat_vlm.config import (
     StageConfig,
     VisionConfig,
 )
+from coat_vlm.config.model import ImageConfig, VideoConfig
+from coat_vlm.export.export import export
 from coat_vlm.fp8 import convert
 from coat_vlm.generate import generate
-from coat_vlm.media_config import ImageConfig, VideoConfig
 from coat_vlm.model import CoatVlm, build_model, module_parameters
+from coat_vlm.model.build import model_frame
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.model.frame import model_frame
-from coat_vlm.processor import CoatVlmProcessor, build_processor, continued_processor
-from coat_vlm.tokenizer import prepare_tokenizer
-from coat_vlm.train.export import export
+from coat_vlm.model.processor import CoatVlmProcessor, build_processor, continued_processor
+from coat_vlm.model.tokenizer import prepare_tokenizer
 
 TRAIN = ModuleTraining(train=True, lr=1e-3)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from coat_vlm.distributed import World, joined_world
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.train.whole_step import take_whole_steps
-from coat_vlm.train.world import World, joined_world
+from coat_vlm.train.engine import take_whole_steps
 
 
 class Layers(nn.Module):

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 import torch
 from torch.distributed import all_reduce, new_group
-from coat_vlm.train.world import joined_world
+from coat_vlm.distributed import joined_world
 
 def gloo():
     return [task for task in Path("/proc/self/task").iterdir() if "gloo" in names(task)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from coat_data.image_formats import image_suffixes
+from coat_data.media.image import image_suffixes
 from coat_data.sample import DataError
 
 VIDEO_SUFFIXES = frozenset(

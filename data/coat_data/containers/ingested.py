@@ -1,17 +1,170 @@
-"""Rows of a folder written by :func:`coat_data.ingest.ingest`."""
+"""The ingested folder: Parquet shards of samples and a manifest.
 
+``part-00000.parquet``, ... hold one sample per row in the columns of :func:`features`;
+``manifest.json`` is a :class:`Manifest`. Media paths are stored relative to the media root where
+they lie under it, so that the folder can be opened with another root.
+
+Rows of a folder written by :func:`coat_data.tools.ingest.ingest`.
+"""
+
+import dataclasses
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coat_data.containers.remote_file import is_url
 from coat_data.containers.table import open_parquet
-from coat_data.sample import DataError
-from coat_data.shards import Manifest, Shard, features
+from coat_data.media.root import MediaRoot
+from coat_data.sample import DataError, Media, Part, Sample, Turn
+
+if TYPE_CHECKING:
+    from datasets import Features
+
+FORMAT = "coat-vlm-samples"
+VERSION = 3
+"""Version 1 had no ``start`` and ``end`` of videos, 2 no ``continues``; they are null then."""
+MANIFEST_NAME = "manifest.json"
+BAD_SAMPLES_NAME = "bad_samples.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One Parquet file of an ingested folder."""
+
+    name: str
+    rows: int
+    size: int
+    """Bytes."""
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What an ingested folder holds and where it came from."""
+
+    rows: int
+    """Rows in all shards."""
+    shards: tuple[Shard, ...]
+    bad_samples: int
+    """Rows of the source that were left out; ``bad_samples.jsonl`` lists them."""
+    source: str
+    """Absolute path of the file that was ingested."""
+    source_sha256: str
+    media_root: str
+    """Absolute folder, or address, that relative media paths start from."""
+    embedded: bool
+    """Whether the shards hold the media files' bytes."""
+
+    def write(self, folder: Path) -> Path:
+        """Write ``manifest.json`` into ``folder``; returns its path."""
+        path = folder / MANIFEST_NAME
+        content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read ``folder``'s manifest.
+
+        Raises:
+            DataError: it is missing, or is not a manifest of this version or an earlier one.
+        """
+        path = folder / MANIFEST_NAME
+        if not path.is_file():
+            raise DataError(
+                str(folder),
+                f"there is no {MANIFEST_NAME} in this folder",
+                "give a .json or .jsonl file, or a folder written by coat-vlm data ingest",
+            )
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            found = (content.pop("format"), content.pop("version"))
+            if found in [(FORMAT, number) for number in range(1, VERSION + 1)]:
+                shards = tuple(Shard(**shard) for shard in content.pop("shards"))
+                return cls(shards=shards, **content)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(str(path), f"is not a manifest: {error}", "ingest again") from error
+        raise DataError(
+            str(path),
+            f"is format {found[0]!r} version {found[1]!r}, not {FORMAT!r} version {VERSION}",
+            "ingest again with this version of coat-vlm",
+        )
+
+
+def features() -> "Features":
+    """Columns of a shard, as a ``datasets.Features``."""
+    from datasets import Features, List, Value
+
+    part = {"kind": Value("string"), "text": Value("large_string")}
+    medium = {
+        "kind": Value("string"),
+        "path": Value("string"),
+        "data": Value("large_binary"),
+        "start": Value("float64"),
+        "end": Value("float64"),
+    }
+    return Features(
+        {
+            "id": Value("string"),
+            "row": Value("int64"),
+            "turns": List({"role": Value("string"), "parts": List(part)}),
+            "media": List(medium),
+            "continues": Value("bool"),
+        }
+    )
+
+
+def to_record(sample: Sample, media_root: Path | str) -> dict[str, Any]:
+    """One row of a shard, with media paths relative to ``media_root``, or as they are outside."""
+    return {
+        "id": sample.id,
+        "row": sample.row,
+        "turns": [dataclasses.asdict(turn) for turn in sample.turns],
+        "media": [
+            {**dataclasses.asdict(media), "path": _relative(media.path, media_root)}
+            for media in sample.media
+        ],
+        "continues": sample.continues,
+    }
+
+
+def to_sample(record: dict[str, Any], *, source: str, root: MediaRoot) -> Sample:
+    """The sample that :func:`to_record` stored, with absolute media paths.
+
+    Raises:
+        DataError: the path of a file to be opened leaves the media root.
+    """
+    where = f"{source}:{record['row']}"
+    media = [dict(entry) for entry in record["media"]]
+    for entry in media:
+        if entry["data"] is None:
+            entry["path"] = root.file(entry["path"], where)
+        else:  # only a name; nothing is opened
+            entry["path"] = root.name(entry["path"])
+    return Sample(
+        id=record["id"],
+        turns=tuple(
+            Turn(turn["role"], tuple(Part(**part) for part in turn["parts"]))
+            for turn in record["turns"]
+        ),
+        media=tuple(Media(**entry) for entry in media),
+        source=source,
+        row=record["row"],
+        continues=bool(record["continues"]),
+    )
+
+
+def _relative(path: str | None, media_root: Path | str) -> str:
+    if path is not None and is_url(path):
+        return path
+    target = Path(path or "")
+    return str(target.relative_to(media_root) if target.is_relative_to(media_root) else target)
 
 
 class Record(dict[str, Any]):
-    """A row of a shard, in the columns of :func:`coat_data.shards.features`."""
+    """A row of a shard, in the columns of :func:`coat_data.containers.ingested.features`."""
 
 
 class ShardRows:

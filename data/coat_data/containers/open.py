@@ -10,20 +10,18 @@ from typing import Any
 
 import yaml
 
-from coat_data.containers.braces import expand_braces
-from coat_data.containers.clip_list import COLUMNS, ClipRows
-from coat_data.containers.csv_file import CsvRows
+from coat_data.containers.csv_file import COLUMNS, ClipRows, CsvRows
 from coat_data.containers.folder import FolderRows
-from coat_data.containers.ingested import ShardRows
+from coat_data.containers.ingested import MANIFEST_NAME, ShardRows
 from coat_data.containers.json_file import JsonRows, has_rows
 from coat_data.containers.pickle_file import PickleRows
 from coat_data.containers.remote import RemoteRows
+from coat_data.containers.remote_file import expand_braces
 from coat_data.containers.rows import Rows
 from coat_data.containers.table import TableRows
 from coat_data.containers.tar import TarRows, is_compressed
 from coat_data.containers.text_file import TextRows
 from coat_data.sample import DataError
-from coat_data.shards import MANIFEST_NAME
 
 _JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")

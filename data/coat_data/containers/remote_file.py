@@ -3,23 +3,177 @@
 The standard library reads ``http:`` and ``https:``; fsspec, which finds its credentials itself, all
 else (``hf:``, ``s3:``, ``gs:``, ``memory:``, ``file:``). Connections belong to the process that
 opened them: a :class:`RemoteFile` is cheap to send to workers.
+
+Requests to http servers, and what their answers say.
+
+What is tried again where a network or server fails, and what is told when that does not help.
+
+Brace patterns of shard names: ``shard-{000..099}.tar`` and ``{a,b}.json``.
 """
 
+import functools
 import http
+import http.client
 import io
 import os
 import re
+import socket
+import time
 import urllib.error
+import urllib.request
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO, TypeGuard, TypeVar
 
-from coat_data.containers.attempts import OUTAGES, retried, told, unreachable
-from coat_data.containers.braces import expand_braces
-from coat_data.containers.http_request import http_answer, http_body, http_version, is_http
-from coat_data.sample import DataError
+from coat_data.sample import DataError, UnreachableError
+
+
+def is_http(url: str) -> bool:
+    """Whether the standard library reads the address."""
+    return url.startswith(("http://", "https://"))
+
+
+def http_answer(url: str, span: tuple[int, int] | None, timeout_s: float) -> Any:
+    """The answer to a request of some bytes (start, stop), or of all; OSError where it fails."""
+    headers = {"Accept-Encoding": "identity", "User-Agent": user_agent()}
+    if span is not None:
+        headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
+    request = urllib.request.Request(url, headers=headers)
+    return urllib.request.urlopen(request, timeout=timeout_s)
+
+
+def http_version(answer: Any) -> str:
+    """What changes with the file, as far as an answer tells: ETag or time of change, and size."""
+    named = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
+    total = answer.headers.get("Content-Range", "").rpartition("/")[2]
+    return f"{named} {total or answer.headers.get('Content-Length')}"
+
+
+def http_body(url: str, timeout_s: float, limit_s: float, limit_bytes: int) -> bytes:
+    """A whole file.
+
+    Args:
+        url: its address.
+        timeout_s: how long the server may be silent.
+        limit_s: how long all of it may take, in seconds.
+        limit_bytes: the most that it may be.
+
+    Raises:
+        DataError: it is larger.
+        OSError, http.client.HTTPException: the network fails, or it takes longer.
+    """
+    until = time.monotonic() + limit_s
+    data = io.BytesIO()
+    with http_answer(url, None, timeout_s) as answer:
+        while piece := answer.read1(1 << 20):
+            data.write(piece)
+            if data.tell() > limit_bytes:
+                raise DataError(url, f"is larger than {limit_bytes} bytes", "download it first")
+            if time.monotonic() > until:
+                raise TimeoutError(f"not read within {limit_s:g} s ({data.tell()} bytes came)")
+        if answer.length:  # read1 is silent about what is missing
+            raise ConnectionError(f"broke off {answer.length} bytes before the end")
+    return data.getvalue()
+
+
+@functools.cache
+def user_agent() -> str:
+    """What requests say they are from: some hosts refuse Python's own name."""
+    try:
+        return f"coat-vlm/{version('coat-vlm')}"
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "coat-vlm"
+
+
+WAITS_S = (0.5, 2.0, 8.0)
+"""Between attempts, in seconds: a network may fail for a moment."""
+OUTAGES = (OSError, http.client.HTTPException)
+"""What networks and servers raise."""
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, http.client.InvalidURL)
+_MISTAKES = (
+    DataError, TypeError, AttributeError, NameError, LookupError, ValueError, ImportError,
+    AssertionError, NotImplementedError, MemoryError,
+)  # fmt: skip
+"""Not of the network: these pass as they are."""
+
+T = TypeVar("T")
+
+
+def retried(attempt: Callable[[], T], waits_s: Sequence[float] | None = None) -> T:
+    """What ``attempt`` returns, tried again where the network or the server fails.
+
+    Args:
+        attempt: is called again after one of :data:`OUTAGES` that may pass.
+        waits_s: pauses between attempts, in seconds; :data:`WAITS_S` by default.
+    """
+    for wait_s in WAITS_S if waits_s is None else waits_s:
+        try:
+            return attempt()
+        except OUTAGES as error:
+            if _is_final(error):
+                raise
+            time.sleep(wait_s)
+    return attempt()
+
+
+def told(call: Callable[[], T]) -> T:
+    """What fsspec returns; what its file systems raise of a network, as a ConnectionError.
+
+    Those of ``hf:`` raise errors of httpx, which are no OSError.
+    """
+    try:
+        return call()
+    except (*_MISTAKES, *OUTAGES):
+        raise
+    except Exception as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether trying again is in vain: missing, forbidden, no address, or no such host."""
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code < http.HTTPStatus.INTERNAL_SERVER_ERROR and error.code not in (408, 429)
+    reason = getattr(error, "reason", None)  # of a URLError
+    hostless = reason == "no host given" or getattr(reason, "errno", 0) == socket.EAI_NONAME
+    return hostless or isinstance(error, _FINAL)
+
+
+def unreachable(url: str, error: Exception) -> DataError:
+    """What to tell the user about an address that failed; a missing file is a plain DataError."""
+    problem = f"cannot be read: {type(error).__name__}: {error}"
+    outage = isinstance(error, OUTAGES) and not _is_final(error)
+    kind = UnreachableError if outage else DataError
+    return kind(url, problem, "check the address, the network and the credentials")
+
+
+_GROUP = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """The names that a pattern stands for; itself if it has no braces.
+
+    A range keeps the width of its start: ``{08..10}`` is 08, 09, 10.
+    """
+    pieces: list[list[str]] = []
+    end = 0
+    for match in _GROUP.finditer(pattern):
+        pieces += [[pattern[end : match.start()]], list(_values(match))]
+        end = match.end()
+    return ["".join(choice) for choice in product(*pieces, [pattern[end:]])]
+
+
+def _values(match: re.Match[str]) -> Iterator[str]:
+    start, stop, names = match.groups()
+    if names is not None:
+        yield from names.split(",")
+        return
+    for number in range(int(start), int(stop) + 1):
+        yield str(number).zfill(len(start))
+
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _TIMEOUT_S = 60.0

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coat_data.containers.braces import expand_braces
+from coat_data.containers.remote_file import expand_braces
 from coat_data.lists.entry import SourceEntry, absolute, text
 from coat_data.sample import DataError
 

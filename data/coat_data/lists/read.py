@@ -9,11 +9,10 @@ from typing import Any
 
 import yaml
 
-from coat_data.containers.braces import expand_braces
-from coat_data.containers.remote_file import is_url
+from coat_data.containers.remote_file import expand_braces, is_url
 from coat_data.lists import energon, internvl, llama_factory, llava_next, native
 from coat_data.lists.entry import SourceEntry
-from coat_data.lists.phrase import is_phrase, read_phrase
+from coat_data.lists.native import is_phrase, read_phrase
 from coat_data.sample import DataError
 
 _LARGEST_LIST = 16 << 20

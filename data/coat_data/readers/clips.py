@@ -4,14 +4,14 @@
 
 ShareGPT4Video (ShareGPT4Omni/ShareGPT4Video, dataset card): the caption with ``idx`` -1 is the
 summary. Panda-70M (snap-research/Panda-70M, README): a CSV of ``videoID, url, timestamp, caption``
-where a row lists several clips; each one is a row here (:mod:`coat_data.containers.clip_list`).
+where a row lists several clips; each one is a row here (:mod:`coat_data.containers.csv_file`).
 """
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from coat_data.containers.clip_list import CLIP
+from coat_data.containers.csv_file import CLIP
 from coat_data.readers.captions import first_file
 from coat_data.readers.media import to_media
 from coat_data.readers.reader import Place, as_list, as_object, as_string, kind_of, row_id

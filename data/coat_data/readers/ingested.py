@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from coat_data import shards
+from coat_data.containers import ingested
 from coat_data.containers.ingested import Record
 from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Sample
@@ -24,4 +24,4 @@ def to_sample(row: Any, place: Place) -> Sample:
     """
     if not isinstance(row, Record):
         raise DataError(place.where, "the row is no stored sample", "give an ingested folder")
-    return shards.to_sample(row, source=place.source, root=place.root)
+    return ingested.to_sample(row, source=place.source, root=place.root)

@@ -68,7 +68,7 @@ def to_sample(row: Any, place: Place) -> Sample:
     - ``system`` of the row becomes a system turn where there is none.
     - An answer before the first question is dropped, as LLaVA does (llava/train/train.py,
       ``preprocess_v1``).
-    - ``"continues": true``, which :mod:`coat_data.writers.export` writes, says that a document goes
+    - ``"continues": true``, which :mod:`coat_data.tools.export` writes, says that a document goes
       on in the next row.
     - The names of fields and speakers may be mapped (``place.columns``).
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from coat_data.containers.folder import VIDEO_SUFFIXES
-from coat_data.conversations import SHORT_ANSWER_SUFFIX
 from coat_data.readers.media import media_path
 from coat_data.readers.reader import Place, as_object, as_string
 from coat_data.readers.turns import caption_turns
 from coat_data.sample import DataError, Media, MediaKind, Part, Sample, Turn
+from coat_data.text.chat import SHORT_ANSWER_SUFFIX
 
 NAME = "folder"
 SUMMARY = "a folder of images or videos: one folder per class, or NAME.txt beside NAME.jpg"

@@ -72,7 +72,7 @@ def to_sample(row: Any, place: Place) -> Sample:
       it gets an empty question, and may hold media itself.
     - ``objects`` fills ms-swift's ``<ref-object>`` and ``<bbox>`` in order: the name, and
       ``[x1, y1, x2, y2]`` as the file has the numbers.
-    - ``"continues": true``, which :mod:`coat_data.writers.export` writes, says that a document goes
+    - ``"continues": true``, which :mod:`coat_data.tools.export` writes, says that a document goes
       on in the next row.
     - A message with ``"loss": false`` is refused: a sample is trained on all of its answers.
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from coat_data.media_root import MediaRoot
+from coat_data.media.root import MediaRoot
 from coat_data.sample import DataError, Sample
 
 

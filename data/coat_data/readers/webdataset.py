@@ -20,7 +20,7 @@ from typing import Any
 
 from coat_data.containers.folder import VIDEO_SUFFIXES
 from coat_data.containers.tar import KEY
-from coat_data.image_formats import image_suffixes
+from coat_data.media.image import image_suffixes
 from coat_data.readers import cauldron, llava, messages, query
 from coat_data.readers.reader import Place, as_string, is_missing
 from coat_data.readers.turns import Said, caption_turns, place_media

@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
+from coat_cli.main import main
 from coat_data.sample import DataError, Media
 from coat_eval.hub_answerer import HubAnswerer
-from coat_vlm.cli import main
 
 Load = Callable[[Path], HubAnswerer]
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from transformers.video_utils import VideoMetadata
 
+from coat_cli.main import main
+from coat_data.media.video import read_frames
 from coat_data.sample import Media
-from coat_data.video import read_frames
 from coat_eval.hub_answerer import HubAnswerer
 from coat_eval.hub_encoder import HubEncoder
-from coat_vlm.cli import main
 
 Load = Callable[[Path], HubAnswerer]
 

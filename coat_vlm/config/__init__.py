@@ -1,0 +1,77 @@
+"""Recipes: one YAML file, read into frozen dataclasses; unknown keys are errors.
+
+A recipe names the model, the data of each stage and how each stage trains.
+:func:`coat_vlm.config.load.load_recipe` reads a file (or a built-in recipe by name), applies dotted
+overrides such as ``stages.sft.max_steps=10`` and returns a :class:`Recipe`. This package imports no
+other package of the project.
+"""
+
+from coat_vlm.config.data import SourceConfig
+from coat_vlm.config.eval import EvalSchedule, EvalSetConfig
+from coat_vlm.config.fp8 import (
+    FP8_PRECISIONS,
+    BlockPrecision,
+    Fp8Config,
+    Fp8Precision,
+    LinearPrecision,
+    MonitorConfig,
+    Precision,
+)
+from coat_vlm.config.model import (
+    ImageConfig,
+    LanguageConfig,
+    ModelConfig,
+    ProjectorConfig,
+    TokenizerConfig,
+    VideoConfig,
+    VisionConfig,
+)
+from coat_vlm.config.recipe import Recipe, TrackingConfig
+from coat_vlm.config.stage import (
+    MODULES,
+    STAGES,
+    Fraction,
+    LoraTraining,
+    ModuleName,
+    ModuleTraining,
+    NonNegative,
+    Packing,
+    PackingConfig,
+    Positive,
+    StageConfig,
+    StageName,
+)
+
+__all__ = [
+    "FP8_PRECISIONS",
+    "MODULES",
+    "STAGES",
+    "BlockPrecision",
+    "EvalSchedule",
+    "EvalSetConfig",
+    "Fp8Config",
+    "Fp8Precision",
+    "Fraction",
+    "ImageConfig",
+    "LanguageConfig",
+    "LinearPrecision",
+    "LoraTraining",
+    "ModelConfig",
+    "ModuleName",
+    "ModuleTraining",
+    "MonitorConfig",
+    "NonNegative",
+    "Packing",
+    "PackingConfig",
+    "Positive",
+    "Precision",
+    "ProjectorConfig",
+    "Recipe",
+    "SourceConfig",
+    "StageConfig",
+    "StageName",
+    "TokenizerConfig",
+    "TrackingConfig",
+    "VideoConfig",
+    "VisionConfig",
+]

@@ -1,0 +1,1 @@
+"""Model folders that other programs read: transformers, LLaVA, VILA, peft, compressed-tensors."""

@@ -1,0 +1,232 @@
+"""VILA's three folders: ``llm/``, ``vision_tower/`` and ``mm_projector/``, written and read.
+
+Layout and fields are those of NVlabs/VILA, ``llava/model/llava_arch.py`` (``save_pretrained``),
+``configuration_llava.py`` and ``multimodal_projector/base_projector.py``:
+
+    config.json       model_type llava_llama (of every language model), llm_cfg, vision_tower_cfg,
+                      mm_projector_cfg, mm_vision_select_layer and _feature, image_aspect_ratio, ...
+    llm/              the language model, its weights without a prefix, and the tokenizer
+    vision_tower/     vision_model.*, and preprocessor_config.json
+    mm_projector/     layers.*, and config.json with mm_projector_type
+
+VILA's ``patch`` drops the first feature of every tower; for SigLIP, which has no class token, that
+is a patch, so VILA's recipes say ``cls_patch``, and so does a folder written here.
+"""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from coat_vlm.config import ImageConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
+from coat_vlm.export.llava import image_processor
+from coat_vlm.export.stock import (
+    LANGUAGE,
+    PROJECTOR,
+    chat_template,
+    older_dtype,
+    part_of,
+    plain_tower,
+    tower_weights,
+    with_older_names,
+)
+from coat_vlm.model import CoatVlm, build_model
+from coat_vlm.model.pretrained import readable_errors
+from coat_vlm.model.processor import CoatVlmProcessor, build_processor, prepare_tokenizer
+from coat_vlm.model.projector import PROJECTOR_TYPES
+
+PARTS = ("llm", "vision_tower", "mm_projector")
+
+_SAME_PROJECTORS = {"mlp_downsample_2x2_fix": "mlp_downsample"}
+_WEIGHTS = "model.safetensors"
+
+
+def save_vila(
+    folder: Path, model: CoatVlm, state: dict[str, Tensor], processor: CoatVlmProcessor
+) -> None:
+    """Write the three folders and the configuration above them.
+
+    Args:
+        folder: an existing, empty folder.
+        model: gives the configuration; its weights may be on ``meta``.
+        state: the weights by the composed model's names.
+        processor: gives the tokenizer and the image settings.
+
+    Raises:
+        ValueError: the vision tower is of another kind than VILA reads, or the model was trained
+            on groups of frames.
+    """
+    if "pool_frames" in processor.video:
+        raise ValueError(
+            "--format vila: the model was trained with model.video.pool_frames="
+            f"{processor.video['pool_frames']}, and VILA shows each frame of a video by its own "
+            "tokens; allowed: --format coat"
+        )
+    tower = plain_tower(model, "vila")
+    llm, vision, projector = (folder / part for part in PARTS)
+    language: Any = model.language_model
+    language.generation_config = copy.deepcopy(model.generation_config)
+    weights = part_of(state, LANGUAGE)
+    if model.config.text_config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    language.save_pretrained(llm, state_dict=weights, save_original_format=False)
+    tokenizer = copy.deepcopy(processor.tokenizer)
+    tokenizer.chat_template = chat_template(processor)
+    tokenizer.save_pretrained(llm)
+    tower.save_pretrained(
+        vision, state_dict=tower_weights(model, tower, state, ""), save_original_format=False
+    )
+    image_processor(processor, model, pad=False).save_pretrained(vision)
+    projector.mkdir()
+    weights = {name: tensor.contiguous() for name, tensor in part_of(state, PROJECTOR).items()}
+    layers = {f"layers.{name}": tensor for name, tensor in weights.items()}
+    save_file(layers, projector / _WEIGHTS, metadata={"format": "pt"})
+    dtype = str(model.dtype).removeprefix("torch.")
+    described = {
+        "llm_cfg": with_older_names(older_dtype(language.config)),
+        "vision_tower_cfg": older_dtype(tower.config),
+        "mm_projector_cfg": {
+            "architectures": ["MultimodalProjector"],
+            "mm_projector_type": model.config.projector_type,
+            "model_type": "v2l_projector",
+            "torch_dtype": dtype,
+        },
+    }
+    for part, values in zip((llm, vision, projector), described.values(), strict=True):
+        _write(part / "config.json", values)
+    _write(folder / "config.json", _top(model, processor, dtype) | described)
+
+
+def _top(model: CoatVlm, processor: CoatVlmProcessor, dtype: str) -> dict[str, Any]:
+    """The fields of VILA's LlavaConfig besides the parts' own configurations."""
+    config = model.config
+    scales = config.s2_scales
+    keeps_all = config.select_feature == "cls_patch" or config.num_prefix_tokens == 0
+    return {
+        "architectures": ["LlavaLlamaModel"],
+        "model_type": "llava_llama",
+        "model_dtype": f"torch.{dtype}",
+        "hidden_size": config.text_config.hidden_size,
+        "mm_hidden_size": config.feature_size,
+        "mm_vision_select_layer": -1,
+        "mm_vision_select_feature": "cls_patch" if keeps_all else "patch",
+        "image_aspect_ratio": processor.image_mode,
+        "min_tiles": processor.image_min_tiles,
+        "max_tiles": processor.image_max_tiles,
+        "num_video_frames": processor.num_video_frames,
+        "s2": False,
+        "dynamic_s2": scales is not None,
+        "s2_scales": None if scales is None else ",".join(map(str, scales)),
+        "s2_max_split_size": None if scales is None else scales[0],
+        "s2_resize_output_to_scale_idx": -1 if scales is not None else 0,
+        "mm_use_im_start_end": False,
+        "mm_use_im_patch_token": False,
+        "resume_path": None,
+    }
+
+
+def is_vila(folder: Path) -> bool:
+    """Whether a folder is a VILA checkpoint: it has VILA's three folders."""
+    return all((folder / part / "config.json").is_file() for part in PARTS)
+
+
+def load_vila(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm, CoatVlmProcessor]:
+    """The composed model and its processor from VILA's three folders, on the CPU.
+
+    The embeddings grow where the tokenizer has no row for ``<image>``, as in VILA's own
+    checkpoints, whose media tokens are never embedded. Without a chat template the tokenizer is
+    one of VILA 1.5, which was trained with Vicuna's.
+
+    Args:
+        folder: holds ``llm/``, ``vision_tower/``, ``mm_projector/`` and config.json.
+        dtype: dtype of the weights; that which config.json names when absent.
+
+    Raises:
+        ValueError: files are missing or damaged, or the checkpoint is of a kind that the composed
+            model cannot be.
+    """
+    top = _read(folder / "config.json")
+    tokenizer = prepare_tokenizer(AutoTokenizer.from_pretrained(folder / "llm"))
+    recipe = _recipe(folder, top, "tokenizer" if tokenizer.chat_template else "vicuna_v1")
+    dtype = dtype or getattr(torch, str(top.get("model_dtype", "float16")).removeprefix("torch."))
+    model = build_model(recipe, tokenizer, dtype)
+    config: Any = model.config
+    name = str(folder / "mm_projector")
+    assert model.projector is not None, "the recipe made above has a tower"
+    with readable_errors(name):
+        model.projector.load_state_dict(load_file(Path(name) / _WEIGHTS))
+    return model, build_processor(recipe, tokenizer, config)
+
+
+def _recipe(
+    folder: Path, top: dict[str, Any], template: Literal["tokenizer", "vicuna_v1"]
+) -> ModelConfig:
+    """What a recipe would say of the checkpoint."""
+    vision = _read(folder / "vision_tower" / "config.json")
+    has_class_token = vision.get("model_type") in ("clip_vision_model", "clip")
+    feature = top.get("mm_vision_select_feature") or "patch"
+    if feature == "patch" and not has_class_token:
+        raise ValueError(
+            f"{folder}/config.json: mm_vision_select_feature is patch, with which VILA drops the "
+            f"first patch of a tower without a class token ({vision.get('model_type')}); allowed "
+            "for such a tower: cls_patch; set it, if the model was not trained so"
+        )
+    found = _read(folder / "mm_projector" / "config.json").get("mm_projector_type")
+    projector: Any = _SAME_PROJECTORS.get(str(found), found)
+    if projector not in PROJECTOR_TYPES:
+        raise ValueError(
+            f"{folder}/mm_projector/config.json: mm_projector_type is {found!r}; allowed: "
+            f"{', '.join([*PROJECTOR_TYPES, *_SAME_PROJECTORS])}"
+        )
+    return ModelConfig(
+        vision=VisionConfig(
+            name_or_path=str(folder / "vision_tower"),
+            select_layer=top.get("mm_vision_select_layer", -2),
+            select_feature=feature if has_class_token else "patch",
+        ),
+        language=LanguageConfig(name_or_path=str(folder / "llm")),
+        projector=ProjectorConfig(type=projector),
+        image=_images(folder, top),
+        template=template,
+    )
+
+
+def _images(folder: Path, top: dict[str, Any]) -> ImageConfig:
+    mode: Any = top.get("image_aspect_ratio") or "resize"
+    if top.get("s2"):
+        raise ValueError(
+            f"{folder}/config.json: s2 is true, scales of the whole image; allowed: false, or "
+            "dynamic_s2"
+        )
+    if mode not in ("resize", "pad", "dynamic", "dynamic_s2"):
+        raise ValueError(
+            f"{folder}/config.json: image_aspect_ratio is {mode!r}; allowed: resize, pad, dynamic, "
+            "dynamic_s2"
+        )
+    settings: dict[str, Any] = {"mode": mode, "num_video_frames": top.get("num_video_frames")}
+    if mode in ("dynamic", "dynamic_s2"):
+        settings["max_tiles"] = top.get("max_tiles")
+    if mode == "dynamic":
+        settings["min_tiles"] = top.get("min_tiles")
+    if mode == "dynamic_s2":
+        settings["s2_scales"] = tuple(map(int, top["s2_scales"].split(",")))
+    return ImageConfig(**settings)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} cannot be read: {error}; needed is a VILA checkpoint with config.json, "
+            f"{', '.join(f'{part}/' for part in PARTS)}"
+        ) from error
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

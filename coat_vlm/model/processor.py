@@ -1,0 +1,331 @@
+"""The processor: all that turns images and text into a model's inputs, saved beside the model.
+
+It holds the settings; the work is done by ``coat_data``, the same code in training and inference.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+from PIL import Image
+from transformers import AutoProcessor, BatchFeature, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.image_processing_base import ImageProcessingMixin
+from transformers.processing_utils import ProcessorMixin
+from transformers.utils.constants import (
+    IMAGENET_STANDARD_MEAN,
+    IMAGENET_STANDARD_STD,
+    OPENAI_CLIP_MEAN,
+    OPENAI_CLIP_STD,
+)
+
+from coat_data.load.collate import collate
+from coat_data.load.encode import Encoder
+from coat_data.media.image import Augment, ImageMode, ImageTransform
+from coat_data.media.sampling import VideoSettings
+from coat_data.media.tiling import TiledTransform
+from coat_data.sample import Sample
+from coat_data.text.chat import get_template
+from coat_data.text.messages import Message, Picture, messages_to_sample, question_to_sample
+from coat_data.text.tokens import TokenizerLike
+from coat_vlm.config import ModelConfig, VideoConfig, VisionConfig
+from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig
+from coat_vlm.model.tokenizer import prepare_tokenizer, train_tokenizer
+
+__all__ = [
+    "IMAGE_TOKEN",
+    "CoatVlmProcessor",
+    "build_processor",
+    "continued_processor",
+    "prepare_tokenizer",
+    "train_tokenizer",
+]
+
+logger = logging.getLogger(__name__)
+
+# SigLIP was trained on values in [-1, 1]; CLIP and open_clip's towers on OpenAI's statistics.
+_SIGLIP = (IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD)
+_CLIP = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+
+
+class CoatVlmProcessor(ProcessorMixin):
+    """Tokenizer, image settings and chat template of one model.
+
+    ``save_pretrained``, ``from_pretrained`` and ``AutoProcessor`` work as in transformers.
+
+    Attributes:
+        tokenizer: a fast tokenizer that knows ``<image>``.
+        image_size: side of the tower's input in pixels.
+        image_mean: mean of each colour channel, of values in 0..1.
+        image_std: standard deviation of each colour channel.
+        image_mode: ``resize``, ``pad``, ``dynamic`` or ``dynamic_s2``.
+        image_augment: ``none`` or ``crop_flip``; in training only.
+        image_resample: a filter of ``PIL.Image.Resampling``.
+        image_min_tiles: fewest tiles of the grid in mode ``dynamic``.
+        image_max_tiles: most tiles of the (largest) grid in modes ``dynamic`` and ``dynamic_s2``.
+        image_s2_scales: sides of the scales in pixels in mode ``dynamic_s2``, else None.
+        image_max_pixels: most pixels of an image file; Pillow's limit when None.
+        tokens_per_image: image tokens that stand for one tile of an image; 0 for a language model
+            alone, which takes no images and whose tokenizer needs no ``<image>``.
+        num_video_frames: frames taken from a video under uniform sampling.
+        video: the other fields of :class:`coat_data.media.sampling.VideoSettings`.
+        max_length: longest allowed sequence in tokens.
+        template: name of the chat template (``coat_data.text.chat.get_template``).
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        image_size: int = 224,
+        image_mean: Sequence[float] = tuple(_SIGLIP[0]),
+        image_std: Sequence[float] = tuple(_SIGLIP[1]),
+        image_mode: ImageMode = "resize",
+        image_augment: Augment = "none",
+        image_resample: int = Image.Resampling.BICUBIC,
+        tokens_per_image: int = 256,
+        num_video_frames: int = 8,
+        max_length: int = 2048,
+        template: str = "chatml",
+        chat_template: str | None = None,
+        image_min_tiles: int = 1,
+        image_max_tiles: int = 12,
+        image_s2_scales: Sequence[int] | None = None,
+        image_max_pixels: int | None = None,
+        video: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(tokenizer, chat_template=chat_template)
+        self.image_size = image_size
+        self.image_mean = list(image_mean)
+        self.image_std = list(image_std)
+        self.image_mode: ImageMode = image_mode
+        self.image_augment: Augment = image_augment
+        self.image_resample = int(image_resample)
+        self.tokens_per_image = tokens_per_image
+        self.num_video_frames = num_video_frames
+        self.max_length = max_length
+        self.template = template
+        self.image_min_tiles = image_min_tiles
+        self.image_max_tiles = image_max_tiles
+        self.image_s2_scales = None if image_s2_scales is None else list(image_s2_scales)
+        self.image_max_pixels = image_max_pixels
+        self.video = dict(video or {})
+
+    def encoder(self, *, train: bool, template: str | None = None) -> Encoder:
+        """What encodes samples for this model.
+
+        Args:
+            train: whether images are augmented (when the encoder is given a generator).
+            template: a chat template other than the model's.
+
+        Raises:
+            ValueError: the template or an image setting is unknown, or the tokenizer lacks a token.
+        """
+        tokenizer = cast(TokenizerLike, self.tokenizer)
+        image_token_id = self.tokenizer.get_vocab().get(IMAGE_TOKEN)
+        if image_token_id is None and self.tokens_per_image:
+            raise ValueError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no {IMAGE_TOKEN} token; add it with "
+                "coat_vlm.model.processor.prepare_tokenizer"
+            )
+        return Encoder(
+            tokenizer,
+            get_template(template or self.template, tokenizer),
+            self._transform(augmented=train),
+            tokens_per_image=self.tokens_per_image,
+            image_token_id=image_token_id if self.tokens_per_image else None,
+            video=VideoSettings(num_frames=self.num_video_frames, **self.video),
+            max_length=self.max_length,
+            max_pixels=self.image_max_pixels,
+        )
+
+    def _transform(self, *, augmented: bool) -> ImageTransform:
+        resample = Image.Resampling(self.image_resample)
+        basic = (self.image_size, self.image_mean, self.image_std, self.image_mode, resample)
+        if self.image_mode in TiledTransform.modes:
+            return TiledTransform(
+                *basic,
+                min_tiles=self.image_min_tiles,
+                max_tiles=self.image_max_tiles,
+                scales=self.image_s2_scales or (),
+            )
+        return ImageTransform(*basic, augment=self.image_augment if augmented else "none")
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        images: Picture | Sequence[Picture] | Sequence[Sequence[Picture]] | None = None,
+        text: str | Sequence[str] | None = None,
+        messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
+    ) -> BatchFeature:
+        """Inputs for ``model.generate``: left-padded prompts and the pixels of their images.
+
+        Args:
+            images: paths, PIL images or encoded bytes. For one text: one or several; for a list of
+                texts or conversations: as many entries, each one image or a list of them.
+            text: a question, or one per row; images stand where ``<image>`` is written, or first.
+            messages: instead of ``text``, a conversation in Hugging Face's form, or one per row.
+
+        Returns:
+            input_ids and attention_mask (B, T) int64, pixel_values (N, 3, H, W) float32; in mode
+            ``dynamic_s2`` also image_grids (M, 2) int64, and with ``pool_frames`` of videos
+            frame_groups (G,) int64.
+
+        Raises:
+            DataError: an image cannot be read, or a prompt is too long.
+            ValueError: both or neither of text and messages are given, or the images do not match.
+        """
+        encoder = self.encoder(train=False)
+        samples = _samples(images, text, messages)
+        batch = collate(
+            [encoder.prompt(sample) for sample in samples],
+            pad_token_id=self.tokenizer.pad_token_id,
+            padding_side="left",
+        )
+        names = ("input_ids", "attention_mask", "pixel_values", "image_grids", "frame_groups")
+        return BatchFeature({name: value for name, value in batch.items() if name in names})
+
+
+def _samples(images: Any, text: Any, messages: Any) -> list[Sample]:
+    if (text is None) == (messages is None):
+        raise ValueError("give the processor either text or messages")
+    if text is not None:
+        rows, one, convert = text, isinstance(text, str), question_to_sample
+    else:
+        # A conversation is a list of messages; several are a list of lists.
+        rows, convert = messages, messages_to_sample
+        one = not messages or not isinstance(messages[0], Sequence)
+    if one:
+        return [convert(rows, _as_list(images))]
+    per_row = [None] * len(rows) if images is None else images
+    if len(per_row) != len(rows):
+        raise ValueError(
+            f"{len(rows)} prompts but {len(per_row)} entries of images; give one entry per prompt, "
+            "an image or a list of images"
+        )
+    return [convert(row, _as_list(own)) for row, own in zip(rows, per_row, strict=True)]
+
+
+def _as_list(images: Any) -> list[Picture]:
+    if images is None:
+        return []
+    return list(images) if isinstance(images, list | tuple) else [images]
+
+
+def build_processor(
+    recipe_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, model_config: CoatVlmConfig
+) -> CoatVlmProcessor:
+    """The processor of a recipe's model.
+
+    Mean, standard deviation and resampling are those that the tower's weights were trained with:
+    from its folder's preprocessor_config.json if it has one, else by the kind of tower. Images are
+    always scaled to the tower's square, without a crop.
+
+    Args:
+        recipe_model: the recipe's model section.
+        tokenizer: the tokenizer, prepared by :func:`prepare_tokenizer`.
+        model_config: configuration of the built model.
+    """
+    settings: dict[str, Any] = {}
+    if recipe_model.vision is not None:
+        settings |= _image_settings(recipe_model.vision, model_config.vision_config)
+    return _processor(recipe_model, tokenizer, model_config, settings)
+
+
+def continued_processor(
+    recipe_model: ModelConfig, saved: CoatVlmProcessor, model_config: CoatVlmConfig
+) -> CoatVlmProcessor:
+    """The processor of a recipe that starts from a composed checkpoint.
+
+    Tokenizer, mean, standard deviation and resampling are the checkpoint's. The rest is the
+    recipe's: a run may have longer rows, other tiles or more frames than the one before it.
+
+    Args:
+        recipe_model: the recipe's model section.
+        saved: the checkpoint's processor.
+        model_config: the checkpoint's configuration.
+
+    Raises:
+        ValueError: the recipe describes another model than the checkpoint's.
+    """
+    image, scales, vision = recipe_model.image, model_config.s2_scales, recipe_model.vision
+    asked: dict[str, tuple[Any, Any]] = {
+        "vision (whether there is a tower)": (vision is not None, model_config.has_vision)
+    }
+    if vision is not None and model_config.has_vision:
+        asked |= {
+            "projector.type": (recipe_model.projector.type, model_config.projector_type),
+            "vision.select_layer": (vision.select_layer, model_config.select_layer),
+            "vision.select_feature": (vision.select_feature, model_config.select_feature),
+            "image.mode dynamic_s2": (image.mode == "dynamic_s2", scales is not None),
+            "image.s2_scales": (list(image.s2_scales or scales or ()), scales or []),
+        }
+    for name, (wanted, found) in asked.items():
+        if wanted != found:
+            raise ValueError(
+                f"model.{name} is {wanted!r} in the recipe and {found!r} in the checkpoint of "
+                "init_from, whose weights are for that; change the recipe, or start without "
+                "init_from (init_from=null)"
+            )
+    settings: dict[str, Any] = {
+        name: getattr(saved, name) for name in ("image_mean", "image_std", "image_resample")
+    }
+    return _processor(recipe_model, saved.tokenizer, model_config, settings)
+
+
+def _processor(
+    recipe_model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: CoatVlmConfig,
+    image_settings: Mapping[str, Any],
+) -> CoatVlmProcessor:
+    image, tower = recipe_model.image, model_config.vision_config
+    return CoatVlmProcessor(
+        tokenizer,
+        image_size=1 if tower is None else tower.image_size,
+        image_mode=image.mode,
+        image_augment=image.augment,
+        image_min_tiles=image.min_tiles or 1,
+        image_max_tiles=image.max_tiles or 12,
+        image_s2_scales=model_config.s2_scales,
+        image_max_pixels=image.max_pixels,
+        tokens_per_image=model_config.tokens_per_image,
+        num_video_frames=recipe_model.video.num_frames or image.num_video_frames or 8,
+        video=_video_settings(recipe_model.video),
+        max_length=recipe_model.max_length,
+        template=recipe_model.template,
+        **image_settings,
+    )
+
+
+def _video_settings(video: VideoConfig) -> dict[str, Any]:
+    """What a recipe says of videos, besides the number of frames."""
+    given = dataclasses.asdict(video)
+    del given["num_frames"]
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _image_settings(
+    recipe: VisionConfig, tower: PretrainedConfig
+) -> dict[Literal["image_mean", "image_std", "image_resample"], Any]:
+    mean, std = _SIGLIP if tower.model_type == "siglip_vision_model" else _CLIP
+    mean, std = getattr(tower, "image_mean", None) or mean, getattr(tower, "image_std", None) or std
+    found: dict[str, Any] = {}
+    if recipe.library == "transformers" and recipe.name_or_path is not None:
+        try:
+            found, _ = ImageProcessingMixin.get_image_processor_dict(recipe.name_or_path)
+        except OSError:
+            logger.warning(
+                "%s has no preprocessor_config.json; images are normalized with mean %s, std %s, "
+                "as for other towers of type %s",
+                recipe.name_or_path,
+                mean,
+                std,
+                tower.model_type,
+            )
+    return {
+        "image_mean": found.get("image_mean", mean),
+        "image_std": found.get("image_std", std),
+        "image_resample": found.get("resample", Image.Resampling.BICUBIC),
+    }
+
+
+AutoProcessor.register(CoatVlmConfig, CoatVlmProcessor, exist_ok=True)

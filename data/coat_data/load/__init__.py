@@ -1,0 +1,1 @@
+"""Samples to batches: dataset, encoder, collation, loader."""

@@ -1,0 +1,132 @@
+"""Makes a batch of encoded samples: padded to one length, or packed into one row."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Literal, NotRequired, TypedDict
+
+import torch
+
+from coat_data.load.encode import IGNORE_INDEX, EncodedSample
+
+
+class Batch(TypedDict):
+    """One micro-batch of B samples of up to T tokens with N tiles of images in all."""
+
+    input_ids: torch.Tensor
+    """(B, T) int64."""
+    attention_mask: torch.Tensor
+    """(B, T) int64: 1 on tokens, 0 on padding."""
+    labels: torch.Tensor
+    """(B, T) int64, not shifted; IGNORE_INDEX where nothing is trained."""
+    pixel_values: torch.Tensor
+    """(N, 3, H, W) float32, the tiles of all samples in order; N is 0 without images."""
+    image_grids: NotRequired[torch.Tensor]
+    """(M, 2) int64, rows and columns of each image's largest scale; in mode ``dynamic_s2`` only."""
+    frame_groups: NotRequired[torch.Tensor]
+    """(G,) int64, tiles that share the tokens of one; where frames of videos are pooled only."""
+    image_positions: NotRequired[torch.Tensor]
+    """(P,) int64, ascending: the places of image tokens in the flattened ``input_ids``; for a
+    language model alone there are none. With them no GPU has to be asked for the places."""
+    cu_seq_lens_q: NotRequired[torch.Tensor]
+    """Packed: (sequences + 1,) int32, where each sequence starts, and T."""
+    max_length_q: NotRequired[int]
+    """Packed: tokens of the longest sequence."""
+
+
+def collate(
+    samples: Sequence[EncodedSample],
+    *,
+    pad_token_id: int,
+    padding_side: Literal["left", "right"] = "right",
+) -> Batch:
+    """The batch of ``samples``, padded to the longest.
+
+    Args:
+        samples: at least one; their images have one size.
+        pad_token_id: fills ``input_ids``; its label is IGNORE_INDEX, its attention 0.
+        padding_side: ``right`` for training, ``left`` for generation.
+
+    Raises:
+        ValueError: there are no samples, or the padding side is unknown.
+    """
+    if not samples:
+        raise ValueError("a batch needs at least one sample, got none")
+    if padding_side not in ("left", "right"):
+        raise ValueError(f"padding_side is {padding_side!r}; allowed: left, right")
+    length = max(len(sample.input_ids) for sample in samples)
+    shape = (len(samples), length)
+    input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
+    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    labels = torch.full(shape, IGNORE_INDEX, dtype=torch.int64)
+    starts = []
+    for row, sample in enumerate(samples):
+        used = len(sample.input_ids)
+        span = slice(length - used, length) if padding_side == "left" else slice(0, used)
+        starts.append(row * length + span.start)
+        input_ids[row, span] = sample.input_ids
+        attention_mask[row, span] = 1
+        labels[row, span] = sample.labels
+    pixel_values = [sample.pixel_values for sample in samples]
+    batch = Batch(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        labels=labels,
+        # A copy of the one sample's pixels would cost more than all the rest.
+        pixel_values=pixel_values[0] if len(pixel_values) == 1 else torch.cat(pixel_values),
+    )
+    _add_layout(batch, samples, starts)
+    return batch
+
+
+def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align: int) -> Batch:
+    """One row (1, T) of ``samples`` one after the other, T a multiple of ``align``.
+
+    What fills the row up is a sequence of its own without labels. No sequence's first token is
+    trained, as nothing predicts it.
+
+    Args:
+        samples: at least one; their images have one size.
+        pad_token_id: fills the row; its label is IGNORE_INDEX, its attention 0.
+        align: T is a multiple of this.
+
+    Raises:
+        ValueError: there are no samples.
+    """
+    if not samples:
+        raise ValueError("a batch needs at least one sample, got none")
+    lengths = [len(sample.input_ids) for sample in samples]
+    used = sum(lengths)
+    padding = -used % align
+    bounds = [0, *accumulate(lengths + [padding] * bool(padding))]
+    filler = torch.full((padding,), pad_token_id)
+    labels = torch.cat([*(s.labels for s in samples), torch.full_like(filler, IGNORE_INDEX)])
+    labels[bounds[:-1]] = IGNORE_INDEX
+    attention_mask = torch.zeros(used + padding, dtype=torch.int64)
+    attention_mask[:used] = 1
+    batch = Batch(
+        input_ids=torch.cat([*(sample.input_ids for sample in samples), filler])[None],
+        attention_mask=attention_mask[None],
+        labels=labels[None],
+        pixel_values=torch.cat([sample.pixel_values for sample in samples]),
+        cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32),
+        max_length_q=max(*lengths, padding),
+    )
+    _add_layout(batch, samples, bounds)
+    return batch
+
+
+def _add_layout(batch: Batch, samples: Sequence[EncodedSample], starts: Sequence[int]) -> None:
+    """Where media lie; ``starts`` are the samples' first places in the flattened ids."""
+    grids = [sample.image_grids for sample in samples if sample.image_grids is not None]
+    if grids:
+        batch["image_grids"] = torch.cat(grids)
+    groups = [sample.frame_groups for sample in samples if sample.frame_groups is not None]
+    if groups:
+        batch["frame_groups"] = torch.cat(groups)
+    positions = [
+        start + sample.image_positions
+        for start, sample in zip(starts, samples, strict=False)
+        if sample.image_positions is not None
+    ]
+    if len(positions) == len(samples):
+        batch["image_positions"] = torch.cat(positions)

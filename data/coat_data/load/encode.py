@@ -1,0 +1,382 @@
+"""Turns a sample into the model's inputs: token ids, labels and pixel values.
+
+Every tile of an image, and every frame of a video, is ``tokens_per_image`` image tokens in the
+place where it stands in the conversation (mode ``dynamic_s2``: every tile of the largest scale).
+Between the tiles of an image in mode ``dynamic`` stands a line break, as in VILA's prompts. Nothing
+is ever truncated: a sample that is too long is an error, as a sequence cut inside an image would no
+longer match its pixel values.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from coat_data.media.image import ONE_TILE, ImageTransform
+from coat_data.media.loader import MediaLoader, MediaPlan
+from coat_data.media.sampling import VideoSettings
+from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_data.text.chat import ChatTemplate, Segment
+from coat_data.text.tokens import PieceTokenizer, TokenizerLike
+
+IGNORE_INDEX = -100
+"""The label of a token that is not trained (PyTorch's default ``ignore_index``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSample:
+    """The model's inputs for one sample of T tokens and N tiles."""
+
+    input_ids: torch.Tensor
+    """(T,) int64."""
+    labels: torch.Tensor
+    """(T,) int64, equal to ``input_ids`` where trained, else IGNORE_INDEX; not shifted."""
+    pixel_values: torch.Tensor
+    """(N, 3, H, W) float32; N is 0 without images."""
+    image_grids: torch.Tensor | None = None
+    """(M, 2) int64 in mode ``dynamic_s2``: rows and columns of the largest scale of each image;
+    (1, 1) for one that is a single tile, as a frame of a video is. None in other modes."""
+    frame_groups: torch.Tensor | None = None
+    """(G,) int64 where frames of videos are pooled: how many consecutive tiles share the tokens of
+    one, 1 for a tile of an image. None without pooling."""
+    image_positions: torch.Tensor | None = None
+    """(P,) int64, ascending: the places of image tokens in ``input_ids``. None for a language model
+    alone."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """What happened while its media were read, e.g. ``video_decord_timeout``: 1."""
+
+
+class Size(NamedTuple):
+    """What a sample will take, known before any medium is decoded."""
+
+    tokens: int
+    """Tokens, image tokens included."""
+    images: int
+    """Tiles of images, and frames, that go through the vision tower."""
+
+
+class Encoder:
+    """Encodes samples; an instance can be sent to a worker process.
+
+    Attributes:
+        pieces: the tokenizer.
+        template: writes a conversation as segments.
+        shows_media: whether the model has a vision tower.
+        max_length: longest allowed sequence in tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        template: ChatTemplate,
+        transform: ImageTransform,
+        *,
+        tokens_per_image: int,
+        image_token_id: int | None,
+        video: VideoSettings | None = None,
+        max_length: int = 2048,
+        max_pixels: int | None = None,
+    ) -> None:
+        """Prepare the tokenizer.
+
+        Args:
+            tokenizer: a transformers fast tokenizer.
+            template: writes a conversation as segments.
+            transform: turns an image into the tower's input.
+            tokens_per_image: image tokens that stand for one tile.
+            image_token_id: their id; None for a language model alone, for which a sample with media
+                is bad.
+            video: how videos are read; 8 frames uniform in time when absent.
+            max_length: longest allowed sequence in tokens, image tokens included.
+            max_pixels: most pixels of an image file (:func:`coat_data.media.image.open_image`).
+
+        Raises:
+            ValueError: the tokenizer is not a fast one.
+        """
+        self.pieces = PieceTokenizer(tokenizer)
+        self.template = template
+        self._media = MediaLoader(transform, video or VideoSettings(), max_pixels)
+        self.shows_media = image_token_id is not None
+        self._image_token_id = image_token_id
+        self._image_ids = [] if image_token_id is None else [image_token_id] * tokens_per_image
+        self.max_length = max_length
+
+    def __call__(self, sample: Sample, rng: np.random.Generator | None = None) -> EncodedSample:
+        """The whole conversation, with the answers as labels.
+
+        Args:
+            sample: a conversation with at least one answer.
+            rng: source of the augmentation's draws; None for none.
+
+        Raises:
+            DataError: a medium cannot be read, the placeholders do not match the media, there is
+                no answer, or the sequence is too long; names the row.
+        """
+        encoded = self._encode(sample, sample.media, self.segments(sample), rng)
+        _check_answered(sample)
+        return encoded
+
+    def measure(self, sample: Sample) -> Size:
+        """The size of :meth:`__call__`'s result, from headers; no medium is decoded.
+
+        Larger only where a video turns out shorter than its header says, and by the digits of
+        times; headers are read where a size depends on them.
+
+        Raises:
+            DataError: as for a call, as far as it can be known from headers.
+        """
+        _check_answered(sample)
+        segments = self.segments(sample)
+        self._check_media(sample, sample.media, segments)
+        try:
+            plans = [self._media.plan(medium) for medium in sample.media]
+            ids, _ = self._tokens(segments, plans, before_answer=False)
+        except DataError as error:
+            raise _within(sample, error) from error
+        self._check_length(sample, len(ids), plans)
+        return Size(len(ids), sum(plan.num_tiles for plan in plans))
+
+    def layout(self, sample: Sample) -> tuple[list[int], list[int]]:
+        """Ids and labels of a sample of any length, each medium as one tile; none is opened.
+
+        Raises:
+            DataError: there is no answer, or the placeholders do not match the media.
+        """
+        _check_answered(sample)
+        segments = self.segments(sample)
+        self._check_media(sample, sample.media, segments)
+        plans = [MediaPlan((ONE_TILE,)) for _ in sample.media]
+        try:
+            return self._tokens(segments, plans, before_answer=False)
+        except DataError as error:
+            raise _within(sample, error) from error
+
+    def segments(self, sample: Sample) -> list[Segment]:
+        """The conversation in the template; up to its last words where these go on."""
+        segments = self.template.render(sample.turns)
+        while sample.continues and segments[-1].kind == "literal":
+            segments = segments[:-1]
+        return segments
+
+    def prompt(self, sample: Sample) -> EncodedSample:
+        """The conversation up to its last user turn, and the template's start of an answer.
+
+        Token for token the beginning of what the encoder gives for the whole conversation; no label
+        is trained.
+
+        Raises:
+            DataError: as for a call; or nobody asks anything.
+        """
+        asked = [number for number, turn in enumerate(sample.turns) if turn.role == "user"]
+        if not asked:
+            raise DataError(sample.where, "there is no question to answer", "add a human turn")
+        turns = sample.turns[: asked[-1] + 1]
+        num_media = sum(part.kind != "text" for turn in turns for part in turn.parts)
+        segments = self.template.render(turns, add_generation_prompt=True)
+        media = sample.media[:num_media]
+        encoded = self._encode(sample, media, segments, None, before_answer=True)
+        return replace(encoded, labels=torch.full_like(encoded.labels, IGNORE_INDEX))
+
+    def answered(self, sample: Sample, answers: Sequence[str]) -> list[EncodedSample]:
+        """The prompt of :meth:`prompt`, once with each of ``answers`` behind it.
+
+        Token for token the beginning of what the encoder gives for the whole conversation, up to
+        the token that ends the answer; the answer's labels are the same. The media are read once.
+
+        Raises:
+            DataError: as for :meth:`prompt`, or with an answer the sequence is too long.
+        """
+        prompt = self.prompt(sample)
+        asked = max(number for number, turn in enumerate(sample.turns) if turn.role == "user")
+        turns = sample.turns[: asked + 1]
+        media = sample.media[: sum(part.kind != "text" for turn in turns for part in turn.parts)]
+        found = []
+        for answer in answers:
+            said = Turn("assistant", (Part("text", answer),))
+            ids, labels = self.layout(replace(sample, turns=(*turns, said), media=media))
+            end = max(place for place, label in enumerate(labels) if label != IGNORE_INDEX) + 1
+            before = [p for p, label in enumerate(labels[:end]) if label == IGNORE_INDEX]
+            tail = torch.tensor(ids[before[-1] + 1 : end])
+            length = len(prompt.input_ids) + len(tail)
+            if length > self.max_length:
+                raise DataError(
+                    sample.where,
+                    f"{length} tokens with the answer {answer[:80]!r} are more than max_length="
+                    f"{self.max_length}",
+                    "raise model.max_length, or take fewer images, tiles or frames",
+                )
+            input_ids = torch.cat([prompt.input_ids, tail])
+            labels = torch.cat([prompt.labels, tail])
+            found.append(replace(prompt, input_ids=input_ids, labels=labels))
+        return found
+
+    def media_plan(self, media: Media) -> tuple[MediaPlan, int]:
+        """What an image or video becomes and its number of tokens, from its header alone.
+
+        Exact for images; for videos the most that reading can give, but for the digits of times
+        (:meth:`coat_data.media.loader.MediaLoader.plan`).
+
+        Raises:
+            DataError: the header cannot be read.
+        """
+        plan = self._media.plan(media)
+        return plan, len(self._media_ids(plan))
+
+    def keep_last_clip(self) -> None:
+        """Keep a decoded video until another is asked for.
+
+        For questions about one video that come one after the other; training would only hold
+        memory.
+        """
+        self._media.keeps_last_clip = True
+
+    def _encode(
+        self,
+        sample: Sample,
+        media: Sequence[Media],
+        segments: list[Segment],
+        rng: np.random.Generator | None,
+        *,
+        before_answer: bool = False,
+    ) -> EncodedSample:
+        self._check_media(sample, media, segments)
+        try:
+            opened = [self._media.open(medium) for medium in media]
+            plans = [plan for plan, _ in opened]
+            ids, labels = self._tokens(segments, plans, before_answer)
+            self._check_length(sample, len(ids), plans)
+            pixel_values = self._media.write(opened, rng)
+        except DataError as error:
+            if error.where == sample.where:
+                raise
+            raise _within(sample, error) from error
+        counts, self._media.counts = self._media.counts, Counter()
+        input_ids = _as_tensor(ids)
+        return EncodedSample(
+            input_ids,
+            _as_tensor(labels),
+            pixel_values,
+            self._grids(plans),
+            self._groups(plans),
+            self._positions(input_ids),
+            dict(counts),
+        )
+
+    def _tokens(
+        self, segments: list[Segment], plans: list[MediaPlan], before_answer: bool
+    ) -> tuple[list[int], list[int]]:
+        """Ids and labels of the segments.
+
+        A space between template text and words belongs to the words, as in running text ("USER:
+        Hi" is "USER", ":", " Hi"); but not to an answer, of which only its own characters are to be
+        trained, unless the tokenizer does not count the first space as a character anyway.
+        """
+        pieces = self.pieces
+        ids: list[int] = []
+        labels: list[int] = []
+        shown = iter(plans)
+        first, space = True, ""
+        behind = Segment("text", trained=True) if before_answer else Segment("image")
+        for segment, following in zip(segments, [*segments[1:], behind], strict=True):
+            kind, text, trained = segment
+            if kind == "literal":
+                moves = following.kind == "text" and (
+                    pieces.hides_first_space or not following.trained
+                )
+                space = " " if moves and text.endswith(" ") else ""
+                text = text[: len(text) - len(space)]
+                piece = pieces.literal(text, first=first)
+                first = first and pieces.is_control(text)
+            elif kind == "text":
+                piece = pieces.text((space or (pieces.prefix if first else "")) + text)
+                first, space = False, ""
+            else:
+                piece = self._media_ids(next(shown))
+            ids += piece
+            labels += piece if trained else [IGNORE_INDEX] * len(piece)
+        return ids, labels
+
+    def _media_ids(self, plan: MediaPlan) -> list[int]:
+        """The tokens of an image or video."""
+        if self._media.video.time_tokens and plan.times_s is not None:
+            times = [f"<{time:.1f} seconds>" for time in plan.group_times_s]
+            return [i for time in times for i in (*self.pieces.text(time), *self._image_ids)]
+        if not any(tiles.separated for tiles in plan.tiles):
+            return self._image_ids * plan.num_token_tiles
+        between = self.pieces.literal("\n") + self._image_ids
+        return self._image_ids + between * (plan.num_token_tiles - 1)
+
+    def _grids(self, plans: list[MediaPlan]) -> torch.Tensor | None:
+        if self._media.transform.mode != "dynamic_s2":
+            return None
+        grids = [(tiles.rows, tiles.columns) for plan in plans for tiles in plan.tiles]
+        return torch.tensor(grids, dtype=torch.int64).reshape(-1, 2)
+
+    def _groups(self, plans: list[MediaPlan]) -> torch.Tensor | None:
+        if self._media.video.pool_frames == 1:
+            return None
+        sizes = [size for plan in plans for size in plan.group_sizes]
+        return torch.tensor(sizes, dtype=torch.int64)
+
+    def _positions(self, input_ids: torch.Tensor) -> torch.Tensor | None:
+        if self._image_token_id is None:
+            return None
+        return (input_ids == self._image_token_id).nonzero().squeeze(1)
+
+    def _check_media(
+        self, sample: Sample, media: Sequence[Media], segments: Sequence[Segment]
+    ) -> None:
+        if media and not self.shows_media:
+            raise DataError(
+                sample.where,
+                f"shows {len(media)} images or videos, and the model has no vision tower",
+                "remove the row or its source, or give the recipe's model.vision a tower",
+            )
+        kinds = [segment.kind for segment in segments if segment.kind in ("image", "video")]
+        if kinds != [medium.kind for medium in media]:
+            raise DataError(
+                sample.where,
+                f"the conversation shows {kinds} but the files are {[m.kind for m in media]}",
+                "make the <image>/<video> placeholders match the listed files",
+            )
+
+    def _check_length(self, sample: Sample, length: int, plans: list[MediaPlan]) -> None:
+        if length > self.max_length:
+            if not plans:
+                raise DataError(
+                    sample.where,
+                    f"{length} tokens are more than max_length={self.max_length}",
+                    "raise model.max_length, or train documents as a source of their own with "
+                    "template: plain, which cuts them"
+                    if sample.is_document
+                    else "raise model.max_length, or split the conversation",
+                )
+            images = sum(len(plan.tiles) for plan in plans)
+            tiles = sum(plan.num_token_tiles for plan in plans)
+            in_images = sum(len(self._media_ids(plan)) for plan in plans)
+            of = f"{images} images" if tiles == images else f"{images} images in {tiles} tiles"
+            raise DataError(
+                sample.where,
+                f"{length} tokens ({of} of {len(self._image_ids)} tokens = {in_images}, text "
+                f"{length - in_images}) are more than max_length={self.max_length}",
+                "raise model.max_length, take fewer images, tiles (model.image.max_tiles) or "
+                "frames (model.video), or split the conversation",
+            )
+
+
+def _as_tensor(numbers: list[int]) -> torch.Tensor:
+    """int64; through numpy, which reads a long list several times as fast as torch."""
+    return torch.from_numpy(np.array(numbers, dtype=np.int64))
+
+
+def _check_answered(sample: Sample) -> None:
+    if not any(turn.role == "assistant" for turn in sample.turns):
+        raise DataError(sample.where, "there is no answer to train on", "add a gpt turn")
+
+
+def _within(sample: Sample, error: DataError) -> DataError:
+    """The error of a medium or text, with the row that it belongs to."""
+    return type(error)(f"{sample.where}: {error.where}", error.problem, error.remedy)

@@ -1,0 +1,1 @@
+"""Images and videos: opening, sampling, tiling, fetching."""

@@ -1,0 +1,1 @@
+"""Which sample stands where: selection, mixture, sampler, packing."""

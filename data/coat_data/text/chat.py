@@ -1,0 +1,327 @@
+"""Chat templates: a conversation as a list of segments, with the trained ones marked.
+
+A segment is template text (``literal``), a user's or assistant's own words (``text``), or the place
+of one image or video. Words are never mixed into template text, so that nothing that a user writes
+can look like a part of the template, and the trained tokens are known without searching for them:
+the words of the assistant, and the token that ends them.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from jinja2 import TemplateError
+
+from coat_data.sample import Part, Turn
+from coat_data.text.tokens import TokenizerLike, control_tokens
+
+VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+"""System prompt of Vicuna 1.1 and LLaVA 1.5 (haotian-liu/LLaVA, llava/conversation.py)."""
+
+SHORT_ANSWER_SUFFIX = "\nAnswer the question using a single word or phrase."
+"""LLaVA 1.5's prompt for short answers (haotian-liu/LLaVA, docs/Evaluation.md)."""
+
+LETTER_SUFFIX = "\nAnswer with the option's letter from the given choices directly."
+"""LLaVA 1.5's prompt for multiple choice (haotian-liu/LLaVA, docs/Evaluation.md)."""
+
+
+class Segment(NamedTuple):
+    """A piece of a rendered conversation."""
+
+    kind: Literal["literal", "text", "image", "video"]
+    text: str = ""
+    """Empty for images and videos."""
+    trained: bool = False
+    """Whether the model learns to write it."""
+
+
+class ChatTemplate(Protocol):
+    """Writes conversations as segments."""
+
+    def render(
+        self, turns: Sequence[Turn], *, add_generation_prompt: bool = False
+    ) -> list[Segment]:
+        """The segments of ``turns``, and what precedes the next answer if asked for."""
+        ...
+
+
+def get_template(name: str, tokenizer: TokenizerLike) -> ChatTemplate:
+    """The chat template ``name``: plain, vicuna_v1, chatml, or tokenizer (the tokenizer's own).
+
+    Raises:
+        ValueError: the name is unknown, or the tokenizer lacks what the template needs.
+    """
+    makers: dict[str, Callable[[TokenizerLike], ChatTemplate]] = {
+        "plain": PlainTemplate,
+        "vicuna_v1": VicunaTemplate,
+        "chatml": ChatmlTemplate,
+        "tokenizer": TokenizerTemplate,
+    }
+    if name not in makers:
+        raise ValueError(f"unknown chat template {name!r}; allowed: {', '.join(makers)}")
+    return makers[name](tokenizer)
+
+
+def _parts(turn: Turn) -> list[Segment]:
+    answer = turn.role == "assistant"
+    return [
+        Segment(part.kind, part.text, answer) if part.kind == "text" else Segment(part.kind)
+        for part in turn.parts
+    ]
+
+
+def _begin(tokenizer: TokenizerLike) -> list[Segment]:
+    """The begin-of-text token, if the tokenizer puts it before every text by itself."""
+    bos = tokenizer.special_tokens_map.get("bos_token")
+    if bos is None:
+        return []
+    first = tokenizer.encode("a", add_special_tokens=True)[:1]
+    adds_it = first == tokenizer.encode(bos, add_special_tokens=False)
+    return [Segment("literal", bos)] if adds_it else []
+
+
+def _end(tokenizer: TokenizerLike, template: str) -> Segment:
+    """The end-of-text token, which the model learns to write after an answer."""
+    eos = tokenizer.special_tokens_map.get("eos_token")
+    if eos is None:
+        raise ValueError(
+            f"chat template {template!r} ends answers with the tokenizer's eos_token, but "
+            f"{tokenizer.name_or_path!r} has none; set eos_token or choose another template"
+        )
+    return Segment("literal", eos, trained=True)
+
+
+class PlainTemplate:
+    """Media, then the answer: captions without a question, as in LLaVA's alignment stage.
+
+    The words of system and user turns are dropped (haotian-liu/LLaVA, llava/train/train.py,
+    ``preprocess_plain``). The answer ends with the end-of-text token, where LLaVA has a newline.
+    """
+
+    def __init__(self, tokenizer: TokenizerLike) -> None:
+        """Raise ValueError if the tokenizer has no eos_token."""
+        self._begin = _begin(tokenizer)
+        self._end = _end(tokenizer, "plain")
+
+    def render(
+        self, turns: Sequence[Turn], *, add_generation_prompt: bool = False
+    ) -> list[Segment]:
+        """The segments of ``turns``; before an answer there is nothing to add.
+
+        A prompt without media is a text to go on with: there its last turn's words stay.
+        """
+        segments = list(self._begin)
+        if add_generation_prompt and all(p.kind == "text" for turn in turns for p in turn.parts):
+            return segments + _parts(turns[-1])
+        for turn in turns:
+            if turn.role == "assistant":
+                segments += [*_parts(turn), self._end]
+            else:
+                segments += [part for part in _parts(turn) if part.kind != "text"]
+        return segments
+
+
+class VicunaTemplate:
+    """Vicuna 1.1's ``{system} USER: {question} ASSISTANT: {answer}</s>``, used by LLaVA 1.5.
+
+    After the end-of-text token the next ``USER:`` follows without a space (haotian-liu/LLaVA,
+    llava/conversation.py, ``conv_vicuna_v1``). A system turn replaces the system prompt.
+    """
+
+    def __init__(self, tokenizer: TokenizerLike) -> None:
+        """Raise ValueError if the tokenizer has no eos_token."""
+        self._begin = _begin(tokenizer)
+        self._end = _end(tokenizer, "vicuna_v1")
+
+    def render(
+        self, turns: Sequence[Turn], *, add_generation_prompt: bool = False
+    ) -> list[Segment]:
+        """The segments of ``turns``, and `` ASSISTANT: `` if a generation prompt is asked for."""
+        segments = list(self._begin)
+        if turns and turns[0].role == "system":
+            segments += _parts(turns[0])
+            turns = turns[1:]
+        else:
+            segments.append(Segment("literal", VICUNA_SYSTEM))
+        for number, turn in enumerate(turns):
+            if turn.role == "assistant":
+                segments += [Segment("literal", " ASSISTANT: "), *_parts(turn), self._end]
+            else:
+                header = "USER: " if number else " USER: "
+                segments += [Segment("literal", header), *_parts(turn)]
+        if add_generation_prompt:
+            segments.append(Segment("literal", " ASSISTANT: "))
+        return segments
+
+
+class ChatmlTemplate:
+    """ChatML, the format of Qwen's models, without a default system turn.
+
+    A turn is ``<|im_start|>``, the role, a newline, the words, ``<|im_end|>``, a newline.
+    """
+
+    def __init__(self, tokenizer: TokenizerLike) -> None:
+        """Raise ValueError if ``<|im_start|>`` or ``<|im_end|>`` is not one token."""
+        for token in ("<|im_start|>", "<|im_end|>"):
+            if len(tokenizer.encode(token, add_special_tokens=False)) != 1:
+                raise ValueError(
+                    f"chat template 'chatml' needs the token {token}, which the tokenizer "
+                    f"{tokenizer.name_or_path!r} does not have; set template to tokenizer or "
+                    "vicuna_v1"
+                )
+        self._begin = _begin(tokenizer)
+
+    def render(
+        self, turns: Sequence[Turn], *, add_generation_prompt: bool = False
+    ) -> list[Segment]:
+        """The segments of ``turns``, and the assistant's header if asked for."""
+        segments = list(self._begin)
+        for turn in turns:
+            end = Segment("literal", "<|im_end|>", trained=turn.role == "assistant")
+            header = Segment("literal", f"<|im_start|>{turn.role}\n")
+            segments += [header, *_parts(turn), end, Segment("literal", "\n")]
+        if add_generation_prompt:
+            segments.append(Segment("literal", "<|im_start|>assistant\n"))
+        return segments
+
+
+class TokenizerTemplate:
+    """The tokenizer's own chat template (its ``chat_template``, in Jinja).
+
+    The template is rendered once per shape of conversation, with a private-use character in the
+    place of every part. Where these characters come out is where the parts belong; what stands
+    between them is template text. An answer is trained up to the first special token that follows
+    it, with the white space between, and to the tokenizer's eos_token where nothing follows it.
+    Begin-of-text tokens are the template's own business, as in transformers.
+    """
+
+    def __init__(self, tokenizer: TokenizerLike) -> None:
+        """Raise ValueError if the tokenizer has no chat template."""
+        self._tokenizer = tokenizer
+        self._name = f"the chat template of {tokenizer.name_or_path!r}"
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; set template to "
+                "plain, vicuna_v1 or chatml"
+            )
+        # The longest token first: one may begin like another.
+        self._control = sorted(control_tokens(tokenizer).values(), key=len, reverse=True)
+        self._swallows = {
+            str(token) for token in tokenizer.added_tokens_decoder.values() if token.rstrip
+        }
+        self._layouts: dict[_Shape, list[Segment | int]] = {}
+
+    def render(
+        self, turns: Sequence[Turn], *, add_generation_prompt: bool = False
+    ) -> list[Segment]:
+        """The segments of ``turns``; a generation prompt is all that precedes one more answer.
+
+        Raises:
+            ValueError: the template refuses the conversation, drops, repeats or reorders parts of
+                it, or does not mark the end of an answer.
+        """
+        parts = [part for turn in turns for part in _parts(turn)]
+        if add_generation_prompt:
+            turns = [*turns, Turn("assistant", (Part("text"),))]
+        shape = tuple((turn.role, tuple(part.kind for part in turn.parts)) for turn in turns)
+        layout = self._layouts.get(shape)
+        if layout is None:
+            layout = self._layouts[shape] = self._layout(shape)
+        if add_generation_prompt:
+            layout = layout[: layout.index(len(parts))]
+        return [parts[place] if isinstance(place, int) else place for place in layout]
+
+    def _layout(self, shape: "_Shape") -> list[Segment | int]:
+        """Template text and the numbers of the parts, in the order in which they are rendered."""
+        marks, messages = iter(range(_FIRST_MARK, sys.maxunicode)), []
+        for role, kinds in shape:
+            messages.append({"role": role, "content": "".join(chr(next(marks)) for _ in kinds)})
+        literals, numbers = _split_at_marks(self._rendered(messages))
+        self._check_parts(numbers, shape)
+        answer_ends = _last_parts_of_answers(shape)
+        layout: list[Segment | int] = [Segment("literal", literals[0])] if literals[0] else []
+        for number, text in zip(numbers, literals[1:], strict=True):
+            layout.append(number)
+            rest = text
+            if number in answer_ends:
+                end, rest = self._split_end(text, is_last=number == numbers[-1])
+                layout.append(Segment("literal", end, trained=True))
+            if rest:
+                layout.append(Segment("literal", rest))
+        return layout
+
+    def _rendered(self, messages: list[dict[str, str]]) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False)
+        except TemplateError as error:
+            roles = [message["role"] for message in messages]
+            raise ValueError(
+                f"{self._name} refuses a conversation of {roles}: {error}; set template to "
+                "vicuna_v1 or chatml, or change the data"
+            ) from error
+
+    def _check_parts(self, numbers: list[int], shape: "_Shape") -> None:
+        """Every part once; media in the order of the files. A system turn may move."""
+        described = [(role, kind) for role, kinds in shape for kind in kinds]
+        for number, (role, kind) in enumerate(described):
+            times = numbers.count(number)
+            if times != 1:
+                raise ValueError(
+                    f"{self._name} writes the {kind} of a {role} turn {times} times instead of "
+                    "once, so the trained tokens cannot be told; set template to vicuna_v1 or "
+                    "chatml, or change the chat template"
+                )
+        media = [number for number in numbers if described[number][1] != "text"]
+        if media != sorted(media):
+            raise ValueError(
+                f"{self._name} changes the order of the images; set template to vicuna_v1 or "
+                "chatml, or move the images out of the system turn"
+            )
+
+    def _split_end(self, text: str, *, is_last: bool) -> tuple[str, str]:
+        """The end of an answer and the rest of the template text that follows the answer."""
+        stripped = text.lstrip()
+        for token in self._control:
+            if stripped.startswith(token):
+                cut = len(text) - len(stripped) + len(token)
+                rest = text[cut:]
+                return text[:cut], rest.lstrip() if token in self._swallows else rest
+        eos = self._tokenizer.special_tokens_map.get("eos_token")
+        if is_last and not stripped and eos is not None:
+            return eos, ""
+        raise ValueError(
+            f"{self._name} puts {text[:40]!r} after an answer, which does not start with a special "
+            "token, so the model could not learn where to stop; set template to vicuna_v1 or "
+            "chatml, or make the chat template end answers with eos_token"
+        )
+
+
+_Shape = tuple[tuple[str, tuple[str, ...]], ...]
+"""Role and kinds of the parts of every turn: all that a chat template's output depends on."""
+
+_FIRST_MARK = 0xF0000
+"""First of the 65,534 private-use characters of Unicode's plane 15."""
+
+
+def _split_at_marks(rendered: str) -> tuple[list[str], list[int]]:
+    """The texts around the marks, one more than there are marks, and the marks' numbers."""
+    literals, numbers = [""], []
+    for character in rendered:
+        if ord(character) < _FIRST_MARK:
+            literals[-1] += character
+        else:
+            numbers.append(ord(character) - _FIRST_MARK)
+            literals.append("")
+    return literals, numbers
+
+
+def _last_parts_of_answers(shape: _Shape) -> set[int]:
+    last, found = -1, set()
+    for role, kinds in shape:
+        last += len(kinds)
+        if role == "assistant" and kinds:
+            found.add(last)
+    return found

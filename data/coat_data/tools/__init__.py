@@ -1,0 +1,1 @@
+"""What the commands do with data: ingest, lint, stats, preview, export."""

@@ -1,1 +1,0 @@
-"""One module per format that samples are exported to; each row is read back before it is kept."""

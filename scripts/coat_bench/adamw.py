@@ -1,0 +1,226 @@
+"""``coat-vlm bench adamw``: one optimizer step on as many parameters as a model has.
+
+29 tensors of 940,572,672 parameters (``SIZES``): four decoder layers of Llama-2-7B's shape and an
+embedding. Ours in every codec and master, beside torch's fused AdamW and torchao's 8-bit ones where
+torchao is installed. Before ours gets a speed, two steps on a sample are compared with
+``coat_kernels.reference_adamw``. Times are of a CUDA graph of ``step()``, or, where a peer's step
+cannot be captured, of the call: see ``clock.py``. Caches need no flushing: a step moves gigabytes.
+"""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from triton.errors import TritonError
+
+from coat_bench.clock import median_us
+from coat_bench.rows import Row, number, origin, require_gpu, table
+from coat_kernels.testing import relative_rms
+from coat_vlm.optim import CoatAdamW
+
+DEVICE = torch.device("cuda")
+SIZES = (
+    *((4096 * 4096, 4096 * 4096, 4096 * 4096, 4096 * 4096) * 4),
+    *((4096 * 11008, 4096 * 11008, 4096 * 11008) * 4),
+    32000 * 4096,
+)
+"""Elements of each tensor: 29 tensors."""
+
+SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+SAMPLE = (3 * 4096 + 5, 4096, 127)
+"""Elements of the tensors on which ours is compared with the reference."""
+
+Dtype = Literal["float32", "bfloat16"]
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """An optimizer that is measured."""
+
+    implementation: str
+    codec: str
+    dtypes: tuple[Dtype, ...]
+    """Of parameters and gradients."""
+    make: Make
+
+
+@dataclass(slots=True)
+class AdamwRow(Row):
+    """One measurement; the columns of ``adamw.csv``."""
+
+    implementation: str
+    codec: str
+    param_dtype: str
+    params: int
+    ms: float | None = None
+    """A step on the GPU, median."""
+    ps_per_param: float | None = None
+    """The same in picoseconds per parameter."""
+    state_bytes_per_param: float | None = None
+    """All tensors of the optimizer's state, measured."""
+    problem: str = ""
+    """Why there is no speed."""
+
+
+def contenders() -> list[Contender]:
+    """Ours, torch's, and torchao's if it is installed."""
+
+    def ours(codec: str, master: Any) -> Make:
+        return lambda params: CoatAdamW(params, **SETTINGS, codec=codec, master=master)
+
+    found = [
+        Contender("coat", codec, ("float32", "bfloat16"), ours(codec, "fp32"))
+        for codec in ("dre_e4m3", "dre_e4m3_chance", "dre_e4m3_e5m2", "e4m3")
+    ]
+    found += [
+        Contender(f"coat {master}", "dre_e4m3", ("bfloat16",), ours("dre_e4m3", master))
+        for master in ("bf16_remainder", "bf16_stochastic")
+    ]
+    found.append(
+        Contender(
+            "torch fused", "none", ("float32", "bfloat16"),
+            lambda params: torch.optim.AdamW(params, **SETTINGS, fused=True, capturable=True),
+        )
+    )  # fmt: skip
+    if importlib.util.find_spec("torchao") is not None:
+        found += [
+            Contender("torchao", name, ("float32", "bfloat16"), _torchao(name))
+            for name in ("AdamWFp8", "AdamW8bit")
+        ]
+    return found
+
+
+def _torchao(name: str) -> Make:
+    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        from torchao import optim  # pyright: ignore[reportMissingImports]
+
+        return getattr(optim, name)(params, **SETTINGS)
+
+    return make
+
+
+def bench_adamw(sizes: Sequence[int] = SIZES) -> list[AdamwRow]:
+    """Measure all contenders, in FP32 and BF16.
+
+    Args:
+        sizes: elements of each tensor.
+
+    Raises:
+        ValueError: there is no GPU.
+    """
+    require_gpu("the speed of a step is")
+    where = origin()
+    pairs: list[tuple[Contender, Dtype]] = [
+        (contender, dtype) for contender in contenders() for dtype in contender.dtypes
+    ]
+    rows = []
+    bar = tqdm(pairs, desc="adamw", unit="optimizer")
+    for contender, dtype in bar:
+        row = AdamwRow(*where, contender.implementation, contender.codec, dtype, sum(sizes))
+        rows.append(row)
+        try:
+            if contender.implementation.startswith("coat"):
+                row.problem = disagreement(contender, dtype)
+            if not row.problem:
+                _measure(row, contender, sizes)
+        except (RuntimeError, ValueError, TypeError, TritonError) as error:  # others may run
+            row.problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        torch.cuda.empty_cache()
+    return rows
+
+
+def disagreement(contender: Contender, dtype: Dtype) -> str:
+    """What two steps on a sample do otherwise than on the CPU; empty when they are right."""
+    ends: list[list[Tensor]] = []
+    for device in (DEVICE, torch.device("cpu")):
+        params = parameters(SAMPLE, dtype, torch.device("cpu"))
+        moved = [nn.Parameter(p.detach().to(device)) for p in params]
+        optimizer = contender.make(moved)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(2):
+            for p in moved:
+                p.grad = torch.randn(p.numel(), generator=generator).to(device, p.dtype)
+            optimizer.step()
+        ends.append([p.detach().cpu() for p in moved])
+    # A code on the other side of a tie moves its parameter by a few hundredths of a step of 1e-3.
+    tolerance = 1e-5 if dtype == "float32" else 1e-3
+    for i, (found, expected) in enumerate(zip(*ends, strict=True)):
+        error = relative_rms(found, expected)
+        if not error <= tolerance:
+            return f"not correct: tensor {i}: relative RMS error {error:.2e} > {tolerance:.0e}"
+    return ""
+
+
+def parameters(sizes: Sequence[int], dtype: Dtype, device: torch.device) -> list[nn.Parameter]:
+    """Tensors N(0, 1), seed 0."""
+    generator = torch.Generator(device).manual_seed(0)
+    return [
+        nn.Parameter(
+            torch.randn(size, generator=generator, device=device).to(getattr(torch, dtype))
+        )
+        for size in sizes
+    ]
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of all tensors of an optimizer's state."""
+    seen: set[int] = set()
+    total = 0
+    for state in optimizer.state.values():
+        for tensor in (t for value in state.values() for t in _plain(value)):
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                total += tensor.nbytes
+    return total
+
+
+def _plain(value: Any) -> list[Tensor]:
+    """A tensor, or those that a tensor subclass is made of."""
+    if not isinstance(value, Tensor):
+        return []
+    if not hasattr(value, "__tensor_flatten__"):
+        return [value]
+    names, _ = value.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+    return [inner for name in names for inner in _plain(getattr(value, name))]
+
+
+def _measure(row: AdamwRow, contender: Contender, sizes: Sequence[int]) -> None:
+    params = parameters(sizes, "bfloat16" if row.param_dtype == "bfloat16" else "float32", DEVICE)
+    for p in params:
+        p.grad = torch.randn_like(p) * 1e-2
+    optimizer = contender.make(params)
+    optimizer.step()
+    row.state_bytes_per_param = state_bytes(optimizer) / row.params
+    row.ms = step_ms(optimizer.step)
+    row.ps_per_param = 1e9 * row.ms / row.params
+
+
+def step_ms(step: Callable[[], Any]) -> float:
+    """Median time of a step; of the call where it cannot be captured in a CUDA graph."""
+    try:
+        return median_us(step) / 1e3
+    except RuntimeError as error:
+        if "cannot be captured" not in str(error):
+            raise
+    from triton.testing import do_bench
+
+    ms: Any = do_bench(step, warmup=200, rep=600, return_mode="median")
+    return ms
+
+
+def format_rows(rows: Sequence[AdamwRow]) -> str:
+    """Markdown: one line per optimizer and dtype."""
+    head = ["implementation", "codec", "parameters", "ms", "ps/parameter", "state B/parameter"]
+    lines = [
+        [
+            row.implementation, row.codec, row.param_dtype, number(row.ms, 2),
+            number(row.ps_per_param, 2), number(row.state_bytes_per_param, 3), row.problem,
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return table([*head, "note"], lines)

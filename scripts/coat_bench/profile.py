@@ -1,0 +1,242 @@
+"""Where the time of a training step goes: what the GPU does, what it waits for, what the CPU does.
+
+From torch's profiler. The GPU is *busy* while at least one kernel, copy or memset runs on any of
+its streams (the union of their intervals), and *idle* for the rest of the step, mostly because the
+CPU has not launched anything yet. NCCL's kernels are busy while they wait for other ranks, too. The
+profiler itself costs the CPU some time per operator and launch, so idle time is told against the
+step without it as well.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+from coat_bench.kernel_kinds import (
+    OPTIMIZER,
+    OURS,
+    QUANTIZE,
+    WEIGHTS,
+    is_transfer,
+    kind_of,
+)
+from coat_bench.rows import table
+from coat_vlm.fp8.weights import QUANTIZATION
+
+WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
+"""Calls in which the CPU waits for the GPU."""
+
+KERNELS = 25
+"""Lines of the table of kernels."""
+
+OPERATORS = 15
+"""Lines of the table of operators."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """What ran on a stream of the GPU, and when."""
+
+    name: str
+    start_us: float
+    end_us: float
+    stream: tuple[int, int] = (0, 0)
+    """Device and stream."""
+
+    @property
+    def ms(self) -> float:
+        """How long it ran."""
+        return (self.end_us - self.start_us) / 1e3
+
+    def contains(self, other: "Interval") -> bool:
+        """Whether the other one ran on the same stream, not before this began nor after its end."""
+        inside = self.start_us <= other.start_us and other.end_us <= self.end_us
+        return inside and self.stream == other.stream
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Several calls of the same name or kind."""
+
+    name: str
+    calls: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """One step under the profiler."""
+
+    wall_ms: float
+    """From its first line to the end of the GPU's work."""
+    gpu: Sequence[Interval]
+    """Kernels, copies and memsets; none on a CPU."""
+    weights: Sequence[Interval]
+    """When a stream was at the quantization of weights, whose kernels also serve gradients."""
+    operators: Sequence[Total]
+    """Of the CPU, with their own time, without what they called; the longest first."""
+
+    @property
+    def busy_ms(self) -> float:
+        """Time in which at least one of them ran."""
+        busy, until = 0.0, float("-inf")
+        for interval in sorted(self.gpu, key=lambda interval: interval.start_us):
+            busy += max(0.0, interval.end_us - max(until, interval.start_us))
+            until = max(until, interval.end_us)
+        return busy / 1e3
+
+    @property
+    def launches(self) -> int:
+        """Kernels without copies and memsets."""
+        return sum(not is_transfer(interval.name) for interval in self.gpu)
+
+    def kinds(self) -> list[Total]:
+        """By kind, our FP8 kernels one by one; the longest first. Streams add up."""
+        return _totals((self._kind(interval), interval.ms) for interval in self.gpu)
+
+    def kernels(self) -> list[Total]:
+        """By name, the longest first."""
+        return _totals((interval.name, interval.ms) for interval in self.gpu)
+
+    def waits(self) -> Total:
+        """The CPU's waiting for the GPU, with that of the profile at the end of the step."""
+        found = [total for total in self.operators if total.name in WAITS]
+        return Total("", sum(total.calls for total in found), sum(total.ms for total in found))
+
+    def _kind(self, interval: Interval) -> str:
+        kind = kind_of(interval.name)
+        if interval.name not in OURS or kind == OPTIMIZER:
+            return kind
+        if kind == QUANTIZE and any(mark.contains(interval) for mark in self.weights):
+            return WEIGHTS
+        return f"{kind}, {interval.name.strip('_').removesuffix('_kernel')}"
+
+
+def _totals(timed: Iterable[tuple[str, float]]) -> list[Total]:
+    sums: dict[str, tuple[int, float]] = {}
+    for name, ms in timed:
+        calls, total = sums.get(name, (0, 0.0))
+        sums[name] = (calls + 1, total + ms)
+    found = [Total(name, calls, ms) for name, (calls, ms) in sums.items()]
+    return sorted(found, key=lambda total: -total.ms)
+
+
+def profiled(
+    step: Callable[[], object], device: torch.device, trace: Path | None = None
+) -> StepProfile:
+    """Run a step once under torch's profiler.
+
+    Args:
+        step: the work; everything it needs is compiled and warm.
+        device: where it runs.
+        trace: also write a trace for chrome://tracing or Perfetto, compressed if it ends in .gz.
+    """
+    activities = [ProfilerActivity.CPU]
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        activities.append(ProfilerActivity.CUDA)
+        torch.cuda.synchronize(device)
+    with profile(activities=activities) as recorded:
+        started = time.perf_counter()
+        step()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        wall_ms = 1e3 * (time.perf_counter() - started)
+    if trace is not None:
+        unfinished = trace.with_name(f".tmp-{trace.name}")
+        recorded.export_chrome_trace(str(unfinished))
+        unfinished.replace(trace)
+    operators = [
+        Total(event.key, event.count, event.self_cpu_time_total / 1e3)
+        for event in recorded.key_averages()
+        if event.self_cpu_time_total > 0
+    ]
+    operators.sort(key=lambda total: -total.ms)
+    return step_profile(wall_ms, recorded.events() or (), operators)
+
+
+def step_profile(
+    wall_ms: float, events: Iterable[FunctionEvent], operators: Sequence[Total]
+) -> StepProfile:
+    """A profile of the profiler's events, of which those of the GPU are taken."""
+    gpu: list[Interval] = []
+    weights: list[Interval] = []
+    for event in events:
+        if event.device_type != DeviceType.CUDA:
+            continue
+        interval = Interval(
+            event.name,
+            event.time_range.start,
+            event.time_range.end,
+            (event.device_index, event.device_resource_id),
+        )
+        # Ranges that the CPU named are repeated on the streams of the kernels launched in them.
+        if not event.is_user_annotation:
+            gpu.append(interval)
+        elif event.name == QUANTIZATION:
+            weights.append(interval)
+    return StepProfile(wall_ms, gpu, weights, operators)
+
+
+def format_profile(found: StepProfile, median_ms: float | None = None) -> str:
+    """The tables of a profile, Markdown.
+
+    Args:
+        found: the profile.
+        median_ms: of a step without the profiler, where it was measured.
+    """
+    unprofiled = "" if median_ms is None else f", {median_ms:.1f} ms without the profiler"
+    lines = [f"{found.wall_ms:.1f} ms a step{unprofiled}"]
+    if not found.gpu:
+        lines += ["no GPU ran anything; what the CPU did:", "", _operator_table(found)]
+        return "\n".join(lines)
+    idle = f"{found.wall_ms - found.busy_ms:.1f} ms idle"
+    if median_ms is not None:
+        idle += f" (without the profiler {max(0.0, median_ms - found.busy_ms):.1f} ms)"
+    waits, transfers = found.waits(), len(found.gpu) - found.launches
+    lines += [
+        f"GPU: {found.busy_ms:.1f} ms busy, {idle}",
+        f"{found.launches} kernels, {transfers} copies and memsets launched",
+        f"the CPU waited for the GPU {waits.calls} times (at the end, too), {waits.ms:.1f} ms",
+        "",
+        gpu_tables(found),
+        "",
+        _operator_table(found),
+    ]
+    return "\n".join(lines)
+
+
+def gpu_tables(found: StepProfile) -> str:
+    """The GPU's time by kind, and the longest kernels, Markdown."""
+    kernels = found.kernels()[:KERNELS]
+    longest = [Total(f"`{_short(total.name)}`", total.calls, total.ms) for total in kernels]
+    return "\n\n".join(
+        (_table("GPU time", found.kinds(), found.gpu), _table("kernel", longest, found.gpu))
+    )
+
+
+def _table(head: str, totals: Sequence[Total], gpu: Sequence[Interval]) -> str:
+    whole = sum(interval.ms for interval in gpu) or 1.0
+    lines = [
+        [total.name, str(total.calls), f"{total.ms:.3f}", f"{total.ms / whole:.1%}"]
+        for total in totals
+    ]
+    return table([head, "launches", "ms", "share"], lines)
+
+
+def _operator_table(found: StepProfile) -> str:
+    lines = [
+        [f"`{_short(total.name)}`", str(total.calls), f"{total.ms:.3f}"]
+        for total in found.operators[:OPERATORS]
+    ]
+    return table(["operator (own CPU time)", "calls", "ms"], lines)
+
+
+def _short(name: str, most: int = 100) -> str:
+    """A name that fits a line; bars would end a cell."""
+    return name[:most].replace("|", "/")

@@ -1,0 +1,97 @@
+"""The ``coat-vlm`` command.
+
+Only a few of ``commands`` reach above this package, into ``coat_eval``, and nothing imports this
+module. Every command imports what it needs when it runs. Mistakes of the user (a wrong key, a
+broken file, a full disk) end as one readable message and exit status 2; ``--debug`` adds the
+traceback. Exit status 1 means that a required figure was missed or that the doctor found something
+broken, 75 that training saved a checkpoint after a signal and can be started again, 130 Ctrl-C.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from coat_cli import bench, compare, data, evaluate, export, plan, show, text, train
+from coat_cli.command import add_launcher_rank, complain
+
+USER_ERROR = 2
+INTERRUPTED = 130
+PIPE_CLOSED = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; the process's own by default.
+
+    Returns:
+        The exit status: 0, or as the module says.
+    """
+    args = parse(argv)
+    try:
+        return args.handler(args)
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; Python's own flush at exit would complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except (ValueError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _out_of_memory(error):
+            raise
+        if args.debug:
+            traceback.print_exc()
+        complain(f"{_explain(error)}\n(--debug shows the traceback)")
+        return USER_ERROR
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; the parsed namespace has ``handler`` and ``debug``."""
+    parser = argparse.ArgumentParser(
+        prog="coat-vlm",
+        description="Train VILA-style vision-language models and evaluate them.",
+        epilog="coat-vlm COMMAND --help explains a command with examples.",
+    )
+    parser.add_argument("--version", action="version", version=f"coat-vlm {version('coat-vlm')}")
+    # DeepSpeed's launcher puts its argument before the command.
+    add_launcher_rank(parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in (train, plan, evaluate, compare, text, bench, data, export, show):
+        module.add(commands)
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The parsed arguments; exits with status 2 and the usage for a wrong one."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes key=value arguments up to the first option only; those behind it are left over.
+    if "overrides" in args and all("=" in word and not word.startswith("-") for word in rest):
+        args.overrides = [*args.overrides, *rest]
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether torch ran out of memory; it is not imported for the question."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
+def _explain(error: Exception) -> str:
+    if _out_of_memory(error):
+        return (
+            f"out of memory: {error}\nLower micro_batch_size, set gradient_checkpointing: true, or "
+            "raise zero_stage on several GPUs."
+        )
+    return str(error) or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""``coat-vlm plan``."""
+
+import argparse
+
+from coat_cli.command import PRECISIONS, Commands, command, say
+
+DEFAULT_GPU_MEMORY_GB = 80.0
+
+
+def add(commands: Commands) -> None:
+    """Declare ``plan``."""
+    parser = command(
+        commands,
+        "plan",
+        _plan,
+        "tell what a recipe needs of each GPU's memory, without a GPU",
+        """\
+  coat-vlm plan quickstart
+  coat-vlm plan my_recipe.yaml --gpus 8 --gpu-memory 141           # eight H200s
+  coat-vlm plan my_recipe.yaml --gpus 8 precision=coat_lean stages.sft.micro_batch_size=4
+  coat-vlm plan my_recipe.yaml --gpus 4 --zero 2,3 --images 5 --stage sft
+
+Every row is taken to have model.max_length tokens, all trained but those of images: what training
+needs at most. The model is run once on shapes alone; an 8B model takes
+seconds to minutes (long rows with recomputation) and no memory.
+""",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a built-in recipe's name")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="change a key of the recipe, dotted"
+    )
+    parser.add_argument("--gpus", type=_positive, default=1, metavar="N", help="GPUs; default 1")
+    parser.add_argument(
+        "--gpu-memory", type=_positive_number, metavar="GB",
+        help="memory of each, in 10^9 bytes; default: this machine's GPU, else "
+        f"{DEFAULT_GPU_MEMORY_GB:.0f}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--zero", type=_stages, default=(0, 1, 2, 3), metavar="0,1,2,3",
+        help="ZeRO stages to compare, beside the recipe's; default all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--images", type=_not_negative, metavar="N",
+        help="tiles of images and frames of a row; default: counted in the stage's data, else 1",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=_positive, metavar="T",
+        help="tokens of a row, images included; default model.max_length, or packing.tokens",
+    )  # fmt: skip
+    parser.add_argument("--stage", help="plan this stage only: align, pretrain or sft")
+    parser.add_argument("--precision", choices=PRECISIONS, help="the same as precision=...")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from coat_vlm.config.load import load_recipe
+
+    overrides = list(args.overrides)
+    if args.precision:
+        overrides.append(f"precision={args.precision}")
+    recipe = load_recipe(args.recipe, overrides, unset_variables=True)
+    from coat_vlm.plan import format_plan, plan_recipe
+
+    plans = plan_recipe(
+        recipe,
+        ranks=args.gpus,
+        gpu_bytes=1e9 * (args.gpu_memory or _local_gpu_gb()),
+        zero_stages=args.zero,
+        images=args.images,
+        tokens=args.tokens,
+        only_stage=args.stage,
+    )
+    say(format_plan(plans))
+    if recipe.fp8 is not None and recipe.fp8.cuda_graphs:
+        say(
+            "\nfp8.cuda_graphs: what FP8 blocks keep stays in memory in the optimizer's step. It "
+            "is counted in the passes only: where that step is the peak, add the activations."
+        )
+    return 0
+
+
+def _local_gpu_gb() -> float:
+    import torch
+
+    if not torch.cuda.is_available():
+        return DEFAULT_GPU_MEMORY_GB
+    return torch.cuda.get_device_properties(0).total_memory / 1e9
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1 is needed")
+    return number
+
+
+def _not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text}: at least 0 is needed")
+    return number
+
+
+def _positive_number(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text}: more than 0 is needed")
+    return number
+
+
+def _stages(text: str) -> tuple[int, ...]:
+    stages = tuple(int(word) for word in text.split(","))
+    if not set(stages) <= {0, 1, 2, 3}:
+        raise argparse.ArgumentTypeError(f"{text}: ZeRO stages are 0, 1, 2 and 3, as in --zero 2,3")
+    return stages

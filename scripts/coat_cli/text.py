@@ -1,0 +1,133 @@
+"""``coat-vlm eval-text``."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from coat_cli.command import PRECISIONS, Commands, command, say
+
+
+def add(commands: Commands) -> None:
+    """Declare ``eval-text``."""
+    parser = command(
+        commands,
+        "eval-text",
+        _eval_text,
+        "evaluate a checkpoint's language model on text: perplexity, and suites of lm-eval",
+        """\
+  coat-vlm eval-text --model runs/quickstart/sft/model --text wiki.test.txt c4.jsonl
+  coat-vlm eval-text --model CKPT --text pile.jsonl --window 1024 --stride 512 --out text.json
+  coat-vlm eval-text --model CKPT --tasks wikitext,copa,arc_easy,arc_challenge,sciq,hellaswag
+  coat-vlm eval-text --model CKPT --tasks gsm8k,svamp --file svamp=SVAMP.json --limit 100
+
+--text needs nothing more; --tasks needs the extra coat-vlm[lm-eval], and data from the Hub or its
+cache. CKPT may also be the folder of the language model that a recipe started from: the difference
+is what training on images did to it.
+""",
+    )
+    parser.add_argument(
+        "--model", type=Path, required=True, help="model folder, e.g. RUN/sft/model"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the numbers as JSON")
+    parser.add_argument("--batch-size", type=int, default=4, help="default 4")
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, help="compute as training in this precision does"
+    )
+    text = parser.add_argument_group("perplexity")
+    text.add_argument(
+        "--text", type=Path, nargs="+", default=[], metavar="FILE",
+        help="plain text, or rows with a text (JSON lines, JSON, Parquet)",
+    )  # fmt: skip
+    text.add_argument("--text-field", default="text", help="key of the rows' text; default text")
+    text.add_argument("--window", type=int, help="tokens per window; default 2048")
+    text.add_argument("--stride", type=int, help="tokens between windows; default half of --window")
+    suite = parser.add_argument_group("lm-eval")
+    suite.add_argument(
+        "--tasks", default="", metavar="A,B", help="tasks of lm-eval, svamp, numglue"
+    )
+    suite.add_argument(
+        "--file", action="append", default=[], metavar="TASK=FILE", help="file of svamp or numglue"
+    )
+    suite.add_argument("--num-fewshot", type=int, help="worked examples; the task's own number")
+    suite.add_argument("--limit", type=int, help="only the first questions of each task")
+    suite.add_argument(
+        "--include-path", type=Path, metavar="DIR", help="folder with your own lm-eval tasks"
+    )
+
+
+def _eval_text(args: argparse.Namespace) -> int:
+    tasks = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    if not (tasks or args.text):
+        raise ValueError("nothing to do: give --text FILE ..., --tasks A,B or both")
+    from coat_eval.language import load_language_model
+    from coat_eval.score import write_json
+
+    files = _files(args.file)
+    documents = _documents(args)  # a broken file is told before the model is loaded
+    model, tokenizer = load_language_model(args.model, precision=args.precision)
+    report: dict[str, Any] = {"model": str(args.model)}
+    if documents:
+        report["text"] = _perplexities(args, model, tokenizer, documents)
+    if tasks:
+        from coat_eval.text_suite import run_text_suite
+
+        suite = run_text_suite(
+            model,
+            tokenizer,
+            tasks,
+            files=files,
+            batch_size=args.batch_size,
+            num_fewshot=args.num_fewshot,
+            limit=args.limit,
+            include_path=args.include_path,
+        )
+        for name, metrics in suite["results"].items():
+            values = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items())
+            say(f"{name}: {values}")
+        report["lm_eval"] = suite
+    if args.out is not None:
+        write_json(args.out, report)
+        say(f"numbers: {args.out}")
+    return 0
+
+
+def _files(words: list[str]) -> dict[str, Path]:
+    files = {}
+    for word in words:
+        name, equals, path = word.partition("=")
+        if not (name and equals and path):
+            raise ValueError(f"--file {word}: expected TASK=FILE, such as svamp=SVAMP.json")
+        files[name] = Path(path)
+    return files
+
+
+def _documents(args: argparse.Namespace) -> dict[Path, list[str]]:
+    if not args.text:
+        return {}
+    from coat_eval.perplexity import read_documents
+
+    return {path: read_documents(path, args.text_field) for path in args.text}
+
+
+def _perplexities(
+    args: argparse.Namespace, model: Any, tokenizer: Any, documents: dict[Path, list[str]]
+) -> dict[str, Any]:
+    from coat_eval.perplexity import measure_perplexity
+    from coat_eval.score import file_sha256
+
+    found = {}
+    for path, texts in documents.items():
+        measured = measure_perplexity(
+            model,
+            tokenizer,
+            texts,
+            window=args.window,
+            stride=args.stride,
+            batch_size=args.batch_size,
+        )
+        found[str(path)] = {**measured.to_json(), "sha256": file_sha256(path)}
+        say(
+            f"{path}: perplexity {measured.perplexity:.4f}  bits/byte "
+            f"{measured.bits_per_byte:.4f}  {measured.tokens:,} tokens"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""Precision studies: what FP8 costs in training loss, and where."""
