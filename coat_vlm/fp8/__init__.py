@@ -1,9 +1,14 @@
 """FP8 training of transformers models: :func:`convert` and what can be measured about it."""
 
-from coat_vlm.fp8.arithmetic import Arithmetic, arithmetic_of
-from coat_vlm.fp8.convert import ConversionReport, convert, fp8_blocks
+from coat_vlm.fp8.convert import (
+    Arithmetic,
+    ConversionReport,
+    arithmetic_of,
+    convert,
+    fp8_blocks,
+)
 from coat_vlm.fp8.graphs import BlockGraphs, captured_bytes, graph_blocks, live_graphs
-from coat_vlm.fp8.linear import Fp8Linear, linear, norm_linear
+from coat_vlm.fp8.linear import Fp8Linear, linear
 from coat_vlm.fp8.mlp import norm_mlp
 from coat_vlm.fp8.monitor import Counts, watching
 from coat_vlm.fp8.weights import WeightReuse, kept_bytes, reused_weights
@@ -23,7 +28,6 @@ __all__ = [
     "kept_bytes",
     "linear",
     "live_graphs",
-    "norm_linear",
     "norm_mlp",
     "reused_weights",
     "watching",

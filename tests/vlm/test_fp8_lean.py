@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_kernels import GROUP_SIZES, dequantize_group, quantize_group
 from coat_vlm.config import BlockPrecision, Fp8Config
-from coat_vlm.fp8 import convert, decoder_block, gemms, linear, norm_mlp, projection, sdpa
-from coat_vlm.fp8.lean import lean_attention, rounded_heads
+from coat_vlm.fp8 import blocks, convert, gemm, linear, norm_mlp, sdpa
+from coat_vlm.fp8 import heads as heads_module
+from coat_vlm.fp8.attention import lean_attention, rounded_heads
 
 B, T, D = 5, 24, 64
 
@@ -213,7 +214,7 @@ def test_copies_made_with_the_rotation_give_the_same_block(monkeypatch: pytest.M
     embeddings = rotary(x, torch.arange(T)[None])
     results = []
     for sizes in (GROUP_SIZES, ()):
-        monkeypatch.setattr(projection, "GROUP_SIZES", sizes)
+        monkeypatch.setattr(heads_module, "GROUP_SIZES", sizes)
         leaf = x.clone().requires_grad_()
         y = layer(leaf, position_embeddings=embeddings)
         y.backward(torch.ones_like(y))
@@ -254,7 +255,7 @@ def test_nothing_holds_the_joint_projection_while_the_mlp_runs(
     layer, rotary = block()
     layer.fp8_lean = precision == "coat_lean"
     joint: list[Any] = []
-    product, mlp = gemms.forward, decoder_block.norm_mlp
+    product, mlp = gemm.forward, blocks.norm_mlp
 
     def watched(*args: Any) -> Any:
         y, scale = product(*args)
@@ -265,8 +266,8 @@ def test_nothing_holds_the_joint_projection_while_the_mlp_runs(
         assert joint[0]() is None
         return mlp(*args, **kwargs)
 
-    monkeypatch.setattr(gemms, "forward", watched)
-    monkeypatch.setattr(decoder_block, "norm_mlp", checked)
+    monkeypatch.setattr(gemm, "forward", watched)
+    monkeypatch.setattr(blocks, "norm_mlp", checked)
     x = torch.randn(1, T, 256).bfloat16().requires_grad_()
     layer(x, position_embeddings=rotary(x, torch.arange(T)[None])).sum().backward()
     assert joint
