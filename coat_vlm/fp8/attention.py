@@ -36,8 +36,8 @@ from coat_kernels import (
     transpose_codes,
 )
 from coat_vlm.fp8 import gemm, monitor, sdpa
-from coat_vlm.fp8.gemm import FusedLinear, Needs
-from coat_vlm.fp8.linear import linear, rows
+from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
+from coat_vlm.fp8.linear import linear
 from coat_vlm.model.packing import PACKED, packing_of
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -174,12 +174,12 @@ class _LeanAttention(torch.autograd.Function):
         else:
             out, statistics = sdpa.forward(kernel, q, k, v)
         del q, k, v
-        out = rows(out)
+        out = matrix(out)
         o8 = quantize_tensor(out)
         monitor.observe("linear input", o8.q, out)
-        y, weight_scale = gemm.forward(o8, fused, (weight, bias), query.dtype)
+        y, of_layer = gemm.forward(o8, fused, (weight, bias), query.dtype)
         saved = [tensor for copy in copies for tensor in copy]
-        ctx.save_for_backward(*o8, weight, bias, weight_scale, *saved, *statistics.tensors)
+        ctx.save_for_backward(*o8, *of_layer, *saved, *statistics.tensors)
         ctx.end_of_copies = 5 + len(saved)
         ctx.sizes = statistics.sizes
         ctx.attend, ctx.kernel, ctx.fused = attend, kernel, fused
@@ -194,15 +194,13 @@ class _LeanAttention(torch.autograd.Function):
                 "lean attention: its backward pass ran before and freed what it had kept; run the "
                 "forward pass again (gradient checkpointing or precision coat allow a second one)"
             )
-        *stacked, weight_scale = tensors[2:5]
         copies, saved = paired(tensors[5 : ctx.end_of_copies]), tensors[ctx.end_of_copies :]
         wanted = ctx.needs_input_grad
         needs = Needs(any(wanted[:3]), *wanted[6:8])
         grad_out, grads = gemm.backward(
-            lambda: gemm.quantize_grad([rows(grad_outputs[0])], ctx.fused, needs),
+            grad_outputs[0],
             ctx.fused,
-            stacked,
-            weight_scale,
+            tensors[2:5],
             needs,
             ctx.dtype,
             lambda _: transpose_codes(o8),
@@ -241,7 +239,7 @@ def rounded_heads(x: Tensor) -> Tensor:
 
 def _tokens(x: Tensor) -> Tensor:
     """[B, H, T, D] as a matrix [B * T, H * D]; the memory of x where that is its order."""
-    return rows(x.transpose(1, 2).flatten(-2))
+    return matrix(x.transpose(1, 2).flatten(-2))
 
 
 def _copy(x: Tensor) -> GroupScaled:

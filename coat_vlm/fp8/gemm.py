@@ -78,7 +78,7 @@ def forward(
     stacked: Sequence[Tensor | None],
     dtype: torch.dtype,
     hp: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """The forward GEMM.
 
     Args:
@@ -89,8 +89,8 @@ def forward(
         hp: x in high precision, [M, K], if the GEMM is to be the layers' own.
 
     Returns:
-        [M, N], the layers side by side, and the scale [] that the weights got; None if they got
-        none.
+        [M, N], the layers side by side; what to save for backward: the scale [] that the weights
+        got, None if they got none, and ``stacked``.
     """
     parts = _weights(stacked)
     biases = stacked[len(parts) :]
@@ -104,9 +104,9 @@ def forward(
     if hp is not None:
         weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
         y = F.linear(hp.to(dtype), weight, None if bias is None else bias.to(dtype))
-        return y.to(dtype), None  # under autocast it may have another
+        return y.to(dtype), (None, *stacked)  # under autocast it may have another
     quantized = weights.codes(fused.key, parts)
-    return scaled_mm(x, quantized, dtype, bias, fast=True), quantized.scale
+    return scaled_mm(x, quantized, dtype, bias, fast=True), (quantized.scale, *stacked)
 
 
 def quantize_grad(parts: Sequence[Tensor], fused: FusedLinear, needs: Needs) -> GradientCodes:
@@ -125,10 +125,9 @@ def quantize_grad(parts: Sequence[Tensor], fused: FusedLinear, needs: Needs) -> 
 
 
 def backward(
-    quantize: Callable[[], GradientCodes],
+    grad_output: Tensor | Callable[[], GradientCodes],
     fused: FusedLinear,
-    stacked: Sequence[Tensor | None],
-    weight_scale: Tensor | None,
+    saved: Sequence[Tensor | None],
     needs: Needs,
     dtype: torch.dtype,
     input_transposed: Callable[[Tensor | None], TensorScaled],
@@ -136,11 +135,10 @@ def backward(
     """The grad-input GEMM, then the grad-weight GEMM.
 
     Args:
-        quantize: gives the gradient of :func:`forward`'s result in FP8; each layout is freed as
-            soon as its GEMM is done.
+        grad_output: gradient of :func:`forward`'s result, [..., N] in high precision; or a function
+            that gives it in FP8. Each layout is freed as soon as its GEMM is done.
         fused: the layers.
-        stacked: their weights and biases.
-        weight_scale: from :func:`forward`.
+        saved: from :func:`forward`.
         needs: the gradients that are wanted.
         dtype: of the input's gradient.
         input_transposed: gives x^T, E4M3 [K, M'], from the input's gradient; called only if the
@@ -149,8 +147,12 @@ def backward(
     Returns:
         The input's gradient [M, K] or None; and those of ``stacked``, in their dtypes, or None.
     """
+    weight_scale, *stacked = saved
     parts = _weights(stacked)
-    rows, transposed, grad_bias = quantize()
+    if isinstance(grad_output, Tensor):
+        rows, transposed, grad_bias = quantize_grad([matrix(grad_output)], fused, needs)
+    else:
+        rows, transposed, grad_bias = grad_output()
     grad_input = None
     if needs.input:
         grad_input = scaled_mm(
@@ -167,6 +169,11 @@ def backward(
             for piece, bias in zip(_split(grad_bias, parts), stacked[len(parts) :], strict=True)
         ]
     return grad_input, grads
+
+
+def matrix(x: Tensor) -> Tensor:
+    """[..., K] as a contiguous matrix [M, K]."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _weights(stacked: Sequence[Tensor | None]) -> list[Tensor]:

@@ -19,7 +19,6 @@ from coat_kernels import (
     GROUP_SIZES,
     GradientCodes,
     dequantize_group,
-    norm_recompute,
     quantize_group,
     rope,
     rope_gradient,
@@ -29,8 +28,7 @@ from coat_kernels.reference import rope_gradient_values
 from coat_vlm.fp8 import gemm, monitor
 from coat_vlm.fp8 import norm as norms
 from coat_vlm.fp8.attention import Copies, as_heads, modeling_of, paired
-from coat_vlm.fp8.gemm import FusedLinear, Needs
-from coat_vlm.fp8.linear import rows
+from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
 from coat_vlm.fp8.norm import NormSettings
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -84,7 +82,7 @@ def norm_heads(
             rotation = tuple(t.reshape(-1, D).contiguous() for t in position_embeddings)
     settings = HeadSettings(D, [layer.out_features for layer in layers], copied, rotation)
     query, key, value, residual, *copies = _NormHeads.apply(
-        x, None, *norms.arguments(norm, group_size), settings, *gemm.arguments(layers)
+        x, None, *norms.arguments(norm, layers, group_size), settings
     )
     if by_model:
         query = _normalize(query, getattr(attention, "q_norm", None))
@@ -104,17 +102,12 @@ class _NormHeads(torch.autograd.Function):
         norm_weight: Tensor,
         norm_bias: Tensor | None,
         norm: NormSettings,
-        heads: HeadSettings,
         fused: FusedLinear,
-        *stacked: Tensor | None,
+        *rest: Any,
     ) -> tuple[Tensor, ...]:
-        residual, a, saved = norms.forward(x, delta, norm_weight, norm_bias, norm)
-        hp = (
-            norms.forward_hp(residual, norm_weight, norm_bias, norm) if fused.bf16_forward else None
-        )
-        y, weight_scale = gemm.forward(a, fused, stacked, x.dtype, hp)
-        del hp
-        ctx.save_for_backward(*saved, norm_weight, norm_bias, weight_scale, *stacked)
+        *stacked, heads = rest
+        y, residual, saved = norms.forward(x, delta, norm_weight, norm_bias, norm, fused, stacked)
+        ctx.save_for_backward(*saved)
         ctx.fused, ctx.heads, ctx.shape, ctx.dtype = fused, heads, x.shape, x.dtype
         parts, copies = _heads_forward(y, heads)
         copies = [tensor for copy in copies for tensor in copy]
@@ -124,25 +117,20 @@ class _NormHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors  # once: a checkpointed block refuses to unpack them again
-        saved, stacked = norms.saved_of(tensors[:5]), tensors[8:]
-        norm_weight, norm_bias, weight_scale = tensors[5:8]
+        saved = ctx.saved_tensors  # once: a checkpointed block refuses to unpack them again
         grad_heads, grad_residual = grad_outputs[:3], grad_outputs[3]
         if all(grad is None for grad in grad_heads):
-            unused = (None for _ in ctx.needs_input_grad[2:])
-            return *norms.grads_of_sum(grad_residual, ctx), *unused
-        needs = Needs.of(ctx.needs_input_grad[:4], ctx.needs_input_grad[7:])
-        grad_a, grads = gemm.backward(
+            return norms.residual_only(grad_residual, ctx)
+        needs = Needs.of(ctx.needs_input_grad[:4], ctx.needs_input_grad[6:-1])
+        of_norm, grads = norms.backward(
             lambda: _heads_backward(grad_heads, ctx.heads, ctx.fused, needs),
+            grad_residual,
+            saved,
             ctx.fused,
-            stacked,
-            weight_scale,
             needs,
-            ctx.dtype,
-            lambda _: norm_recompute(saved, norm_weight, norm_bias),
+            ctx,
         )
-        of_norm = norms.backward(grad_a, grad_residual, saved, norm_weight, norm_bias, ctx)
-        return *of_norm, None, None, None, *grads
+        return *of_norm, None, None, *grads, None
 
 
 def _heads_forward(y: Tensor, heads: HeadSettings) -> tuple[Sequence[Tensor], Copies]:
@@ -168,7 +156,7 @@ def _heads_backward(
     like = next(grad for grad in grad_heads if grad is not None)
     tokens = like.shape[0] * like.shape[2]
     parts = [
-        like.new_zeros(tokens, size) if grad is None else rows(grad.transpose(1, 2).flatten(-2))
+        like.new_zeros(tokens, size) if grad is None else matrix(grad.transpose(1, 2).flatten(-2))
         for grad, size in zip(grad_heads, heads.sizes, strict=True)
     ]
     if heads.rotation is None:

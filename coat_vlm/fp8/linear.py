@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from coat_kernels import TensorScaled, quantize_tensor, transpose_codes
 from coat_vlm.fp8 import gemm, monitor
-from coat_vlm.fp8.gemm import FusedLinear, Needs
+from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
 
 
 class Fp8Linear(nn.Linear):
@@ -34,36 +34,23 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     return _Linear.apply(x, *gemm.arguments([layer]))
 
 
-def rows(x: Tensor) -> Tensor:
-    """[..., K] as a contiguous matrix [M, K]."""
-    return x.reshape(-1, x.shape[-1]).contiguous()
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, fused: FusedLinear, *stacked: Tensor | None) -> Tensor:
-        matrix = rows(x)
-        x8 = quantize_tensor(matrix)
-        monitor.observe("linear input", x8.q, matrix)
-        hp = matrix if fused.bf16_forward else None
-        y, weight_scale = gemm.forward(x8, fused, stacked, x.dtype, hp)
-        saved = x8.q if ctx.needs_input_grad[2] else None
-        ctx.save_for_backward(saved, x8.scale, weight_scale, *stacked)
+        rows = matrix(x)
+        x8 = quantize_tensor(rows)
+        monitor.observe("linear input", x8.q, rows)
+        y, saved = gemm.forward(x8, fused, stacked, x.dtype, rows if fused.bf16_forward else None)
+        ctx.save_for_backward(x8.q if ctx.needs_input_grad[2] else None, x8.scale, *saved)
         ctx.fused, ctx.shape, ctx.dtype = fused, x.shape, x.dtype
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        q, scale, weight_scale, *stacked = ctx.saved_tensors
-        grad_output = rows(grad_outputs[0])
+        q, scale, *saved = ctx.saved_tensors
         needs = Needs(ctx.needs_input_grad[0], *ctx.needs_input_grad[2:])
+        x8 = TensorScaled(q, scale)
         grad_input, grads = gemm.backward(
-            lambda: gemm.quantize_grad([grad_output], ctx.fused, needs),
-            ctx.fused,
-            stacked,
-            weight_scale,
-            needs,
-            ctx.dtype,
-            lambda _: transpose_codes(TensorScaled(q, scale)),
+            grad_outputs[0], ctx.fused, saved, needs, ctx.dtype, lambda _: transpose_codes(x8)
         )
         return None if grad_input is None else grad_input.view(ctx.shape), None, *grads

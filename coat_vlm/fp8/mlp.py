@@ -26,13 +26,11 @@ from coat_kernels import (
     activation_fwd,
     activation_recompute,
     dequantize_group,
-    norm_recompute,
 )
 from coat_kernels.reference import activation_gradient, activation_values
 from coat_vlm.fp8 import gemm, monitor
 from coat_vlm.fp8 import norm as norms
 from coat_vlm.fp8.gemm import FusedLinear, Needs
-from coat_vlm.fp8.linear import rows
 from coat_vlm.fp8.norm import NormSettings
 
 _HIGH_PRECISION: dict[str, Callable[[Tensor], Tensor]] = {
@@ -68,14 +66,8 @@ def norm_mlp(
         [..., K] in x's dtype, and x + delta. What goes on from the residual stream must go on from
         the latter: its gradient is added where the norm's is computed.
     """
-    return _NormMlp.apply(
-        x,
-        delta,
-        *norms.arguments(norm, group_size),
-        activation,
-        *gemm.arguments([layer_out]),
-        *gemm.arguments(layers_in),
-    )
+    of_norm_and_in = norms.arguments(norm, layers_in, group_size)
+    return _NormMlp.apply(x, delta, *of_norm_and_in, activation, *gemm.arguments([layer_out]))
 
 
 class _NormMlp(torch.autograd.Function):
@@ -87,37 +79,20 @@ class _NormMlp(torch.autograd.Function):
         norm_weight: Tensor,
         norm_bias: Tensor | None,
         norm: NormSettings,
-        activation: str,
-        fused_out: FusedLinear,
-        weight_out: Tensor,
-        bias_out: Tensor | None,
         fused_in: FusedLinear,
-        *stacked_in: Tensor | None,
+        *rest: Any,
     ) -> tuple[Tensor, Tensor]:
-        residual, a, norm_saved = norms.forward(x, delta, norm_weight, norm_bias, norm)
-        hp = None
-        if fused_in.bf16_forward:
-            hp = norms.forward_hp(residual, norm_weight, norm_bias, norm)
-        h, scale_in = gemm.forward(a, fused_in, stacked_in, x.dtype, hp)
-        del hp
+        *stacked_in, activation, fused_out, weight_out, bias_out = rest
+        h, residual, saved_in = norms.forward(
+            x, delta, norm_weight, norm_bias, norm, fused_in, stacked_in
+        )
         act, saved = activation_fwd(h, activation, group_size=norm.group_size)
         monitor.observe("activation input", saved.a.q, h)
         monitor.observe("activation output", act.q, partial(activation_values, h, activation))
         hp = _HIGH_PRECISION[activation](h) if fused_out.bf16_forward else None
-        del h, a  # the GEMM below needs their memory
-        y, scale_out = gemm.forward(act, fused_out, (weight_out, bias_out), x.dtype, hp)
-        ctx.save_for_backward(
-            *norm_saved,
-            *saved.a,
-            saved.scale,
-            norm_weight,
-            norm_bias,
-            scale_in,
-            scale_out,
-            weight_out,
-            bias_out,
-            *stacked_in,
-        )
+        del h  # the GEMM below needs its memory
+        y, saved_out = gemm.forward(act, fused_out, (weight_out, bias_out), x.dtype, hp)
+        ctx.save_for_backward(*saved.a, saved.scale, *saved_out, *saved_in)
         ctx.activation, ctx.fused = activation, (fused_in, fused_out)
         ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.set_materialize_grads(False)
@@ -127,69 +102,52 @@ class _NormMlp(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         grad_y, grad_residual = grad_outputs
         if grad_y is None:
-            unused = (None for _ in ctx.needs_input_grad[2:])
-            return *norms.grads_of_sum(grad_residual, ctx), *unused
-        tensors = ctx.saved_tensors
-        norm_saved = norms.saved_of(tensors[:5])
-        saved = ActivationSaved(GroupScaled(tensors[5], tensors[6]), tensors[7])
-        norm_weight, norm_bias, scale_in, scale_out = tensors[8:12]
-        stacked_out, stacked_in = tensors[12:14], tensors[14:]
+            return norms.residual_only(grad_residual, ctx)
+        q, exponents, act_scale, *tensors = ctx.saved_tensors
+        saved = ActivationSaved(GroupScaled(q, exponents), act_scale)
+        saved_out, saved_in = tensors[:3], tensors[3:]
         fused_in, fused_out = ctx.fused
         wanted = ctx.needs_input_grad
-        needs_in = Needs.of(wanted[:4], wanted[10:])
-        needs_out = Needs(any(needs_in), *wanted[7:9])
-        scale = None
+        needs_in = Needs.of(wanted[:4], wanted[6:-4])
+        needs_out = Needs(any(needs_in), *wanted[-2:])
+        grad_scale = None
 
         def activation_transposed(grad_act: Tensor | None) -> TensorScaled:
-            nonlocal scale
+            nonlocal grad_scale
             if grad_act is None:
                 return activation_recompute(saved, ctx.activation)
             # One read of grad_act and of the copy for both.
-            scale, transposed = activation_bwd_stats(
+            grad_scale, transposed = activation_bwd_stats(
                 grad_act, saved, ctx.activation, fmt=fused_in.grad_format
             )
             return transposed
 
-        grad_act, grads_out = gemm.backward(
-            lambda: gemm.quantize_grad([rows(grad_y)], fused_out, needs_out),
-            fused_out,
-            stacked_out,
-            scale_out,
-            needs_out,
-            ctx.dtype,
-            activation_transposed,
-        )
-        grad_a, grads_in = None, [None] * len(stacked_in)
-        if grad_act is not None:
-
-            def quantize_grad_h() -> GradientCodes:
-                nonlocal grad_act
-                grad, grad_act = grad_act, None  # the GEMMs need its memory
-                assert grad is not None
-                quantized = activation_bwd(
-                    grad,
-                    saved,
-                    ctx.activation,
-                    rows=needs_in.input,
-                    transposed=needs_in.weight,
-                    bias=needs_in.bias,
-                    fmt=fused_in.grad_format,
-                    scale=scale,
-                )
-                monitor.observe_gradient(
-                    quantized,
-                    lambda: activation_gradient(grad, dequantize_group(saved.a), ctx.activation),
-                )
-                return quantized
-
-            grad_a, grads_in = gemm.backward(
-                quantize_grad_h,
-                fused_in,
-                stacked_in,
-                scale_in,
-                needs_in,
-                ctx.dtype,
-                lambda _: norm_recompute(norm_saved, norm_weight, norm_bias),
+        def quantize_grad_h() -> GradientCodes:
+            nonlocal grad_act
+            grad, grad_act = grad_act, None  # the GEMMs need its memory
+            assert grad is not None
+            quantized = activation_bwd(
+                grad,
+                saved,
+                ctx.activation,
+                rows=needs_in.input,
+                transposed=needs_in.weight,
+                bias=needs_in.bias,
+                fmt=fused_in.grad_format,
+                scale=grad_scale,
             )
-        of_norm = norms.backward(grad_a, grad_residual, norm_saved, norm_weight, norm_bias, ctx)
-        return *of_norm, None, None, None, *grads_out, None, *grads_in
+            monitor.observe_gradient(
+                quantized,
+                lambda: activation_gradient(grad, dequantize_group(saved.a), ctx.activation),
+            )
+            return quantized
+
+        grad_act, grads_out = gemm.backward(
+            grad_y, fused_out, saved_out, needs_out, ctx.dtype, activation_transposed
+        )
+        of_norm, grads_in = (None, None, None, None), [None] * len(wanted[6:-4])
+        if grad_act is not None:
+            of_norm, grads_in = norms.backward(
+                quantize_grad_h, grad_residual, saved_in, fused_in, needs_in, ctx
+            )
+        return *of_norm, None, None, *grads_in, None, None, *grads_out
