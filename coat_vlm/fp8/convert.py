@@ -17,7 +17,7 @@ BF16 on a GPU, are FP32 there: ``fp8.bf16_forward_first``.)
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -94,6 +94,7 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
         kind = FP8_LAYERS.get(type(module).__name__)
         if kind is not None:
             blocks["vision" if kind is Fp8EncoderLayer else "language"].append((name, module))
+    chosen: dict[Part, list[tuple[Any, str, bool]]]
     chosen = {part: list(_choose(part, of, config, report)) for part, of in blocks.items()}
     linears: list[Any] = []
     for name, layer in _single_linears(model, config, report):
@@ -192,7 +193,7 @@ def _check_found(
     model: nn.Module,
     config: Fp8Config,
     found: dict[Part, list[tuple[str, nn.Module]]],
-    chosen: dict[Part, list[Any]],
+    chosen: Mapping[Part, Sequence[Any]],
 ) -> None:
     """Complain where the policy selects a part that has nothing to convert."""
     attributes = {"vision": "vision_tower", "language": "language_model"}
@@ -266,7 +267,7 @@ def original_class(block: nn.Module) -> type[nn.Module]:
 
 def fp8_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The converted blocks of a model, by name."""
-    kinds = (Fp8DecoderLayer, Fp8EncoderLayer)
+    kinds: Any = (Fp8DecoderLayer, Fp8EncoderLayer)
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
 
 

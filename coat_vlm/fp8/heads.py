@@ -44,7 +44,7 @@ class HeadSettings:
     """Channels of q, k and v."""
     copied: bool
     """Make FP8 copies of the heads; the heads are then the dequantized copies."""
-    rotation: tuple[Tensor, ...] | None
+    rotation: tuple[Tensor, Tensor] | None
     """cos and sin [T or B * T, head_dim] of the rotary embedding; q and k stay as they are when
     None."""
 
@@ -79,12 +79,13 @@ def norm_heads(
         by_model = position_embeddings[0].shape[-1] != D or hasattr(attention, "q_norm")
         copied = lean and D in GROUP_SIZES and not by_model
         if not by_model:
-            rotation = tuple(t.reshape(-1, D).contiguous() for t in position_embeddings)
+            cos, sin = (t.reshape(-1, D).contiguous() for t in position_embeddings)
+            rotation = (cos, sin)
     settings = HeadSettings(D, [layer.out_features for layer in layers], copied, rotation)
     query, key, value, residual, *copies = _NormHeads.apply(
         x, None, *norms.arguments(norm, layers, group_size), settings
     )
-    if by_model:
+    if by_model and position_embeddings is not None:
         query = _normalize(query, getattr(attention, "q_norm", None))
         key = _normalize(key, getattr(attention, "k_norm", None))
         query, key = modeling_of(attention).apply_rotary_pos_emb(query, key, *position_embeddings)
@@ -136,7 +137,7 @@ class _NormHeads(torch.autograd.Function):
 def _heads_forward(y: Tensor, heads: HeadSettings) -> tuple[Sequence[Tensor], Copies]:
     """q, k and v as matrices [M, n], and their FP8 copies."""
     if heads.rotation is not None:
-        numbers = (size // heads.head_dim for size in heads.sizes[:2])
+        numbers = (heads.sizes[0] // heads.head_dim, heads.sizes[1] // heads.head_dim)
         if heads.copied:
             return rope_quantize(y, *heads.rotation, *numbers)
         return rope(y, *heads.rotation, *numbers), ()
@@ -161,15 +162,15 @@ def _heads_backward(
     ]
     if heads.rotation is None:
         return gemm.quantize_grad(parts, fused, needs)
+    back = (parts[0], parts[1], parts[2], *heads.rotation)
     quantized = rope_gradient(
-        *parts,
-        *heads.rotation,
+        *back,
         fused.grad_format,
         rows=needs.input,
         transposed=needs.weight,
         bias=needs.bias,
     )
-    monitor.observe_gradient(quantized, lambda: rope_gradient_values(*parts, *heads.rotation))
+    monitor.observe_gradient(quantized, lambda: rope_gradient_values(*back))
     return quantized
 
 

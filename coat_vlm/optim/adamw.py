@@ -100,8 +100,7 @@ class CoatAdamW(torch.optim.Optimizer):
             raise ValueError(f"betas={tuple(betas)}: both must be at least 0 and below 1")
         if released and codec not in ("dre_e4m3", "released"):
             raise ValueError(f"released=True is codec='released', not {codec!r}; give one of them")
-        codec = codec_called("released" if released else codec).name
-        _check_master(master)
+        codec = "released" if released else codec
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite={nonfinite!r}; use one of {', '.join(NONFINITE)}")
         if not 0 <= seed < 2**31:
@@ -110,7 +109,8 @@ class CoatAdamW(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "codec": codec, "master": master})
         self._nonfinite, self._seed = nonfinite, seed
         self._forget()
-        if nonfinite != "propagate" and any(isinstance(p, DTensor) for p in self._parameters()):
+        params = [p for group in self.param_groups for p in group["params"]]
+        if nonfinite != "propagate" and any(isinstance(p, DTensor) for p in params):
             raise ValueError(
                 f"nonfinite={nonfinite!r} looks at this rank's shards only, and ranks would "
                 "disagree; with sharded parameters look at the gradients' total norm before step()"
@@ -122,14 +122,11 @@ class CoatAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: a setting of the group is unknown; it is not added.
         """
+        settings = {**self.defaults, **param_group}
+        codec_called(settings["codec"])
+        if settings["master"] not in MASTERS:
+            raise ValueError(f"master={settings['master']!r}; use one of {', '.join(MASTERS)}")
         super().add_param_group(param_group)
-        added = self.param_groups[-1]
-        try:
-            codec_called(added["codec"])
-            _check_master(added["master"])
-        except ValueError:
-            self.param_groups.pop()
-            raise
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: torch's keeps defaults, state and groups only."""
@@ -139,9 +136,6 @@ class CoatAdamW(torch.optim.Optimizer):
         """Tables of addresses are made anew."""
         super().__setstate__(state)
         self._forget()
-
-    def _parameters(self) -> Iterator[Tensor]:
-        return (p for group in self.param_groups for p in group["params"])
 
     def _forget(self) -> None:
         self._tables: dict[Any, AdamwTable] = {}
@@ -300,11 +294,6 @@ class CoatAdamW(torch.optim.Optimizer):
                 self.state[p] = loaded_state(saved, p)
 
 
-def _check_master(master: object) -> None:
-    if master not in MASTERS:
-        raise ValueError(f"master={master!r}; use one of {', '.join(MASTERS)}")
-
-
 def _step_on_cpu(
     items: Sequence[AdamwItem],
     rates: Sequence[Any],
@@ -372,7 +361,8 @@ def _joined(items: list[AdamwItem]) -> tuple[AdamwItem, list[tuple[Tensor, Tenso
     remainders = [item.remainder for item in items if item.remainder is not None]
     remainder = join(remainders) if remainders else None
     p = join([item.p for item in items])
-    return AdamwItem(p, gradient, *moments, items[0].step, remainder), pieces
+    m, v = moments
+    return AdamwItem(p, gradient, m, v, items[0].step, remainder), pieces
 
 
 def _local(tensor: Tensor) -> Tensor:
