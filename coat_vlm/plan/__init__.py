@@ -1,7 +1,6 @@
 """What a recipe needs of a GPU's memory, told before any GPU is touched: ``coat-vlm plan``."""
 
-from coat_vlm.plan.activations import Activations, trace
-from coat_vlm.plan.memory import LiveMemory
+from coat_vlm.plan.activations import Activations, LiveMemory, trace
 from coat_vlm.plan.stage import StagePlan, plan_recipe, plan_stage
 from coat_vlm.plan.table import format_plan
 from coat_vlm.plan.zero import ZERO_STAGES, RankMemory, Sizes, rank_memory

@@ -25,8 +25,13 @@ from coat_vlm.config import (
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import Activations, trace
-from coat_vlm.plan.frames import BLOCK_PRECISIONS, gpu_arithmetic, stage_frame, vocabulary
-from coat_vlm.plan.published import with_published_shapes
+from coat_vlm.plan.frames import (
+    BLOCK_PRECISIONS,
+    gpu_arithmetic,
+    stage_frame,
+    vocabulary,
+    with_published_shapes,
+)
 from coat_vlm.plan.zero import (
     RankMemory,
     Sizes,
