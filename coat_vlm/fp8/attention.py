@@ -82,7 +82,7 @@ def attention_output(
     if not lean:
         return linear(attend(*heads), layer)
     fused = fused_kernel(module, heads, mask, kwargs)
-    return lean_attention(*heads, layer, attend, fused, copies)
+    return fp8_saved_attention(*heads, layer, attend, fused, copies)
 
 
 def modeling_of(module: nn.Module) -> Any:
@@ -118,7 +118,7 @@ def fused_kernel(
     return sdpa.choose(*heads, causal and length > 1, kwargs.get("scaling"), packing)
 
 
-def lean_attention(
+def fp8_saved_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -143,10 +143,12 @@ def lean_attention(
         [B, T, N] in query's dtype.
     """
     given = [tensor for copy in copies or () for tensor in copy]
-    return _LeanAttention.apply(query, key, value, attend, fused, *gemm.arguments([layer]), *given)
+    return _Fp8SavedAttention.apply(
+        query, key, value, attend, fused, *gemm.arguments([layer]), *given
+    )
 
 
-class _LeanAttention(torch.autograd.Function):
+class _Fp8SavedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -191,8 +193,9 @@ class _LeanAttention(torch.autograd.Function):
         o8 = TensorScaled(*tensors[:2])
         if o8.q.numel() and not o8.q.untyped_storage().nbytes():
             raise RuntimeError(
-                "lean attention: its backward pass ran before and freed what it had kept; run the "
-                "forward pass again (gradient checkpointing or precision coat allow a second one)"
+                "coat_lean: this backward pass of attention ran before and freed what was saved; run "
+                "the forward pass again (gradient checkpointing or precision coat allow a second "
+                "backward pass)"
             )
         copies, saved = paired(tensors[5 : ctx.end_of_copies]), tensors[ctx.end_of_copies :]
         wanted = ctx.needs_input_grad

@@ -96,11 +96,7 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
             blocks["vision" if kind is Fp8EncoderLayer else "language"].append((name, module))
     chosen: dict[Part, list[tuple[Any, str, bool]]]
     chosen = {part: list(_choose(part, of, config, report)) for part, of in blocks.items()}
-    linears: list[Any] = []
-    for name, layer in _single_linears(model, config, report):
-        _check_linear(name, layer)
-        linears.append(layer)
-        report.converted[name] = "FP8 linear"
+    linears: list[Any] = list(_choose_linears(model, config, report))
     _check_found(model, config, blocks, chosen)
     for block, precision, bf16_forward in chosen["vision"] + chosen["language"]:
         layers: list[Any] = list(_linears_of(block).values())
@@ -170,23 +166,21 @@ def _left(config: Fp8Config, part: Part, number: int, total: int) -> str | None:
     return None
 
 
-def _single_linears(
+def _choose_linears(
     model: nn.Module, config: Fp8Config, report: ConversionReport
-) -> Iterator[tuple[str, nn.Linear]]:
-    """Single linear layers that the policy selects: the projector's and the output layer."""
+) -> Iterator[nn.Linear]:
+    """Single linear layers to convert: the projector's and the output layer."""
     for name, module in model.named_modules():
-        if type(module) is not nn.Linear:
+        *holders, last = name.split(".")
+        if type(module) is not nn.Linear or ("projector" not in holders and last != "lm_head"):
             continue
-        if name.startswith("projector.") or ".projector." in name:
-            selected, key = config.projector, "projector"
-        elif name.rpartition(".")[2] == "lm_head":
-            selected, key = config.lm_head, "lm_head"
-        else:
-            continue
-        if selected != "bf16":
-            yield name, module
-        else:
+        key = "projector" if "projector" in holders else "lm_head"
+        if getattr(config, key) == "bf16":
             report.skipped[name] = f"fp8.{key} is bf16"
+            continue
+        _check_linear(name, module)
+        report.converted[name] = "FP8 linear"
+        yield module
 
 
 def _check_found(

@@ -294,14 +294,14 @@ def graph_blocks(model: nn.Module, enabled: bool = True) -> "list[BlockGraphs]":
     return [BlockGraphs(blocks) for blocks in rows.values()] if enabled else []
 
 
+@dataclass(eq=False)
 class _Pass:
     """A forward pass that replays, until its backward pass is over or cannot come any more."""
 
-    def __init__(self, captured: Captured, leaves: Sequence[Any]) -> None:
-        self.captured = captured
-        self.leaves = leaves
-        self.backward: set[int] = set()
-        """Blocks whose backward pass ran."""
+    captured: Captured
+    leaves: Sequence[Any]
+    backward: set[int] = field(default_factory=set)
+    """Blocks whose backward pass ran."""
 
     def fits(self, hidden: Tensor, leaves: Sequence[Any], spec: TreeSpec) -> bool:
         """Whether a block has the arguments that the first block had."""
@@ -378,10 +378,10 @@ class BlockGraphs:
     def _begin(
         self, hidden: Tensor, given: list[Any], leaves: list[Any], spec: TreeSpec
     ) -> _Pass | None:
-        """How this pass runs with what is given, rounded: replaying, or, None, as ever."""
+        """The pass that replays with what is given, rounded; None if it runs eagerly."""
         latest = None if self._latest is None else self._latest()
         if latest is not None and 0 not in latest.backward:
-            return None  # its backward pass is to come: what it kept would be overwritten
+            return None  # its backward pass is to come: what it saved would be overwritten
         key = _key(self.blocks, hidden, leaves, spec)
         if key is None:
             return None
@@ -474,7 +474,7 @@ class _Replay(torch.autograd.Function):
         if number in now.backward:
             raise RuntimeError(
                 "CUDA graphs of FP8 blocks: this backward pass ran before, and what the forward "
-                "pass had kept is overwritten; run the forward pass again, or set fp8.cuda_graphs: "
+                "pass had saved is overwritten; run the forward pass again, or set fp8.cuda_graphs: "
                 "false"
             )
         now.backward.add(number)

@@ -11,9 +11,11 @@ Both run on copies without hooks, in evaluation mode: no dropout, no weight grad
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,21 +182,10 @@ def _saved_bytes(
     blocks: list[tuple[str, nn.Module]], forward: Callable[[], object]
 ) -> dict[str, float]:
     """Per block that ran, the bytes per token of the storages that autograd saves."""
-    found: dict[str, float] = {}
-    with ExitStack() as stack:
-        for name, block in blocks:
-            stack.enter_context(_watched(name, block, found))
-        forward()
-    return found
-
-
-@contextmanager
-def _watched(name: str, block: nn.Module, found: dict[str, float]) -> Iterator[None]:
-    """Count the storages that autograd saves while ``block`` runs."""
+    tokens, total = Counter[str](), Counter[str]()
     storages: dict[int, int] = {}
     saved: list[Tensor] = []  # alive until counted: a freed storage's address is used again
-    stack = ExitStack()
-    tokens = total = 0
+    inside = ExitStack()
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -202,30 +193,24 @@ def _watched(name: str, block: nn.Module, found: dict[str, float]) -> Iterator[N
         saved.append(tensor)
         return tensor
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal tokens
+    def enter(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        tokens += hidden.shape[:-1].numel()
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda t: t))
+        tokens[name] += hidden.shape[:-1].numel()
+        inside.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda t: t))
 
-    def leave(*_: object) -> None:
-        nonlocal total
-        stack.close()
+    def leave(name: str, block: nn.Module, *_: object) -> None:
+        inside.close()
         # Looked up here: ZeRO-3 gathers the weights for the block and releases them after it.
         parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
-        total += sum(size for at, size in storages.items() if at not in parameters)
-        if tokens:
-            found[name] = total / tokens
+        total[name] += sum(size for at, size in storages.items() if at not in parameters)
         storages.clear()
         saved.clear()
 
-    handles = [
-        block.register_forward_pre_hook(enter, with_kwargs=True),
-        block.register_forward_hook(leave, prepend=True),
-    ]
-    try:
-        yield
-    finally:
-        stack.close()
-        for handle in handles:
-            handle.remove()
+    with inside, ExitStack() as hooks:
+        for name, block in blocks:
+            before = block.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+            after = block.register_forward_hook(partial(leave, name), prepend=True)
+            hooks.callback(before.remove)
+            hooks.callback(after.remove)
+        forward()
+    return {name: total[name] / count for name, count in tokens.items() if count}

@@ -38,15 +38,15 @@ def name_of(group: dict[str, Any], number: int, place: int) -> str:
     return f"parameter {place} of group {number}{name}"
 
 
-def keys_of(codec: str) -> list[str]:
-    """Names of a state's moments, first those of exp_avg."""
-    return [f"{moment}{field}" for moment in MOMENTS for field in codec_called(codec).fields]
+def keys_of(codec: str) -> list[tuple[str, ...]]:
+    """Names of what a state has of each moment."""
+    fields = codec_called(codec).fields
+    return [tuple(f"{moment}{field}" for field in fields) for moment in MOMENTS]
 
 
 def moments_of(state: dict[str, Any], codec: str) -> tuple[Moment, Moment]:
     """Both moments of a state."""
-    fields = codec_called(codec).fields
-    m, v = (tuple(state[f"{moment}{field}"] for field in fields) for moment in MOMENTS)
+    m, v = (tuple(state[key] for key in keys) for keys in keys_of(codec))
     return m, v
 
 
@@ -63,10 +63,8 @@ def new_state(p: Tensor, name: str, codec: str, master: str) -> dict[str, Tensor
             "contiguous: call .contiguous() on its data"
         )
     state = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
-    for second, moment in enumerate(MOMENTS):
-        made = new_moment(p, codec, second=bool(second))
-        names = (f"{moment}{field}" for field in codec_called(codec).fields)
-        state |= dict(zip(names, made, strict=True))
+    for second, keys in enumerate(keys_of(codec)):
+        state |= zip(keys, new_moment(p, codec, second=bool(second)), strict=True)
     if master == "bf16_remainder" and p.dtype == torch.bfloat16:
         state[REMAINDER] = torch.zeros_like(p, dtype=torch.int16)
     return state
@@ -78,7 +76,7 @@ def check_saved(saved: dict[str, Any], name: str, p: Tensor, codec: str, master:
     Raises:
         ValueError: it says which parameter, what was found and what to do.
     """
-    wanted = {"step", *keys_of(codec)}
+    wanted = {"step"}.union(*keys_of(codec))
     if master == "bf16_remainder" and p.dtype == torch.bfloat16:
         wanted.add(REMAINDER)
     missing = sorted(wanted - saved.keys())
@@ -100,8 +98,8 @@ def check_saved(saved: dict[str, Any], name: str, p: Tensor, codec: str, master:
             f"parameter {tuple(p.shape)}; resume with the model and world size that were saved"
         )
     groups = groups_of(p.numel())
-    for key in keys_of(codec):
-        if key not in MOMENTS and saved[key].shape != (groups,):
+    for key in sorted(wanted - {"step", REMAINDER, *MOMENTS}):
+        if saved[key].shape != (groups,):
             raise ValueError(
                 f"CoatAdamW: {key} of {name} has shape {tuple(saved[key].shape)}; groups of "
                 f"{GROUP} elements are {groups} for {p.numel()}: decode it with the version that "
