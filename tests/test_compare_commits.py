@@ -1,4 +1,4 @@
-"""scripts/compare_commits.py: equal commits are equal, and a change in any group is found."""
+"""tests/compare_commits.py: equal commits are equal, and a change in any group is found."""
 
 import runpy
 import shutil
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "scripts" / "compare_commits.py"
+SCRIPT = Path(__file__).with_name("compare_commits.py")
 
 pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
 

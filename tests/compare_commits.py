@@ -2,10 +2,10 @@
 
 For changes that must not change numbers: restructuring, renaming, moved files.
 
-  python scripts/compare_commits.py 6626d5c              # with the files as they are now
-  python scripts/compare_commits.py 6626d5c HEAD --only losses --precision bf16 coat
-  python scripts/compare_commits.py HEAD HEAD --only losses                   # is it repeatable?
-  python scripts/compare_commits.py HEAD HEAD --only losses --change seed=1   # it must differ
+  python tests/compare_commits.py 6626d5c              # with the files as they are now
+  python tests/compare_commits.py 6626d5c HEAD --only losses --precision bf16 coat
+  python tests/compare_commits.py HEAD HEAD --only losses                   # is it repeatable?
+  python tests/compare_commits.py HEAD HEAD --only losses --change seed=1   # it must differ
 
 What is compared (--only takes some of these):
   losses      ten training steps of the quickstart recipe on a small generated data set, in each
