@@ -193,9 +193,9 @@ class _Fp8SavedAttention(torch.autograd.Function):
         o8 = TensorScaled(*tensors[:2])
         if o8.q.numel() and not o8.q.untyped_storage().nbytes():
             raise RuntimeError(
-                "coat_lean: this backward pass of attention ran before and freed what was saved; run "
-                "the forward pass again (gradient checkpointing or precision coat allow a second "
-                "backward pass)"
+                "coat_lean: this backward pass of attention ran before and freed what was saved; "
+                "run the forward pass again (gradient checkpointing or precision coat allow a "
+                "second backward pass)"
             )
         copies, saved = paired(tensors[5 : ctx.end_of_copies]), tensors[ctx.end_of_copies :]
         wanted = ctx.needs_input_grad

@@ -19,6 +19,7 @@ BF16 on a GPU, are FP32 there: ``fp8.bf16_forward_first``.)
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -37,9 +38,6 @@ Part = Literal["vision", "language"]
 
 FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 tensor cores (Ada; Hopper has 9.0)."""
-
-_FP8_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-"""Original class -> its FP8 subclass; made once, so that equal layers have equal classes."""
 
 
 @dataclass(slots=True)
@@ -246,12 +244,11 @@ def _check_linear(name: str, layer: nn.Linear) -> None:
         )
 
 
+@cache
 def _fp8_class(original: type[nn.Module]) -> type[nn.Module]:
-    if original not in _FP8_CLASSES:
-        bases = (FP8_LAYERS[original.__name__], original)
-        body = {"__module__": original.__module__}
-        _FP8_CLASSES[original] = type(f"Fp8{original.__name__}", bases, body)
-    return _FP8_CLASSES[original]
+    """The FP8 subclass; made once, so that equal layers have equal classes."""
+    bases = (FP8_LAYERS[original.__name__], original)
+    return type(f"Fp8{original.__name__}", bases, {"__module__": original.__module__})
 
 
 def original_class(block: nn.Module) -> type[nn.Module]:

@@ -474,7 +474,7 @@ class _Replay(torch.autograd.Function):
         if number in now.backward:
             raise RuntimeError(
                 "CUDA graphs of FP8 blocks: this backward pass ran before, and what the forward "
-                "pass had saved is overwritten; run the forward pass again, or set fp8.cuda_graphs: "
+                "pass saved is overwritten; run the forward pass again, or set fp8.cuda_graphs: "
                 "false"
             )
         now.backward.add(number)
