@@ -10,6 +10,7 @@ from coat_data.sample import DataError, Media, Part, Sample, Turn
 
 if TYPE_CHECKING:
     from coat_data.containers.ingested import Manifest
+    from coat_data.containers.rows import Shards
     from coat_data.load.collate import Batch
     from coat_data.load.dataset import SampleDataset
     from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from coat_data.mixture.packing import Budget, Lengths, PackedOrder
     from coat_data.mixture.sampler import Cursor, Mixture, SourceShare
     from coat_data.mixture.selection import SelectedRows, select_rows, shards_of
-    from coat_data.mixture.shards import Shards
     from coat_data.text.chat import ChatTemplate, Segment, get_template
     from coat_data.text.verify import verify_rows, verify_template
 

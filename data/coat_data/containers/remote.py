@@ -1,12 +1,10 @@
 """Rows of shards that are read over a network: JSONL, JSON arrays, WebDataset tars, Parquet.
 
-Where rows are is found by one pass over a shard and kept on this machine
-(:mod:`coat_data.containers.remote`). Then a row is a range of bytes, and of Parquet a row
-group; any row can be read at any time, so that a run continues from a position alone. A server that
-does not answer ranges can only be read from the beginning: such a source reads on to the window of
-rows that is wanted, keeps that window, and counts the rows that it had to read over.
-
-Where the rows of a remote shard are: found once by reading it, and kept on this machine.
+Where the rows of a shard are is found by one pass over it and kept on this machine. Then a row is a
+range of bytes, and of Parquet a row group; any row can be read at any time, so that a run continues
+from a position alone. A server that does not answer ranges can only be read from the beginning:
+such a source reads on to the window of rows that is wanted, keeps that window, and counts the rows
+that it had to read over.
 """
 
 import hashlib
@@ -27,22 +25,22 @@ from filelock import FileLock
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from coat_data.containers.json_file import array_spans, line_spans, parse_row
+from coat_data.containers.json_file import parse_row, row_spans
 from coat_data.containers.remote_file import (
     Blocks,
+    RangeFile,
     RemoteFile,
     cache_folder,
     expand_urls,
     read_whole,
 )
-from coat_data.containers.tar import refuse_link, sample_of, split_key
-from coat_data.mixture.shards import Shards
+from coat_data.containers.rows import Rows, Shards, locate
+from coat_data.containers.tar import sample_of, sample_spans
 from coat_data.sample import DataError
 
 Kind = Literal["json", "tar", "parquet"]
 
 _BUFFER_BYTES = 1 << 20
-_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +184,10 @@ def _passed(file: RemoteFile, kind: Kind) -> Iterator[tuple[int, int]]:
     bar = tqdm(total=file.size, desc=f"indexing {name}", unit="B", unit_scale=True, mininterval=1.0)
     with bar, file.stream() as raw:
         counted = io.BufferedReader(_Counted(raw, bar), _BUFFER_BYTES)
-        yield from _tar_spans(counted, file) if kind == "tar" else _json_spans(counted, file.url)
+        if kind == "tar":
+            yield from sample_spans(counted, file.url, None)
+        else:
+            yield from row_spans(counted, file.url)
 
 
 class _Counted(io.RawIOBase):
@@ -216,92 +217,6 @@ class _Counted(io.RawIOBase):
         return len(data)
 
 
-def _json_spans(stream: "io.BufferedReader[Any]", url: str) -> Iterator[tuple[int, int]]:
-    """Rows of a JSON array or of JSONL."""
-    if stream.peek(len(_BOM)).startswith(_BOM):
-        stream.read(len(_BOM))
-    is_array = stream.peek(4096).lstrip()[:1] == b"["
-    return array_spans(stream, url) if is_array else line_spans(stream)
-
-
-def _tar_spans(stream: "io.BufferedReader[Any]", file: RemoteFile) -> Iterator[tuple[int, int]]:
-    """From the first header of a sample to the end of its last member's last block."""
-    last = _LastBlock(stream)
-    current: str | None = None
-    start = end = 0
-    try:
-        # Blocks of 512 bytes: the last one read is the one at which tarfile stopped.
-        with tarfile.open(fileobj=last, mode="r|", bufsize=tarfile.BLOCKSIZE) as archive:  # pyright: ignore[reportCallIssue, reportArgumentType]
-            for info in archive:
-                refuse_link(info, file.url)
-                split = split_key(info.name, file.url) if info.isfile() else None
-                archive.members = []  # pyright: ignore[reportAttributeAccessIssue]
-                if split is None:
-                    continue
-                if split[0] != current:
-                    if current is not None:
-                        yield start, end
-                    current, start = split[0], info.offset
-                blocks = -(-info.size // tarfile.BLOCKSIZE)
-                end = info.offset_data + blocks * tarfile.BLOCKSIZE
-            if last.block.strip(b"\0"):
-                problem = f"the header at byte {archive.offset} is damaged"  # pyright: ignore[reportAttributeAccessIssue]
-                raise DataError(file.url, problem, "copy the tar again")
-    except (tarfile.TarError, EOFError, UnicodeError) as error:
-        raise DataError(file.url, f"the tar is damaged: {error}", "copy it again") from error
-    if current is not None:
-        yield start, end
-
-
-class _LastBlock:
-    """A stream that remembers what it gave last."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self.block = b""
-
-    def read(self, size: int) -> bytes:
-        self.block = self._stream.read(size)
-        return self.block
-
-
-class _Ranges(io.RawIOBase):
-    """A file that pyarrow can read in places, over ranges.
-
-    Attributes:
-        failure: why a range could not be read, if so; not the fault of what is in the file.
-    """
-
-    def __init__(self, file: RemoteFile) -> None:
-        self._file = file
-        self._position = 0
-        self.failure: Exception | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size or 0}
-        self._position = base[whence] + offset
-        return self._position
-
-    def readinto(self, buffer: "memoryview[int]") -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        try:
-            data = self._file.read(self._position, len(buffer))
-        except Exception as error:
-            self.failure = error
-            raise
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-
 @contextmanager
 def open_parquet(file: RemoteFile, problem: str) -> Iterator[Any]:
     """A Parquet file over ranges, as a ``pyarrow.parquet.ParquetFile``.
@@ -317,7 +232,7 @@ def open_parquet(file: RemoteFile, problem: str) -> Iterator[Any]:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
-    ranges = _Ranges(file)
+    ranges = RangeFile(file.size or 0, lambda start, stop: file.read(start, stop - start))
     try:
         yield ParquetFile(ranges)
     except (ArrowException, OSError) as error:
@@ -335,7 +250,7 @@ _WINDOWS_KEPT = 8
 """Of a server without ranges: twice what a window of packing (1,000 samples) can ask for."""
 
 
-class RemoteRows:
+class RemoteRows(Rows):
     """The rows of remote shards of one kind.
 
     Attributes:
@@ -353,8 +268,6 @@ class RemoteRows:
     Raises:
         DataError: a shard is missing, of no known kind, or cannot be read.
     """
-
-    random_access = True
 
     def __init__(self, pattern: str) -> None:
         blocks = Blocks()
@@ -383,7 +296,7 @@ class RemoteRows:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Any:
-        number, row = self._locate(index)
+        number, row = locate(self._ends, index)
         if self._kinds[number] == "parquet":
             return self._parquet_row(number, row)
         return self._parsed(self._read(number, row), number, row)
@@ -391,23 +304,15 @@ class RemoteRows:
     def stream(self) -> Iterator[Any]:
         """Rows in order; a DataError in the place of a row that does not parse."""
         try:
-            for index in range(len(self)):
-                try:
-                    yield self[index]
-                except DataError as error:
-                    yield error
+            yield from super().stream()
         finally:
             self._reader = None
             self._windows.clear()
 
     def place(self, index: int) -> tuple[str, int]:
         """The shard's address and the row in it."""
-        number, row = self._locate(index)
+        number, row = locate(self._ends, index)
         return self._files[number].url, row
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        return number, index - (int(self._ends[number - 1]) if number else 0)
 
     def _shards(self, counts: Sequence[int]) -> Shards:
         if self._kinds[0] == "parquet":  # a row group is read as a whole

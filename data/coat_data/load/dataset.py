@@ -15,11 +15,11 @@ import numpy as np
 from coat_data.containers.open import open_rows
 from coat_data.containers.remote import RemoteRows
 from coat_data.containers.remote_file import is_url
+from coat_data.containers.rows import Shards
 from coat_data.lists.entry import SourceEntry
 from coat_data.lists.read import list_file, read_list
 from coat_data.media.root import MediaRoot
 from coat_data.mixture.selection import select_rows
-from coat_data.mixture.shards import Shards
 from coat_data.readers import llava
 from coat_data.readers.catalogue import find_reader, reader_named
 from coat_data.readers.reader import Place

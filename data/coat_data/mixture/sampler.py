@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from coat_data.mixture.shards import Shards
+from coat_data.containers.rows import Shards
 
 
 class Stream(IntEnum):
@@ -64,7 +64,8 @@ class Mixture:
     often.
 
     A source that is read from shards stands at the positions that it would have otherwise, but its
-    rows come in the order of its shards (:mod:`coat_data.mixture.shards`), pass after pass.
+    rows come in the order of its shards (:class:`~coat_data.containers.rows.Shards`), pass after
+    pass.
 
     Attributes:
         epoch_size: samples per epoch.
