@@ -327,9 +327,9 @@ class _OneSource:
         )
         if format_name is None:
             probed = islice(opened.rows.stream(), _ROWS_PROBED)
-            self.format = (find_reader(probed, str(path)) or llava).NAME
+            self.format = (find_reader(probed, str(path)) or llava.READER).name
         else:
-            self.format = reader_named(format_name).NAME
+            self.format = reader_named(format_name).name
         self.media_root = self._root.folder
         self.random_access = opened.rows.random_access
         self.damage = opened.rows.damage

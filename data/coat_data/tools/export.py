@@ -368,7 +368,9 @@ class _TarWriter:
         row["json"] = json.dumps(messages_row(sample, None)).encode("ascii")
         for number, medium in enumerate(sample.media):
             row[f"{number:03d}{media_suffix(medium)}"] = media_bytes(medium)
-        check_same(sample, webdataset.to_sample(row, _place(sample, self._folder)), "WebDataset")
+        check_same(
+            sample, webdataset.READER.to_sample(row, _place(sample, self._folder)), "WebDataset"
+        )
         if self._count % self._shard_rows == 0:
             self.close()
             name = f"{self._count // self._shard_rows:05d}.tar"
