@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from coat_data.load.dataset import SampleDataset
     from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder
     from coat_data.load.loader import BadSample, LoadedBatch, TrainLoader, val_batches
+    from coat_data.load.verify import verify_rows, verify_template
     from coat_data.media.image import ImageTransform, image_size, open_image
     from coat_data.media.sampling import VideoSettings
     from coat_data.media.tiling import TiledTransform
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from coat_data.mixture.sampler import Cursor, Mixture, SourceShare
     from coat_data.mixture.selection import SelectedRows, select_rows, shards_of
     from coat_data.text.chat import ChatTemplate, Segment, get_template
-    from coat_data.text.verify import verify_rows, verify_template
 
 __all__ = [
     "IGNORE_INDEX",

@@ -2,7 +2,7 @@
 
 ``data/mixtures/NAME.yaml`` says which repositories hold a set, under which licence, what is to be
 unpacked, and which sources it then has. Downloading it writes ``OUT/NAME.yaml``, a mixture file
-with the sources alone (:mod:`coat_data.lists.native`).
+with the sources alone (:mod:`coat_data.lists.formats`).
 """
 
 import os

@@ -19,12 +19,12 @@ from PIL import Image
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import EncodedSample, Encoder
 from coat_data.load.loader import TrainLoader
+from coat_data.load.prepare import measure_rows
 from coat_data.media import remote
 from coat_data.media.image import ImageTransform, image_size, open_image
 from coat_data.media.loader import MediaLoader
 from coat_data.media.sampling import VideoSettings
 from coat_data.media.tiling import TiledTransform
-from coat_data.mixture.lengths import measure_rows
 from coat_data.mixture.sampler import Cursor, Mixture
 from coat_data.sample import DataError, Media, Sample, UnreachableError
 from coat_data.text.chat import get_template

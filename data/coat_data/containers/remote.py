@@ -256,11 +256,7 @@ class RemoteRows(Rows):
     Attributes:
         media_root: the current folder; a remote source has none of its own.
         damage: set when a shard breaks off; the rows before are good.
-        shards: how the rows lie in shards, for an order that reads them side by side.
         paths: the kept indices, one of each shard; a changed shard has another one.
-        replayed: rows of this process that lay before the first one wanted of a shard that can
-            only be read from its beginning.
-        unseekable: the first shard whose server does not answer ranges, if any.
 
     Args:
         pattern: address of a shard, or of several (braces; ``*`` but for http).

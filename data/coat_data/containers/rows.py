@@ -24,11 +24,19 @@ class Rows:
             another.
         damage: why the container cannot be read to its end; None for a whole one.
         random_access: whether ``rows[i]`` works; else the rows can only be read in order.
+        shards: how the rows lie in shards, for an order that reads them side by side; None where
+            any row is as near as any other.
+        replayed: rows of this process that lay before the first one wanted of a shard that can
+            only be read from its beginning.
+        unseekable: the first shard whose server does not answer ranges, if any.
     """
 
     media_root: Path | str
     damage: DataError | None = None
     random_access: bool = True
+    shards: "Shards | None" = None
+    replayed: int = 0
+    unseekable: str | None = None
 
     def __len__(self) -> int:
         """Number of rows; raises TypeError where only a full read can tell."""

@@ -135,7 +135,7 @@ class Encoder:
             plans = [self._media.plan(medium) for medium in sample.media]
             ids, _ = self._tokens(segments, plans, before_answer=False)
         except DataError as error:
-            raise _within(sample, error) from error
+            raise error.within(sample.where) from error
         self._check_length(sample, len(ids), plans)
         return Size(len(ids), sum(plan.num_tiles for plan in plans))
 
@@ -152,7 +152,7 @@ class Encoder:
         try:
             return self._tokens(segments, plans, before_answer=False)
         except DataError as error:
-            raise _within(sample, error) from error
+            raise error.within(sample.where) from error
 
     def segments(self, sample: Sample) -> list[Segment]:
         """The conversation in the template; up to its last words where these go on."""
@@ -252,7 +252,7 @@ class Encoder:
         except DataError as error:
             if error.where == sample.where:
                 raise
-            raise _within(sample, error) from error
+            raise error.within(sample.where) from error
         counts, self._media.counts = self._media.counts, Counter()
         input_ids = _as_tensor(ids)
         return EncodedSample(
@@ -375,8 +375,3 @@ def _as_tensor(numbers: list[int]) -> torch.Tensor:
 def _check_answered(sample: Sample) -> None:
     if not any(turn.role == "assistant" for turn in sample.turns):
         raise DataError(sample.where, "there is no answer to train on", "add a gpt turn")
-
-
-def _within(sample: Sample, error: DataError) -> DataError:
-    """The error of a medium or text, with the row that it belongs to."""
-    return type(error)(f"{sample.where}: {error.where}", error.problem, error.remedy)

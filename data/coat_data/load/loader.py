@@ -2,25 +2,22 @@
 
 Every sample has a position in the endless order of a
 :class:`~coat_data.mixture.sampler.Mixture`. Which samples a step holds, their augmentation and
-what replaces a bad one depend on the seed and the
-position alone (packed: and on the rows' measured lengths): not on ranks, worker processes or where
-the run was started.
-
-Loads one micro-batch: padded rows, or samples packed into one row, bad rows replaced.
+what replaces a bad one depend on the seed and the position alone (packed: and on the rows' measured
+lengths): not on ranks, worker processes or where the run was started. A micro-batch is padded rows,
+or samples packed into one row.
 """
 
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from coat_data.load.collate import Batch, collate, collate_packed
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
+from coat_data.load.prepare import in_workers
 from coat_data.mixture.packing import MAX_DRAWS, PackedOrder, replacement
 from coat_data.mixture.sampler import (
     Bin,
@@ -77,25 +74,7 @@ class LoadedBatch:
     :data:`REPLAYED` where rows were."""
 
 
-class Batches(Dataset[LoadedBatch | DataError]):
-    """Loads micro-batches, each by what is asked for: bins in training, rows in validation.
-
-    An error in the data is returned, not raised: a DataLoader rebuilds what a worker raises from
-    its text alone, with the worker's traceback in front.
-    """
-
-    def __getitem__(self, request: Any) -> LoadedBatch | DataError:
-        try:
-            return self.load(request)
-        except DataError as error:
-            return error
-
-    def load(self, request: Any) -> LoadedBatch:
-        """The micro-batch, or DataError."""
-        raise NotImplementedError
-
-
-class TrainBatches(Batches):
+class _TrainBatches:
     """One padded row per sample.
 
     Attributes:
@@ -186,7 +165,7 @@ class TrainBatches(Batches):
         return None, errors
 
 
-class PackedBatches(Batches):
+class _PackedBatches:
     """One row of several samples. What replaces a bad sample has to fit into its bin's room.
 
     Args:
@@ -194,7 +173,7 @@ class PackedBatches(Batches):
         order: where the bins are from.
     """
 
-    def __init__(self, single: TrainBatches, order: PackedOrder) -> None:
+    def __init__(self, single: _TrainBatches, order: PackedOrder) -> None:
         self._single = single
         self._order = order
 
@@ -358,8 +337,8 @@ class TrainLoader:
         self._world_size = world_size
         self._num_workers = num_workers
         self._micro_steps = batch_size // (micro_batch_size * world_size)
-        loading = TrainBatches(datasets, mixture, encoder, seed, replace_bad, pad_token_id)
-        self._loading = loading if packing is None else PackedBatches(loading, packing)
+        loading = _TrainBatches(datasets, mixture, encoder, seed, replace_bad, pad_token_id)
+        self._loading = loading if packing is None else _PackedBatches(loading, packing)
 
     def steps(self, start: Cursor) -> Generator[list[LoadedBatch]]:
         """The micro-batches of each optimizer step from ``start`` on, without end.
@@ -373,7 +352,7 @@ class TrainLoader:
         Raises:
             DataError: a row is bad (with ``replace_bad``: and so were all its replacements).
         """
-        loaded = _load(self._loading, self._requests(start), self._num_workers)
+        loaded = in_workers(self._loading.load, self._requests(start), self._num_workers)
         while True:
             yield [next(loaded) for _ in range(self._micro_steps)]
 
@@ -446,7 +425,8 @@ def val_batches(
     stride = batch_size * world_size
     starts = range(rank * batch_size, len(dataset) + rank * batch_size, stride)
     rows = (range(start, min(start + batch_size, len(dataset))) for start in starts)
-    yield from _load(_ValBatches(dataset, encoder, skip_bad, pad_token_id), rows, num_workers)
+    loading = _ValBatches(dataset, encoder, skip_bad, pad_token_id)
+    yield from in_workers(loading.load, rows, num_workers)
 
 
 def check_batch_sizes(batch_size: int, micro_batch_size: int, rank: int, world_size: int) -> None:
@@ -473,7 +453,7 @@ def check_batch_sizes(batch_size: int, micro_batch_size: int, rank: int, world_s
     )
 
 
-class _ValBatches(Batches):
+class _ValBatches:
     def __init__(self, dataset: Rows, encoder: Encode, skip_bad: bool, pad_token_id: int) -> None:
         self._dataset = dataset
         self._encoder = encoder
@@ -507,24 +487,3 @@ class _ValBatches(Batches):
         raise DataError(
             self._dataset.name, "no row is good", "check the path and media_root of this source"
         )
-
-
-def _load(batches: Batches, requests: Iterable[Any], num_workers: int) -> Iterator[LoadedBatch]:
-    """Load micro-batches in order, ahead of their use where there are workers."""
-    loader = DataLoader(
-        batches,
-        sampler=requests,
-        batch_size=None,
-        collate_fn=_unchanged,
-        num_workers=num_workers,
-        generator=torch.Generator(),  # else it would draw from the generator that dropout uses
-    )
-    for loaded in loader:
-        if isinstance(loaded, DataError):
-            raise loaded
-        yield loaded
-
-
-def _unchanged(loaded: Any) -> Any:
-    """Keep a worker's answer as it is; the default would convert its parts to tensors."""
-    return loaded
