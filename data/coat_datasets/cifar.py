@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from coat_data.sample import DataError
 from coat_data.text.chat import LETTER_SUFFIX, SHORT_ANSWER_SUFFIX
-from coat_data.tools.output_folder import new_folder
+from coat_data.tools.source import new_folder
 from coat_datasets.rows import Question, write_conversations, write_questions
 
 CONFUSABLE: dict[str, str] = {

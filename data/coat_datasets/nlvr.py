@@ -21,7 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from coat_data.sample import DataError
-from coat_data.tools.output_folder import new_folder
+from coat_data.tools.source import new_folder
 from coat_datasets.rows import Question, write_conversations, write_questions
 
 NUM_PERMUTATIONS = 6

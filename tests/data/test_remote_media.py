@@ -152,7 +152,7 @@ def test_a_row_of_an_unreachable_medium_is_bad_and_no_other(
     ):
         assert words in problem.problem
     with pytest.raises(DataError, match=r"a\.jsonl:1: http.*none\.jpg: cannot be read: .*404"):
-        ingest(path, tmp_path / "out", progress=False)
+        ingest(path, tmp_path / "out")
     videos = write(tmp_path / "v.jsonl", row(video=f"{url}/clip.mp4"), row(video=f"{url}/no.mp4"))
     for check in ("header", "decode"):
         problems.clear()
@@ -269,14 +269,14 @@ def test_addresses_are_kept_or_copied(folder: Path, tmp_path: Path, serve: Any) 
     listed = tmp_path / "list.yaml"
     listed.write_text(json.dumps({"sources": [{"path": "a.jsonl", "media_root": root}]}))
     for source, options in ((path, {"media_root": root}), (listed, {})):
-        ingest(source, tmp_path / "kept", progress=False, overwrite=True, **options)
+        ingest(source, tmp_path / "kept", overwrite=True, **options)
         kept = SampleDataset(tmp_path / "kept")
         assert [kept[number].media[0].path for number in range(2)] == addresses
-    ingest(path, tmp_path / "own", media_root=root, embed_media=True, progress=False)
+    ingest(path, tmp_path / "own", media_root=root, embed_media=True)
     assert [SampleDataset(tmp_path / "own")[n].media[0].data for n in range(2)] == files
     for name, keep in (("copied", False), ("named", True)):
         out = tmp_path / name
-        summary = export(path, out, to="llava", keep_paths=keep, media_root=root, progress=False)
+        summary = export(path, out, to="llava", keep_paths=keep, media_root=root)
         assert (summary.rows, summary.left_out) == (2, 0)
         media = [sample.media[0] for sample in SampleDataset(summary.path).stream()]  # pyright: ignore
         if keep:

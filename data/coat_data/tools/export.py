@@ -1,11 +1,8 @@
 """Writes the samples of a source as LLaVA JSON, messages JSONL or WebDataset tars.
 
 Every row is read back by the reader of its format before it is kept: a sample that the format
-cannot hold is left out and listed, never changed.
-
-Copies the media of exported samples into a folder, or names them where they are.
-
-Rows of LLaVA's and of the messages format for a sample.
+cannot hold is left out and listed, never changed. Media are copied into a folder beside the rows,
+or named where they are.
 """
 
 import dataclasses
@@ -14,14 +11,13 @@ import json
 import os
 import shutil
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal
 
 from PIL import Image
-from tqdm import tqdm
 
 from coat_data.containers.folder import VIDEO_SUFFIXES
 from coat_data.containers.remote_file import is_url
@@ -33,7 +29,7 @@ from coat_data.media.root import MediaRoot
 from coat_data.readers import llava, messages, webdataset
 from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Media, Part, Role, Sample, Turn
-from coat_data.tools.output_folder import new_folder
+from coat_data.tools.source import list_bad, media_bytes, new_folder, walk
 
 FOLDER = "media"
 """Name of the folder beside the exported rows."""
@@ -99,23 +95,6 @@ def media_suffix(media: Media) -> str:
             return f".{(image.format or 'img').lower()}"
     except Exception:  # whatever Pillow raises: an image that nobody can read is copied as it is
         return ".img"
-
-
-def media_bytes(media: Media) -> bytes:
-    """The encoded file.
-
-    Raises:
-        DataError: it is missing or a folder, or its address cannot be read; names the path.
-    """
-    media = fetched(media)
-    if media.data is not None:
-        return media.data
-    try:
-        return Path(media.path or "").read_bytes()
-    except OSError as error:
-        raise DataError(
-            str(media.path), f"unreadable: {error.strerror}", "check path and media_root"
-        ) from error
 
 
 _SPEAKERS: Mapping[Role, str] = {"system": "system", "user": "human", "assistant": "gpt"}
@@ -222,6 +201,12 @@ def _reference(medium: Media, name: str) -> Any:
 ExportFormat = Literal["llava", "messages", "webdataset"]
 BAD_NAME = "left_out.jsonl"
 
+_NAMES: Mapping[ExportFormat, str] = {
+    "llava": "data.json",
+    "messages": "data.jsonl",
+    "webdataset": ".",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSummary:
@@ -234,10 +219,6 @@ class ExportSummary:
     """What to open again: the data file, or the folder of tars."""
 
 
-class _Writer(Protocol):
-    def write(self, sample: Sample) -> None: ...
-
-
 def export(
     path: str | Path,
     out_dir: str | Path,
@@ -245,7 +226,6 @@ def export(
     *,
     keep_paths: bool = False,
     shard_rows: int = 1000,
-    progress: bool = True,
     **options: Any,
 ) -> ExportSummary:
     """Write every good sample of ``path`` to the new folder ``out_dir``.
@@ -257,7 +237,6 @@ def export(
             ``webdataset`` tars with the media inside.
         keep_paths: do not copy media; name them relative to the source's media root.
         shard_rows: samples per tar.
-        progress: show a progress bar.
         options: further arguments of :class:`SampleDataset`.
 
     Raises:
@@ -271,11 +250,13 @@ def export(
     dataset = SampleDataset(path, in_order=True, **options)
     rows = left_out = 0
     why = "there are no rows"
-    total = len(dataset) if dataset.random_access else None
     with new_folder(out_dir) as folder:
         media = MediaFolder(folder, dataset.media_root if keep_paths else None)
-        with _open_writer(folder, to, media, shard_rows) as writer:
-            for sample in tqdm(dataset.stream(), f"export {to}", total, disable=not progress):
+        writer = (
+            _TarWriter(folder, shard_rows) if to == "webdataset" else _JsonWriter(folder, to, media)
+        )
+        with closing(writer):
+            for sample in walk(dataset, f"export {to}"):
                 try:
                     if isinstance(sample, DataError):
                         raise sample
@@ -283,74 +264,44 @@ def export(
                     rows += 1
                 except DataError as error:
                     left_out += 1
-                    _list(folder / BAD_NAME, error)
+                    list_bad(folder / BAD_NAME, [error])
                     if left_out == 1:
                         why = str(error)
         if not rows:
             raise DataError(
                 str(path), f"no sample can be exported: {why}", "see coat-vlm data lint"
             )
-    name = {"llava": "data.json", "messages": "data.jsonl", "webdataset": "."}[to]
-    return ExportSummary(rows=rows, left_out=left_out, path=Path(out_dir) / name)
-
-
-def _list(path: Path, error: DataError) -> None:
-    row = {"where": error.where, "problem": error.problem, "remedy": error.remedy}
-    with path.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(row) + "\n")
-
-
-@contextmanager
-def _open_writer(
-    folder: Path, to: ExportFormat, media: MediaFolder, shard_rows: int
-) -> Iterator[_Writer]:
-    if to == "webdataset":
-        writer = _TarWriter(folder, shard_rows)
-        try:
-            yield writer
-        finally:
-            writer.close()
-        return
-    name = "data.json" if to == "llava" else "data.jsonl"
-    with (folder / name).open("w", encoding="utf-8") as stream:
-        if to == "messages":
-            yield _MessagesWriter(stream, media, folder)
-            return
-        stream.write("[")
-        yield _LlavaWriter(stream, media, folder)
-        stream.write("\n]\n")
+    return ExportSummary(rows=rows, left_out=left_out, path=Path(out_dir) / _NAMES[to])
 
 
 def _place(sample: Sample, folder: Path) -> Place:
     return Place(source=sample.source, row=sample.row, root=MediaRoot(folder, follow_links=True))
 
 
-class _LlavaWriter:
-    def __init__(self, stream: TextIO, media: MediaFolder, folder: Path) -> None:
-        self._stream = stream
-        self._media = media
+class _JsonWriter:
+    """``data.json`` with rows of LLaVA, or ``data.jsonl`` with messages; their media beside it."""
+
+    def __init__(self, folder: Path, to: ExportFormat, media: MediaFolder) -> None:
         self._folder = folder
-        self._separator = "\n"
+        self._media = media
+        if to == "llava":
+            self._row, self._read, self._name = llava_row, llava.to_sample, "LLaVA JSON"
+            self._before, self._between, self._end = "[\n", ",\n", "\n]\n"
+        else:
+            self._row, self._read, self._name = messages_row, messages.to_sample, "messages"
+            self._before, self._between, self._end = "", "\n", "\n"
+        self._stream = (folder / _NAMES[to]).open("w", encoding="utf-8")
 
     def write(self, sample: Sample) -> None:
-        trial = llava_row(sample, ["m"] * len(sample.media))
-        check_same(sample, llava.to_sample(trial, _place(sample, self._folder)), "LLaVA JSON")
-        row = llava_row(sample, [self._media.add(medium) for medium in sample.media])
-        self._stream.write(self._separator + json.dumps(row))
-        self._separator = ",\n"
+        trial = self._row(sample, ["m"] * len(sample.media))
+        check_same(sample, self._read(trial, _place(sample, self._folder)), self._name)
+        row = self._row(sample, [self._media.add(medium) for medium in sample.media])
+        self._stream.write(self._before + json.dumps(row))
+        self._before = self._between
 
-
-class _MessagesWriter:
-    def __init__(self, stream: TextIO, media: MediaFolder, folder: Path) -> None:
-        self._stream = stream
-        self._media = media
-        self._folder = folder
-
-    def write(self, sample: Sample) -> None:
-        trial = messages_row(sample, ["m"] * len(sample.media))
-        check_same(sample, messages.to_sample(trial, _place(sample, self._folder)), "messages")
-        row = messages_row(sample, [self._media.add(medium) for medium in sample.media])
-        self._stream.write(json.dumps(row) + "\n")
+    def close(self) -> None:
+        self._stream.write(self._end)
+        self._stream.close()
 
 
 class _TarWriter:
@@ -368,9 +319,8 @@ class _TarWriter:
         row["json"] = json.dumps(messages_row(sample, None)).encode("ascii")
         for number, medium in enumerate(sample.media):
             row[f"{number:03d}{media_suffix(medium)}"] = media_bytes(medium)
-        check_same(
-            sample, webdataset.READER.to_sample(row, _place(sample, self._folder)), "WebDataset"
-        )
+        read = webdataset.READER.to_sample(row, _place(sample, self._folder))
+        check_same(sample, read, "WebDataset")
         if self._count % self._shard_rows == 0:
             self.close()
             name = f"{self._count // self._shard_rows:05d}.tar"

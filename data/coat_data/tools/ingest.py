@@ -6,7 +6,6 @@ The folder is described in :mod:`coat_data.containers.ingested` and opened by
 
 import dataclasses
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,8 +13,6 @@ from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from coat_data.containers.ingested import (
     BAD_SAMPLES_NAME,
@@ -27,11 +24,8 @@ from coat_data.containers.ingested import (
 )
 from coat_data.containers.remote_file import is_url
 from coat_data.load.dataset import SampleDataset
-from coat_data.media.image import open_image
-from coat_data.media.video import read_frames
 from coat_data.sample import DataError, Media, Sample
-from coat_data.tools.export import media_bytes
-from coat_data.tools.output_folder import new_folder
+from coat_data.tools.source import decode, list_bad, media_bytes, new_folder, walk
 
 _ERRORS_SHOWN = 5
 _ROWS_IN_MEMORY = 200
@@ -51,7 +45,6 @@ def ingest(
     max_bad_samples: int = 0,
     shard_rows: int = 10_000,
     overwrite: bool = False,
-    progress: bool = True,
 ) -> Manifest:
     """Check every row of ``path`` and write the good ones to ``out_dir``.
 
@@ -70,7 +63,6 @@ def ingest(
         max_bad_samples: bad rows that may be left out; they are listed in ``bad_samples.jsonl``.
         shard_rows: rows per Parquet file.
         overwrite: replace ``out_dir`` if it is an ingested folder.
-        progress: show a progress bar.
 
     Raises:
         DataError: the file does not parse, or more than ``max_bad_samples`` rows are bad (names the
@@ -93,13 +85,14 @@ def ingest(
         loader = _Loader(dataset, embed=embed_media, check=check_media)
         records = (
             to_record(sample, dataset.media_root)
-            for sample in loader.good_samples(progress)
+            for sample in loader.good_samples()
             if len(loader.bad) <= max_bad_samples  # nothing is kept of an ingest that will fail
         )
         shards = _write_shards(records, folder, shard_rows)
         if len(loader.bad) > max_bad_samples or not shards:
             raise _too_many_bad(str(path), loader.bad, loader.num_rows, max_bad_samples)
-        _write_bad_samples(loader.bad, folder)
+        if loader.bad:
+            list_bad(folder / BAD_SAMPLES_NAME, loader.bad)
         manifest = Manifest(
             rows=sum(shard.rows for shard in shards),
             shards=tuple(shards),
@@ -159,11 +152,9 @@ class _Loader:
         self._embed = embed
         self._check = check
 
-    def good_samples(self, progress: bool) -> Iterator[Sample]:
+    def good_samples(self) -> Iterator[Sample]:
         """The samples that pass every check."""
-        total = len(self._dataset) if self._dataset.random_access else None
-        name = f"ingest {self._dataset.name}"
-        for sample in tqdm(self._dataset.stream(), name, total, disable=not progress):
+        for sample in walk(self._dataset, "ingest"):
             self.num_rows += 1
             if isinstance(sample, DataError):
                 self.bad.append(sample)
@@ -171,8 +162,7 @@ class _Loader:
             try:
                 media = tuple(self._load(item) for item in sample.media)
             except DataError as error:
-                where = f"{sample.where}: {error.where}"
-                self.bad.append(type(error)(where, error.problem, error.remedy))
+                self.bad.append(error.within(sample.where))
             else:
                 yield dataclasses.replace(sample, media=media)
 
@@ -184,18 +174,6 @@ class _Loader:
         if self._check:
             decode(media)
         return media
-
-
-def decode(media: Media) -> None:
-    """Decode an image, or one frame of a video.
-
-    Raises:
-        DataError: it cannot be decoded; names the path.
-    """
-    if media.kind == "image":
-        open_image(media)
-    else:
-        read_frames(media, 1)
 
 
 def _write_shards(records: Iterator[dict[str, Any]], folder: Path, shard_rows: int) -> list[Shard]:
@@ -237,16 +215,6 @@ def _too_many_bad(path: str, bad: list[DataError], rows: int, allowed: int) -> D
         f"{len(bad)} of {rows} rows are bad, {allowed} allowed:{shown}{more}\n",
         "fix or remove these rows, or allow more with max_bad_samples (at least one must be good)",
     )
-
-
-def _write_bad_samples(bad: list[DataError], folder: Path) -> None:
-    if bad:
-        rows = [
-            {"where": error.where, "problem": error.problem, "remedy": error.remedy}
-            for error in bad
-        ]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / BAD_SAMPLES_NAME).write_text(lines, encoding="utf-8")
 
 
 def _sha256(path: Path) -> str:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import image_size
 from coat_data.sample import DataError, Sample
+from coat_data.tools.source import walk
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 """What is shown of a distribution: minimum, 10%, median, 90%, 99%, maximum."""
@@ -105,8 +105,7 @@ def collect(
     found: list[SourceStats] = []
     for dataset in SampleDataset(path, in_order=True, **options).sources():
         stats = SourceStats(name=dataset.name, format=dataset.format)
-        total = len(dataset) if dataset.random_access else None
-        for sample in tqdm(dataset.stream(), f"stats {stats.name}", total, disable=not progress):
+        for sample in walk(dataset, "stats", progress=progress):
             if isinstance(sample, DataError):
                 stats.bad += 1
             else:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from coat_data.tools.output_folder import new_folder
+from coat_data.tools.source import new_folder
 from coat_datasets.rows import Question, conversation, write_conversations, write_questions
 from coat_datasets.scenes.ask import (
     BINDING_KINDS,
