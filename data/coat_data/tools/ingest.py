@@ -36,15 +36,12 @@ def ingest(
     path: str | Path,
     out_dir: str | Path,
     *,
-    media_root: str | Path | None = None,
-    format: str | None = None,
-    allow_pickle: bool = False,
-    follow_links: bool = False,
     embed_media: bool = False,
     check_media: bool = True,
     max_bad_samples: int = 0,
     shard_rows: int = 10_000,
     overwrite: bool = False,
+    **options: Any,
 ) -> Manifest:
     """Check every row of ``path`` and write the good ones to ``out_dir``.
 
@@ -53,16 +50,13 @@ def ingest(
     Args:
         path: a data file, folder, pattern or list, as :class:`SampleDataset` takes it.
         out_dir: folder to make.
-        media_root: folder that relative media paths start from; the file's folder by default.
-        format: name of a reader, where the content does not tell.
-        allow_pickle: read .pkl files.
-        follow_links: allow links below the media root that lead out of it.
         embed_media: store the media files' bytes in the shards. Media that have no files of their
             own (in tars and Parquet) are always stored.
         check_media: decode every image, and one frame of every video.
         max_bad_samples: bad rows that may be left out; they are listed in ``bad_samples.jsonl``.
         shard_rows: rows per Parquet file.
         overwrite: replace ``out_dir`` if it is an ingested folder.
+        options: further arguments of :class:`SampleDataset`.
 
     Raises:
         DataError: the file does not parse, or more than ``max_bad_samples`` rows are bad (names the
@@ -74,14 +68,7 @@ def ingest(
     if shard_rows < 1:
         raise ValueError(f"shard_rows={shard_rows} must be at least 1")
     with _output_folder(out_dir, overwrite=overwrite) as folder:
-        dataset = SampleDataset(
-            path,
-            media_root,
-            format=format,
-            allow_pickle=allow_pickle,
-            follow_links=follow_links,
-            in_order=True,
-        )
+        dataset = SampleDataset(path, in_order=True, **options)
         loader = _Loader(dataset, embed=embed_media, check=check_media)
         records = (
             to_record(sample, dataset.media_root)

@@ -1,4 +1,10 @@
-"""Questions about a scene, chosen so that none can be answered from the ones before it.
+"""What is said about a scene: captions, and questions that no earlier one gives away.
+
+A caption row is either a dense caption of the whole image, or a conversation that refers to every
+shape in turn ("Describe the star.") and is told its colour and place, or ``none``. There a thing
+has to be found by its shape, and is asked for where a question will ask for it: that is what
+carries over to answering questions. (The last turns can be narrowed down by what was said of the
+other shapes; in the questions, which are tested, they cannot.)
 
 Several questions may share a row, hence an image: the model then reads the earlier questions and
 answers. :func:`ask` keeps the later ones worth asking:
@@ -14,14 +20,6 @@ answers. :func:`ask` keeps the later ones worth asking:
 * "What color is the circle?" is not asked after "Is there a red circle?", nor when its answer is a
   colour that was counted before.
 * Nothing is asked twice.
-
-Captions that tie the colour, shape and position of every object together.
-
-A row is either a dense caption of the whole image, or a conversation that refers to every shape in
-turn ("Describe the star.") and is told its colour and place, or ``none``. There a thing has to be
-found by its shape, and is asked for where a question will ask for it: that is what carries over to
-answering questions. (The last turns can be narrowed down by what was said of the other shapes; in
-:mod:`coat_datasets.scenes.ask`, whose questions are tested, they cannot.)
 """
 
 from collections.abc import Collection, Sequence

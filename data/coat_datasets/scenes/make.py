@@ -66,7 +66,6 @@ def make_scenes(
     image_size: int = 48,
     questions_per_image: int = 6,
     questions_per_row: int = 6,
-    progress: bool = True,
 ) -> dict[str, int]:
     """Make the dataset in ``out_dir`` (complete, or not at all).
 
@@ -81,7 +80,6 @@ def make_scenes(
         questions_per_row: questions that share a training row as turns of one conversation, so that
             the image is encoded once; 1 gives each question a row of its own. No turn can be
             answered from the turns before it, see :mod:`coat_datasets.scenes.ask`.
-        progress: show progress bars.
 
     Returns:
         Number of images, rows or questions by file or folder.
@@ -103,7 +101,7 @@ def make_scenes(
     summary: dict[str, int] = {}
     with new_folder(out_dir) as folder:
         for stream, (split, scenes) in enumerate(splits.items(), start=1):
-            _write_images(folder, split, scenes, image_size, [seed, stream], progress)
+            _write_images(folder, split, scenes, image_size, [seed, stream])
             summary[f"images/{split}"] = len(scenes)
         text_rng = np.random.default_rng([seed, 4])
         for split, suffix in (("train", ""), ("val", "_val")):
@@ -182,10 +180,9 @@ def _write_images(
     scenes: Sequence[Scene],
     image_size: int,
     seed: list[int],
-    progress: bool,
 ) -> None:
     (folder / "images" / split).mkdir(parents=True)
-    for number, scene in enumerate(tqdm(scenes, desc=f"{split} images", disable=not progress)):
+    for number, scene in enumerate(tqdm(scenes, desc=f"{split} images")):
         encoded = BytesIO()
         image = draw_image(scene, image_size, np.random.default_rng([*seed, number]))
         image.save(encoded, format="PNG", compress_level=1)
