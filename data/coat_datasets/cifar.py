@@ -163,10 +163,10 @@ def _write_texts(
     }
     summary: dict[str, int] = {}
     for name, make in makers.items():
-        questions = {f"{name}.json": make(train), f"{name}_val.json": make(val)}
-        for file, asked in questions.items():
+        train_questions, val_questions = make(train), make(val)
+        for file, asked in ((f"{name}.json", train_questions), (f"{name}_val.json", val_questions)):
             summary[file] = write_training_rows(folder / file, asked)
-        summary[f"eval/{name}"] = write_questions(folder / "eval" / name, asked)
+        summary[f"eval/{name}"] = write_questions(folder / "eval" / name, val_questions)
     return summary
 
 

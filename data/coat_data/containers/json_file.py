@@ -112,7 +112,7 @@ def parse_row(data: bytes, where: str) -> Any:
         raise DataError(where, f"is not usable JSON: {error}", _REMEDY) from error
 
 
-def row_spans(stream: io.BufferedReader, where: str) -> Iterator[tuple[int, int]]:
+def row_spans(stream: "io.BufferedReader[Any]", where: str) -> Iterator[tuple[int, int]]:
     """Start and end of every element of a JSON array, or of every line that is not blank.
 
     Raises:

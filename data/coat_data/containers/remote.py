@@ -14,7 +14,7 @@ import tarfile
 import zipfile
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -268,22 +268,28 @@ class RemoteRows(Rows):
     def __init__(self, pattern: str) -> None:
         blocks = Blocks()
         self._files = [RemoteFile(url, blocks) for url in expand_urls(pattern)]
-        self._kinds: list[Kind] = [_kind(file) for file in self._files]
-        if len(set(self._kinds)) > 1:
-            raise DataError(
-                pattern, f"matches {', '.join(sorted(set(self._kinds)))}", "name files of one kind"
-            )
-        self._indices = [
-            shard_index(file, kind) for file, kind in zip(self._files, self._kinds, strict=True)
-        ]
-        counts = [_rows(index, self._kinds[0]) for index in self._indices]
+        kinds: list[Kind] = sorted({_kind(file) for file in self._files})
+        if len(kinds) > 1:
+            raise DataError(pattern, f"matches {', '.join(kinds)}", "name files of one kind")
+        self._kind = kinds[0]
+        self._indices = [shard_index(file, self._kind) for file in self._files]
+        if self._kind == "parquet":  # a row group is read as a whole
+            sizes = [int(n) for index in self._indices for n in index.ends - index.starts]
+            counts = [int((index.ends - index.starts).sum()) for index in self._indices]
+        else:
+            sizes = counts = [len(index.starts) for index in self._indices]
         self._ends = np.cumsum(counts, dtype=np.int64)
         self.media_root = Path.cwd()
-        self.damage = self._first_damage()
+        broken = (
+            DataError(file.url, index.damage, "copy the shard again")
+            for file, index in zip(self._files, self._indices, strict=True)
+            if index.damage
+        )
+        self.damage = next(broken, None)
         self.paths = tuple(index.path for index in self._indices)
         self.unseekable = next((file.url for file in self._files if not file.seekable), None)
-        self.shards = self._shards(counts)
-        self.replayed = 0
+        window = max([1, *sizes]) if self._kind == "parquet" else WINDOW_ROWS
+        self.shards = Shards(sizes=tuple(sizes), window=window, jumps=self.unseekable is None)
         self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._windows: OrderedDict[tuple[int, int], list[bytes]] = OrderedDict()
         self._reader: _Forward | None = None
@@ -293,9 +299,17 @@ class RemoteRows(Rows):
 
     def __getitem__(self, index: int) -> Any:
         number, row = locate(self._ends, index)
-        if self._kinds[number] == "parquet":
+        if self._kind == "parquet":
             return self._parquet_row(number, row)
-        return self._parsed(self._read(number, row), number, row)
+        file, shard = self._files[number], self._indices[number]
+        if file.seekable:
+            start, end = int(shard.starts[row]), int(shard.ends[row])
+            data = file.read(start, end - start)
+            if len(data) < end - start:
+                raise DataError(file.url, "has changed since it was indexed", "start again with it")
+        else:
+            data = self._read_forward(number, row)
+        return (sample_of if self._kind == "tar" else parse_row)(data, f"{file.url}:{row}")
 
     def stream(self) -> Iterator[Any]:
         """Rows in order; a DataError in the place of a row that does not parse."""
@@ -309,32 +323,6 @@ class RemoteRows(Rows):
         """The shard's address and the row in it."""
         number, row = locate(self._ends, index)
         return self._files[number].url, row
-
-    def _shards(self, counts: Sequence[int]) -> Shards:
-        if self._kinds[0] == "parquet":  # a row group is read as a whole
-            sizes = [int(n) for index in self._indices for n in index.ends - index.starts]
-            return Shards(sizes=tuple(sizes), window=max([1, *sizes]))
-        return Shards(sizes=tuple(counts), window=WINDOW_ROWS, jumps=self.unseekable is None)
-
-    def _first_damage(self) -> DataError | None:
-        for file, index in zip(self._files, self._indices, strict=True):
-            if index.damage:
-                return DataError(file.url, index.damage, "copy the shard again")
-        return None
-
-    def _parsed(self, data: bytes, number: int, row: int) -> Any:
-        where = f"{self._files[number].url}:{row}"
-        return sample_of(data, where) if self._kinds[number] == "tar" else parse_row(data, where)
-
-    def _read(self, number: int, row: int) -> bytes:
-        file, index = self._files[number], self._indices[number]
-        start, end = int(index.starts[row]), int(index.ends[row])
-        if not file.seekable:
-            return self._read_forward(number, row)
-        data = file.read(start, end - start)
-        if len(data) < end - start:
-            raise DataError(file.url, "has changed since it was indexed", "start again with it")
-        return data
 
     def _read_forward(self, number: int, row: int) -> bytes:
         window, place = divmod(row, WINDOW_ROWS)
@@ -439,12 +427,6 @@ def _kind(file: RemoteFile) -> Kind:
         "is not JSON, JSONL, Parquet or a plain tar",
         "other files are read from this machine only: download it first",
     )
-
-
-def _rows(index: ShardIndex, kind: Kind) -> int:
-    if kind == "parquet":
-        return int(index.ends[-1]) if len(index.ends) else 0
-    return len(index.starts)
 
 
 def _row_group(file: RemoteFile, group: int) -> Any:

@@ -8,7 +8,7 @@ longer match its pixel values.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -128,14 +128,7 @@ class Encoder:
         Raises:
             DataError: as for a call, as far as it can be known from headers.
         """
-        _check_answered(sample)
-        segments = self.segments(sample)
-        self._check_media(sample, sample.media, segments)
-        try:
-            plans = [self._media.plan(medium) for medium in sample.media]
-            ids, _ = self._tokens(segments, plans, before_answer=False)
-        except DataError as error:
-            raise error.within(sample.where) from error
+        ids, _, plans = self._planned(sample, self._media.plan)
         self._check_length(sample, len(ids), plans)
         return Size(len(ids), sum(plan.num_tiles for plan in plans))
 
@@ -145,12 +138,19 @@ class Encoder:
         Raises:
             DataError: there is no answer, or the placeholders do not match the media.
         """
+        ids, labels, _ = self._planned(sample, lambda _: MediaPlan((ONE_TILE,)))
+        return ids, labels
+
+    def _planned(
+        self, sample: Sample, plan: Callable[[Media], MediaPlan]
+    ) -> tuple[list[int], list[int], list[MediaPlan]]:
+        """Ids, labels and the media's plans of a whole conversation."""
         _check_answered(sample)
         segments = self.segments(sample)
         self._check_media(sample, sample.media, segments)
-        plans = [MediaPlan((ONE_TILE,)) for _ in sample.media]
         try:
-            return self._tokens(segments, plans, before_answer=False)
+            plans = [plan(medium) for medium in sample.media]
+            return *self._tokens(segments, plans, before_answer=False), plans
         except DataError as error:
             raise error.within(sample.where) from error
 
@@ -170,13 +170,8 @@ class Encoder:
         Raises:
             DataError: as for a call; or nobody asks anything.
         """
-        asked = [number for number, turn in enumerate(sample.turns) if turn.role == "user"]
-        if not asked:
-            raise DataError(sample.where, "there is no question to answer", "add a human turn")
-        turns = sample.turns[: asked[-1] + 1]
-        num_media = sum(part.kind != "text" for turn in turns for part in turn.parts)
+        turns, media = _asked(sample)
         segments = self.template.render(turns, add_generation_prompt=True)
-        media = sample.media[:num_media]
         encoded = self._encode(sample, media, segments, None, before_answer=True)
         return replace(encoded, labels=torch.full_like(encoded.labels, IGNORE_INDEX))
 
@@ -190,9 +185,7 @@ class Encoder:
             DataError: as for :meth:`prompt`, or with an answer the sequence is too long.
         """
         prompt = self.prompt(sample)
-        asked = max(number for number, turn in enumerate(sample.turns) if turn.role == "user")
-        turns = sample.turns[: asked + 1]
-        media = sample.media[: sum(part.kind != "text" for turn in turns for part in turn.parts)]
+        turns, media = _asked(sample)
         found = []
         for answer in answers:
             said = Turn("assistant", (Part("text", answer),))
@@ -370,6 +363,16 @@ class Encoder:
 def _as_tensor(numbers: list[int]) -> torch.Tensor:
     """int64; through numpy, which reads a long list several times as fast as torch."""
     return torch.from_numpy(np.array(numbers, dtype=np.int64))
+
+
+def _asked(sample: Sample) -> tuple[tuple[Turn, ...], tuple[Media, ...]]:
+    """The conversation up to its last user turn, and the media that it shows."""
+    asked = [number for number, turn in enumerate(sample.turns) if turn.role == "user"]
+    if not asked:
+        raise DataError(sample.where, "there is no question to answer", "add a human turn")
+    turns = sample.turns[: asked[-1] + 1]
+    num_media = sum(part.kind != "text" for turn in turns for part in turn.parts)
+    return turns, sample.media[:num_media]
 
 
 def _check_answered(sample: Sample) -> None:
