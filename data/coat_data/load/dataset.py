@@ -123,13 +123,11 @@ class SampleDataset:
         self.format = self._rows.format
         self.media_root = self._rows.media_root
         self.random_access = self._rows.random_access
-        if not in_order:
-            self._check_access(path)
-
-    def _check_access(self, path: str | Path) -> None:
+        if in_order:
+            return
         if self._rows.damage is not None:
             raise self._rows.damage
-        if not self._rows.random_access:
+        if not self.random_access:
             raise DataError(
                 str(path),
                 "can only be read in order (a pickle or a compressed tar), not by number",

@@ -248,14 +248,17 @@ class Encoder:
             raise error.within(sample.where) from error
         counts, self._media.counts = self._media.counts, Counter()
         input_ids = _as_tensor(ids)
+        grids = groups = positions = None
+        if self._media.transform.mode == "dynamic_s2":
+            shapes = [(tiles.rows, tiles.columns) for plan in plans for tiles in plan.tiles]
+            grids = torch.tensor(shapes, dtype=torch.int64).reshape(-1, 2)
+        if self._media.video.pool_frames > 1:
+            sizes = [size for plan in plans for size in plan.group_sizes]
+            groups = torch.tensor(sizes, dtype=torch.int64)
+        if self._image_token_id is not None:
+            positions = (input_ids == self._image_token_id).nonzero().squeeze(1)
         return EncodedSample(
-            input_ids,
-            _as_tensor(labels),
-            pixel_values,
-            self._grids(plans),
-            self._groups(plans),
-            self._positions(input_ids),
-            dict(counts),
+            input_ids, _as_tensor(labels), pixel_values, grids, groups, positions, dict(counts)
         )
 
     def _tokens(
@@ -301,23 +304,6 @@ class Encoder:
             return self._image_ids * plan.num_token_tiles
         between = self.pieces.literal("\n") + self._image_ids
         return self._image_ids + between * (plan.num_token_tiles - 1)
-
-    def _grids(self, plans: list[MediaPlan]) -> torch.Tensor | None:
-        if self._media.transform.mode != "dynamic_s2":
-            return None
-        grids = [(tiles.rows, tiles.columns) for plan in plans for tiles in plan.tiles]
-        return torch.tensor(grids, dtype=torch.int64).reshape(-1, 2)
-
-    def _groups(self, plans: list[MediaPlan]) -> torch.Tensor | None:
-        if self._media.video.pool_frames == 1:
-            return None
-        sizes = [size for plan in plans for size in plan.group_sizes]
-        return torch.tensor(sizes, dtype=torch.int64)
-
-    def _positions(self, input_ids: torch.Tensor) -> torch.Tensor | None:
-        if self._image_token_id is None:
-            return None
-        return (input_ids == self._image_token_id).nonzero().squeeze(1)
 
     def _check_media(
         self, sample: Sample, media: Sequence[Media], segments: Sequence[Segment]

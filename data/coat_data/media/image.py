@@ -91,7 +91,8 @@ def _opened(
         media = Media(kind="image", path=str(media))
     where = media.path or "<image bytes>"
     try:
-        with _limit_of_pillow(max_pixels), _open(media, decode=decode) as image:
+        source = _source(media, decode=decode)
+        with _limit_of_pillow(max_pixels), Image.open(source, formats=IMAGE_FORMATS) as image:
             _check_size(image, where)
             yield image, where
     except DataError:
@@ -154,10 +155,6 @@ def _describes_itself_behind(image: PngImageFile) -> bool:
         return False
     finally:
         file.seek(before)
-
-
-def _open(media: Media, *, decode: bool) -> Image.Image:
-    return Image.open(_source(media, decode=decode), formats=IMAGE_FORMATS)
 
 
 def _source(media: Media, *, decode: bool) -> BinaryIO | str:

@@ -113,8 +113,7 @@ class PyavVideo:
 
         The frame at a time is the last one that starts by then, or the first of all.
         """
-        frames = _shown_at(self._container, times)
-        return [(time, _upright(frame)) for time, frame in frames]
+        return [(time, _upright(frame)) for time, frame in _shown_at(self._container, times)]
 
 
 def _open(media: Media) -> InputContainer:

@@ -306,11 +306,8 @@ def deal(bins: Sequence[Bin], micro_batch_size: int, world_size: int) -> list[li
         for number, bin in enumerate(ranked[start : start + unit]):
             rank = ranks[number // micro_batch_size]
             if bin.tokens:
-                rank = min((r for r in ranks if len(r) < micro_batch_size), key=_load)
+                free = [rank for rank in ranks if len(rank) < micro_batch_size]
+                rank = min(free, key=lambda r: (sum(b.images for b in r), sum(b.tokens for b in r)))
             rank.append(bin)
         micro_steps.append(ranks)
     return micro_steps
-
-
-def _load(bins: Sequence[Bin]) -> tuple[int, int]:
-    return sum(bin.images for bin in bins), sum(bin.tokens for bin in bins)

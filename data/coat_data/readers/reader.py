@@ -215,8 +215,11 @@ def _from_struct(item: Mapping[str, Any], kind: MediaKind, field: str, place: Pl
             return to_media(value, kind, field, place)
         given = _struct_bytes(value, field, place)
         if given is not None:
-            return Media(kind=kind, path=_name(value, field, place), data=given)
-        value = _inner(value, kind)
+            path = value.get("path")  # for messages: nothing is read from there
+            named = isinstance(path, str) and bool(path)
+            return Media(kind=kind, path=path if named else _member(field, place), data=given)
+        inner = (value.get(name) for name in (kind, f"{kind}_url", "url", "path"))
+        value = next((one for one in inner if one is not None), None)
     raise DataError(place.where, f"{field} is nested too deep", 'write {"path": ...}')
 
 
@@ -235,11 +238,6 @@ def media_path(text: str, field: str, place: Place) -> str:
     return place.root.file(text, place.where)
 
 
-def _inner(item: Mapping[str, Any], kind: MediaKind) -> Any:
-    names = (kind, f"{kind}_url", "url", "path")
-    return next((item[name] for name in names if item.get(name) is not None), None)
-
-
 def _struct_bytes(item: Mapping[str, Any], field: str, place: Place) -> bytes | None:
     """The bytes that a struct holds; None if it holds none."""
     for name in ("bytes", "base64", "data"):
@@ -255,12 +253,6 @@ def _struct_bytes(item: Mapping[str, Any], field: str, place: Place) -> bytes | 
                 place.where, f"{field}.{name} is {kind_of(value)}", "make it bytes or base64 text"
             )
     return None
-
-
-def _name(item: Mapping[str, Any], field: str, place: Place) -> str:
-    """Where bytes came from, for messages: nothing is read from there."""
-    name = item.get("path")
-    return name if isinstance(name, str) and name else _member(field, place)
 
 
 def _member(field: str, place: Place) -> str:

@@ -63,7 +63,8 @@ def _to_sample(row: Any, place: Place) -> Sample:
     if any(name in place.columns for name in ("image", "video", "images", "videos")):
         return _mapped(row, key, place)
     media = [_medium(row, field, place) for field in _media_members(row)]
-    value = _json(row, place)
+    field = next((name for name in row if name == "json" or name.endswith(".json")), None)
+    value = None if field is None else _parsed(row, field, place)
     if isinstance(value, Mapping):
         reader = next((one for one in _ROW_READERS if one.matches(value)), None)
         if reader is not None:
@@ -105,11 +106,6 @@ def _medium(row: Mapping[str, Any], field: str, place: Place) -> Media:
 
 def _path(row: Mapping[str, Any], field: str, place: Place) -> str:
     return f"{place.source}/{row[KEY]}.{field}"
-
-
-def _json(row: Mapping[str, Any], place: Place) -> Any:
-    field = next((name for name in row if name == "json" or name.endswith(".json")), None)
-    return None if field is None else _parsed(row, field, place)
 
 
 def _parsed(row: Mapping[str, Any], field: str, place: Place) -> Any:

@@ -110,16 +110,16 @@ def llava_row(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
     row = _head(sample)
     for kind in ("image", "video"):
         own = [
-            _reference(medium, name)
+            {"path": name, **span} if (span := _span(medium)) else name
             for medium, name in zip(sample.media, names, strict=True)
             if medium.kind == kind
         ]
         if own:
             row[kind] = own[0] if len(own) == 1 else own
-    row["conversations"] = [
-        {"from": _SPEAKERS[turn.role], "value": "".join(_as_text(part) for part in turn.parts)}
-        for turn in sample.turns
-    ]
+    row["conversations"] = []
+    for turn in sample.turns:
+        texts = [part.text if part.kind == "text" else f"<{part.kind}>" for part in turn.parts]
+        row["conversations"].append({"from": _SPEAKERS[turn.role], "value": "".join(texts)})
     return row
 
 
@@ -184,18 +184,9 @@ def _head(sample: Sample) -> dict[str, Any]:
     return {"id": sample.id, **({"continues": True} if sample.continues else {})}
 
 
-def _as_text(part: Part) -> str:
-    return part.text if part.kind == "text" else f"<{part.kind}>"
-
-
 def _span(medium: Media) -> dict[str, float]:
     span = {"start": medium.start, "end": medium.end}
     return {name: time for name, time in span.items() if time is not None}
-
-
-def _reference(medium: Media, name: str) -> Any:
-    span = _span(medium)
-    return {"path": name, **span} if span else name
 
 
 ExportFormat = Literal["llava", "messages", "webdataset"]

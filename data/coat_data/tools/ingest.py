@@ -7,9 +7,7 @@ The folder is described in :mod:`coat_data.containers.ingested` and opened by
 import dataclasses
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -67,7 +65,15 @@ def ingest(
     out_dir = Path(out_dir).absolute()
     if shard_rows < 1:
         raise ValueError(f"shard_rows={shard_rows} must be at least 1")
-    with _output_folder(out_dir, overwrite=overwrite) as folder:
+    replace = out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir()))
+    if replace and not overwrite:
+        raise ValueError(f"{out_dir} exists already; choose another folder or set overwrite")
+    if replace and not (out_dir / MANIFEST_NAME).is_file():
+        raise ValueError(
+            f"{out_dir} is not an ingested folder (it has no {MANIFEST_NAME}) and will not be "
+            "replaced; choose another folder or delete it yourself"
+        )
+    with new_folder(out_dir, replace=replace) as folder:
         dataset = SampleDataset(path, in_order=True, **options)
         loader = _Loader(dataset, embed=embed_media, check=check_media)
         records = (
@@ -93,33 +99,6 @@ def ingest(
         _sync(*folder.iterdir(), folder)
     _sync(out_dir.parent)
     return manifest
-
-
-@contextmanager
-def _output_folder(out_dir: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder that becomes ``out_dir`` when the block ends well."""
-    if not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir())):
-        with new_folder(out_dir) as folder:
-            yield folder
-        return
-    if not overwrite:
-        raise ValueError(f"{out_dir} exists already; choose another folder or set overwrite")
-    if not (out_dir / MANIFEST_NAME).is_file():
-        raise ValueError(
-            f"{out_dir} is not an ingested folder (it has no {MANIFEST_NAME}) and will not be "
-            "replaced; choose another folder or delete it yourself"
-        )
-    fresh = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.new")
-    old = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.old")
-    with new_folder(fresh) as folder:
-        yield folder
-    out_dir.rename(old)
-    try:
-        fresh.rename(out_dir)
-    except BaseException:
-        old.rename(out_dir)
-        raise
-    shutil.rmtree(old)
 
 
 class _Loader:

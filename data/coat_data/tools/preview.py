@@ -135,14 +135,13 @@ def _chosen(dataset: SampleDataset, number: int) -> "list[Sample | DataError]":
     if not dataset.random_access:
         return list(islice(dataset.stream(), number))
     number = min(number, len(dataset))
-    return [_sample(dataset, index * len(dataset) // number) for index in range(number)]
-
-
-def _sample(dataset: SampleDataset, index: int) -> Sample | DataError:
-    try:
-        return dataset[index]
-    except DataError as error:
-        return error
+    found: list[Sample | DataError] = []
+    for index in range(number):
+        try:
+            found.append(dataset[index * len(dataset) // number])
+        except DataError as error:
+            found.append(error)
+    return found
 
 
 def _card(sample: Sample | DataError, model: ModelView | None) -> Card:

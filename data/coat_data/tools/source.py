@@ -60,7 +60,7 @@ def list_bad(path: Path, errors: Iterable[DataError]) -> None:
 
 
 @contextmanager
-def new_folder(out_dir: str | Path) -> Iterator[Path]:
+def new_folder(out_dir: str | Path, *, replace: bool = False) -> Iterator[Path]:
     """A temporary folder beside ``out_dir`` that takes its name when the block ends well.
 
     After an error or Ctrl-C in the block, the temporary folder is removed and ``out_dir`` is as
@@ -68,6 +68,7 @@ def new_folder(out_dir: str | Path) -> Iterator[Path]:
 
     Args:
         out_dir: folder to make; it must not exist, or be empty.
+        replace: it may exist and hold files, which are removed in the end.
 
     Yields:
         The folder to write into.
@@ -76,18 +77,25 @@ def new_folder(out_dir: str | Path) -> Iterator[Path]:
         DataError: ``out_dir`` has files in it or is a file.
     """
     target = Path(out_dir).absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    fresh = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    if not fresh and not replace:
         raise DataError(
             str(target), "already exists and is not empty", "choose another folder or delete it"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.parent / f".{target.name}.{os.getpid()}.partial"
+    partial, old = (target.parent / f".{target.name}.{os.getpid()}.{end}" for end in ("new", "old"))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         yield partial
         if target.exists():
-            target.rmdir()
-        partial.rename(target)
+            target.rename(old)
+        try:
+            partial.rename(target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
+        shutil.rmtree(old, ignore_errors=fresh)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
