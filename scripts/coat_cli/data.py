@@ -4,7 +4,7 @@ import argparse
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,28 +42,24 @@ def add(commands: Commands) -> None:
     _add_makers(make.add_subparsers(title="data sets", metavar="SET", required=True))
 
 
-def _add_source(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say what to open."""
-    parser.add_argument(
+def _add_source(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    """Declare the arguments that say what to open; returns what declares more of them."""
+    add = parser.add_argument
+    add(
         "path",
         help="JSON, JSONL, CSV, Parquet, tar or .txt file, pattern or address (https://, hf://, "
         "s3://) of shards, folder, or list of sources",
     )
-    parser.add_argument(
-        "--media-root", help="folder or address where paths start; default: beside PATH"
-    )
-    parser.add_argument("--format", metavar="NAME", help="how to read a row; default: by content")
-    parser.add_argument(
-        "--allow-pickle", action="store_true", help="read .pkl files, plain values only"
-    )
-    parser.add_argument(
-        "--follow-links", action="store_true", help="allow links that lead out of the media root"
-    )
+    add("--media-root", help="folder or address where paths start; default: beside PATH")
+    add("--format", metavar="NAME", help="how to read a row; default: by content")
+    add("--allow-pickle", action="store_true", help="read .pkl files, plain values only")
+    add("--follow-links", action="store_true", help="allow links that lead out of the media root")
+    return add
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """What :func:`_add_source` declared, as keyword arguments of ``SampleDataset``."""
-    names = ("media_root", "format", "allow_pickle", "follow_links")
+def _options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """What :func:`_add_source` declared, and ``names``, as keyword arguments."""
+    names = ("media_root", "format", "allow_pickle", "follow_links", *names)
     return {name: getattr(args, name) for name in names}
 
 
@@ -79,19 +75,13 @@ def _add_ingest(jobs: Commands) -> None:
   coat-vlm data ingest dataset_info.json#mllm_demo --out data/demo --embed-media
 """,
     )
-    _add_source(parser)
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
-    parser.add_argument("--embed-media", action="store_true", help="put the files into the shards")
-    parser.add_argument(
-        "--no-check-media", action="store_true", help="do not open every image and video"
-    )
-    parser.add_argument(
-        "--max-bad-samples", type=int, default=0, help="leave out and list up to N; default 0"
-    )
-    parser.add_argument(
-        "--shard-rows", type=int, default=10_000, help="rows a shard; default 10000"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an ingested folder")
+    add = _add_source(parser)
+    add("--out", type=Path, required=True, help="folder to make")
+    add("--embed-media", action="store_true", help="put the files into the shards")
+    add("--no-check-media", action="store_true", help="do not open every image and video")
+    add("--max-bad-samples", type=int, default=0, help="leave out and list up to N; default 0")
+    add("--shard-rows", type=int, default=10_000, help="rows a shard; default 10000")
+    add("--overwrite", action="store_true", help="replace an ingested folder")
 
 
 def _ingest(args: argparse.Namespace) -> int:
@@ -100,12 +90,8 @@ def _ingest(args: argparse.Namespace) -> int:
     manifest = ingest(
         args.path,
         args.out,
-        **_options(args),
-        embed_media=args.embed_media,
+        **_options(args, "embed_media", "max_bad_samples", "shard_rows", "overwrite"),
         check_media=not args.no_check_media,
-        max_bad_samples=args.max_bad_samples,
-        shard_rows=args.shard_rows,
-        overwrite=args.overwrite,
     )
     say(
         f"{args.out}: {manifest.rows} rows in {len(manifest.shards)} shards, "
@@ -128,14 +114,14 @@ def _add_looks(jobs: Commands) -> None:
 exit status: 0 all rows are good, 1 some are not
 """,
     )
-    _add_source(parser)
-    parser.add_argument(
+    add = _add_source(parser)
+    add(
         "--check-media",
         choices=("none", "header", "decode"),
         default="header",
         help="nothing; the files are there and begin as images (default); all can be decoded",
     )
-    parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
+    add("--no-progress", action="store_true", help="show no progress bar")
 
     parser = command(
         jobs,
@@ -147,10 +133,10 @@ exit status: 0 all rows are good, 1 some are not
   coat-vlm data stats mixture.yaml --tokenizer Qwen2.5-1.5B-Instruct
 """,
     )
-    _add_source(parser)
-    parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json: count tokens")
-    parser.add_argument("--no-sizes", action="store_true", help="do not read image headers")
-    parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
+    add = _add_source(parser)
+    add("--tokenizer", type=Path, help="folder with tokenizer.json: count tokens")
+    add("--no-sizes", action="store_true", help="do not read image headers")
+    add("--no-progress", action="store_true", help="show no progress bar")
 
     parser = command(
         jobs,
@@ -162,11 +148,11 @@ exit status: 0 all rows are good, 1 some are not
   coat-vlm data preview data/llava --model runs/quickstart/sft/model --out preview.html
 """,
     )
-    _add_source(parser)
-    parser.add_argument("--out", type=Path, required=True, help="HTML file to write")
-    parser.add_argument("--number", type=int, default=20, help="samples to show; default 20")
-    parser.add_argument("--model", type=Path, help="model folder: show what this model gets")
-    parser.add_argument("--template", help="with --model: a chat template other than the model's")
+    add = _add_source(parser)
+    add("--out", type=Path, required=True, help="HTML file to write")
+    add("--number", type=int, default=20, help="samples to show; default 20")
+    add("--model", type=Path, help="model folder: show what this model gets")
+    add("--template", help="with --model: a chat template other than the model's")
 
 
 def _lint(args: argparse.Namespace) -> int:
@@ -175,9 +161,8 @@ def _lint(args: argparse.Namespace) -> int:
     summary = lint(
         args.path,
         lambda error: say(str(error)),
-        check_media=args.check_media,
         progress=not args.no_progress,
-        **_options(args),
+        **_options(args, "check_media"),
     )
     read_as = f" (read as {summary.format})" if summary.format else ""
     away = f", {summary.unreachable} of them outages" if summary.unreachable else ""
@@ -190,10 +175,9 @@ def _stats(args: argparse.Namespace) -> int:
 
     found = collect(
         args.path,
-        tokenizer=args.tokenizer,
         sizes=not args.no_sizes,
         progress=not args.no_progress,
-        **_options(args),
+        **_options(args, "tokenizer"),
     )
     for line in as_text(found):
         say(line)
@@ -205,13 +189,8 @@ def _preview(args: argparse.Namespace) -> int:
 
     if args.template and not args.model:
         raise ValueError("--template has no effect without --model; add --model FOLDER")
-    shown = write_preview(
-        args.path,
-        args.out,
-        number=args.number,
-        model=_model_view(args.model, args.template) if args.model else None,
-        **_options(args),
-    )
+    model = _model_view(args.model, args.template) if args.model else None
+    shown = write_preview(args.path, args.out, model=model, **_options(args, "number"))
     say(f"{args.out}: {shown} samples")
     return 0
 
@@ -246,28 +225,18 @@ def _add_export(jobs: Commands) -> None:
   coat-vlm data export shards --to llava --out llava
 """,
     )
-    _add_source(parser)
-    parser.add_argument("--to", choices=("llava", "messages", "webdataset"), required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
-    parser.add_argument(
-        "--keep-paths", action="store_true", help="do not copy media; name them below the root"
-    )
-    parser.add_argument(
-        "--shard-rows", type=int, default=1000, help="samples per tar; default 1000"
-    )
+    add = _add_source(parser)
+    add("--to", choices=("llava", "messages", "webdataset"), required=True)
+    add("--out", type=Path, required=True, help="folder to make")
+    add("--keep-paths", action="store_true", help="do not copy media; name them below the root")
+    add("--shard-rows", type=int, default=1000, help="samples per tar; default 1000")
 
 
 def _export(args: argparse.Namespace) -> int:
     from coat_data.tools.export import BAD_NAME, export
 
-    summary = export(
-        args.path,
-        args.out,
-        args.to,
-        keep_paths=args.keep_paths,
-        shard_rows=args.shard_rows,
-        **_options(args),
-    )
+    options = _options(args, "keep_paths", "shard_rows")
+    summary = export(args.path, args.out, args.to, **options)
     say(f"{summary.path}: {summary.rows} samples")
     if summary.left_out:
         say(f"{summary.left_out} were left out; {args.out / BAD_NAME} says why")
@@ -286,8 +255,9 @@ def _add_download(jobs: Commands) -> None:
   coat-vlm data download pope --out benchmarks     # for coat-vlm eval --tasks pope
 """,
     )
-    parser.add_argument("name", nargs="?", help="a name from the list, or a mixture file")
-    parser.add_argument("--out", type=Path, help="folder to download into")
+    add = parser.add_argument
+    add("name", nargs="?", help="a name from the list, or a mixture file")
+    add("--out", type=Path, help="folder to download into")
 
 
 def _download(args: argparse.Namespace) -> int:
@@ -326,8 +296,9 @@ def _add_makers(sets: Commands) -> None:
   coat-vlm data make scenes --out data/small --num-train 500 --num-test 40 --seed 1
 """,
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder to make")
+    add(
         "--reuse",
         action="store_true",
         help="keep the folder if this command made it with the same settings, else make it anew",
@@ -335,7 +306,7 @@ def _add_makers(sets: Commands) -> None:
     for name, meaning in _SCENES_SETTINGS.items():
         flag = f"--{name.replace('_', '-')}"
         # Left out of the namespace when not given, so that the defaults stand in one place.
-        parser.add_argument(flag, type=int, default=argparse.SUPPRESS, metavar="N", help=meaning)
+        add(flag, type=int, default=argparse.SUPPRESS, metavar="N", help=meaning)
 
     parser = command(
         sets,
@@ -344,10 +315,11 @@ def _add_makers(sets: Commands) -> None:
         "turn CIFAR-10's photographs into naming, yes/no and multiple-choice conversations",
         "  coat-vlm data make cifar10 --zip cifar10_train_jpeg.zip --out data/cifar10\n",
     )
-    parser.add_argument("--zip", type=Path, required=True, help="train/<class>/<number>.jpg inside")
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
-    parser.add_argument("--seed", type=int, default=0, help="of the questions; default 0")
-    parser.add_argument("--limit-per-class", type=int, help="only the first photographs of a class")
+    add = parser.add_argument
+    add("--zip", type=Path, required=True, help="train/<class>/<number>.jpg inside")
+    add("--out", type=Path, required=True, help="folder to make")
+    add("--seed", type=int, default=0, help="of the questions; default 0")
+    add("--limit-per-class", type=int, help="only the first photographs of a class")
 
     parser = command(
         sets,
@@ -356,13 +328,10 @@ def _add_makers(sets: Commands) -> None:
         "turn NLVR's statements about drawn shapes into yes/no conversations",
         "  coat-vlm data make nlvr --folder nlvr --split hidden dev --out data/nlvr\n",
     )
-    parser.add_argument(
-        "--folder", type=Path, required=True, help="with SPLIT.json and SPLIT_images.tar"
-    )
-    parser.add_argument(
-        "--split", nargs="+", required=True, help="train, dev, test or hidden, one or several"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="with SPLIT.json and SPLIT_images.tar")
+    add("--split", nargs="+", required=True, help="train, dev, test or hidden, one or several")
+    add("--out", type=Path, required=True, help="folder to make")
 
 
 def _scenes(args: argparse.Namespace) -> int:
@@ -391,10 +360,8 @@ def _digest(package: Path) -> str:
 def _cifar10(args: argparse.Namespace) -> int:
     from coat_datasets.cifar import convert_cifar10
 
-    summary = convert_cifar10(
-        args.zip, args.out, seed=args.seed, limit_per_class=args.limit_per_class
-    )
-    _say_made(args.out, summary)
+    limit = args.limit_per_class
+    _say_made(args.out, convert_cifar10(args.zip, args.out, seed=args.seed, limit_per_class=limit))
     return 0
 
 

@@ -160,7 +160,9 @@ class _Window:
     def gap(self, position: int) -> int:
         """The next position at or behind ``position`` that is not white space."""
         while True:
-            position = _end(_GAP, self.text, position)
+            gap = _GAP.match(self.text, position)
+            assert gap is not None  # it may be empty
+            position = gap.end()
             if position < len(self.text) or self.whole:
                 return position
             self.more()
@@ -171,12 +173,6 @@ class _Window:
         column = position - self.text.rfind("\n", 0, position)
         problem = f"is not JSON: {message} (line {line}, column {column})"
         return DataError(f"{self._path}:{line}", problem, _REMEDY)
-
-
-def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
-    match = pattern.match(text, position)
-    assert match is not None
-    return match.end()
 
 
 def _array_spans(stream: BinaryIO, path: str) -> Iterator[tuple[int, int]]:

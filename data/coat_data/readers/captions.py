@@ -31,6 +31,7 @@ from coat_data.readers.reader import (
     as_object,
     as_string,
     caption_turns,
+    has_fields,
     is_missing,
     media_path,
     row_id,
@@ -176,11 +177,6 @@ def _seconds(time: str, place: Place) -> float:
     return 3600 * int(found[1]) + 60 * int(found[2]) + float(found[3])
 
 
-def _is_file(row: Any) -> bool:
-    """Whether the row is one of :class:`~coat_data.containers.folder.FolderRows`."""
-    return isinstance(row, Mapping) and {"path", "class"} <= set(row)
-
-
 def _from_file(row: Any, place: Place) -> Sample:
     """A caption pair, or a question for the class (``_`` and ``-`` in its name are spaces).
 
@@ -223,6 +219,6 @@ VIDEO_SETS = Reader(
 FILES = Reader(
     "folder",
     "a folder of images or videos: one folder per class, or NAME.txt beside NAME.jpg",
-    _is_file,
+    has_fields("path", "class"),
     _from_file,
 )

@@ -23,6 +23,7 @@ from coat_data.readers.reader import (
     as_string,
     caption_turns,
     continued,
+    has_fields,
     row_id,
     to_media,
 )
@@ -56,11 +57,6 @@ def _from_text(row: Any, place: Place) -> Sample:
     if not text.strip():
         raise DataError(place.where, f"{name} is empty", "fill it or remove the row")
     return continued(place.sample(row_id(row, place), caption_turns([], text)), row)
-
-
-def _is_interleaved(row: Any) -> bool:
-    """Whether the row has ``text_list``."""
-    return isinstance(row, Mapping) and "text_list" in row
 
 
 def _interleaved(row: Any, place: Place) -> Sample:
@@ -125,6 +121,6 @@ TEXTS = Reader(
 INTERLEAVED = Reader(
     "mmc4",
     "interleaved documents (mmc4): text_list and image_info",
-    _is_interleaved,
+    has_fields("text_list"),
     _interleaved,
 )

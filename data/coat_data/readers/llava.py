@@ -20,6 +20,7 @@ from coat_data.readers.reader import (
     as_object,
     as_string,
     continued,
+    has_fields,
     kind_of,
     media_fields,
     place_media,
@@ -44,11 +45,6 @@ _TAGS: Mapping[str, Role] = {
     "assistant_tag": "assistant",
     "system_tag": "system",
 }
-
-
-def matches(row: Any) -> bool:
-    """Whether the row has ``conversations``."""
-    return isinstance(row, Mapping) and "conversations" in row
 
 
 def to_sample(row: Any, place: Place) -> Sample:
@@ -123,6 +119,6 @@ def _turns(row: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
 READER = Reader(
     "llava",
     "LLaVA JSON, JSONL or Parquet: conversations with from and value, image, video",
-    matches,
+    has_fields("conversations"),
     to_sample,
 )

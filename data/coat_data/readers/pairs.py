@@ -24,6 +24,7 @@ from coat_data.readers.reader import (
     as_list,
     as_object,
     as_string,
+    has_fields,
     media_fields,
     media_first,
     place_media,
@@ -76,11 +77,6 @@ def _said(row: Mapping[str, Any], place: Place) -> Said:
     return [*said, ("user", text), ("assistant", as_string(row.get(answer), answer, where))]
 
 
-def _is_cauldron(row: Any) -> bool:
-    """Whether the row has ``texts`` and ``images``."""
-    return isinstance(row, Mapping) and {"texts", "images"} <= set(row)
-
-
 def _cauldron(row: Any, place: Place) -> Sample:
     """The sample of the last form.
 
@@ -121,6 +117,6 @@ QUERY = Reader(
 CAULDRON = Reader(
     "cauldron",
     "The Cauldron and FineVision: images, and texts with user and assistant",
-    _is_cauldron,
+    has_fields("texts", "images"),
     _cauldron,
 )

@@ -54,6 +54,11 @@ class Reader:
     """The checked sample of a row, or a :class:`DataError` and nothing else; decodes no media."""
 
 
+def has_fields(*names: str) -> Callable[[Any], bool]:
+    """A :attr:`Reader.matches` for rows that have all these fields."""
+    return lambda row: isinstance(row, Mapping) and set(names) <= set(row)
+
+
 def kind_of(value: object) -> str:
     """The type of a JSON value, for messages."""
     return "null" if value is None else type(value).__name__

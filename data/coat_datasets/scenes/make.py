@@ -88,7 +88,20 @@ def make_scenes(
         ValueError: a number is not allowed.
         DataError: ``out_dir`` is not empty.
     """
-    _check(num_train, num_test, num_val, image_size, questions_per_image, questions_per_row)
+    if num_train < 1 or num_val < 1 or num_test < 1 or num_test % TEST_CYCLE:
+        raise ValueError(
+            f"num_train={num_train}, num_val={num_val}, num_test={num_test}: all must be positive "
+            f"and num_test a multiple of {TEST_CYCLE}, so that yes and no are equally many"
+        )
+    if image_size < MIN_IMAGE_SIZE or image_size % GRID:
+        raise ValueError(
+            f"image_size={image_size}: use a multiple of {GRID} that is at least {MIN_IMAGE_SIZE}"
+        )
+    if questions_per_image < 1 or questions_per_row < 1:
+        raise ValueError(
+            f"questions_per_image={questions_per_image}, questions_per_row={questions_per_row}: "
+            "both must be at least 1"
+        )
     rng = np.random.default_rng([seed, 0])
     taken: set[frozenset[tuple[int, str, str]]] = set()
     splits = {
@@ -116,30 +129,6 @@ def make_scenes(
             name = f"eval/{kind}"
             summary[name] = write_questions(folder / name, test_questions)
     return summary
-
-
-def _check(
-    num_train: int,
-    num_test: int,
-    num_val: int,
-    image_size: int,
-    questions_per_image: int,
-    questions_per_row: int,
-) -> None:
-    if num_train < 1 or num_val < 1 or num_test < 1 or num_test % TEST_CYCLE:
-        raise ValueError(
-            f"num_train={num_train}, num_val={num_val}, num_test={num_test}: all must be positive "
-            f"and num_test a multiple of {TEST_CYCLE}, so that yes and no are equally many"
-        )
-    if image_size < MIN_IMAGE_SIZE or image_size % GRID:
-        raise ValueError(
-            f"image_size={image_size}: use a multiple of {GRID} that is at least {MIN_IMAGE_SIZE}"
-        )
-    if questions_per_image < 1 or questions_per_row < 1:
-        raise ValueError(
-            f"questions_per_image={questions_per_image}, questions_per_row={questions_per_row}: "
-            "both must be at least 1"
-        )
 
 
 def _draw_distinct(
