@@ -20,6 +20,13 @@ from coat_data.sample import DataError
 _BOM = "\ufeff"
 
 
+CLIP = "__clip__"
+"""The field that is added to a record: number of the clip, (start, end), caption."""
+
+COLUMNS = frozenset({"videoID", "timestamp", "caption"})
+"""The header by which such a file is known (snap-research/Panda-70M, README)."""
+
+
 class CsvRows(IndexedFiles):
     """Records as objects of column name to text; a record may span several lines.
 
@@ -97,13 +104,6 @@ class CsvRows(IndexedFiles):
             if record:
                 yield start, taken
             start = taken
-
-
-CLIP = "__clip__"
-"""The field that is added to a record: number of the clip, (start, end), caption."""
-
-COLUMNS = frozenset({"videoID", "timestamp", "caption"})
-"""The header by which such a file is known (snap-research/Panda-70M, README)."""
 
 
 class ClipRows(Rows):

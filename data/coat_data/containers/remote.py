@@ -43,6 +43,15 @@ Kind = Literal["json", "tar", "parquet"]
 _BUFFER_BYTES = 1 << 20
 
 
+WINDOW_ROWS = 256
+"""Consecutive rows that are read at about the same time."""
+
+_GROUPS_BYTES = 256 << 20
+"""Of a process and a source, decoded: a window of packing asks for rows of several row groups."""
+_WINDOWS_KEPT = 8
+"""Of a server without ranges: twice what a window of packing (1,000 samples) can ask for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardIndex:
     """Where the rows of a shard are."""
@@ -239,15 +248,6 @@ def open_parquet(file: RemoteFile, problem: str) -> Iterator[Any]:
         if ranges.failure is not None:
             raise ranges.failure from None
         raise DataError(file.url, f"{problem}: {error}", "copy the file again") from error
-
-
-WINDOW_ROWS = 256
-"""Consecutive rows that are read at about the same time."""
-
-_GROUPS_BYTES = 256 << 20
-"""Of a process and a source, decoded: a window of packing asks for rows of several row groups."""
-_WINDOWS_KEPT = 8
-"""Of a server without ranges: twice what a window of packing (1,000 samples) can ask for."""
 
 
 class RemoteRows(Rows):

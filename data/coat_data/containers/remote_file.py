@@ -27,6 +27,27 @@ from typing import Any, BinaryIO, TypeGuard, TypeVar
 
 from coat_data.sample import DataError, UnreachableError
 
+WAITS_S = (0.5, 2.0, 8.0)
+"""Between attempts, in seconds: a network may fail for a moment."""
+OUTAGES = (OSError, http.client.HTTPException)
+"""What networks and servers raise."""
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, http.client.InvalidURL)
+_MISTAKES = (
+    DataError, TypeError, AttributeError, NameError, LookupError, ValueError, ImportError,
+    AssertionError, NotImplementedError, MemoryError,
+)  # fmt: skip
+"""Not of the network: these pass as they are."""
+
+T = TypeVar("T")
+
+_GROUP = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_TIMEOUT_S = 60.0
+_BLOCK_BYTES = 1 << 20
+_BLOCKS_KEPT = 8
+_SMALL_BYTES = 1 << 17  # shorter ranges are cut from a block, which neighbours share
+
 
 def is_http(url: str) -> bool:
     """Whether the standard library reads the address."""
@@ -56,20 +77,6 @@ def _user_agent() -> str:
         return f"coat-vlm/{version('coat-vlm')}"
     except PackageNotFoundError:  # run from a checkout that is not installed
         return "coat-vlm"
-
-
-WAITS_S = (0.5, 2.0, 8.0)
-"""Between attempts, in seconds: a network may fail for a moment."""
-OUTAGES = (OSError, http.client.HTTPException)
-"""What networks and servers raise."""
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, http.client.InvalidURL)
-_MISTAKES = (
-    DataError, TypeError, AttributeError, NameError, LookupError, ValueError, ImportError,
-    AssertionError, NotImplementedError, MemoryError,
-)  # fmt: skip
-"""Not of the network: these pass as they are."""
-
-T = TypeVar("T")
 
 
 def retried(attempt: Callable[[], T], waits_s: Sequence[float] | None = None) -> T:
@@ -119,9 +126,6 @@ def unreachable(url: str, error: Exception) -> DataError:
     return kind(url, problem, "check the address, the network and the credentials")
 
 
-_GROUP = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
-
-
 def expand_braces(pattern: str) -> list[str]:
     """The names that a pattern stands for; itself if it has no braces.
 
@@ -142,13 +146,6 @@ def _values(match: re.Match[str]) -> Iterator[str]:
         return
     for number in range(int(start), int(stop) + 1):
         yield str(number).zfill(len(start))
-
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_TIMEOUT_S = 60.0
-_BLOCK_BYTES = 1 << 20
-_BLOCKS_KEPT = 8
-_SMALL_BYTES = 1 << 17  # shorter ranges are cut from a block, which neighbours share
 
 
 def is_url(path: str | Path) -> TypeGuard[str]:

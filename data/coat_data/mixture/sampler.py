@@ -1,13 +1,11 @@
-"""The order of training: which row of which source stands at each position.
+"""The order of training: which row of which source stands at each position, and in which step.
 
 Positions 0, 1, 2, ... run through epoch after epoch. Everything is a pure function of the seed and
 the position, so a run can start anywhere, on any number of ranks, and see what it would have seen.
 
-What an optimizer step holds: the part of the order that is the same for any number of ranks.
-
-A :class:`Cursor` says how far training has got, an :class:`Order` what the step after it holds. A
-step is a list of bins; a bin is the samples of one row of a batch, one sample where nothing is
-packed. Only then :func:`deal` gives the bins to ranks and micro-batches.
+A :class:`Cursor` says how far training has got, an :class:`Order` what the optimizer step after it
+holds. A step is a list of bins; a bin is the samples of one row of a batch, one sample where nothing
+is packed. Only then :func:`deal` gives the bins to ranks and micro-batches.
 """
 
 import math

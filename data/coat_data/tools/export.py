@@ -37,6 +37,85 @@ FOLDER = "media"
 _FILES_PER_FOLDER = 1000
 
 
+ExportFormat = Literal["llava", "messages", "webdataset"]
+BAD_NAME = "left_out.jsonl"
+
+_NAMES: Mapping[ExportFormat, str] = {
+    "llava": "data.json",
+    "messages": "data.jsonl",
+    "webdataset": ".",
+}
+
+
+_SPEAKERS: Mapping[Role, str] = {"system": "system", "user": "human", "assistant": "gpt"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportSummary:
+    """What was written."""
+
+    rows: int
+    left_out: int
+    """Bad samples, and samples that the format cannot hold; ``left_out.jsonl`` lists them."""
+    path: Path
+    """What to open again: the data file, or the folder of tars."""
+
+
+def export(
+    path: str | Path,
+    out_dir: str | Path,
+    to: ExportFormat,
+    *,
+    keep_paths: bool = False,
+    shard_rows: int = 1000,
+    **options: Any,
+) -> ExportSummary:
+    """Write every good sample of ``path`` to the new folder ``out_dir``.
+
+    Args:
+        path: as :class:`SampleDataset` takes it.
+        out_dir: folder to make; it appears when everything is on disk, or not at all.
+        to: ``llava`` writes data.json, ``messages`` data.jsonl, both beside a folder of the media;
+            ``webdataset`` tars with the media inside.
+        keep_paths: do not copy media; name them relative to the source's media root.
+        shard_rows: samples per tar.
+        options: further arguments of :class:`SampleDataset`.
+
+    Raises:
+        DataError: the source cannot be opened, no sample is good, or ``out_dir`` is not empty.
+        ValueError: tars are to keep paths, or ``shard_rows`` < 1.
+    """
+    if to == "webdataset" and keep_paths:
+        raise ValueError("keep_paths: the tars of a WebDataset hold their media")
+    if shard_rows < 1:
+        raise ValueError(f"shard_rows={shard_rows} must be at least 1")
+    dataset = SampleDataset(path, in_order=True, **options)
+    rows = left_out = 0
+    why = "there are no rows"
+    with new_folder(out_dir) as folder:
+        media = MediaFolder(folder, dataset.media_root if keep_paths else None)
+        writer = (
+            _TarWriter(folder, shard_rows) if to == "webdataset" else _JsonWriter(folder, to, media)
+        )
+        with closing(writer):
+            for sample in walk(dataset, f"export {to}"):
+                try:
+                    if isinstance(sample, DataError):
+                        raise sample
+                    writer.write(sample)
+                    rows += 1
+                except DataError as error:
+                    left_out += 1
+                    list_bad(folder / BAD_NAME, [error])
+                    if left_out == 1:
+                        why = str(error)
+        if not rows:
+            raise DataError(
+                str(path), f"no sample can be exported: {why}", "see coat-vlm data lint"
+            )
+    return ExportSummary(rows=rows, left_out=left_out, path=Path(out_dir) / _NAMES[to])
+
+
 class MediaFolder:
     """Where the media of an export go.
 
@@ -95,9 +174,6 @@ def media_suffix(media: Media) -> str:
             return f".{(image.format or 'img').lower()}"
     except Exception:  # whatever Pillow raises: an image that nobody can read is copied as it is
         return ".img"
-
-
-_SPEAKERS: Mapping[Role, str] = {"system": "system", "user": "human", "assistant": "gpt"}
 
 
 def llava_row(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
@@ -187,82 +263,6 @@ def _head(sample: Sample) -> dict[str, Any]:
 def _span(medium: Media) -> dict[str, float]:
     span = {"start": medium.start, "end": medium.end}
     return {name: time for name, time in span.items() if time is not None}
-
-
-ExportFormat = Literal["llava", "messages", "webdataset"]
-BAD_NAME = "left_out.jsonl"
-
-_NAMES: Mapping[ExportFormat, str] = {
-    "llava": "data.json",
-    "messages": "data.jsonl",
-    "webdataset": ".",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportSummary:
-    """What was written."""
-
-    rows: int
-    left_out: int
-    """Bad samples, and samples that the format cannot hold; ``left_out.jsonl`` lists them."""
-    path: Path
-    """What to open again: the data file, or the folder of tars."""
-
-
-def export(
-    path: str | Path,
-    out_dir: str | Path,
-    to: ExportFormat,
-    *,
-    keep_paths: bool = False,
-    shard_rows: int = 1000,
-    **options: Any,
-) -> ExportSummary:
-    """Write every good sample of ``path`` to the new folder ``out_dir``.
-
-    Args:
-        path: as :class:`SampleDataset` takes it.
-        out_dir: folder to make; it appears when everything is on disk, or not at all.
-        to: ``llava`` writes data.json, ``messages`` data.jsonl, both beside a folder of the media;
-            ``webdataset`` tars with the media inside.
-        keep_paths: do not copy media; name them relative to the source's media root.
-        shard_rows: samples per tar.
-        options: further arguments of :class:`SampleDataset`.
-
-    Raises:
-        DataError: the source cannot be opened, no sample is good, or ``out_dir`` is not empty.
-        ValueError: tars are to keep paths, or ``shard_rows`` < 1.
-    """
-    if to == "webdataset" and keep_paths:
-        raise ValueError("keep_paths: the tars of a WebDataset hold their media")
-    if shard_rows < 1:
-        raise ValueError(f"shard_rows={shard_rows} must be at least 1")
-    dataset = SampleDataset(path, in_order=True, **options)
-    rows = left_out = 0
-    why = "there are no rows"
-    with new_folder(out_dir) as folder:
-        media = MediaFolder(folder, dataset.media_root if keep_paths else None)
-        writer = (
-            _TarWriter(folder, shard_rows) if to == "webdataset" else _JsonWriter(folder, to, media)
-        )
-        with closing(writer):
-            for sample in walk(dataset, f"export {to}"):
-                try:
-                    if isinstance(sample, DataError):
-                        raise sample
-                    writer.write(sample)
-                    rows += 1
-                except DataError as error:
-                    left_out += 1
-                    list_bad(folder / BAD_NAME, [error])
-                    if left_out == 1:
-                        why = str(error)
-        if not rows:
-            raise DataError(
-                str(path), f"no sample can be exported: {why}", "see coat-vlm data lint"
-            )
-    return ExportSummary(rows=rows, left_out=left_out, path=Path(out_dir) / _NAMES[to])
 
 
 def _place(sample: Sample, folder: Path) -> Place:

@@ -43,6 +43,26 @@ STYLE_SHARES: dict[Style, float] = {
 """How often each style is used."""
 
 
+Kind = Literal["color", "count", "position", "presence", "binding"]
+T = TypeVar("T")
+
+KINDS: tuple[Kind, ...] = ("color", "count", "position", "presence", "binding")
+
+BindingKind = Literal["yes", "swapped", "random"]
+BINDING_KINDS: tuple[BindingKind, ...] = ("yes", "swapped", "yes", "random")
+"""Half yes; half of the noes join a colour and a shape that are there, on different objects.
+Training draws from these, the test goes through them in turn."""
+
+ABSENT_COLOR = 0.25
+"""Chance that a counting question names a colour that is not in the scene."""
+
+PRESENCE_FIRST = 0.5
+"""Chance that a row starts with a presence question: later turns seldom leave room for one."""
+
+MAX_PRESENCE = 2
+"""Presence questions in a row at most: more would tell of the shapes that are left."""
+
+
 def caption_turns(scene: Scene, style: Style, rng: np.random.Generator) -> list[tuple[str, str]]:
     """A row about a scene: (instruction, answer) pairs.
 
@@ -83,26 +103,6 @@ def _seen(thing: SceneObject | None) -> str:
 
 def _place(thing: SceneObject) -> str:
     return "in the center" if thing.position == "center" else f"at the {thing.position}"
-
-
-Kind = Literal["color", "count", "position", "presence", "binding"]
-T = TypeVar("T")
-
-KINDS: tuple[Kind, ...] = ("color", "count", "position", "presence", "binding")
-
-BindingKind = Literal["yes", "swapped", "random"]
-BINDING_KINDS: tuple[BindingKind, ...] = ("yes", "swapped", "yes", "random")
-"""Half yes; half of the noes join a colour and a shape that are there, on different objects.
-Training draws from these, the test goes through them in turn."""
-
-ABSENT_COLOR = 0.25
-"""Chance that a counting question names a colour that is not in the scene."""
-
-PRESENCE_FIRST = 0.5
-"""Chance that a row starts with a presence question: later turns seldom leave room for one."""
-
-MAX_PRESENCE = 2
-"""Presence questions in a row at most: more would tell of the shapes that are left."""
 
 
 @dataclass(frozen=True, slots=True)
