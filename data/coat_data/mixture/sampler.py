@@ -4,8 +4,8 @@ Positions 0, 1, 2, ... run through epoch after epoch. Everything is a pure funct
 the position, so a run can start anywhere, on any number of ranks, and see what it would have seen.
 
 A :class:`Cursor` says how far training has got, an :class:`Order` what the optimizer step after it
-holds. A step is a list of bins; a bin is the samples of one row of a batch, one sample where nothing
-is packed. Only then :func:`deal` gives the bins to ranks and micro-batches.
+holds. A step is a list of bins; a bin is the samples of one row of a batch, one sample where
+nothing is packed. Only then :func:`deal` gives the bins to ranks and micro-batches.
 """
 
 import math

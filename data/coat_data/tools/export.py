@@ -46,7 +46,6 @@ _NAMES: Mapping[ExportFormat, str] = {
     "webdataset": ".",
 }
 
-
 _SPEAKERS: Mapping[Role, str] = {"system": "system", "user": "human", "assistant": "gpt"}
 
 
@@ -93,10 +92,11 @@ def export(
     rows = left_out = 0
     why = "there are no rows"
     with new_folder(out_dir) as folder:
-        media = MediaFolder(folder, dataset.media_root if keep_paths else None)
-        writer = (
-            _TarWriter(folder, shard_rows) if to == "webdataset" else _JsonWriter(folder, to, media)
-        )
+        keep_root = dataset.media_root if keep_paths else None
+        if to == "webdataset":
+            writer = _TarWriter(folder, shard_rows)
+        else:
+            writer = _JsonWriter(folder, to, keep_root)
         with closing(writer):
             for sample in walk(dataset, f"export {to}"):
                 try:
@@ -114,51 +114,6 @@ def export(
                 str(path), f"no sample can be exported: {why}", "see coat-vlm data lint"
             )
     return ExportSummary(rows=rows, left_out=left_out, path=Path(out_dir) / _NAMES[to])
-
-
-class MediaFolder:
-    """Where the media of an export go.
-
-    Args:
-        out_dir: the export's folder.
-        keep_root: name the files where they are, relative to this media root, or by their
-            addresses; None copies them.
-    """
-
-    def __init__(self, out_dir: Path, keep_root: Path | str | None) -> None:
-        self._out_dir = out_dir
-        self._keep_root = keep_root
-        self._count = 0
-
-    def add(self, media: Media) -> str:
-        """The path of a medium relative to the export's media root.
-
-        Raises:
-            DataError: it cannot be read, or has no file to keep.
-        """
-        where = media.path or f"<{media.kind} bytes>"
-        if self._keep_root is not None:
-            if media.data is not None:
-                raise DataError(where, "has no file of its own", "export without --keep-paths")
-            if is_url(where):
-                return where
-            return os.path.relpath(where, self._keep_root)
-        folder = f"{FOLDER}/{self._count // _FILES_PER_FOLDER:05d}"
-        name = f"{folder}/{self._count % _FILES_PER_FOLDER:03d}{media_suffix(media)}"
-        self._count += 1
-        (self._out_dir / folder).mkdir(parents=True, exist_ok=True)
-        target = self._out_dir / name
-        try:
-            media = fetched(media)
-            if media.data is not None:
-                target.write_bytes(media.data)
-            elif Path(where).is_dir():
-                shutil.copytree(where, target)
-            else:
-                shutil.copyfile(where, target)
-        except FileNotFoundError as error:
-            raise DataError(where, "no such file", "fix the path or the media root") from error
-        return name
 
 
 def media_suffix(media: Media) -> str:
@@ -270,11 +225,19 @@ def _place(sample: Sample, folder: Path) -> Place:
 
 
 class _JsonWriter:
-    """``data.json`` with rows of LLaVA, or ``data.jsonl`` with messages; their media beside it."""
+    """``data.json`` with rows of LLaVA, or ``data.jsonl`` with messages; their media beside it.
 
-    def __init__(self, folder: Path, to: ExportFormat, media: MediaFolder) -> None:
+    Args:
+        folder: the export's folder.
+        to: which of them.
+        keep_root: name the media where they are, relative to this media root, or by their
+            addresses; None copies them.
+    """
+
+    def __init__(self, folder: Path, to: ExportFormat, keep_root: Path | str | None) -> None:
         self._folder = folder
-        self._media = media
+        self._keep_root = keep_root
+        self._count = 0
         if to == "llava":
             self._row, self._read, self._name = llava_row, llava.to_sample, "LLaVA JSON"
             self._before, self._between, self._end = "[\n", ",\n", "\n]\n"
@@ -286,9 +249,35 @@ class _JsonWriter:
     def write(self, sample: Sample) -> None:
         trial = self._row(sample, ["m"] * len(sample.media))
         check_same(sample, self._read(trial, _place(sample, self._folder)), self._name)
-        row = self._row(sample, [self._media.add(medium) for medium in sample.media])
+        row = self._row(sample, [self._add(medium) for medium in sample.media])
         self._stream.write(self._before + json.dumps(row))
         self._before = self._between
+
+    def _add(self, media: Media) -> str:
+        """The path of a medium relative to the export's media root; DataError if it has none."""
+        where = media.path or f"<{media.kind} bytes>"
+        if self._keep_root is not None:
+            if media.data is not None:
+                raise DataError(where, "has no file of its own", "export without --keep-paths")
+            if is_url(where):
+                return where
+            return os.path.relpath(where, self._keep_root)
+        folder = f"{FOLDER}/{self._count // _FILES_PER_FOLDER:05d}"
+        name = f"{folder}/{self._count % _FILES_PER_FOLDER:03d}{media_suffix(media)}"
+        self._count += 1
+        (self._folder / folder).mkdir(parents=True, exist_ok=True)
+        target = self._folder / name
+        try:
+            media = fetched(media)
+            if media.data is not None:
+                target.write_bytes(media.data)
+            elif Path(where).is_dir():
+                shutil.copytree(where, target)
+            else:
+                shutil.copyfile(where, target)
+        except FileNotFoundError as error:
+            raise DataError(where, "no such file", "fix the path or the media root") from error
+        return name
 
     def close(self) -> None:
         self._stream.write(self._end)

@@ -42,7 +42,6 @@ STYLE_SHARES: dict[Style, float] = {
 }
 """How often each style is used."""
 
-
 Kind = Literal["color", "count", "position", "presence", "binding"]
 T = TypeVar("T")
 
