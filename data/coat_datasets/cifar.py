@@ -23,7 +23,7 @@ from tqdm import tqdm
 from coat_data.sample import DataError
 from coat_data.text.chat import LETTER_SUFFIX, SHORT_ANSWER_SUFFIX
 from coat_data.tools.source import new_folder
-from coat_datasets.rows import Question, write_questions, write_training_rows
+from coat_datasets.rows import Question, article, write_questions, write_training_rows
 
 CONFUSABLE: dict[str, str] = {
     "airplane": "ship",
@@ -198,8 +198,7 @@ def _presence(rng: np.random.Generator, photos: Sequence[_Photo]) -> list[Questi
             asked = CONFUSABLE[photo.label]
         else:
             asked = _others(photo)[int(rng.integers(len(CLASSES) - 1))]
-        article = "an" if asked[0] in "aeiou" else "a"
-        text = f"Is there {article} {asked} in the photo?{SHORT_ANSWER_SUFFIX}"
+        text = f"Is there {article(asked)} {asked} in the photo?{SHORT_ANSWER_SUFFIX}"
         questions.append(_question(photo, text, answer, category))
     return questions
 

@@ -13,6 +13,11 @@ from typing import Any
 from coat_data.sample import DataError
 
 
+def article(word: str) -> str:
+    """``a`` or ``an``, as it stands before the word."""
+    return "an" if word[0] in "aeiou" else "a"
+
+
 def conversation(row_id: str, image: str, turns: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """One training row about one image.
 

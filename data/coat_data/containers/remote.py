@@ -118,8 +118,9 @@ def _make(file: RemoteFile, kind: Kind, path: Path) -> ShardIndex:
     starts, ends = array("q"), array("q")
     damage = ""
     beside = _beside(file) if kind == "tar" else None
+    spans = beside or (_row_groups(file) if kind == "parquet" else _passed(file, kind))
     try:
-        for start, end in beside or _spans(file, kind):
+        for start, end in spans:
             starts.append(start)
             ends.append(end)
     except DataError as error:
@@ -137,10 +138,6 @@ def _make(file: RemoteFile, kind: Kind, path: Path) -> ShardIndex:
         np.savez(temporary, starts=index.starts, ends=index.ends, damage=np.array(damage))
         temporary.replace(path)
     return index
-
-
-def _spans(file: RemoteFile, kind: Kind) -> Iterator[tuple[int, int]]:
-    return _row_groups(file) if kind == "parquet" else _passed(file, kind)
 
 
 def _beside(file: RemoteFile) -> list[tuple[int, int]] | None:
@@ -386,13 +383,10 @@ class _Forward:
         found: list[bytes] = []
         spans = zip(self._index.starts[rows], self._index.ends[rows], strict=True)
         for start, end in spans:
-            self._skip(int(start))
+            while self._offset < start:
+                self._take(min(int(start) - self._offset, 1 << 20))
             found.append(self._take(int(end) - self._offset))
         return found
-
-    def _skip(self, offset: int) -> None:
-        while self._offset < offset:
-            self._take(min(offset - self._offset, 1 << 20))
 
     def _take(self, size: int) -> bytes:
         self._stream = self._stream or self._file.stream()

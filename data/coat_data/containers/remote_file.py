@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
@@ -134,18 +134,15 @@ def expand_braces(pattern: str) -> list[str]:
     pieces: list[list[str]] = []
     end = 0
     for match in _GROUP.finditer(pattern):
-        pieces += [[pattern[end : match.start()]], list(_values(match))]
+        start, stop, names = match.groups()
+        if names is not None:
+            values = names.split(",")
+        else:
+            numbers = range(int(start), int(stop) + 1)
+            values = [str(number).zfill(len(start)) for number in numbers]
+        pieces += [[pattern[end : match.start()]], values]
         end = match.end()
     return ["".join(choice) for choice in product(*pieces, [pattern[end:]])]
-
-
-def _values(match: re.Match[str]) -> Iterator[str]:
-    start, stop, names = match.groups()
-    if names is not None:
-        yield from names.split(",")
-        return
-    for number in range(int(start), int(stop) + 1):
-        yield str(number).zfill(len(start))
 
 
 def is_url(path: str | Path) -> TypeGuard[str]:

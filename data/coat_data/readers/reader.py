@@ -334,18 +334,12 @@ def place_media(
     media: list[Media] = []
     turns: list[Turn] = []
     for role, text in said:
-        parts = _split_text(text, tokens if role == "user" else {})
-        turns.append(Turn(role, parts))
+        shown = tokens if role == "user" else {}
+        pieces = re.split(f"({'|'.join(shown)})", text) if shown else [text]
+        parts = [Part(shown[one]) if one in shown else Part("text", one) for one in pieces if one]
+        turns.append(Turn(role, tuple(parts)))
         media += [next(waiting[part.kind]) for part in parts if part.kind != "text"]
     return tuple(turns), tuple(media)
-
-
-def _split_text(text: str, tokens: Mapping[str, MediaKind]) -> tuple[Part, ...]:
-    """The parts of a turn: text, cut at the placeholders."""
-    pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
-    return tuple(
-        Part(tokens[piece]) if piece in tokens else Part("text", piece) for piece in pieces if piece
-    )
 
 
 def _tokens(

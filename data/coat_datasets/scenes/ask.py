@@ -28,6 +28,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from coat_datasets.rows import article
 from coat_datasets.scenes.scene import COLORS, SEEN, SHAPES, Pair, Scene, SceneObject
 
 NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five")
@@ -83,17 +84,14 @@ def caption_turns(scene: Scene, style: Style, rng: np.random.Generator) -> list[
         told = " ".join(f"The {thing.shape} is {_seen(thing)}." for thing in by_name)
         return [("Describe each shape.", told)]
     listed = ", ".join(
-        f"a{_n(thing)} {thing.color} {thing.shape} {_place(thing)}" for thing in scene.objects
+        f"{article(thing.color)} {thing.color} {thing.shape} {_place(thing)}"
+        for thing in scene.objects
     )
     if style == "counted":
         number = NUMBER_WORDS[len(scene.objects)]
         told = f"{number} shapes: {listed}.".capitalize()
         return [("Count the shapes and describe them.", told)]
     return [("Describe the image.", f"{listed}.".capitalize())]
-
-
-def _n(thing: SceneObject) -> str:
-    return "n" if thing.color[0] in "aeiou" else ""
 
 
 def _seen(thing: SceneObject | None) -> str:
@@ -147,9 +145,8 @@ def presence_of(scene: Scene, shape: str) -> Asked:
 def binding_of(scene: Scene, pair: Pair) -> Asked:
     """Is there a red circle?"""
     color, shape = pair
-    article = "an" if color[0] in "aeiou" else "a"
     answer = "yes" if pair in scene.pairs else "no"
-    return Asked("binding", f"Is there {article} {color} {shape}?", answer, color, shape)
+    return Asked("binding", f"Is there {article(color)} {color} {shape}?", answer, color, shape)
 
 
 def binding_options(scene: Scene, pairs: Collection[Pair]) -> dict[BindingKind, list[Pair]]:
