@@ -327,6 +327,11 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
     write(path, '{"a": 1}\n')
     with pytest.raises(DataError, match="changed since"):
         rows[0]
+    rows = JsonRows(path)
+    assert rows[0] == {"a": 1}
+    write(path, '{"a": 3}\n')  # in place, below an open file
+    with pytest.raises(DataError, match="changed since"):
+        rows[0]
 
 
 @settings(max_examples=100, deadline=None)
