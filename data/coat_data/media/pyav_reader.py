@@ -113,7 +113,8 @@ class PyavVideo:
 
         The frame at a time is the last one that starts by then, or the first of all.
         """
-        return [(time, _upright(frame)) for time, frame in _shown_at(self._container, times)]
+        frames = _shown_at(self._container, times)
+        return [(time, _upright(frame)) for time, frame in frames]
 
 
 def _open(media: Media) -> InputContainer:
@@ -218,14 +219,16 @@ def _needed_packets(
                 fed = False
             if wanted[0] - time > _SEEK_SECONDS and sought != wanted[0]:
                 sought = wanted[0]
-                seconds = sought - _SEEK_SECONDS / 2
-                with contextlib.suppress(
-                    FFmpegError
-                ):  # without an index; reading on gets there too
-                    container.seek(round(seconds / float(stream.time_base or 1)), stream=stream)
+                _seek(container, stream, sought - _SEEK_SECONDS / 2)
                 continue
         held.append(packet)
     yield from held
+
+
+def _seek(container: InputContainer, stream: VideoStream, seconds: float) -> None:
+    """Go to about ``seconds``; without an index it fails, and reading on also gets there."""
+    with contextlib.suppress(FFmpegError):
+        container.seek(round(seconds / float(stream.time_base or 1)), stream=stream)
 
 
 def _packets(container: InputContainer, stream: VideoStream) -> Iterator[Packet]:
