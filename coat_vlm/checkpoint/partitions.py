@@ -3,13 +3,12 @@
 What DeepSpeed (0.19) lets the optimizer see: at stage 0 the parameters or, in BF16, an FP32 copy of
 each; at stages 1 and 2 one flat tensor per parameter group, this rank's part of all its parameters
 in a row, which cuts them anywhere; at stage 3 one flat tensor per sub-group, with this rank's part
-of each parameter in turn. All become lists of :class:`Piece`, which say the same in one way.
-
-A run of elements of one parameter, and where it lies in a flat tensor.
+of each parameter in turn. All become lists of :class:`Piece`, which say the same in one way: a run
+of elements of one parameter, and where it lies in a flat tensor.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -95,19 +94,9 @@ def _weights_by_group(engine: DeepSpeedEngine) -> list[tuple[int, list[Any]]]:
     )
 
 
-def model_of(engine: DeepSpeedEngine) -> nn.Module:
-    """The engine's model."""
-    return cast(nn.Module, engine.module)
-
-
-def optimizer_of(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
-    """The optimizer itself, which DeepSpeed wraps."""
-    return cast(torch.optim.Optimizer, engine.basic_optimizer)
-
-
 def _names(engine: DeepSpeedEngine) -> dict[int, str]:
     """The (first) name of each parameter by its id."""
-    return {id(parameter): name for name, parameter in model_of(engine).named_parameters()}
+    return {id(parameter): name for name, parameter in engine.module.named_parameters()}
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""metrics.jsonl, TensorBoard and Weights & Biases.
+"""What a run tells: metrics.jsonl, TensorBoard, Weights & Biases, and what is printed.
 
-The line of numbers that a user reads while a stage trains: behind a bar, or in a log file.
+A user reads a line of numbers while a stage trains: behind a bar, or in a log file.
 """
 
 import json
@@ -11,13 +11,15 @@ import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
 
 from coat_vlm.config import STAGES, TrackingConfig
 from coat_vlm.distributed import World
+
+METRICS = "metrics.jsonl"
+"""File in a run folder."""
 
 
 class Metrics:
@@ -36,7 +38,7 @@ class Metrics:
     def __init__(
         self, run_dir: Path, tracking: TrackingConfig, run_name: str, enabled: bool
     ) -> None:
-        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8") if enabled else None
+        self._file = (run_dir / METRICS).open("a", encoding="utf-8") if enabled else None
         self._board = None
         self._wandb = None
         if enabled and tracking.tensorboard:
@@ -71,33 +73,45 @@ class Metrics:
             self._wandb.finish()
 
 
-def rewind(run_dir: Path, stage: str, step: int) -> None:
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a .jsonl file that may not be there, but for one that a killed run cut off."""
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+def rewind(path: Path, stage: str, step: int) -> None:
     """Drop the rows after ``step`` of ``stage``, which a resumed run will write again.
 
     Args:
-        run_dir: the run folder.
+        path: metrics.jsonl or bad_samples.jsonl, whose rows name their stage and step.
         stage: the stage that is resumed.
         step: the step of its checkpoint; later rows of it and of later stages go.
     """
-    path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # cut off when the run was killed
+    for row in read_rows(path):
         order = STAGES.index(row["stage"]) - STAGES.index(stage)
-        is_new = order > 0 or (order == 0 and row.get("step", 0) > step)
-        if not is_new and not (order == 0 and row.get("status") == "end"):
-            kept.append(line)
+        of_stage = row.get("step", 0) <= step and row.get("status") != "end"
+        if order < 0 or (order == 0 and of_stage):
+            kept.append(json.dumps(row) + "\n")
     new = path.with_suffix(".tmp")
     with new.open("w", encoding="utf-8") as file:
-        file.writelines(line + "\n" for line in kept)
+        file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)
+
+
+def say(world: World, text: str) -> None:
+    """Print on the main process, above a progress bar."""
+    if world.is_main:
+        tqdm.write(text)
 
 
 def _start_wandb(project: str, run_name: str, run_dir: Path) -> Any:
@@ -157,12 +171,7 @@ class StepLine:
     def __enter__(self) -> "StepLine":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.close()
 
     def show(self, row: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_vlm.distributed import World, joined_world
-from coat_vlm.train.engine import judge_by_norm
+from coat_vlm.train.engine import skip_by_norm
 
 WIDTH = 6
 
@@ -88,7 +88,7 @@ def weights(engine: Any) -> dict[str, Tensor]:
 )
 def test_a_bad_gradient_changes_nothing_and_is_looked_at_once(zero_stage: int, bad: float) -> None:
     engine, asked = build(zero_stage)
-    judge_by_norm(engine.optimizer)
+    skip_by_norm(engine.optimizer)
     start = weights(engine)
     first = step(engine)
     assert math.isfinite(engine.get_global_grad_norm())
@@ -123,8 +123,8 @@ def test_without_a_norm_nothing_would_be_found() -> None:
 
     blind = SimpleNamespace(has_overflow=ask, compute_grad_norm=False)
     with pytest.raises(ValueError, match=r"compute_grad_norm is false: .* leave that key out"):
-        judge_by_norm(blind)
+        skip_by_norm(blind)
     assert blind.has_overflow is ask
     plain = SimpleNamespace()
-    judge_by_norm(plain)
+    skip_by_norm(plain)
     assert not vars(plain)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from coat_vlm.distributed import World, joined_world
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.train.engine import take_whole_steps
+from coat_vlm.train.engine import use_foreach_step
 
 
 class Layers(nn.Module):
@@ -57,7 +57,7 @@ def engine_of(grad_clip: float, *, own: bool, coat: bool = False, zero_stage: in
     )
     optimizer.state.clear()
     if own:
-        take_whole_steps(engine)
+        use_foreach_step(engine)
     return engine
 
 
@@ -121,6 +121,6 @@ def test_it_looks_at_no_parameter_by_itself(own: bool, monkeypatch: pytest.Monke
 def test_engines_with_zero_keep_their_step() -> None:
     engine = engine_of(1.0, own=False, zero_stage=2)
     step = engine.optimizer.step
-    take_whole_steps(engine)
+    use_foreach_step(engine)
     assert engine.optimizer.step == step
     assert engine.enable_backward_allreduce
