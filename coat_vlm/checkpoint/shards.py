@@ -93,12 +93,19 @@ class ShardWriter:
 
     def _flush(self) -> None:
         path = self._folder / f"{self._name}-{self._num_files:03d}.safetensors"
-        try:
-            save_file(self._pending, path)
-        except SafetensorError as error:  # also for a full disk
-            raise OSError(f"{path.name}: {error}") from error
+        save_tensors(self._pending, path)
         self._pending = {}
         self._num_files += 1
+
+
+def save_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file; OSError also where safetensors says it otherwise."""
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:  # also for a full disk
+        raise OSError(f"{path.name}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from coat_vlm.checkpoint.shards import SHARD_BYTES
-from coat_vlm.export.stock import LANGUAGE
+from coat_vlm.checkpoint.manifest import read_json
+from coat_vlm.checkpoint.shards import SHARD_BYTES, save_tensors
+from coat_vlm.export.stock import LANGUAGE, write_config
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.compressed import SCHEMES, Scheme, dequantize, quantize, sqnr_db
 
@@ -64,7 +64,7 @@ class Losses:
 
 def table(folder: Path) -> str:
     """The rows of a folder's quantization.json as lines of text, the worst layer below them."""
-    record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    record = read_json(folder / RECORD)
     rows = record["layers"]
     width = max(len(row["layer"]) for row in rows)
     lines = [f"{'layer':<{width}}  {'[N, K]':>16}  SQNR in dB ({record['weights']})"]
@@ -135,14 +135,13 @@ def compress_folder(folder: Path, model: CoatVlm, scheme: Scheme, prefix: str = 
         )
     losses.rows.sort(key=lambda row: _natural(row["layer"]))
     losses.write(folder)
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     # Other programs have other prefixes before a layer's name.
     ends = (name.removeprefix(prefix).removeprefix("model.") for name in losses.left)
     config["quantization_config"] = scheme.config(
         [*IGNORE, *(f"re:.*{re.escape(end)}$" for end in ends)]
     )
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_config(folder / "config.json", config)
 
 
 def linear_layers(model: CoatVlm) -> Iterator[tuple[str, int]]:
@@ -198,17 +197,13 @@ class _Writer:
             "metadata": {"total_size": self._bytes},
             "weight_map": dict(sorted(placed.items())),
         }
-        text = json.dumps(index, indent=2) + "\n"
-        (self._folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        write_config(self._folder / "model.safetensors.index.json", index)
 
     def _temporary(self, at: int) -> Path:
         return self._folder / f"compressed-{at:05d}.tmp"
 
     def _flush(self) -> None:
         path = self._temporary(len(self._files))
-        try:
-            save_file(self._pending, path, metadata={"format": "pt"})
-        except SafetensorError as error:  # also for a full disk
-            raise OSError(f"{path.name}: {error}") from error
+        save_tensors(self._pending, path, {"format": "pt"})
         self._files.append(list(self._pending))
         self._pending = {}

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -247,7 +246,14 @@ class Fp8Record:
         """Measure the activations that each FP8 block keeps, on the first row of ``batch``."""
         if not fp8_blocks(model):  # linear layers alone
             return
-        row = _first_row(batch, model)
+        # The first row, without a mask, as the loss runs: padding is on the right.
+        grids, groups = batch.get("image_grids"), batch.get("frame_groups")
+        images, tiles = model.images_per_row(batch["input_ids"][:1], grids, groups)[0]
+        row = {"input_ids": batch["input_ids"][:1]}
+        if images:
+            row["pixel_values"] = batch["pixel_values"][:tiles]
+            own = {"image_grids": grids, "frame_groups": groups}
+            row |= {name: values[:images] for name, values in own.items() if values is not None}
         device = next(model.parameters()).device
         inputs = {name: value.to(device) for name, value in row.items()}
         # The blocks are measured; logits would only take memory.
@@ -268,52 +274,22 @@ class Fp8Record:
 
     def states(self, optimizer: Any, step: int) -> None:
         """Measure the optimizer's states on this process, and those that AdamW would have."""
-        kept, parameters = _state_size(optimizer)
-        original = 0.0
-        if parameters:
-            like = next(p for p, state in optimizer.state.items() if state)
-            original = _original_bytes_per_parameter(like)
+        states = {p: state for p, state in optimizer.state.items() if state}
+        tensors = [
+            t
+            for state in states.values()
+            for t in state.values()
+            if isinstance(t, Tensor) and t.ndim
+        ]
         self._write_row(
             "states",
             step,
             optimizer=type(optimizer).__name__,
-            bytes=kept,
-            parameters=parameters,
-            original_bytes_per_parameter=original,
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            parameters=sum(state["exp_avg"].numel() for state in states.values()),
+            # torch.optim.AdamW has two moments of its parameters' dtype.
+            original_bytes_per_parameter=2.0 * next(iter(states)).element_size() if states else 0.0,
         )
 
     def _write_row(self, status: str, step: int, **values: Any) -> None:
         self._write({"kind": "fp8", "stage": self._stage, "step": step, "status": status, **values})
-
-
-def _state_size(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Bytes of the states that grow with their parameters, and the elements of these."""
-    states = [state for state in optimizer.state.values() if state]
-    tensors = [t for state in states for t in state.values() if isinstance(t, Tensor) and t.ndim]
-    kept = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return kept, sum(state["exp_avg"].numel() for state in states)
-
-
-def _original_bytes_per_parameter(like: Tensor) -> float:
-    """What torch.optim.AdamW, the optimizer of BF16 runs, keeps for a parameter of this dtype."""
-    parameter = torch.zeros(1024, dtype=like.dtype, device=like.device, requires_grad=True)
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.AdamW([parameter])
-    optimizer.step()
-    kept, parameters = _state_size(optimizer)
-    return kept / parameters
-
-
-def _first_row(batch: Batch, model: CoatVlm) -> dict[str, Tensor]:
-    # Without a mask, as the loss runs: padding is on the right.
-    rows: dict[str, Tensor] = {"input_ids": batch["input_ids"][:1]}
-    grids = batch.get("image_grids")
-    groups = batch.get("frame_groups")
-    images, tiles = model.images_per_row(rows["input_ids"], grids, groups)[0]
-    if images:
-        rows["pixel_values"] = batch["pixel_values"][:tiles]
-        if grids is not None:
-            rows["image_grids"] = grids[:images]
-        if groups is not None:
-            rows["frame_groups"] = groups[:images]
-    return rows
