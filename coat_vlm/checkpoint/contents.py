@@ -158,6 +158,7 @@ def read_contents(checkpoint: Path) -> Contents:
 
 def contents_of(engine: DeepSpeedEngine) -> Contents:
     """What a checkpoint of an engine holds."""
+    model: Any = engine.module
     optimizer: Any = engine.basic_optimizer
     groups = groups_by_name(engine)
     parameters = {
@@ -166,9 +167,9 @@ def contents_of(engine: DeepSpeedEngine) -> Contents:
             dtype=str(parameter.dtype).removeprefix("torch."),
             group=groups.get(name),
         )
-        for name, parameter in engine.module.named_parameters()
+        for name, parameter in model.named_parameters()
     }
-    buffers = persistent_buffers(engine.module)
+    buffers = persistent_buffers(model)
     return Contents(
         parameters=parameters,
         buffers={name: tuple(buffer.shape) for name, buffer in buffers.items()},

@@ -136,6 +136,7 @@ def load_engine(engine: DeepSpeedEngine, shards: Shards) -> None:
     Raises:
         ValueError: elements are missing.
     """
+    model: Any = engine.module
     optimizer: Any = engine.basic_optimizer
     before_reading(engine)
     for partition in partitions(engine):
@@ -147,10 +148,10 @@ def load_engine(engine: DeepSpeedEngine, shards: Shards) -> None:
             state = _assembled(partition, shards, group)
         if state:
             optimizer.state[partition.tensor] = state
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             _fill_frozen(name, parameter, shards)
-    for name, buffer in persistent_buffers(engine.module).items():
+    for name, buffer in persistent_buffers(model).items():
         buffer.copy_(shards.weight(name, tuple(buffer.shape)))
     after_reading(engine)
 

@@ -96,7 +96,8 @@ def _weights_by_group(engine: DeepSpeedEngine) -> list[tuple[int, list[Any]]]:
 
 def _names(engine: DeepSpeedEngine) -> dict[int, str]:
     """The (first) name of each parameter by its id."""
-    return {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    model: Any = engine.module
+    return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:

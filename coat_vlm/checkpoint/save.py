@@ -74,6 +74,7 @@ def save_engine(engine: DeepSpeedEngine, writer: ShardWriter, world: World) -> N
     Raises:
         OSError: a file could not be written.
     """
+    model: Any = engine.module
     optimizer: Any = engine.basic_optimizer
     alike = engine.zero_optimization_stage() == 0
     for number, partition in enumerate(partitions(engine)):
@@ -81,11 +82,11 @@ def save_engine(engine: DeepSpeedEngine, writer: ShardWriter, world: World) -> N
             # Not optimizer.state[...], which would leave an empty state behind.
             state = optimizer.state.get(partition.tensor)
             writer.add(partition.pieces, partition.tensor, state)
-    for number, (name, parameter) in enumerate(engine.module.named_parameters()):
+    for number, (name, parameter) in enumerate(model.named_parameters()):
         if not parameter.requires_grad:
             part = frozen_piece(name, parameter, owner=number % world.size == world.rank)
             if part is not None:
                 writer.add((part[1],), part[0])
     if world.is_main:
-        for name, buffer in persistent_buffers(engine.module).items():
+        for name, buffer in persistent_buffers(model).items():
             writer.add((Piece(name, 0, buffer.numel(), 0),), buffer)

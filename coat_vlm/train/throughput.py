@@ -60,7 +60,8 @@ class Throughput:
 
     def count(self, micro_batches: Sequence[LoadedBatch]) -> dict[str, float]:
         """What this rank's micro-batches of a step hold, to be summed over the ranks."""
-        counts = dict.fromkeys((*_COUNTS, *VIDEO_COUNTS, REPLAYED, *MODULES), 0.0)
+        names = (*_COUNTS, *VIDEO_COUNTS, REPLAYED, *MODULES)
+        counts: dict[str, float] = dict.fromkeys(names, 0.0)
         for loaded in micro_batches:
             work = work_of(loaded.batch, self._image_token_id)
             found: dict[str, float] = {
@@ -70,8 +71,9 @@ class Throughput:
                 "tiles": work.tiles,
                 "vision_tokens": work.vision_tokens,
                 **{name: loaded.counts.get(name, 0) for name in (*VIDEO_COUNTS, REPLAYED)},
-                **({} if self._flops is None else self._flops.of(work)),
             }
+            if self._flops is not None:
+                found |= self._flops.of(work)
             for name, number in found.items():
                 counts[name] += number
         return counts
