@@ -149,32 +149,29 @@ class Shards:
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        self._files: dict[str, Any] = {}
+        files: dict[str, Any] = {}
         self._by_pieces: dict[tuple[Piece, ...], SavedPartition] = {}
         self._by_name: dict[str, list[tuple[Piece, SavedPartition]]] = {}
         for index in sorted(checkpoint.glob("rank-*.json")):
             listed = json.loads(index.read_text(encoding="utf-8"))["partitions"]
             for number, entry in enumerate(listed):
-                self._add(checkpoint, number, entry)
-
-    def _add(self, checkpoint: Path, number: int, entry: dict[str, Any]) -> None:
-        name = entry["file"]
-        if name not in self._files:
-            self._files[name] = safe_open(str(checkpoint / name), "pt")
-        partition = SavedPartition(
-            number=number,
-            pieces=tuple(Piece(*piece) for piece in entry["pieces"]),
-            size=entry["size"],
-            elements=frozenset(entry["elements"]),
-            others=frozenset(entry["others"]),
-            on_cpu=frozenset(entry["on_cpu"]),
-            numbers=entry["numbers"],
-            file=self._files[name],
-        )
-        if partition.pieces:
-            self._by_pieces[partition.pieces] = partition
-        for piece in partition.pieces:
-            self._by_name.setdefault(piece.name, []).append((piece, partition))
+                name = entry["file"]
+                if name not in files:
+                    files[name] = safe_open(str(checkpoint / name), "pt")
+                partition = SavedPartition(
+                    number=number,
+                    pieces=tuple(Piece(*piece) for piece in entry["pieces"]),
+                    size=entry["size"],
+                    elements=frozenset(entry["elements"]),
+                    others=frozenset(entry["others"]),
+                    on_cpu=frozenset(entry["on_cpu"]),
+                    numbers=entry["numbers"],
+                    file=files[name],
+                )
+                if partition.pieces:
+                    self._by_pieces[partition.pieces] = partition
+                for piece in partition.pieces:
+                    self._by_name.setdefault(piece.name, []).append((piece, partition))
 
     def same(self, pieces: tuple[Piece, ...], size: int) -> SavedPartition | None:
         """The saved partition of this size with exactly these pieces at the same places."""
@@ -206,7 +203,8 @@ class Shards:
     def weight(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A whole parameter as it was saved: where it trains, its master weights."""
         size = torch.Size(shape).numel()
-        parts: list[tuple[int, Tensor]] = []
-        for partition, first, place, count in self.overlaps(Piece(name, 0, size, 0)):
-            parts.append((place, partition.read(WEIGHT, first, first + count)))
-        return torch.cat([part for _, part in sorted(parts, key=lambda p: p[0])]).view(shape)
+        parts = {
+            place: partition.read(WEIGHT, first, first + count)
+            for partition, first, place, count in self.overlaps(Piece(name, 0, size, 0))
+        }
+        return torch.cat([parts[place] for place in sorted(parts)]).view(shape)

@@ -9,7 +9,6 @@ and images pass through the last two.
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,42 +23,10 @@ from coat_vlm.model import CoatVlm
 from coat_vlm.model.compressed import SCHEMES, Scheme, dequantize, quantize, sqnr_db
 
 RECORD = "quantization.json"
+"""What compression did: per layer its name, shape, SQNR in dB (null where nothing is lost), and
+bytes before and after; and the layers that stay as they are, with the reason."""
 IGNORE = ["re:.*lm_head", "re:.*vision_tower.*", "re:.*projector.*"]
 """Linear layers that stay, by patterns that fit the layouts ``coat`` and ``llava``."""
-
-
-@dataclass(slots=True)
-class Losses:
-    """What compression did, layer by layer; quantization.json."""
-
-    scheme: Scheme
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    """Per layer: name, shape, sqnr_db (None where nothing is lost), bytes before and after."""
-    left: dict[str, str] = field(default_factory=dict)
-    """Layers that stay as they are, and why."""
-
-    def add(self, layer: str, weight: Tensor, codes: Tensor, scale: Tensor) -> None:
-        """Measure one layer."""
-        ratio = sqnr_db(weight, dequantize(codes, scale, self.scheme))
-        self.rows.append(
-            {
-                "layer": layer,
-                "shape": list(weight.shape),
-                "sqnr_db": round(ratio, 3) if ratio != float("inf") else None,
-                "bytes_before": weight.nbytes,
-                "bytes_after": codes.nbytes + scale.nbytes,
-            }
-        )
-
-    def write(self, folder: Path) -> None:
-        """Write quantization.json."""
-        values = {
-            "weights": self.scheme.name,
-            "formula": "sqnr_db = 10 log10(sum w^2 / sum (w - q(w))^2); null: nothing is lost",
-            "layers": self.rows,
-            "left": self.left,
-        }
-        (folder / RECORD).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def table(folder: Path) -> str:
@@ -99,15 +66,16 @@ def compress_folder(folder: Path, model: CoatVlm, scheme: Scheme, prefix: str = 
     """
     inputs = {f"{prefix}{name}": inputs for name, inputs in linear_layers(model)}
     why = {name: scheme.why_not(inputs[name]) for name in sorted(inputs, key=_natural)}
-    losses = Losses(scheme, left={name: reason for name, reason in why.items() if reason})
-    layers = inputs.keys() - losses.left.keys()
+    left = {name: reason for name, reason in why.items() if reason}
+    layers = inputs.keys() - left.keys()
     if not layers:
-        first = next(iter(losses.left.items()), ("", "the language model has no linear layer"))
+        first = next(iter(left.items()), ("", "the language model has no linear layer"))
         raise ValueError(
             f"--weights {scheme.name}: no layer fits ({': '.join(first)}); allowed here: "
             f"{', '.join(name for name, other in SCHEMES.items() if other.block is None)}"
         )
     writer = _Writer(folder)
+    rows: list[dict[str, Any]] = []
     sources = sorted(folder.glob("*.safetensors"))
     bar = tqdm(total=len(layers), desc=scheme.name, unit="layer", delay=2.0, leave=False)
     with bar:
@@ -121,23 +89,37 @@ def compress_folder(folder: Path, model: CoatVlm, scheme: Scheme, prefix: str = 
                     codes, scale = quantize(weight, scheme)
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
-                losses.add(layer, weight, codes, scale)
+                ratio = sqnr_db(weight, dequantize(codes, scale, scheme))
+                rows.append(
+                    {
+                        "layer": layer,
+                        "shape": list(weight.shape),
+                        "sqnr_db": round(ratio, 3) if ratio != float("inf") else None,
+                        "bytes_before": weight.nbytes,
+                        "bytes_after": codes.nbytes + scale.nbytes,
+                    }
+                )
                 writer.add(name, codes)
                 writer.add(f"{name}_scale", scale)
                 bar.update()
             source.unlink()
     writer.close()
-    absent = layers - {row["layer"] for row in losses.rows}
+    absent = layers - {row["layer"] for row in rows}
     if absent:
         raise ValueError(
             f"{folder} has no weights of {min(absent)} ({len(absent)} of {len(layers)} layers are "
             "not there); export it once more without --weights and look at the names"
         )
-    losses.rows.sort(key=lambda row: _natural(row["layer"]))
-    losses.write(folder)
+    record = {
+        "weights": scheme.name,
+        "formula": "sqnr_db = 10 log10(sum w^2 / sum (w - q(w))^2); null: nothing is lost",
+        "layers": sorted(rows, key=lambda row: _natural(row["layer"])),
+        "left": left,
+    }
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     config = read_json(folder / "config.json")
     # Other programs have other prefixes before a layer's name.
-    ends = (name.removeprefix(prefix).removeprefix("model.") for name in losses.left)
+    ends = (name.removeprefix(prefix).removeprefix("model.") for name in left)
     config["quantization_config"] = scheme.config(
         [*IGNORE, *(f"re:.*{re.escape(end)}$" for end in ends)]
     )

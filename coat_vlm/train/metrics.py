@@ -166,7 +166,7 @@ class StepLine:
             mininterval=1.0,
         )
         self._peak_mb: float | None = None
-        self._forget()
+        self._rows: list[Mapping[str, Any]] = []
 
     def __enter__(self) -> "StepLine":
         return self
@@ -176,61 +176,41 @@ class StepLine:
 
     def show(self, row: Mapping[str, Any]) -> None:
         """Take in a step's row of metrics.jsonl, and show a line where one is due."""
+        self._rows.append(row)
         self._peak_mb = row["peak_memory_mb"] or self._peak_mb
-        self._steps += 1
-        self._seconds += row["step_s"]
-        self._waited += row["data_wait_s"]
-        self._tokens += row["tokens"]
-        self._vision_tokens += row["vision_tokens"]
-        self._tflop += sum(row.get("tflop", {}).values())
         self._bar.update()
         step = row["step"]
         if step % self._every and step != self._total:
             return
+        seconds = sum(one["step_s"] for one in self._rows)
+        tokens, vision = (
+            f"{sum(one[name] for one in self._rows) / seconds:,.0f}"
+            for name in ("tokens", "vision_tokens")
+        )
+        work = sum(sum(one.get("tflop", {}).values()) for one in self._rows)
+        per_gpu = work / seconds / self._ranks
+        tflop = f"{per_gpu:,.0f}" if per_gpu >= 100 else f"{per_gpu:.3g}"
+        wait = f"wait {sum(one['data_wait_s'] for one in self._rows) / seconds:.1%}"
+        memory = self._peak_mb and f"{self._peak_mb / 1e3:.1f} GB"
+        loss = "loss not finite" if row["loss"] is None else f"loss {row['loss']:.4f}"
         if self._lines:
-            tqdm.write(self._line(row))
+            norm, rates = row["grad_norm"], dict.fromkeys(row["lr"].values())
+            left = math.ceil((self._total - step) * seconds / len(self._rows))
+            parts = [
+                f"{self._stage} step {step}/{self._total}",
+                loss,
+                f"grad {'not finite' if norm is None else f'{norm:.3g}'}",
+                f"lr {'/'.join(f'{rate:.1e}' for rate in rates)}",
+                f"tokens/s {tokens}",
+                f"(vision {vision})" if any(one["vision_tokens"] for one in self._rows) else None,
+                f"TFLOP/s {tflop}" if work else None,
+                wait,
+                memory and f"mem {memory}",
+                f"eta {timedelta(seconds=left)}",
+            ]
+            tqdm.write(" ".join(filter(None, parts)))
             sys.stdout.flush()
         else:
-            self._bar.set_postfix_str(self._postfix(row))
-        self._forget()
-
-    def _forget(self) -> None:
-        self._steps = self._tokens = self._vision_tokens = 0
-        self._seconds = self._waited = self._tflop = 0.0
-
-    def _line(self, row: Mapping[str, Any]) -> str:
-        norm, rates = row["grad_norm"], dict.fromkeys(row["lr"].values())
-        shown = [
-            f"{self._stage} step {row['step']}/{self._total}",
-            f"loss {_loss(row)}",
-            f"grad {'not finite' if norm is None else f'{norm:.3g}'}",
-            f"lr {'/'.join(f'{rate:.1e}' for rate in rates)}",
-            f"tokens/s {self._tokens / self._seconds:,.0f}",
-        ]
-        if self._vision_tokens:
-            shown.append(f"(vision {self._vision_tokens / self._seconds:,.0f})")
-        if self._tflop:
-            shown.append(f"TFLOP/s {self._tflop_rate()}")
-        shown.append(f"wait {self._waited / self._seconds:.1%}")
-        if self._peak_mb is not None:
-            shown.append(f"mem {self._peak_mb / 1e3:.1f} GB")
-        left = math.ceil((self._total - row["step"]) * self._seconds / self._steps)
-        return " ".join([*shown, f"eta {timedelta(seconds=left)}"])
-
-    def _postfix(self, row: Mapping[str, Any]) -> str:
-        shown = [f"loss {_loss(row)}", f"{self._tokens / self._seconds:,.0f} tokens/s"]
-        if self._tflop:
-            shown.append(f"{self._tflop_rate()} TFLOP/s")
-        shown.append(f"wait {self._waited / self._seconds:.1%}")
-        if self._peak_mb is not None:
-            shown.append(f"{self._peak_mb / 1e3:.1f} GB")
-        return ", ".join(shown)
-
-    def _tflop_rate(self) -> str:
-        """Per GPU."""
-        rate = self._tflop / self._seconds / self._ranks
-        return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-
-
-def _loss(row: Mapping[str, Any]) -> str:
-    return "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+            parts = [loss, f"{tokens} tokens/s", f"{tflop} TFLOP/s" if work else None, wait, memory]
+            self._bar.set_postfix_str(", ".join(filter(None, parts)))
+        self._rows.clear()
