@@ -23,9 +23,8 @@ from coat_data.mixture.sampler import Cursor, Order
 from coat_vlm.config import StageConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import WeightReuse
-from coat_vlm.model.parameters import module_parameters
-from coat_vlm.model.placeholders import sent
-from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.model.placeholders import copy_to_device
+from coat_vlm.model.vlm import CoatVlm, module_parameters
 from coat_vlm.optim import lr_factor
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.engine import set_train_mode
@@ -282,7 +281,7 @@ class TrainStep:
 def inputs_on(batch: Batch, device: torch.device) -> dict[str, Any]:
     """A batch as the model takes it: what the model looks into stays on the CPU."""
     return {
-        name: value if name in _ON_CPU else sent(value, device)  # pyright: ignore[reportArgumentType]
+        name: value if name in _ON_CPU else copy_to_device(value, device)  # pyright: ignore[reportArgumentType]
         for name, value in batch.items()
     }
 
