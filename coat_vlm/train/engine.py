@@ -4,15 +4,15 @@ Two methods of DeepSpeed's optimizers are replaced, both for the time of a BF16 
 
 - ZeRO stages 1 and 2 look at the gradients twice: first at every parameter for infinities and NaNs,
   with nine kernels each, then at their norm, which is not finite exactly if one of them is not, or
-  their squares overflow. Either way the step is skipped. :func:`skip_by_norm` leaves the first look
-  away. In a step of a VLM of 0.9B parameters it launched 6,400 of 16,000 kernels, for which the GPU
-  waited (``coat-vlm bench step --size 1b --optimizer own --zero 1 --batch 4 --profile``, commit
-  03afbd2). Stage 3 looks first in FP16 alone, and stages 1 and 2 do not in FP32.
+  their squares overflow. Either way the step is skipped. The first look is left away here. In a
+  step of a VLM of 0.9B parameters it launched 6,400 of 16,000 kernels, for which the GPU waited
+  (``coat-vlm bench step --size 1b --optimizer own --zero 1 --batch 4 --profile``, commit 03afbd2).
+  Stage 3 looks first in FP16 alone, and stages 1 and 2 do not in FP32.
 - Stage 0 (``runtime/fp16/unfused_optimizer.py``) goes through the parameters one by one: it looks
   for infinities and waits for the GPU, takes the norm, makes an FP32 gradient, scales it, and
   copies the master weight into the weight. These were 4,000 of the 6,200 launches of a BF16 step
   of ``real_photos``, whose model has 20M parameters in 211 tensors, and the GPU was idle for more
-  than half of the step (commit 1fac6ce). :func:`use_foreach_step` does the same arithmetic with
+  than half of the step (commit 1fac6ce). :func:`_foreach_step` does the same arithmetic with
   torch's ``_foreach`` functions: a few launches for all parameters, and one wait, for the norm.
 
 Both rest on private parts of DeepSpeed, and on that a step is skipped for its norm, which DeepSpeed
@@ -56,19 +56,22 @@ _NEVER = 10**9
 def speed_up_step(engine: DeepSpeedEngine) -> None:
     """Replace the slow parts of an engine's optimizer step where its version of DeepSpeed is known.
 
-    Warns, and changes nothing, with another version, or where a private part is missing.
+    Warns, and changes nothing, with another version, or where a private part is missing. A single
+    rank at stage 0 has nothing to reduce, either; DeepSpeed would still copy every gradient into a
+    buffer and back.
 
     Args:
-        engine: of any ZeRO stage; those of stage 3, and of stage 0 in FP32, have no slow part.
+        engine: of any ZeRO stage; those of stage 3, and all in FP32, have no slow part.
 
     Raises:
-        ValueError: as :func:`skip_by_norm`.
+        ValueError: it takes no norm, so that nothing would find gradients that are not finite.
     """
-    unfused = isinstance(engine.optimizer, FP16_UnfusedOptimizer)
-    if not (unfused or getattr(engine.optimizer, "check_grad_overflow", False)):
+    optimizer: Any = engine.optimizer
+    unfused = isinstance(optimizer, FP16_UnfusedOptimizer)
+    if not (unfused or getattr(optimizer, "check_grad_overflow", False)):
         return
-    parts = _UNFUSED_PARTS if unfused else ("has_overflow",)
-    missing = [name for name in parts if not hasattr(engine.optimizer, name)]
+    parts = _UNFUSED_PARTS if unfused else ("has_overflow", "compute_grad_norm")
+    missing = [name for name in parts if not hasattr(optimizer, name)]
     found = deepspeed.__version__
     if missing or not SpecifierSet(TESTED_DEEPSPEED).contains(found, prereleases=True):
         warnings.warn(
@@ -78,47 +81,16 @@ def speed_up_step(engine: DeepSpeedEngine) -> None:
             stacklevel=2,
         )
     elif unfused:
-        use_foreach_step(engine)
-    else:
-        skip_by_norm(engine.optimizer)
-
-
-def skip_by_norm(optimizer: Any) -> None:
-    """Let a ZeRO optimizer skip steps for their gradients' norm, without looking before.
-
-    Args:
-        optimizer: ``engine.optimizer`` under ZeRO 1, 2 or 3; others, which look once, stay as they
-            are.
-
-    Raises:
-        ValueError: it takes no norm, so that nothing would be found.
-    """
-    if not hasattr(optimizer, "has_overflow"):
-        return
-    if not getattr(optimizer, "compute_grad_norm", True):
+        optimizer.step = MethodType(_foreach_step, optimizer)
+        if engine.world_size == 1:
+            engine.enable_backward_allreduce = False
+    elif not optimizer.compute_grad_norm:
         raise ValueError(
             "zero_optimization.compute_grad_norm is false: without their norm nothing finds "
             "gradients that are not finite; leave that key out of DeepSpeed's configuration"
         )
-    optimizer.has_overflow = lambda partition_gradients=True: False  # noqa: ARG005 - its signature
-
-
-def use_foreach_step(engine: DeepSpeedEngine) -> None:
-    """Let an engine of ZeRO stage 0 in BF16 step on all its parameters at once.
-
-    Its gradients are looked at once, by their norm: if that is not finite, no weight is changed, as
-    DeepSpeed does it. A single rank has nothing to reduce, either; DeepSpeed would still copy every
-    gradient into a buffer and back.
-
-    Args:
-        engine: others than those of stage 0 in 16 bits stay as they are.
-    """
-    wrapper: Any = engine.optimizer
-    if not isinstance(wrapper, FP16_UnfusedOptimizer):
-        return
-    wrapper.step = MethodType(_foreach_step, wrapper)
-    if engine.world_size == 1:
-        engine.enable_backward_allreduce = False
+    else:
+        optimizer.has_overflow = lambda partition_gradients=True: False  # noqa: ARG005 - its own
 
 
 @torch.no_grad()
