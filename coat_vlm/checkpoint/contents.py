@@ -1,15 +1,4 @@
-"""The JSON files of a checkpoint: how far a stage had got, what it trained, random generators.
-
-``RUN/<stage>/checkpoints/step-00000100/`` holds
-
-- ``trainer.json``: how far the stage had got (:class:`Progress`);
-- ``contents.json``: names, shapes and dtypes of all parameters, settings of the parameter groups
-  (:class:`Contents`), compared before anything is loaded;
-- ``rank-*.json`` and ``rank-*.safetensors``: weights and optimizer states (:mod:`.shards`);
-- ``random-*.json``: each rank's random generators;
-- ``model/``: configuration, tokenizer and processor, for ``coat-vlm export``;
-- ``manifest.json``: the size and SHA-256 of each of these files (:mod:`.manifest`).
-"""
+"""The JSON files of a checkpoint: how far a stage had got, what it trained, random generators."""
 
 import random
 from collections.abc import Mapping
