@@ -1,7 +1,7 @@
 """``coat-vlm bench recipe``: the training step of a recipe's stages, with random weights.
 
 A stage is built and stepped by training's own code (:mod:`coat_vlm.train.engine`,
-:class:`coat_vlm.train.loop.StageRun`). Three things differ: weights are random and drawn where the
+:class:`coat_vlm.train.step.TrainStep`). Three things differ: weights are random and drawn where the
 model stands; rows are made once (:mod:`coat_bench.recipe_rows`) and sent to the GPU in every
 step as training sends them; a step has one micro-batch on each rank, or as many as asked for.
 """
@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from coat_bench.recipe_case import RecipeBench, RecipeRow
-from coat_bench.recipe_rows import MadeData, RowShape, made_batch
+from coat_bench.recipe_rows import MadeOrder, RowShape, made_batch
 from coat_bench.rows import local_origin, origin
 from coat_bench.step import LEFT_BYTES
 from coat_bench.step_loop import take_apart
@@ -35,13 +35,12 @@ from coat_vlm.plan.activations import image_groups, trace
 from coat_vlm.plan.frames import gpu_arithmetic, stage_frame, vocabulary, with_published_shapes
 from coat_vlm.plan.stage import images_per_row, row_tokens
 from coat_vlm.plan.zero import rank_memory, sizes_of, state_bytes_per_parameter
+from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.engine import build_engine, clips_itself, prepare_model
-from coat_vlm.train.loop import StageRun
 from coat_vlm.train.metrics import Metrics
-from coat_vlm.train.quarantine import Quarantine
-from coat_vlm.train.sources import StageData
 from coat_vlm.train.stages import stage_names
-from coat_vlm.train.throughput import PhaseClock, Throughput
+from coat_vlm.train.step import TrainStep
+from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
 
 _NO_RUN = Path("no run folder")
 """What would be written or read there is not: nothing is recorded."""
@@ -204,22 +203,22 @@ def _measure(row: RecipeRow, bench: RecipeBench, case: StageCase, world: World) 
     engine = build_engine(model, recipe, stage, arithmetic, world)
     try:
         torch.manual_seed(recipe.seed + world.rank)
-        run = StageRun(
+        run = TrainStep(
             name=case.name,
             stage=stage,
             engine=engine,
             model=model,
-            data=cast(StageData, MadeData(None if stage.packing is None else case.row.tokens)),
             world=world,
-            metrics=Metrics(_NO_RUN, recipe.tracking, recipe.name, enabled=False),
-            quarantine=Quarantine(_NO_RUN, case.name, stage, []),
-            throughput=throughput,
-            phases=PhaseClock(device, enabled=False),
             total_steps=bench.warmup + bench.steps,
+            order=MadeOrder(),
+            row_tokens=None if stage.packing is None else case.row.tokens,
             clip_here=clips_itself(recipe, arithmetic),
-            save=_never,
-            log_every_steps=1,
             reuse=arithmetic.weight_reuse(model, device),
+            metrics=Metrics(_NO_RUN, recipe.tracking, recipe.name, enabled=False),
+            throughput=throughput,
+            bad_samples=BadSamples(_NO_RUN, case.name, stage, []),
+            phases=PhaseClock(device, enabled=False),
+            memory=PeakMemory(device),
         )
         steps = _steps(run, batches, bench, case, world)
         _fill(row, steps, bench, run, world)
@@ -232,12 +231,8 @@ def _measure(row: RecipeRow, bench: RecipeBench, case: StageCase, world: World) 
             row.plan_off = 100 * (row.plan_gb / row.peak_gb - 1)
 
 
-def _never(*_: Any) -> None:
-    raise AssertionError("a benchmark saves no checkpoint")
-
-
 def _steps(
-    run: StageRun, batches: list[Any], bench: RecipeBench, case: StageCase, world: World
+    run: TrainStep, batches: list[Any], bench: RecipeBench, case: StageCase, world: World
 ) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl of all steps."""
     on_gpu = world.device.type == "cuda"
@@ -250,12 +245,12 @@ def _steps(
             if on_gpu:
                 torch.cuda.synchronize(world.device)
                 torch.cuda.reset_peak_memory_stats(world.device)
-        rows.append(run.take(batches, time.perf_counter())[0])
+        rows.append(run(batches, time.perf_counter())[0])
     return rows
 
 
 def _fill(
-    row: RecipeRow, steps: list[dict[str, Any]], bench: RecipeBench, run: StageRun, world: World
+    row: RecipeRow, steps: list[dict[str, Any]], bench: RecipeBench, run: TrainStep, world: World
 ) -> None:
     """What the measured steps say, of the slowest GPU and of the one with most memory."""
     losses = [step["loss"] for step in steps]

@@ -6,7 +6,7 @@ but the first token, which nothing predicts: the costliest case. The data room's
 the batch.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,7 @@ def made_batch(
     return LoadedBatch(batch=batch, bad=[], num_samples=rows)
 
 
-class _MadeOrder:
+class MadeOrder:
     """Every step holds the same rows, of no source."""
 
     def step(self, cursor: Cursor) -> tuple[list[Bin], Cursor]:
@@ -103,17 +103,3 @@ class _MadeOrder:
         """Samples used of each source: there is none."""
         del cursor
         return np.zeros(0, dtype=np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class _MadeLoader:
-    order: _MadeOrder = field(default_factory=_MadeOrder)
-
-
-@dataclass(frozen=True, slots=True)
-class MadeData:
-    """What a step of training asks of its data, besides the batches."""
-
-    row_tokens: int | None
-    """As :class:`coat_vlm.train.sources.StageData` has it."""
-    loader: _MadeLoader = field(default_factory=_MadeLoader)

@@ -12,7 +12,7 @@ import torch
 import triton
 from pydantic import TypeAdapter, ValidationError
 
-from coat_vlm.checkout import commit
+from coat_vlm import commit
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -86,7 +86,7 @@ class EngineLoop:
     """Clip gradients here; DeepSpeed does it otherwise."""
 
     def step(self, inputs: Inputs) -> Tensor:
-        """As :class:`coat_vlm.train.loop.StageRun` takes one."""
+        """As :class:`coat_vlm.train.step.TrainStep` takes one."""
         self._set_lr()
         loss = torch.zeros(())
         with ExitStack() as kept:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from coat_lab.curves import DecoderCurve, read_curves, write_curves
-from coat_vlm.checkout import commit
+from coat_vlm import commit
 from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Precision
 from coat_vlm.fp8 import Arithmetic, arithmetic_of, graph_blocks
 from coat_vlm.model.tokenizer import train_tokenizer

@@ -10,7 +10,7 @@ import yaml
 
 from coat_data.sample import Sample
 from coat_eval.tasks import get_task
-from coat_vlm.export.export import export
+from coat_vlm.export.hugging_face import export
 from coat_vlm.generate import generate, load
 
 STEPS, EVERY, QUESTIONS = 45, 15, 24

@@ -106,7 +106,7 @@ def test_a_block_with_huge_weights_is_named() -> None:
 def test_nan_of_fp8_alone_is_beyond_every_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     model, monitor = watched(MonitorConfig(every=1, layers=("last",)))
     nan = BlockError(output=[torch.nan, 1.0])
-    monkeypatch.setattr(monitor, "block_error", lambda *_: nan)
+    monkeypatch.setattr("coat_vlm.train.monitor.block_error", lambda *_: nan)
     row = measured(model, monitor)
     assert row["layers"]["model.layers.4"]["output_error"] is None
     assert "output error is not finite" in row["warnings"][0]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coat_vlm.checkpoint.checkpoint import Contents, SavedParameter, read_contents, write_contents
+from coat_vlm.checkpoint.contents import Contents, SavedParameter, read_contents, write_contents
 from coat_vlm.checkpoint.partitions import Piece
 from coat_vlm.checkpoint.shards import Shards, ShardWriter
 from coat_vlm.optim import CoatAdamW, state

@@ -45,22 +45,19 @@ def write_folder(target: Path, world: World, write: Callable[[Path], None]) -> N
     temporary = target.with_name(f"{_TEMPORARY}{target.name}")
     failure: Exception | None = None
     entries: dict[str, _Entry] = {}
-
-    def done(step: Callable[[], None]) -> bool:
-        """Whether all ranks have done a step."""
-        nonlocal failure
+    for step in (
+        lambda: _make_empty(temporary, world),
+        lambda: write(temporary),
+        lambda: entries.update(_sync_files(temporary, world)),
+        lambda: _finish(temporary, target, world.gather(entries), world),
+    ):
         try:
             step()
         except Exception as error:
             failure = error
-        return not world.any(failure is not None)
-
-    if (
-        done(lambda: _emptied(temporary, world))
-        and done(lambda: write(temporary))
-        and done(lambda: entries.update(_synced(temporary, world)))
-        and done(lambda: _finish(temporary, target, world.gather(entries), world))
-    ):
+        if world.any(failure is not None):
+            break
+    else:
         return
     if world.is_main:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -72,6 +69,16 @@ def write_folder(target: Path, world: World, write: Callable[[Path], None]) -> N
         f"{target} could not be saved: {reason}; free disk space or write elsewhere; what was "
         "saved before is untouched, and training continues from it with --resume auto"
     ) from failure
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as a JSON file."""
+    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def remove_folder(folder: Path) -> None:
@@ -140,14 +147,14 @@ def _read_manifest(folder: Path) -> dict[str, _Entry]:
     if not manifest.is_file():
         raise ValueError(f"it has no {MANIFEST}")
     try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        files = read_json(manifest)["files"]
         keys = ("bytes", "sha256")
         return {name: {key: entry[key] for key in keys} for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # bits may flip anywhere
         raise ValueError(f"its {MANIFEST} cannot be read") from error
 
 
-def _synced(temporary: Path, world: World) -> dict[str, _Entry]:
+def _sync_files(temporary: Path, world: World) -> dict[str, _Entry]:
     """Sync this rank's share of the files; their entries in the manifest."""
     paths = sorted(path for path in temporary.rglob("*") if path.is_file())
     mine = paths[world.rank :: world.size]
@@ -160,7 +167,7 @@ def _synced(temporary: Path, world: World) -> dict[str, _Entry]:
     return entries
 
 
-def _emptied(folder: Path, world: World) -> None:
+def _make_empty(folder: Path, world: World) -> None:
     if world.is_main:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -171,21 +178,19 @@ def _finish(temporary: Path, target: Path, shares: list[dict[str, _Entry]], worl
     if not world.is_main:
         return
     files = dict(sorted(item for share in shares for item in share.items()))
-    manifest = temporary / MANIFEST
-    manifest.write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
-    _sync(manifest)
+    write_json(temporary / MANIFEST, {"files": files})
+    _sync(temporary / MANIFEST)
     for folder in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:
         _sync(folder)
     if not target.exists():
         temporary.rename(target)
-    elif _swap(temporary, target):
-        _sync(target.parent)
-        shutil.rmtree(temporary)
     else:
-        old = target.with_name(f"{_OLD}{target.name}")
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-        temporary.rename(target)
+        old = temporary  # what the swap leaves there
+        if not _swap(temporary, target):
+            old = target.with_name(f"{_OLD}{target.name}")
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+            temporary.rename(target)
         _sync(target.parent)
         shutil.rmtree(old)
     _sync(target.parent)

@@ -1,19 +1,21 @@
-"""Rows that a run had to replace: listed, counted by source, and too many of them an error."""
+"""The bad-sample log: rows that a run had to replace, listed and counted; too many are an error."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from coat_data.load.loader import BadSample
-from coat_vlm.config import STAGES, SourceConfig, StageConfig
+from coat_data.load.loader import BadSample, LoadedBatch
+from coat_vlm.config import SourceConfig, StageConfig
+from coat_vlm.train.metrics import read_rows
 
-FILE = "bad_samples.jsonl"
+BAD_SAMPLES = "bad_samples.jsonl"
+"""File in a run folder."""
 
 
-class Quarantine:
+class BadSamples:
     """The bad samples of one stage.
 
     ``RUN/bad_samples.jsonl`` has a line per replaced row: ``stage``, ``step``, ``source``,
@@ -23,7 +25,8 @@ class Quarantine:
 
     Attributes:
         total: bad samples so far over all ranks.
-        outages: samples that were out of reach, likewise, since the run was started or continued.
+        outages: samples that were out of reach, over all ranks, since the run was started or
+            continued.
 
     Args:
         run_dir: the run folder.
@@ -43,54 +46,60 @@ class Quarantine:
     ) -> None:
         self.total = total
         self.outages = 0
-        self._path = run_dir / FILE
+        self._path = run_dir / BAD_SAMPLES
         self._name = name
         self._stage = stage
         self._sources = sources
-        self._counts = _listed(self._path, name, [source.name for source in self._sources])
+        self._counts = dict.fromkeys((source.name for source in sources), 0)
+        for row in read_rows(self._path):
+            if row["stage"] == name and row["source"] in self._counts and not row.get("outage"):
+                self._counts[row["source"]] += 1
 
-    def note(self, bad: Sequence[BadSample], step: int) -> list[int]:
+    def note(self, micro_batches: Sequence[LoadedBatch], step: int) -> dict[str, float]:
         """List this rank's bad samples of a step.
 
         Returns:
-            How many there are of each source, and then how many were out of reach.
+            How many there are, to be summed over the ranks: ``bad/SOURCE``, and ``outages``.
         """
-        counts = [0] * (len(self._sources) + 1)
+        counts = {**{f"bad/{name}": 0.0 for name in self._counts}, "outages": 0.0}
+        bad = [sample for loaded in micro_batches for sample in loaded.bad]
         if bad:
             with self._path.open("a", encoding="utf-8") as file:
                 for sample in bad:
-                    counts[-1 if sample.outage else sample.source] += 1
-                    file.write(json.dumps(self._row(sample, step)) + "\n")
+                    name = self._sources[sample.source].name
+                    counts["outages" if sample.outage else f"bad/{name}"] += 1
+                    file.write(json.dumps(self._listed(sample, step)) + "\n")
         return counts
 
-    def count(self, counts: Sequence[float], met: Callable[[], np.ndarray]) -> dict[str, Any]:
+    def row(self, counts: Mapping[str, float], met: Callable[[], np.ndarray]) -> dict[str, Any]:
         """Add a step's bad samples of all ranks.
 
         Args:
-            counts: of the step, as :meth:`note` has them.
+            counts: sums of :meth:`note`.
             met: samples of each source so far; asked only when there are bad ones.
 
         Returns:
-            Number and share of the bad ones of each source that has any, for metrics.jsonl. On
-            other ranks than the main one it can lack those of before a resume.
+            For metrics.jsonl: ``bad_by_source``, number and share of the bad ones of each source
+            that has any, and ``outages``, if there were any. On other ranks than the main one
+            sources can lack those of before a resume.
 
         Raises:
             ValueError: there are too many, of one kind or the other.
         """
-        *by_source, outages = counts
-        self.outages += int(outages)
-        self.total += int(sum(by_source))
-        self._counts = [a + int(b) for a, b in zip(self._counts, by_source, strict=True)]
+        self.outages += int(counts["outages"])
+        for name in self._counts:
+            self._counts[name] += int(counts[f"bad/{name}"])
+            self.total += int(counts[f"bad/{name}"])
         if not (self.total or self.outages):
-            return {}
+            return {"bad_by_source": {}}
         samples = met()
         rates = {
-            source.name: {"rows": bad, "rate": round(bad / max(1, int(number)), 6)}
-            for source, bad, number in zip(self._sources, self._counts, samples, strict=True)
+            name: {"rows": bad, "rate": round(bad / max(1, int(number)), 6)}
+            for (name, bad), number in zip(self._counts.items(), samples, strict=True)
             if bad
         }
         self._check(int(samples.sum()), rates)
-        return rates
+        return {"bad_by_source": rates, **({"outages": self.outages} if self.outages else {})}
 
     def _check(self, met: int, rates: dict[str, Any]) -> None:
         fraction = self._stage.max_bad_fraction
@@ -109,11 +118,11 @@ class Quarantine:
         by_source = ", ".join(f"{name} {found['rows']}" for name, found in rates.items())
         raise ValueError(
             f"stage {self._name}: {self.total} bad samples ({by_source}) are more than {limit} "
-            f"allow; {self._path} lists them: mend the data, give that file to the sources as "
+            f"allow; {self._path} lists them: fix the data, give that file to the sources as "
             "exclude, or raise the limit"
         )
 
-    def _row(self, sample: BadSample, step: int) -> dict[str, Any]:
+    def _listed(self, sample: BadSample, step: int) -> dict[str, Any]:
         source = self._sources[sample.source]
         return {
             "stage": self._name,
@@ -126,41 +135,3 @@ class Quarantine:
             "position": sample.position,
             **({"outage": True} if sample.outage else {}),
         }
-
-
-def rewind_quarantine(run_dir: Path, stage: str, step: int) -> None:
-    """Drop what was listed after ``step`` of ``stage``; a resumed run will list it again."""
-    path = run_dir / FILE
-    if not path.is_file():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = _parsed(line)
-        if row is None:
-            continue  # cut off when the run was killed
-        order = STAGES.index(row["stage"]) - STAGES.index(stage)
-        if order < 0 or (order == 0 and row["step"] <= step):
-            kept.append(line + "\n")
-    new = path.with_suffix(".tmp")
-    new.write_text("".join(kept), encoding="utf-8")
-    new.replace(path)
-
-
-def _listed(path: Path, stage: str, names: Sequence[str]) -> list[int]:
-    """Rows of ``stage`` in the list, by source."""
-    counts = [0] * len(names)
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    for line in lines:
-        row = _parsed(line)
-        if row is None or row.get("outage"):
-            continue
-        if row["stage"] == stage and row["source"] in names:
-            counts[names.index(row["source"])] += 1
-    return counts
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return None

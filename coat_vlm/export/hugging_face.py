@@ -1,24 +1,28 @@
-"""From a checkpoint, or a stage's model, to a plain Hugging Face folder; on one CPU process.
+"""Plain Hugging Face folders: the model at the end of a stage, and exports on one CPU process.
 
-A checkpoint has everything that this needs: master weights of what trained, the weights of what was
-frozen, and in its ``model`` folder the configuration, the tokenizer and the processor. Neither the
-number of ranks nor the ZeRO stage that saved it matters.
+A checkpoint has everything that an export needs: master weights of what trained, the weights of
+what was frozen, and in its ``model`` folder the configuration, the tokenizer and the processor.
+Neither the number of ranks nor the ZeRO stage that saved it matters.
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import GenerationConfig
 
-from coat_vlm.checkpoint.checkpoint import Contents, read_contents
-from coat_vlm.checkpoint.folder import MANIFEST, problem_inside, write_folder
+from coat_vlm import commit
+from coat_vlm.checkpoint.contents import Contents, read_contents
+from coat_vlm.checkpoint.manifest import MANIFEST, problem_inside, write_folder, write_json
 from coat_vlm.checkpoint.shards import Shards
-from coat_vlm.distributed import ALONE
+from coat_vlm.config import Recipe
+from coat_vlm.distributed import ALONE, World
 from coat_vlm.export.adapter import (
     ADAPTER,
     adapter_weights,
@@ -43,6 +47,74 @@ Layout = Literal["coat", "llava", "vila", "language"]
 """What a folder looks like, and so who can read it."""
 
 
+def save_model(
+    target: Path,
+    model: CoatVlm,
+    processor: CoatVlmProcessor,
+    recipe: Recipe,
+    stage: str,
+    step: int,
+    world: World,
+    bf16_blocks: Sequence[str] = (),
+) -> None:
+    """Save weights, tokenizer, processor and training.json, whole or not at all.
+
+    Weights have the dtype of training (on a GPU BF16, unless ``precision: fp32``), frozen ones too.
+    LoRA adapters are merged into them, and saved in the folder ``adapter`` as they are.
+
+    Args:
+        target: the folder.
+        model: the engine's module, split over ranks at ZeRO stage 3.
+        processor: saved beside the model.
+        recipe: named in training.json.
+        stage: the stage that ends here.
+        step: its last step.
+        world: the processes of the run.
+        bf16_blocks: FP8 blocks that the monitor sent back to BF16: :func:`coat_vlm.generate.load`
+            leaves them in BF16, too.
+
+    Raises:
+        OSError: the folder could not be written; an earlier one is untouched.
+    """
+    split = recipe.zero_stage == 3
+    parameters = list(model.parameters())
+    with GatheredParameters(parameters) if split else nullcontext():
+        state = None
+        if world.is_main:
+            # Copies: at stage 3 the gathered weights are gone when the context ends.
+            state = {
+                name: tensor.detach().to("cpu", copy=split)
+                for name, tensor in model.state_dict().items()
+            }
+
+    def write(temporary: Path) -> None:
+        if not world.is_main:
+            return
+        assert state is not None
+        weights = state
+        if has_adapters(model):
+            weights, adapters = separated(state)
+            saved = save_adapter_config(temporary / ADAPTER, model)
+            own = adapter_weights(saved, weights, adapters)
+            save_adapter(temporary / ADAPTER, saved, own)
+            merge(weights, adapters, saved.scaling)
+        save_coat(temporary, model, share_tied(weights, model), processor)
+        training: dict[str, Any] = {
+            "recipe": recipe.name,
+            "stage": stage,
+            "step": step,
+            "precision": recipe.precision,
+            "zero_stage": recipe.zero_stage,
+            "world_size": world.size,
+            "seed": recipe.seed,
+            "commit": commit(),
+            "bf16_blocks": list(bf16_blocks),
+        }
+        write_json(temporary / "training.json", training)
+
+    write_folder(target, world, write)
+
+
 def save_description(folder: Path, model: CoatVlm, processor: CoatVlmProcessor) -> None:
     """Write all but the weights of a Hugging Face folder.
 
@@ -56,6 +128,25 @@ def save_description(folder: Path, model: CoatVlm, processor: CoatVlmProcessor) 
     processor.save_pretrained(folder)
     if has_adapters(model):
         save_adapter_config(folder / ADAPTER, model)
+
+
+def save_coat(
+    folder: Path, model: CoatVlm, state: dict[str, Tensor], processor: CoatVlmProcessor
+) -> None:
+    """Write configuration, weights, tokenizer and processor as coat_vlm reads them.
+
+    Args:
+        folder: an existing, empty folder, or one that is not there.
+        model: gives the configuration; its weights may be on ``meta``.
+        state: the weights by the model's names.
+        processor: written with its tokenizer.
+    """
+    model.save_pretrained(folder, state_dict=state)
+    processor.save_pretrained(folder)
+
+
+_WRITERS = {"coat": save_coat, "llava": save_llava, "vila": save_vila, "language": save_language}
+"""What writes a layout, all with the same arguments."""
 
 
 def export(
@@ -104,9 +195,7 @@ def export(
     origin = source / ("trainer.json" if is_checkpoint else "training.json")
 
     def write(temporary: Path) -> None:
-        writers = {"coat": _save_coat, "llava": save_llava, "vila": save_vila}
-        save = {**writers, "language": save_language}[layout]
-        save(temporary, model, share_tied(dict(state), model), processor)
+        _WRITERS[layout](temporary, model, share_tied(dict(state), model), processor)
         if weights is not None:
             prefix = "" if layout == "language" else LANGUAGE
             compress_folder(temporary, model, SCHEMES[weights], prefix)
@@ -117,7 +206,7 @@ def export(
 
 
 def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
-    """Write what a stage with ``lora`` trained as a folder of peft (:mod:`.adapter_folder`).
+    """Write what a stage with ``lora`` trained as a folder of peft (:mod:`.adapter`).
 
     Where the stage began from no folder, or it is gone, a checkpoint's frozen weights are written
     as ``target/base``, and the adapter names that.
@@ -159,9 +248,9 @@ def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None)
         missing = saved.base is None
         save_adapter(temporary, saved, own, target / _BASE if missing else None)
         if missing:
-            model = _frame(described, dtype or _common_dtype(contents))
+            model = _without_weights(described, contents, dtype)
             processor = CoatVlmProcessor.from_pretrained(described)
-            _save_coat(temporary / _BASE, model, share_tied(base, model), processor)
+            save_coat(temporary / _BASE, model, share_tied(base, model), processor)
 
     return _write(target, write)
 
@@ -170,11 +259,8 @@ def _checked(source: Path, target: Path) -> Path:
     """The folder with the source's config.json, when both folders are fit for use."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not empty; give a new folder with --to")
-    is_checkpoint, is_model = (
-        (source / "trainer.json").is_file(),
-        (source / "config.json").is_file(),
-    )
-    if not (is_checkpoint or is_model):
+    is_checkpoint = (source / "trainer.json").is_file()
+    if not (is_checkpoint or (source / "config.json").is_file()):
         raise ValueError(_not_a_source(source))
     # An exported folder has no manifest: its owner may have changed it.
     listed = is_checkpoint or (source / MANIFEST).is_file()
@@ -219,22 +305,28 @@ def _read(
     source: Path, described: Path, dtype: torch.dtype | None
 ) -> tuple[CoatVlm, dict[str, Tensor], CoatVlmProcessor]:
     """The model of a source, its weights and its processor."""
-    if source != described:
-        model, state = _from_checkpoint(source, described, dtype)
-        return model, state, CoatVlmProcessor.from_pretrained(described)
     if is_vila(source):
         model, processor = load_vila(source, dtype)
-    else:
+        return model, model.state_dict(), processor
+    processor = CoatVlmProcessor.from_pretrained(described)
+    if source == described:
         model = CoatVlm.from_pretrained(source, dtype=dtype or "auto", local_files_only=True)
-        processor = CoatVlmProcessor.from_pretrained(source)
-    return model, model.state_dict(), processor
-
-
-def _save_coat(
-    folder: Path, model: CoatVlm, state: dict[str, Tensor], processor: CoatVlmProcessor
-) -> None:
-    model.save_pretrained(folder, state_dict=state)
-    processor.save_pretrained(folder)
+        return model, model.state_dict(), processor
+    contents = read_contents(source)
+    model = _without_weights(described, contents, dtype)
+    state = _weights(source, contents, dtype)
+    saved = read_adapter(described)
+    if saved is not None:
+        state, adapters = separated(state)
+        merge(state, adapters, saved.scaling)
+    absent = sorted(dict(model.named_parameters()).keys() - state.keys())
+    if absent:
+        raise ValueError(
+            f"{source}: its {_DESCRIPTION}/config.json describes a model with {absent[0]}, which "
+            "the checkpoint lacks; export with the version of coat_vlm and transformers that "
+            "trained it"
+        )
+    return model, state, processor
 
 
 def share_tied(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -252,72 +344,33 @@ def share_tied(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _from_checkpoint(
-    checkpoint: Path, described: Path, dtype: torch.dtype | None
-) -> tuple[CoatVlm, dict[str, Tensor]]:
-    """A model without weights, and its weights."""
-    contents = read_contents(checkpoint)
-    model = _frame(described, dtype or _common_dtype(contents))
-    state = _weights(checkpoint, contents, dtype)
-    saved = read_adapter(described)
-    if saved is not None:
-        state, adapters = separated(state)
-        merge(state, adapters, saved.scaling)
-    _check_names(checkpoint, model, state)
-    return model, state
-
-
-def _frame(described: Path, dtype: torch.dtype) -> CoatVlm:
-    """A model without weights."""
+def _without_weights(described: Path, contents: Contents, dtype: torch.dtype | None) -> CoatVlm:
+    """The model of a checkpoint on ``meta``; its dtype is what config.json will name."""
     config = CoatVlmConfig.from_pretrained(described)
     with torch.device("meta"):
         model = CoatVlm(config)
     model.generation_config = GenerationConfig.from_pretrained(described)
-    nn.Module.to(model, dtype)
+    trained = getattr(torch, next(iter(contents.parameters.values())).dtype)
+    nn.Module.to(model, dtype or trained)
     return model
 
 
 def _weights(checkpoint: Path, contents: Contents, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """All of a checkpoint, by the names of training."""
     shards = Shards(checkpoint)
-    names = [*contents.parameters, *contents.buffers]
-    bar = tqdm(names, desc="reading", unit="tensor", delay=2.0, leave=False)
-    return {name: _weight(name, contents, shards, dtype) for name in bar}
-
-
-def _weight(name: str, contents: Contents, shards: Shards, dtype: torch.dtype | None) -> Tensor:
-    if name in contents.buffers:
-        return shards.weight(name, contents.buffers[name])
-    saved = contents.parameters[name]
-    return shards.weight(name, saved.shape).to(dtype or getattr(torch, saved.dtype))
-
-
-def _common_dtype(contents: Contents) -> torch.dtype:
-    """The dtype that config.json names."""
-    return getattr(torch, next(iter(contents.parameters.values())).dtype)
-
-
-def _check_names(checkpoint: Path, model: nn.Module, state: dict[str, Tensor]) -> None:
-    wrong = sorted(dict(model.named_parameters()).keys() - state.keys())
-    if wrong:
-        raise ValueError(
-            f"{checkpoint}: its {_DESCRIPTION}/config.json describes a model with {wrong[0]}, "
-            "which the checkpoint lacks; export with the version of coat_vlm and transformers that "
-            "trained it"
-        )
+    state: dict[str, Tensor] = {}
+    parameters = contents.parameters.items()
+    for name, saved in tqdm(parameters, desc="reading", unit="tensor", delay=2.0, leave=False):
+        state[name] = shards.weight(name, saved.shape).to(dtype or getattr(torch, saved.dtype))
+    return state | {name: shards.weight(name, shape) for name, shape in contents.buffers.items()}
 
 
 def _not_a_source(source: Path) -> str:
     """What is wrong with a folder, and what was probably meant."""
-    found = [
-        *sorted(source.glob("*/checkpoints/step-*/trainer.json")),
-        *sorted(source.glob("checkpoints/step-*/trainer.json")),
-        *sorted(source.glob("step-*/trainer.json")),
-    ]
+    patterns = ("*/checkpoints/step-*", "checkpoints/step-*", "step-*")
+    found = [path for p in patterns for path in sorted(source.glob(f"{p}/trainer.json"))]
     hint = f"; did you mean {found[-1].parent}?" if found else ""
-    missing = (
-        "does not exist" if not source.exists() else "has neither trainer.json nor config.json"
-    )
+    missing = "has neither trainer.json nor config.json" if source.exists() else "does not exist"
     return (
         f"{source} {missing}: give a checkpoint (RUN/sft/checkpoints/step-00000100) or a stage's "
         f"model (RUN/sft/model){hint}"

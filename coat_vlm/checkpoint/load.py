@@ -1,81 +1,144 @@
-"""Engine to checkpoint and back, at any number of ranks and any ZeRO stage.
+"""Loading: the newest whole checkpoint, into an engine of any number of ranks and ZeRO stage.
 
-A partition that was saved with the same pieces gets its weights and states back bit for bit. Any
-other is put together from the saved partitions that overlap it: weights and FP32 states exactly,
-FP8 moments decoded and encoded again in the groups of the new partition.
+At the same number of ranks and ZeRO stage a run continues bit for bit: a partition that was saved
+with the same pieces gets its weights and states back as they were. Any other is put together from
+the saved partitions that overlap it: weights and FP32 states exactly, FP8 moments decoded and
+encoded again in the groups of the new partition. Of the order of data only the cursor is saved; it
+follows from the seed and holds for any number of ranks.
 """
 
+import logging
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
+from coat_vlm.checkpoint.contents import (
+    Progress,
+    contents_of,
+    read_contents,
+    read_progress,
+    set_random_state,
+)
+from coat_vlm.checkpoint.manifest import problem_inside, read_json
 from coat_vlm.checkpoint.partitions import (
     Partition,
-    Piece,
     after_reading,
     before_reading,
     frozen_piece,
     is_split,
-    model_of,
-    optimizer_of,
     partitions,
     persistent_buffers,
 )
-from coat_vlm.checkpoint.shards import WEIGHT, SavedPartition, Shards, ShardWriter
-from coat_vlm.distributed import World
+from coat_vlm.checkpoint.shards import WEIGHT, SavedPartition, Shards
+from coat_vlm.distributed import ALONE, World
 from coat_vlm.optim.state import decoded, encoded
 
+logger = logging.getLogger(__name__)
 
-def save_engine(engine: DeepSpeedEngine, writer: ShardWriter, world: World) -> None:
-    """Hand this rank's share of weights and optimizer states to a writer.
 
-    What all ranks have alike (all at stage 0, frozen parameters below stage 3) is shared out.
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints of a stage, newest first; some may be damaged."""
+    return sorted(folder.glob("step-*"), reverse=True)
+
+
+def latest_checkpoint(folder: Path, world: World = ALONE) -> Path | None:
+    """The newest whole checkpoint of a stage; damaged ones are passed over with a warning.
+
+    Every file of it is read and compared with its SHA-256.
 
     Args:
-        engine: the engine, between two steps.
-        writer: where they go.
-        world: the processes of the run.
+        folder: the stage's checkpoints folder.
+        world: the processes that share the reading; all must call this.
+
+    Returns:
+        None where no checkpoint was saved yet.
 
     Raises:
-        OSError: a file could not be written.
+        ValueError: there are checkpoints, but all are damaged.
     """
-    optimizer = optimizer_of(engine)
-    alike = engine.zero_optimization_stage() == 0
-    for number, partition in enumerate(partitions(engine)):
-        if not alike or number % world.size == world.rank:
-            # Not optimizer.state[...], which would leave an empty state behind.
-            state = optimizer.state.get(partition.tensor)
-            writer.add(partition.pieces, partition.tensor, state)
-    for number, (name, parameter) in enumerate(model_of(engine).named_parameters()):
-        if not parameter.requires_grad:
-            part = frozen_piece(name, parameter, owner=number % world.size == world.rank)
-            if part is not None:
-                writer.add((part[1],), part[0])
-    if world.is_main:
-        for name, buffer in persistent_buffers(model_of(engine)).items():
-            writer.add((Piece(name, 0, buffer.numel(), 0),), buffer)
+    problems = []
+    for path in checkpoints_in(folder):
+        problem = problem_inside(path, world)
+        if problem is None:
+            return path
+        problems.append(f"{path.name}: {problem}")
+        if world.is_main:
+            logger.warning(
+                "checkpoint %s is not used: %s; it is deleted when the next one is saved",
+                path,
+                problem,
+            )
+    if problems:
+        raise ValueError(
+            f"no checkpoint in {folder} is whole: {'; '.join(problems)}; put whole copies there, "
+            "or delete the folder to start the stage again"
+        )
+    return None
+
+
+def load_checkpoint(
+    checkpoint: Path, engine: DeepSpeedEngine, expected: Progress, world: World
+) -> Progress:
+    """Put engine and random generators into the checkpoint's state.
+
+    The number of ranks and the ZeRO stage may be others than those that saved: then FP8 moments are
+    rounded once more, to the groups of the new partitions; weights and FP32 moments stay exact.
+
+    Args:
+        checkpoint: a whole checkpoint.
+        engine: built for the same stage of the same recipe, before its first step.
+        expected: what this run is; only stage and precision are compared.
+        world: the processes of the run.
+
+    Returns:
+        How far the stage had got.
+
+    Raises:
+        ValueError: the checkpoint is of another stage, precision, model or optimizer.
+    """
+    contents = read_contents(checkpoint)  # first: it says so if an earlier version wrote this
+    progress = read_progress(checkpoint)
+    for name in ("stage", "precision"):
+        saved, wanted = getattr(progress, name), getattr(expected, name)
+        if saved != wanted:
+            raise ValueError(
+                f"{checkpoint} was saved with {name}={saved}, this run has {name}={wanted}; resume "
+                f"with {name}={saved}, or start a new run with init_from"
+            )
+    contents.check(contents_of(engine), str(checkpoint))
+    load_engine(engine, Shards(checkpoint))
+    optimizer: Any = engine.basic_optimizer
+    for group, settings in zip(optimizer.param_groups, contents.groups, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(settings["lr"])  # a CUDA graph of the optimizer keeps its tensor
+        else:
+            group["lr"] = settings["lr"]
+    path = checkpoint / f"random-{world.rank:05d}.json"
+    if path.is_file():
+        set_random_state(read_json(path))
+    else:  # more ranks than saved: dropout must not repeat what it drew in the first steps
+        torch.manual_seed(torch.initial_seed() + 1_000_003 * progress.step)
+    return progress
 
 
 @torch.no_grad()
-def load_engine(engine: DeepSpeedEngine, shards: Shards) -> bool:
+def load_engine(engine: DeepSpeedEngine, shards: Shards) -> None:
     """Load weights and optimizer states.
 
     Args:
         engine: built for the same model and the same parameter groups, before its first step.
         shards: the checkpoint's tensors.
 
-    Returns:
-        Whether all of this rank's states are bit for bit those that were saved.
-
     Raises:
         ValueError: elements are missing.
     """
-    optimizer = optimizer_of(engine)
+    model: Any = engine.module
+    optimizer: Any = engine.basic_optimizer
     before_reading(engine)
-    exact = True
     for partition in partitions(engine):
         group = optimizer.param_groups[partition.group]
         saved = shards.same(partition.pieces, partition.tensor.numel())
@@ -83,16 +146,14 @@ def load_engine(engine: DeepSpeedEngine, shards: Shards) -> bool:
             state = _copied(partition, saved, group)
         else:
             state = _assembled(partition, shards, group)
-            exact = False
         if state:
             optimizer.state[partition.tensor] = state
-    for name, parameter in model_of(engine).named_parameters():
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             _fill_frozen(name, parameter, shards)
-    for name, buffer in persistent_buffers(model_of(engine)).items():
+    for name, buffer in persistent_buffers(model).items():
         buffer.copy_(shards.weight(name, tuple(buffer.shape)))
     after_reading(engine)
-    return exact
 
 
 def _copied(partition: Partition, saved: SavedPartition, group: dict[str, Any]) -> dict[str, Any]:
