@@ -1,16 +1,19 @@
-"""Compares models item by item: differences, what they are worth, and which items flipped."""
+"""Compares models item by item: differences, what they are worth, and which items flipped.
+
+Whole benchmarks stand beside the figures that papers and repositories publish (published.yaml).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
-from coat_eval.figures import figures, same_items, scores
-from coat_eval.published import format_published, published
-from coat_eval.scored_set import ScoredSet, read_sets
-from coat_eval.statistics import bootstrap_intervals, mcnemar
+from coat_eval.figures import bootstrap_intervals, figures, mcnemar, scores
+from coat_eval.scored_set import ScoredSet, read_sets, same_items
 
 RIGHT = 0.5
 """A graded item (VQA's accuracy) counts as right from this score on, where items are counted."""
@@ -102,8 +105,8 @@ def format_differences(comparison: Comparison) -> str:
     """The differences as Markdown, and the models beside published ones."""
     lines = []
     for (first, second), rows in _by_pair(comparison.differences).items():
-        lines += [f"A = {first}, B = {second}", "", _line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
-        lines += [_line(_row_cells(row)) for row in rows] + [""]
+        table = markdown_table(_COLUMNS, [_row_cells(row) for row in rows])
+        lines += [f"A = {first}, B = {second}", "", table, ""]
     if lines:
         lines.append(
             "Interval: paired bootstrap over items. p: McNemar's exact test on the items that only "
@@ -217,5 +220,52 @@ def _row_cells(row: Difference) -> list[str]:
     ]
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The figures of one model."""
+
+    model: str
+    source: str
+    """Repository and file."""
+    values: Mapping[str, float]
+    """Percent by ``task.metric``."""
+
+
+def published() -> list[Published]:
+    """All models of published.yaml, in its order."""
+    text = files("coat_eval").joinpath("published.yaml").read_text(encoding="utf-8")
+    return [Published(model, row.pop("source"), row) for model, row in yaml.safe_load(text).items()]
+
+
+def format_published(own: Mapping[str, Mapping[str, float]]) -> str:
+    """A Markdown table: one's own models, then the published ones, by benchmark.
+
+    Args:
+        own: percent by ``task.metric``, by the name of the model.
+
+    Returns:
+        The table with the sources below; empty if none of the benchmarks has a published figure.
+    """
+    rows = published()
+    known = {name for row in rows for name in row.values}
+    columns = [name for name in dict.fromkeys(n for v in own.values() for n in v) if name in known]
+    rows = [row for row in rows if any(name in row.values for name in columns)]
+    if not columns:
+        return ""
+    named = {f"**{name}**": values for name, values in own.items()}
+    named |= {row.model: row.values for row in rows}
+    cells = [
+        [model, *(f"{values[name]:.1f}" if name in values else "-" for name in columns)]
+        for model, values in named.items()
+    ]
+    sources = "; ".join(dict.fromkeys(row.source for row in rows))
+    return (
+        f"{markdown_table(['model', *columns], cells)}\n\nPublished figures (VQAv2 and VizWiz: "
+        f"test-dev). Sources: {sources}."
+    )
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, without a line break at its end."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -13,17 +13,17 @@ from tqdm import tqdm
 from coat_data.containers.remote_file import is_url
 from coat_data.media.root import MediaRoot
 from coat_data.sample import DataError
+from coat_eval.data_folder import ShownCell
 from coat_eval.differences import Comparison, only_right
-from coat_eval.score import write_text
+from coat_eval.files import write_text
 from coat_eval.scored_set import ScoredSet
-from coat_eval.shown import ShownCell
 from coat_vlm.report.samples import shown_media, spread
 
 FLIPS_PER_SET = 40
 LONGEST_TEXT = 1000
 """Characters of a prediction or reference that are shown."""
 _CELL = re.compile(r"(.+), row (\d+), (\w+)")
-"""How :class:`coat_eval.shown.ShownCell` names an image in a Parquet file."""
+"""How :class:`coat_eval.data_folder.ShownCell` names an image in a Parquet file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,8 +53,7 @@ the mean and spread over seeds as well. Benchmarks stand beside published figure
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from coat_eval.compare import compare_runs, format_comparison
-    from coat_eval.curves import draw_curves
+    from coat_eval.compare import compare_runs, draw_curves, format_comparison
 
     _check(args)
     trained = [(path / "recipe.yaml").is_file() for path in (*args.runs, *args.other)]
@@ -87,8 +86,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def _compare_items(args: argparse.Namespace, paths: list[Path]) -> None:
     from coat_eval.differences import compare_items, format_differences
+    from coat_eval.files import write_json
     from coat_eval.flips import FLIPS_PER_SET, write_flips
-    from coat_eval.score import write_json
 
     comparison = compare_items(paths, seed=args.seed)
     say(f"\n{format_differences(comparison)}")

@@ -2,15 +2,21 @@
 
 import argparse
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from coat_cli import eval_tasks
-from coat_cli.command import Commands, command, complain, say
+from coat_cli.command import PRECISIONS, Commands, command, complain, say
 
 if TYPE_CHECKING:
+    import torch
+
     from coat_data.sample import Sample
+    from coat_eval.benchmark import Benchmark
+    from coat_eval.generation import Generation
+    from coat_eval.runner import Choice
+    from coat_vlm.distributed import World
 
 
 def add(commands: Commands) -> None:
@@ -29,8 +35,18 @@ def _add_eval(commands: Commands) -> None:
         """\
   coat-vlm eval --run runs/quickstart        # all evaluation sets of the run's recipe
   coat-vlm eval --model runs/quickstart/sft/model --task yes_no --data my_set --out my_set/out
-"""
-        + eval_tasks.EXAMPLES,
+  coat-vlm eval --model runs/quickstart --tasks pope,gqa --data benchmarks --out out
+  coat-vlm eval --model runs/nvila/sft/model --tasks textvqa,textvqa_no_ocr \\
+      --data benchmarks --out out --limit 100
+  torchrun --nproc-per-node 8 --no-python coat-vlm eval --model llava-hf/llava-1.5-7b-hf \\
+      --tasks videomme,videomme_subtitles --data benchmarks --out out
+
+Official benchmarks (--tasks) are read from --data/TASK in their official files or in the Hub's
+Parquet files: coat-vlm data download TASK fetches them, docs/evaluation.md lists them. --model is a
+run folder, a model folder, or any image-text-to-text model of Hugging Face, which is shown a video
+as a video if it takes videos, else as images. A killed run goes on with the same command. Every GPU
+that torchrun starts a process for answers its share.
+""",
     )
     parser.add_argument(
         "--run", type=Path, help="run folder; exit status 1 if a required figure is missed"
@@ -48,7 +64,39 @@ def _add_eval(commands: Commands) -> None:
         "--max-new-tokens", type=int, help="longest answer; default 16, of benchmarks 128"
     )
     parser.add_argument("--limit", type=int, help="only the first questions")
-    eval_tasks.add_arguments(parser)
+    suite = parser.add_argument_group("official benchmarks")
+    suite.add_argument(
+        "--tasks", metavar="TASK,...",
+        help="pope, gqa, vqav2, textvqa, vizwiz, seedbench, mmmu, videomme; other prompts: "
+        "textvqa_no_ocr, mmmu_all_images, videomme_subtitles; ranking the choices' texts in place "
+        "of asking for a letter: seedbench_likelihood, seedbench_likelihood_sum",
+    )  # fmt: skip
+    suite.add_argument("--split", help="e.g. test; default: the split with answers")
+    suite.add_argument(
+        "--profile",
+        help="scoring rules: official (default), lmms, vlmeval",
+    )
+    model = parser.add_argument_group("the model, also with --task")
+    model.add_argument(
+        "--precision", choices=PRECISIONS,
+        help="how to compute; default: a run folder as it was trained, a model folder plainly in "
+        "its weights' dtype (FP32 on a CPU)",
+    )  # fmt: skip
+    model.add_argument(
+        "--device", help="e.g. cpu; also with --run; default: the process's GPU if there is one"
+    )
+    suite.add_argument(
+        "--num-frames", type=int,
+        help="frames of a video for models that are not of this project; default 8 (run.json "
+        "says whether they were handed over as a video or as images)",
+    )  # fmt: skip
+    model.add_argument(
+        "--num-workers", type=int,
+        help="processes that decode ahead; default 0 on a CPU and with --task, else up to 12",
+    )  # fmt: skip
+    model.add_argument(
+        "--overwrite", action="store_true", help="replace answers of another model or prompt"
+    )
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -59,17 +107,16 @@ def _eval(args: argparse.Namespace) -> int:
         if given:
             raise ValueError(f"--run takes the model and the sets from the run; drop {given[0]}")
         _check(args, "--run", _NOT_WITH_RUN)
-        return _eval_run(args)
-    missing = [flag for flag in single if flag not in given]
-    if missing:
-        raise ValueError(f"missing {', '.join(missing)} (or give --run RUN_DIR instead)")
-    if args.tasks is None:
+    elif len(given) < len(single):
+        missing = ", ".join(flag for flag in single if flag not in given)
+        raise ValueError(f"missing {missing} (or give --run RUN_DIR instead)")
+    elif args.tasks is None:
         _check(args, "--task", _NOT_WITH_TASK)
-        return _eval_set(args)
-    if args.task is not None:
+    elif args.task is not None:
         raise ValueError("--task is for a set of your own, --tasks for benchmarks; give one")
-    _check(args, "--tasks", _NOT_WITH_TASKS)
-    return eval_tasks.evaluate_tasks(args)
+    else:
+        _check(args, "--tasks", _NOT_WITH_TASKS)
+    return _ask(args)
 
 
 _FOR_BENCHMARKS = "is for official benchmarks (--tasks)"
@@ -103,48 +150,116 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _eval_run(args: argparse.Namespace) -> int:
+def _ask(args: argparse.Namespace) -> int:
+    """Answer the questions of a run's sets, of a set, or of benchmarks, on all ranks."""
+    from coat_eval.answerer import ModelOptions
+    from coat_eval.coat_answerer import CoatAnswerer
+    from coat_eval.data_folder import DataFolder
+    from coat_eval.generation import Generation, default_workers, joined_ranks, own_device
+    from coat_eval.runner import Choice, load_answerer, run_benchmark
+    from coat_eval.tasks import get_task
+
+    own_set = args.tasks is None
+    choices = [] if own_set else _choices(args)
+    task = get_task(args.task, args.media_root) if args.task else None
+    device = own_device(args.device)
+    workers = args.num_workers
+    if workers is None:
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        workers = 0 if own_set else default_workers(device.type, processes)
+    generation = Generation(
+        batch_size=args.batch_size,
+        max_new_tokens=args.max_new_tokens or (16 if own_set else 128),
+        num_workers=workers,
+    )
+    options = ModelOptions(device=device, precision=args.precision, num_frames=args.num_frames or 8)
+    with joined_ranks() as world:
+        if args.run is not None:
+            return _eval_run(args, device, generation, world)
+        if task is not None:
+            choice = Choice(benchmark=task, limit=args.limit, overwrite=args.overwrite)
+            report = run_benchmark(
+                CoatAnswerer.load(Path(args.model), options),
+                choice,
+                task.open(args.data),
+                args.out,
+                generation,
+                world=world,
+                model_name=args.model,
+            )
+            if world.is_main:
+                say(json.dumps(report["metrics"], indent=2))
+            return 0
+        answerer = load_answerer(args.model, options)
+        for choice in choices:
+            folder = args.out / choice.name
+            report = run_benchmark(
+                answerer,
+                choice,
+                DataFolder.open(*choice.where(args.data)),
+                folder,
+                generation,
+                world=world,
+                model_name=args.model,
+            )
+            if world.is_main:
+                _say_report(choice.benchmark, report, folder)
+    return 0
+
+
+def _choices(args: argparse.Namespace) -> "list[Choice]":
+    """The benchmarks of ``--tasks``; a mistake is told before a model is loaded."""
+    from coat_eval.benchmark import Settings
+    from coat_eval.data_folder import find_tables
+    from coat_eval.runner import choose
+
+    choices = []
+    for name in args.tasks.split(","):
+        choice = choose(
+            name.strip(),
+            split=args.split or "",
+            limit=args.limit,
+            settings=Settings(profile=args.profile or Settings().profile),
+            overwrite=args.overwrite,
+        )
+        find_tables(*choice.where(args.data))
+        choices.append(choice)
+    return choices
+
+
+def _eval_run(
+    args: argparse.Namespace, device: "torch.device", generation: "Generation", world: "World"
+) -> int:
     from coat_eval import evaluate_run, format_table
     from coat_vlm.config.load import load_recipe
 
     unmet = evaluate_run(
-        args.run,
-        device=args.device,
-        batch_size=args.batch_size,
-        max_new_tokens=16 if args.max_new_tokens is None else args.max_new_tokens,
-        limit=args.limit,
+        args.run, device=device, generation=generation, limit=args.limit, world=world
     )
-    eval_json = json.loads((args.run / "eval.json").read_text(encoding="utf-8"))
-    say(format_table(eval_json, load_recipe(str(args.run / "recipe.yaml"))))
+    if world.is_main:
+        eval_json = json.loads((args.run / "eval.json").read_text(encoding="utf-8"))
+        say(format_table(eval_json, load_recipe(str(args.run / "recipe.yaml"))))
     for miss in unmet:
         complain(f"missed: {miss}")
     return 1 if unmet else 0
 
 
-def _eval_set(args: argparse.Namespace) -> int:
-    from coat_eval import evaluate, get_task
-    from coat_vlm.generate import load
+def _say_report(benchmark: "Benchmark", report: dict[str, Any], folder: Path) -> None:
+    from coat_eval.report import headline
 
-    task = get_task(args.task)
-    model_dir = Path(args.model)
-    model, processor = load(model_dir, args.device, precision=args.precision)
-    report = evaluate(
-        model,
-        processor,
-        task,
-        args.data,
-        args.out,
-        model_dir=model_dir,
-        media_root=args.media_root,
-        batch_size=args.batch_size,
-        max_new_tokens=16 if args.max_new_tokens is None else args.max_new_tokens,
-        limit=args.limit,
-        num_workers=args.num_workers or 0,
-        precision=args.precision,
-        on_mismatch="overwrite" if args.overwrite else "error",
-    )
-    say(json.dumps(report["metrics"], indent=2))
-    return 0
+    problems = folder / "media_problems.jsonl"
+    say(f"{folder.name}\n{headline(benchmark, report)}")
+    if report["n_media_problems"]:
+        say(
+            f"{report['n_media_problems']} questions were not asked and count as wrong, because an "
+            f"image or video cannot be read: {problems} lists them"
+        )
+    if report["n_asked_without"]:
+        say(
+            f"{report['n_asked_without']} questions were asked without their subtitles, which "
+            f"cannot be read: {problems} lists them"
+        )
+    say(f"{folder / 'report.json'} has all metrics and items\n")
 
 
 OFFICIAL = ("pope", "gqa", "vqav2", "textvqa", "vizwiz", "seedbench", "mmmu", "videomme")
@@ -244,7 +359,7 @@ _NOT_WITH_OWN_SET = {
 
 def _score_official(args: argparse.Namespace, name: str) -> int:
     from coat_eval.benchmark import Settings
-    from coat_eval.official import headline, score_official
+    from coat_eval.report import headline, score_official
     from coat_eval.tasks import get_benchmark
 
     benchmark = get_benchmark(name)
@@ -265,9 +380,9 @@ def _score_official(args: argparse.Namespace, name: str) -> int:
 
 
 def _score_set(args: argparse.Namespace, name: str) -> int:
-    from coat_eval import get_task, score_file
+    from coat_eval import get_task, score_set
 
-    report = score_file(
+    report = score_set(
         get_task(name),
         args.data,
         args.predictions[0],

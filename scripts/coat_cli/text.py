@@ -59,8 +59,8 @@ def _eval_text(args: argparse.Namespace) -> int:
     tasks = [name.strip() for name in args.tasks.split(",") if name.strip()]
     if not (tasks or args.text):
         raise ValueError("nothing to do: give --text FILE ..., --tasks A,B or both")
+    from coat_eval.files import write_json
     from coat_eval.language import load_language_model
-    from coat_eval.score import write_json
 
     files = _files(args.file)
     documents = _documents(args)  # a broken file is told before the model is loaded
@@ -104,7 +104,7 @@ def _files(words: list[str]) -> dict[str, Path]:
 def _documents(args: argparse.Namespace) -> dict[Path, list[str]]:
     if not args.text:
         return {}
-    from coat_eval.perplexity import read_documents
+    from coat_eval.language import read_documents
 
     return {path: read_documents(path, args.text_field) for path in args.text}
 
@@ -112,8 +112,8 @@ def _documents(args: argparse.Namespace) -> dict[Path, list[str]]:
 def _perplexities(
     args: argparse.Namespace, model: Any, tokenizer: Any, documents: dict[Path, list[str]]
 ) -> dict[str, Any]:
-    from coat_eval.perplexity import measure_perplexity
-    from coat_eval.score import file_sha256
+    from coat_eval.files import file_sha256
+    from coat_eval.language import measure_perplexity
 
     found = {}
     for path, texts in documents.items():
