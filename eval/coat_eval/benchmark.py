@@ -138,8 +138,6 @@ class Prompt:
 class Asking:
     """What can be chosen about prompts."""
 
-    split: str = ""
-    """Name of the split; the benchmark's first one when empty."""
     variant: str = ""
     """One of the benchmark's ``variants``, or empty for the official prompt."""
     frame_times: FrameTimes = field(default=lambda _: None)
@@ -215,9 +213,20 @@ class Benchmark(ABC):
         """0 to 1 for an extracted answer, never None; by default 1 for the reference itself."""
         return float(extracted == question.answer)
 
-    @abstractmethod
     def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
-        """The metrics by name over the counted questions, in percent."""
+        """The metrics by name over the counted questions, in percent.
+
+        By default ``overall`` and ``<table>.<value>`` of every sub-table.
+        """
+        tables = dict(sorted(table_percents(scored).items()))
+        return {"overall": percent([one.score for one in scored]), **tables}
+
+    def check_profile(self, profile: str) -> None:
+        """ValueError with the allowed names for one that the benchmark does not have."""
+        if profile not in self.profiles:
+            raise ValueError(
+                f"{self.name} has no profile {profile!r}; allowed: {', '.join(self.profiles)}"
+            )
 
     def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
         """What the model is asked, question by question; no image or video is opened.

@@ -56,18 +56,19 @@ class CoatAnswerer:
         }
 
     @classmethod
-    def load(cls, folder: Path, options: ModelOptions) -> "CoatAnswerer":
+    def load(cls, model: str, options: ModelOptions) -> "CoatAnswerer":
         """The model of a run folder (its last stage, in its precision) or of a model folder."""
+        folder = Path(model)
         precision, fp8, model_dir = options.precision, None, folder
         if (folder / "recipe.yaml").is_file():
             recipe = load_recipe(str(folder / "recipe.yaml"))
             model_dir, fp8 = final_model_dir(folder, recipe), recipe.fp8
             precision = precision or recipe.precision
-        model, processor = load(
+        loaded, processor = load(
             model_dir, options.device, precision=cast(Precision | None, precision), fp8=fp8
         )
         return cls(
-            model,
+            loaded,
             processor,
             lambda: {"model_sha256": folder_sha256(model_dir), "precision": precision},
         )

@@ -6,6 +6,7 @@ Whole benchmarks stand beside the figures that papers and repositories publish (
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,8 @@ def own_figures(sets: Mapping[str, ScoredSet]) -> dict[str, float]:
 def format_differences(comparison: Comparison) -> str:
     """The differences as Markdown, and the models beside published ones."""
     lines = []
-    for (first, second), rows in _by_pair(comparison.differences).items():
+    pairs = groupby(comparison.differences, lambda row: (row.first_name, row.second_name))
+    for (first, second), rows in pairs:
         table = markdown_table(_COLUMNS, [_row_cells(row) for row in rows])
         lines += [f"A = {first}, B = {second}", "", table, ""]
     if lines:
@@ -148,22 +150,20 @@ def _set_rows(
     first, second = figures(one), figures(other)
     common = [metric for metric in first if metric in second]
     pairs = [(first[metric][0], second[metric][0]) for metric in common]
-    intervals = dict(
-        zip(common, bootstrap_intervals(pairs, seed=seed) if pairs else [], strict=True)
-    )
-    a, b = scores(one), scores(other)
-    binary = bool(np.isin(np.concatenate([a, b]), (0.0, 1.0)).all())
+    found = bootstrap_intervals(pairs, seed=seed) if pairs else []
+    intervals = dict(zip(common, found, strict=True))
+    binary = bool(np.isin(np.concatenate([scores(one), scores(other)]), (0.0, 1.0)).all())
+    flipped = only_right(one, other)
     rows = []
     for metric in one.headline:
-        everything = np.ones(len(a), bool)
-        mask = first[metric][1] if metric in intervals else everything
+        mask = first[metric][1] if metric in intervals else np.ones(len(one.items), bool)
         values = [
             sums[metric][0].value() if metric in sums else scored.metrics.get(metric)
             for sums, scored in ((first, one), (second, other))
         ]
         if values[0] is None or values[1] is None:
             continue
-        counts = [int((mask & right).sum()) for right in _flips(a, b)]
+        counts = [int(mask[indices].sum()) for indices in flipped]
         rows.append(
             Difference(
                 first_name=names[0],
@@ -183,10 +183,6 @@ def _set_rows(
     return rows
 
 
-def _flips(a: Any, b: Any) -> tuple[Any, Any]:
-    return (a >= RIGHT) & (b < RIGHT), (b >= RIGHT) & (a < RIGHT)
-
-
 def _names(paths: Sequence[Path]) -> list[str]:
     """The shortest endings of the paths that tell them apart."""
     whole = [Path(path).resolve() for path in paths]
@@ -197,13 +193,6 @@ def _names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in whole]
-
-
-def _by_pair(rows: Sequence[Difference]) -> dict[tuple[str, str], list[Difference]]:
-    pairs: dict[tuple[str, str], list[Difference]] = {}
-    for row in rows:
-        pairs.setdefault((row.first_name, row.second_name), []).append(row)
-    return pairs
 
 
 def _row_cells(row: Difference) -> list[str]:

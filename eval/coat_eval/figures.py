@@ -172,7 +172,8 @@ def _parts(scored: ScoredSet, metric: str, mask: Mask) -> list[tuple[Numbers, Nu
     counted = mask
     if scored.task == "videomme" and not metric.startswith("unanswered_wrong"):
         official = scored.profile.startswith("official")
-        counted = mask & (_where(scored, _answered) | (not official))
+        answered = _where(scored, lambda item: item.get("extracted") is not None)
+        counted = mask & (answered | (not official))
     return [(scores(scored) * counted, counted.astype(float))]
 
 
@@ -187,10 +188,6 @@ def _f1_part(scored: ScoredSet, mask: Mask) -> tuple[Numbers, Numbers]:
         wrong &= _where(scored, lambda item: item["extracted"] in ("yes", "no", None))
     twice = 2 * tp.astype(np.float64)
     return twice, twice + wrong
-
-
-def _answered(item: Mapping[str, Any]) -> bool:
-    return item.get("extracted") is not None
 
 
 def _split(item: Mapping[str, Any]) -> str:

@@ -123,7 +123,7 @@ def answer_all(
                 for index, answer in zip(indices, answers, strict=True):
                     if index not in done:
                         kind = "prediction" if isinstance(answer, str) else "losses"
-                        row = {**_named(prompts[index], index), kind: answer}
+                        row = {"index": index, **named(prompts[index]), kind: answer}
                         file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 file.flush()
             problems += [
@@ -168,7 +168,12 @@ def make_batches(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-    groups = sorted(_groups(prompts), key=lambda group: _order(prompts, group))
+    # Questions that show the same videos together, every other one alone.
+    by_videos: dict[Any, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        videos = tuple(one.name for one in prompt.media if one.kind == "video")
+        by_videos.setdefault(videos or index, []).append(index)
+    groups = sorted(by_videos.values(), key=lambda group: _order(prompts, group))
     batches: list[list[int]] = []
     for _, same in groupby(groups, key=lambda group: _order(prompts, group)[:2]):
         batch: list[int] = []
@@ -183,15 +188,6 @@ def make_batches(prompts: Sequence[Prompt], batch_size: int) -> list[list[int]]:
         if batch:
             batches.append(batch)
     return batches
-
-
-def _groups(prompts: Sequence[Prompt]) -> Iterator[list[int]]:
-    """Questions that show the same videos together, every other one alone."""
-    by_videos: dict[Any, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        videos = tuple(one.name for one in prompt.media if one.kind == "video")
-        by_videos.setdefault(videos or index, []).append(index)
-    yield from by_videos.values()
 
 
 def _order(prompts: Sequence[Prompt], group: Sequence[int]) -> tuple[int, bool, str, int, int]:
@@ -242,7 +238,8 @@ def _unchanged(batch: Any) -> Any:
 def media_problem(index: int, prompt: Prompt, error: DataError) -> Problem:
     """How a question is listed whose media, or a part of them, cannot be read."""
     return {
-        **_named(prompt, index),
+        "index": index,
+        **named(prompt),
         "where": prompt.where,
         "media": [one.name for one in prompt.media],
         "problem": error.problem,
@@ -312,10 +309,10 @@ def merge(out_dir: Path, prompts: Sequence[Prompt] = ()) -> dict[int, dict[str, 
     return rows
 
 
-def _named(prompt: Prompt, index: int) -> dict[str, Any]:
+def named(prompt: Prompt) -> dict[str, str]:
     """How a question is named in the files of a run."""
     category = {"category": prompt.category} if prompt.category else {}
-    return {"index": index, "question_id": prompt.question_id, **category}
+    return {"question_id": prompt.question_id, **category}
 
 
 def _files(out_dir: Path) -> list[Path]:

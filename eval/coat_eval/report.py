@@ -11,7 +11,7 @@ beside its report, in ``items.jsonl`` (:func:`score_set`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,7 @@ def score_official(
         FileNotFoundError: a file is absent.
     """
     settings = settings or Settings()
-    if settings.profile not in benchmark.profiles:
-        raise ValueError(
-            f"{benchmark.name} has no profile {settings.profile!r}; "
-            f"allowed: {', '.join(benchmark.profiles)}"
-        )
+    benchmark.check_profile(settings.profile)
     if settings.raw and settings.profile != "official":
         raise ValueError(f"raw belongs to the profile official, not {settings.profile}")
     if not benchmark.draws and settings != replace(settings, fallback="random", seed=42):
@@ -88,14 +84,14 @@ def score_official(
         questions = [one for one in questions if (one.category, one.question_id) in only]
         rows = [one for one in rows if (one.category, one.question_id) in only]
     _check_ids(benchmark, questions, rows)
-    joined = join(
+    pairs, misfits = join(
         questions,
         rows,
         allowed=MISFITS if allow_missing else (),
         need_answers=submission_path is None,
         share_repeated=benchmark.shares_repeated,
     )
-    scored = benchmark.score_all(joined.pairs, settings)
+    scored = benchmark.score_all(pairs, settings)
     if submission_path is not None:
         write_json(submission_path, benchmark.submission(scored, settings))
     inputs = [table.path for table in (*prediction_tables, *reference_tables)]
@@ -107,7 +103,7 @@ def score_official(
         "raw": settings.raw,
         **({"fallback": settings.fallback, "seed": settings.seed} if benchmark.draws else {}),
         **_summary(benchmark, scored, settings),
-        **{f"n_{kind}": number for kind, number in joined.misfits.items()},
+        **{f"n_{kind}": number for kind, number in misfits.items()},
         "inputs": {str(path): file_sha256(path) for path in inputs},
         **({"items": [_item(one) for one in scored]} if with_items else {}),
     }
@@ -154,16 +150,16 @@ def score_set(
     rows = [
         one for one in benchmark.predictions(table, questions) if one.question_id not in passed_over
     ]
-    joined = join(asked, rows, allowed=MISFITS if allow_missing else ("empty",))
-    scored = benchmark.score_all(joined.pairs, Settings())
-    counted = {kind: joined.misfits[kind] for kind in ("unknown", "duplicate", "not_text")}
+    pairs, misfits = join(asked, rows, allowed=MISFITS if allow_missing else ("empty",))
+    scored = benchmark.score_all(pairs, Settings())
+    counted = {kind: misfits[kind] for kind in ("unknown", "duplicate", "not_text")}
     report = {
         "task": benchmark.name,
         "headline": benchmark.headline[0],
         "metrics": benchmark.aggregate(scored, Settings()),
         "n": len(scored),
         "n_unparsed": sum(not one.parsed for one in scored),
-        "n_missing": joined.misfits["missing"],
+        "n_missing": misfits["missing"],
         "categories": {name: len(members) for name, members in by_category(scored).items()},
         "limit": limit,
         "questions_sha256": file_sha256(Path(folder) / QUESTIONS_FILE),
@@ -176,13 +172,11 @@ def score_set(
     return report
 
 
-def headline(benchmark: Benchmark, report: dict[str, Any]) -> str:
-    """The headline metrics and counts of a report as aligned lines."""
-    metrics = {
-        name: report["metrics"][name] for name in benchmark.headline if name in report["metrics"]
-    }
-    width = max(map(len, [*metrics, "n_random_fallback"]))
-    lines = [f"{name.ljust(width)}  {value:10.4f}" for name, value in metrics.items()]
+def headline(report: Mapping[str, Any]) -> str:
+    """The headline metrics and counts of an official benchmark's report as aligned lines."""
+    shown, metrics = BENCHMARKS[report["task"]].headline, report["metrics"]
+    width = max(map(len, [*(name for name in shown if name in metrics), "n_random_fallback"]))
+    lines = [f"{name.ljust(width)}  {metrics[name]:10.4f}" for name in shown if name in metrics]
     for name, value in report.items():
         if name == "n" or (name.startswith("n_") and value):
             lines.append(f"{name.ljust(width)}  {value:5d}")
@@ -315,15 +309,7 @@ def _item(one: Scored) -> dict[str, Any]:
     }
 
 
-@dataclass(slots=True)
-class Joined:
-    """Questions with their texts, in the order of the references, and what did not fit."""
-
-    pairs: list[tuple[Question, str | None]] = field(default_factory=list)
-    """Counted questions, and those others that have a prediction."""
-    misfits: dict[str, int] = field(default_factory=dict)
-    """How many predictions were missing, unknown, duplicate, empty, not_text; and how many
-    questions had no answer."""
+Pairs = list[tuple[Question, str | None]]
 
 
 def join(
@@ -333,7 +319,7 @@ def join(
     allowed: Collection[str],
     need_answers: bool = True,
     share_repeated: bool = False,
-) -> Joined:
+) -> tuple[Pairs, dict[str, int]]:
     """Pair every question with its prediction.
 
     Args:
@@ -343,11 +329,15 @@ def join(
         need_answers: whether a counted question without an answer is a misfit.
         share_repeated: whether the only prediction for a repeated id serves all its questions.
 
+    Returns:
+        Counted questions, and those others that have a prediction, with their texts in the order of
+        the references; and how many predictions or questions did not fit, by kind.
+
     Raises:
         DataError: naming file, row and id of the first misfit.
     """
     slots, by_id = _slots(questions)
-    texts: dict[int, object] = {}
+    texts: dict[int, str | None] = {}
     used: dict[Key, int] = {}
     misfits = _Misfits(allowed)
     for one in predictions:
@@ -371,16 +361,24 @@ def join(
             place -= 1
         used[key] = place + 1
         texts[slots[key][place]] = _text(one, misfits)
-    if share_repeated:
-        # Files that hold one row per id, as a dictionary by id writes them.
-        for key, number in used.items():
-            if number == 1:
-                texts.update(dict.fromkeys(slots[key], texts[slots[key][0]]))
-    joined = Joined(misfits=misfits.counts)
+    # Files that hold one row per id, as a dictionary by id writes them.
+    for key in [key for key, number in used.items() if share_repeated and number == 1]:
+        texts.update(dict.fromkeys(slots[key], texts[slots[key][0]]))
+    pairs: Pairs = []
     for index, question in enumerate(questions):
-        if question.counted or index in texts:
-            _append(joined, question, texts.get(index), misfits, need_answers)
-    return joined
+        text, known = texts.get(index), f"question {question.question_id!r}"
+        if not question.counted and index not in texts:
+            continue
+        if question.answer is None and need_answers:
+            problem = f"{known} has no answer (a test split?)"
+            remedy = "give the references of a split with answers"
+            misfits.add("without_answer", question.where, problem, remedy)
+            continue
+        if text is None and question.counted:
+            problem = f"there is no prediction for {known}"
+            misfits.add("missing", question.where, problem, "finish the run")
+        pairs.append((question, text))
+    return pairs, misfits.counts
 
 
 class _Misfits:
@@ -447,24 +445,3 @@ def _text(one: Prediction, misfits: _Misfits) -> str | None:
             "score it as the empty text, as the official scorers do,",
         )
     return one.text
-
-
-def _append(
-    joined: Joined, question: Question, text: object, misfits: _Misfits, need_answers: bool
-) -> None:
-    if question.answer is None and need_answers:
-        misfits.add(
-            "without_answer",
-            question.where,
-            f"question {question.question_id!r} has no answer (a test split?)",
-            "give the references of a split with answers",
-        )
-        return
-    if text is None and question.counted:
-        misfits.add(
-            "missing",
-            question.where,
-            f"there is no prediction for question {question.question_id!r}",
-            "finish the run",
-        )
-    joined.pairs.append((question, text if isinstance(text, str) else None))

@@ -24,7 +24,7 @@ from coat_data.sample import DataError
 from coat_eval.answerer import Answerer, ModelOptions
 from coat_eval.benchmark import Asking, Benchmark, Prompt, Question, Settings
 from coat_eval.coat_answerer import CoatAnswerer, final_model_dir
-from coat_eval.data_folder import DataFolder, Layouts, no_questions, only_tables
+from coat_eval.data_folder import DataFolder, Layouts, find_tables, no_questions, only_tables
 from coat_eval.files import file_sha256, folder_sha256, read_json, write_json, write_rows
 from coat_eval.generation import (
     PREDICTIONS_FILE,
@@ -33,6 +33,7 @@ from coat_eval.generation import (
     answer_all,
     media_problem,
     merge,
+    named,
     resume,
 )
 from coat_eval.hub_answerer import HubAnswerer
@@ -68,7 +69,7 @@ def load_answerer(model: str, options: ModelOptions) -> Answerer:
     """
     folder = Path(model)
     if (folder / "recipe.yaml").is_file() or _model_type(folder) == "coat_vlm":
-        return CoatAnswerer.load(folder, options)
+        return CoatAnswerer.load(model, options)
     if options.precision is not None:
         raise ValueError(
             f"{model} is no checkpoint of this project: it runs in its own dtype; drop --precision"
@@ -99,22 +100,31 @@ class Choice:
         """As asked for, e.g. ``textvqa_no_ocr``; names the output folder."""
         return "_".join(filter(None, (self.benchmark.name, self.variant)))
 
+    def open(self, data: Path) -> DataFolder:
+        """The benchmark's tables, read; DataError if one of them cannot be, or is there twice."""
+        if isinstance(self.benchmark, QuestionSet):
+            return self.benchmark.open(data)
+        return DataFolder.open(*self.where(data))
+
     def where(self, data: Path) -> tuple[Path, str, Layouts, str, set[str]]:
-        """What :func:`find_tables` and :meth:`DataFolder.open` find the benchmark's tables by."""
+        """What :func:`find_tables` and :meth:`DataFolder.open` find an official one's tables by."""
         own = self.benchmark
         others = set(BENCHMARKS) - {own.name}
         return folder_of(data, own), own.name, own.layouts, self.split, others
 
 
-def choose(name: str, **options: Any) -> Choice:
+def choose(name: str, data: Path, **options: Any) -> Choice:
     """The official benchmark of a name such as ``pope`` or ``videomme_subtitles``.
 
     Args:
         name: a benchmark, with ``_VARIANT`` behind it for another prompt.
+        data: looked through for its files already here, so that a mistake is told before a model
+            is loaded; none is opened.
         **options: further fields of :class:`Choice`.
 
     Raises:
         ValueError: naming what is allowed.
+        FileNotFoundError, DataError: ``data`` lacks the benchmark's files.
     """
     task, _, variant = name.partition("_")
     if task not in BENCHMARKS or (variant and variant not in BENCHMARKS[task].variants):
@@ -125,17 +135,8 @@ def choose(name: str, **options: Any) -> Choice:
         ]
         raise ValueError(f"unknown benchmark {name!r}; allowed: {', '.join(known)}")
     choice = Choice(benchmark=BENCHMARKS[task], variant=variant, **options)
-    if choice.settings.profile not in choice.benchmark.profiles:
-        raise ValueError(
-            f"{task} has no profile {choice.settings.profile!r}; allowed: "
-            f"{', '.join(choice.benchmark.profiles)}"
-        )
-    if choice.limit is not None and choice.limit < 1:
-        raise ValueError(f"--limit is {choice.limit}; ask for at least one question")
-    if choice.split and choice.split not in choice.benchmark.layouts:
-        raise ValueError(
-            f"{task} has no split {choice.split!r}; allowed: {', '.join(choice.benchmark.layouts)}"
-        )
+    choice.benchmark.check_profile(choice.settings.profile)
+    find_tables(*choice.where(data))
     return choice
 
 
@@ -155,7 +156,7 @@ def folder_of(data: Path, benchmark: Benchmark) -> Path:
 def run_benchmark(
     answerer: Answerer,
     choice: Choice,
-    folder: DataFolder,
+    data: Path,
     out_dir: Path,
     generation: Generation,
     *,
@@ -167,7 +168,8 @@ def run_benchmark(
     Args:
         answerer: the model.
         choice: the benchmark, and how.
-        folder: its tables and media.
+        data: the folder of a question set; of an official benchmark its own, or one with a folder
+            per benchmark.
         out_dir: gets the files that the module's head names.
         generation: batch size, length, workers.
         world: this process among the ranks, all of which call this.
@@ -186,7 +188,7 @@ def run_benchmark(
             medium of a question set cannot be read.
     """
     start = time.monotonic()
-    benchmark = choice.benchmark
+    benchmark, folder = choice.benchmark, choice.open(data)
     prompts = _prompts(answerer, choice, folder)
     asked = prompts[: choice.limit]
     identity: dict[str, Any] = {}
@@ -242,11 +244,7 @@ def run_benchmark(
 def _prompts(answerer: Answerer, choice: Choice, folder: DataFolder) -> list[Prompt]:
     """All questions; DataError if the folder's tables have none."""
     benchmark = choice.benchmark
-    asking = Asking(
-        split=choice.split,
-        variant=choice.variant,
-        frame_times=answerer.encoder.frame_times,
-    )
+    asking = Asking(variant=choice.variant, frame_times=answerer.encoder.frame_times)
     known = any(map(benchmark.is_reference, folder.tables))
     prompts = list(benchmark.prompts(folder, asking)) if known else []
     if not prompts:
@@ -310,10 +308,8 @@ def _finish(out_dir: Path, asked: Sequence[Prompt], problems: Sequence[Problem])
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:
-    category = {"category": prompt.category} if prompt.category else {}
     return {
-        "question_id": prompt.question_id,
-        **category,
+        **named(prompt),
         "prompt": prompt.text,
         **({"choices": prompt.choices.texts} if prompt.choices else {}),
         "media": [{"kind": one.kind, "name": one.name} for one in prompt.media],
@@ -341,7 +337,6 @@ def _scored(
     """The official report over what was asked; a question without an answer is wrong."""
     benchmark = choice.benchmark
     references = [table for table in folder.tables if benchmark.is_reference(table)]
-    keys = {prompt.key for prompt in asked}
     known = benchmark.questions(references, [])
     answers = any(one.answer is not None for one in known)
     submits = type(benchmark).submission is not Benchmark.submission
@@ -352,7 +347,7 @@ def _scored(
         settings=choice.settings,
         allow_missing=True,
         with_items=True,
-        only=keys,
+        only={prompt.key for prompt in asked},
         submission_path=out_dir / SUBMISSION_FILE if submits and not answers else None,
     )
 
@@ -386,9 +381,9 @@ class Unmet:
 
 def evaluate_run(
     run_dir: Path,
+    generation: Generation,
     *,
     device: torch.device | str | None = None,
-    generation: Generation,
     limit: int | None = None,
     world: World = ALONE,
 ) -> list[Unmet]:
@@ -400,8 +395,8 @@ def evaluate_run(
 
     Args:
         run_dir: run folder.
-        device: where the model runs; the first GPU if there is one, else the CPU.
         generation: batch size and length; the recipe says how many workers decode ahead.
+        device: where the model runs; the first GPU if there is one, else the CPU.
         limit: ask the first ``limit`` questions of each set only.
         world: this process among the ranks, all of which call this.
 
@@ -431,7 +426,7 @@ def evaluate_run(
         report = run_benchmark(
             answerer,
             Choice(benchmark=tasks[name], limit=limit, overwrite=True),
-            tasks[name].open(Path(settings.path)),
+            Path(settings.path),
             run_dir / "eval" / name,
             replace(generation, num_workers=recipe.num_workers),
             world=world,
@@ -465,27 +460,18 @@ def format_table(eval_json: Mapping[str, Any], recipe: Recipe) -> str:
         name: get_task(settings.task).headline[0] for name, settings in recipe.eval_sets.items()
     }
     lines = [COLUMNS]
-    lines += [
-        (
-            row.set_name,
-            row.task,
-            row.metric,
-            percent_text(row.value),
-            percent_text(row.chance),
-            percent_text(row.majority),
-            percent_text(row.required),
-            row.verdict,
-        )
-        for row in evaluation_rows(eval_json, sets, headlines)
-    ]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
-    return "\n".join(_aligned(line, widths) for line in lines)
-
-
-def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
-    names = [cell.ljust(width) for cell, width in zip(line[:3], widths[:3], strict=True)]
-    numbers = [cell.rjust(width) for cell, width in zip(line[3:7], widths[3:7], strict=True)]
-    return "  ".join([*names, *numbers, line[7]]).rstrip()
+    for row in evaluation_rows(eval_json, sets, headlines):
+        numbers = map(percent_text, (row.value, row.chance, row.majority, row.required))
+        lines.append((row.set_name, row.task, row.metric, *numbers, row.verdict))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    # Names to the left, numbers to the right; the last column is as long as it is.
+    sides = (*("<" * 3), *(">" * 4), "<")
+    return "\n".join(
+        "  ".join(
+            f"{c:{side}{width}}" for c, side, width in zip(line, sides, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    )
 
 
 def _check_required_metrics(

@@ -3,20 +3,11 @@
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coat_cli.command import PRECISIONS, Commands, command, complain, say
-
-if TYPE_CHECKING:
-    import torch
-
-    from coat_data.sample import Sample
-    from coat_eval.benchmark import Benchmark
-    from coat_eval.generation import Generation
-    from coat_eval.runner import Choice
-    from coat_vlm.distributed import World
 
 
 def add(commands: Commands) -> None:
@@ -72,10 +63,7 @@ that torchrun starts a process for answers its share.
         "of asking for a letter: seedbench_likelihood, seedbench_likelihood_sum",
     )  # fmt: skip
     suite.add_argument("--split", help="e.g. test; default: the split with answers")
-    suite.add_argument(
-        "--profile",
-        help="scoring rules: official (default), lmms, vlmeval",
-    )
+    suite.add_argument("--profile", help="scoring rules: official (default), lmms, vlmeval")
     model = parser.add_argument_group("the model, also with --task")
     model.add_argument(
         "--precision", choices=PRECISIONS,
@@ -116,7 +104,7 @@ def _eval(args: argparse.Namespace) -> int:
         raise ValueError("--task is for a set of your own, --tasks for benchmarks; give one")
     else:
         _check(args, "--tasks", _NOT_WITH_TASKS)
-    return _ask(args)
+    return _eval_model(args) if args.run is None else _eval_run(args)
 
 
 _FOR_BENCHMARKS = "is for official benchmarks (--tasks)"
@@ -130,6 +118,8 @@ _NOT_WITH_RUN = {
 _NOT_WITH_TASKS = {
     "media_root": "is for a set of your own (--task); benchmarks have their media below --data"
 }
+_SET_TOKENS = 16
+"""The longest answer to a question set, as ``coat_vlm.train.evaluation`` has it."""
 _SIZES = {"batch_size": 1, "max_new_tokens": 1, "limit": 1, "num_frames": 1, "num_workers": 0}
 """The least that makes sense."""
 
@@ -150,116 +140,80 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _ask(args: argparse.Namespace) -> int:
-    """Answer the questions of a run's sets, of a set, or of benchmarks, on all ranks."""
-    from coat_eval.answerer import ModelOptions
-    from coat_eval.coat_answerer import CoatAnswerer
-    from coat_eval.data_folder import DataFolder
-    from coat_eval.generation import Generation, default_workers, joined_ranks, own_device
-    from coat_eval.runner import Choice, load_answerer, run_benchmark
-    from coat_eval.tasks import get_task
-
-    own_set = args.tasks is None
-    choices = [] if own_set else _choices(args)
-    task = get_task(args.task, args.media_root) if args.task else None
-    device = own_device(args.device)
-    workers = args.num_workers
-    if workers is None:
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        workers = 0 if own_set else default_workers(device.type, processes)
-    generation = Generation(
-        batch_size=args.batch_size,
-        max_new_tokens=args.max_new_tokens or (16 if own_set else 128),
-        num_workers=workers,
-    )
-    options = ModelOptions(device=device, precision=args.precision, num_frames=args.num_frames or 8)
-    with joined_ranks() as world:
-        if args.run is not None:
-            return _eval_run(args, device, generation, world)
-        if task is not None:
-            choice = Choice(benchmark=task, limit=args.limit, overwrite=args.overwrite)
-            report = run_benchmark(
-                CoatAnswerer.load(Path(args.model), options),
-                choice,
-                task.open(args.data),
-                args.out,
-                generation,
-                world=world,
-                model_name=args.model,
-            )
-            if world.is_main:
-                say(json.dumps(report["metrics"], indent=2))
-            return 0
-        answerer = load_answerer(args.model, options)
-        for choice in choices:
-            folder = args.out / choice.name
-            report = run_benchmark(
-                answerer,
-                choice,
-                DataFolder.open(*choice.where(args.data)),
-                folder,
-                generation,
-                world=world,
-                model_name=args.model,
-            )
-            if world.is_main:
-                _say_report(choice.benchmark, report, folder)
-    return 0
-
-
-def _choices(args: argparse.Namespace) -> "list[Choice]":
-    """The benchmarks of ``--tasks``; a mistake is told before a model is loaded."""
-    from coat_eval.benchmark import Settings
-    from coat_eval.data_folder import find_tables
-    from coat_eval.runner import choose
-
-    choices = []
-    for name in args.tasks.split(","):
-        choice = choose(
-            name.strip(),
-            split=args.split or "",
-            limit=args.limit,
-            settings=Settings(profile=args.profile or Settings().profile),
-            overwrite=args.overwrite,
-        )
-        find_tables(*choice.where(args.data))
-        choices.append(choice)
-    return choices
-
-
-def _eval_run(
-    args: argparse.Namespace, device: "torch.device", generation: "Generation", world: "World"
-) -> int:
-    from coat_eval import evaluate_run, format_table
+def _eval_run(args: argparse.Namespace) -> int:
+    from coat_eval import Generation, evaluate_run, format_table
+    from coat_eval.generation import joined_ranks, own_device
     from coat_vlm.config.load import load_recipe
 
-    unmet = evaluate_run(
-        args.run, device=device, generation=generation, limit=args.limit, world=world
+    generation = Generation(
+        batch_size=args.batch_size, max_new_tokens=args.max_new_tokens or _SET_TOKENS
     )
-    if world.is_main:
-        eval_json = json.loads((args.run / "eval.json").read_text(encoding="utf-8"))
-        say(format_table(eval_json, load_recipe(str(args.run / "recipe.yaml"))))
+    device = own_device(args.device)
+    with joined_ranks() as world:
+        unmet = evaluate_run(args.run, generation, device=device, limit=args.limit, world=world)
+        if world.is_main:
+            eval_json = json.loads((args.run / "eval.json").read_text(encoding="utf-8"))
+            say(format_table(eval_json, load_recipe(str(args.run / "recipe.yaml"))))
     for miss in unmet:
         complain(f"missed: {miss}")
     return 1 if unmet else 0
 
 
-def _say_report(benchmark: "Benchmark", report: dict[str, Any], folder: Path) -> None:
+def _eval_model(args: argparse.Namespace) -> int:
+    """Answer the questions of one set, or of benchmarks one after the other."""
+    from coat_eval import Choice, Generation, Settings, get_task, load_answerer, run_benchmark
+    from coat_eval.answerer import ModelOptions
+    from coat_eval.coat_answerer import CoatAnswerer
+    from coat_eval.generation import default_workers, joined_ranks, own_device
+    from coat_eval.runner import choose
+
+    own_set = args.tasks is None
+    common = {"limit": args.limit, "overwrite": args.overwrite}
+    if own_set:
+        choices = [Choice(benchmark=get_task(args.task, args.media_root), **common)]
+    else:
+        common |= {
+            "split": args.split or "",
+            "settings": Settings(profile=args.profile or "official"),
+        }
+        choices = [choose(name.strip(), args.data, **common) for name in args.tasks.split(",")]
+    device = own_device(args.device)
+    workers = args.num_workers
+    if workers is None:
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        workers = 0 if own_set else default_workers(device.type, processes)
+    tokens = args.max_new_tokens or (_SET_TOKENS if own_set else 128)
+    generation = Generation(batch_size=args.batch_size, max_new_tokens=tokens, num_workers=workers)
+    options = ModelOptions(device=device, precision=args.precision, num_frames=args.num_frames or 8)
+    with joined_ranks() as world:
+        load = CoatAnswerer.load if own_set else load_answerer
+        answerer = load(args.model, options)
+        for choice in choices:
+            out = args.out if own_set else args.out / choice.name
+            report = run_benchmark(
+                answerer, choice, args.data, out, generation, world=world, model_name=args.model
+            )
+            if world.is_main:
+                say(json.dumps(report["metrics"], indent=2) if own_set else _text(report, out))
+    return 0
+
+
+def _text(report: dict[str, Any], folder: Path) -> str:
     from coat_eval.report import headline
 
-    problems = folder / "media_problems.jsonl"
-    say(f"{folder.name}\n{headline(benchmark, report)}")
+    lines = [folder.name, headline(report)]
+    problems = f"cannot be read: {folder / 'media_problems.jsonl'} lists them"
     if report["n_media_problems"]:
-        say(
+        lines.append(
             f"{report['n_media_problems']} questions were not asked and count as wrong, because an "
-            f"image or video cannot be read: {problems} lists them"
+            f"image or video {problems}"
         )
     if report["n_asked_without"]:
-        say(
+        lines.append(
             f"{report['n_asked_without']} questions were asked without their subtitles, which "
-            f"cannot be read: {problems} lists them"
+            f"{problems}"
         )
-    say(f"{folder / 'report.json'} has all metrics and items\n")
+    return "\n".join([*lines, f"{folder / 'report.json'} has all metrics and items\n"])
 
 
 OFFICIAL = ("pope", "gqa", "vqav2", "textvqa", "vizwiz", "seedbench", "mmmu", "videomme")
@@ -346,7 +300,12 @@ def _score(args: argparse.Namespace) -> int:
             "one --predictions file"
         )
     _check(args, f"score {name}", _NOT_WITH_OWN_SET)
-    return _score_set(args, name)
+    from coat_eval import get_task, score_set
+
+    chosen = {"limit": args.limit, "allow_missing": args.allow_missing}
+    report = score_set(get_task(name), args.data, args.predictions[0], args.out, **chosen)
+    say(json.dumps(report["metrics"], indent=2))
+    return 0
 
 
 _NOT_WITH_OWN_SET = {
@@ -358,15 +317,13 @@ _NOT_WITH_OWN_SET = {
 
 
 def _score_official(args: argparse.Namespace, name: str) -> int:
-    from coat_eval.benchmark import Settings
-    from coat_eval.report import headline, score_official
-    from coat_eval.tasks import get_benchmark
+    from coat_eval import Settings, get_benchmark, score_official
+    from coat_eval.report import headline
 
-    benchmark = get_benchmark(name)
     chosen = {key: getattr(args, key) for key in ("profile", "fallback", "seed")}
     chosen = {key: value for key, value in chosen.items() if value is not None}
     report = score_official(
-        benchmark,
+        get_benchmark(name),
         args.predictions,
         args.references,
         settings=Settings(raw=args.raw, **chosen),
@@ -375,22 +332,7 @@ def _score_official(args: argparse.Namespace, name: str) -> int:
         report_path=args.out,
         submission_path=args.submission,
     )
-    say(f"{headline(benchmark, report)}\n{args.out} has all metrics")
-    return 0
-
-
-def _score_set(args: argparse.Namespace, name: str) -> int:
-    from coat_eval import get_task, score_set
-
-    report = score_set(
-        get_task(name),
-        args.data,
-        args.predictions[0],
-        args.out,
-        limit=args.limit,
-        allow_missing=args.allow_missing,
-    )
-    say(json.dumps(report["metrics"], indent=2))
+    say(f"{headline(report)}\n{args.out} has all metrics")
     return 0
 
 
@@ -423,29 +365,14 @@ def _add_generate(commands: Commands) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from coat_vlm.generate import generate, load
-
-    model, processor = load(args.model)
-    sample = prompt_sample(args.prompt, args.media or [])
-    say(generate(model, processor, [sample], args.max_new_tokens)[0])
-    return 0
-
-
-def prompt_sample(prompt: str, files: Sequence[tuple[str, Path]]) -> "Sample":
-    """The prompt as a row of a LLaVA file would have it, read by the same reader.
-
-    Args:
-        prompt: the question. It may say with ``<image>`` and ``<video>`` where the files stand;
-            otherwise they come first, in the order given, each on a line of its own.
-        files: (``image`` or ``video``, path).
-
-    Raises:
-        DataError: other placeholders than files.
-    """
     from coat_data.media.root import MediaRoot
     from coat_data.readers.llava import to_sample
     from coat_data.readers.reader import Place
+    from coat_vlm.generate import generate, load
 
+    # The prompt as a row of a LLaVA file would have it, read by the same reader: it may say with
+    # <image> and <video> where the files stand; otherwise each comes first on a line of its own.
+    files, prompt = args.media or [], args.prompt
     if not any(f"<{kind}>" in prompt for kind, _ in files):
         prompt = "".join(f"<{kind}>\n" for kind, _ in files) + prompt
     row = {
@@ -455,4 +382,7 @@ def prompt_sample(prompt: str, files: Sequence[tuple[str, Path]]) -> "Sample":
         "conversations": [{"from": "human", "value": prompt}, {"from": "gpt", "value": "-"}],
     }
     anywhere = MediaRoot("/", follow_links=True)  # the user named the files
-    return to_sample(row, Place(source="--prompt", row=0, root=anywhere))
+    model, processor = load(args.model)
+    sample = to_sample(row, Place(source="--prompt", row=0, root=anywhere))
+    say(generate(model, processor, [sample], args.max_new_tokens)[0])
+    return 0

@@ -67,8 +67,7 @@ def test_batches_and_workers_do_not_change_answers(model_dir: Path, questions: P
         generation = Generation(
             batch_size=batch_size, num_workers=num_workers, max_new_tokens=6, progress=False
         )
-        folder = task.open(questions)
-        report = run_benchmark(answerer, Choice(benchmark=task), folder, out, generation)
+        report = run_benchmark(answerer, Choice(benchmark=task), questions, out, generation)
         assert report["n"] == 9
         rows = map(json.loads, (out / "predictions.jsonl").read_text().splitlines())
         answers.append({row["question_id"]: row["prediction"] for row in rows})
@@ -84,7 +83,7 @@ def test_a_truncated_image_names_the_row(model_dir: Path, questions: Path):
         run_benchmark(
             load(model_dir),
             Choice(benchmark=task),
-            task.open(questions),
+            questions,
             questions / "out",
             generation,
         )

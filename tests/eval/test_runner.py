@@ -137,7 +137,7 @@ def go(
     return run_benchmark(
         answerer,
         Choice(benchmark=task, limit=limit, overwrite=overwrite),
-        task.open(folder / "set"),
+        folder / "set",
         folder / "out",
         Generation(**{"batch_size": 3, "max_new_tokens": 16, "progress": False, **options}),
         model_name=str(model_dir),
@@ -301,7 +301,7 @@ def require(folder: Path, entries: str) -> None:
 
 
 def test_a_run_that_meets_its_requirements(run_dir: Path):
-    assert evaluate_run(run_dir, generation=QUIET) == []
+    assert evaluate_run(run_dir, QUIET) == []
     written = json.loads((run_dir / "eval.json").read_text())
     assert written["precision"] == "bf16"
     assert written["presence"]["accuracy"] == 100.0
@@ -312,7 +312,7 @@ def test_a_run_that_misses_one(run_dir: Path, script: Script, monkeypatch: pytes
     monkeypatch.setattr(
         coat_answerer, "generate_batch", lambda _m, _p, prompts, _n: ["Yes"] * len(prompts)
     )
-    (missed,) = evaluate_run(run_dir, generation=QUIET)
+    (missed,) = evaluate_run(run_dir, QUIET)
     assert str(missed) == "presence: accuracy is 50.00, required 100.00"
     table = format_table(
         json.loads((run_dir / "eval.json").read_text()), load_recipe(str(run_dir / "recipe.yaml"))
@@ -326,28 +326,28 @@ def test_a_run_that_misses_one(run_dir: Path, script: Script, monkeypatch: pytes
 
 
 def test_a_model_trained_again_replaces_old_predictions(run_dir: Path, script: Script):
-    evaluate_run(run_dir, generation=QUIET)
+    evaluate_run(run_dir, QUIET)
     (run_dir / "sft" / "model" / "config.json").write_text('{"again": 1}')
     script.asked = []
-    evaluate_run(run_dir, generation=QUIET)
+    evaluate_run(run_dir, QUIET)
     assert sum(len(batch) for batch in script.asked) == 10
 
 
 def test_a_misspelt_requirement_is_found_before_anything_is_asked(run_dir: Path, script: Script):
     require(run_dir, "{acuracy: 1}")
     with pytest.raises(ValueError, match="no metric 'acuracy'; did you mean 'accuracy'"):
-        evaluate_run(run_dir, generation=QUIET)
+        evaluate_run(run_dir, QUIET)
     assert script.asked == []
 
 
 def test_a_stage_that_has_not_finished(run_dir: Path):
     (run_dir / "sft" / "model" / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="stage 'sft' of this run has not finished"):
-        evaluate_run(run_dir, generation=QUIET)
+        evaluate_run(run_dir, QUIET)
 
 
 def test_a_recipe_without_evaluation_sets(run_dir: Path):
     text = (run_dir / "recipe.yaml").read_text().partition("eval_sets")[0]
     (run_dir / "recipe.yaml").write_text(text)
     with pytest.raises(ValueError, match="has no eval_sets"):
-        evaluate_run(run_dir, generation=QUIET)
+        evaluate_run(run_dir, QUIET)

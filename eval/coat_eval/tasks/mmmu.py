@@ -25,7 +25,6 @@ from coat_eval.benchmark import (
     Settings,
     percent,
     pick,
-    table_percents,
 )
 from coat_eval.data_folder import DataFolder, Layouts
 from coat_eval.extract import inferred_letter, lettered
@@ -221,11 +220,10 @@ class Mmmu(Benchmark):
 
         All are over questions. ``overall_fallback_wrong`` counts drawn letters as wrong.
         """
-        return {
-            "overall": percent([one.score for one in scored]),
-            "overall_fallback_wrong": percent([0.0 if one.drawn else one.score for one in scored]),
-            **dict(sorted(table_percents(scored).items())),
-        }
+        wrong = percent([0.0 if one.drawn else one.score for one in scored])
+        overall = percent([one.score for one in scored])
+        found = {"overall": overall, "overall_fallback_wrong": wrong}
+        return found | super().aggregate(scored, settings)
 
     def submission(self, scored: Sequence[Scored], settings: Settings) -> dict[str, str]:
         """EvalAI's {id: answer}: letters, and the text itself for open questions."""

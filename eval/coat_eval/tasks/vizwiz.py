@@ -140,7 +140,7 @@ class VizWiz(Benchmark):
     def score(self, extracted: str, question: Question, settings: Settings) -> float:
         """min(matches / 3, 1) with raw answers; lmms: leave-one-out with processed ones."""
         if settings.profile == "lmms":
-            answers = vqa_text.normalised(question.answer, vqa_text.process_answer)
+            answers = [vqa_text.process_answer(answer) for answer in question.answer]
             return vqa_text.leave_one_out(extracted, answers)
         return vqa_text.all_ten(extracted, question.answer)
 

@@ -16,9 +16,7 @@ from coat_eval.benchmark import (
     Question,
     Scored,
     Settings,
-    percent,
     pick,
-    table_percents,
 )
 from coat_eval.data_folder import DataFolder, Layouts
 from coat_eval.files import Table
@@ -114,19 +112,12 @@ class VqaV2(Benchmark):
     def score(self, extracted: str, question: Question, settings: Settings) -> float:
         """0, 0.3, 0.6, 0.9 or 1 for 0, 1, 2, 3 and more of ten annotators."""
         if settings.profile == "vlmeval":
-            answers = vqa_text.normalised(question.answer, vqa_text.normalise_vlmeval)
+            answers = [vqa_text.normalise_vlmeval(answer) for answer in question.answer]
         elif settings.profile == "official" and question.details["unanimous"]:
             answers = question.answer
         else:
-            answers = vqa_text.normalised(question.answer, vqa_text.normalise_vqa)
+            answers = [vqa_text.normalise_vqa(answer) for answer in question.answer]
         return vqa_text.leave_one_out(extracted, answers)
-
-    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
-        """``overall``, ``answer_type.<type>`` and ``question_type.<type>``."""
-        return {
-            "overall": percent([one.score for one in scored]),
-            **dict(sorted(table_percents(scored).items())),
-        }
 
     def submission(self, scored: Sequence[Scored], settings: Settings) -> list[dict[str, Any]]:
         """EvalAI's list of {question_id, answer} over all questions, "" where nothing is said."""
