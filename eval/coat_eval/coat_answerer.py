@@ -43,9 +43,13 @@ class CoatAnswerer:
         self.encoder.keep_last_clip()
         self.device = torch.device(model.device)
 
-    @cached_property
+    @property
     def identity(self) -> dict[str, Any]:
         """See :class:`coat_eval.answerer.Answerer`."""
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
         dtype = str(self._model.dtype).removeprefix("torch.")
         blocks = fp8_blocks(self._model)
         return {

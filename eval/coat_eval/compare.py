@@ -73,8 +73,8 @@ def compare_runs(
         runs = [figures(one)[metric][0] for one in _scored([*first, *second], name, metric)]
         pair = runs[: len(first)], runs[len(first) :]
         interval = bootstrap_intervals([pair], seed=seed)[0] if second else None
-        values = [[run.value() for run in group] for group in pair]
-        rows.append(SetComparison(name, metric, *values, interval))
+        ours, theirs = ([run.value() for run in group] for group in pair)
+        rows.append(SetComparison(name, metric, ours, theirs, interval))
     losses = [_losses(run) for run in (*first, *second)]
     for run, names in zip((*first, *second), losses, strict=True):
         if names.keys() != losses[0].keys():

@@ -47,9 +47,13 @@ class HubAnswerer:
         self.encoder = HubEncoder(processor, num_frames)
         self.device = torch.device(model.device)
 
-    @cached_property
+    @property
     def identity(self) -> dict[str, Any]:
         """See :class:`coat_eval.answerer.Answerer`; a folder's weights are read in full."""
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
         folder = Path(self._name)
         weights = (
             {"model_sha256": folder_sha256(folder)}

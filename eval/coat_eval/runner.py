@@ -459,7 +459,7 @@ def format_table(eval_json: Mapping[str, Any], recipe: Recipe) -> str:
     headlines = {
         name: get_task(settings.task).headline[0] for name, settings in recipe.eval_sets.items()
     }
-    lines = [COLUMNS]
+    lines: list[tuple[str, ...]] = [COLUMNS]
     for row in evaluation_rows(eval_json, sets, headlines):
         numbers = map(percent_text, (row.value, row.chance, row.majority, row.required))
         lines.append((row.set_name, row.task, row.metric, *numbers, row.verdict))

@@ -74,12 +74,12 @@ class SeedBench(Benchmark):
         """With the name of its type, which the file may carry; an id may repeat, as 49914 does."""
         types = table.head.get("question_type") or {}
         number = int(pick(row, ("question_type_id",), where))
-        names = [name for name, own in types.items() if int(own) == number]
+        names = [str(name) for name, own in types.items() if int(own) == number]
         choices = {letter: str(row.get(f"choice_{letter.lower()}") or letter) for letter in LETTERS}
         return Question(
             question_id=str(pick(row, ("question_id",), where)),
             answer=row.get("answer") or None,
-            tables={"type": (names and names[-1]) or TYPES.get(number) or f"type {number}"},
+            tables={"type": (names[-1] if names else "") or TYPES.get(number) or f"type {number}"},
             details={
                 "kind": row.get("data_type") or ("image" if number <= 9 else "video"),
                 "choices": choices,
