@@ -124,12 +124,8 @@ class Gqa(Benchmark):
             ]
             if part:
                 metrics[name] = percent(part)
-        distance = distribution(counted)
-        if distance is not None:
-            metrics["distribution"] = distance
-        agreement = consistency(scored)
-        if agreement is not None:
-            metrics["consistency"] = agreement
+        found = {"distribution": distribution(counted), "consistency": consistency(scored)}
+        metrics |= {name: value for name, value in found.items() if value is not None}
         return metrics | dict(sorted(table_percents(counted).items(), key=_table_order))
 
     def submission(self, scored: Sequence[Scored], settings: Settings) -> list[dict[str, str]]:

@@ -140,25 +140,17 @@ class VideoMme(Benchmark):
         lmms and vlmeval have the latter as their accuracy.
         """
         tables = by_table(scored)
-        groups = {
-            "overall": list(scored),
-            **{
-                name: tables[f"duration.{name}"]
-                for name in DURATIONS
-                if f"duration.{name}" in tables
-            },
-            **{name: rows for name, rows in sorted(tables.items()) if "duration." not in name},
-        }
+        durations = {name: tables.pop(f"duration.{name}", []) for name in DURATIONS}
+        tables = {name: rows for name, rows in sorted(tables.items()) if "duration." not in name}
+        groups = {"overall": list(scored), **durations, **tables}
+        groups = {name: rows for name, rows in groups.items() if rows or name == "overall"}
         official = settings.profile in ("official", OLDER)
         answered = {
             name: percent([r.score for r in rows if r.extracted is not None or not official])
             for name, rows in groups.items()
         }
-        everything = {
-            f"unanswered_wrong.{name}": percent([r.score for r in rows])
-            for name, rows in groups.items()
-        }
-        return answered | everything
+        wrong = {name: percent([r.score for r in rows]) for name, rows in groups.items()}
+        return answered | {f"unanswered_wrong.{name}": value for name, value in wrong.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
