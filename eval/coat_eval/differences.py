@@ -120,7 +120,7 @@ def format_differences(comparison: Comparison) -> str:
 
 def _beside_published(comparison: Comparison) -> tuple[str, str]:
     """The table of whole benchmarks scored officially, and what is left out of it and why."""
-    known = {name for row in published() for name in row.values}
+    known = {name for row in published().values() for name in row}
     own: dict[str, dict[str, float]] = {}
     left_out = []
     for model, sets in comparison.sets.items():
@@ -209,21 +209,10 @@ def _row_cells(row: Difference) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """The figures of one model."""
-
-    model: str
-    source: str
-    """Repository and file."""
-    values: Mapping[str, float]
-    """Percent by ``task.metric``."""
-
-
-def published() -> list[Published]:
-    """All models of published.yaml, in its order."""
+def published() -> dict[str, dict[str, Any]]:
+    """Percent by ``task.metric``, and ``source`` (repository and file), by published model."""
     text = files("coat_eval").joinpath("published.yaml").read_text(encoding="utf-8")
-    return [Published(model, row.pop("source"), row) for model, row in yaml.safe_load(text).items()]
+    return yaml.safe_load(text)
 
 
 def format_published(own: Mapping[str, Mapping[str, float]]) -> str:
@@ -235,19 +224,17 @@ def format_published(own: Mapping[str, Mapping[str, float]]) -> str:
     Returns:
         The table with the sources below; empty if none of the benchmarks has a published figure.
     """
-    rows = published()
-    known = {name for row in rows for name in row.values}
+    known = {name for row in published().values() for name in row}
     columns = [name for name in dict.fromkeys(n for v in own.values() for n in v) if name in known]
-    rows = [row for row in rows if any(name in row.values for name in columns)]
     if not columns:
         return ""
-    named = {f"**{name}**": values for name, values in own.items()}
-    named |= {row.model: row.values for row in rows}
+    theirs = {model: row for model, row in published().items() if row.keys() & set(columns)}
+    rows = {f"**{name}**": values for name, values in own.items()} | theirs
     cells = [
         [model, *(f"{values[name]:.1f}" if name in values else "-" for name in columns)]
-        for model, values in named.items()
+        for model, values in rows.items()
     ]
-    sources = "; ".join(dict.fromkeys(row.source for row in rows))
+    sources = "; ".join(dict.fromkeys(row["source"] for row in theirs.values()))
     return (
         f"{markdown_table(['model', *columns], cells)}\n\nPublished figures (VQAv2 and VizWiz: "
         f"test-dev). Sources: {sources}."

@@ -116,10 +116,6 @@ class TextVqa(Benchmark):
                 where=row.where,
             )
 
-    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """As :meth:`all_predictions`, of one file."""
-        return self.all_predictions([table], questions)
-
     def all_predictions(
         self, tables: Sequence[Table], questions: Sequence[Question]
     ) -> list[Prediction]:
