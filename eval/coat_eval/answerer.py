@@ -5,10 +5,8 @@ any other image-text-to-text model of Hugging Face; :func:`coat_eval.runner.load
 """
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -54,35 +52,34 @@ class PromptEncoder(Protocol):
         ...
 
 
-class Answerer(ABC):
-    """A model that answers batches greedily, and says how likely given answers are.
+class Answerer(Protocol):
+    """A model that answers batches greedily, and says how likely given answers are."""
 
-    Attributes:
-        encoder: makes its inputs.
-        device: where it runs.
-    """
+    @property
+    def encoder(self) -> PromptEncoder:
+        """Makes its inputs."""
+        ...
 
-    encoder: PromptEncoder
-    device: torch.device
-
-    @cached_property
+    @property
     def identity(self) -> dict[str, Any]:
         """What its answers depend on, as plain JSON: weights, dtype, frames.
 
         Asked for by one rank only, as weights may have to be read in full.
         """
-        return self._identify()
+        ...
 
-    @abstractmethod
-    def _identify(self) -> dict[str, Any]: ...
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        ...
 
-    @abstractmethod
     def answer(self, batch: Any, max_new_tokens: int) -> list[str]:
         """The stripped greedy answers to a batch that ``encoder`` made."""
+        ...
 
-    @abstractmethod
     def losses(self, batch: Any) -> list[AnswerLoss]:
         """What every choice of a batch costs, those of the first prompt first."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -249,7 +249,8 @@ class Benchmark(ABC):
 
     def is_predictions(self, table: Table) -> bool:
         """Whether a file's first row looks like predictions for this benchmark."""
-        return self._first(table, self.id_fields) and self._first(table, self.text_fields)
+        first = set(table.rows[0]) if table.rows else set[str]()
+        return bool(first.intersection(self.id_fields) and first.intersection(self.text_fields))
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """The predictions of one file, in its order.
@@ -301,10 +302,6 @@ class Benchmark(ABC):
     def submission(self, scored: Sequence[Scored], settings: Settings) -> Any:
         """What the benchmark's server takes, as JSON; ValueError where it has none."""
         raise ValueError(f"{self.name} has no submission file; score it here")
-
-    @staticmethod
-    def _first(table: Table, fields: Iterable[str]) -> bool:
-        return bool(table.rows) and any(name in table.rows[0] for name in fields)
 
 
 def pick(row: Mapping[str, Any], fields: Sequence[str], where: str) -> Any:

@@ -1,13 +1,14 @@
 """This project's checkpoints as answerers."""
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from coat_data.load.collate import Batch
-from coat_eval.answerer import Answerer, AnswerLoss, ModelOptions, answer_losses
+from coat_eval.answerer import AnswerLoss, ModelOptions, answer_losses
 from coat_eval.files import folder_sha256
 from coat_vlm.config import STAGES, Precision, Recipe
 from coat_vlm.config.load import load_recipe
@@ -17,7 +18,7 @@ from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.model.vlm import CoatVlm
 
 
-class CoatAnswerer(Answerer):
+class CoatAnswerer:
     """A composed model with its processor.
 
     Attributes:
@@ -42,7 +43,13 @@ class CoatAnswerer(Answerer):
         self.encoder.keep_last_clip()
         self.device = torch.device(model.device)
 
-    def _identify(self) -> dict[str, Any]:
+    @property
+    def identity(self) -> dict[str, Any]:
+        """See :class:`coat_eval.answerer.Answerer`."""
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
         dtype = str(self._model.dtype).removeprefix("torch.")
         blocks = fp8_blocks(self._model)
         return {

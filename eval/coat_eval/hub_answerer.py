@@ -7,6 +7,7 @@ and VILA show videos: that works for every model that takes several images.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from coat_data.media.image import open_image
 from coat_data.media.sampling import VideoSettings
 from coat_data.media.video import Clip, VideoReader
 from coat_data.sample import Media, Sample
-from coat_eval.answerer import Answerer, AnswerLoss, ModelOptions, answer_losses
+from coat_eval.answerer import AnswerLoss, ModelOptions, answer_losses
 from coat_eval.benchmark import IMAGE_LINE
 from coat_eval.files import folder_sha256
 from coat_vlm.generate import GREEDY
@@ -30,7 +31,7 @@ _CLOCK = 1000
 """Ticks per second by which the times of frames are told: processors count in whole frames."""
 
 
-class HubAnswerer(Answerer):
+class HubAnswerer:
     """A model with its processor.
 
     Attributes:
@@ -46,7 +47,13 @@ class HubAnswerer(Answerer):
         self.encoder = HubEncoder(processor, num_frames)
         self.device = torch.device(model.device)
 
-    def _identify(self) -> dict[str, Any]:
+    @property
+    def identity(self) -> dict[str, Any]:
+        """See :class:`coat_eval.answerer.Answerer`; a folder's weights are read in full."""
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
         folder = Path(self._name)
         weights = (
             {"model_sha256": folder_sha256(folder)}

@@ -13,7 +13,7 @@ beside its report, in ``items.jsonl`` (:func:`score_set`).
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from coat_data.sample import DataError
 from coat_eval.benchmark import Benchmark, Prediction, Question, Scored, Settings, by_table
@@ -75,8 +75,8 @@ def score_official(
         raise ValueError(f"raw belongs to the profile official, not {settings.profile}")
     if not benchmark.draws and settings != replace(settings, fallback="random", seed=42):
         raise ValueError(f"{benchmark.name} draws nothing: fallback and seed are MMMU's")
-    prediction_tables = [_predictions(benchmark, path) for path in _files(predictions)]
-    reference_tables = [_reference(benchmark, path) for path in _files(references)]
+    prediction_tables = [_read(benchmark, path, "predictions") for path in _files(predictions)]
+    reference_tables = [_read(benchmark, path, "references") for path in _files(references)]
     _check_references(benchmark, reference_tables, prediction_tables, allow_missing)
     questions = benchmark.questions(reference_tables, prediction_tables)
     rows = benchmark.all_predictions(prediction_tables, questions)
@@ -144,7 +144,7 @@ def score_set(
         FileNotFoundError: a file is absent.
     """
     questions = benchmark.load(folder, check_media=False)
-    table = _predictions(benchmark, predictions_path)
+    table = _read(benchmark, predictions_path, "predictions")
     asked = questions[:limit]
     passed_over = {one.question_id for one in questions[len(asked) :]}
     rows = [
@@ -193,22 +193,15 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def _predictions(benchmark: Benchmark, path: Path) -> Table:
+def _read(benchmark: Benchmark, path: Path, wanted: Literal["predictions", "references"]) -> Table:
+    """A file's rows; DataError that names what it looks like where it is something else."""
     table = read_table(path)
-    if table.rows and not benchmark.is_predictions(table):
-        raise _not_these(benchmark, table, "predictions")
-    return table
-
-
-def _reference(benchmark: Benchmark, path: Path) -> Table:
-    table = read_table(path)
-    if not benchmark.is_reference(table):
-        raise _not_these(benchmark, table, "references")
-    return table
-
-
-def _not_these(benchmark: Benchmark, table: Table, wanted: str) -> DataError:
-    """An error that names what the file looks like instead."""
+    if wanted == "predictions":
+        fits = not table.rows or benchmark.is_predictions(table)
+    else:
+        fits = benchmark.is_reference(table)
+    if fits:
+        return table
     looks = [
         f"references for {name}" for name, one in BENCHMARKS.items() if one.is_reference(table)
     ]
@@ -216,7 +209,7 @@ def _not_these(benchmark: Benchmark, table: Table, wanted: str) -> DataError:
         f"predictions for {name}" for name, one in BENCHMARKS.items() if one.is_predictions(table)
     ]
     has = f"its first row has {sorted(table.rows[0])}" if table.rows else "it has no row"
-    return DataError(
+    raise DataError(
         str(table.path),
         f"is no file of {benchmark.name} {wanted}: {has}"
         + (f"; it looks like {' or '.join(looks[:3])}" if looks else ""),
