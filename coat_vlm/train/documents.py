@@ -14,11 +14,10 @@ from tqdm import tqdm
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import Encoder
-from coat_data.mixture.lengths import measure_rows
+from coat_data.load.prepare import DocumentPieces, cut_rows, holds_documents, measure_rows
 from coat_data.mixture.packing import Budget, Lengths
 from coat_data.mixture.selection import Rows, SelectedRows, original_row
 from coat_data.sample import DataError
-from coat_data.text.documents import DocumentPieces, cut_rows, holds_documents
 from coat_vlm.config import SourceConfig
 from coat_vlm.distributed import World
 

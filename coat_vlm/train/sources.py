@@ -18,6 +18,8 @@ from coat_data.lists.read import read_list
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import Encoder
 from coat_data.load.loader import LoadedBatch, TrainLoader, val_batches
+from coat_data.load.prepare import row_kinds
+from coat_data.load.verify import dropped_question, verify_rows, verify_template
 from coat_data.mixture.packing import Budget, Outlook, PackedOrder
 from coat_data.mixture.sampler import Mixture, SourceShare
 from coat_data.mixture.selection import (
@@ -31,8 +33,6 @@ from coat_data.mixture.selection import (
     without,
 )
 from coat_data.sample import DataError
-from coat_data.text.documents import row_kinds
-from coat_data.text.verify import dropped_question, verify_rows, verify_template
 from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
 from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World

@@ -50,11 +50,11 @@ from coat_kernels import dequantize_tensor, quantize_tensor
 from coat_lab import decoder
 from coat_lab.decoder import Corpus, DecoderBench, Masters
 from coat_vlm.config import FP8_PRECISIONS
-from coat_vlm.fp8.decoder_block import LINEARS
+from coat_vlm.fp8.blocks import Fp8DecoderLayer
 from coat_vlm.optim import lr_factor
 
 OPERANDS = "xwdvga"
-PARTS = {name.rpartition(".")[2].removesuffix("_proj"): name for name in LINEARS}
+PARTS = {name.rpartition(".")[2].removesuffix("_proj"): name for name in Fp8DecoderLayer.LINEARS}
 """As variants name them -> name in a block."""
 LAST = 10
 """Steps of ``last_loss``."""

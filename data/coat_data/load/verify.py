@@ -4,7 +4,7 @@ The labels are read back into text and compared with what the row says, so that 
 were made is taken for granted. Media are not opened.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from coat_data.load.encode import IGNORE_INDEX, Encoder
 from coat_data.mixture.selection import Rows, rows_to_look_at
@@ -80,13 +80,15 @@ def verify_rows(
         DataError: something else than the answers and their ends is trained; names file and row.
     """
     checked = 0
-    for sample in _first_rows(datasets, rows_per_source):
-        try:
-            ids, labels = encoder.layout(sample)
-        except DataError:
-            continue
-        check_labels(sample, ids, labels, encoder)
-        checked += 1
+    for dataset in datasets:
+        for row in range(min(rows_per_source, len(dataset))):
+            try:
+                sample = dataset[row]
+                ids, labels = encoder.layout(sample)
+            except DataError:
+                continue
+            check_labels(sample, ids, labels, encoder)
+            checked += 1
     return checked
 
 
@@ -146,15 +148,6 @@ def check_labels(
     if len(spans) > len(answers):
         rest = pieces.decode([token for span in spans[len(answers) :] for token in span])
         raise _error(sample, f"besides its answers the labels train {rest[:_SHOWN]!r}")
-
-
-def _first_rows(datasets: Sequence[Rows], number: int) -> Iterator[Sample]:
-    for dataset in datasets:
-        for row in range(min(number, len(dataset))):
-            try:
-                yield dataset[row]
-            except DataError:
-                continue
 
 
 def _readings(answer: str, end: str, pieces: PieceTokenizer) -> set[str]:

@@ -4,34 +4,39 @@
     {"query": "<image>...", "response": "...", "history": [["q", "a"]], "images": ["a.jpg"]}
     {"system": "...", "conversation": [{"human": "...", "assistant": "..."}]}
     {"video": "a.mp4", "QA": [{"q": "...", "a": "..."}]}
+    {"images": [...], "texts": [{"user": "...", "assistant": "...", "source": "..."}]}
 
 Sources: hiyouga/LLaMA-Factory, data/README.md (the columns prompt, query, response, system and
 history may be mapped); modelscope/ms-swift, docs/source_en/Customization/Custom-dataset.md;
-NVlabs/VILA, llava/data/dataset_impl/lita.py (VideoQA).
+NVlabs/VILA, llava/data/dataset_impl/lita.py (VideoQA). The last form is that of The Cauldron and
+FineVision (HuggingFaceM4/the_cauldron and HuggingFaceM4/FineVision, dataset cards): the images come
+before the first question, in order; FineVision's ratings are not read.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from coat_data.readers.llava import media_fields, with_system
 from coat_data.readers.reader import (
     NOT_SFT,
     Place,
+    Reader,
+    Said,
     as_list,
     as_object,
     as_string,
+    has_fields,
+    media_fields,
+    media_first,
+    place_media,
     refuse_fields,
     row_id,
+    with_system,
 )
-from coat_data.readers.turns import Said, place_media
 from coat_data.sample import DataError, Sample
 
-NAME = "query"
-SUMMARY = "alpaca (instruction, input, output), query and response, human/assistant or q/a pairs"
 
-
-def matches(row: Any) -> bool:
-    """Whether the row has the fields of one of the four kinds."""
+def _is_query(row: Any) -> bool:
+    """Whether the row has the fields of one of the first four kinds."""
     if not isinstance(row, Mapping):
         return False
     pairs = row.get("conversation", row.get("QA"))
@@ -42,10 +47,8 @@ def matches(row: Any) -> bool:
     )
 
 
-def to_sample(row: Any, place: Place) -> Sample:
-    """One row as a checked sample. Does not decode the media.
-
-    ``input`` follows ``instruction`` on a line of its own; ``history`` comes first.
+def _query(row: Any, place: Place) -> Sample:
+    """``input`` follows ``instruction`` on a line of its own; ``history`` comes first.
 
     Raises:
         DataError: a field is missing or of the wrong type, or the placeholders do not match.
@@ -54,9 +57,7 @@ def to_sample(row: Any, place: Place) -> Sample:
     refuse_fields(row, NOT_SFT, place.where)
     said = with_system(_said(row, place), row, place)
     turns, media = place_media(said, media_fields(row, place), place)
-    return Sample(
-        id=row_id(row, place), turns=turns, media=media, source=place.source, row=place.row
-    ).check()
+    return place.sample(row_id(row, place), turns, media)
 
 
 def _said(row: Mapping[str, Any], place: Place) -> Said:
@@ -76,6 +77,21 @@ def _said(row: Mapping[str, Any], place: Place) -> Said:
     return [*said, ("user", text), ("assistant", as_string(row.get(answer), answer, where))]
 
 
+def _cauldron(row: Any, place: Place) -> Sample:
+    """The sample of the last form.
+
+    Raises:
+        DataError: a field is missing or of the wrong type.
+    """
+    row = as_object(row, place.where)
+    said = with_system(
+        _pairs(row.get("texts"), "texts", ("user", "assistant"), place.where), row, place
+    )
+    files = media_fields(row, place)
+    media = [*files["image"], *files["video"]]
+    return place.sample(row_id(row, place), media_first(said, media, place), media)
+
+
 def _pairs(value: Any, name: str, keys: tuple[Any, Any], where: str) -> Said:
     said: Said = []
     for number, pair in enumerate(as_list(value, name, where)):
@@ -90,3 +106,17 @@ def _pairs(value: Any, name: str, keys: tuple[Any, Any], where: str) -> Said:
         said.append(("user", as_string(question, f"{name}[{number}] (question)", where)))
         said.append(("assistant", as_string(answer, f"{name}[{number}] (answer)", where)))
     return said
+
+
+QUERY = Reader(
+    "query",
+    "alpaca (instruction, input, output), query and response, human/assistant or q/a pairs",
+    _is_query,
+    _query,
+)
+CAULDRON = Reader(
+    "cauldron",
+    "The Cauldron and FineVision: images, and texts with user and assistant",
+    has_fields("texts", "images"),
+    _cauldron,
+)
