@@ -76,7 +76,7 @@ def run_recipe(
         resume: continue from the newest whole checkpoint; finished stages are skipped.
         only_stage: run this stage only, on the previous stage's model in the run folder.
         overwrite: delete an earlier run in the output folder first.
-        subsets: the questions of ``eval_every``, see :func:`coat_eval.subset.eval_subsets`; what
+        subsets: the questions of ``eval_every``, see :func:`coat_eval.eval_subsets`; what
             scores them is above this package.
 
     Returns:

@@ -1,14 +1,17 @@
-"""Reads a file of rows in any of the forms in which benchmarks and predictions are published.
+"""Reads files of rows in any of the forms in which they are published; writes JSON files whole.
 
-JSON (a list of rows, rows by id, or rows beside a header), JSON lines, Parquet, each of them with
-or without gzip. The content decides, never the name: POPE's ``.json`` files are JSON lines.
+Rows come from JSON (a list of rows, rows by id, or rows beside a header), JSON lines and Parquet,
+each of them with or without gzip. The content decides, never the name: POPE's ``.json`` files are
+JSON lines. What is written is complete or unchanged, also after a kill.
 """
 
 import gzip
+import hashlib
 import io
 import json
+import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +60,8 @@ def read_table(path: Path) -> Table:
         FileNotFoundError: there is no such file.
         DataError: naming the file and, where there is one, the line that cannot be read.
     """
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
     if path.is_dir():
         raise DataError(str(path), "is a folder, not a file", "name the files in it")
     with path.open("rb") as file:
@@ -97,6 +102,61 @@ def read_json_lines(
     return _numbered(path, path.read_text(encoding="utf-8-sig"), remedy)
 
 
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """What :func:`write_json` wrote; empty if nothing is there.
+
+    Raises:
+        DataError: the file is no JSON object; it says to do ``remedy``.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise DataError(str(path), f"not JSON: {error}", remedy) from error
+    if not isinstance(value, dict):
+        raise DataError(str(path), f"a {type(value).__name__}, not an object", remedy)
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON; the file is complete or unchanged."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write JSON lines; the file is complete or unchanged."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to a temporary file beside ``path`` and rename it into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def folder_sha256(folder: Path) -> str:
+    """SHA-256 over the names and contents of a model folder's files, in hex.
+
+    The weights are read in full: a model trained again at the same place is another model.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(folder).as_posix()} {file_sha256(path)}\n".encode())
+    return digest.hexdigest()
+
+
 def _parquet(path: Path, source: Path | io.BytesIO) -> Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -126,8 +186,11 @@ def _json(path: Path, text: str) -> Table:
             return Table(path=path, rows=[])
         # JSON lines: a complete object, and then more.
         if error.msg == "Extra data":
-            return _json_lines(path, text)
-        raise _not_json(f"{path}:{error.lineno}", error) from error
+            rows = list(_numbered(path, text, "write one object per line, or download it again"))
+            return Table(path=path, rows=[row for _, row in rows], lines=[line for line, _ in rows])
+        raise DataError(
+            f"{path}:{error.lineno}", f"not JSON: {error}", "repair or download it again"
+        ) from error
     if isinstance(value, list):
         return Table(path=path, rows=_objects(value, str(path)))
     if not isinstance(value, dict):
@@ -143,11 +206,6 @@ def _json(path: Path, text: str) -> Table:
         for key, row in value.items()
     ]
     return Table(path=path, rows=rows, form="mapping")
-
-
-def _json_lines(path: Path, text: str) -> Table:
-    numbered = list(_numbered(path, text, "write one object per line, or download it again"))
-    return Table(path=path, rows=[row for _, row in numbered], lines=[line for line, _ in numbered])
 
 
 def _numbered(path: Path, text: str, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -172,7 +230,3 @@ def _objects(values: list[Any], where: str) -> list[dict[str, Any]]:
                 f"{where}, row {number}", f"is a {type(value).__name__}", "every row is an object"
             )
     return values
-
-
-def _not_json(where: str, error: json.JSONDecodeError) -> DataError:
-    return DataError(where, f"not JSON: {error}", "repair or download it again")

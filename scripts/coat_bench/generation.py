@@ -1,8 +1,8 @@
 """How many questions a second are answered: the suite's engine against a loop of single prompts.
 
-    python eval/benchmarks/generation.py                       7B shape with random weights, one GPU
-    python eval/benchmarks/generation.py --csv generation.csv
-    python eval/benchmarks/generation.py --size tiny --items 12 --single-items 4 --repeats 1   CPU
+    python -m coat_bench.generation                       7B shape with random weights, one GPU
+    python -m coat_bench.generation --csv generation.csv
+    python -m coat_bench.generation --size tiny --items 12 --single-items 4 --repeats 1   CPU
 
 The data are made on the spot in POPE's layout: JPEGs of 640 x 480 and yes/no questions about them,
 with LLaVA's prompt. Cases:
@@ -22,12 +22,12 @@ not counted.
 """
 
 import argparse
-import csv
 import json
 import platform
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,11 +37,11 @@ import transformers
 from PIL import Image
 from tqdm import tqdm
 
-from coat_data.sample import Media, Part, Sample, Turn
+from coat_bench.rows import replace_csv, table
+from coat_eval.benchmark import Asking, Prompt
 from coat_eval.coat_answerer import CoatAnswerer
 from coat_eval.data_folder import DataFolder
 from coat_eval.generation import Generation, answer_all, default_workers
-from coat_eval.prompt import Asking, Prompt
 from coat_eval.tasks import get_benchmark
 from coat_vlm.config import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from coat_vlm.generate import generate
@@ -114,7 +114,7 @@ def make_pope(folder: Path, num_items: int) -> None:
         pixels = np.clip(128 + 100 * wave[..., None] * rng.uniform(0, 1, 3) + noise, 0, 255)
         path = pictures / f"COCO_val2014_{number:012d}.jpg"
         Image.fromarray(pixels.astype(np.uint8)).save(path, quality=90)
-    for split, number in zip(SPLITS, _shares(num_items), strict=True):
+    for place, split in enumerate(SPLITS):
         rows = [
             {
                 "question_id": index + 1,
@@ -122,14 +122,10 @@ def make_pope(folder: Path, num_items: int) -> None:
                 "text": f"Is there a {OBJECTS[index % len(OBJECTS)]} in the image?",
                 "label": "yes" if index % 2 else "no",
             }
-            for index in range(number)
+            for index in range((num_items + place) // len(SPLITS))
         ]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"coco_pope_{split}.json").write_text(lines, encoding="utf-8")
-
-
-def _shares(num_items: int) -> list[int]:
-    return [(num_items + place) // len(SPLITS) for place in range(len(SPLITS))]
 
 
 def build(size: str, device: torch.device) -> tuple[CoatVlm, CoatVlmProcessor]:
@@ -152,45 +148,21 @@ def build(size: str, device: torch.device) -> tuple[CoatVlm, CoatVlmProcessor]:
     return model, build_processor(config, tokenizer, cast(CoatVlmConfig, model.config))
 
 
-class Engine:
-    """The suite's engine; each pass writes to a folder of its own."""
-
-    def __init__(self, answerer: CoatAnswerer, prompts: list[Prompt], settings: Generation) -> None:
-        self._answerer = answerer
-        self._prompts = prompts
-        self._settings = settings
-
-    def __call__(self) -> int:
-        """Answer all questions; their number."""
-        with tempfile.TemporaryDirectory() as out:
-            problems = answer_all(
-                self._answerer, self._prompts, set(), Path(out), self._settings, name="pope"
-            )
-            written = (Path(out) / "predictions.rank0.jsonl").read_text(encoding="utf-8")
-        if problems or len(written.splitlines()) != len(self._prompts):
-            raise RuntimeError("the engine did not answer every question")
-        return len(self._prompts)
+def engine(answerer: CoatAnswerer, prompts: list[Prompt], settings: Generation) -> int:
+    """Answer all questions as the suite does, in a folder of its own; their number."""
+    with tempfile.TemporaryDirectory() as out:
+        problems = answer_all(answerer, prompts, set(), Path(out), settings)
+        written = (Path(out) / "predictions.rank0.jsonl").read_text(encoding="utf-8")
+    if problems or len(written.splitlines()) != len(prompts):
+        raise RuntimeError("the engine did not answer every question")
+    return len(prompts)
 
 
-class Single:
-    """A loop of ``generate`` with one prompt each."""
-
-    def __init__(
-        self, model: CoatVlm, processor: CoatVlmProcessor, prompts: list[Prompt], new_tokens: int
-    ) -> None:
-        self._model = model
-        self._processor = processor
-        self._prompts = prompts
-        self._new_tokens = new_tokens
-
-    def __call__(self) -> int:
-        """Answer all questions; their number."""
-        for prompt in self._prompts:
-            media: tuple[Media, ...] = tuple(one.load() for one in prompt.media)
-            turn = Turn("user", (Part("image"), Part("text", f"\n{prompt.text}")))
-            sample = Sample(id=prompt.question_id, turns=(turn,), media=media)
-            generate(self._model, self._processor, [sample], self._new_tokens)
-        return len(self._prompts)
+def single(model: CoatVlm, processor: CoatVlmProcessor, prompts: list[Prompt], tokens: int) -> int:
+    """Answer all questions by a loop of ``generate`` with one prompt each; their number."""
+    for prompt in prompts:
+        generate(model, processor, [prompt.load()], tokens)
+    return len(prompts)
 
 
 def measure(cases: dict[str, Any], repeats: int, device: torch.device) -> dict[str, float]:
@@ -212,57 +184,44 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chip = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"{chip}; {versions}; {args.workers} workers")
+    tqdm.write(f"{chip}; {versions}; {args.workers} workers")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "pope"
         make_pope(folder, args.items)
         model, processor = build(args.size, device)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{parameters / 1e9:.2f} billion parameters in {model.dtype}", flush=True)
+        tqdm.write(f"{parameters / 1e9:.2f} billion parameters in {model.dtype}")
         pope = get_benchmark("pope")
         data = DataFolder.open(folder, "pope", pope.layouts)
         prompts = list(pope.prompts(data, Asking()))
         answerer = CoatAnswerer(model, processor, dict)
-        encoded = answerer.encoder.encode(prompts[0].text, [one.load() for one in prompts[0].media])
+        encoded = answerer.encoder.encode(prompts[0].load())
         settings = Generation(
             batch_size=args.batch_size,
             max_new_tokens=args.new_tokens,
             num_workers=args.workers,
             progress=False,
         )
+        few = prompts[: args.single_items]
         cases = {
-            "single": Single(model, processor, prompts[: args.single_items], args.new_tokens),
-            "engine": Engine(answerer, prompts, settings),
+            "single": partial(single, model, processor, few, args.new_tokens),
+            "engine": partial(engine, answerer, prompts, settings),
         }
         rates = measure(cases, args.repeats, device)
-    rows = [
-        dict(
-            zip(
-                COLUMNS,
-                (
-                    case,
-                    args.size,
-                    args.batch_size if case == "engine" else 1,
-                    len(encoded.input_ids),
-                    args.new_tokens,
-                    args.items if case == "engine" else args.single_items,
-                    f"{rate:.2f}",
-                    f"{rate / rates['single']:.2f}",
-                ),
-                strict=True,
-            )
-        )
+    length, new = len(encoded.input_ids), args.new_tokens
+    shapes = {
+        "single": (1, length, new, len(few)),
+        "engine": (args.batch_size, length, new, len(prompts)),
+    }
+    lines = [
+        [case, args.size, *map(str, shapes[case]), f"{rate:.2f}", f"{rate / rates['single']:.2f}"]
         for case, rate in rates.items()
     ]
-    for line in [COLUMNS, *(tuple(row.values()) for row in rows)]:
-        print("  ".join(str(value).rjust(13) for value in line))
+    tqdm.write(table(COLUMNS, lines))
     if device.type == "cuda":
-        print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+        tqdm.write(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
     if args.csv is not None:
-        with args.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
+        replace_csv(args.csv, COLUMNS, lines)
 
 
 def _arguments() -> argparse.Namespace:
