@@ -7,10 +7,19 @@ import pytest
 import torch
 from triton.errors import TritonError
 
-from coat_bench import sweep as bench
+from coat_bench import kernels as bench
 from coat_bench.cases import Case, Draw, cases
+from coat_bench.kernels import (
+    OF_ROWS,
+    ROWS,
+    TILED,
+    TILES,
+    Swept,
+    format_sweep,
+    sweep,
+    tiles_of,
+)
 from coat_bench.shapes import LayerShape
-from coat_bench.sweep import OF_ROWS, ROWS, TILED, TILES, Swept, format_sweep, sweep, tiles_of
 from coat_cli.main import main
 from coat_kernels import OPS
 from coat_kernels.launch import TILE, Tile, chosen, forced_tile, tiled
