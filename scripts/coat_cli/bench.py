@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
     """Declare the jobs of ``bench``."""
     parser = commands.add_parser("bench", help="compare precisions: losses, speed, memory")
     jobs = parser.add_subparsers(title="jobs", metavar="JOB", required=True)
-    for declare in (_decoder, _layer, _kernels, _gemm, _adamw, _step, _recipe):
+    for declare in (_decoder, _rounding, _layer, _kernels, _gemm, _adamw, _step, _recipe):
         declare(jobs)
 
 
@@ -89,8 +89,8 @@ sizes:
 
 
 def _run_decoder(args: argparse.Namespace) -> int:
-    from coat_lab.curves import AcrossLosses, draw_curves, format_across, format_curves
-    from coat_lab.decoder import bench_decoder
+    from coat_lab.curves import draw_curves, format_curves
+    from coat_lab.decoder import AcrossLosses, bench_decoder, format_across
 
     bench = _decoder_bench(args)
     across = None
@@ -133,6 +133,42 @@ def _decoder_bench(args: argparse.Namespace) -> "DecoderBench":
             )
         bench = replace(bench, betas=(bench.betas[0], args.beta2))
     return bench
+
+
+def _rounding(jobs: Commands) -> None:
+    add = command(
+        jobs,
+        "rounding",
+        _run_rounding,
+        "compare what single roundings to FP8 cost the small decoder, forked from one BF16 run",
+        """\
+  coat-vlm bench rounding --text wiki.txt --variants xw dvga xw@@0-1
+  coat-vlm bench rounding --text wiki.txt --variants xw@gate+up+down coat
+  coat-vlm bench rounding --text wiki.txt --size tiny --at 10 --more 10
+
+A variant is OPERANDS@PARTS@FIRST-LAST, several joined with /, or an FP8 precision of bench decoder:
+  OPERANDS    letters: x, w (forward GEMM: input, weight), d, v (grad-input GEMM: gradient, weight),
+              g, a (grad-weight GEMM: gradient, input)
+  PARTS       q, k, v, o, gate, up, down, joined with +; without, all
+  FIRST-LAST  blocks, counted from 0; without, all
+The variant that rounds nothing always comes first; percentages are differences to it.
+""",
+    ).add_argument
+    add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 texts")
+    add("--variants", nargs="+", default=["xw"], help="written as above; default xw")
+    add("--size", choices=("30m", "100m", "tiny"), default="100m", help="default 100m")
+    add("--at", type=int, default=250, help="steps in BF16; default 250")
+    add("--more", type=int, default=40, help="further steps, 10 at least; default 40")
+    add("--seed", type=int, default=0, help="of the start and of the batches; default 0")
+    add("--csv", type=Path, help="file to add the rows to, as the next process of it")
+
+
+def _run_rounding(args: argparse.Namespace) -> int:
+    from coat_lab.forward_rounding import bench_forks, format_rows
+
+    settings = (args.text, args.size, args.variants, args.seed, args.at, args.more, args.csv)
+    say(format_rows(bench_forks(*settings)))
+    return 0
 
 
 def _layer(jobs: Commands) -> None:

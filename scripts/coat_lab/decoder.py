@@ -4,13 +4,16 @@ The loop is plain PyTorch around :func:`coat_vlm.fp8.convert` and :class:`coat_v
 BF16 weights, FP32 masters, the same batches for every precision. Held-out loss is that of the
 text's last tenth. With an output folder every run's losses are there as soon as it ends, and the
 same benchmark started again goes on with the runs that are missing.
+
+``--across`` computes the losses of each trained model in the other precisions, too: it tells what
+FP8 costs in the weights from what it costs in a pass.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from coat_bench.rows import origin, read_rows, replace_csv, table
 from coat_lab.curves import DecoderCurve, read_curves, write_curves
-from coat_vlm.checkout import commit
 from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Precision
 from coat_vlm.fp8 import Arithmetic, arithmetic_of, graph_blocks
 from coat_vlm.model.tokenizer import train_tokenizer
@@ -154,12 +157,8 @@ def _open_folder(
                 "write to another folder"
             )
     else:
-        cuda = torch.cuda.is_available()
-        where = {
-            "commit": commit() or "unknown",
-            "device": torch.cuda.get_device_name() if cuda else "cpu",
-            "torch": torch.__version__,
-        }
+        _, commit, device, version, _ = origin()
+        where = {"commit": commit, "device": device, "torch": version}
         text = json.dumps({"settings": settings, "made with": where}, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
     curves = read_curves(out / CURVES)
@@ -219,26 +218,43 @@ def train_decoder(
         ValueError: there is no such precision, or FP8 does not fit the model.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ids = corpus.training
     arithmetic = arithmetic_called(precision)
     torch.manual_seed(seed)
     model = build_decoder(bench).to(device, arithmetic.dtype)
     arithmetic.apply(model)
     graph_blocks(model, arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs)
-    masters = Masters(model, _optimizer(arithmetic.fp8, bench))
+    masters = Masters(model, adamw(bench, arithmetic.fp8))
     curve = DecoderCurve(precision, seed)
-    draw = torch.Generator().manual_seed(seed)
-    for step in tqdm(range(bench.steps), desc=f"{precision}, seed {seed}", unit="step"):
-        starts = torch.randint(0, len(ids) - bench.tokens, (bench.batch_size,), generator=draw)
-        batch = torch.stack([ids[i : i + bench.tokens] for i in starts.tolist()]).to(device)
-        loss = model.train()(input_ids=batch, labels=batch).loss
-        loss.backward()
-        masters.step(lr_factor(step, bench.steps, bench.steps // 10, "cosine", 0.1), bench)
-        curve.training.append(loss.item())
-        if (step + 1) % bench.eval_every_steps == 0 or step + 1 == bench.steps:
-            curve.held_out[step + 1] = text_loss(model, corpus.held_out, bench)
+    batches = islice(drawn_batches(corpus, bench, seed), bench.steps)
+    losses = train_steps(model, masters, batches, bench)
+    for step, loss in enumerate(
+        tqdm(losses, f"{precision}, seed {seed}", bench.steps, unit="step"), start=1
+    ):
+        curve.training.append(loss)
+        if step % bench.eval_every_steps == 0 or step == bench.steps:
+            curve.held_out[step] = text_loss(model, corpus.held_out, bench)
     graph_blocks(model, enabled=False)
     return curve, model
+
+
+def drawn_batches(corpus: Corpus, bench: DecoderBench, seed: int) -> Iterator[Tensor]:
+    """Token ids [batch size, tokens] from random places of the training text, without an end."""
+    ids, draw = corpus.training, torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(0, len(ids) - bench.tokens, (bench.batch_size,), generator=draw)
+        yield torch.stack([ids[i : i + bench.tokens] for i in starts.tolist()])
+
+
+def train_steps(
+    model: Any, masters: "Masters", batches: Iterable[Tensor], bench: DecoderBench, first: int = 0
+) -> Iterator[float]:
+    """Take a step on each batch, from the schedule's step ``first`` on; yields its loss."""
+    for step, batch in enumerate(batches, first):
+        ids = batch.to(model.device)
+        loss = model.train()(input_ids=ids, labels=ids).loss
+        loss.backward()
+        masters.step(lr_factor(step, bench.steps, bench.steps // 10, "cosine", 0.1), bench)
+        yield loss.item()
 
 
 class Masters:
@@ -273,9 +289,11 @@ class Masters:
                 weight.copy_(copy)
 
 
-def _optimizer(
-    fp8: Fp8Config | None, bench: DecoderBench
+def adamw(
+    bench: DecoderBench, fp8: Fp8Config | None = None
 ) -> Callable[[list[nn.Parameter], list[nn.Parameter]], torch.optim.Optimizer]:
+    """Makes the optimizer of (decayed, plain) parameters: torch's, or ours where ``fp8`` says so."""
+
     def build(decayed: list[nn.Parameter], plain: list[nn.Parameter]) -> torch.optim.Optimizer:
         groups: list[dict[str, Any]] = [
             {"params": decayed, "weight_decay": bench.weight_decay},
@@ -342,3 +360,118 @@ def text_loss(model: Any, ids: Tensor, bench: DecoderBench) -> float:
         for chunk in rows.split(bench.batch_size)
     ]
     return sum(losses) / len(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class AcrossRow:
+    """Losses of one model in one arithmetic, in nats per token."""
+
+    precision: str
+    """What it was trained in."""
+    seed: int
+    arithmetic: str
+    """What its losses are computed in."""
+    training_text: float
+    """Over the text that it was trained on."""
+    held_out: float
+
+    @property
+    def run(self) -> tuple[str, int]:
+        """Precision and seed."""
+        return self.precision, self.seed
+
+
+class AcrossLosses:
+    """The rows of the models that it is shown, and those of a file, which it keeps up to date.
+
+    Args:
+        precisions: whose arithmetic the losses are computed in, as
+            :func:`arithmetic_called` takes them.
+        bench: the models' shape.
+        path: CSV file of the rows; it may be there, with rows of other runs. Everything here raises
+            ValueError where it is another one.
+    """
+
+    def __init__(
+        self, precisions: Sequence[str], bench: DecoderBench, path: Path | None = None
+    ) -> None:
+        self._precisions, self._bench, self._path = precisions, bench, path
+        self._rows: list[AcrossRow] = []
+
+    @property
+    def rows(self) -> list[AcrossRow]:
+        """All rows; those of the file where there is one, read again for each use."""
+        if self._path is None:
+            return self._rows
+        return read_across(self._path)
+
+    @property
+    def seen(self) -> set[tuple[str, int]]:
+        """Precision and seed of the runs that have a row in every one of the precisions."""
+        there = {(row.precision, row.seed, row.arithmetic) for row in self.rows}
+        runs = {(precision, seed) for precision, seed, _ in there}
+        return {run for run in runs if all((*run, name) in there for name in self._precisions)}
+
+    def look(self, model: nn.Module, curve: DecoderCurve, corpus: Corpus) -> None:
+        """Take a trained model's losses; they replace the rows that its run has already.
+
+        A precision that only these had is computed again, so that all rows are of one model. The
+        file is replaced at once or not at all.
+        """
+        run = (curve.precision, curve.seed)
+        old = [row.arithmetic for row in self.rows if row.run == run]
+        names = list(dict.fromkeys([*self._precisions, *old]))
+        found = losses_across(model, run, names, corpus, self._bench)
+        self._rows = [*(row for row in self.rows if row.run != run), *found]
+        if self._path is not None:
+            columns = [field.name for field in fields(AcrossRow)]
+            replace_csv(self._path, columns, [astuple(row) for row in self._rows])
+
+
+def losses_across(
+    model: nn.Module,
+    run: tuple[str, int],
+    precisions: Sequence[str],
+    corpus: Corpus,
+    bench: DecoderBench,
+) -> list[AcrossRow]:
+    """The losses of a model in the arithmetic of several precisions.
+
+    Args:
+        model: from :func:`train_decoder`; stays as it is.
+        run: the precision that it was trained in, and the seed.
+        precisions: as :func:`arithmetic_called` takes them.
+        corpus: the text.
+        bench: the model's shape.
+    """
+    weights = model.state_dict()
+    rows = []
+    for name in precisions:
+        arithmetic = arithmetic_called(name)
+        other = build_decoder(bench).to(next(model.parameters()).device, arithmetic.dtype)
+        other.load_state_dict(weights)
+        arithmetic.apply(other)
+        losses = [text_loss(other, ids, bench) for ids in (corpus.training, corpus.held_out)]
+        rows.append(AcrossRow(*run, name, *losses))
+    return rows
+
+
+def read_across(path: Path) -> list[AcrossRow]:
+    """The rows of a file of :class:`AcrossLosses`, in its order; none if it is not there.
+
+    Raises:
+        ValueError: the file is another one.
+    """
+    if not path.is_file():
+        return []
+    return read_rows(path, AcrossRow, "coat-vlm bench decoder --across --out")
+
+
+def format_across(rows: Sequence[AcrossRow]) -> str:
+    """Markdown, one line per model: the loss on the training text in each arithmetic."""
+    names = list(dict.fromkeys(row.arithmetic for row in rows))
+    lines = []
+    for run in dict.fromkeys(row.run for row in rows):
+        own = {row.arithmetic: f"{row.training_text:.4f}" for row in rows if row.run == run}
+        lines.append([*map(str, run), *(own.get(name, "-") for name in names)])
+    return table(["trained in", "seed", *(f"training text in {name}" for name in names)], lines)

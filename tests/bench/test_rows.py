@@ -14,7 +14,7 @@ from coat_bench.recipe import RecipeRow
 from coat_bench.rows import Row, append_rows, number, table
 from coat_bench.step import StepRow
 from coat_lab import curves
-from coat_lab.curves import AcrossRow
+from coat_lab.decoder import AcrossRow
 from coat_lab.forward_rounding import ForkRow
 from coat_lab.moments import MomentRow
 
