@@ -11,7 +11,7 @@ constants of ``coat_kernels`` are chosen; nothing is chosen while training.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -191,29 +191,20 @@ def format_rows(rows: Sequence[KernelRow]) -> str:
     )
 
 
-@dataclass(slots=True)
-class Swept:
-    """One case with all its tiles."""
-
-    op: str
-    variant: str
-    default_us: float
-    """With the tile that training uses."""
-    us: dict[Tile, float | None] = field(default_factory=dict)
-    """None where the tile is wrong, or too large for the GPU."""
-
-
 def tiles_of(op: str) -> tuple[Tile, ...]:
     """What is tried for an op; nothing where it has no choice."""
     return TILES if op in TILED else ROWS if op in OF_ROWS else ()
 
 
-def sweep(shape: LayerShape, ops: Sequence[str] = ()) -> list[Swept]:
-    """Measure ops with every tile that computes the right thing.
+def sweep(shape: LayerShape, ops: Sequence[str] = ()) -> dict[Tile | None, list[KernelRow]]:
+    """Measure ops with every tile; a row of one that is wrong, or too large, has no time.
 
     Args:
         shape: the block.
         ops: names of ops; all with a choice of tiles when empty.
+
+    Returns:
+        Tile, None for the one that training uses -> the rows of the ops that it is tried for.
 
     Raises:
         ValueError: an op is unknown or has no choice of tiles, or there is no GPU.
@@ -223,36 +214,28 @@ def sweep(shape: LayerShape, ops: Sequence[str] = ()) -> list[Swept]:
         raise ValueError(
             f"{', '.join(fixed)}: no choice of tiles; sweep {', '.join((*TILED, *OF_ROWS))}"
         )
-    pairs = [pair for pair in chosen_cases(shape, ops) if tiles_of(pair[0].op)]
-    require_gpu("the speed of kernels is")
-    found = []
-    for case, sample in tqdm(pairs, desc=shape.name, unit="case"):
-        args, checked = case.arguments(Draw(DEVICE)), sample.arguments(Draw(DEVICE))
-        swept = Swept(case.op, case.variant, _microseconds(case.op, args))
-        found.append(swept)
-        for tile in tiles_of(case.op):
+    here = {case.op for case in cases(shape)}
+    chosen = ops or [op for op in (*TILED, *OF_ROWS) if op in here]
+    found: dict[Tile | None, list[KernelRow]] = {None: bench_kernels(shape, chosen)}
+    for tile in (*TILES, *ROWS):
+        tried = [op for op in chosen if tile in tiles_of(op)]
+        if tried:
             with forced_tile(tile):
-                try:
-                    right = not disagreement(case.op, checked)
-                    swept.us[tile] = _microseconds(case.op, args) if right else None
-                except (RuntimeError, TritonError):  # it needs more shared memory than there is
-                    swept.us[tile] = None
+                found[tile] = bench_kernels(shape, tried)
     return found
 
 
-def format_sweep(found: Sequence[Swept]) -> str:
+def format_sweep(found: dict[Tile | None, list[KernelRow]]) -> str:
     """Markdown: for each kind of op a table of microseconds, one column per tile."""
+    us = {(row.op, row.variant, tile): row.us for tile, rows in found.items() for row in rows}
     tables = []
     for ops, tiles in ((TILED, TILES), (OF_ROWS, ROWS)):
         sizes = [f"{tile.rows} x {tile.columns}" if tile.columns else "a row" for tile in tiles]
         head = [f"{size}, {tile.warps} warps" for size, tile in zip(sizes, tiles, strict=True)]
         lines = [
-            [
-                *(swept.op, swept.variant, number(swept.default_us, 1)),
-                *(number(swept.us.get(tile), 1) for tile in tiles),
-            ]
-            for swept in found
-            if swept.op in ops
+            [op, variant, *(number(us.get((op, variant, tile)), 1) for tile in (None, *tiles))]
+            for op, variant in dict.fromkeys((op, variant) for op, variant, _ in us)
+            if op in ops
         ]
         if lines:
             tables.append(table(["op", "variant", "default us", *head], lines))

@@ -128,13 +128,9 @@ def random_model(
 
 def _tower(width: int, ffn: int, layers: int, heads: int, image: int, patch: int) -> dict[str, Any]:
     return {
-        "hidden_size": width,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "image_size": image,
-        "patch_size": patch,
-    }
+        "hidden_size": width, "intermediate_size": ffn, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "image_size": image, "patch_size": patch,
+    }  # fmt: skip
 
 
 def _decoder(
@@ -142,22 +138,26 @@ def _decoder(
 ) -> dict[str, Any]:
     """A language model; ``heads`` are those of queries, and of keys and values."""
     return {
-        "hidden_size": width,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "vocab_size": vocab,
-        "max_position_embeddings": context,
-        **more,
-    }
+        "hidden_size": width, "intermediate_size": ffn, "num_hidden_layers": layers,
+        "num_attention_heads": heads[0], "num_key_value_heads": heads[1],
+        "vocab_size": vocab, "max_position_embeddings": context, **more,
+    }  # fmt: skip
 
 
-_SO400M = _tower(1152, 4304, 27, 16, image=448, patch=14)
-"""SigLIP-so400m/14 at 448 pixels: 1,024 patches, of which the projector makes 256 tokens."""
+def _qwen(name: str, *sizes: Any, tied: bool) -> VlmShape:
+    """SigLIP-so400m/14 and a language model of Qwen2.5's shape, on 4,096 tokens with 4 images.
 
-_TIED = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True}
-_UNTIED = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    At 448 pixels the tower has 1,024 patches, of which the projector makes 256 tokens.
+    """
+    language = _decoder(*sizes, 32768, rms_norm_eps=1e-6, tie_word_embeddings=tied)
+    tower = _tower(1152, 4304, 27, 16, image=448, patch=14)
+    return VlmShape(f"siglip-so400m_qwen2.5-{name}", tower, language, tokens=4096, images=4)
+
+
+def _llama(name: str, *sizes: Any, tokens: int, **more: Any) -> VlmShape:
+    """A language model alone, of Llama's shape."""
+    return VlmShape(name, None, _decoder(*sizes, **more), tokens, images=0, family="llama")
+
 
 SIZES = {
     "tiny": VlmShape(
@@ -167,42 +167,12 @@ SIZES = {
         tokens=32,
         images=2,
     ),
-    "tiny-llm": VlmShape(
-        "tiny-llm",
-        None,
-        _decoder(64, 128, 2, (4, 4), 512, 64),
-        tokens=32,
-        images=0,
-        family="llama",
-    ),
-    "1b": VlmShape(
-        "siglip-so400m_qwen2.5-0.5b",
-        _SO400M,
-        _decoder(896, 4864, 24, (14, 2), 151936, 32768, **_TIED),
-        tokens=4096,
-        images=4,
-    ),
-    "2b": VlmShape(
-        "siglip-so400m_qwen2.5-1.5b",
-        _SO400M,
-        _decoder(1536, 8960, 28, (12, 2), 151936, 32768, **_TIED),
-        tokens=4096,
-        images=4,
-    ),
-    "8b": VlmShape(
-        "siglip-so400m_qwen2.5-7b",
-        _SO400M,
-        _decoder(3584, 18944, 28, (28, 4), 152064, 32768, **_UNTIED),
-        tokens=4096,
-        images=4,
-    ),
-    "llama-2-7b": VlmShape(
-        "llama-2-7b",
-        None,
-        _decoder(4096, 11008, 32, (32, 32), 32000, 4096, rms_norm_eps=1e-5),
-        tokens=2048,
-        images=0,
-        family="llama",
+    "tiny-llm": _llama("tiny-llm", 64, 128, 2, (4, 4), 512, 64, tokens=32),
+    "1b": _qwen("0.5b", 896, 4864, 24, (14, 2), 151936, tied=True),
+    "2b": _qwen("1.5b", 1536, 8960, 28, (12, 2), 151936, tied=True),
+    "8b": _qwen("7b", 3584, 18944, 28, (28, 4), 152064, tied=False),
+    "llama-2-7b": _llama(
+        "llama-2-7b", 4096, 11008, 32, (32, 32), 32000, 4096, tokens=2048, rms_norm_eps=1e-5
     ),
 }
 """By the names of ``--size``. The language models are published shapes (config.json of

@@ -292,7 +292,7 @@ class Masters:
 def adamw(
     bench: DecoderBench, fp8: Fp8Config | None = None
 ) -> Callable[[list[nn.Parameter], list[nn.Parameter]], torch.optim.Optimizer]:
-    """Makes the optimizer of (decayed, plain) parameters: torch's, or ours where ``fp8`` says so."""
+    """Builds an optimizer of (decayed, plain) parameters: torch's, or ours if ``fp8`` says so."""
 
     def build(decayed: list[nn.Parameter], plain: list[nn.Parameter]) -> torch.optim.Optimizer:
         groups: list[dict[str, Any]] = [
