@@ -90,25 +90,19 @@ sizes:
 
 def _run_decoder(args: argparse.Namespace) -> int:
     from coat_lab.curves import draw_curves, format_curves
-    from coat_lab.decoder import AcrossLosses, bench_decoder, format_across
+    from coat_lab.decoder import bench_decoder, format_across
 
-    bench = _decoder_bench(args)
-    across = None
-    if args.across:
-        path = None if args.out is None else args.out / "across.csv"
-        across = AcrossLosses(args.precisions, bench, path)
-    curves = []
-    look, seen = (None, ()) if across is None else (across.look, across.seen)
-    for curves in bench_decoder(
-        args.text, args.precisions, args.seeds, bench, args.out, look, seen
-    ):
-        if args.out is not None:
-            draw_curves(curves, args.out / "decoder.svg")
+    out, found = args.out, ([], [])
+    settings = (args.text, args.precisions, args.seeds, _decoder_bench(args), out)
+    for found in bench_decoder(*settings, across=args.across):
+        if out is not None:
+            draw_curves(found[0], out / "decoder.svg")
+    curves, rows = found
     say(format_curves(curves))
-    if across is not None:
-        say(f"\n{format_across(across.rows)}")
-    if args.out is not None:
-        say(f"\ncurves: {args.out / 'decoder.csv'}, {args.out / 'decoder.svg'}")
+    if args.across:
+        say(f"\n{format_across(rows)}")
+    if out is not None:
+        say(f"\ncurves: {out / 'decoder.csv'}, {out / 'decoder.svg'}")
     return 0
 
 

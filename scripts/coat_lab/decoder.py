@@ -11,7 +11,7 @@ FP8 costs in the weights from what it costs in a pass.
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from itertools import islice, product
 from pathlib import Path
@@ -35,6 +35,7 @@ HELD_OUT = 0.1
 """Share of the text, its end, that is not trained on."""
 CURVES = "decoder.csv"
 SETTINGS = "decoder.json"
+ACROSS = "across.csv"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,18 +85,15 @@ class Corpus:
     """The text's last tenth."""
 
 
-OnTrained = Callable[[nn.Module, DecoderCurve, Corpus], None]
-
-
 def bench_decoder(
     texts: Sequence[Path],
     precisions: Sequence[str],
     seeds: Sequence[int],
     bench: DecoderBench,
     out: Path | None = None,
-    on_trained: OnTrained | None = None,
-    seen: Collection[tuple[str, int]] = (),
-) -> Iterator[list[DecoderCurve]]:
+    *,
+    across: bool = False,
+) -> Iterator[tuple[list[DecoderCurve], list["AcrossRow"]]]:
     """Train in every precision with every seed, the precisions of one seed after another.
 
     Args:
@@ -103,14 +101,15 @@ def bench_decoder(
         precisions: as :func:`arithmetic_called` takes them.
         seeds: of the model's start and of the batches.
         bench: the model and the training.
-        out: folder of ``decoder.csv`` (losses) and ``decoder.json`` (settings). Runs that are
-            there already are not repeated, but for ``on_trained``.
-        on_trained: called with every trained model, before its curve is kept: a run that is
-            interrupted there is not finished.
-        seen: precision and seed of the runs that ``on_trained`` need not see again.
+        out: folder of ``decoder.csv`` (losses), ``decoder.json`` (settings) and ``across.csv``.
+            Runs that are there already are not repeated, unless ``across.csv`` lacks them.
+        across: also compute each trained model's losses in all the precisions. They replace the
+            rows that its run has already; a precision that only these had is computed again, so
+            that all rows are of one model.
 
     Yields:
-        After every run: the curves so far, precision by precision as given.
+        After every run: the curves so far, precision by precision as given; and the losses across,
+        those of the file, too. A run that is interrupted between the two is not finished.
 
     Raises:
         ValueError: a precision is unknown, a text is too short, or ``out`` has curves of other
@@ -120,20 +119,25 @@ def bench_decoder(
     for precision in precisions:
         arithmetic_called(precision)
     done = {} if out is None else _open_folder(out, texts, bench)
+    rows = [] if out is None or not across else read_across(out / ACROSS)
     corpus = read_corpus(texts, bench)
     precisions, seeds = list(dict.fromkeys(precisions)), list(dict.fromkeys(seeds))
-    for seed in seeds:
-        for precision in precisions:
-            unseen = on_trained is not None and (precision, seed) not in seen
-            if unseen or (precision, seed) not in done:
-                curve, model = train_decoder(corpus, precision, bench, seed)
-                done[precision, seed] = curve
-                if on_trained is not None:
-                    on_trained(model, curve, corpus)
-                del model
+    for run in ((precision, seed) for seed in seeds for precision in precisions):
+        there = [row.arithmetic for row in rows if row.run == run]
+        if run not in done or (across and not set(precisions) <= set(there)):
+            curve, model = train_decoder(corpus, run[0], bench, run[1])
+            if across:
+                names = list(dict.fromkeys([*precisions, *there]))
+                found = losses_across(model, run, names, corpus, bench)
+                rows = [*(row for row in rows if row.run != run), *found]
                 if out is not None:
-                    write_curves(out / CURVES, list(done.values()))
-            yield [done[key] for key in product(precisions, seeds) if key in done]
+                    columns = [field.name for field in fields(AcrossRow)]
+                    replace_csv(out / ACROSS, columns, [astuple(row) for row in rows])
+            done[run] = curve
+            del model
+            if out is not None:
+                write_curves(out / CURVES, list(done.values()))
+        yield [done[key] for key in product(precisions, seeds) if key in done], rows
 
 
 def _open_folder(
@@ -381,53 +385,6 @@ class AcrossRow:
         return self.precision, self.seed
 
 
-class AcrossLosses:
-    """The rows of the models that it is shown, and those of a file, which it keeps up to date.
-
-    Args:
-        precisions: whose arithmetic the losses are computed in, as
-            :func:`arithmetic_called` takes them.
-        bench: the models' shape.
-        path: CSV file of the rows; it may be there, with rows of other runs. Everything here raises
-            ValueError where it is another one.
-    """
-
-    def __init__(
-        self, precisions: Sequence[str], bench: DecoderBench, path: Path | None = None
-    ) -> None:
-        self._precisions, self._bench, self._path = precisions, bench, path
-        self._rows: list[AcrossRow] = []
-
-    @property
-    def rows(self) -> list[AcrossRow]:
-        """All rows; those of the file where there is one, read again for each use."""
-        if self._path is None:
-            return self._rows
-        return read_across(self._path)
-
-    @property
-    def seen(self) -> set[tuple[str, int]]:
-        """Precision and seed of the runs that have a row in every one of the precisions."""
-        there = {(row.precision, row.seed, row.arithmetic) for row in self.rows}
-        runs = {(precision, seed) for precision, seed, _ in there}
-        return {run for run in runs if all((*run, name) in there for name in self._precisions)}
-
-    def look(self, model: nn.Module, curve: DecoderCurve, corpus: Corpus) -> None:
-        """Take a trained model's losses; they replace the rows that its run has already.
-
-        A precision that only these had is computed again, so that all rows are of one model. The
-        file is replaced at once or not at all.
-        """
-        run = (curve.precision, curve.seed)
-        old = [row.arithmetic for row in self.rows if row.run == run]
-        names = list(dict.fromkeys([*self._precisions, *old]))
-        found = losses_across(model, run, names, corpus, self._bench)
-        self._rows = [*(row for row in self.rows if row.run != run), *found]
-        if self._path is not None:
-            columns = [field.name for field in fields(AcrossRow)]
-            replace_csv(self._path, columns, [astuple(row) for row in self._rows])
-
-
 def losses_across(
     model: nn.Module,
     run: tuple[str, int],
@@ -457,7 +414,7 @@ def losses_across(
 
 
 def read_across(path: Path) -> list[AcrossRow]:
-    """The rows of a file of :class:`AcrossLosses`, in its order; none if it is not there.
+    """The rows of a file of ``bench_decoder``, in its order; none if it is not there.
 
     Raises:
         ValueError: the file is another one.
