@@ -110,7 +110,9 @@ def bench_adamw(sizes: Sequence[int] = SIZES) -> list[AdamwRow]:
     """
     require_gpu("the speed of a step is")
     where, rows = origin(), []
-    pairs = [(each, dtype) for each in implementations() for dtype in each.dtypes]
+    pairs: list[tuple[Implementation, Dtype]] = [
+        (each, dtype) for each in implementations() for dtype in each.dtypes
+    ]
     for implementation, dtype in tqdm(pairs, desc="adamw", unit="optimizer"):
         row = AdamwRow(*where, implementation.name, implementation.codec, dtype, sum(sizes))
         rows.append(row)

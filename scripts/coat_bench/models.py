@@ -149,7 +149,7 @@ def _qwen(name: str, *sizes: Any, tied: bool) -> VlmShape:
 
     At 448 pixels the tower has 1,024 patches, of which the projector makes 256 tokens.
     """
-    language = _decoder(*sizes, 32768, rms_norm_eps=1e-6, tie_word_embeddings=tied)
+    language = _decoder(*sizes, context=32768, rms_norm_eps=1e-6, tie_word_embeddings=tied)
     tower = _tower(1152, 4304, 27, 16, image=448, patch=14)
     return VlmShape(f"siglip-so400m_qwen2.5-{name}", tower, language, tokens=4096, images=4)
 

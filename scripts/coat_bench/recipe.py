@@ -12,7 +12,6 @@ collation makes the batch.
 """
 
 import copy
-import gc
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,8 +26,8 @@ import torch
 from tqdm import tqdm
 
 from coat_bench.models import random_model
-from coat_bench.rows import Row, origin, table
-from coat_bench.step import LEFT_BYTES
+from coat_bench.rows import Row, is_out_of_memory, origin, table
+from coat_bench.step import free, left_behind
 from coat_bench.step_loop import OptimizerName, planned_gb, take_apart
 from coat_data.load.collate import collate, collate_packed
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
@@ -195,12 +194,12 @@ def bench_recipe(
         try:
             _measure(row, bench, case, world)
         except RuntimeError as error:
-            out_of_memory = _is_out_of_memory(error)
+            out_of_memory = is_out_of_memory(error)
             if not out_of_memory:
                 raise
             row.problem = "OOM"
             traceback.clear_frames(error.__traceback__)  # they hold the model
-        _free(world.device)
+        free(world.device)
         rows.append(row)
         if world.is_main:
             on_row(row)
@@ -349,9 +348,7 @@ def _no_data(row_tokens: int | None) -> Any:
 def _measure(row: RecipeRow, bench: RecipeBench, case: StageCase, world: World) -> None:
     """Fill a row with what some steps say, and free all that they took."""
     device = world.device
-    if device.type == "cuda" and torch.cuda.memory_allocated(device) > LEFT_BYTES:
-        left = torch.cuda.memory_allocated(device) / 1e9
-        row.note += f"; {left:.2f} GB of the peak are an earlier stage's"
+    row.note += left_behind(device)
     recipe, stage = case.recipe, case.stage
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, device)
     model = build_stage_model(case, device)
@@ -485,19 +482,6 @@ def _new_row(bench: RecipeBench, case: StageCase, world: World) -> RecipeRow:
         images=case.row.images,
         note=f"images: {case.images_why.split(' (')[0]}",  # no paths of this machine
     )
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch, Triton, cuBLAS or NCCL got no memory; all but torch tell it by words alone."""
-    words = ("out of memory", "ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
 
 
 def format_row(row: RecipeRow) -> str:

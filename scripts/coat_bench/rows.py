@@ -65,10 +65,16 @@ def require_gpu(what: str) -> None:
 
 def failure(error: Exception) -> str:
     """What a row says of what failed: ``OOM``, or the error and its first line."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return "OOM"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch, Triton, cuBLAS or NCCL got no memory; all but torch tell it by words alone."""
+    words = ("out of memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def append_rows(path: Path | None, rows: Sequence[Measurement]) -> None:

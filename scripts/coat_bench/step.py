@@ -60,7 +60,7 @@ STEP_TOLERANCE = 0.05
 """Largest difference to the losses of BF16's run in the same steps, as a share of them."""
 
 LEFT_BYTES = 64 * 2**20
-"""More than this left on the GPU by an earlier model is noted beside a peak that holds it."""
+"""More than this left on the GPU by an earlier measurement is noted beside its peak."""
 
 OWN = "own"
 """Stands for the optimizer that a recipe of the precision gets."""
@@ -404,7 +404,7 @@ class _Run:
                 raise
             problem = failure(error)
             traceback.clear_frames(error.__traceback__)  # they hold the model
-        self._free()
+        free(self.world.device)
         if problem:
             self._note_problem(case, rows, problem)
         return rows
@@ -426,7 +426,7 @@ class _Run:
             count = max(self.bench.batches)
             found = measure_reference(model, self._shape, self._first, count)
         del model
-        self._free()
+        free(self.world.device)
         return found
 
     @contextlib.contextmanager
@@ -448,7 +448,7 @@ class _Run:
 
     def _measure(self, case: StepCase, reference: Reference, rows: list[StepRow]) -> None:
         device = self.world.device
-        left = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        left = left_behind(device)
         with self._model(case) as model:
             problem = disagreement(model, self._shape.sample(self._first, device), reference)
             if self.world.any(bool(problem)):
@@ -460,8 +460,7 @@ class _Run:
                 for batch in self.bench.batches:
                     row = self._row(case, batch)
                     rows.append(row)
-                    if left > LEFT_BYTES:
-                        row.note += f"; {left / 1e9:.2f} GB of the peak are an earlier model's"
+                    row.note += left
                     self._measure_batch(row, case, loop, reference)
                     if row.problem:
                         return
@@ -577,12 +576,20 @@ class _Run:
             note=f"attention {self.attention(case)}, accumulation {bench.accumulation}",
         )
 
-    def _free(self) -> None:
-        torch.compiler.reset()
-        gc.collect()
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
-            torch.cuda.empty_cache()
+
+def left_behind(device: torch.device) -> str:
+    """What a row's note says of memory that an earlier measurement left on a GPU."""
+    left = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return f"; {left / 1e9:.2f} GB of the peak are an earlier one's" if left > LEFT_BYTES else ""
+
+
+def free(device: torch.device) -> None:
+    """Drop what was compiled and all memory that nothing holds."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def _timed(
