@@ -111,22 +111,19 @@ def _decoder_bench(args: argparse.Namespace) -> "DecoderBench":
     from coat_lab.decoder import SIZES
 
     bench = SIZES[args.size]
-    if args.steps is not None:
-        bench = replace(bench, steps=args.steps)
-    if args.lr is not None:
-        if not 0 < args.lr < math.inf:
-            raise ValueError(
-                f"--lr {args.lr}: must be above 0 and finite; {args.size} takes {bench.lr}"
-            )
-        bench = replace(bench, lr=args.lr)
+    given = {"steps": args.steps, "lr": args.lr}
+    if args.lr is not None and not 0 < args.lr < math.inf:
+        raise ValueError(
+            f"--lr {args.lr}: must be above 0 and finite; {args.size} takes {bench.lr}"
+        )
     if args.beta2 is not None:
         if not 0 <= args.beta2 < 1:
             raise ValueError(
                 f"--beta2 {args.beta2}: must be at least 0 and below 1; {args.size} takes "
                 f"{bench.betas[1]}"
             )
-        bench = replace(bench, betas=(bench.betas[0], args.beta2))
-    return bench
+        given["betas"] = (bench.betas[0], args.beta2)
+    return replace(bench, **{name: value for name, value in given.items() if value is not None})
 
 
 def _rounding(jobs: Commands) -> None:

@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_told_and_ends_the_case(
         ("bf16", 1, ""), ("bf16", 2, "OOM"), ("hf_eager", 1, ""), ("hf_eager", 2, "OOM"),
     ]  # fmt: skip
     assert [row.ms is None for row in rows] == [False, True, False, True]
-    # Other ranks would wait for one that goes on with the next contender.
+    # Other ranks would wait for one that goes on with the next case.
     bench = StepBench(size="tiny", precisions=["bf16"], optimizers=["adamw"])
     run = step._Run(bench, SimpleNamespace(size=2, rank=0))  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(step._Run, "_measured_reference", lambda _: 1 / 0)
