@@ -26,7 +26,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.model.build import frame_of
 from coat_vlm.model.loss import IGNORE_INDEX
-from coat_vlm.model.placeholders import sent
+from coat_vlm.model.placeholders import copy_to_device
 
 Inputs = dict[str, Tensor]
 """``input_ids`` and ``labels`` [B, T]; with a tower ``pixel_values`` [B * images, 3, S, S] and
@@ -202,7 +202,7 @@ def _own_forward(model: CoatVlm) -> None:
         image_positions: Tensor | None = None,
     ) -> CausalLMOutputWithPast:
         hidden = self.embed(input_ids, pixel_values, image_positions=image_positions)
-        labels = sent(labels, hidden.device)
+        labels = copy_to_device(labels, hidden.device)
         return self.language_model(inputs_embeds=hidden, labels=labels, use_cache=False)
 
     setattr(model, "forward", MethodType(forward, model))  # noqa: B010 - of this instance

@@ -39,8 +39,7 @@ from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.fp8.graphs import EAGER_PASSES
 from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.plan.activations import image_groups, trace
-from coat_vlm.plan.frames import gpu_arithmetic, stage_frame, vocabulary
-from coat_vlm.plan.published import with_published_shapes
+from coat_vlm.plan.frames import gpu_arithmetic, stage_frame, vocabulary, with_published_shapes
 from coat_vlm.plan.stage import images_per_row, row_tokens
 from coat_vlm.train.engine import build_engine, clips_itself, prepare_model
 from coat_vlm.train.loop import StageRun
