@@ -96,17 +96,15 @@ def _liger(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def _torchao(recipe: str) -> Callable[[nn.Module], nn.Module]:
-    def prepare(layer: nn.Module) -> nn.Module:
-        from torchao.float8 import (  # pyright: ignore[reportMissingImports]
-            Float8LinearConfig,
-            convert_to_float8_training,
-        )
+def torchao_float8(module: nn.Module, recipe: str = "tensorwise") -> nn.Module:
+    """Convert the linear layers of a module to torchao's FP8, in place."""
+    from torchao.float8 import (  # pyright: ignore[reportMissingImports]
+        Float8LinearConfig,
+        convert_to_float8_training,
+    )
 
-        config = Float8LinearConfig.from_recipe_name(recipe)
-        return _compiled(convert_to_float8_training(layer, config=config))
-
-    return prepare
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return convert_to_float8_training(module, config=config)
 
 
 def _ours(precision: Fp8Precision) -> Callable[[nn.Module], nn.Module]:
@@ -121,8 +119,11 @@ def _ours(precision: Fp8Precision) -> Callable[[nn.Module], nn.Module]:
 IMPLEMENTATIONS: dict[str, tuple[str | None, Callable[[nn.Module], nn.Module]]] = {
     REFERENCE: (None, lambda layer: layer),
     "hf_compile": (None, _compiled),
-    "torchao_tensorwise_compile": ("torchao", _torchao("tensorwise")),
-    "torchao_rowwise_compile": ("torchao", _torchao("rowwise")),
+    "torchao_tensorwise_compile": ("torchao", lambda layer: _compiled(torchao_float8(layer))),
+    "torchao_rowwise_compile": (
+        "torchao",
+        lambda layer: _compiled(torchao_float8(layer, "rowwise")),
+    ),
     "liger": ("liger_kernel", _liger),
     "coat_fp8_linear": (None, _ours("fp8_linear")),
     "coat_paper": (None, _ours("coat")),

@@ -23,6 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
+from coat_bench.layer import torchao_float8
 from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.model.build import frame_of
 from coat_vlm.model.loss import IGNORE_INDEX
@@ -222,13 +223,7 @@ def _liger(model: CoatVlm) -> None:
 
 def _torchao(model: CoatVlm) -> None:
     """The tensorwise FP8 of torchao in the linear layers of the decoder."""
-    from torchao.float8 import (  # pyright: ignore[reportMissingImports]
-        Float8LinearConfig,
-        convert_to_float8_training,
-    )
-
-    config = Float8LinearConfig.from_recipe_name("tensorwise")
-    convert_to_float8_training(model.language_model.model.layers, config=config)
+    torchao_float8(model.language_model.model.layers)
 
 
 def _compile(model: CoatVlm) -> None:
