@@ -100,11 +100,6 @@ def kind_of(name: str) -> str:
     return next(matching, OTHER)
 
 
-def is_transfer(name: str) -> bool:
-    """Whether it is a copy or memset of the driver, which is no kernel."""
-    return name.startswith(("Memcpy", "Memset"))
-
-
 class Interval(NamedTuple):
     """What ran on a stream of the GPU, and when."""
 
@@ -118,11 +113,6 @@ class Interval(NamedTuple):
     def ms(self) -> float:
         """How long it ran."""
         return (self.end_us - self.start_us) / 1e3
-
-    def contains(self, other: "Interval") -> bool:
-        """Whether the other one ran on the same stream, not before this began nor after its end."""
-        inside = self.start_us <= other.start_us and other.end_us <= self.end_us
-        return inside and self.stream == other.stream
 
 
 class Total(NamedTuple):
@@ -157,8 +147,8 @@ class StepProfile:
 
     @property
     def launches(self) -> int:
-        """Kernels without copies and memsets."""
-        return sum(not is_transfer(interval.name) for interval in self.gpu)
+        """Kernels without the driver's copies and memsets."""
+        return sum(not interval.name.startswith(("Memcpy", "Memset")) for interval in self.gpu)
 
     def kinds(self) -> list[Total]:
         """By kind, our FP8 kernels one by one; the longest first. Streams add up."""
@@ -177,7 +167,12 @@ class StepProfile:
         kind = kind_of(interval.name)
         if interval.name not in OURS or kind == OPTIMIZER:
             return kind
-        if kind == QUANTIZE and any(mark.contains(interval) for mark in self.weights):
+        if kind == QUANTIZE and any(
+            mark.stream == interval.stream
+            and mark.start_us <= interval.start_us
+            and interval.end_us <= mark.end_us
+            for mark in self.weights
+        ):
             return WEIGHTS
         return f"{kind}, {interval.name.strip('_').removesuffix('_kernel')}"
 

@@ -71,7 +71,7 @@ sizes:
 
 
 def _rounding(jobs: Commands) -> None:
-    summary = "compare what single roundings to FP8 cost the small decoder, forked from one BF16 run"
+    summary = "compare what single roundings to FP8 cost the small decoder, from one BF16 run on"
     add = command(jobs, "rounding", _run_rounding, summary, """\
   coat-vlm bench rounding --text wiki.txt --variants xw dvga xw@@0-1
   coat-vlm bench rounding --text wiki.txt --variants xw@gate+up+down coat
