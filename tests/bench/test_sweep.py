@@ -71,7 +71,7 @@ def test_tiles_that_are_wrong_or_too_large_get_no_time(monkeypatch: pytest.Monke
     monkeypatch.setattr(bench, "origin", lambda: ("2026-01-31", "abc", "GPU", "2", "3"))
     monkeypatch.setattr(bench, "copy_bandwidth", lambda _: 1000.0)
     monkeypatch.setattr(bench, "disagreement", disagreement)
-    monkeypatch.setattr(bench, "median_us", lambda _: float(chosen(Tile(1, 1)).columns))
+    monkeypatch.setattr(bench, "median_us", lambda _: float(chosen(Tile(1, 1)).columns or 1))
     found = sweep(SMALL, ["dequantize_group"])
     assert [row.us for row in found.pop(None)] == [1.0]
     expected = {tile: None if tile.rows == 32 else tile.columns for tile in TILES}
