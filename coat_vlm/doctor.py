@@ -169,7 +169,7 @@ def bf16_on_gpu(capability: tuple[int, int]) -> Finding:
 
 
 def low_precision_on_cpu() -> Finding:
-    """What BF16 and FP8 mean on a CPU (``coat_vlm/fp8/arithmetic.py``)."""
+    """What BF16 and FP8 mean on a CPU (``coat_vlm/fp8/convert.py``)."""
     return Finding(
         "ok",
         "BF16 and FP8 training",

@@ -41,7 +41,7 @@ from coat_vlm.checkpoint.partitions import (
 from coat_vlm.checkpoint.shards import Shards, ShardWriter
 from coat_vlm.config.fp8 import rounding_of
 from coat_vlm.distributed import ALONE, World
-from coat_vlm.optim.moments import codec
+from coat_vlm.optim.state import codec
 
 _NAME = "contents.json"
 FORMAT = 2

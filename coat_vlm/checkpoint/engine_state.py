@@ -26,7 +26,7 @@ from coat_vlm.checkpoint.partitions import (
 )
 from coat_vlm.checkpoint.shards import WEIGHT, SavedPartition, Shards, ShardWriter
 from coat_vlm.distributed import World
-from coat_vlm.optim.moments import decoded, encoded
+from coat_vlm.optim.state import decoded, encoded
 
 
 def save_engine(engine: DeepSpeedEngine, writer: ShardWriter, world: World) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from coat_vlm.checkpoint.partitions import Piece
-from coat_vlm.optim.moments import by_element
+from coat_vlm.optim.state import by_element
 
 WEIGHT = "weight"
 """The key of a partition's weights; the other keys are those of the optimizer's state."""

@@ -1,7 +1,7 @@
 """The recipe's ``monitor``: compares FP8 blocks with BF16 in training, warns, sends them back.
 
 In a step that is due, hooks keep the first input of each chosen block and the gradient of its
-output. After the step, with the new weights, :mod:`coat_vlm.fp8.block_error` runs each block twice.
+output. After the step, with the new weights, :mod:`coat_vlm.fp8.measure` runs each block twice.
 All ranks measure and add up what they found, so all decide alike. In other steps nothing is hooked.
 
 What a run with ``precision: coat`` measures about its FP8 and writes to metrics.jsonl.
@@ -20,8 +20,8 @@ from coat_data.load.collate import Batch
 from coat_vlm.config.fp8 import MonitorConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, ConversionReport, fp8_blocks, watching
-from coat_vlm.fp8.block_error import BlockError, LiveInput, back_to_bf16, block_error
-from coat_vlm.fp8.footprint import measure_footprint
+from coat_vlm.fp8.convert import back_to_bf16
+from coat_vlm.fp8.measure import BlockError, LiveInput, block_error, measure_footprint
 from coat_vlm.model.vlm import CoatVlm
 
 PER_TENSOR = ("weight", "linear input", "norm output", "activation output", "gradient")
@@ -254,7 +254,7 @@ class Fp8Record:
         footprint = measure_footprint(model, lambda: model(**inputs, logits_to_keep=1))
         blocks = [
             {"block": name, "fp8_bytes_per_token": fp8, "original_bytes_per_token": original}
-            for name, fp8, original in footprint.blocks
+            for name, fp8, original in footprint
         ]
         self._write_row("footprint", 1, blocks=blocks)
 

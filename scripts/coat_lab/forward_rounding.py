@@ -46,10 +46,10 @@ from coat_kernels import dequantize_tensor, quantize_tensor
 from coat_lab import decoder
 from coat_lab.decoder import Corpus, DecoderBench, Masters, train_steps
 from coat_vlm.config import FP8_PRECISIONS
-from coat_vlm.fp8.decoder_block import LINEARS
+from coat_vlm.fp8.blocks import Fp8DecoderLayer
 
 OPERANDS = "xwdvga"
-PARTS = {name.rpartition(".")[2].removesuffix("_proj"): name for name in LINEARS}
+PARTS = {name.rpartition(".")[2].removesuffix("_proj"): name for name in Fp8DecoderLayer.LINEARS}
 """As variants name them -> name in a block."""
 LAST = 10
 """Steps of ``last_loss``."""

@@ -16,8 +16,8 @@ from coat_vlm.config.fp8 import MonitorConfig
 from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.distributed import ALONE
 from coat_vlm.fp8 import Arithmetic, convert, fp8_blocks, graph_blocks
-from coat_vlm.fp8.arithmetic import Bf16RoundedLinear
-from coat_vlm.fp8.block_error import BlockError, LiveInput, back_to_bf16, block_error
+from coat_vlm.fp8.convert import Bf16RoundedLinear, back_to_bf16
+from coat_vlm.fp8.measure import BlockError, LiveInput, block_error
 from coat_vlm.generate import load
 from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.train.monitor import BlockMonitor, chosen

@@ -14,7 +14,7 @@ from coat_bench.step import StepBench, step_cases
 from coat_vlm.config import Fp8Config
 from coat_vlm.config.load import load_recipe
 from coat_vlm.fp8 import arithmetic_of, convert, graph_blocks, reused_weights, watching
-from coat_vlm.fp8.block_error import back_to_bf16
+from coat_vlm.fp8.convert import back_to_bf16
 from coat_vlm.fp8.graphs import (
     EAGER_PASSES,
     MOST_CAPTURED,
