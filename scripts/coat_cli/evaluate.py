@@ -3,11 +3,14 @@
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coat_cli.command import PRECISIONS, Commands, command, complain, say
+
+if TYPE_CHECKING:
+    from coat_data.sample import Sample
 
 
 def add(commands: Commands) -> None:
@@ -365,14 +368,29 @@ def _add_generate(commands: Commands) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from coat_vlm.generate import generate, load
+
+    model, processor = load(args.model)
+    sample = prompt_sample(args.prompt, args.media or [])
+    say(generate(model, processor, [sample], args.max_new_tokens)[0])
+    return 0
+
+
+def prompt_sample(prompt: str, files: Sequence[tuple[str, Path]]) -> "Sample":
+    """The prompt as a row of a LLaVA file would have it, read by the same reader.
+
+    Args:
+        prompt: the question. It may say with ``<image>`` and ``<video>`` where the files stand;
+            otherwise they come first, in the order given, each on a line of its own.
+        files: (``image`` or ``video``, path).
+
+    Raises:
+        DataError: other placeholders than files.
+    """
     from coat_data.media.root import MediaRoot
     from coat_data.readers.llava import to_sample
     from coat_data.readers.reader import Place
-    from coat_vlm.generate import generate, load
 
-    # The prompt as a row of a LLaVA file would have it, read by the same reader: it may say with
-    # <image> and <video> where the files stand; otherwise each comes first on a line of its own.
-    files, prompt = args.media or [], args.prompt
     if not any(f"<{kind}>" in prompt for kind, _ in files):
         prompt = "".join(f"<{kind}>\n" for kind, _ in files) + prompt
     row = {
@@ -382,7 +400,4 @@ def _generate(args: argparse.Namespace) -> int:
         "conversations": [{"from": "human", "value": prompt}, {"from": "gpt", "value": "-"}],
     }
     anywhere = MediaRoot("/", follow_links=True)  # the user named the files
-    model, processor = load(args.model)
-    sample = to_sample(row, Place(source="--prompt", row=0, root=anywhere))
-    say(generate(model, processor, [sample], args.max_new_tokens)[0])
-    return 0
+    return to_sample(row, Place(source="--prompt", row=0, root=anywhere))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from coat_bench.layer import LayerRow
+from coat_bench.plots import draw_steps
 from coat_bench.rows import append_rows, read_rows
-from coat_bench.step_case import StepRow
-from coat_bench.step_plot import draw_steps
+from coat_bench.step import StepRow
 
 EAGER = StepRow(
     *("2026-01-31", "abc", "NVIDIA H200"), gpus=1, zero=0, model="m", implementation="hf_eager",

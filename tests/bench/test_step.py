@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from transformers.models.qwen2 import modeling_qwen2
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_bench import peers, step, step_case, step_check, step_loop
-from coat_bench.step_case import Contender, StepBench, StepRow, contenders_of
-from coat_bench.step_plan import StepPlan
-from coat_bench.vlm_shapes import SIZES
+from coat_bench import models, step, step_loop
+from coat_bench.models import BASELINES, SIZES, Baseline
+from coat_bench.step import StepBench, StepCase, StepRow, step_cases
 from coat_cli.main import main
 from coat_vlm.distributed import World, joined_world
 from coat_vlm.fp8 import arithmetic_of
@@ -102,7 +101,7 @@ def test_a_batch_is_its_samples_and_trains_all_text() -> None:
 
 def test_the_reference_is_what_autograd_says_of_the_logits() -> None:
     model = TINY.build(CPU, torch.float32).train()
-    found = step_check.measure_reference(model, TINY, first=5, count=2)
+    found = step.measure_reference(model, TINY, first=5, count=2)
     losses = []
     for number in (5, 6):
         sample = TINY.sample(number, CPU)
@@ -117,16 +116,16 @@ def test_the_reference_is_what_autograd_says_of_the_logits() -> None:
 
 def test_a_lost_scale_shows_in_the_gradients_though_not_in_the_loss() -> None:
     model: Any = TINY.build(CPU, torch.float32).train()
-    reference = step_check.measure_reference(model, TINY, 0, 1)
+    reference = step.measure_reference(model, TINY, 0, 1)
     sample = TINY.sample(0, CPU)
-    assert step_check.disagreement(model, sample, reference) == ""
+    assert step.disagreement(model, sample, reference) == ""
     hidden = model.language_model.model.norm
     hook = hidden.register_full_backward_hook(lambda _, given, __: (4 * given[0],))
-    assert "the gradients' norm is" in step_check.disagreement(model, sample, reference)
+    assert "the gradients' norm is" in step.disagreement(model, sample, reference)
     hook.remove()
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(20)
-    assert "the loss is" in step_check.disagreement(model, sample, reference)
+    assert "the loss is" in step.disagreement(model, sample, reference)
 
 
 @pytest.mark.parametrize(
@@ -140,15 +139,15 @@ def test_a_lost_scale_shows_in_the_gradients_though_not_in_the_loss() -> None:
     ],
 )
 def test_losses_of_training(losses: list[float], exact: list[float] | None, problem: str) -> None:
-    found = step_check.training_problem(losses, exact)
+    found = step.training_problem(losses, exact)
     assert problem in found
     assert bool(problem) == bool(found)
 
 
 def test_losses_without_training() -> None:
-    assert step_check.loss_problem([5.95, 6.05], 6.0) == ""
-    assert "5.9300" in step_check.loss_problem([6.0, 5.93], 6.0)
-    assert step_check.loss_problem([math.nan], 6.0)
+    assert step.loss_problem([5.95, 6.05], 6.0) == ""
+    assert "5.9300" in step.loss_problem([6.0, 5.93], 6.0)
+    assert step.loss_problem([math.nan], 6.0)
 
 
 def test_both_passes_of_all_precisions(world: World) -> None:
@@ -173,7 +172,7 @@ def test_both_passes_of_all_precisions(world: World) -> None:
 def test_the_engine_trains_as_plain_adamw(world: World, zero_stage: Any, accumulation: int) -> None:
     inputs = TINY.batch(0, 2, CPU)
     arithmetic = arithmetic_of("bf16", None, CPU)
-    stage = step_loop.stage_config(2, accumulation, 1, checkpointing=False)
+    stage = step_loop.stage_config(2, accumulation)
     models = [TINY.build(CPU, arithmetic.dtype) for _ in range(2)]
     for model in models:
         set_trainable(model, stage)
@@ -198,7 +197,7 @@ def test_the_engine_trains_as_plain_adamw(world: World, zero_stage: Any, accumul
     loop.close()
 
 
-def test_nothing_is_left_of_a_contender(world: World) -> None:
+def test_nothing_is_left_of_a_case(world: World) -> None:
     def held() -> int:
         gc.collect()
         tensors = [x for x in gc.get_objects() if isinstance(x, Tensor) and x.device.type == "cpu"]
@@ -212,7 +211,7 @@ def test_nothing_is_left_of_a_contender(world: World) -> None:
     assert held() < before + 50_000  # the model alone has 928,256 bytes
 
 
-def test_what_does_not_fit_is_told_and_ends_the_contender(
+def test_what_does_not_fit_is_told_and_ends_the_case(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = step_loop.PlainLoop.step
@@ -228,12 +227,12 @@ def test_what_does_not_fit_is_told_and_ends_the_contender(
         ("bf16", 1, ""), ("bf16", 2, "OOM"), ("hf_eager", 1, ""), ("hf_eager", 2, "OOM"),
     ]  # fmt: skip
     assert [row.ms is None for row in rows] == [False, True, False, True]
-    # Other ranks would wait for one that goes on with the next contender.
+    # Other ranks would wait for one that goes on with the next case.
     bench = StepBench(size="tiny", precisions=["bf16"], optimizers=["adamw"])
     run = step._Run(bench, SimpleNamespace(size=2, rank=0))  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(step._Run, "_measured_reference", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError) as failed:
-        run.rows(contenders_of(bench, 2)[0])
+        run.rows(step_cases(bench, 2)[0])
     assert "in bf16 with optimizer adamw, ZeRO-1" in failed.value.__notes__[0]
 
 
@@ -242,7 +241,7 @@ def test_what_is_not_correct_gets_no_speed(world: World, monkeypatch: pytest.Mon
         norm = model.language_model.model.norm
         norm.register_full_backward_hook(lambda _, given, __: (4 * given[0],))
 
-    monkeypatch.setitem(peers.PEERS, "eager", ("hf_eager", (), wrong))
+    monkeypatch.setitem(BASELINES, "eager", Baseline("hf_eager", (), [wrong]))
     right, red = measured(world, peers=["eager"])
     assert right.problem == ""
     assert right.ms is not None
@@ -256,9 +255,9 @@ def test_names_that_a_peer_replaced_are_put_back(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("half way")
 
     before = modeling_qwen2.apply_rotary_pos_emb
-    monkeypatch.setitem(peers.PEERS, "liger", ("liger", (), replacing))
+    monkeypatch.setitem(BASELINES, "liger", Baseline("liger", (), [replacing]))
     model: Any = SimpleNamespace()
-    with pytest.raises(RuntimeError, match="half way"), peers.peer("liger", model):
+    with pytest.raises(RuntimeError, match="half way"), models.baseline("liger", model):
         pass
     assert modeling_qwen2.apply_rotary_pos_emb is before
 
@@ -275,35 +274,32 @@ def test_names_that_a_peer_replaced_are_put_back(monkeypatch: pytest.MonkeyPatch
 def test_settings_that_are_refused(settings: Any, ranks: int, message: str) -> None:
     bench = StepBench(size="tiny", **{"precisions": ["bf16"], **settings})
     with pytest.raises(ValueError, match=message):
-        contenders_of(bench, ranks)
+        step_cases(bench, ranks)
 
 
 def test_a_peer_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(peers.PEERS, "liger", ("liger", ("no_such_kernel",), print))
+    monkeypatch.setitem(BASELINES, "liger", Baseline("liger", ("no_such_kernel",), []))
     with pytest.raises(ValueError, match="--peers liger needs no_such_kernel; pip install no-such"):
-        contenders_of(StepBench(size="tiny", precisions=[], peers=["liger"]), 1)
-    monkeypatch.setattr(step_case, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match="--optimizer torchao_fp8 needs torchao; pip install"):
-        contenders_of(StepBench(size="tiny", precisions=["bf16"], optimizers=["torchao_fp8"]), 1)
+        step_cases(StepBench(size="tiny", precisions=[], peers=["liger"]), 1)
 
 
-def test_contenders_without_repetition() -> None:
+def test_cases_without_repetition() -> None:
     bench = StepBench(
         size="tiny", precisions=["coat"], peers=["eager"], optimizers=["none", "own", "coat"],
         zero_stages=[1, 3],
     )  # fmt: skip
-    assert contenders_of(bench, 1) == [
-        Contender("coat", None, "none", 0), Contender(None, "eager", "none", 0),
-        Contender("coat", None, "coat", 1), Contender(None, "eager", "adamw", 1),
-        Contender(None, "eager", "coat", 1),
-        Contender("coat", None, "coat", 3), Contender(None, "eager", "adamw", 3),
-        Contender(None, "eager", "coat", 3),
+    assert step_cases(bench, 1) == [
+        StepCase("coat", None, "none", 0), StepCase(None, "eager", "none", 0),
+        StepCase("coat", None, "coat", 1), StepCase(None, "eager", "adamw", 1),
+        StepCase(None, "eager", "coat", 1),
+        StepCase("coat", None, "coat", 3), StepCase(None, "eager", "adamw", 3),
+        StepCase(None, "eager", "coat", 3),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_plan_of_both_passes_is_what_they_take(accumulation: int) -> None:
-    stage = step_loop.stage_config(1, 1, 1, checkpointing=False)
+    stage = step_loop.stage_config()
     # Few tokens and wide layers: the gradients are most of it.
     shape = replace(TINY, tokens=12, language={**TINY.language, "intermediate_size": 2048})
     model = shape.build(CPU, torch.bfloat16)
@@ -314,9 +310,11 @@ def test_the_plan_of_both_passes_is_what_they_take(accumulation: int) -> None:
     with memory:
         for _ in range(accumulation):
             model(**inputs).loss.backward()
-    plan = StepPlan(shape, "bf16", stage, reuse_weights=False)
-    planned = plan.peak_gb(1, accumulation=accumulation, optimizer="none", zero_stage=0, ranks=1)
-    assert planned is not None
+    frame, activations = step_loop.traced(shape, "bf16", 1, reuse_weights=False)
+    planned = step_loop.planned_gb(
+        frame, stage, activations, optimizer="none", zero_stage=0, ranks=1,
+        accumulates=accumulation > 1,
+    )  # fmt: skip
     assert 1e9 * planned == pytest.approx(weights + memory.peak, rel=0.03)
 
 
@@ -349,7 +347,7 @@ def test_training_takes_the_flash_kernel_unless_asked(
 ) -> None:
     bench = StepBench(size="tiny", precisions=["bf16"], attention=asked)
     run = step._Run(bench, World(0, 1, torch.device("cpu")))
-    assert run.attention(Contender("bf16", None, optimizer, 1)) == backend
+    assert run.attention(StepCase("bf16", None, optimizer, 1)) == backend
 
 
 def test_what_was_not_captured_gets_no_speed_as_graphs(tmp_path: Path) -> None:

@@ -1,11 +1,8 @@
 """The benchmark of forward roundings on a CPU, small."""
 
 import copy
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,25 +10,14 @@ import torch
 from torch import Tensor
 
 from coat_bench.rows import read_rows
+from coat_cli.main import main
+from coat_lab import forward_rounding
 from coat_lab.decoder import build_decoder, read_corpus, train_decoder
 from coat_vlm.fp8 import fp8_blocks
 
-BENCHMARKS = Path(__file__).parents[2] / "kernels" / "benchmarks"
+RESULTS = Path(__file__).parents[2] / "kernels" / "benchmarks" / "results"
+benchmark: Any = forward_rounding
 ALL_PARTS = {"q", "k", "v", "o", "gate", "up", "down"}
-
-
-def load() -> ModuleType:
-    path = BENCHMARKS / "forward_rounding.py"
-    spec = importlib.util.spec_from_file_location("forward_rounding", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-benchmark: Any = load()
 
 
 @pytest.fixture(scope="module")
@@ -186,10 +172,9 @@ def test_nothing_is_trained_for_a_wrong_variant(
     def train(*args: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(benchmark, "_train", train)
-    command = ["--text", str(text), "--size", "tiny", "--at", "0", "--more", "10"]
+    monkeypatch.setattr(benchmark, "train_steps", train)
     with pytest.raises(ValueError, match="parts 'gat'"):
-        benchmark.main([*command, "--variants", "xw", "xw@gat"])
+        benchmark.bench_forks([text], "tiny", ["xw", "xw@gat"], at=0, more=10)
 
 
 def test_what_rounds_nothing_goes_on_as_the_run_would_have(text: Path) -> None:
@@ -205,9 +190,10 @@ def test_what_rounds_nothing_goes_on_as_the_run_would_have(text: Path) -> None:
 
 def test_rows_of_a_process(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.csv"
-    command = ["--text", str(text), "--size", "tiny", "--at", "2", "--more", "12"]
+    command = ["bench", "rounding", "--text", str(text), "--size", "tiny"]
+    command += ["--at", "2", "--more", "12"]
     for variants in (["xw", "xw@@0-0", "coat"], ["", "dvga"]):
-        benchmark.main([*command, "--csv", str(path), "--variants", *variants])
+        assert main([*command, "--csv", str(path), "--variants", *variants]) == 0
     rows = read_rows(path, benchmark.ForkRow, "")
     assert [row.process for row in rows] == [1, 1, 1, 1, 2, 2]
     assert [row.variant for row in rows] == ["", "xw", "xw@@0-0", "coat", "", "dvga"]
@@ -221,7 +207,7 @@ def test_rows_of_a_process(text: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_measured_rows_can_be_read() -> None:
-    rows = read_rows(BENCHMARKS / "results" / "forward_rounding.csv", benchmark.ForkRow, "")
+    rows = read_rows(RESULTS / "forward_rounding.csv", benchmark.ForkRow, "")
     nothing: dict[int, Any] = {}
     for row in rows:
         base = nothing.setdefault(row.process, row)

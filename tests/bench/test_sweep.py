@@ -7,10 +7,19 @@ import pytest
 import torch
 from triton.errors import TritonError
 
-from coat_bench import sweep as bench
+from coat_bench import kernels as bench
 from coat_bench.cases import Case, Draw, cases
+from coat_bench.kernels import (
+    OF_ROWS,
+    ROWS,
+    TILED,
+    TILES,
+    KernelRow,
+    format_sweep,
+    sweep,
+    tiles_of,
+)
 from coat_bench.shapes import LayerShape
-from coat_bench.sweep import OF_ROWS, ROWS, TILED, TILES, Swept, format_sweep, sweep, tiles_of
 from coat_cli.main import main
 from coat_kernels import OPS
 from coat_kernels.launch import TILE, Tile, chosen, forced_tile, tiled
@@ -59,18 +68,27 @@ def test_tiles_that_are_wrong_or_too_large_get_no_time(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(bench, "require_gpu", lambda _: None)
     monkeypatch.setattr(bench, "DEVICE", CPU)
+    monkeypatch.setattr(bench, "origin", lambda: ("2026-01-31", "abc", "GPU", "2", "3"))
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda _: 1000.0)
     monkeypatch.setattr(bench, "disagreement", disagreement)
-    monkeypatch.setattr(bench, "median_us", lambda _: float(chosen(Tile(1, 1)).columns))
-    (found,) = sweep(SMALL, ["dequantize_group"])
-    assert found.us == {tile: None if tile.rows == 32 else tile.columns for tile in TILES}
-    assert {swept.op for swept in sweep(SMALL)} == {*TILED, *OF_ROWS}
+    monkeypatch.setattr(bench, "median_us", lambda _: float(chosen(Tile(1, 1)).columns or 1))
+    found = sweep(SMALL, ["dequantize_group"])
+    assert [row.us for row in found.pop(None)] == [1.0]
+    expected = {tile: None if tile.rows == 32 else tile.columns for tile in TILES}
+    assert {tile: row.us for tile, (row,) in found.items()} == expected
+    assert {row.op for row in sweep(SMALL)[None]} == {*TILED, *OF_ROWS}
 
 
 def test_the_tables_have_a_column_per_tile():
-    found = [
-        Swept("quantize_group", "x", 12.0, {TILES[0]: None, TILES[1]: 11.0}),
-        Swept("norm_bwd", "y", 7.0, {ROWS[0]: 6.5}),
-    ]
+    def row(op: str, variant: str, us: float | None) -> KernelRow:
+        return KernelRow("2026-01-31", "abc", "GPU", "2", "3", "small", op, variant, us=us)
+
+    found = {
+        None: [row("quantize_group", "x", 12.0), row("norm_bwd", "y", 7.0)],
+        TILES[0]: [row("quantize_group", "x", None)],
+        TILES[1]: [row("quantize_group", "x", 11.0)],
+        ROWS[0]: [row("norm_bwd", "y", 6.5)],
+    }
     tiled_table, rows_table = format_sweep(found).split("\n\n")
     head, _, line = tiled_table.splitlines()
     assert head.startswith("| op | variant | default us | 32 x 64, 4 warps | 32 x 64, 8 warps |")
@@ -78,7 +96,7 @@ def test_the_tables_have_a_column_per_tile():
     head, _, line = rows_table.splitlines()
     assert head.startswith("| op | variant | default us | a row, 2 warps | a row, 4 warps |")
     assert line.startswith("| norm_bwd | y | 7.0 | 6.5 | - |")
-    assert format_sweep([]) == ""
+    assert format_sweep({}) == ""
 
 
 def test_what_has_no_tiles_is_refused(capsys: pytest.CaptureFixture[str]):
@@ -93,6 +111,7 @@ def test_what_has_no_tiles_is_refused(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.gpu
 def test_on_a_gpu_default_tiles_are_right():
-    for swept in sweep(SMALL, ["quantize_tensor", "activation_bwd"]):
-        assert swept.default_us > 0
-        assert swept.us[TILE]
+    found = sweep(SMALL, ["quantize_tensor", "activation_bwd"])
+    for default, same in zip(found[None], found[TILE], strict=True):
+        assert default.us
+        assert same.us

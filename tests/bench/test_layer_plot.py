@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from coat_bench.bars import draw_layers, last_run
 from coat_bench.layer import LayerRow
+from coat_bench.plots import draw_layers, last_run
 from coat_bench.rows import append_rows, read_rows
 from coat_bench.shapes import shape_called
 from coat_cli.main import main

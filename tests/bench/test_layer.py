@@ -8,8 +8,15 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from coat_bench import layer as bench
-from coat_bench.layer import LayerBench, LayerRow, bench_layer, format_rows
-from coat_bench.measure import compute, inputs, relative_error
+from coat_bench.layer import (
+    LayerRow,
+    bench_layer,
+    compute,
+    disagreement,
+    format_rows,
+    inputs,
+    relative_error,
+)
 from coat_bench.shapes import SHAPES, LayerShape, build_layer, forward_of, shape_called
 
 CPU = torch.device("cpu")
@@ -76,9 +83,9 @@ def test_wrong_results_get_no_speed() -> None:
     for spoilt in (torch.full((4,), 1.1), torch.full((4,), torch.nan)):
         wrong = SimpleNamespace(output=spoilt, input_gradient=torch.ones(4))
         measured = row()
-        assert not bench._correct(measured, wrong, exact)  # pyright: ignore[reportArgumentType]
-        assert "not correct" in measured.problem
-    assert bench._correct(row(), exact, exact)  # pyright: ignore[reportArgumentType]
+        assert "not correct" in disagreement(measured, wrong, exact)  # pyright: ignore[reportArgumentType]
+        assert measured.rel_err_out is not None
+    assert disagreement(row(), exact, exact) == ""  # pyright: ignore[reportArgumentType]
 
 
 def test_the_table_compares_with_the_first() -> None:
@@ -102,18 +109,17 @@ def test_what_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="length is 0; give 1 or more"):
         shape_called("qwen2.5-7b", length=0)
     with pytest.raises(ValueError, match="no implementation is called fast"):
-        bench_layer(LayerBench(shape, ["fast"]))
+        bench_layer(shape, ["fast"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="there is no GPU"):
-        bench_layer(LayerBench(shape, ["coat_lean"]))
+        bench_layer(shape, ["coat_lean"])
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_time_and_memory_are_there() -> None:
     small = dataclasses.replace(SHAPES["llama-2-7b"], batch=1)
     tables = {}
-    settings = LayerBench(small, ["coat_paper"], on_profile=tables.__setitem__)
-    eager, coat = bench_layer(settings)
+    eager, coat = bench_layer(small, ["coat_paper"], on_profile=tables.__setitem__)
     assert "ms on the GPU" in tables["coat_paper"]
     for measured in (eager, coat):
         assert measured.problem == ""

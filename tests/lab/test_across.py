@@ -9,10 +9,16 @@ import pytest
 from torch import nn
 
 from coat_cli.main import main
-from coat_lab import across, decoder
-from coat_lab.across import AcrossRow, read_across
+from coat_lab import decoder
 from coat_lab.curves import DecoderCurve, read_curves
-from coat_lab.decoder import SIZES, Corpus, DecoderBench, train_decoder
+from coat_lab.decoder import (
+    SIZES,
+    AcrossRow,
+    Corpus,
+    DecoderBench,
+    read_across,
+    train_decoder,
+)
 
 SMALL = DecoderBench(
     hidden_size=64, num_layers=1, num_heads=4, num_key_value_heads=2, intermediate_size=128,
@@ -102,7 +108,7 @@ def test_a_run_whose_losses_are_interrupted_is_not_finished(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(across, "losses_across", stop)
+        patch.setattr(decoder, "losses_across", stop)
         bench("fp32", "--across", status=130)
     assert read_curves(tmp_path / "out/decoder.csv") == []
     assert bench("fp32", "--across") == [("fp32", 0)]

@@ -11,11 +11,17 @@ import torch
 from torch import Tensor
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_bench import recipe as recipe_room
-from coat_bench.recipe import bench_recipe, build_stage_model, stage_cases
-from coat_bench.recipe_case import RecipeBench, RecipeRow, format_row
-from coat_bench.recipe_rows import made_sample
-from coat_bench.vlm_shapes import random_model
+from coat_bench import recipe as recipe_bench
+from coat_bench.models import random_model
+from coat_bench.recipe import (
+    RecipeBench,
+    RecipeRow,
+    bench_recipe,
+    build_stage_model,
+    format_row,
+    made_sample,
+    stage_cases,
+)
 from coat_cli.main import main
 from coat_data.load.collate import collate
 from coat_vlm.config.load import builtin_recipes, load_recipe
@@ -195,14 +201,14 @@ def test_a_language_model_alone_gets_packed_rows(world: World, tmp_path: Path) -
 def test_out_of_memory_is_told_and_the_next_stage_goes_on(
     world: World, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
-    build = recipe_room.build_engine
+    build = recipe_bench.build_engine
 
     def failing(model: Any, recipe: Any, stage: Any, *others: Any) -> Any:
         if not stage.language.train:
             raise error
         return build(model, recipe, stage, *others)
 
-    monkeypatch.setattr(recipe_room, "build_engine", failing)
+    monkeypatch.setattr(recipe_bench, "build_engine", failing)
     align, pretrain, _ = measured(world, bench(plan=False))
     assert (align.problem, align.ms) == ("OOM", None)
     assert "no speed: OOM" in format_row(align)
@@ -220,7 +226,7 @@ def test_another_failure_is_not_called_out_of_memory(
     def failing(*_: Any) -> Any:
         raise RuntimeError("device-side assert triggered")
 
-    monkeypatch.setattr(recipe_room, "build_engine", failing)
+    monkeypatch.setattr(recipe_bench, "build_engine", failing)
     with pytest.raises(RuntimeError, match="device-side assert"):
         measured(world, bench(plan=False))
 

@@ -60,7 +60,7 @@ def test_settings_behind_a_precision_choose_parts_of_fp8(text: Path) -> None:
     settings = Fp8Config(optimizer="adamw", skip_last=1, reference=True)
     assert parts == settings.resolved("coat")
     names = ["coat", "coat,optimizer=adamw", "coat,second_moment=chance"]
-    *_, (fp8, *others) = bench_decoder([text], names, [0], FEW_STEPS)
+    *_, ((fp8, *others), _) = bench_decoder([text], names, [0], FEW_STEPS)
     for part in others:
         assert fp8.training[0] == part.training[0]  # the moments have not been used yet
         assert fp8.training[2] != part.training[2]
@@ -206,7 +206,7 @@ def test_an_interrupted_benchmark_goes_on_where_it_stopped(
 
     def run(seeds: Sequence[int], **changes: Any) -> list[DecoderCurve]:
         bench = replace(FEW_STEPS, **changes)
-        *_, curves = bench_decoder([text], ["fp32", "coat"], seeds, bench, tmp_path / "out")
+        *_, (curves, _) = bench_decoder([text], ["fp32", "coat"], seeds, bench, tmp_path / "out")
         return curves
 
     monkeypatch.setattr(decoder, "train_decoder", train)

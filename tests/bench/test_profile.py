@@ -17,12 +17,14 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 import coat_kernels
-from coat_bench import kernel_kinds, step, step_case
-from coat_bench.kernel_kinds import OURS, kind_of
+from coat_bench import profile as kinds
+from coat_bench import step
 from coat_bench.profile import (
+    OURS,
     StepProfile,
     Total,
     format_profile,
+    kind_of,
     profiled,
     step_profile,
 )
@@ -33,61 +35,57 @@ from coat_vlm.fp8 import weights
 ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::"
 REAL_NAMES = {
     # cuBLASLt and CUTLASS on Hopper
-    "nvjet_qqtst_128x256_128x6_2x1_v_bz_TNT": kernel_kinds.FP8_PRODUCTS,
-    "nvjet_sm90_qrtst_128x160_128x6_1x2_h_bz_TNT": kernel_kinds.FP8_PRODUCTS,
+    "nvjet_qqtst_128x256_128x6_2x1_v_bz_TNT": kinds.FP8_PRODUCTS,
+    "nvjet_sm90_qrtst_128x160_128x6_1x2_h_bz_TNT": kinds.FP8_PRODUCTS,
     "sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x128_warpgroupsize1x1x1_bias_f16_"
-    "execute_segment_k_off_kernel__5x_cublas": kernel_kinds.FP8_PRODUCTS,
+    "execute_segment_k_off_kernel__5x_cublas": kinds.FP8_PRODUCTS,
     "sm89_xmma_gemm_e5m2bf16_e5m2f32_f32_tn_n_tilesize128x128x64_stage4_execute_kernel": (
-        kernel_kinds.FP8_PRODUCTS
+        kinds.FP8_PRODUCTS
     ),
     "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel"
-    "::GemmUniversal<cute::tuple<int, int, int>, cutlass::float_e4m3_t> > >": (
-        kernel_kinds.FP8_PRODUCTS
-    ),
-    "nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNN": kernel_kinds.OTHER_PRODUCTS,
-    "nvjet_sm90_hsh_128x256_64x4_2x1_v_bz_coopA_NNT": kernel_kinds.OTHER_PRODUCTS,
+    "::GemmUniversal<cute::tuple<int, int, int>, cutlass::float_e4m3_t> > >": (kinds.FP8_PRODUCTS),
+    "nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNN": kinds.OTHER_PRODUCTS,
+    "nvjet_sm90_hsh_128x256_64x4_2x1_v_bz_coopA_NNT": kinds.OTHER_PRODUCTS,
     "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize2x1x1_execute_"
-    "segment_k_off_kernel__5x_cublas": kernel_kinds.OTHER_PRODUCTS,
-    "cutlass_80_tensorop_s16816gemm_bf16_256x128_32x3_nn_align8": kernel_kinds.OTHER_PRODUCTS,
+    "segment_k_off_kernel__5x_cublas": kinds.OTHER_PRODUCTS,
+    "cutlass_80_tensorop_s16816gemm_bf16_256x128_32x3_nn_align8": kinds.OTHER_PRODUCTS,
     "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>": (
-        kernel_kinds.OTHER_PRODUCTS
+        kinds.OTHER_PRODUCTS
     ),
-    "ampere_sgemm_128x64_tn": kernel_kinds.OTHER_PRODUCTS,
+    "ampere_sgemm_128x64_tn": kinds.OTHER_PRODUCTS,
     # attention
     "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<128, 128, 64, 4, "
-    "false, false, cutlass::bfloat16_t> >": kernel_kinds.ATTENTION,
+    "false, false, cutlass::bfloat16_t> >": kinds.ATTENTION,
     "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits>": (
-        kernel_kinds.ATTENTION
+        kinds.ATTENTION
     ),
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0"
-    "": kernel_kinds.ATTENTION,
+    "": kinds.ATTENTION,
     "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel)": (
-        kernel_kinds.ATTENTION
+        kinds.ATTENTION
     ),
     # the rest
-    "liger_cross_entropy_kernel": kernel_kinds.LOSS,
-    "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float>": kernel_kinds.LOSS,
-    "_rms_norm_forward_kernel": kernel_kinds.NORMS,
+    "liger_cross_entropy_kernel": kinds.LOSS,
+    "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float>": kinds.LOSS,
+    "_rms_norm_forward_kernel": kinds.NORMS,
     "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float>": (
-        kernel_kinds.NORMS
+        kinds.NORMS
     ),
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<4>, at::"
-    "native::FusedAdamMathFunctor<float, 4> >": kernel_kinds.OPTIMIZER,
-    "Memcpy HtoD (Pageable -> Device)": kernel_kinds.COPIES,
-    "Memset (Device)": kernel_kinds.COPIES,
-    ELEMENTWISE + "bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)>": kernel_kinds.COPIES,
-    ELEMENTWISE + "FillFunctor<float>, std::array<char*, 1> >": kernel_kinds.COPIES,
+    "native::FusedAdamMathFunctor<float, 4> >": kinds.OPTIMIZER,
+    "Memcpy HtoD (Pageable -> Device)": kinds.COPIES,
+    "Memset (Device)": kinds.COPIES,
+    ELEMENTWISE + "bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)>": kinds.COPIES,
+    ELEMENTWISE + "FillFunctor<float>, std::array<char*, 1> >": kinds.COPIES,
     "void at::native::(anonymous namespace)::CatArrayBatchedCopy<OpaqueType<1>, 128, 1>": (
-        kernel_kinds.COPIES
+        kinds.COPIES
     ),
-    "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096>)": kernel_kinds.NCCL,
-    ELEMENTWISE + "CUDAFunctor_add<c10::BFloat16> >": kernel_kinds.ELEMENTWISE,
-    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float> >": (
-        kernel_kinds.ELEMENTWISE
-    ),
-    "triton_poi_fused__to_copy_mul_sum_3": kernel_kinds.ELEMENTWISE,
-    "_swiglu_forward_kernel": kernel_kinds.ELEMENTWISE,
-    "something_new": kernel_kinds.OTHER,
+    "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096>)": kinds.NCCL,
+    ELEMENTWISE + "CUDAFunctor_add<c10::BFloat16> >": kinds.ELEMENTWISE,
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float> >": (kinds.ELEMENTWISE),
+    "triton_poi_fused__to_copy_mul_sum_3": kinds.ELEMENTWISE,
+    "_swiglu_forward_kernel": kinds.ELEMENTWISE,
+    "something_new": kinds.OTHER,
 }
 
 
@@ -120,7 +118,7 @@ def test_every_kernel_of_ours_has_a_kind() -> None:
         jitted = {name for name, value in members.items() if hasattr(value, "fn")}
         kernels |= {name for name in jitted if name.endswith("_kernel")}
     assert "_norm_bwd_kernel" in kernels
-    assert kernels == set(OURS), "give a new kernel its kind in coat_bench/kernel_kinds.py"
+    assert kernels == set(OURS), "give a new kernel its kind in coat_bench/profile.py"
 
 
 def test_the_gpu_is_busy_while_anything_runs() -> None:
@@ -147,8 +145,8 @@ def test_weights_are_told_from_gradients_by_where_they_are_quantized() -> None:
         event("quantize_tensor_kernel", 150, 160, stream=8),  # of another stream
     ])  # fmt: skip
     assert {total.name: (total.calls, total.ms) for total in found.kinds()} == {
-        kernel_kinds.WEIGHTS: (2, pytest.approx(0.100)),
-        kernel_kinds.OPTIMIZER: (1, pytest.approx(0.100)),
+        kinds.WEIGHTS: (2, pytest.approx(0.100)),
+        kinds.OPTIMIZER: (1, pytest.approx(0.100)),
         "FP8: quantize, amax": (1, pytest.approx(0.030)),
         "FP8: quantize, quantize_tensor": (2, pytest.approx(0.020)),
         "FP8: norm, norm_bwd": (1, pytest.approx(0.001)),
@@ -247,7 +245,7 @@ def test_a_profile_that_fails_is_told_beside_what_was_measured(
 def test_traces_that_are_refused(settings: Any, message: str, tmp_path: Path) -> None:
     (tmp_path / "there.json").write_text("kept")
     trace = tmp_path / settings.pop("name", "step.json")
-    bench = step_case.StepBench(size="tiny", precisions=["bf16"], trace=trace, **settings)
+    bench = step.StepBench(size="tiny", precisions=["bf16"], trace=trace, **settings)
     with pytest.raises(ValueError, match=message):
-        step_case.contenders_of(bench, 1)
+        step.step_cases(bench, 1)
     assert (tmp_path / "there.json").read_text() == "kept"

@@ -1,14 +1,11 @@
-"""Which roundings to FP8 cost training loss: one BF16 run, continued with each of them.
+"""``coat-vlm bench rounding``: which roundings to FP8 cost training loss.
 
-    python kernels/benchmarks/forward_rounding.py --text wiki.txt --variants xw dvga xw@@0-1
-    python kernels/benchmarks/forward_rounding.py --text wiki.txt --variants xw@gate+up+down coat
-    python kernels/benchmarks/forward_rounding.py --text wiki.txt --size tiny --at 10 --more 10
-
-The decoder of "coat-vlm bench decoder" is trained in BF16 for --at steps. From there each variant
-takes --more further steps, from the same weights, FP32 masters and states of torch's AdamW, on the
-same batches. Two whole runs differ by some 0.4% in loss whatever their precision, because small
-differences grow; runs that parted some 40 steps ago, by some 0.01%. Rows of one process can be
-compared: another one arrives at other weights, as sums on a GPU have no fixed order.
+One BF16 run is continued with each of them. The decoder of ``coat-vlm bench decoder`` is trained in
+BF16 for ``--at`` steps. From there each variant takes ``--more`` further steps, from the same
+weights, FP32 masters and states of torch's AdamW, on the same batches. Two whole runs differ by
+some 0.4% in loss whatever their precision, because small differences grow; runs that parted some 40
+steps ago, by some 0.01%. Rows of one process can be compared: another one arrives at other weights,
+as sums on a GPU have no fixed order.
 
 A variant rounds operands of linear layers of the decoder's blocks to E4M3, with one scale per
 tensor, and multiplies what came out in BF16. It is written OPERANDS@PARTS@FIRST-LAST, several
@@ -23,19 +20,18 @@ joined with /; where they name the same layer, the operands of all are rounded.
     xw                              all forward products
     xw@gate+up+down@1-3/xw@@4-11    those of the MLP in blocks 1 to 3, and all in blocks 4 to 11
 
-An FP8 precision of "coat-vlm bench decoder --precisions" is a variant too, here with torch's AdamW:
-coat, or coat_lean,bf16_forward_first=0. The variant that rounds nothing always comes first.
+An FP8 precision of ``bench decoder --precisions`` is a variant too, here with torch's AdamW: coat,
+or coat_lean,bf16_forward_first=0. The variant that rounds nothing always comes first.
 
 mean_loss is the mean training loss of the further steps, last_loss that of the last ten, text_loss
 that of the resulting weights in BF16 on the first 64 sequences of the training text; the columns
 in percent are differences to the variant that rounds nothing. On a CPU FP32 stands in for BF16.
 """
 
-import argparse
 import copy
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,13 +41,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from coat_bench.rows import Row, append_rows, local_origin, origin, read_rows, table
+from coat_bench.rows import Row, append_rows, origin, read_rows, table
 from coat_kernels import dequantize_tensor, quantize_tensor
 from coat_lab import decoder
-from coat_lab.decoder import Corpus, DecoderBench, Masters
+from coat_lab.decoder import Corpus, DecoderBench, Masters, train_steps
 from coat_vlm.config import FP8_PRECISIONS
 from coat_vlm.fp8.blocks import Fp8DecoderLayer
-from coat_vlm.optim import lr_factor
 
 OPERANDS = "xwdvga"
 PARTS = {name.rpartition(".")[2].removesuffix("_proj"): name for name in Fp8DecoderLayer.LINEARS}
@@ -99,19 +94,21 @@ class _RoundedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operands: frozenset[str]
     ) -> Tensor:
-        x_MK = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(x_MK, weight)
+        """[..., K] by [N, K] to [..., N]."""
+        rows = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(rows, weight)
         ctx.operands, ctx.shape, ctx.biased = operands, x.shape, bias is not None
-        y_MN = F.linear(_operand("x", x_MK, operands), _operand("w", weight, operands), bias)
-        return y_MN.view(*x.shape[:-1], -1)
+        y = F.linear(_operand("x", rows, operands), _operand("w", weight, operands), bias)
+        return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        x_MK, weight = ctx.saved_tensors
-        dy_MN = grad_outputs[0].reshape(-1, weight.shape[0])
-        dx_MK = _operand("d", dy_MN, ctx.operands) @ _operand("v", weight, ctx.operands)
-        dw_NK = _operand("g", dy_MN, ctx.operands).t() @ _operand("a", x_MK, ctx.operands)
-        return dx_MK.view(ctx.shape), dw_NK, dy_MN.sum(0) if ctx.biased else None, None
+        """Gradients of x and weight, of the bias where there is one."""
+        rows, weight = ctx.saved_tensors
+        dy = grad_outputs[0].reshape(-1, weight.shape[0])
+        dx = _operand("d", dy, ctx.operands) @ _operand("v", weight, ctx.operands)
+        dw = _operand("g", dy, ctx.operands).t() @ _operand("a", rows, ctx.operands)
+        return dx.view(ctx.shape), dw, dy.sum(0) if ctx.biased else None, None
 
 
 def _operand(letter: str, x: Tensor, operands: frozenset[str]) -> Tensor:
@@ -185,85 +182,68 @@ def bench_variants(
     for variant in variants:  # refuse what is wrong before anything is trained
         apply_variant(copy.deepcopy(start), variant)
     start = start.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    masters = Masters(start, lambda decayed, plain: _adamw(decayed, plain, bench))
-    draw = torch.Generator().manual_seed(seed)
-    batches = [_batch(corpus, bench, draw) for _ in range(at + more)]
-    _train(start, masters, tqdm(batches[:at], "in BF16", disable=None), bench, 0)
+    masters = Masters(start, decoder.adamw(bench))
+    batches = list(itertools.islice(decoder.drawn_batches(corpus, bench, seed), at + more))
+    for _ in train_steps(start, masters, tqdm(batches[:at], "in BF16", disable=None), bench):
+        pass
     for variant in variants:
         model, its_masters = copy.deepcopy((start, masters))  # together: they share the weights
         apply_variant(model, variant)
         bar = tqdm(batches[at:], variant or "nothing rounded", disable=None)
-        losses = _train(model, its_masters, bar, bench, at)
+        losses = list(train_steps(model, its_masters, bar, bench, at))
         plain = copy.deepcopy(start)
         plain.load_state_dict(model.state_dict())
         text = decoder.text_loss(plain, corpus.training[: TEXT_SEQUENCES * bench.tokens], bench)
         yield sum(losses) / more, sum(losses[-LAST:]) / LAST, text
 
 
-def _adamw(
-    decayed: list[nn.Parameter], plain: list[nn.Parameter], bench: DecoderBench
-) -> torch.optim.Optimizer:
-    groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=bench.betas, weight_decay=bench.weight_decay)
+def bench_forks(
+    texts: Sequence[Path],
+    size: str,
+    variants: Sequence[str],
+    seed: int = 0,
+    at: int = 250,
+    more: int = 40,
+    csv: Path | None = None,
+) -> list[ForkRow]:
+    """Measure variants; each row is in the file as soon as it is there.
 
+    Args:
+        texts: UTF-8 text files to train on.
+        size: a key of :data:`SIZES`.
+        variants: see the module's docstring; the one that rounds nothing is added in front.
+        seed: of the start and of the batches.
+        at: steps in BF16.
+        more: further steps.
+        csv: file to add the rows to, as the next process of it.
 
-def _batch(corpus: Corpus, bench: DecoderBench, draw: torch.Generator) -> Tensor:
-    """Token ids [batch size, tokens], drawn as :func:`decoder.train_decoder` draws them."""
-    ids = corpus.training
-    starts = torch.randint(0, len(ids) - bench.tokens, (bench.batch_size,), generator=draw)
-    return torch.stack([ids[i : i + bench.tokens] for i in starts.tolist()])
-
-
-def _train(
-    model: Any, masters: Masters, batches: Iterable[Tensor], bench: DecoderBench, at: int
-) -> list[float]:
-    """Steps ``at`` and following of the schedule; their losses."""
-    losses = []
-    for step, batch in enumerate(batches, at):
-        ids = batch.to(model.device)
-        loss = model.train()(input_ids=ids, labels=ids).loss
-        loss.backward()
-        masters.step(lr_factor(step, bench.steps, bench.steps // 10, "cosine", 0.1), bench)
-        losses.append(loss.item())
-    return losses
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, add each row to the CSV file as soon as it is there, and print a table."""
-    args = _arguments(argv)
-    bench, path = SIZES[args.size], args.csv
-    there = [] if path is None or not path.exists() else read_rows(path, ForkRow, "--csv")
+    Raises:
+        ValueError: see :func:`bench_variants`; or the file is another one.
+    """
+    there = [] if csv is None or not csv.exists() else read_rows(csv, ForkRow, "--csv")
     process = max((row.process for row in there), default=0) + 1
-    where = origin() if torch.cuda.is_available() else local_origin()
-    corpus = decoder.read_corpus(args.text, bench)
-    variants = list(dict.fromkeys(["", *args.variants]))
-    nothing, lines = None, []
-    measured = bench_variants(corpus, bench, variants, args.seed, args.at, args.more)
+    where, bench = origin(), SIZES[size]
+    variants = list(dict.fromkeys(["", *variants]))
+    measured = bench_variants(decoder.read_corpus(texts, bench), bench, variants, seed, at, more)
+    nothing, rows = None, []
     for variant, losses in zip(variants, measured, strict=True):
         nothing = nothing or losses
         percent = [100 * (loss / base - 1) for loss, base in zip(losses, nothing, strict=True)]
-        settings = (process, args.size, args.seed, args.at, args.more, variant)
-        if path is not None:
-            append_rows(path, [ForkRow(*where, *settings, *losses, *percent)])
-        cells = [f"{x:.4f}" for x in losses] + [f"{x:+.3f}%" for x in percent]
-        lines.append([variant or "nothing rounded", *cells])
-    print(table(["variant", "mean", "last", "text", "mean", "last", "text"], lines))
+        rows.append(ForkRow(*where, process, size, seed, at, more, variant, *losses, *percent))
+        append_rows(csv, rows[-1:])
+    return rows
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    first, rest = (__doc__ or "").split("\n", maxsplit=1)
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=first, epilog=rest, formatter_class=formatter)
-    add = parser.add_argument
-    add("--text", type=Path, nargs="+", required=True, help="UTF-8 text files to train on")
-    add("--variants", nargs="+", default=["xw"], help="written as below; default xw")
-    add("--size", choices=SIZES, default="100m", help="the model; default 100m")
-    add("--at", type=int, default=250, help="steps in BF16; default 250")
-    add("--more", type=int, default=40, help="further steps, 10 at least; default 40")
-    add("--seed", type=int, default=0, help="of the start and of the batches; default 0")
-    add("--csv", type=Path, help="file to add the rows to, as the next process of it")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    main()
+def format_rows(rows: Sequence[ForkRow]) -> str:
+    """Markdown: one line per variant."""
+    return table(
+        ["variant", "mean", "last", "text", "mean", "last", "text"],
+        [
+            [
+                row.variant or "nothing rounded",
+                *(f"{x:.4f}" for x in (row.mean_loss, row.last_loss, row.text_loss)),
+                *(f"{x:+.3f}%" for x in (row.mean_percent, row.last_percent, row.text_percent)),
+            ]
+            for row in rows
+        ],
+    )

@@ -1,7 +1,6 @@
 """What all benchmarks share: CSV files and tables."""
 
 import csv
-import runpy
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -11,11 +10,12 @@ from coat_bench.adamw import AdamwRow
 from coat_bench.gemm import GemmRow
 from coat_bench.kernels import KernelRow
 from coat_bench.layer import LayerRow
-from coat_bench.recipe_case import RecipeRow
+from coat_bench.recipe import RecipeRow
 from coat_bench.rows import Row, append_rows, number, table
-from coat_bench.step_case import StepRow
+from coat_bench.step import StepRow
 from coat_lab import curves
-from coat_lab.across import AcrossRow
+from coat_lab.decoder import AcrossRow
+from coat_lab.forward_rounding import ForkRow
 from coat_lab.moments import MomentRow
 
 RESULTS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "results"
@@ -58,8 +58,7 @@ def test_files_in_the_repository_have_the_columns_of_their_rows():
     columns = {name: tuple(field.name for field in fields(row)) for name, row in kinds.items()}
     columns["decoder"] = curves.COLUMNS
     columns["decoder_100m_across"] = tuple(field.name for field in fields(AcrossRow))
-    script = runpy.run_path(str(RESULTS.parent / "forward_rounding.py"))
-    columns["forward_rounding"] = tuple(field.name for field in fields(script["ForkRow"]))
+    columns["forward_rounding"] = tuple(field.name for field in fields(ForkRow))
     columns["step"] = tuple(field.name for field in fields(StepRow))
     committed = sorted(RESULTS.glob("*.csv"))
     assert committed
