@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from triton.errors import TritonError
 
+from coat_bench.check import relative_rms
 from coat_bench.clock import median_us
 from coat_bench.rows import Row, number, origin, require_gpu, table
-from coat_kernels.testing import relative_rms
 from coat_vlm.optim import CoatAdamW
 
 DEVICE = torch.device("cuda")

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 import triton
+from op_examples import examples
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import coat_kernels
 from coat_kernels import GROUP, OPS
-from coat_kernels.examples import examples
 
 POINTERS = {
     torch.float32: "*fp32",

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from op_examples import examples
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from coat_kernels import OPS, launch, norm, quantize, quantize_tensor
-from coat_kernels.examples import examples
 from coat_kernels.quantize import quantize_tensor_kernel
 
 CAPABILITY = 90

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coat_bench.check import TOLERANCE, assert_same_bits, code_steps, relative_rms
 from coat_kernels import (
     ACTIVATIONS,
     E4M3,
@@ -19,7 +20,6 @@ from coat_kernels import (
     quantize_group,
     reference,
 )
-from coat_kernels.testing import TOLERANCE, assert_same_bits, code_steps, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 Exact = Callable[[Tensor, str], Tensor]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coat_bench.check import assert_same_bits, code_steps
 from coat_kernels import (
     E5M2,
     Codec,
@@ -21,7 +22,6 @@ from coat_kernels import (
 )
 from coat_kernels.formats import E4M3
 from coat_kernels.master_weights import CODE_SALT, random_words
-from coat_kernels.testing import assert_same_bits, code_steps
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 CHANCE, NEAREST = "dre_e4m3_chance", "dre_e4m3"

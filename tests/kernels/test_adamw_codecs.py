@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coat_bench.check import assert_same_bits, code_steps, relative_rms
 from coat_kernels import (
     CODECS,
     AdamwItem,
@@ -22,7 +23,6 @@ from coat_kernels import (
     rounding_key,
     split_master,
 )
-from coat_kernels.testing import assert_same_bits, code_steps, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 SETTINGS: dict[str, Any] = {

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coat_bench.check import assert_same_bits, relative_rms
 from coat_kernels import OPS, cross_entropy_, reference_loss
 from coat_kernels.cross_entropy import MOST_COLUMNS
-from coat_kernels.testing import assert_same_bits, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 

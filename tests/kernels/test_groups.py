@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coat_bench.check import assert_same_bits, results
 from coat_kernels import (
     E4M3,
     E5M2,
@@ -18,7 +19,6 @@ from coat_kernels import (
     quantize_group_transposed,
 )
 from coat_kernels.formats import padded
-from coat_kernels.testing import assert_same_bits, results
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coat_bench.check import assert_same_bits, code_steps, results
 from coat_kernels import ACTIVATIONS, OPS, GroupScaled, dequantize_group, quantize_group
-from coat_kernels.testing import assert_same_bits, code_steps, results
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

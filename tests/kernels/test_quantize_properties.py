@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coat_bench.check import assert_same_bits, results
 from coat_kernels import (
     E4M3,
     E5M2,
@@ -20,7 +21,6 @@ from coat_kernels import (
     quantize_rows,
     quantize_tensor,
 )
-from coat_kernels.testing import assert_same_bits, results
 
 hypothesis = pytest.importorskip("hypothesis")
 numpy_strategies = pytest.importorskip("hypothesis.extra.numpy")

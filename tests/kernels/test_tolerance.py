@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from op_examples import examples
 from torch import Tensor
 
-from coat_kernels import OPS, reference
-from coat_kernels.examples import examples
-from coat_kernels.formats import Format
-from coat_kernels.testing import (
+from coat_bench.check import (
     FP8,
     OFF_BY_ONE,
     TOLERANCE,
     assert_matches,
     results,
 )
+from coat_kernels import OPS, reference
+from coat_kernels.formats import Format
 
 
 def noisy(x: Tensor, error: float) -> Tensor:

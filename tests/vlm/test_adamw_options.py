@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from coat_bench.check import assert_same_bits
 from coat_kernels import CODECS, encode_moment, join_master
-from coat_kernels.testing import assert_same_bits
 from coat_vlm.optim import CoatAdamW, adamw_cpu
 
 SIZES = ((3, 50), (129,), (7,), (600_000,))

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from coat_bench import kernels
 from coat_bench.cases import Case, Draw, cases, sample_of
+from coat_bench.check import results
 from coat_bench.kernels import KernelRow, bench_kernels, disagreement, format_rows
 from coat_bench.rows import append_rows
 from coat_bench.shapes import SHAPES, LayerShape
 from coat_cli.main import main
 from coat_kernels import OPS
-from coat_kernels.testing import results
 
 CPU = torch.device("cpu")
 SMALL = {

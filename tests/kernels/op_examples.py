@@ -1,7 +1,7 @@
 """Example arguments of every op, written once for all kinds of tests.
 
 ``examples`` serves the tests in the interpreter and on a GPU, ``opcheck``, and the compilation
-without a GPU. Nothing outside of tests imports this module.
+without a GPU.
 """
 
 from collections.abc import Callable
@@ -329,5 +329,5 @@ def examples(
         ValueError: the op has no examples.
     """
     if op not in _EXAMPLES:
-        raise ValueError(f"op {op!r} has no examples; add them to {__name__} ({sorted(OPS)})")
+        raise ValueError(f"op {op!r} has no examples; add them to op_examples.py ({sorted(OPS)})")
     return _EXAMPLES[op](_Inputs(rows, columns, dtype))
