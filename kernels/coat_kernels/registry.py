@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from coat_kernels.launch import is_tested
 from coat_kernels.scales import memory_of_their_own
 
 OPS: dict[str, "Op"] = {}
@@ -53,17 +54,19 @@ class Op:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-_FUNCTORCH: Any = getattr(torch._C, "_functorch")  # noqa: B009 - it has no type stub
+_FUNCTORCH: Any = getattr(torch._C, "_functorch", None)  # it has no type stub
 
 
 def _is_looked_at(first: torch.Tensor, args: Sequence[Any]) -> bool:
     """Whether compilers, modes, transforms, subclasses or autograd need to see which op is called.
 
-    Autograd says that ops have no gradient. In COAT's own Functions it does not record.
+    Autograd says that ops have no gradient. In COAT's own Functions it does not record. A version
+    of torch whose private parts were not tested may always need to.
     """
     return (
         type(first) not in _PLAIN
         or torch.compiler.is_compiling()
+        or not is_tested("torch")
         or torch._C._len_torch_dispatch_stack() > 0
         or _FUNCTORCH.peek_interpreter_stack() is not None
         or (torch.is_grad_enabled() and any(map(_requires_grad, args)))
@@ -115,25 +118,31 @@ def _unshared(launch: Callable[..., Any]) -> Callable[..., Any]:
 def register(
     name: str,
     *,
-    triton: Callable[..., Any],
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     mutates: Sequence[str] = (),
-) -> Op:
-    """Register ``coat::<name>``; ``triton``'s annotations are the schema, tensors come first."""
-    launch = _on_its_device(triton)
-    dispatch = torch.library.custom_op(
-        f"coat::{name}", _unshared(launch), mutates_args=tuple(mutates), device_types="cuda"
-    )
-    dispatch.register_kernel("cpu")(reference)
-    dispatch.register_fake(fake)
-    op = Op(
-        name=name,
-        triton=triton,
-        reference=reference,
-        launch=launch,
-        dispatch=dispatch,
-        mutates=bool(mutates),
-    )
-    OPS[name] = op
-    return op
+) -> Callable[[Callable[..., Any]], Op]:
+    """Decorator that makes the launcher of kernels the op ``coat::<name>``.
+
+    Args:
+        name: of the op.
+        reference: its body on a CPU, with the launcher's arguments.
+        fake: makes its results without values.
+        mutates: names of the arguments that it changes.
+
+    Returns:
+        A function from the launcher to the op. The launcher's annotations are the op's schema; its
+        first argument is a tensor or a list of them.
+    """
+
+    def make(triton: Callable[..., Any]) -> Op:
+        launch = _on_its_device(triton)
+        dispatch = torch.library.custom_op(
+            f"coat::{name}", _unshared(launch), mutates_args=tuple(mutates), device_types="cuda"
+        )
+        dispatch.register_kernel("cpu")(reference)
+        dispatch.register_fake(fake)
+        OPS[name] = Op(name, triton, reference, launch, dispatch, bool(mutates))
+        return OPS[name]
+
+    return make

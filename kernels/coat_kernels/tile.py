@@ -5,14 +5,13 @@ of magnitudes are taken on the bits of ``|x|`` as integers: for non-negative flo
 order is the numeric order, and a NaN is larger than anything, so it cannot be lost (a float maximum
 would drop it).
 
-Functions of the GPU's special function unit: one instruction each, where libraries take many.
-
-Triton's ``tl.log2`` is a polynomial of CUDA's libdevice, its ``tl.exp2`` handles subnormals, its
-``/`` and ``tl.sqrt`` rescale. These do not: subnormal arguments count as zeros and subnormal
-results are zeros (PTX ISA, ``lg2.approx.ftz.f32`` and its like; relative errors of 2^-22, of log2
-absolute ones near 1). An SM of Hopper takes 16 of them a cycle, of additions 128 (CUDA C++
-Programming Guide, arithmetic instructions). In Triton's interpreter, which has no assembler, they
-are NumPy's with the same treatment of subnormal arguments.
+``log2_fast`` and its like are one instruction of the GPU's special function unit each, where
+libraries take many: Triton's ``tl.log2`` is a polynomial of CUDA's libdevice, its ``tl.exp2``
+handles subnormals, its ``/`` and ``tl.sqrt`` rescale. These do not: subnormal arguments count as
+zeros and subnormal results are zeros (PTX ISA, ``lg2.approx.ftz.f32`` and its like; relative errors
+of 2^-22, of log2 absolute ones near 1). An SM of Hopper takes 16 of them a cycle, of additions 128
+(CUDA C++ Programming Guide, arithmetic instructions). In Triton's interpreter, which has no
+assembler, they are NumPy's with the same treatment of subnormal arguments.
 """
 
 import triton
@@ -105,12 +104,6 @@ def publish_scale(bits, scale_ptr, INVERSE_MAX: tl.constexpr):
 
 
 @triton.jit
-def group_exponents(x, MAX_EXPONENT: tl.constexpr):
-    """E8M0 exponent (int32) of each group of x [A, B, G] -> [A, B]."""
-    return exponent_of(tl.max(magnitude_bits(x), axis=2), MAX_EXPONENT)
-
-
-@triton.jit
 def exponent_of(bits, MAX_EXPONENT: tl.constexpr):
     """E8M0 exponent (int32) for a largest magnitude, given as its bits.
 
@@ -199,22 +192,6 @@ def spread_exponents(q, e, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
-def tile_exponents(
-    x, MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """E8M0 exponents (int32) [BLOCK_M, BLOCK_N / GROUP] of the groups of a tile."""
-    return group_exponents(tl.reshape(x, (BLOCK_M, BLOCK_N // GROUP, GROUP)), MAX_EXPONENT)
-
-
-@triton.jit
-def divide_groups(x, e, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tile x / 2^(e - 127), one exponent per group: what is cast to codes."""
-    groups = tl.reshape(x, (BLOCK_M, BLOCK_N // GROUP, GROUP)) * exponent_inverse(e)[:, :, None]
-    return tl.reshape(groups, (BLOCK_M, BLOCK_N))
-
-
-@triton.jit
 def store_grouped(
     x, q_ptr, e_ptr, o_m, i_n, M, N, stride, MAX_EXPONENT: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -226,8 +203,10 @@ def store_grouped(
     o_n = i_n + tl.arange(0, BLOCK_N)
     o_g = i_n // GROUP + tl.arange(0, BLOCK_N // GROUP)
     m_m = o_m[:, None] < M
-    e = tile_exponents(x, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
-    q = divide_groups(x, e, GROUP, BLOCK_M, BLOCK_N).to(q_ptr.dtype.element_ty)
+    groups = tl.reshape(x, (BLOCK_M, BLOCK_N // GROUP, GROUP))
+    e = exponent_of(tl.max(magnitude_bits(groups), axis=2), MAX_EXPONENT)
+    q = tl.reshape(groups * exponent_inverse(e)[:, :, None], (BLOCK_M, BLOCK_N))
+    q = q.to(q_ptr.dtype.element_ty)
     tl.store(q_ptr + o_m[:, None] * stride + o_n[None, :], q, mask=m_m & (o_n[None, :] < N))
     tl.store(
         e_ptr + o_m[:, None] * (stride // GROUP) + o_g[None, :],

@@ -16,7 +16,7 @@ from coat_kernels import (
     decode_moment,
     encode_moment,
     new_moment,
-    reference_adamw,
+    reference,
     round_stochastically,
     rounding_key,
 )
@@ -168,7 +168,7 @@ def test_the_kernel_rounds_by_the_same_chance(run: Run):
         arguments = step_arguments(*case)
         found = run("adamw_step", arguments)
         expected = [t.clone() if isinstance(t, Tensor) else t for t in arguments]
-        step: Any = reference_adamw.adamw_step
+        step: Any = reference.adamw_step
         step(*expected)
         codes = code_steps(found[4], expected[5])
         # A group whose k FP16 rounds the other way has codes of its own; none is seen here.
