@@ -255,8 +255,6 @@ def _width(a: Tensor, kind: str) -> tuple[int, int, int]:
 
 
 @register(
-    "activation_stats",
-    reference=reference.activation_stats,
     fake=lambda a, _kind, group_size, fmt: (
         *empty_grouped(a, group_size, fmt),
         a.new_empty((), dtype=torch.float32),
@@ -280,8 +278,6 @@ def _activation_stats(
 
 
 @register(
-    "activation_apply",
-    reference=reference.activation_apply,
     fake=lambda a, _exponents, kind, _scale, *layout: empty_layouts(
         *_width(a, kind)[:2], *layout, a.device
     ),
@@ -320,8 +316,6 @@ def _gradient_tile(kind: str, group: int) -> Tile:
 
 
 @register(
-    "activation_bwd_stats",
-    reference=reference.activation_bwd_stats,
     fake=lambda dh, a, _exponents, kind, output_scale, fmt, _: (
         dh.new_empty((), dtype=torch.float32),
         empty_layouts(*_width(a, kind)[:2], fmt, False, output_scale is not None, a.device)[1],
@@ -348,8 +342,6 @@ def _activation_bwd_stats(
 
 
 @register(
-    "activation_bwd",
-    reference=reference.activation_bwd,
     fake=lambda _dh, a, _exponents, _kind, *layout: gradient_room(*a.shape, a, *layout[:-1]),
 )
 def _activation_bwd(

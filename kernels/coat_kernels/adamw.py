@@ -33,7 +33,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_kernels import reference
 from coat_kernels.codecs import CODECS, Codec, Moment, codec_called, groups_of
 from coat_kernels.codecs import GROUP as _GROUP
 from coat_kernels.codecs import K_MAX as _K_MAX
@@ -529,8 +528,6 @@ def _table(device: torch.device, codec: str, seed: int | None) -> tuple[AdamwTab
 
 
 @register(
-    "adamw_step",
-    reference=reference.adamw_step,
     fake=lambda *_: None,
     mutates=("p", "m", "m_amax", "m_k", "v", "v_amax", "v_k", "remainder"),
 )

@@ -31,8 +31,6 @@ from coat_kernels.registry import register
 
 
 @register(
-    "scaled_mm",
-    reference=reference.scaled_mm,
     fake=lambda a, _a_scale, b, _b_scale, _bias, dtype, _fast: a.new_empty(
         (a.shape[0], b.shape[0]), dtype=dtype
     ),

@@ -32,7 +32,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_kernels import reference
 from coat_kernels.formats import (
     E4M3,
     Format,
@@ -409,8 +408,6 @@ def _empty_stats(
 
 
 @register(
-    "norm_stats",
-    reference=reference.norm_stats,
     fake=lambda x, delta, _weight, _bias, _eps, *rest: (
         *_empty_stats(x, delta, *rest),
         x.new_empty((), dtype=torch.float32),
@@ -437,8 +434,6 @@ def _norm_stats(
 
 
 @register(
-    "norm_apply",
-    reference=reference.norm_apply,
     fake=lambda x, *rest: empty_layouts(*x.shape, *rest[-3:], x.device),
 )
 def _norm_apply(
@@ -467,7 +462,7 @@ def _empty_bwd(dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(dy), dweight, dbias
 
 
-@register("norm_bwd", reference=reference.norm_bwd, fake=_empty_bwd)
+@register(fake=_empty_bwd)
 def _norm_bwd(
     dy: Tensor, x: Tensor, exponents: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor,
     residual: Tensor | None,

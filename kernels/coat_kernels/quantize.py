@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_kernels import reference
 from coat_kernels.formats import (
     E4M3,
     E5M2,
@@ -220,8 +219,6 @@ def _three(values: Sequence[Any]) -> Sequence[Any]:
 
 
 @register(
-    "tensor_scale",
-    reference=reference.tensor_scale,
     fake=lambda parts, _fmt: parts[0].new_empty((), dtype=torch.float32),
 )
 def _tensor_scale(parts: Sequence[Tensor], fmt: str) -> Tensor:
@@ -288,8 +285,6 @@ def _write_codes(
 
 
 @register(
-    "quantize_tensor",
-    reference=reference.quantize_tensor,
     fake=lambda parts, _scale, *layout: empty_layouts(
         sum(part.shape[0] for part in parts), parts[0].shape[1], *layout, parts[0].device
     ),
@@ -304,8 +299,6 @@ def _quantize_tensor(
 
 
 @register(
-    "quantize_gradient",
-    reference=reference.quantize_gradient,
     fake=lambda parts, *rest: empty_gradient(
         parts[0].shape[0], sum(part.shape[1] for part in parts), parts[0], *rest
     ),
@@ -328,8 +321,6 @@ def _quantize_gradient(
 
 
 @register(
-    "transpose_codes",
-    reference=reference.transpose_codes,
     fake=lambda q: q.new_empty((q.shape[1], padded(q.shape[0]))),
 )
 def _transpose_codes(q: Tensor) -> Tensor:
@@ -345,8 +336,6 @@ def _transpose_codes(q: Tensor) -> Tensor:
 
 
 @register(
-    "dequantize_tensor",
-    reference=reference.dequantize_tensor,
     fake=lambda q, _scale, dtype: q.new_empty(q.shape, dtype=dtype),
 )
 def _dequantize_tensor(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

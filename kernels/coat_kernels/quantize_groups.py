@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_kernels import reference
 from coat_kernels.formats import (
     E4M3,
     MIN_SCALE,
@@ -158,7 +157,7 @@ def empty_grouped(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]
     return q, x.new_empty((M, N // group_size), dtype=torch.uint8)
 
 
-@register("quantize_group", reference=reference.quantize_group, fake=empty_grouped)
+@register(fake=empty_grouped)
 def _quantize_group(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     q, exponents = empty_grouped(x, group_size, fmt)
@@ -172,8 +171,6 @@ def _quantize_group(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tenso
 
 
 @register(
-    "dequantize_group",
-    reference=reference.dequantize_group,
     fake=lambda q, _exponents, dtype: q.new_empty(q.shape, dtype=dtype),
 )
 def _dequantize_group(q: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
@@ -203,7 +200,7 @@ def _empty_rows(x: Tensor, fmt: str, transposed: bool) -> tuple[Tensor, Tensor]:
     return q, x.new_empty((M,), dtype=torch.float32)
 
 
-@register("quantize_rows", reference=reference.quantize_rows, fake=_empty_rows)
+@register(fake=_empty_rows)
 def _quantize_rows(x: Tensor, fmt: str, transposed: bool) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     q, scale = _empty_rows(x, fmt, transposed)
@@ -218,8 +215,6 @@ def _quantize_rows(x: Tensor, fmt: str, transposed: bool) -> tuple[Tensor, Tenso
 
 
 @register(
-    "dequantize_rows",
-    reference=reference.dequantize_rows,
     fake=lambda q, _scale, dtype: q.new_empty(q.shape, dtype=dtype),
 )
 def _dequantize_rows(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

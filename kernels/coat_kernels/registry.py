@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from coat_kernels import reference
 from coat_kernels.launch import is_tested
 from coat_kernels.scales import memory_of_their_own
 
@@ -90,59 +91,44 @@ def use_reference(enabled: bool) -> None:
     _use_reference = enabled
 
 
-def _on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """``launch`` with its first tensor's GPU made current: Triton launches on the current one."""
-
-    @functools.wraps(launch)
-    def run(*args: Any) -> Any:
-        device = _first(args).device
-        if device.index == torch.cuda.current_device():
-            return launch(*args)
-        with torch.cuda.device(device):
-            return launch(*args)
-
-    return run
-
-
-def _unshared(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """``launch`` as the dispatcher wants it: no result shares memory with an argument."""
-
-    @functools.wraps(launch)
-    def run(*args: Any) -> Any:
-        with memory_of_their_own():
-            return launch(*args)
-
-    return run
-
-
 def register(
-    name: str,
-    *,
-    reference: Callable[..., Any],
-    fake: Callable[..., Any],
-    mutates: Sequence[str] = (),
+    *, fake: Callable[..., Any], mutates: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Op]:
-    """Decorator that makes the launcher of kernels the op ``coat::<name>``.
+    """Decorator that makes ``_name``, which launches kernels, the op ``coat::name``.
+
+    Its body on a CPU is ``reference.name``, with the same arguments. The launcher's annotations are
+    the op's schema; its first argument is a tensor or a list of them.
 
     Args:
-        name: of the op.
-        reference: its body on a CPU, with the launcher's arguments.
-        fake: makes its results without values.
+        fake: makes the op's results without values.
         mutates: names of the arguments that it changes.
-
-    Returns:
-        A function from the launcher to the op. The launcher's annotations are the op's schema; its
-        first argument is a tensor or a list of them.
     """
 
     def make(triton: Callable[..., Any]) -> Op:
-        launch = _on_its_device(triton)
+        name = triton.__name__.removeprefix("_")
+        body = getattr(reference, name)
+
+        @functools.wraps(triton)
+        def launch(*args: Any) -> Any:
+            """On its first tensor's GPU: Triton launches on the current one."""
+            device = _first(args).device
+            if device.index == torch.cuda.current_device():
+                return triton(*args)
+            with torch.cuda.device(device):
+                return triton(*args)
+
+        @functools.wraps(triton)
+        def unshared(*args: Any) -> Any:
+            """As the dispatcher wants it: no result shares memory with an argument."""
+            with memory_of_their_own():
+                return launch(*args)
+
         dispatch = torch.library.custom_op(
-            f"coat::{name}", _unshared(launch), mutates_args=tuple(mutates), device_types="cuda"
+            f"coat::{name}", unshared, mutates_args=tuple(mutates), device_types="cuda"
         )
-        dispatch.register_kernel("cpu")(reference)
+        dispatch.register_kernel("cpu")(body)
         dispatch.register_fake(fake)
-        OPS[name] = Op(name, triton, reference, launch, dispatch, bool(mutates))
+        OPS[name] = Op(name, triton, body, launch, dispatch, bool(mutates))
         return OPS[name]
 
     return make

@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_kernels import reference
 from coat_kernels.formats import (
     E4M3,
     E5M2,
@@ -259,7 +258,7 @@ def _launch(
     )  # fmt: skip
 
 
-@register("rope", reference=reference.rope, fake=_empty_heads)
+@register(fake=_empty_heads)
 def _rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -281,7 +280,7 @@ def _empty_copies(
     return *parts, q8, k8, v8, eq, ek, ev
 
 
-@register("rope_quantize", reference=reference.rope_quantize, fake=_empty_copies)
+@register(fake=_empty_copies)
 def _rope_quantize(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -291,8 +290,6 @@ def _rope_quantize(
 
 
 @register(
-    "rope_gradient",
-    reference=reference.rope_gradient,
     fake=lambda dq, dk, dv, _cos, _sin, *rest: empty_gradient(
         dq.shape[0], dq.shape[1] + dk.shape[1] + dv.shape[1], dq, *rest
     ),

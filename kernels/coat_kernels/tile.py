@@ -31,14 +31,18 @@ def _flushed(x):
 
 
 @triton.jit
+def _special(x, ASM: tl.constexpr):
+    """One instruction of the special function unit."""
+    return tl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def log2_fast(x):
     """log2(x), -inf for zero."""
     if INTERPRETED:
         return tl.log2(_flushed(x))
     else:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _special(x, "lg2.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
@@ -47,9 +51,7 @@ def exp2_fast(x):
     if INTERPRETED:
         return _flushed(tl.exp2(x))
     else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _special(x, "ex2.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
@@ -58,9 +60,7 @@ def sqrt_fast(x):
     if INTERPRETED:
         return tl.sqrt(_flushed(x))
     else:
-        return tl.inline_asm_elementwise(
-            "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _special(x, "sqrt.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
@@ -69,9 +69,7 @@ def reciprocal_fast(x):
     if INTERPRETED:
         return _flushed(1.0 / _flushed(x))
     else:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _special(x, "rcp.approx.ftz.f32 $0, $1;")
 
 
 MAX_MANTISSA = tl.constexpr(0x600000)
