@@ -279,7 +279,7 @@ def _activation_stats(
 
 @register(
     fake=lambda a, _exponents, kind, _scale, *layout: empty_layouts(
-        *_width(a, kind)[:2], *layout, a.device
+        len(a), _width(a, kind)[1], a, *layout
     ),
 )
 def _activation_apply(
@@ -287,7 +287,7 @@ def _activation_apply(
     transposed: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     M, F, W = _width(a, kind)
-    q, qt = empty_layouts(M, F, fmt, rows, transposed, a.device)
+    q, qt = empty_layouts(M, F, a, fmt, rows, transposed)
     group = 1 if exponents is None else W // exponents.shape[1]
     tile = TRANSPOSED_TILE if transposed else ROWS_TILE
     grid, options = tiled(padded(M) if transposed else M, F, tile)
@@ -318,7 +318,7 @@ def _gradient_tile(kind: str, group: int) -> Tile:
 @register(
     fake=lambda dh, a, _exponents, kind, output_scale, fmt, _: (
         dh.new_empty((), dtype=torch.float32),
-        empty_layouts(*_width(a, kind)[:2], fmt, False, output_scale is not None, a.device)[1],
+        empty_layouts(len(a), _width(a, kind)[1], a, fmt, False, output_scale is not None)[1],
     ),
 )
 def _activation_bwd_stats(
@@ -327,7 +327,7 @@ def _activation_bwd_stats(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     M, F, W = _width(a, kind)
     recompute = output_scale is not None
-    _, ht = empty_layouts(M, F, output_fmt, False, recompute, dh.device)
+    _, ht = empty_layouts(M, F, dh, output_fmt, False, recompute)
     group = W // exponents.shape[1]
     rows, tile = (padded(M), _recompute_tile(kind, group)) if recompute else (M, ROWS_TILE)
     grid, options = tiled(rows, F, tile)
@@ -466,9 +466,11 @@ def activation_bwd(
     _check("activation_bwd", dh, saved, kind)
     a, exponents = saved.a
     if scale is None:
-        scale, _ = _activation_bwd_stats(dh, a, exponents, kind, None, fmt.name, fmt.name)
-    q, qt, sums = _activation_bwd(dh, a, exponents, kind, fmt.name, rows, transposed, bias, scale)
-    return as_codes(q, qt, scale, sums, bias)
+        found, _ = _activation_bwd_stats(dh, a, exponents, kind, None, fmt.name, fmt.name)
+    else:
+        found = scale
+    q, qt, sums = _activation_bwd(dh, a, exponents, kind, fmt.name, rows, transposed, bias, found)
+    return as_codes(q, qt, found, sums, bias=bias)
 
 
 def _check_kind(kind: str) -> None:

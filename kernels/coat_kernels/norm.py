@@ -434,14 +434,14 @@ def _norm_stats(
 
 
 @register(
-    fake=lambda x, *rest: empty_layouts(*x.shape, *rest[-3:], x.device),
+    fake=lambda x, *rest: empty_layouts(*x.shape, x, *rest[-3:]),
 )
 def _norm_apply(
     x: Tensor, exponents: Tensor | None, weight: Tensor, bias: Tensor | None, rstd: Tensor,
     mean: Tensor, scale: Tensor, fmt: str, rows: bool, transposed: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     M, N = x.shape
-    q, qt = empty_layouts(M, N, fmt, rows, transposed, x.device)
+    q, qt = empty_layouts(M, N, x, fmt, rows, transposed)
     group = 1 if exponents is None else N // exponents.shape[1]
     tile = transposing_tile(group) if transposed else TILE
     grid, options = tiled(padded(M) if transposed else M, N, tile)

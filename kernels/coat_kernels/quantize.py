@@ -179,12 +179,12 @@ def _dequantize_tensor_kernel(q_ptr, scale_ptr, x_ptr, numel, BLOCK: tl.constexp
 
 
 def empty_layouts(
-    M: int, N: int, fmt: str, rows: bool, transposed: bool, device: torch.device
+    M: int, N: int, like: Tensor, fmt: str, rows: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     """Uninitialised codes [M, N] and [N, M']; a layout that is not asked for is empty."""
     dtype = format_of(fmt).dtype
-    q = torch.empty((M, N) if rows else (0,), dtype=dtype, device=device)
-    qt = torch.empty((N, padded(M)) if transposed else (0,), dtype=dtype, device=device)
+    q = torch.empty((M, N) if rows else (0,), dtype=dtype, device=like.device)
+    qt = torch.empty((N, padded(M)) if transposed else (0,), dtype=dtype, device=like.device)
     return q, qt
 
 
@@ -192,7 +192,7 @@ def gradient_room(
     M: int, N: int, like: Tensor, fmt: str, rows: bool, transposed: bool, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialised codes [M, N], [N, M'] and sums [N]; what is not wanted is empty."""
-    q, qt = empty_layouts(M, N, fmt, rows, transposed, like.device)
+    q, qt = empty_layouts(M, N, like, fmt, rows, transposed)
     return q, qt, like.new_empty((N * bias,), dtype=torch.float32)
 
 
@@ -286,14 +286,14 @@ def _write_codes(
 
 @register(
     fake=lambda parts, _scale, *layout: empty_layouts(
-        sum(part.shape[0] for part in parts), parts[0].shape[1], *layout, parts[0].device
+        sum(part.shape[0] for part in parts), parts[0].shape[1], parts[0], *layout
     ),
 )
 def _quantize_tensor(
     parts: Sequence[Tensor], scale: Tensor, fmt: str, rows: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     M, N = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    q, qt = empty_layouts(M, N, fmt, rows, transposed, parts[0].device)
+    q, qt = empty_layouts(M, N, parts[0], fmt, rows, transposed)
     _write_codes(parts, scale, q, qt, None, side_by_side=False, rows=rows, transposed=transposed)
     return q, qt
 
@@ -417,10 +417,10 @@ def quantize_gradient(
         ValueError: a part is not a contiguous matrix of such a dtype, or they do not fit together.
     """
     _check_parts("quantize_gradient", parts, side_by_side=True)
-    return as_codes(*_quantize_gradient(parts, fmt.name, rows, transposed, bias), bias)
+    return as_codes(*_quantize_gradient(parts, fmt.name, rows, transposed, bias), bias=bias)
 
 
-def as_codes(q: Tensor, qt: Tensor, scale: Tensor, sums: Tensor, bias: bool) -> GradientCodes:
+def as_codes(q: Tensor, qt: Tensor, scale: Tensor, sums: Tensor, *, bias: bool) -> GradientCodes:
     """What :func:`empty_gradient` made room for, with its names."""
     return GradientCodes(TensorScaled(q, scale), TensorScaled(qt, scale), sums if bias else None)
 

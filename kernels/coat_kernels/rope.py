@@ -412,7 +412,7 @@ def rope_gradient(
             f"the same number of rows and a multiple of {D} columns, one head's channels"
         )
     made = _rope_gradient(dq, dk, dv, cos, sin, fmt.name, rows, transposed, bias)
-    return as_codes(*made, bias)
+    return as_codes(*made, bias=bias)
 
 
 def _check_joint(op: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:

@@ -33,7 +33,14 @@ def _flushed(x):
 @triton.jit
 def _special(x, ASM: tl.constexpr):
     """One instruction of the special function unit."""
-    return tl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        ASM,  # pyright: ignore[reportArgumentType]
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -5,6 +5,7 @@ import tomllib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_the_range_is_that_of_the_distribution():
 
 
 @pytest.mark.parametrize("module", [torch, triton])
-def test_another_version_is_told_once(module: object, monkeypatch: pytest.MonkeyPatch):
+def test_another_version_is_told_once(module: ModuleType, monkeypatch: pytest.MonkeyPatch):
     name = module.__name__
     first, end = TESTED[name]
     for version in (first, (end[0], end[1] - 1)):
