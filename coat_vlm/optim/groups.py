@@ -5,8 +5,7 @@ from typing import Any
 from torch import nn
 
 from coat_vlm.config import StageConfig
-from coat_vlm.model.parameters import module_parameters
-from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.model.vlm import CoatVlm, module_parameters
 
 
 def param_groups(model: CoatVlm, stage: StageConfig) -> list[dict[str, Any]]:

@@ -38,8 +38,7 @@ from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, ConversionReport, fp8_blocks, graph_blocks
 from coat_vlm.model.lora import add_adapters
 from coat_vlm.model.packing import PACKED
-from coat_vlm.model.parameters import module_parameters
-from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.model.vlm import CoatVlm, module_parameters
 from coat_vlm.optim import CoatAdamW, param_groups
 
 

@@ -7,8 +7,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from coat_vlm.config import ModuleName, StageConfig
-from coat_vlm.model.parameters import module_parameters
-from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.model.vlm import CoatVlm, module_parameters
 
 
 class _Hooks:

@@ -24,7 +24,7 @@ from coat_data.mixture.sampler import Cursor
 from coat_vlm.config import StageConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import WeightReuse, captured_bytes
-from coat_vlm.model.placeholders import sent
+from coat_vlm.model.placeholders import copy_to_device
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import lr_factor
 from coat_vlm.train.engine import set_train_mode
@@ -378,7 +378,7 @@ class StageRun:
 def inputs_on(batch: Batch, device: torch.device) -> dict[str, Any]:
     """A batch as the model takes it: what the model looks into stays on the CPU."""
     return {
-        name: value if name in _LOOKED_INTO else sent(value, device)  # pyright: ignore[reportArgumentType]
+        name: value if name in _LOOKED_INTO else copy_to_device(value, device)  # pyright: ignore[reportArgumentType]
         for name, value in batch.items()
     }
 

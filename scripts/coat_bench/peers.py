@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
 from coat_vlm.model import CoatVlm
-from coat_vlm.model.placeholders import sent
+from coat_vlm.model.placeholders import copy_to_device
 
 _REPLACED: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (modeling_qwen2, ("apply_rotary_pos_emb", "Qwen2RMSNorm", "Qwen2MLP")),
@@ -36,7 +36,7 @@ def _eager(model: CoatVlm) -> None:
         image_positions: Tensor | None = None,
     ) -> CausalLMOutputWithPast:
         hidden = self.embed(input_ids, pixel_values, image_positions=image_positions)
-        labels = sent(labels, hidden.device)
+        labels = copy_to_device(labels, hidden.device)
         return self.language_model(inputs_embeds=hidden, labels=labels, use_cache=False)
 
     setattr(model, "forward", MethodType(forward, model))  # noqa: B010 - of this instance

@@ -32,8 +32,7 @@ from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import image_groups, trace
-from coat_vlm.plan.frames import gpu_arithmetic, stage_frame, vocabulary
-from coat_vlm.plan.published import with_published_shapes
+from coat_vlm.plan.frames import gpu_arithmetic, stage_frame, vocabulary, with_published_shapes
 from coat_vlm.plan.stage import images_per_row, row_tokens
 from coat_vlm.plan.zero import rank_memory, sizes_of, state_bytes_per_parameter
 from coat_vlm.train.engine import build_engine, clips_itself, prepare_model
