@@ -342,7 +342,7 @@ def _activation_bwd_stats(
 
 
 @register(
-    fake=lambda _dh, a, _exponents, _kind, *layout: gradient_room(*a.shape, a, *layout[:-1]),
+    fake=lambda _, a, __, ___, *layout: gradient_room(len(a), a.shape[1], a, *layout[:-1]),
 )
 def _activation_bwd(
     dh: Tensor, a: Tensor, exponents: Tensor, kind: str, fmt: str, rows: bool, transposed: bool,

@@ -434,7 +434,7 @@ def _norm_stats(
 
 
 @register(
-    fake=lambda x, *rest: empty_layouts(*x.shape, x, *rest[-3:]),
+    fake=lambda x, *rest: empty_layouts(len(x), x.shape[1], x, *rest[-3:]),
 )
 def _norm_apply(
     x: Tensor, exponents: Tensor | None, weight: Tensor, bias: Tensor | None, rstd: Tensor,
