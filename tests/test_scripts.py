@@ -15,6 +15,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts"
+BASH_SCRIPTS = sorted(p for p in SCRIPTS.iterdir() if p.is_file() and p.suffix != ".py")
 
 
 def run_bash(
@@ -35,11 +36,7 @@ def run_bash(
     )
 
 
-@pytest.mark.parametrize(
-    "script",
-    sorted(path for path in SCRIPTS.iterdir() if path.is_file() and path.suffix != ".py"),
-    ids=lambda path: path.name,
-)
+@pytest.mark.parametrize("script", BASH_SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_bash(script: Path):
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
 

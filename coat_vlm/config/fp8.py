@@ -23,53 +23,6 @@ NEAREST_UP_TO = 0.99
 with it end near BF16, at 0.999 they are behind (docs/results.md); between, none was compared."""
 
 
-def check_moments(released_constants: bool, second_moment: str, no_moments: str = "") -> None:
-    """Refuse settings without effect; ``auto`` never is one.
-
-    Args:
-        released_constants: ``fp8.released_constants``.
-        second_moment: ``fp8.second_moment``: ``auto``, ``nearest`` or ``chance``.
-        no_moments: what makes the optimizer torch's, which has no FP8 moments; empty if it is not.
-
-    Raises:
-        ValueError: a setting has no effect.
-    """
-    by_chance = second_moment == "chance"
-    for name, is_given in (
-        ("released_constants", released_constants),
-        ("second_moment", by_chance),
-    ):
-        if is_given and no_moments:
-            raise ValueError(
-                f"fp8.{name} has no effect with {no_moments}; remove it, or set fp8.optimizer: coat"
-            )
-    if released_constants and by_chance:
-        raise ValueError(
-            "fp8.second_moment: chance has no effect with fp8.released_constants, whose kernel "
-            "rounds to nearest; remove one of them"
-        )
-
-
-def moment_codec(released_constants: bool, second_moment: str, beta2: float) -> str:
-    """The codec that the section asks for: a name in ``coat_kernels.CODECS``.
-
-    A step moves the second moment v by up to 1 - beta2 of itself where gradients shrink: 0.1% at
-    0.999. Codes of E4M3 are up to 12.5% apart, so rounding to nearest puts v back where it was, and
-    it stays too large (kernels/README.md). By chance it is right on average, at the price of more
-    variance, which costs where beta2 is small. So ``auto`` chooses by beta2.
-
-    Args:
-        released_constants: ``fp8.released_constants``, whose codec rounds to nearest.
-        second_moment: ``fp8.second_moment``: ``auto``, ``nearest`` or ``chance``.
-        beta2: the stage's second decay rate.
-    """
-    if released_constants:
-        return "released"
-    if second_moment == "auto":
-        second_moment = "chance" if beta2 > NEAREST_UP_TO else "nearest"
-    return ROUNDINGS[second_moment]
-
-
 def rounding_of(states: str) -> str | None:
     """The ``fp8.second_moment`` that made optimizer states.
 
@@ -133,8 +86,13 @@ class Fp8Config:
     """Run the plain PyTorch arithmetic on a GPU without FP8 tensor cores (slow)."""
 
     def __post_init__(self) -> None:
-        why = "fp8.optimizer: adamw" if self.optimizer == "adamw" else ""
-        check_moments(self.released_constants, self.second_moment, why)
+        if self.optimizer == "adamw":
+            self._refuse_moments("fp8.optimizer: adamw")
+        if self.released_constants and self.second_moment == "chance":
+            raise ValueError(
+                "fp8.second_moment: chance has no effect with fp8.released_constants, whose kernel "
+                "rounds to nearest; remove one of them"
+            )
         if self.cuda_graphs and self.weights == "cache":
             raise ValueError(
                 "fp8.cuda_graphs quantizes weights in every pass, so fp8.weights: cache has no "
@@ -160,9 +118,36 @@ class Fp8Config:
                 "precision: bf16, or set one of them"
             )
 
+    def _refuse_moments(self, why: str) -> None:
+        """Refuse settings of FP8 moments, which have no effect for the reason given."""
+        given = {
+            "released_constants": self.released_constants,
+            "second_moment": self.second_moment == "chance",
+        }
+        for name, is_given in given.items():
+            if is_given:
+                raise ValueError(
+                    f"fp8.{name} has no effect with {why}; remove it, or set fp8.optimizer: coat"
+                )
+
     def codec(self, beta2: float) -> str:
-        """Of AdamW's FP8 moments in a stage with this beta2: a name in ``coat_kernels.CODECS``."""
-        return moment_codec(self.released_constants, self.second_moment, beta2)
+        """The codec of AdamW's FP8 moments in a stage: a name in ``coat_kernels.CODECS``.
+
+        A step moves the second moment v by up to 1 - beta2 of itself where gradients shrink: 0.1%
+        at 0.999. Neighbouring E4M3 values are up to 12.5% apart, so rounding to nearest puts v back
+        where it was, and it stays too large (kernels/README.md). Stochastic rounding is right on
+        average, at the price of more variance, which costs where beta2 is small. So ``auto``
+        chooses by beta2. The codec of ``released_constants`` rounds to nearest.
+
+        Args:
+            beta2: the stage's second decay rate.
+        """
+        if self.released_constants:
+            return "released"
+        rounding = self.second_moment
+        if rounding == "auto":
+            rounding = "chance" if beta2 > NEAREST_UP_TO else "nearest"
+        return ROUNDINGS[rounding]
 
     def resolved(self, precision: Fp8Precision) -> "Fp8Config":
         """The same with nothing absent, for a run in this precision.
@@ -184,8 +169,7 @@ class Fp8Config:
                 )
         optimizer = self.optimizer or ("adamw" if precision == "fp8_linear" else "coat")
         if optimizer == "adamw":
-            why = f"precision {precision}, whose optimizer is torch's AdamW"
-            check_moments(self.released_constants, self.second_moment, why)
+            self._refuse_moments(f"precision {precision}, whose optimizer is torch's AdamW")
         return dataclasses.replace(self, vision=vision, language=language, optimizer=optimizer)
 
 
@@ -197,7 +181,7 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 class MonitorConfig:
     """Every so many steps a few FP8 blocks run once more, in FP8 and in BF16, on a live input.
 
-    What is measured: :mod:`coat_vlm.fp8.block_error`. Other steps are as without a monitor.
+    What is measured: :mod:`coat_vlm.fp8.measure`. Other steps are as without a monitor.
     """
 
     every: Annotated[int, Field(gt=0)]

@@ -45,7 +45,7 @@ class Recipe(EvalSchedule):
     """``fp32``: all FP32; ``bf16``: BF16 weights and arithmetic with FP32 master weights;
     ``fp8_linear``: the blocks' GEMMs in FP8; ``coat``: also kept activations and optimizer states;
     ``coat_lean``: also what attention keeps (docs/design.md). On a CPU all but the first keep FP32
-    weights and round in the linear layers (coat_vlm/fp8/arithmetic.py)."""
+    weights and round in the linear layers (coat_vlm/fp8/convert.py)."""
     fp8: Fp8Config | None = None
     """What an FP8 precision makes FP8; its defaults when absent."""
     monitor: MonitorConfig | None = None

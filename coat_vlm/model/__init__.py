@@ -5,10 +5,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 from coat_vlm.model import packing
 from coat_vlm.model.build import build_model
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig, OpenClipVisionConfig
-from coat_vlm.model.parameters import count_parameters, module_parameters
 from coat_vlm.model.projector import build_projector, projected_tokens
 from coat_vlm.model.vision import VisionTower
-from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.model.vlm import CoatVlm, count_parameters, module_parameters
 
 __all__ = [
     "IMAGE_TOKEN",
@@ -27,5 +26,4 @@ AutoConfig.register(OpenClipVisionConfig.model_type, OpenClipVisionConfig, exist
 AutoConfig.register(CoatVlmConfig.model_type, CoatVlmConfig, exist_ok=True)
 AutoModel.register(CoatVlmConfig, CoatVlm, exist_ok=True)
 AutoModelForImageTextToText.register(CoatVlmConfig, CoatVlm, exist_ok=True)
-packing.register()
 packing.register()

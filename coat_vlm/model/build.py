@@ -1,6 +1,7 @@
 """Builds the composed model of a recipe, from scratch or from pretrained parts.
 
-The model of a recipe on torch's ``meta`` device: shapes and names without memory or weights.
+:func:`build_model` has its weights; :func:`model_frame` and :func:`saved_frame` are the same model
+on torch's ``meta`` device: shapes and names without memory or weights.
 """
 
 import copy
@@ -32,6 +33,7 @@ from coat_vlm.model.vlm import CoatVlm
 VISION_MODELS = {"siglip_vision_model": SiglipVisionModel, "clip_vision_model": CLIPVisionModel}
 """Towers of transformers by model type; ``siglip`` and ``clip`` checkpoints contain one."""
 
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Older names of RoPE settings, which transformers' configurations still take.
 _LEGACY_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 
@@ -59,13 +61,7 @@ def build_model(
     dtype = dtype or torch.float32
     if model.vision is None:
         language = _language(model.language, tokenizer, dtype, model.attention)
-        config = CoatVlmConfig(
-            text_config=language.config,
-            projector_type=None,
-            image_token_id=None,
-            attn_implementation=model.attention,
-            dtype=dtype,
-        )
+        config = _composed_config(model, None, language.config, dtype=dtype)
         return _compose(config, None, None, language, tokenizer)
     image_token_id = tokenizer.get_vocab().get(IMAGE_TOKEN)
     if image_token_id is None:
@@ -76,21 +72,34 @@ def build_model(
     vision_config, backbone = _vision(model.vision, dtype, model.attention)
     vision_config.dtype = dtype
     language = _language(model.language, tokenizer, dtype, model.attention)
-    config = CoatVlmConfig(
-        vision_config=vision_config,
-        text_config=language.config,
-        projector_type=model.projector.type,
-        select_layer=model.vision.select_layer,
-        select_feature=model.vision.select_feature,
+    config = _composed_config(
+        model,
+        vision_config,
+        language.config,
         image_token_id=image_token_id,
         s2_scales=_scales(model, vision_config),
-        attn_implementation=model.attention,
         dtype=dtype,
     )
     tower = VisionTower(config, backbone).to(dtype)
     width = language.config.hidden_size
     projector = build_projector(model.projector.type, config.feature_size, width)
     return _compose(config, tower, projector.to(dtype), language, tokenizer)
+
+
+def _composed_config(
+    model: ModelConfig, vision: PretrainedConfig | None, text: PretrainedConfig, **kwargs: Any
+) -> CoatVlmConfig:
+    """The configuration of a recipe's model; without a tower it is a language model alone."""
+    if model.vision is None:
+        kwargs |= {"projector_type": None, "image_token_id": None}
+    else:
+        kwargs |= {
+            "vision_config": vision,
+            "projector_type": model.projector.type,
+            "select_layer": model.vision.select_layer,
+            "select_feature": model.vision.select_feature,
+        }
+    return CoatVlmConfig(text_config=text, attn_implementation=model.attention, **kwargs)
 
 
 def _scales(model: ModelConfig, vision: PretrainedConfig) -> list[int] | None:
@@ -119,7 +128,7 @@ def _compose(
     generation = copy.deepcopy(language.generation_config)
     assert generation is not None
     generation.suppress_tokens = suppressed
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for name in _SPECIAL_IDS:
         # A published model's own choice stays: it may stop at several tokens.
         if getattr(generation, name) is None:
             setattr(generation, name, getattr(tokenizer, name))
@@ -136,7 +145,11 @@ def _vision(
             return load_open_clip(vision.name_or_path)
         return build_open_clip(vision.config or {})
     if vision.name_or_path is not None:
-        return _pretrained_tower(vision.name_or_path, dtype, attention)
+        kind, where = VISION_MODELS[tower_type(vision.name_or_path)], "model.vision.name_or_path"
+        tower: PreTrainedModel = load_weights(
+            kind, where, vision.name_or_path, dtype=dtype, attn_implementation=attention
+        )
+        return tower.config, tower
     config = config_from("model.vision.config", vision.config or {}, tuple(VISION_MODELS))
     model_class = VISION_MODELS[config.model_type]
     tower = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
@@ -161,16 +174,6 @@ def tower_type(path: str) -> str:
     return wanted
 
 
-def _pretrained_tower(
-    path: str, dtype: torch.dtype, attention: str
-) -> tuple[PretrainedConfig, nn.Module]:
-    where = "model.vision.name_or_path"
-    tower = load_weights(
-        VISION_MODELS[tower_type(path)], where, path, dtype=dtype, attn_implementation=attention
-    )
-    return tower.config, tower
-
-
 def _language(
     language: LanguageConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -178,12 +181,8 @@ def _language(
     attention: str,
 ) -> PreTrainedModel:
     if language.name_or_path is None:
-        values = dict(language.config or {})
-        values["vocab_size"] = max(values.get("vocab_size", 0), len(tokenizer))
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            values.setdefault(name, getattr(tokenizer, name))
-        allowed = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        config = config_from("model.language.config", values, allowed)
+        ids = {name: getattr(tokenizer, name) for name in _SPECIAL_IDS}
+        config = _new_text_config(language, len(tokenizer), ids)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     where = "model.language.name_or_path"
     check_causal(where, language.name_or_path, read_config(where, language.name_or_path))
@@ -253,25 +252,9 @@ def model_frame(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> Coat
     Raises:
         ValueError: as ``build_model``, for what configurations can tell.
     """
-    vision = model.vision
     with torch.device("meta"):
-        language = _text_config(model.language, vocab_size)
-        if vision is None:
-            config = CoatVlmConfig(
-                text_config=language,
-                projector_type=None,
-                image_token_id=None,
-                attn_implementation=model.attention,
-            )
-        else:
-            config = CoatVlmConfig(
-                vision_config=_vision_config(vision),
-                text_config=language,
-                projector_type=model.projector.type,
-                select_layer=vision.select_layer,
-                select_feature=vision.select_feature,
-                attn_implementation=model.attention,
-            )
+        tower = None if model.vision is None else _vision_config(model.vision)
+        config = _composed_config(model, tower, _text_config(model.language, vocab_size))
     return frame_of(config, dtype)
 
 
@@ -316,12 +299,19 @@ def _vision_config(vision: VisionConfig) -> PretrainedConfig:
 def _text_config(language: LanguageConfig, vocab_size: int) -> PretrainedConfig:
     path = language.name_or_path
     if path is None:
-        values: dict[str, Any] = dict(language.config or {})
-        values["vocab_size"] = max(values.get("vocab_size", 0), vocab_size)
-        allowed = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        return config_from("model.language.config", values, allowed)
+        return _new_text_config(language, vocab_size, {})
     where = "model.language.name_or_path"
     config = copy.deepcopy(read_config(where, path))
     check_causal(where, path, config)
     config.vocab_size = max(config.vocab_size, vocab_size)
     return config
+
+
+def _new_text_config(
+    language: LanguageConfig, vocab_size: int, defaults: Mapping[str, Any]
+) -> PretrainedConfig:
+    """The configuration of a language model from scratch, with at least ``vocab_size`` tokens."""
+    values: dict[str, Any] = {**defaults, **(language.config or {})}
+    values["vocab_size"] = max(values.get("vocab_size", 0), vocab_size)
+    allowed = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return config_from("model.language.config", values, allowed)

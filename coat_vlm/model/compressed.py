@@ -1,9 +1,9 @@
-"""Weights in eight bits as the compressed-tensors format stores them, and what they lose.
+"""Weights in eight bits as the compressed-tensors format stores them: writing and reading them.
 
-A linear layer's weight W [N, K] becomes codes of the same shape and scales, all in one symmetric
-rule (no zero points):
+A linear layer's weight W [N, K] becomes quantized data of the same shape and scales, all in one
+symmetric rule (no zero points):
 
-    scale = amax(part of W) / largest code        codes = round(W / scale)        W ~ codes * scale
+    scale = amax(part of W) / largest value       data = round(W / scale)        W ~ data * scale
 
 ``fp8`` and ``int8`` have one scale per output channel, ``fp8_block`` one per block of 128 x 128.
 The inputs of such a layer are quantized while the model runs: per token, or per token and 128
@@ -11,16 +11,11 @@ channels. Names, dtypes and shapes in files are those of compressed-tensors' ``f
 ``int-quantized`` (presets FP8_DYNAMIC, FP8_BLOCK and INT8_W8A8 of its ``quant_scheme.py``), which
 vLLM and transformers read.
 
-Reads a composed checkpoint whose linear layers are compressed (:mod:`.compressed`).
-
-The weights are decompressed one by one while they are read, so the model in memory is an ordinary
-one: it can be trained, converted and saved. compressed-tensors itself is not needed.
-
-Linear layers whose inputs are rounded as a layer with compressed weights rounds them.
-
-Programs that serve such weights multiply codes by codes. Here the weights are decompressed when a
-checkpoint is loaded, and every input is quantized and decompressed, so that an evaluation shows
-what both roundings cost, on any machine. Only the order of summation is another.
+A checkpoint is decompressed weight by weight while it is read, so the model in memory is an
+ordinary one: it can be trained, converted and saved, and compressed-tensors itself is not needed.
+Programs that serve such weights multiply quantized inputs by quantized weights. Here
+:func:`round_inputs` quantizes and dequantizes every input of such a layer, so that an evaluation
+shows what both roundings cost, on any machine; only the order of summation is another.
 """
 
 import json

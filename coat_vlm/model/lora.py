@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from coat_vlm.config.stage import LoraTraining
-from coat_vlm.model.parameters import count_parameters
-from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.model.vlm import CoatVlm, count_parameters
 
 _LANGUAGE = "language_model"
 _ADAPTER = "default"

@@ -2,7 +2,8 @@
 
     next_token_loss        from logits (B, T, V), where somebody wants to see these
     hidden_loss            from what the output layer reads (B, T, H)
-    linear_cross_entropy   the same for trained positions alone, (M, H): the fused one
+    linear_cross_entropy   the same for supervised positions alone, (M, H): the fused one
+    loss_for_logits        lets the output layer's own call return the loss
 
 The logits of a batch are its largest tensor by far: 16k trained tokens of a vocabulary of 152k are
 10 GB in FP32, and cross-entropy keeps several of that size for the backward pass. So the fused loss
@@ -14,10 +15,9 @@ plain layer stay in its dtype, and a kernel puts their gradient in their place.
 How many tokens are trained decides on shapes: labels on a GPU make the CPU wait for it, labels on
 the CPU do not.
 
-The output layer computes the loss in its own call, where its logits are not wanted.
-
-It has to be in that call: under ZeRO-3 the layer's weight exists only between the hooks before and
-after it.
+Where logits are not wanted, the output layer computes the loss in its own call
+(:func:`loss_for_logits`): under ZeRO-3 the layer's weight exists only between the hooks before and
+after that call.
 """
 
 import copy
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from coat_vlm.model.placeholders import sent
+from coat_vlm.model.placeholders import copy_to_device
 
 IGNORE_INDEX = -100
 
@@ -312,7 +312,7 @@ def _trained(labels: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Which of the flattened positions [B * T] predict a trained token [M], and these tokens."""
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
     places = (targets != IGNORE_INDEX).nonzero().squeeze(1)
-    return sent(places, device), sent(targets.index_select(0, places), device)
+    return copy_to_device(places, device), copy_to_device(targets.index_select(0, places), device)
 
 
 def _rows(x: Tensor, places: Tensor) -> Tensor:
@@ -323,7 +323,7 @@ def _rows(x: Tensor, places: Tensor) -> Tensor:
 def _divisor(targets: Tensor, num_items_in_batch: float | Tensor | None) -> Tensor:
     items = len(targets) if num_items_in_batch is None else num_items_in_batch
     if isinstance(items, Tensor):
-        return sent(items.to(torch.float32), targets.device).clamp(min=1)
+        return copy_to_device(items.to(torch.float32), targets.device).clamp(min=1)
     # A number that is filled in there is no copy from the CPU.
     return torch.full((), max(1.0, items), dtype=torch.float32, device=targets.device)
 

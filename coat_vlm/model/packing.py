@@ -1,25 +1,22 @@
-"""Several sequences in one row: where they lie, as transformers' models are told.
+"""Sequences packed into one row: positions, masks and attention of transformers' models.
 
-Attention among sequences packed into one row, for models of transformers: ``sdpa_packed``.
-
-A row [1, T] holds several sequences, one after the other; a token sees its own only. The model is
-told where they end by the arguments that transformers has for this (``FlashAttentionKwargs``):
+A row [1, T] holds several sequences, one after the other; a token sees only its own sequence. The
+model is told where they end by the arguments that transformers has for this
+(``FlashAttentionKwargs``):
 
     model.set_attn_implementation(PACKED)
     model(ids, position_ids=..., cu_seq_lens_q=bounds, cu_seq_lens_k=bounds,
           max_length_q=longest, max_length_k=longest)
 
 No mask [T, T] is made and no key or value is repeated for the query heads of its group. Without
-these arguments it is transformers' own ``sdpa``.
+these arguments ``sdpa_packed`` is transformers' own ``sdpa``.
 
-Spares a language model the search for packed sequences where there can be none.
-
-Without a mask, models of transformers look whether ``position_ids`` start again within a row
-(``find_packed_sequence_indices``). The answer decides on the CPU, so it waits for the GPU: once in
-every forward pass, behind the vision tower. Positions that the model counted itself never start
-again.
-
-When a batch needs no attention mask, although its rows are padded.
+Two more functions keep a batch that is not packed from masks and waits it does not need.
+:func:`mask_for_loss` drops the mask of rows padded on the right. :func:`counted_by_model` spares
+the search for packed sequences: without a mask, models of transformers look whether
+``position_ids`` start again within a row (``find_packed_sequence_indices``). The answer decides on
+the CPU, so it waits for the GPU, once in every forward pass, behind the vision tower. Positions
+that the model counted itself never start again.
 """
 
 import logging
@@ -39,7 +36,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from coat_vlm.model.loss import IGNORE_INDEX
-from coat_vlm.model.placeholders import sent
+from coat_vlm.model.placeholders import copy_to_device
+
+logger = logging.getLogger(__name__)
+
+PACKED = "sdpa_packed"
+"""The name of this attention implementation."""
+
+Kernel = Literal["flash", "sdpa"]
+"""Torch's variable-length flash attention, or one call of SDPA for each sequence."""
+
+_UNKNOWN = ("softcap", "s_aux", "position_bias")
+"""What some models ask of attention and this one does not do."""
 
 _NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments of ``FlashAttentionKwargs``."""
@@ -135,7 +143,7 @@ def packing_of(
         )
     if bounds.device.type == "cpu":
         _check_bounds(bounds, tokens, int(longest))
-    return Packing(sent(bounds, device), int(longest), bounds)
+    return Packing(copy_to_device(bounds, device), int(longest), bounds)
 
 
 def _differ(bounds: Tensor, keys: Tensor | None) -> bool:
@@ -159,18 +167,6 @@ def _check_bounds(bounds: Tensor, tokens: int, longest: int) -> None:
         raise ValueError(
             f"max_length_q is {longest}, but a sequence of cu_seq_lens_q has {max(lengths)} tokens"
         )
-
-
-logger = logging.getLogger(__name__)
-
-PACKED = "sdpa_packed"
-"""The name of this attention implementation."""
-
-Kernel = Literal["flash", "sdpa"]
-"""Torch's variable-length flash attention, or one call of SDPA for each sequence."""
-
-_UNKNOWN = ("softcap", "s_aux", "position_bias")
-"""What some models ask of attention and this one does not do."""
 
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: float) -> Kernel:
@@ -356,9 +352,10 @@ def packed_mask(
 
 
 def register() -> None:
-    """Make the implementation known to transformers."""
+    """Tell transformers of the attention ``sdpa_packed``, and spare it the search (see above)."""
     AttentionInterface.register(PACKED, packed_attention)
     AttentionMaskInterface.register(PACKED, packed_mask)
+    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 
 
 _search = masking_utils.find_packed_sequence_indices
@@ -388,11 +385,6 @@ def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
     if not torch.compiler.is_compiling() and getattr(_here, "counted", False):
         return None
     return _search(position_ids)
-
-
-def register_counted_positions() -> None:
-    """Put the function in the place of transformers' own."""
-    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 
 
 def mask_for_loss(mask: Tensor | None, model: PreTrainedModel) -> Tensor | None:

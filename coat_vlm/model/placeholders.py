@@ -1,12 +1,11 @@
-"""From the CPU to the model's device without a wait.
-
-Image placeholders: where they are among a batch's tokens, and features in their place.
+"""Image placeholders: where they are among a batch's tokens, and features in their place.
 
 Who makes a batch knows the places on the CPU. Given these, neither the forward nor the backward
 pass asks the GPU how many there are: each such question would keep the CPU from queueing work until
-the GPU has answered.
+the GPU has answered. :func:`copy_to_device` brings what the CPU knows to the GPU without a wait.
 
-Pooling in time: the embeddings of consecutive frames of a video become their mean.
+Pooling in time: the embeddings of consecutive frames of a video become their mean
+(:func:`pool_frames`).
 
     y_g = sum over the frames i of group g of x_i / n_g
 
@@ -24,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``; the CPU does not wait for the work that is queued there.
 
     An ordinary copy to a GPU returns when the GPU has done it, and so all that was queued before
@@ -63,7 +62,7 @@ def placeholder_positions(is_image: Tensor, given: Tensor | None) -> Tensor:
             f"image_positions is {given.dtype} of shape {tuple(given.shape)}; needed is int64, "
             "[placeholders]"
         )
-    positions = sent(given, is_image.device)
+    positions = copy_to_device(given, is_image.device)
     right = _are_all(positions, is_image.flatten())
     message = (
         f"image_positions ({len(given)}) are not the places of the image placeholders in the "
@@ -147,7 +146,7 @@ def pool_frames(features: Tensor, sizes: list[int]) -> Tensor:
         member[group, end - size : end] = 1
     # Rounded on the CPU, so that what is sent needs no more than a copy.
     count, member = (
-        sent(x.to(features.dtype), features.device) for x in (torch.tensor(sizes), member)
+        copy_to_device(x.to(features.dtype), features.device) for x in (torch.tensor(sizes), member)
     )
     sums = member @ features.flatten(1)
     return sums.unflatten(1, features.shape[1:]) / count.reshape(-1, 1, 1)

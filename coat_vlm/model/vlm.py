@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from coat_vlm.config import ModuleName
 from coat_vlm.model.compressed import arguments_of, compression_of
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.loss import loss_for_logits, next_token_loss, why_logits_are_needed
@@ -396,3 +397,19 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
 
 def _count(images: torch.Tensor | None) -> int:
     return 0 if images is None else images.shape[0]
+
+
+def module_parameters(model: CoatVlm) -> dict[ModuleName, nn.Module]:
+    """The model's parts by the names that recipes use, those that it has."""
+    parts: dict[ModuleName, nn.Module | None] = {
+        "vision": model.vision_tower,
+        "projector": model.projector,
+        "language": model.language_model,
+    }
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def count_parameters(module: nn.Module, trainable_only: bool = False) -> int:
+    """Number of parameters, shared ones once; complete sizes also where ZeRO-3 has split them."""
+    parameters = (p for p in module.parameters() if p.requires_grad or not trainable_only)
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)

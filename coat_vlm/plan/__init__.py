@@ -1,8 +1,7 @@
 """What a recipe needs of a GPU's memory, told before any GPU is touched: ``coat-vlm plan``."""
 
-from coat_vlm.plan.activations import Activations, trace
-from coat_vlm.plan.memory import LiveMemory
-from coat_vlm.plan.stage import StagePlan, plan_recipe, plan_stage
+from coat_vlm.plan.activations import Activations, LiveMemory, trace
+from coat_vlm.plan.stage import StagePlan, plan_recipe
 from coat_vlm.plan.table import format_plan
 from coat_vlm.plan.zero import ZERO_STAGES, RankMemory, Sizes, rank_memory
 
@@ -15,7 +14,6 @@ __all__ = [
     "StagePlan",
     "format_plan",
     "plan_recipe",
-    "plan_stage",
     "rank_memory",
     "trace",
 ]

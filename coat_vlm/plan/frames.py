@@ -1,15 +1,123 @@
-"""The model of a recipe's stage as it would stand on a GPU, on ``meta``."""
+"""The model of a recipe's stage as it would stand on a GPU, on ``meta``.
+
+The shapes of the published models that built-in recipes name stand here, so that nobody has to be
+asked for them. The numbers are those of the models' ``config.json``; what is not named is
+transformers' default of the model type. ``tokens`` is what the model's tokenizer has, without
+``<image>``.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
-from coat_vlm.config import BlockPrecision, Fp8Config, Precision, Recipe, StageConfig
+from coat_vlm.config import (
+    BlockPrecision,
+    Fp8Config,
+    LanguageConfig,
+    ModelConfig,
+    Precision,
+    Recipe,
+    StageConfig,
+)
+from coat_vlm.config.model import TokenizerConfig
 from coat_vlm.fp8 import Arithmetic, convert
 from coat_vlm.model.build import model_frame, saved_frame
 from coat_vlm.model.pretrained import composed_folder
 from coat_vlm.model.tokenizer import prepare_tokenizer, tokenizer_name
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.train.engine import set_train_mode, set_trainable
+
+TOWERS: dict[str, Mapping[str, Any]] = {
+    "Efficient-Large-Model/paligemma-siglip-so400m-patch14-448": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+        "num_attention_heads": 16, "image_size": 448, "patch_size": 14,
+    },
+    "openai/clip-vit-large-patch14-336": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "image_size": 336, "patch_size": 14,
+    },
+}  # fmt: skip
+"""By the names of ``model.vision.name_or_path``."""
+
+_QWEN = {
+    "model_type": "qwen2",
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+
+LANGUAGES: dict[str, Mapping[str, Any]] = {
+    "Qwen/Qwen2.5-7B-Instruct": _QWEN | {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN | {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "lmsys/vicuna-7b-v1.5": {
+        "model_type": "llama",
+        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""By the names of ``model.language.name_or_path``."""
+
+TOKENIZERS = {
+    "Qwen/Qwen2.5-7B-Instruct": 151665,
+    "Qwen/Qwen2.5-1.5B-Instruct": 151665,
+    "lmsys/vicuna-7b-v1.5": 32000,
+}
+"""Tokens, by the names of ``model.tokenizer.name_or_path``."""
+
+
+def with_published_shapes(recipe: Recipe) -> Recipe:
+    """The recipe with the configurations of published models in the place of their names.
+
+    Names that are not known here, and local folders of such a name, stay: transformers reads their
+    ``config.json``. Only for what needs shapes and no weights.
+
+    Args:
+        recipe: any; with ``init_from`` its model is not built, and it stays as it is.
+    """
+    if recipe.init_from is not None:
+        return recipe
+    model = recipe.model
+    changes: dict[str, Any] = {}
+    vision, language, tokenizer = model.vision, model.language, model.tokenizer
+    if vision is not None and vision.library == "transformers":
+        tower = _known(vision.name_or_path, TOWERS)
+        if tower is not None:
+            changes["vision"] = dataclasses.replace(vision, name_or_path=None, config=dict(tower))
+    shape = _known(language.name_or_path, LANGUAGES)
+    if shape is not None:
+        changes["language"] = LanguageConfig(config=dict(shape))
+    if tokenizer.train_vocab_size is None:
+        tokens = _known(tokenizer.name_or_path or language.name_or_path, TOKENIZERS)
+        if tokens is not None:
+            changes["tokenizer"] = TokenizerConfig(train_vocab_size=tokens + _image_tokens(model))
+        elif tokenizer.name_or_path is None:
+            # The name of the language model, which may be gone now, is its tokenizer's, too.
+            changes["tokenizer"] = TokenizerConfig(name_or_path=language.name_or_path)
+    return dataclasses.replace(recipe, model=dataclasses.replace(model, **changes))
+
+
+def _known(name: str | None, table: Mapping[str, Any]) -> Any:
+    return None if name is None or Path(name).exists() else table.get(name)
+
+
+def _image_tokens(model: ModelConfig) -> int:
+    """``<image>``, which every model with a tower gets."""
+    return int(model.vision is not None)
+
 
 BLOCK_PRECISIONS: tuple[BlockPrecision, ...] = ("bf16", "fp8_linear", "coat", "coat_lean")
 """What the kept activations are compared over."""

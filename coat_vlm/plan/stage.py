@@ -25,8 +25,13 @@ from coat_vlm.config import (
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import Activations, trace
-from coat_vlm.plan.frames import BLOCK_PRECISIONS, gpu_arithmetic, stage_frame, vocabulary
-from coat_vlm.plan.published import with_published_shapes
+from coat_vlm.plan.frames import (
+    BLOCK_PRECISIONS,
+    gpu_arithmetic,
+    stage_frame,
+    vocabulary,
+    with_published_shapes,
+)
 from coat_vlm.plan.zero import (
     RankMemory,
     Sizes,
@@ -191,17 +196,9 @@ def plan_recipe(
         stage = recipe.stages[name]
         check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, ranks)
     vocab_size = None if recipe.init_from is not None else vocabulary(recipe)
+    zeros: list[ZeroStage] = sorted({*zero_stages, recipe.zero_stage})
     return [
-        plan_stage(
-            recipe,
-            name,
-            vocab_size=vocab_size,
-            ranks=ranks,
-            gpu_bytes=gpu_bytes,
-            zero_stages=zero_stages,
-            images=images,
-            tokens=tokens,
-        )
+        _plan_stage(recipe, name, vocab_size, ranks, gpu_bytes, zeros, images, tokens)
         for name in chosen
     ]
 
@@ -216,32 +213,16 @@ def row_tokens(recipe: Recipe, stage: StageConfig) -> int:
     return longest if stage.packing is None else stage.packing.row_tokens(longest)
 
 
-def plan_stage(
+def _plan_stage(
     recipe: Recipe,
     name: StageName,
-    *,
     vocab_size: int | None,
     ranks: int,
     gpu_bytes: float,
     zero_stages: Sequence[ZeroStage],
-    images: int | None = None,
-    tokens: int | None = None,
+    images: int | None,
+    tokens: int | None,
 ) -> StagePlan:
-    """Plan one stage; arguments as :func:`plan_recipe`.
-
-    Args:
-        recipe: see there.
-        name: the stage.
-        vocab_size: tokens of the tokenizer; None with ``init_from``.
-        ranks: see there.
-        gpu_bytes: see there.
-        zero_stages: see there.
-        images: see there.
-        tokens: see there.
-
-    Raises:
-        ValueError: see there.
-    """
     stage = recipe.stages[name]
     length = tokens or row_tokens(recipe, stage)
     arithmetic = gpu_arithmetic(recipe.precision, recipe.fp8)
@@ -265,7 +246,6 @@ def plan_stage(
         )
         for factor in (1, 2, 4)
     )
-    chosen: list[ZeroStage] = sorted({*zero_stages, recipe.zero_stage})
     accumulates = stage.batch_size > stage.micro_batch_size * ranks
     tower = frame.vision_tower
     grid = 0 if tower is None else tower.image_size // tower.patch_size
@@ -286,7 +266,8 @@ def plan_stage(
         fourfold=fourfold,
         recipe_zero=recipe.zero_stage,
         memory={
-            zero: rank_memory(zero, sizes, ranks, exact, accumulates=accumulates) for zero in chosen
+            zero: rank_memory(zero, sizes, ranks, exact, accumulates=accumulates)
+            for zero in zero_stages
         },
         kept=_by_precision(recipe, stage, vocab_size, length, images),
     )

@@ -28,8 +28,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
 
 from coat_vlm.config import StageConfig
-from coat_vlm.model.parameters import count_parameters
-from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.model.vlm import CoatVlm, count_parameters
 from coat_vlm.optim import param_groups
 from coat_vlm.plan.activations import Activations
 

@@ -39,6 +39,8 @@ class Plot:
 
 
 Draw = Callable[[Axes, StageLog], None]
+Value = Callable[[Mapping[str, Any]], float | None]
+"""Reads one number from a row of metrics.jsonl."""
 
 
 def stage_plots(stage: StageLog) -> list[Plot]:
@@ -69,10 +71,10 @@ def stage_plots(stage: StageLog) -> list[Plot]:
 
 
 def _draw_loss(axes: Axes, stage: StageLog) -> None:
-    _plot_noisy(axes, *_series(stage.steps, lambda row: row.get("loss")))
+    _plot_noisy(axes, *_series(stage.steps, _at("loss")))
     sources = dict.fromkeys(name for row in stage.validations for name in row.get("losses") or {})
     for number, source in enumerate(sources):
-        points, values = _series(stage.validations, _loss_of(source))
+        points, values = _series(stage.validations, _at("losses", source))
         colour = COLOURS[1 + number % (len(COLOURS) - 1)]
         axes.plot(
             points, values, "o-", color=colour, markersize=4, linewidth=1, label=f"val {source}"
@@ -95,7 +97,7 @@ def _draw_evaluations(axes: Axes, stage: StageLog) -> None:
 def _draw_lr(axes: Axes, stage: StageLog) -> None:
     names = dict.fromkeys(name for row in stage.steps for name in row.get("lr") or {})
     for number, name in enumerate(names):
-        steps, values = _series(stage.steps, _lr_of(name))
+        steps, values = _series(stage.steps, _at("lr", name))
         # Modules often share a rate: dashes of different length let the lower line show through.
         style = ("-", (0, (5, 4)), (0, (1, 4)))[number % 3]
         axes.plot(steps, values, color=COLOURS[number % len(COLOURS)], linestyle=style, label=name)
@@ -105,12 +107,16 @@ def _draw_lr(axes: Axes, stage: StageLog) -> None:
 
 
 def _draw_wait(axes: Axes, stage: StageLog) -> None:
-    _plot_noisy(axes, *_series(stage.steps, _wait_share))
+    timed = [row for row in stage.steps if row.get("step_s")]
+    steps, shares = _series(
+        timed, lambda row: 100 * row.get("data_wait_s", math.nan) / row["step_s"]
+    )
+    _plot_noisy(axes, steps, shares)
     axes.set_ylim(bottom=0)
 
 
 def _draw_memory(axes: Axes, stage: StageLog) -> None:
-    steps, megabytes = _series(stage.steps, lambda row: row.get("peak_memory_mb"))
+    steps, megabytes = _series(stage.steps, _at("peak_memory_mb"))
     axes.plot(steps, megabytes * 1e6 / 2**30, color=COLOURS[0], linewidth=1.4)
     axes.set_ylim(bottom=0)
 
@@ -119,9 +125,9 @@ def _draw_phases(axes: Axes, stage: StageLog) -> None:
     """Shares of a step's time, one above the other; smoothed as the other curves are."""
     timed = [row for row in stage.steps if row.get("phases")]
     names = list(timed[-1]["phases"])
-    steps, _ = _series(timed, lambda row: row["step"])
+    steps, _ = _series(timed, _at("step"))
     window = max(1, len(steps) // SMOOTHING_SHARE)
-    seconds = np.array([_smooth(_series(timed, _phase_of(name))[1], window) for name in names])
+    seconds = np.array([_smooth(_series(timed, _at("phases", name))[1], window) for name in names])
     colours = [COLOURS[number % len(COLOURS)] for number in range(len(names))]
     shares = 100 * seconds / np.maximum(seconds.sum(0), 1e-12)
     axes.stackplot(steps, shares, labels=names, colors=colours, alpha=0.75, linewidth=0)
@@ -132,7 +138,7 @@ def _draw_phases(axes: Axes, stage: StageLog) -> None:
 
 
 def _draw_grad_norm(axes: Axes, stage: StageLog) -> None:
-    steps, norms = _series(stage.steps, lambda row: row.get("grad_norm"))
+    steps, norms = _series(stage.steps, _at("grad_norm"))
     _plot_noisy(axes, steps, norms)
     finite = norms[np.isfinite(norms)]
     if finite.size and finite.min() > 0 and finite.max() > 20 * finite.min():
@@ -141,7 +147,7 @@ def _draw_grad_norm(axes: Axes, stage: StageLog) -> None:
 
 def _draw_rate(key: str) -> Draw:
     def draw(axes: Axes, stage: StageLog) -> None:
-        _plot_noisy(axes, *_series(stage.steps, lambda row: row.get(key)))
+        _plot_noisy(axes, *_series(stage.steps, _at(key)))
         axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
         axes.set_ylim(bottom=0)
 
@@ -155,45 +161,29 @@ def _plot_noisy(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
     axes.plot(steps, _smooth(values, window), color=COLOURS[0], linewidth=1.6, label="train")
 
 
-def _loss_of(source: str) -> Callable[[Mapping[str, Any]], float | None]:
-    return lambda row: (row.get("losses") or {}).get(source)
+def _at(*keys: str) -> Value:
+    """Reads a value from nested mappings; None where a key is absent."""
 
-
-def _headline_of(name: str) -> Callable[[Mapping[str, Any]], float | None]:
-    def value(row: Mapping[str, Any]) -> float | None:
-        return (row["metrics"].get(name) or {}).get(row["headline"].get(name))
+    def value(row: Any) -> float | None:
+        for key in keys:
+            row = (row or {}).get(key)
+        return row
 
     return value
 
 
-def _phase_of(name: str) -> Callable[[Mapping[str, Any]], float | None]:
-    return lambda row: row["phases"].get(name)
+def _headline_of(name: str) -> Value:
+    return lambda row: _at("metrics", name, row["headline"].get(name))(row)
 
 
-def _lr_of(module: str) -> Callable[[Mapping[str, Any]], float | None]:
-    return lambda row: (row.get("lr") or {}).get(module)
-
-
-def _wait_share(row: Mapping[str, Any]) -> float | None:
-    if row.get("data_wait_s") is None or not row.get("step_s"):
-        return None
-    return 100 * row["data_wait_s"] / row["step_s"]
-
-
-def _series(
-    rows: Sequence[Mapping[str, Any]], value: Callable[[Mapping[str, Any]], float | None]
-) -> tuple[np.ndarray, np.ndarray]:
+def _series(rows: Sequence[Mapping[str, Any]], value: Value) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values as float arrays of at most MAX_POINTS; absent values are NaN."""
     steps = np.array([row["step"] for row in rows], dtype=float)
-    values = np.array([_number(value(row)) for row in rows], dtype=float)
+    values = np.array([value(row) for row in rows], dtype=float)  # None becomes NaN
     size = math.ceil(len(steps) / MAX_POINTS)
     starts = np.arange(0, len(steps), max(size, 1))
     lengths = np.diff(np.append(starts, len(steps)))
     return np.add.reduceat(steps, starts) / lengths, np.add.reduceat(values, starts) / lengths
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
 
 
 def _smooth(values: np.ndarray, window: int) -> np.ndarray:

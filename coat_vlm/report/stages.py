@@ -1,6 +1,8 @@
-"""The facts of a run in words: its header, and one column per stage."""
+"""The facts of a run in words: its header, one column per stage, and what a stage says of FP8."""
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from statistics import median
 from typing import Any
@@ -8,25 +10,31 @@ from typing import Any
 from coat_vlm.config import MODULES
 from coat_vlm.report.run_folder import RunFolder, StageLog
 
+Facts = list[tuple[str, str]]
+"""Label and text of each fact that is shown."""
 
-def header_facts(run: RunFolder) -> list[tuple[str, str]]:
+
+def header_facts(run: RunFolder) -> Facts:
     """Label and text of each fact in the report's header."""
     starts = [stage.start for stage in run.stages if stage.start]
     start = starts[-1] if starts else {}
     rows = [row for stage in run.stages for row in stage.steps]
     times = [row["time"] for row in rows if "time" in row]
     versions = start.get("versions") or {}
-    facts = [
-        ("precision", start.get("precision") or run.recipe.get("precision")),
-        ("device", _device(start)),
-        ("ZeRO stage", start.get("zero_stage", run.recipe.get("zero_stage"))),
-        ("seed", run.recipe.get("seed")),
-        ("training", _period(times)),
-        ("training time", _training_time(rows)),
-        ("commit", run.training.get("commit")),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-    ]
-    return [(label, str(value)) for label, value in facts if value not in (None, "")]
+    ranks = start.get("world_size") or 1
+    device = start.get("device") or ""
+    return _shown(
+        [
+            ("precision", start.get("precision") or run.recipe.get("precision")),
+            ("device", f"{ranks} x {device}" if device and ranks > 1 else device),
+            ("ZeRO stage", start.get("zero_stage", run.recipe.get("zero_stage"))),
+            ("seed", run.recipe.get("seed")),
+            ("training", " to ".join(_moment(time) for time in times[:: max(1, len(times) - 1)])),
+            ("training time", duration(_sum(rows, "step_s")) if rows else ""),
+            ("commit", run.training.get("commit")),
+            ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ]
+    )
 
 
 def stage_columns(run: RunFolder) -> list[dict[str, Any]]:
@@ -61,37 +69,46 @@ def count(number: float) -> str:
 
 def _stage_column(stage: StageLog, config: dict[str, Any]) -> dict[str, Any]:
     last = stage.steps[-1] if stage.steps else {}
+    lora = config.get("lora") or {}
+    losses = stage.validations[-1].get("losses") or {} if stage.validations else {}
+    total_s, wall_s = _sum(stage.steps, "step_s"), (stage.end or {}).get("wall_s")
+    peak_mb = max((float(row.get("peak_memory_mb") or 0) for row in stage.steps), default=0)
+    final = _values(stage.steps[-20:], "loss")
     facts = [
         ("steps", f"{last['step']} of {last.get('total_steps', '?')}" if last else ""),
         ("batch size", config.get("batch_size")),
         ("data", ", ".join(_source(source) for source in config.get("data") or [])),
         ("template", config.get("template")),
-        ("LoRA", _lora(config.get("lora") or {})),
+        ("LoRA", ", ".join(f"{k} {lora[k]:g}" for k in ("rank", "alpha", "dropout") if k in lora)),
         ("schedule", config.get("schedule")),
-        ("train loss, last 20 steps", _mean_of_last(stage, "loss")),
-        ("validation loss", _validation(stage)),
+        ("train loss, last 20 steps", f"{sum(final) / len(final):.4f}" if final else ""),
+        ("validation loss", ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())),
         ("last questions in training", _evaluation(stage)),
         ("tokens/s, median", _median(stage, "tokens_per_s")),
         ("of them vision", _vision_share(stage)),
         ("samples/s, median", _median(stage, "samples_per_s")),
         ("TFLOP/s per GPU, median", _median(stage, "tflop_per_s_per_gpu")),
         ("model FLOPs", _shares(stage, "tflop")),
-        ("waiting for data", _waiting(stage)),
+        ("waiting for data", _percent(_sum(stage.steps, "data_wait_s"), total_s, " of the time")),
         ("phases of a step", _shares(stage, "phases")),
-        ("peak memory", _peak_memory(stage)),
+        ("peak memory", f"{peak_mb * 1e6 / 2**30:.2f} GiB" if peak_mb else ""),
         ("bad samples", last.get("bad_samples", "")),
-        ("wall time", _wall_time(stage)),
+        ("wall time", "" if wall_s is None else duration(wall_s)),
     ]
     return {
         "name": stage.name,
         "status": "finished" if stage.end else "not finished" if stage.steps else "not started",
-        "facts": [(label, str(value)) for label, value in facts if value not in (None, "")],
+        "facts": _shown(facts),
         "modules": [
             _module(stage, config, name)
             for name in MODULES
             if name in (stage.start.get("total") or MODULES)  # a text-only run has one alone
         ],
     }
+
+
+def _shown(facts: list[tuple[str, Any]]) -> Facts:
+    return [(label, str(value)) for label, value in facts if value not in (None, "")]
 
 
 def _module(stage: StageLog, config: dict[str, Any], name: str) -> tuple[str, str, str, str]:
@@ -112,24 +129,21 @@ def _source(source: dict[str, Any]) -> str:
     return f"{source.get('name')} ({kind}{share:g})" if share else str(source.get("name"))
 
 
-def _lora(settings: dict[str, Any]) -> str:
-    names = ("rank", "alpha", "dropout")
-    return ", ".join(f"{name} {settings[name]:g}" for name in names if name in settings)
+def _values(rows: list[dict[str, Any]], key: str) -> list[float]:
+    return [float(row[key]) for row in rows if row.get(key) is not None]
 
 
-def _mean_of_last(stage: StageLog, key: str) -> str:
-    values = [float(row[key]) for row in stage.steps[-20:] if row.get(key) is not None]
-    return f"{sum(values) / len(values):.4f}" if values else ""
+def _sum(rows: list[dict[str, Any]], key: str) -> float:
+    return sum(_values(rows, key))
+
+
+def _percent(part: float, total: float, of: str = "") -> str:
+    return f"{100 * part / total:.1f}%{of}" if total else ""
 
 
 def _median(stage: StageLog, key: str) -> str:
-    values = [float(row[key]) for row in stage.steps if row.get(key) is not None]
+    values = _values(stage.steps, key)
     return count(median(values)) if values else ""
-
-
-def _validation(stage: StageLog) -> str:
-    losses = stage.validations[-1].get("losses") or {} if stage.validations else {}
-    return ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
 
 
 def _evaluation(stage: StageLog) -> str:
@@ -145,9 +159,9 @@ def _evaluation(stage: StageLog) -> str:
 
 def _vision_share(stage: StageLog) -> str:
     """Of all tokens; empty for a model without a tower, and for logs that do not say."""
-    vision = sum(row.get("vision_tokens") or 0 for row in stage.steps)
-    tokens = sum(row.get("tokens") or 0 for row in stage.steps if "vision_tokens" in row)
-    return f"{100 * vision / tokens:.1f}%" if vision else ""
+    counted = [row for row in stage.steps if "vision_tokens" in row]
+    vision = _sum(counted, "vision_tokens")
+    return _percent(vision, _sum(counted, "tokens")) if vision else ""
 
 
 def _shares(stage: StageLog, key: str) -> str:
@@ -156,42 +170,123 @@ def _shares(stage: StageLog, key: str) -> str:
     for row in stage.steps:
         sums.update(row.get(key) or {})
     total = sum(sums.values())
-    return ", ".join(f"{name} {100 * part / total:.1f}%" for name, part in sums.items() if total)
-
-
-def _waiting(stage: StageLog) -> str:
-    total = sum(float(row.get("step_s") or 0) for row in stage.steps)
-    waited = sum(float(row.get("data_wait_s") or 0) for row in stage.steps)
-    return f"{100 * waited / total:.1f}% of the time" if total else ""
-
-
-def _peak_memory(stage: StageLog) -> str:
-    peaks = [float(row["peak_memory_mb"]) for row in stage.steps if row.get("peak_memory_mb")]
-    return f"{max(peaks) * 1e6 / 2**30:.2f} GiB" if peaks else ""
-
-
-def _wall_time(stage: StageLog) -> str:
-    seconds = (stage.end or {}).get("wall_s")
-    return "" if seconds is None else duration(seconds)
-
-
-def _training_time(rows: list[dict[str, Any]]) -> str:
-    return duration(sum(float(row.get("step_s") or 0) for row in rows)) if rows else ""
-
-
-def _device(start: dict[str, Any]) -> str:
-    if not start.get("device"):
-        return ""
-    ranks = start.get("world_size") or 1
-    return str(start["device"]) if ranks == 1 else f"{ranks} x {start['device']}"
-
-
-def _period(times: list[Any]) -> str:
-    texts = [_moment(time) for time in (times[0], times[-1])] if times else []
-    return " to ".join(texts)
+    return ", ".join(f"{name} {_percent(part, total)}" for name, part in sums.items() if total)
 
 
 def _moment(time: float | str) -> str:
     if isinstance(time, str):
         return time[:16].replace("T", " ")
     return datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+KINDS = {
+    "weight": "E4M3 per tensor",
+    "linear input": "E4M3 per tensor",
+    "norm output": "E4M3 per tensor",
+    "activation output": "E4M3 per tensor",
+    "gradient": "E5M2 per tensor",
+    "norm input": "E4M3 per group, kept",
+    "activation input": "E4M3 per group, kept",
+    "attention input": "E4M3 per group, kept",
+}
+"""What each kind of tensor is quantized to (docs/design.md has the picture)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Section:
+    """What one stage says of its FP8."""
+
+    stage: str
+    converted: list[tuple[str, str]]
+    """(module, what it is now)."""
+    skipped: list[tuple[str, str]]
+    """(module, why it stays)."""
+    blocks: list[tuple[str, str, str, str]]
+    """(block, FP8 bytes per token, original bytes per token, their ratio)."""
+    states: str
+    """The optimizer's bytes per parameter in a sentence; empty before the first step."""
+    rates: list[tuple[str, str, str, str, str]]
+    """(kind, format, values, saturated, underflowed), at the last step that was counted."""
+    rates_step: int | None
+    compared: list[tuple[str, str, str, str]]
+    """(block, largest output error, largest input gradient error, where it computes now), of all
+    steps in which the monitor looked."""
+    warnings: list[str]
+    """What the monitor found, with its step."""
+
+
+def fp8_sections(run: RunFolder) -> list[Fp8Section]:
+    """One section per stage that ran in FP8; empty for BF16 and FP32 runs."""
+    return [_section(stage) for stage in run.stages if stage.fp8]
+
+
+def _section(stage: StageLog) -> Fp8Section:
+    last: dict[str, Mapping[str, Any]] = {row["status"]: row for row in stage.fp8}
+    blocks = last.get("blocks", {})
+    rates = last.get("rates", {})
+    return Fp8Section(
+        stage=stage.name,
+        converted=list(blocks.get("converted", {}).items()),
+        skipped=list(blocks.get("skipped", {}).items()),
+        blocks=[_block(block) for block in last.get("footprint", {}).get("blocks", [])],
+        states=_states(last.get("states", {})),
+        rates=_rates(rates.get("rates", {})),
+        rates_step=rates.get("step"),
+        compared=_compared(stage.monitor),
+        warnings=[
+            f"step {row['step']}: {text}" for row in stage.monitor for text in row["warnings"]
+        ],
+    )
+
+
+def _compared(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    names = dict.fromkeys(name for row in rows for name in row["layers"])
+    back = {name: row["step"] for row in rows for name in row["sent_back"]}
+    return [
+        (
+            name,
+            _largest(rows, name, "output_error"),
+            _largest(rows, name, "input_gradient_error"),
+            f"BF16 since step {back[name]}" if name in back else "FP8",
+        )
+        for name in names
+    ]
+
+
+def _largest(rows: list[dict[str, Any]], name: str, key: str) -> str:
+    found = [row["layers"][name][key] for row in rows if key in row["layers"].get(name, {})]
+    if not found:
+        return ""
+    return "not finite" if None in found else f"{max(found):.4f}"
+
+
+def _block(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    fp8, original = row["fp8_bytes_per_token"], row["original_bytes_per_token"]
+    ratio = f"{original / fp8:.2f}x" if fp8 else "nothing is kept (frozen)"
+    return row["block"], f"{fp8:,.0f}", f"{original:,.0f}", ratio
+
+
+def _states(row: Mapping[str, Any]) -> str:
+    if not row.get("parameters"):
+        return ""
+    each, original = row["bytes"] / row["parameters"], row.get("original_bytes_per_parameter")
+    measured = f"{row['optimizer']}: {each:.3f} bytes per parameter on this rank (measured)"
+    if not original:
+        return measured
+    return (
+        f"{measured}, against {original:.3f} of torch.optim.AdamW in BF16 runs (measured), "
+        f"{original / each:.2f}x"
+    )
+
+
+def _rates(rates: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, str, str, str]]:
+    return [
+        (
+            kind,
+            KINDS.get(kind, ""),
+            f"{row['values']:,.0f}",
+            f"{100 * row['saturated']:.4f}",
+            f"{100 * row['underflowed']:.4f}",
+        )
+        for kind, row in sorted(rates.items())
+    ]

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from coat_vlm.checkpoint.checkpoint import Contents, SavedParameter, read_contents, write_contents
+from coat_kernels.codecs import REMOVED_CODECS
+from coat_vlm.checkpoint.contents import Contents, SavedParameter, read_contents, write_contents
 from coat_vlm.checkpoint.partitions import Piece
 from coat_vlm.checkpoint.shards import Shards, ShardWriter
-from coat_vlm.optim import CoatAdamW, moments
+from coat_vlm.optim import CoatAdamW, state
 
 
 def contents(**changes: object) -> Contents:
@@ -37,8 +38,8 @@ def with_head(**changes: object) -> Contents:
         (contents(parameters={}), "only the checkpoint has a parameter head.weight"),
         (contents(groups=[]), "1 parameter groups were saved, this run has 0"),
         (
-            contents(groups=[{"lr": 0.1, "codec": "CoatAdamW e4m3"}]),
-            "states of head.weight .* CoatAdamW dre_e4m3's, this run has CoatAdamW e4m3",
+            contents(groups=[{"lr": 0.1, "codec": "CoatAdamW released"}]),
+            "states of head.weight .* CoatAdamW dre_e4m3's, this run has CoatAdamW released",
         ),
     ],
 )
@@ -68,6 +69,21 @@ def test_another_rounding_of_the_second_moment_names_its_setting(
     assert f"resume with {setting}" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", REMOVED_CODECS)
+def test_states_of_a_codec_that_was_removed_say_so(name: str) -> None:
+    saved = contents(groups=[{"lr": 0.1, "codec": f"CoatAdamW {name} fp32"}])
+    with pytest.raises(ValueError, match=rf"step-1: .* codec '{name}' was removed .* its weights"):
+        saved.check(contents(), "step-1")
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match=f"codec '{name}' of moments was removed from training"):
+        CoatAdamW([parameter], codec=name)
+    optimizer = CoatAdamW([parameter])
+    state = optimizer.state_dict()
+    state["param_groups"][0]["codec"] = name
+    with pytest.raises(ValueError, match=f"codec '{name}' of moments was removed from training"):
+        optimizer.load_state_dict(state)
+
+
 def test_contents_are_read_as_written(tmp_path: Path) -> None:
     write_contents(tmp_path, contents())
     assert read_contents(tmp_path) == contents()
@@ -84,7 +100,7 @@ def test_another_layout_is_refused(tmp_path: Path) -> None:
 def test_optimizers_and_their_codecs_have_different_names() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     names = {
-        moments.codec(optimizer, optimizer.param_groups[0])
+        state.codec(optimizer, optimizer.param_groups[0])
         for optimizer in (
             torch.optim.AdamW([parameter]),
             CoatAdamW([parameter]),

@@ -16,8 +16,7 @@ from coat_vlm.config.stage import LoraTraining
 from coat_vlm.fp8 import arithmetic_of, convert
 from coat_vlm.model.build import build_model, frame_of
 from coat_vlm.model.lora import adapter_config, describe, has_adapters, merge, separated
-from coat_vlm.model.parameters import count_parameters
-from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.model.vlm import CoatVlm, count_parameters
 from coat_vlm.optim import param_groups
 from coat_vlm.plan.activations import trace
 from coat_vlm.plan.zero import sizes_of

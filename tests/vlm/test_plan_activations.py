@@ -14,7 +14,7 @@ from coat_vlm.fp8 import convert
 from coat_vlm.model.build import frame_of
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.plan import Activations, LiveMemory, trace
-from coat_vlm.plan.memory import flash_attention, flash_workspace
+from coat_vlm.plan.activations import flash_attention, flash_workspace
 from coat_vlm.train.engine import set_train_mode, set_trainable
 
 LAYER_ROWS = Path(__file__).parents[2] / "kernels" / "benchmarks" / "results" / "layer.csv"

@@ -1,0 +1,332 @@
+"""Example arguments of every op, written once for all kinds of tests.
+
+``examples`` serves the tests in the interpreter and on a GPU, ``opcheck``, and the compilation
+without a GPU.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coat_kernels import reference
+from coat_kernels.codecs import new_moment
+from coat_kernels.cross_entropy import MOST_COLUMNS
+from coat_kernels.formats import FORMATS, GROUP_SIZES
+from coat_kernels.quantize_groups import ROW_ELEMENTS, TRANSPOSED_TILE
+from coat_kernels.registry import OPS
+
+
+class _Inputs:
+    """Seeded tensors of one size."""
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype):
+        self.rows, self.columns, self.dtype = rows, columns, dtype
+        self.group = max(size for size in GROUP_SIZES if columns % size == 0)
+        self._generator = torch.Generator().manual_seed(rows * 1000 + columns)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Gaussian, with channels of different size, as activations have."""
+        size = torch.exp2(torch.randn(shape[-1], generator=self._generator))
+        x = torch.randn(*shape, generator=self._generator) * size
+        return x.to(dtype or self.dtype)
+
+    def matrix(self) -> Tensor:
+        x = self.normal(self.rows, self.columns)
+        x[1::3] *= 2.0**-9  # rows whose variance an epsilon matters to
+        return x
+
+
+Examples = dict[str, tuple[Any, ...]]
+
+
+def _tensor_scale(i: _Inputs) -> Examples:
+    x = i.matrix()
+    return {
+        **{name: ([x], name) for name in FORMATS},
+        "stacked": ([x[:0], x, i.matrix()], "e4m3"),
+    }
+
+
+def _quantize_tensor(i: _Inputs) -> Examples:
+    x = i.matrix()
+    layouts = {"rows": (True, False), "transposed": (False, True), "both": (True, True)}
+    examples: Examples = {}
+    for fmt in FORMATS:
+        scale = reference.tensor_scale([x], fmt)
+        examples |= {f"{fmt}-{name}": ([x], scale, fmt, *both) for name, both in layouts.items()}
+    parts = [i.normal(48, i.columns), x[:0], x]
+    scale = reference.tensor_scale(parts, "e4m3")
+    return examples | {"stacked": (parts, scale, "e4m3", True, True)}
+
+
+def _quantize_gradient(i: _Inputs) -> Examples:
+    x = i.matrix()
+    side_by_side = [x, i.normal(i.rows, 32), i.matrix()]
+    return {
+        "rows": ([x], "e5m2", True, False, False),
+        "transposed-e4m3": ([x], "e4m3", False, True, False),
+        "both-bias": ([x], "e5m2", True, True, True),
+        "side-by-side": (side_by_side, "e5m2", True, True, True),
+        "side-by-side-without-bias": (side_by_side, "e5m2", True, True, False),
+        "bias": (side_by_side, "e5m2", False, False, True),
+        "neither": (side_by_side, "e5m2", False, False, False),
+    }
+
+
+def _quantize_group(i: _Inputs) -> Examples:
+    sizes = [size for size in GROUP_SIZES if i.columns % size == 0]
+    return {f"{fmt}-{size}": (i.matrix(), size, fmt) for fmt in FORMATS for size in sizes}
+
+
+def _dequantize_group(i: _Inputs) -> Examples:
+    return {
+        name: (*reference.quantize_group(*args), i.dtype)
+        for name, args in _quantize_group(i).items()
+    }
+
+
+def _codes(i: _Inputs) -> dict[str, tuple[Tensor, Tensor]]:
+    x = i.matrix()
+    scales = {fmt: reference.tensor_scale([x], fmt) for fmt in FORMATS}
+    return {
+        fmt: (reference.quantize_tensor([x], scale, fmt, True, False)[0], scale)
+        for fmt, scale in scales.items()
+    }
+
+
+def _transpose_codes(i: _Inputs) -> Examples:
+    return {fmt: (q,) for fmt, (q, _) in _codes(i).items()}
+
+
+def _dequantize_tensor(i: _Inputs) -> Examples:
+    return {fmt: (*codes, i.dtype) for fmt, codes in _codes(i).items()}
+
+
+def _quantize_rows(i: _Inputs) -> Examples:
+    x = i.matrix()
+    # Several chunks of columns each, the last of them in part.
+    long = i.normal(i.rows, i.columns + ROW_ELEMENTS)
+    wide = i.normal(i.rows, i.columns + TRANSPOSED_TILE.columns)
+    return {
+        "long": (long, "e4m3", False),
+        "wide-transposed": (wide, "e4m3", True),
+        **{fmt: (x, fmt, False) for fmt in FORMATS},
+        **{f"{fmt}-transposed": (x, fmt, True) for fmt in FORMATS},
+    }
+
+
+def _dequantize_rows(i: _Inputs) -> Examples:
+    x = i.matrix()
+    return {fmt: (*reference.quantize_rows(x, fmt, False), i.dtype) for fmt in FORMATS}
+
+
+def _norm_stats(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for name, centered, has_bias, fmt in (
+        ("rms", False, False, "e4m3"),
+        ("layer", True, True, "e4m3"),
+        ("layer-without-bias", True, False, "e4m3"),
+        ("rms-e5m2", False, False, "e5m2"),
+        ("rms-of-a-sum", False, False, "e4m3"),
+    ):
+        weight, bias = i.normal(i.columns), i.normal(i.columns) if has_bias else None
+        delta = i.matrix() if "sum" in name else None
+        examples[name] = (i.matrix(), delta, weight, bias, 1e-5, centered, i.group, fmt)
+    return examples
+
+
+def _norm_apply(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for name, args in _norm_stats(i).items():
+        x, delta, weight, bias, *_, fmt = args
+        total, q, exponents, rstd, mean, scale = reference.norm_stats(*args)
+        x = x if delta is None else total
+        common = (weight, bias, rstd, mean, scale, fmt)
+        examples[f"{name}-both"] = (x, None, *common, True, True)
+        examples[f"{name}-grouped"] = (q, exponents, *common, False, True)
+    return examples
+
+
+def _norm_bwd(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for name, args in _norm_stats(i).items():
+        delta = args[1]
+        _, q, exponents, rstd, mean, _ = reference.norm_stats(*args)
+        residual = None if delta is None else i.matrix()
+        examples[name] = (i.matrix(), q, exponents, args[2], rstd, mean, residual)
+    return examples
+
+
+def _activation_input(i: _Inputs, kind: str) -> Tensor:
+    return i.normal(i.rows, 2 * i.columns if kind == "silu_mul" else i.columns)
+
+
+def _activation_stats(i: _Inputs) -> Examples:
+    examples: Examples = {
+        kind: (_activation_input(i, kind), kind, i.group, "e4m3") for kind in reference.ACTIVATIONS
+    }
+    a, kind, group, _ = examples["silu_mul"]
+    return examples | {"silu_mul-e5m2": (a, kind, group, "e5m2")}
+
+
+def _activation_apply(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for name, args in _activation_stats(i).items():
+        a, kind, _, fmt = args
+        q, exponents, scale = reference.activation_stats(*args)
+        examples[f"{name}-both"] = (a, None, kind, scale, fmt, True, True)
+        examples[f"{name}-grouped"] = (q, exponents, kind, scale, fmt, False, True)
+    return examples
+
+
+def _activation_bwd(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for kind in reference.ACTIVATIONS:
+        q, exponents = reference.quantize_group(_activation_input(i, kind), i.group, "e4m3")
+        dh, bias = i.matrix(), kind in ("silu_mul", "gelu")
+        scale, _ = reference.activation_bwd_stats(dh, q, exponents, kind, None, "e4m3", "e5m2")
+        examples[kind] = (dh, q, exponents, kind, "e5m2", True, True, bias, scale)
+    for name, kind, layout in (
+        ("rows", "gelu_tanh", (True, False, False)),
+        ("transposed", "silu_mul", (False, True, False)),
+    ):
+        *given, _, _, _, scale = examples[kind]
+        examples[name] = (*given, *layout, scale)
+    return examples
+
+
+def _activation_bwd_stats(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for kind in reference.ACTIVATIONS:
+        a = _activation_input(i, kind)
+        *copy, scale = reference.activation_stats(a, kind, i.group, "e4m3")
+        examples[kind] = (i.matrix(), *copy, kind, scale, "e4m3", "e5m2")
+    return examples | {"scale": (*examples["silu_mul"][:4], None, "e4m3", "e5m2")}
+
+
+def _scaled_mm(i: _Inputs) -> Examples:
+    b = i.normal(48, i.columns, dtype=torch.float32)
+    b_scale = reference.tensor_scale([b], "e4m3")
+    b_q, _ = reference.quantize_tensor([b], b_scale, "e4m3", True, False)
+    b_rows, b_scales = reference.quantize_rows(b, "e4m3", False)
+    examples: Examples = {}
+    for fmt, bias in (("e4m3", None), ("e5m2", None), ("e4m3", i.normal(48))):
+        a = i.matrix()
+        scale = reference.tensor_scale([a], fmt)
+        q, _ = reference.quantize_tensor([a], scale, fmt, True, False)
+        rows, scales = reference.quantize_rows(a, fmt, False)
+        name = fmt if bias is None else f"{fmt}-bias"
+        examples[name] = (q, scale, b_q, b_scale, bias, i.dtype, False)
+        by_rows = (rows, scales[:, None], b_rows, b_scales[None])
+        examples[f"{name}-rows"] = (*by_rows, bias, torch.bfloat16, False)
+    return examples | {"fast": (*examples["e4m3"][:-1], True)}
+
+
+def _adamw_step(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    is_bf16 = i.dtype == torch.bfloat16
+    for name, codec in (
+        ("paper", "dre_e4m3"),
+        ("released", "released"),
+        ("remainder", "dre_e4m3"),  # in BF16
+        ("dre_e4m3_chance", "dre_e4m3_chance"),
+        ("stochastic", "dre_e4m3"),  # likewise
+    ):
+        p, g = i.matrix(), i.matrix()
+        moments = [*new_moment(p, codec), *new_moment(p, codec, second=True)]
+        settings = (1e-3, 0.9, 0.999, 1e-8, 0.1)
+        has_remainder = is_bf16 and name == "remainder"
+        remainder = torch.zeros_like(p, dtype=torch.int16) if has_remainder else None
+        seed = 7 if is_bf16 and name == "stochastic" else None
+        how = (codec, remainder, torch.tensor(0.5), seed, 0)
+        if p.numel():  # moments as the first step leaves them
+            step: Any = reference.adamw_step
+            step(p, i.matrix(), *moments, *settings, 1, *how)
+        examples[name] = (p, g, *moments, *settings, 2, *how)
+    return examples
+
+
+def _cross_entropy(i: _Inputs) -> Examples:
+    generator = torch.Generator().manual_seed(i.rows)
+    examples: Examples = {}
+    # Three tiles, the last of them in part; and less than one.
+    for name, columns in (("wide", i.columns + 2 * MOST_COLUMNS), ("narrow", i.columns)):
+        targets = torch.randint(columns, (i.rows,), generator=generator)
+        logits = i.normal(i.rows, columns)
+        examples[name] = (logits, targets, torch.tensor(37.0))
+        examples[f"{name}-losses"] = (logits, targets, None)
+    return examples
+
+
+def _rope(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    shared = i.rows // 3 if i.rows and i.rows % 3 == 0 else max(1, i.rows)
+    for name, heads, kv_heads, rows in (("grouped", 3, 1, shared), ("equal", 5, 5, max(1, i.rows))):
+        cos, sin = i.normal(rows, i.columns), i.normal(rows, i.columns)
+        qkv = i.normal(i.rows, (heads + 2 * kv_heads) * i.columns)
+        examples[name] = (qkv, cos, sin, heads, kv_heads)
+    return examples
+
+
+def _rope_quantize(i: _Inputs) -> Examples:
+    """Heads of as many channels as a group may have."""
+    rows = max(1, i.rows)
+    cos, sin = i.normal(rows, i.group), i.normal(rows, i.group)
+    return {"grouped": (i.normal(i.rows, 4 * i.group), cos, sin, 2, 1)}
+
+
+def _rope_gradient(i: _Inputs) -> Examples:
+    examples: Examples = {}
+    for name, (qkv, cos, sin, heads, kv_heads) in _rope(i).items():
+        gradients = reference.rope(qkv, cos, sin, heads, kv_heads)
+        examples[name] = (*gradients, cos, sin, "e5m2", True, True, True)
+        examples[f"{name}-rows"] = (*gradients, cos, sin, "e5m2", True, False, False)
+        examples[f"{name}-transposed"] = (*gradients, cos, sin, "e4m3", False, True, False)
+    return examples
+
+
+_EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
+    "tensor_scale": _tensor_scale,
+    "quantize_tensor": _quantize_tensor,
+    "quantize_gradient": _quantize_gradient,
+    "quantize_group": _quantize_group,
+    "dequantize_group": _dequantize_group,
+    "transpose_codes": _transpose_codes,
+    "dequantize_tensor": _dequantize_tensor,
+    "quantize_rows": _quantize_rows,
+    "dequantize_rows": _dequantize_rows,
+    "norm_stats": _norm_stats,
+    "norm_apply": _norm_apply,
+    "norm_bwd": _norm_bwd,
+    "activation_stats": _activation_stats,
+    "activation_apply": _activation_apply,
+    "activation_bwd": _activation_bwd,
+    "activation_bwd_stats": _activation_bwd_stats,
+    "scaled_mm": _scaled_mm,
+    "cross_entropy_": _cross_entropy,
+    "rope": _rope,
+    "rope_gradient": _rope_gradient,
+    "rope_quantize": _rope_quantize,
+    "adamw_step": _adamw_step,
+}
+
+
+def examples(
+    op: str, rows: int = 63, columns: int = 208, dtype: torch.dtype = torch.float32
+) -> Examples:
+    """Arguments of an op on the CPU, by name of the variant.
+
+    Args:
+        op: its name in ``OPS``.
+        rows: M.
+        columns: N, or F of an activation, or K of a GEMM; a multiple of 16.
+        dtype: of everything that is neither FP8 nor a statistic.
+
+    Raises:
+        ValueError: the op has no examples.
+    """
+    if op not in _EXAMPLES:
+        raise ValueError(f"op {op!r} has no examples; add them to op_examples.py ({sorted(OPS)})")
+    return _EXAMPLES[op](_Inputs(rows, columns, dtype))
