@@ -78,9 +78,10 @@ class LiveMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run one operation, or say what cannot be known without its values."""
-        result = self._unknowable(func, args)
+        kwargs = kwargs or {}
+        result = self._unknowable(func, args, kwargs)
         if result is None:
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type == self._device:
                 self._watch(leaf)
@@ -92,11 +93,13 @@ class LiveMemory(TorchDispatchMode):
             self.peak = max(self.peak, self.live + workspace)
         return result
 
-    def _unknowable(self, func: Any, args: tuple[Any, ...]) -> Any:
+    def _unknowable(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not args or not isinstance(args[0], Tensor) or args[0].device.type != "meta":
             return None
         if func is _ATEN._fused_sdp_choice.default:
             return _FLASH
+        if func is _ATEN.addmm.dtype_out:  # on meta, torch 2.11 takes the dtype for a factor
+            return kwargs["out"]
         return None
 
     def _watch(self, tensor: Tensor) -> None:

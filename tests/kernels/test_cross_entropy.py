@@ -60,7 +60,7 @@ def test_the_reference_loses_what_torchs_sum_does(exact_loss: ExactLoss, columns
     """
     x, targets = logits_of(4, columns), targets_of(4, columns)
     of_losses, of_logits = exact_loss(x, targets, 7.0)
-    losses = reference_loss.cross_entropy_(x, targets, torch.tensor(7.0))
+    losses = reference.cross_entropy_(x, targets, torch.tensor(7.0))
     lost = columns / 4 * 2.0**-24
     torch.testing.assert_close(losses.double(), of_losses, rtol=1e-6, atol=1e-6 + lost)
     assert columns == 1 or relative_rms(x, of_logits) < 1e-6 + lost

@@ -14,6 +14,7 @@ import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_kernels import OPS, cross_entropy
 from coat_vlm.model import loss as loss_module
 from coat_vlm.model.loss import IN_PLACE_BYTES, chunk_tokens, linear_cross_entropy
+from coat_vlm.plan.activations import LiveMemory
 
 WIDTH, VOCABULARY, TOKENS = 64, 1000, 96
 
@@ -202,7 +203,8 @@ def test_where_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_plan_of_memory_takes_the_way_of_a_gpu(chunks: list[int]) -> None:
     layer, hidden, targets = case("meta", torch.bfloat16)
-    results((layer, hidden, targets), 32)
+    with LiveMemory("meta"):
+        results((layer, hidden, targets), 32)
     assert chunks == [32] * 3
 
 
