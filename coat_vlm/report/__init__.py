@@ -10,10 +10,14 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from coat_vlm.report.evaluation import category_tables, evaluation_rows, percent_text
+from coat_vlm.report.evaluation import (
+    category_tables,
+    evaluation_rows,
+    percent_text,
+    sample_cards,
+)
 from coat_vlm.report.plots import stage_plots
 from coat_vlm.report.run_folder import RunFolder, read_run_folder
-from coat_vlm.report.samples import sample_cards
 from coat_vlm.report.stages import fp8_sections, header_facts, stage_columns
 
 __all__ = ["write_report"]
