@@ -17,7 +17,7 @@ from coat_eval.differences import Comparison, only_right
 from coat_eval.score import write_text
 from coat_eval.scored_set import ScoredSet
 from coat_eval.shown import ShownCell
-from coat_vlm.report.samples import shown_media, spread
+from coat_vlm.report.evaluation import shown_media, spread
 
 FLIPS_PER_SET = 40
 LONGEST_TEXT = 1000

@@ -8,7 +8,7 @@ from coat_eval.item import Item
 from coat_eval.task import Task
 from coat_eval.tasks import get_task
 from coat_vlm.config import Recipe
-from coat_vlm.report.samples import spread
+from coat_vlm.report.evaluation import spread
 from coat_vlm.train.evaluation import EvalSubset
 
 
