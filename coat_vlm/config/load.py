@@ -179,25 +179,15 @@ def _explain(problem: Any) -> str:
 def _known_keys(keys: Sequence[str]) -> list[str]:
     """The keys allowed below ``keys``."""
     kind: Any = Recipe
-    for key in keys:
-        kind = _below(_plain(kind), key)
-    kind = _plain(kind)
+    for key in [*keys, None]:
+        if get_origin(kind) in (Union, types.UnionType):  # X of X | None
+            kind = next((arg for arg in get_args(kind) if arg is not type(None)), None)
+        if key is None:
+            break
+        is_section = dataclasses.is_dataclass(kind)
+        kind = (
+            get_type_hints(kind).get(key) if is_section else next(iter(get_args(kind)[-1:]), None)
+        )
     if dataclasses.is_dataclass(kind):
         return [field.name for field in dataclasses.fields(kind)]
-    if get_origin(kind) is dict:
-        return [str(name) for name in get_args(get_args(kind)[0])]
-    return []
-
-
-def _below(kind: Any, key: str) -> Any:
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return get_type_hints(kind).get(key)
-    arguments = get_args(kind)
-    return arguments[-1] if arguments else None
-
-
-def _plain(kind: Any) -> Any:
-    """``X`` of ``X | None``."""
-    if get_origin(kind) in (Union, types.UnionType):
-        return next((arg for arg in get_args(kind) if arg is not type(None)), None)
-    return kind
+    return [str(n) for n in get_args(get_args(kind)[0])] if get_origin(kind) is dict else []

@@ -4,18 +4,14 @@ import dataclasses
 from dataclasses import field
 from typing import Any, Literal
 
-from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from coat_vlm.config.eval import EvalSchedule
 from coat_vlm.config.fp8 import FP8_PRECISIONS, Fp8Config, MonitorConfig, Precision
-from coat_vlm.config.model import ModelConfig
-from coat_vlm.config.stage import STAGES, NonNegative, Positive, StageConfig, StageName
-
-_STRICT = ConfigDict(extra="forbid")
+from coat_vlm.config.model import STRICT, ModelConfig, NonNegative, Positive
+from coat_vlm.config.stage import STAGES, StageConfig, StageName
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class TrackingConfig:
     """Where metrics go besides metrics.jsonl, which is always written."""
 
@@ -25,7 +21,38 @@ class TrackingConfig:
     """Weights & Biases project; needs the wandb extra."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class EvalSetConfig:
+    """One evaluation set, run by ``coat-vlm eval --run``."""
+
+    task: Literal["yes_no", "multiple_choice", "short_answer"]
+    """How answers are extracted and scored."""
+    path: str
+    """Folder with questions.jsonl (and, usually, the images)."""
+    media_root: str | None = None
+    """Folder or address that relative image paths start from; defaults to ``path``."""
+    require: dict[str, float] = field(default_factory=dict)
+    """Smallest allowed value of a metric, in percent; ``coat-vlm eval --run`` fails below it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class EvalSchedule:
+    """The evaluation sets of a recipe, and how often training asks questions from them."""
+
+    eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
+    """Evaluation sets by name."""
+    eval_every: NonNegative = 0
+    """Steps after which the live weights answer ``eval_samples`` questions of every set (and at the
+    end of a stage); 0 asks nothing in training. A stage's ``eval_every_steps`` is about losses."""
+    eval_samples: Positive = 64
+    """Questions per set asked in training: the same ones each time, at even distances."""
+
+    def __post_init__(self) -> None:
+        if self.eval_every and not self.eval_sets:
+            raise ValueError("eval_every has no effect without eval_sets; add one, or remove it")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class Recipe(EvalSchedule):
     """A whole run: model, stages in order, evaluation sets."""
 

@@ -7,7 +7,7 @@ themselves; :func:`trace` runs a micro-batch and says where the peaks are.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -78,8 +78,9 @@ class LiveMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run one operation, or say what cannot be known without its values."""
-        result = self._unknowable(func, args)
-        if result is None:
+        if func is _ATEN._fused_sdp_choice.default and args[0].device.type == "meta":
+            result = _FLASH
+        else:
             result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type == self._device:
@@ -91,13 +92,6 @@ class LiveMemory(TorchDispatchMode):
             self.attention_workspace = max(self.attention_workspace, workspace)
             self.peak = max(self.peak, self.live + workspace)
         return result
-
-    def _unknowable(self, func: Any, args: tuple[Any, ...]) -> Any:
-        if not args or not isinstance(args[0], Tensor) or args[0].device.type != "meta":
-            return None
-        if func is _ATEN._fused_sdp_choice.default:
-            return _FLASH
-        return None
 
     def _watch(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -210,31 +204,25 @@ class Activations:
 
     def scaled(self, factor: float) -> "Activations":
         """Of a micro-batch of another size, if all of it grew with the rows: about right."""
-        return Activations(
-            {part: factor * size for part, size in self.kept.items()},
-            factor * self.forward_peak,
-            tuple((finished, factor * live) for finished, live in self.backward),
-            factor * self.attention_workspace,
-            self.weight_copies,
-        )
+        return self._combined(self, lambda size, _: factor * size)
 
     def towards(self, other: "Activations", amount: float) -> "Activations":
         """On the line through both: this one at 0, the other at 1.
 
         Memory grows by the same bytes with every sample, so two micro-batches tell all sizes.
         """
+        return self._combined(other, lambda a, b: a + amount * (b - a))
 
-        def between(a: float, b: float) -> float:
-            return a + amount * (b - a)
-
+    def _combined(self, other: "Activations", of: Callable[[float, float], float]) -> "Activations":
+        """Each size made of both ones, but for the copies of weights, which stay."""
         return Activations(
-            {part: between(size, other.kept[part]) for part, size in self.kept.items()},
-            between(self.forward_peak, other.forward_peak),
+            {part: of(size, other.kept[part]) for part, size in self.kept.items()},
+            of(self.forward_peak, other.forward_peak),
             tuple(
-                (finished, between(a, b))
+                (finished, of(a, b))
                 for (finished, a), (_, b) in zip(self.backward, other.backward, strict=True)
             ),
-            between(self.attention_workspace, other.attention_workspace),
+            of(self.attention_workspace, other.attention_workspace),
             self.weight_copies,
         )
 

@@ -14,7 +14,6 @@ from coat_vlm.plan.frames import BLOCK_PRECISIONS
 from coat_vlm.plan.stage import USABLE, StagePlan
 from coat_vlm.plan.zero import (
     ZERO_STAGES,
-    RankMemory,
     ZeroStage,
     rank_memory,
     state_bytes_per_parameter,
@@ -54,7 +53,8 @@ def advice(plan: StagePlan) -> str:
     numbers = f"{needed / GB:.1f} GB of the {usable / GB:.1f} GB that tensors may take"
     if needed <= usable:
         largest = plan.largest_micro_batch(plan.recipe_zero)
-        best = _largest_divisor(plan, largest)
+        per_rank = plan.stage.batch_size // plan.ranks
+        best = max((n for n in range(1, largest + 1) if per_rank % n == 0), default=1)
         more = f"; the largest micro-batch that fits is {largest}"
         if best > plan.stage.micro_batch_size:
             more += f" (stages.{plan.name}.micro_batch_size={best} divides the batch)"
@@ -71,11 +71,6 @@ def advice(plan: StagePlan) -> str:
         f"{plan.ranks} GPU(s) (at least {smallest:.1f} GB): take more GPUs (--gpus), larger ones, "
         "or freeze modules."
     )
-
-
-def _largest_divisor(plan: StagePlan, at_most: int) -> int:
-    per_rank = plan.stage.batch_size // plan.ranks
-    return max((n for n in range(1, at_most + 1) if per_rank % n == 0), default=1)
 
 
 def _changes(plan: StagePlan) -> Iterator[_Change]:
@@ -154,7 +149,8 @@ def _stage(plan: StagePlan) -> str:
     lines += [
         _row(label, [_gb(getattr(memory, name)) for memory in memories]) for label, name in _LINES
     ]
-    lines.append(_row("fits", [_fits(plan, memory) for memory in memories]))
+    fits = [memory.peak <= plan.usable_bytes for memory in memories]
+    lines.append(_row("fits", ["yes" if fit else "no" for fit in fits]))
     largest = [str(plan.largest_micro_batch(zero) or "none") for zero in plan.memory]
     lines += [_row("largest micro-batch", largest), "", *_activations(plan), ""]
     return "\n".join([*lines, advice(plan)])
@@ -181,10 +177,6 @@ def _activations(plan: StagePlan) -> list[str]:
     copies = plan.activations.weight_copies
     note = f"  in the peak: attention's backward workspace {_gb(workspace)} GB"
     return [*lines, note + (f", kept FP8 weights {_gb(copies)} GB" if copies else "")]
-
-
-def _fits(plan: StagePlan, memory: RankMemory) -> str:
-    return "yes" if memory.peak <= plan.usable_bytes else "no"
 
 
 def _row(label: str, cells: Sequence[str]) -> str:
