@@ -11,8 +11,7 @@ import torch
 from coat_eval.runner import evaluate
 from coat_eval.score import write_json
 from coat_eval.tasks import get_task
-from coat_vlm.config import STAGES, Recipe
-from coat_vlm.config.eval import EvalSetConfig
+from coat_vlm.config import STAGES, EvalSetConfig, Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.generate import load
 from coat_vlm.report.evaluation import evaluation_rows, percent_text
