@@ -343,24 +343,20 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         **model_kwargs: Any,
     ) -> tuple[torch.LongTensor, dict[str, Any]]:
         # transformers would repeat each image; a row's images must be repeated together.
-        images = model_kwargs.pop("pixel_values", None)
-        grids = model_kwargs.pop("image_grids", None)
-        groups = model_kwargs.pop("frame_groups", None)
-        if _count(images) and expand_size > 1 and input_ids is not None:
-            counts = self.images_per_row(input_ids, grids, groups)
-            rows = images.split([tiles for _, tiles in counts])
-            images = torch.cat([row.repeat(expand_size, 1, 1, 1) for row in rows])
-            if grids is not None:
-                rows = grids.split([own for own, _ in counts])
-                grids = torch.cat([row.repeat(expand_size, 1) for row in rows])
-            if groups is not None:
-                rows = groups.split([own for own, _ in counts])
-                groups = torch.cat([row.repeat(expand_size) for row in rows])
+        names = ("pixel_values", "image_grids", "frame_groups")
+        media = {name: model_kwargs.pop(name, None) for name in names}
+        if _count(media["pixel_values"]) and expand_size > 1 and input_ids is not None:
+            counts = self.images_per_row(input_ids, media["image_grids"], media["frame_groups"])
+            for name, tensor in media.items():
+                if tensor is not None:
+                    sizes = [tiles if name == "pixel_values" else own for own, tiles in counts]
+                    once = [1] * (tensor.ndim - 1)
+                    rows = [row.repeat(expand_size, *once) for row in tensor.split(sizes)]
+                    media[name] = torch.cat(rows)
         expanded_ids, model_kwargs = super()._expand_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             expand_size, is_encoder_decoder, input_ids, **model_kwargs
         )
-        model_kwargs |= {"pixel_values": images, "image_grids": grids, "frame_groups": groups}
-        return expanded_ids, model_kwargs
+        return expanded_ids, model_kwargs | media
 
     def images_per_row(
         self,

@@ -27,7 +27,7 @@ from coat_vlm.config.model import TokenizerConfig
 from coat_vlm.fp8 import Arithmetic, convert
 from coat_vlm.model.build import model_frame, saved_frame
 from coat_vlm.model.pretrained import composed_folder
-from coat_vlm.model.tokenizer import prepare_tokenizer, tokenizer_name
+from coat_vlm.model.processor import prepare_tokenizer, tokenizer_name
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.train.engine import set_train_mode, set_trainable
 
