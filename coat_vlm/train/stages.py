@@ -34,9 +34,9 @@ from coat_vlm.model.processor import (
     build_processor,
     continued_processor,
     prepare_tokenizer,
+    tokenizer_name,
     train_tokenizer,
 )
-from coat_vlm.model.tokenizer import tokenizer_name
 from coat_vlm.train.engine import build_engine, clips_itself, prepare_model
 from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
 from coat_vlm.train.loop import StageRun

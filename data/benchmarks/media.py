@@ -60,7 +60,7 @@ from coat_data.media.sampling import VideoSettings
 from coat_data.media.tiling import TiledTransform
 from coat_data.sample import Media, MediaKind, Part, Sample, Turn
 from coat_data.text.chat import get_template
-from coat_vlm.model.tokenizer import train_tokenizer
+from coat_vlm.model.processor import train_tokenizer
 
 SIZE, HALF = 448, (0.5, 0.5, 0.5)
 GRID = (3, 4)  # rows and columns that 1280 x 960 gets of up to 12 tiles
