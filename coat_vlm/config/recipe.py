@@ -1,8 +1,7 @@
 """A whole recipe: the model, the stages in order, evaluation sets, and how the run behaves."""
 
-import dataclasses
 from dataclasses import field
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -36,24 +35,7 @@ class EvalSetConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
-class EvalSchedule:
-    """The evaluation sets of a recipe, and how often training asks questions from them."""
-
-    eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
-    """Evaluation sets by name."""
-    eval_every: NonNegative = 0
-    """Steps after which the live weights answer ``eval_samples`` questions of every set (and at the
-    end of a stage); 0 asks nothing in training. A stage's ``eval_every_steps`` is about losses."""
-    eval_samples: Positive = 64
-    """Questions per set asked in training: the same ones each time, at even distances."""
-
-    def __post_init__(self) -> None:
-        if self.eval_every and not self.eval_sets:
-            raise ValueError("eval_every has no effect without eval_sets; add one, or remove it")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
-class Recipe(EvalSchedule):
+class Recipe:
     """A whole run: model, stages in order, evaluation sets."""
 
     name: str
@@ -94,9 +76,17 @@ class Recipe(EvalSchedule):
     """Time the phases of every step of the main process: data, copy, forward, backward, optimizer
     (``phases`` in metrics.jsonl)."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
+    """Evaluation sets by name."""
+    eval_every: NonNegative = 0
+    """Steps after which the live weights answer ``eval_samples`` questions of every set (and at the
+    end of a stage); 0 asks nothing in training. A stage's ``eval_every_steps`` is about losses."""
+    eval_samples: Positive = 64
+    """Questions per set asked in training: the same ones each time, at even distances."""
 
     def __post_init__(self) -> None:
-        EvalSchedule.__post_init__(self)
+        if self.eval_every and not self.eval_sets:
+            raise ValueError("eval_every has no effect without eval_sets; add one, or remove it")
         if not self.stages:
             raise ValueError(f"recipe {self.name!r} has no stages; add at least one of {STAGES}")
         if self.model.vision is None:
@@ -115,11 +105,12 @@ class Recipe(EvalSchedule):
                 )
         if self.fp8 is not None and self.precision in FP8_PRECISIONS:
             self.fp8.resolved(self.precision)  # complains before anything is touched
-            if self.fp8.cuda_graphs:
-                self._check_graphs()
+            self._check_graphs(self.fp8.cuda_graphs)
 
-    def _check_graphs(self) -> None:
-        """Refuse what moves weights, or runs blocks again."""
+    def _check_graphs(self, used: bool) -> None:
+        """Refuse what moves weights, or runs blocks again, where CUDA graphs are used."""
+        if not used:
+            return
         if self.zero_stage == 3:
             raise ValueError(
                 "fp8.cuda_graphs needs weights that stay in their place, and zero_stage: 3 moves "
@@ -145,9 +136,3 @@ class Recipe(EvalSchedule):
             raise ValueError(
                 "fp8.vision and fp8.projector have no effect with model.vision: null; remove them"
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The recipe as plain YAML-ready data, evaluation last as in a recipe's file."""
-        data = dataclasses.asdict(self)
-        last = {each.name: data.pop(each.name) for each in dataclasses.fields(EvalSchedule)}
-        return data | last

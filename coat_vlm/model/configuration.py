@@ -66,7 +66,7 @@ class CoatVlmConfig(PretrainedConfig):
         image_token_id: id of the placeholder that image features replace; None for a language
             model alone.
         s2_scales: sides of the scales in pixels at which an image is seen
-            (:mod:`coat_vlm.model.scales`), the tower's own first; None for one scale.
+            (:mod:`coat_vlm.model.projector`), the tower's own first; None for one scale.
         **kwargs: fields of ``PretrainedConfig``.
 
     Raises:

@@ -5,7 +5,7 @@ Tower and projector may be absent: a language model alone trains, saves and load
 A sequence holds ``config.tokens_per_image`` placeholders (``config.image_token_id``) per image or
 tile; their embeddings are replaced by its projected features, in order (LLaVA, Liu et al. 2023,
 arXiv:2304.08485, section 4.1). Everything after that is the language model's own forward. Images of
-several scales: :mod:`coat_vlm.model.scales`.
+several scales: :mod:`coat_vlm.model.projector`.
 """
 
 import logging
@@ -34,8 +34,13 @@ from coat_vlm.model.placeholders import (
     pool_frames,
 )
 from coat_vlm.model.pretrained import check_complete, readable_errors
-from coat_vlm.model.projector import Projector, build_projector
-from coat_vlm.model.scales import Grid, project_scales, tiles_per_row
+from coat_vlm.model.projector import (
+    Grid,
+    Projector,
+    build_projector,
+    project_scales,
+    tiles_per_row,
+)
 from coat_vlm.model.vision import VisionTower
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,9 @@ themselves; :func:`trace` runs a micro-batch and says where the peaks are.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -196,11 +197,8 @@ class Activations:
 
     def peak(self, bytes_per_gradient: float = 0.0) -> float:
         """Highest memory of both passes, if finished gradients stay at this size per element."""
-        return max(self.forward_peak, self.backward_peak(bytes_per_gradient))
-
-    def backward_peak(self, bytes_per_gradient: float = 0.0) -> float:
-        """Highest memory of the backward pass alone; see :meth:`peak`."""
-        return max(live + bytes_per_gradient * finished for finished, live in self.backward)
+        backward = (live + bytes_per_gradient * finished for finished, live in self.backward)
+        return max(self.forward_peak, *backward)
 
     def scaled(self, factor: float) -> "Activations":
         """Of a micro-batch of another size, if all of it grew with the rows: about right."""
@@ -324,23 +322,20 @@ def _growth(model: CoatVlm, memory: LiveMemory) -> Iterator[dict[str, int]]:
     parts: dict[str, nn.Module] = {**module_parameters(model)}
     parts["output"] = model.get_output_embeddings()
     kept = dict.fromkeys(parts, 0)
-    handles = []
-    for name, module in parts.items():
 
-        def enter(*_: object, name: str = name) -> None:
-            kept[name] -= memory.live
+    def enter(name: str, *_: object) -> None:
+        kept[name] -= memory.live
 
-        def leave(*_: object, name: str = name) -> None:
-            kept[name] += memory.live
-            if name == "output":
-                kept["language"] -= kept["output"]
+    def leave(name: str, *_: object) -> None:
+        kept[name] += memory.live
+        if name == "output":
+            kept["language"] -= kept["output"]
 
-        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-    try:
+    with ExitStack() as hooks:
+        for name, module in parts.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
+            hooks.enter_context(module.register_forward_hook(partial(leave, name)))
         yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -360,11 +355,9 @@ def _finished_gradients(
         parameter.grad = None
         memory.peak = memory.live
 
-    trained = [p for p in model.parameters() if p.requires_grad]
-    handles = [p.register_post_accumulate_grad_hook(note) for p in trained]
-    try:
+    with ExitStack() as hooks:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(note))
         yield
         finished.append((elements, memory.peak))
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -18,7 +18,6 @@ from coat_vlm.config import (
     BlockPrecision,
     Fp8Config,
     LanguageConfig,
-    ModelConfig,
     Precision,
     Recipe,
     StageConfig,
@@ -103,7 +102,8 @@ def with_published_shapes(recipe: Recipe) -> Recipe:
     if tokenizer.train_vocab_size is None:
         tokens = _known(tokenizer.name_or_path or language.name_or_path, TOKENIZERS)
         if tokens is not None:
-            changes["tokenizer"] = TokenizerConfig(train_vocab_size=tokens + _image_tokens(model))
+            tokens += vision is not None  # <image>, which every model with a tower gets
+            changes["tokenizer"] = TokenizerConfig(train_vocab_size=tokens)
         elif tokenizer.name_or_path is None:
             # The name of the language model, which may be gone now, is its tokenizer's, too.
             changes["tokenizer"] = TokenizerConfig(name_or_path=language.name_or_path)
@@ -112,11 +112,6 @@ def with_published_shapes(recipe: Recipe) -> Recipe:
 
 def _known(name: str | None, table: Mapping[str, Any]) -> Any:
     return None if name is None or Path(name).exists() else table.get(name)
-
-
-def _image_tokens(model: ModelConfig) -> int:
-    """``<image>``, which every model with a tower gets."""
-    return int(model.vision is not None)
 
 
 BLOCK_PRECISIONS: tuple[BlockPrecision, ...] = ("bf16", "fp8_linear", "coat", "coat_lean")

@@ -126,7 +126,8 @@ class StagePlan:
     traced: list[Activations]
     """Of the recipe's micro-batch, and of twice and four times as many rows."""
     recipe_zero: ZeroStage
-    memory: dict[ZeroStage, RankMemory]
+    zero_stages: list[ZeroStage]
+    """Those to compare, the recipe's among them."""
     kept: dict[tuple[BlockPrecision, bool], Activations]
     """Activations of the recipe's micro-batch by precision of all blocks, and checkpointing."""
 
@@ -140,6 +141,12 @@ class StagePlan:
         """What tensors may take of a GPU."""
         return USABLE * self.gpu_bytes
 
+    @property
+    def memory(self) -> dict[ZeroStage, RankMemory]:
+        """By ZeRO stage, of the recipe's micro-batch."""
+        size = self.stage.micro_batch_size
+        return {zero: self.with_micro_batch(zero, size) for zero in self.zero_stages}
+
     def rows(self, micro_batch: int) -> Activations:
         """Activations of another micro-batch."""
         times = micro_batch / self.stage.micro_batch_size
@@ -149,13 +156,19 @@ class StagePlan:
         # Small batches have their logits in one chunk, whose gradient needs no FP32 sum.
         return doubled.towards(fourfold, times / 2 - 1)
 
-    def with_micro_batch(self, zero_stage: ZeroStage, micro_batch: int) -> RankMemory:
+    def with_micro_batch(
+        self,
+        zero_stage: ZeroStage,
+        micro_batch: int,
+        sizes: Sizes | None = None,
+        activations: Activations | None = None,
+    ) -> RankMemory:
         """Memory under a ZeRO stage with another micro-batch and the recipe's batch."""
         return rank_memory(
             zero_stage,
-            self.sizes,
+            sizes or self.sizes,
             self.ranks,
-            self.rows(micro_batch),
+            activations or self.rows(micro_batch),
             accumulates=self.stage.batch_size > micro_batch * self.ranks,
         )
 
@@ -199,7 +212,6 @@ def plan_recipe(
         stage = recipe.stages[name]
         check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, ranks)
     vocab_size = None if recipe.init_from is not None else vocabulary(recipe)
-    zeros: list[ZeroStage] = sorted({*zero_stages, recipe.zero_stage})
     arithmetic = gpu_arithmetic(recipe.precision, recipe.fp8)
     coat = arithmetic.fp8 is not None and arithmetic.fp8.optimizer == "coat"
     optimizer = CoatAdamW if coat else torch.optim.AdamW
@@ -226,7 +238,6 @@ def plan_recipe(
             )
             for factor in (1, 2, 4)
         ]
-        accumulates = stage.batch_size > stage.micro_batch_size * ranks
         tower = frame.vision_tower
         plan = StagePlan(
             name=name,
@@ -242,10 +253,7 @@ def plan_recipe(
             sizes=sizes,
             traced=traced,
             recipe_zero=recipe.zero_stage,
-            memory={
-                zero: rank_memory(zero, sizes, ranks, traced[0], accumulates=accumulates)
-                for zero in zeros
-            },
+            zero_stages=sorted({*zero_stages, recipe.zero_stage}),
             kept=_by_precision(recipe, stage, vocab_size, length, tiles),
         )
         plans.append(plan)

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 from coat_vlm.config import BlockPrecision
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.plan.activations import PARTS, Activations
+from coat_vlm.plan.activations import PARTS
 from coat_vlm.plan.frames import BLOCK_PRECISIONS
 from coat_vlm.plan.stage import USABLE, StagePlan
 from coat_vlm.plan.zero import (
     ZERO_STAGES,
     ZeroStage,
-    rank_memory,
     state_bytes_per_parameter,
 )
 
@@ -88,22 +87,16 @@ def _changes(plan: StagePlan) -> Iterator[_Change]:
 
 
 def _peak(plan: StagePlan, change: _Change) -> float:
-    sizes, precision = plan.sizes, change.precision or plan.precision
-    checkpointing = change.checkpointing or plan.stage.gradient_checkpointing
+    sizes, activations, rows = plan.sizes, None, change.micro_batch
     if change.precision is not None:
-        states = state_bytes_per_parameter(CoatAdamW)
-        sizes = dataclasses.replace(sizes, state_bytes=states)
-    changed = change.precision is not None or change.checkpointing
-    activations: Activations = plan.rows(change.micro_batch)
-    if changed and (precision, checkpointing) in plan.kept:
-        of_recipe = plan.kept[precision, checkpointing]  # pyright: ignore[reportArgumentType]
-        activations = of_recipe.scaled(change.micro_batch / plan.stage.micro_batch_size)
-    elif changed:
-        return float("inf")
-    accumulates = plan.stage.batch_size > change.micro_batch * plan.ranks
-    return rank_memory(
-        change.zero_stage, sizes, plan.ranks, activations, accumulates=accumulates
-    ).peak
+        sizes = dataclasses.replace(sizes, state_bytes=state_bytes_per_parameter(CoatAdamW))
+    if change.precision is not None or change.checkpointing:
+        checkpointing = change.checkpointing or plan.stage.gradient_checkpointing
+        of_recipe = plan.kept.get((change.precision or plan.precision, checkpointing))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        if of_recipe is None:
+            return float("inf")
+        activations = of_recipe.scaled(rows / plan.stage.micro_batch_size)
+    return plan.with_micro_batch(change.zero_stage, rows, sizes, activations).peak
 
 
 _LABEL, _CELL = 26, 12
