@@ -176,7 +176,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     """
     fp8 = dataclasses.asdict(recipe.fp8 or Fp8Config())
     del fp8["weights"], fp8["cuda_graphs"], fp8["second_moment"]
-    settings = recipe.to_dict()
+    settings = dataclasses.asdict(recipe)
     stages = {name: dict(stage) for name, stage in settings["stages"].items()}
     for stage in stages.values():
         del stage["micro_batch_size"]

@@ -1,7 +1,7 @@
 """Evaluates the final model of a run folder on every evaluation set of its recipe."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ def format_table(eval_json: Mapping[str, Any], recipe: Recipe) -> str:
         eval_json: content of RUN/eval.json.
         recipe: the run's recipe (tasks and required values).
     """
-    sets = recipe.to_dict()["eval_sets"]
+    sets = {name: asdict(settings) for name, settings in recipe.eval_sets.items()}
     headlines = {
         name: get_task(settings.task).headline for name, settings in recipe.eval_sets.items()
     }
