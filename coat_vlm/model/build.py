@@ -1,7 +1,7 @@
 """Builds the composed model of a recipe, from scratch or from pretrained parts.
 
-:func:`build_model` has its weights; :func:`model_frame` and :func:`saved_frame` are the same model
-on torch's ``meta`` device: shapes and names without memory or weights.
+:func:`build_model` has its weights; :func:`model_frame` is the same model on torch's ``meta``
+device: shapes and names without memory or weights.
 """
 
 import copy
@@ -244,22 +244,6 @@ def model_frame(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> Coat
     with torch.device("meta"):
         tower = None if model.vision is None else _vision_config(model.vision)
         config = _composed_config(model, tower, _text_config(model.language, vocab_size))
-    return frame_of(config, dtype)
-
-
-def saved_frame(path: str, attention: str, dtype: torch.dtype) -> CoatVlm:
-    """The model of a composed checkpoint, on ``meta``.
-
-    Args:
-        path: the checkpoint's folder.
-        attention: attention implementation.
-        dtype: dtype of all weights.
-
-    Raises:
-        ValueError: there is no configuration of a composed model.
-    """
-    config = CoatVlmConfig.from_pretrained(path)
-    config._attn_implementation = attention
     return frame_of(config, dtype)
 
 

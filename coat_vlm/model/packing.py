@@ -134,7 +134,10 @@ def packing_of(
             "packed sequences take no mask; leave out attention_mask, and give position_ids that "
             "start again with each sequence"
         )
-    if longest_key not in (None, longest) or _differ(bounds, keys):
+    differ = keys is not None and keys is not bounds and keys.shape != bounds.shape
+    if keys is not None and not differ and keys.device.type == bounds.device.type == "cpu":
+        differ = not torch.equal(bounds, keys)
+    if longest_key not in (None, longest) or differ:
         raise ValueError("queries and keys are the same tokens; give equal bounds and lengths")
     if bounds.dtype != torch.int32 or bounds.ndim != 1:
         raise ValueError(
@@ -144,15 +147,6 @@ def packing_of(
     if bounds.device.type == "cpu":
         _check_bounds(bounds, tokens, int(longest))
     return Packing(copy_to_device(bounds, device), int(longest), bounds)
-
-
-def _differ(bounds: Tensor, keys: Tensor | None) -> bool:
-    if keys is None or keys is bounds:
-        return False
-    if keys.shape != bounds.shape:
-        return True
-    on_cpu = keys.device.type == bounds.device.type == "cpu"
-    return on_cpu and not torch.equal(bounds, keys)
 
 
 def _check_bounds(bounds: Tensor, tokens: int, longest: int) -> None:

@@ -33,7 +33,7 @@ from coat_vlm.model.placeholders import (
     placeholder_positions,
     pool_frames,
 )
-from coat_vlm.model.pretrained import check_complete, readable_errors
+from coat_vlm.model.pretrained import load_complete, readable_errors
 from coat_vlm.model.projector import (
     Grid,
     Projector,
@@ -104,9 +104,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
                 config = kwargs.get("config") or CoatVlmConfig.from_pretrained(name)
                 kwargs |= arguments_of(Path(name), scheme, config, kwargs.get("dtype"))
                 source = None  # what is read is in the arguments
-            loaded: Any = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
-        model, info = loaded
-        check_complete(info, name)
+        model, info = load_complete(name, super().from_pretrained, source, *args, **kwargs)
         return (model, info) if output_loading_info else model
 
     def get_input_embeddings(self) -> nn.Module:

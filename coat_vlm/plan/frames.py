@@ -24,7 +24,8 @@ from coat_vlm.config import (
 )
 from coat_vlm.config.model import TokenizerConfig
 from coat_vlm.fp8 import Arithmetic, convert
-from coat_vlm.model.build import model_frame, saved_frame
+from coat_vlm.model.build import frame_of, model_frame
+from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.pretrained import composed_folder
 from coat_vlm.model.processor import prepare_tokenizer, tokenizer_name
 from coat_vlm.model.vlm import CoatVlm
@@ -156,9 +157,9 @@ def stage_frame(
     """
     if vocab_size is None:
         assert recipe.init_from is not None
-        frame = saved_frame(
-            composed_folder(recipe.init_from), recipe.model.attention, arithmetic.dtype
-        )
+        config = CoatVlmConfig.from_pretrained(composed_folder(recipe.init_from))
+        config._attn_implementation = recipe.model.attention
+        frame = frame_of(config, arithmetic.dtype)
     else:
         frame = model_frame(recipe.model, vocab_size, arithmetic.dtype)
     set_trainable(frame, stage)

@@ -33,16 +33,15 @@ class _Change:
     def overrides(self, plan: StagePlan) -> list[str]:
         """What to write behind the recipe's name."""
         stage = f"stages.{plan.name}"
-        words = []
-        if self.zero_stage != plan.recipe_zero:
-            words.append(f"zero_stage={self.zero_stage}")
-        if self.precision is not None:
-            words.append(f"precision={self.precision}")
-        if self.micro_batch != plan.stage.micro_batch_size:
-            words.append(f"{stage}.micro_batch_size={self.micro_batch}")
-        if self.checkpointing:
-            words.append(f"{stage}.gradient_checkpointing=true")
-        return words
+        words = {
+            f"zero_stage={self.zero_stage}": self.zero_stage != plan.recipe_zero,
+            f"precision={self.precision}": self.precision is not None,
+            f"{stage}.micro_batch_size={self.micro_batch}": (
+                self.micro_batch != plan.stage.micro_batch_size
+            ),
+            f"{stage}.gradient_checkpointing=true": self.checkpointing,
+        }
+        return [word for word, differs in words.items() if differs]
 
 
 def advice(plan: StagePlan) -> str:
