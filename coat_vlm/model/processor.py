@@ -138,28 +138,27 @@ class CoatVlmProcessor(ProcessorMixin):
                 f"the tokenizer {tokenizer.name_or_path!r} has no {IMAGE_TOKEN} token; add it with "
                 "coat_vlm.model.processor.prepare_tokenizer"
             )
+        resample = Image.Resampling(self.image_resample)
+        basic = (self.image_size, self.image_mean, self.image_std, self.image_mode, resample)
+        if self.image_mode in TiledTransform.modes:
+            transform = TiledTransform(
+                *basic,
+                min_tiles=self.image_min_tiles,
+                max_tiles=self.image_max_tiles,
+                scales=self.image_s2_scales or (),
+            )
+        else:
+            transform = ImageTransform(*basic, augment=self.image_augment if train else "none")
         return Encoder(
             tokenizer,
             get_template(template or self.template, tokenizer),
-            self._transform(augmented=train),
+            transform,
             tokens_per_image=self.tokens_per_image,
             image_token_id=image_token_id if self.tokens_per_image else None,
             video=VideoSettings(num_frames=self.num_video_frames, **self.video),
             max_length=self.max_length,
             max_pixels=self.image_max_pixels,
         )
-
-    def _transform(self, *, augmented: bool) -> ImageTransform:
-        resample = Image.Resampling(self.image_resample)
-        basic = (self.image_size, self.image_mean, self.image_std, self.image_mode, resample)
-        if self.image_mode in TiledTransform.modes:
-            return TiledTransform(
-                *basic,
-                min_tiles=self.image_min_tiles,
-                max_tiles=self.image_max_tiles,
-                scales=self.image_s2_scales or (),
-            )
-        return ImageTransform(*basic, augment=self.image_augment if augmented else "none")
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -133,8 +133,11 @@ class OpenClipBackbone(nn.Module):
 
     def trim(self, num_layers: int) -> None:
         """Keep the first ``num_layers`` blocks."""
-        owner, name = _blocks(self.visual)
-        setattr(owner, name, getattr(owner, name)[:num_layers])
+        model: Any = self.visual
+        if _is_timm(model):
+            model.blocks = model.blocks[:num_layers]
+        else:
+            model.transformer.resblocks = model.transformer.resblocks[:num_layers]
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Tokens (N, prefix + patches, C) of images (N, 3, S, S)."""
@@ -311,13 +314,6 @@ def _is_timm(module: object) -> bool:
     return isinstance(module, VisionTransformer)
 
 
-def _blocks(visual: nn.Module) -> tuple[nn.Module, str]:
-    """The owner and the attribute name of the tower's list of blocks."""
-    if _is_timm(visual):
-        return visual, "blocks"
-    return visual.transformer, "resblocks"  # pyright: ignore[reportReturnType]
-
-
 def _describe(
     visual: nn.Module, vision_cfg: dict[str, Any], quick_gelu: bool
 ) -> tuple[OpenClipVisionConfig, OpenClipBackbone]:
@@ -330,14 +326,13 @@ def _describe(
         raise ValueError(
             f"images {image_size} in patches {patch_size} are not square; choose a square tower"
         )
-    owner, name = _blocks(model)
     config = OpenClipVisionConfig(
         vision_cfg=vision_cfg | {"image_size": image_size[0]},
         quick_gelu=quick_gelu,
         hidden_size=model.embed_dim if timm else model.transformer.width,
         image_size=image_size[0],
         patch_size=patch_size[0],
-        num_hidden_layers=len(getattr(owner, name)),
+        num_hidden_layers=len(model.blocks if timm else model.transformer.resblocks),
         num_prefix_tokens=model.num_prefix_tokens if timm else 1,
     )
     return config, backbone

@@ -115,37 +115,34 @@ def flash_attention() -> Iterator[None]:
     """
     plain = F.scaled_dot_product_attention
 
-    def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        function = _flash if query.device.type == "meta" else plain
-        return function(query, *args, **kwargs)
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if query.device.type != "meta":
+            how = {"scale": scale, "enable_gqa": enable_gqa}
+            return plain(query, key, value, attn_mask, dropout_p, is_causal, **how)
+        # A sliding window comes with a mask; the kernel that takes it keeps the same tensors.
+        channels = query.shape[-1]
+        if missing := -channels % 8:  # SDPA pads such heads before it calls the kernel
+            scale = scale or channels**-0.5
+            query, key, value = (F.pad(x, (0, missing)) for x in (query, key, value))
+        out = _ATEN._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return out[..., :channels] if missing else out
 
     F.scaled_dot_product_attention = attention
     try:
         yield
     finally:
         F.scaled_dot_product_attention = plain
-
-
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    # A sliding window comes with a mask; the kernel that takes it keeps the same tensors.
-    del attn_mask, enable_gqa
-    channels = query.shape[-1]
-    if missing := -channels % 8:  # SDPA pads such heads before it calls the kernel
-        scale = scale or channels**-0.5
-        query, key, value = (F.pad(x, (0, missing)) for x in (query, key, value))
-    out = _ATEN._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p, is_causal, False, scale=scale
-    )[0]
-    return out[..., :channels] if missing else out
 
 
 def flash_workspace(query: torch.Size, key_heads: int, element_size: int) -> int:

@@ -46,16 +46,6 @@ class RunFolder:
     """training.json of the last model folder there is."""
     missing: list[str]
 
-    @property
-    def name(self) -> str:
-        """The recipe's name, else the folder's."""
-        return str(self.recipe.get("name") or self.folder.resolve().name)
-
-    @property
-    def eval_sets(self) -> dict[str, Any]:
-        """The recipe's evaluation sets."""
-        return self.recipe.get("eval_sets") or {}
-
 
 def read_run_folder(folder: Path) -> RunFolder:
     """Read ``folder``; raise FileNotFoundError if it holds no trace of a run."""
