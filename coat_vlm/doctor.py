@@ -33,6 +33,21 @@ PACKAGES = (
     "pillow",
     "av",
 )
+OPTIONAL = (
+    (
+        "peft",
+        "LoRA (peft)",
+        "only a stage with lora needs it",
+        "pip install -e '.[lora]' if a stage has lora",
+    ),
+    (
+        "wandb",
+        "Weights & Biases",
+        "metrics.jsonl needs none",
+        "pip install -e '.[wandb]' if you set tracking.wandb_project",
+    ),
+)
+"""Packages of extras: what each is for, what goes without it, and how to get it."""
 VIDEO_CODECS = ("h264", "hevc", "vp9", "av1")
 IMAGE_FORMATS = {"jpg": "JPEG", "zlib": "PNG", "webp": "WebP"}
 SMALL_SHARED_MEMORY = 1 << 30
@@ -63,14 +78,12 @@ def versions() -> Iterator[Finding]:
         try:
             yield Finding("ok", name, version(name))
         except PackageNotFoundError:
-            missing_is_fine = name == "triton" and platform.system() != "Linux"
-            yield Finding(
-                "note" if missing_is_fine else "BROKEN",
-                name,
-                "not installed",
-                "" if missing_is_fine else _REINSTALL,
-            )
-    yield Finding("ok", "torch built for", f"CUDA {torch.version.cuda}" if _cuda_build() else "CPU")
+            if name == "triton" and platform.system() != "Linux":
+                yield Finding("note", name, "not installed")
+            else:
+                yield Finding("BROKEN", name, "not installed", _REINSTALL)
+    cuda = torch.version.cuda
+    yield Finding("ok", "torch built for", "CPU" if cuda is None else f"CUDA {cuda}")
 
 
 def hardware() -> Iterator[Finding]:
@@ -109,13 +122,11 @@ def decoders() -> Iterator[Finding]:
         yield Finding("BROKEN", "Pillow or PyAV", str(error), _REINSTALL)
         return
     for key, name in IMAGE_FORMATS.items():
-        found = bool(features.check(key))
-        remedy = "" if found else f"install a Pillow built with {name}, or convert such images"
-        yield Finding("ok" if found else "note", f"{name} images", _yes(found), remedy)
+        remedy = f"install a Pillow built with {name}, or convert such images"
+        yield _present(f"{name} images", bool(features.check(key)), "note", remedy)
     for codec in VIDEO_CODECS:
-        found = codec in av.codecs_available
-        remedy = "" if found else "install PyAV from PyPI: pip install --force-reinstall av"
-        yield Finding("ok" if found else "note", f"{codec} video", _yes(found), remedy)
+        remedy = "install PyAV from PyPI: pip install --force-reinstall av"
+        yield _present(f"{codec} video", codec in av.codecs_available, "note", remedy)
     with tempfile.TemporaryDirectory() as folder:
         yield _attempt("reading an image", lambda: _read_image_back(Path(folder)))
         yield _attempt("reading a video", lambda: _read_video_back(Path(folder)))
@@ -126,12 +137,10 @@ def distributed() -> Iterator[Finding]:
     if not torch.distributed.is_available():
         yield Finding("BROKEN", "torch.distributed", "missing from this torch", "install it anew")
         return
-    gloo = torch.distributed.is_gloo_available()
-    yield Finding("ok" if gloo else "BROKEN", "gloo (CPU processes)", _yes(gloo))
-    if _cuda_build():
-        nccl = torch.distributed.is_nccl_available()
-        remedy = "" if nccl else "install torch's CUDA build for Linux"
-        yield Finding("ok" if nccl else "BROKEN", "NCCL (GPUs)", _yes(nccl), remedy)
+    yield _present("gloo (CPU processes)", torch.distributed.is_gloo_available(), "BROKEN")
+    if torch.version.cuda is not None:
+        nccl, remedy = torch.distributed.is_nccl_available(), "install torch's CUDA build for Linux"
+        yield _present("NCCL (GPUs)", nccl, "BROKEN", remedy)
 
 
 def abilities() -> Iterator[Finding]:
@@ -142,22 +151,16 @@ def abilities() -> Iterator[Finding]:
         yield fp8(capability)
     else:
         yield Finding("ok", "FP32 training", "on the CPU; small models only")
-        yield low_precision_on_cpu()
+        detail = "on the CPU with FP32 storage, rounded in the linear layers; slower than FP32"
+        yield Finding("ok", "BF16 and FP8 training", detail)  # coat_vlm/fp8/convert.py
     yield _attempt("transformers models", _import_transformers)
     yield _attempt("open_clip towers", _import_open_clip)
     yield _attempt("DeepSpeed", _import_deepspeed)
-    yield _optional(
-        "peft",
-        "LoRA (peft)",
-        "not installed; only a stage with lora needs it",
-        "pip install -e '.[lora]' if a stage has lora",
-    )
-    yield _optional(
-        "wandb",
-        "Weights & Biases",
-        "not installed; metrics.jsonl needs none",
-        "pip install -e '.[wandb]' if you set tracking.wandb_project",
-    )
+    for package, subject, without, remedy in OPTIONAL:
+        try:
+            yield Finding("ok", subject, version(package))
+        except PackageNotFoundError:
+            yield Finding("note", subject, f"not installed; {without}", remedy)
 
 
 def bf16_on_gpu(capability: tuple[int, int]) -> Finding:
@@ -166,15 +169,6 @@ def bf16_on_gpu(capability: tuple[int, int]) -> Finding:
         return Finding("ok", "BF16 training", "native on this GPU")
     detail = f"sm{capability[0]}{capability[1]} has no BF16 units"
     return Finding("note", "BF16 training", detail, "train with precision=fp32")
-
-
-def low_precision_on_cpu() -> Finding:
-    """What BF16 and FP8 mean on a CPU (``coat_vlm/fp8/arithmetic.py``)."""
-    return Finding(
-        "ok",
-        "BF16 and FP8 training",
-        "on the CPU with FP32 storage, rounded in the linear layers; slower than FP32",
-    )
 
 
 def fp8(capability: tuple[int, int]) -> Finding:
@@ -209,22 +203,21 @@ def run_doctor() -> int:
     return 1 if broken else 0
 
 
-def _cuda_build() -> bool:
-    return torch.version.cuda is not None
-
-
 def _no_gpu() -> Finding:
-    if _cuda_build():
-        return Finding(
-            "note",
-            "GPU",
-            f"none found by torch for CUDA {torch.version.cuda}",
-            "if there is one, compare the driver's CUDA version in nvidia-smi with torch's",
-        )
-    if shutil.which("nvidia-smi"):
+    detail, remedy = "none; everything runs on the CPU", ""
+    if torch.version.cuda is not None:
+        detail = f"none found by torch for CUDA {torch.version.cuda}"
+        remedy = "if there is one, compare the driver's CUDA version in nvidia-smi with torch's"
+    elif shutil.which("nvidia-smi"):
+        detail = "this torch is a CPU build, it can use none"
         remedy = "reinstall torch for CUDA: pip install --force-reinstall -c constraints.txt torch"
-        return Finding("note", "GPU", "this torch is a CPU build, it can use none", remedy)
-    return Finding("note", "GPU", "none; everything runs on the CPU")
+    return Finding("note", "GPU", detail, remedy)
+
+
+def _present(
+    subject: str, found: bool, otherwise: Literal["note", "BROKEN"], remedy: str = ""
+) -> Finding:
+    return Finding("ok", subject, "yes") if found else Finding(otherwise, subject, "no", remedy)
 
 
 def _attempt(subject: str, action: Callable[[], str], remedy: str = _REINSTALL) -> Finding:
@@ -260,26 +253,18 @@ def _read_video_back(folder: Path) -> str:
     return "an H.264 clip written, 4 frames read back"
 
 
-def encode_video(num_frames: int, size: tuple[int, int] = (64, 48)) -> bytes:
-    """An H.264 MP4 of ``num_frames`` grey frames that grow brighter.
-
-    Args:
-        num_frames: Frames at 10 per second.
-        size: Width and height in pixels, both even.
-
-    Returns:
-        The encoded file.
-    """
+def encode_video(num_frames: int) -> bytes:
+    """An H.264 MP4 of grey frames of 64 x 48 that grow brighter, at 10 per second."""
     import av
     from PIL import Image
 
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=10)
-        stream.width, stream.height, stream.pix_fmt = size[0], size[1], "yuv420p"
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
         for index in range(num_frames):
             level = 255 * index // num_frames
-            frame = av.VideoFrame.from_image(Image.new("RGB", size, (level, level, level)))
+            frame = av.VideoFrame.from_image(Image.new("RGB", (64, 48), (level, level, level)))
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return buffer.getvalue()
@@ -314,18 +299,6 @@ def _import_deepspeed() -> str:
     finally:
         logging.disable(logging.NOTSET)
     return f"imports; it will use: {accelerator.device_name() if accelerator else 'nothing'}"
-
-
-def _optional(package: str, subject: str, without: str, remedy: str) -> Finding:
-    """A package of an extra: its version, or what goes without it and how to get it."""
-    try:
-        return Finding("ok", subject, version(package))
-    except PackageNotFoundError:
-        return Finding("note", subject, without, remedy)
-
-
-def _yes(found: bool) -> str:
-    return "yes" if found else "no"
 
 
 def _gib(size: int) -> str:

@@ -16,7 +16,7 @@ from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import Fp8Config, Precision
 from coat_vlm.fp8 import arithmetic_of
-from coat_vlm.fp8.block_error import back_to_bf16
+from coat_vlm.fp8.convert import back_to_bf16
 from coat_vlm.model.compressed import compressed_layers, compression_of, round_inputs
 from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.model.vlm import CoatVlm

@@ -3,13 +3,12 @@
 What DeepSpeed (0.19) lets the optimizer see: at stage 0 the parameters or, in BF16, an FP32 copy of
 each; at stages 1 and 2 one flat tensor per parameter group, this rank's part of all its parameters
 in a row, which cuts them anywhere; at stage 3 one flat tensor per sub-group, with this rank's part
-of each parameter in turn. All become lists of :class:`Piece`, which say the same in one way.
-
-A run of elements of one parameter, and where it lies in a flat tensor.
+of each parameter in turn. All become lists of :class:`Piece`, which say the same in one way: a run
+of elements of one parameter, and where it lies in a flat tensor.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -52,23 +51,32 @@ def partitions(engine: DeepSpeedEngine) -> list[Partition]:
     """
     names = _names(engine)
     optimizer: Any = engine.optimizer
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        return _stage_3(optimizer, names)
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return _stage_1_and_2(optimizer, names)
-    if isinstance(optimizer, FP16_UnfusedOptimizer):
-        masters = optimizer.fp32_groups
-    else:
-        masters = [group["params"] for group in optimizer.param_groups]
-    pairs = [
-        (group, weight, master)
-        for (group, weights), flat in zip(_weights_by_group(engine), masters, strict=True)
-        for weight, master in zip(weights, flat, strict=True)
-    ]
-    return [
-        Partition(master, group, (Piece(names[id(weight)], 0, weight.numel(), 0),))
-        for group, weight, master in pairs
-    ]
+    found: list[Partition] = []
+    for number, (group, weights) in enumerate(_weights_by_group(engine)):
+        pieces: list[Piece] = []
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            flat, offset = optimizer.fp32_partitioned_groups_flat[number], 0
+            for parameter in weights:
+                start, size = _own_part(parameter)
+                if size:
+                    pieces.append(Piece(names[id(parameter)], start, size, offset))
+                offset += parameter.partition_numel()
+            found.append(Partition(flat, group, tuple(pieces)))
+        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+            flat = optimizer.single_partition_of_fp32_groups[number]
+            for parameter in weights:
+                mapping = parameter._hp_mapping
+                if mapping is not None:
+                    part, place = mapping.lp_fragment_address, mapping.hp_fragment_address
+                    pieces.append(Piece(names[id(parameter)], part.start, part.numel, place.start))
+            found.append(Partition(flat, group, tuple(pieces)))
+        else:
+            unfused = isinstance(optimizer, FP16_UnfusedOptimizer)
+            masters = optimizer.fp32_groups[number] if unfused else weights
+            for weight, master in zip(weights, masters, strict=True):
+                whole = Piece(names[id(weight)], 0, weight.numel(), 0)
+                found.append(Partition(master, group, (whole,)))
+    return found
 
 
 def groups_by_name(engine: DeepSpeedEngine) -> dict[str, int]:
@@ -95,19 +103,10 @@ def _weights_by_group(engine: DeepSpeedEngine) -> list[tuple[int, list[Any]]]:
     )
 
 
-def model_of(engine: DeepSpeedEngine) -> nn.Module:
-    """The engine's model."""
-    return cast(nn.Module, engine.module)
-
-
-def optimizer_of(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
-    """The optimizer itself, which DeepSpeed wraps."""
-    return cast(torch.optim.Optimizer, engine.basic_optimizer)
-
-
 def _names(engine: DeepSpeedEngine) -> dict[int, str]:
     """The (first) name of each parameter by its id."""
-    return {id(parameter): name for name, parameter in model_of(engine).named_parameters()}
+    model: Any = engine.module
+    return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
@@ -163,34 +162,6 @@ def after_reading(engine: DeepSpeedEngine) -> None:
         for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             for weight, master in zip(weights, masters, strict=True):
                 weight.data.copy_(master.data)
-
-
-def _stage_1_and_2(optimizer: Any, names: dict[int, str]) -> list[Partition]:
-    found = []
-    for group, tensor in enumerate(optimizer.single_partition_of_fp32_groups):
-        pieces = []
-        for parameter in optimizer.bit16_groups[group]:
-            mapping = parameter._hp_mapping
-            if mapping is not None:
-                part, place = mapping.lp_fragment_address, mapping.hp_fragment_address
-                name = names[id(parameter)]
-                pieces.append(Piece(name, part.start, part.numel, place.start))
-        found.append(Partition(tensor, group, tuple(pieces)))
-    return found
-
-
-def _stage_3(optimizer: Any, names: dict[int, str]) -> list[Partition]:
-    found = []
-    for number, tensor in enumerate(optimizer.fp32_partitioned_groups_flat):
-        pieces, offset = [], 0
-        for parameter in optimizer.fp16_groups[number]:
-            start, size = _own_part(parameter)
-            if size:
-                pieces.append(Piece(names[id(parameter)], start, size, offset))
-            offset += parameter.partition_numel()
-        group = optimizer.sub_group_to_group_id[number]
-        found.append(Partition(tensor, group, tuple(pieces)))
-    return found
 
 
 def _own_part(parameter: Any) -> tuple[int, int]:

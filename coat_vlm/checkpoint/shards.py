@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from coat_vlm.checkpoint.partitions import Piece
-from coat_vlm.optim.moments import by_element
+from coat_vlm.optim.state import by_element
 
 WEIGHT = "weight"
 """The key of a partition's weights; the other keys are those of the optimizer's state."""
@@ -93,12 +93,19 @@ class ShardWriter:
 
     def _flush(self) -> None:
         path = self._folder / f"{self._name}-{self._num_files:03d}.safetensors"
-        try:
-            save_file(self._pending, path)
-        except SafetensorError as error:  # also for a full disk
-            raise OSError(f"{path.name}: {error}") from error
+        save_tensors(self._pending, path)
         self._pending = {}
         self._num_files += 1
+
+
+def save_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file; OSError also where safetensors says it otherwise."""
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:  # also for a full disk
+        raise OSError(f"{path.name}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,32 +149,29 @@ class Shards:
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        self._files: dict[str, Any] = {}
+        files: dict[str, Any] = {}
         self._by_pieces: dict[tuple[Piece, ...], SavedPartition] = {}
         self._by_name: dict[str, list[tuple[Piece, SavedPartition]]] = {}
         for index in sorted(checkpoint.glob("rank-*.json")):
             listed = json.loads(index.read_text(encoding="utf-8"))["partitions"]
             for number, entry in enumerate(listed):
-                self._add(checkpoint, number, entry)
-
-    def _add(self, checkpoint: Path, number: int, entry: dict[str, Any]) -> None:
-        name = entry["file"]
-        if name not in self._files:
-            self._files[name] = safe_open(str(checkpoint / name), "pt")
-        partition = SavedPartition(
-            number=number,
-            pieces=tuple(Piece(*piece) for piece in entry["pieces"]),
-            size=entry["size"],
-            elements=frozenset(entry["elements"]),
-            others=frozenset(entry["others"]),
-            on_cpu=frozenset(entry["on_cpu"]),
-            numbers=entry["numbers"],
-            file=self._files[name],
-        )
-        if partition.pieces:
-            self._by_pieces[partition.pieces] = partition
-        for piece in partition.pieces:
-            self._by_name.setdefault(piece.name, []).append((piece, partition))
+                name = entry["file"]
+                if name not in files:
+                    files[name] = safe_open(str(checkpoint / name), "pt")
+                partition = SavedPartition(
+                    number=number,
+                    pieces=tuple(Piece(*piece) for piece in entry["pieces"]),
+                    size=entry["size"],
+                    elements=frozenset(entry["elements"]),
+                    others=frozenset(entry["others"]),
+                    on_cpu=frozenset(entry["on_cpu"]),
+                    numbers=entry["numbers"],
+                    file=files[name],
+                )
+                if partition.pieces:
+                    self._by_pieces[partition.pieces] = partition
+                for piece in partition.pieces:
+                    self._by_name.setdefault(piece.name, []).append((piece, partition))
 
     def same(self, pieces: tuple[Piece, ...], size: int) -> SavedPartition | None:
         """The saved partition of this size with exactly these pieces at the same places."""
@@ -199,7 +203,8 @@ class Shards:
     def weight(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A whole parameter as it was saved: where it trains, its master weights."""
         size = torch.Size(shape).numel()
-        parts: list[tuple[int, Tensor]] = []
-        for partition, first, place, count in self.overlaps(Piece(name, 0, size, 0)):
-            parts.append((place, partition.read(WEIGHT, first, first + count)))
-        return torch.cat([part for _, part in sorted(parts, key=lambda p: p[0])]).view(shape)
+        parts = {
+            place: partition.read(WEIGHT, first, first + count)
+            for partition, first, place, count in self.overlaps(Piece(name, 0, size, 0))
+        }
+        return torch.cat([parts[place] for place in sorted(parts)]).view(shape)

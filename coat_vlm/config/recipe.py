@@ -1,7 +1,8 @@
 """A whole recipe: the model, the stages in order, evaluation sets, and how the run behaves."""
 
+import dataclasses
 from dataclasses import field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -54,7 +55,7 @@ class Recipe:
     """``fp32``: all FP32; ``bf16``: BF16 weights and arithmetic with FP32 master weights;
     ``fp8_linear``: the blocks' GEMMs in FP8; ``coat``: also kept activations and optimizer states;
     ``coat_lean``: also what attention keeps (docs/design.md). On a CPU all but the first keep FP32
-    weights and round in the linear layers (coat_vlm/fp8/arithmetic.py)."""
+    weights and round in the linear layers (coat_vlm/fp8/convert.py)."""
     fp8: Fp8Config | None = None
     """What an FP8 precision makes FP8; its defaults when absent."""
     monitor: MonitorConfig | None = None
@@ -136,3 +137,7 @@ class Recipe:
             raise ValueError(
                 "fp8.vision and fp8.projector have no effect with model.vision: null; remove them"
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as plain YAML-ready data."""
+        return dataclasses.asdict(self)

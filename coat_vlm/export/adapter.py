@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from coat_vlm.checkpoint.manifest import read_json
+from coat_vlm.checkpoint.shards import save_tensors
 from coat_vlm.model.lora import adapter_config
 from coat_vlm.model.vlm import CoatVlm
 
@@ -64,7 +65,7 @@ def read_adapter(described: Path) -> SavedAdapter | None:
 
 
 def _read(folder: Path) -> SavedAdapter:
-    return SavedAdapter(json.loads((folder / _CONFIG).read_text(encoding="utf-8")))
+    return SavedAdapter(read_json(folder / _CONFIG))
 
 
 def adapter_weights(
@@ -108,7 +109,4 @@ def save_adapter(
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / _CONFIG).write_text(text, encoding="utf-8")
     tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
-    try:
-        save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
-    except SafetensorError as error:  # also for a full disk
-        raise OSError(f"{_WEIGHTS}: {error}") from error
+    save_tensors(tensors, folder / _WEIGHTS, {"format": "pt"})

@@ -9,62 +9,29 @@ and images pass through the last two.
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from coat_vlm.checkpoint.shards import SHARD_BYTES
-from coat_vlm.export.stock import LANGUAGE
+from coat_vlm.checkpoint.manifest import read_json
+from coat_vlm.checkpoint.shards import SHARD_BYTES, save_tensors
+from coat_vlm.export.stock import LANGUAGE, write_config
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.compressed import SCHEMES, Scheme, dequantize, quantize, sqnr_db
 
 RECORD = "quantization.json"
+"""What compression did: per layer its name, shape, SQNR in dB (null where nothing is lost), and
+bytes before and after; and the layers that stay as they are, with the reason."""
 IGNORE = ["re:.*lm_head", "re:.*vision_tower.*", "re:.*projector.*"]
 """Linear layers that stay, by patterns that fit the layouts ``coat`` and ``llava``."""
 
 
-@dataclass(slots=True)
-class Losses:
-    """What compression did, layer by layer; quantization.json."""
-
-    scheme: Scheme
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    """Per layer: name, shape, sqnr_db (None where nothing is lost), bytes before and after."""
-    left: dict[str, str] = field(default_factory=dict)
-    """Layers that stay as they are, and why."""
-
-    def add(self, layer: str, weight: Tensor, codes: Tensor, scale: Tensor) -> None:
-        """Measure one layer."""
-        ratio = sqnr_db(weight, dequantize(codes, scale, self.scheme))
-        self.rows.append(
-            {
-                "layer": layer,
-                "shape": list(weight.shape),
-                "sqnr_db": round(ratio, 3) if ratio != float("inf") else None,
-                "bytes_before": weight.nbytes,
-                "bytes_after": codes.nbytes + scale.nbytes,
-            }
-        )
-
-    def write(self, folder: Path) -> None:
-        """Write quantization.json."""
-        values = {
-            "weights": self.scheme.name,
-            "formula": "sqnr_db = 10 log10(sum w^2 / sum (w - q(w))^2); null: nothing is lost",
-            "layers": self.rows,
-            "left": self.left,
-        }
-        (folder / RECORD).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-
-
 def table(folder: Path) -> str:
     """The rows of a folder's quantization.json as lines of text, the worst layer below them."""
-    record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    record = read_json(folder / RECORD)
     rows = record["layers"]
     width = max(len(row["layer"]) for row in rows)
     lines = [f"{'layer':<{width}}  {'[N, K]':>16}  SQNR in dB ({record['weights']})"]
@@ -99,15 +66,16 @@ def compress_folder(folder: Path, model: CoatVlm, scheme: Scheme, prefix: str = 
     """
     inputs = {f"{prefix}{name}": inputs for name, inputs in linear_layers(model)}
     why = {name: scheme.why_not(inputs[name]) for name in sorted(inputs, key=_natural)}
-    losses = Losses(scheme, left={name: reason for name, reason in why.items() if reason})
-    layers = inputs.keys() - losses.left.keys()
+    left = {name: reason for name, reason in why.items() if reason}
+    layers = inputs.keys() - left.keys()
     if not layers:
-        first = next(iter(losses.left.items()), ("", "the language model has no linear layer"))
+        first = next(iter(left.items()), ("", "the language model has no linear layer"))
         raise ValueError(
             f"--weights {scheme.name}: no layer fits ({': '.join(first)}); allowed here: "
             f"{', '.join(name for name, other in SCHEMES.items() if other.block is None)}"
         )
     writer = _Writer(folder)
+    rows: list[dict[str, Any]] = []
     sources = sorted(folder.glob("*.safetensors"))
     bar = tqdm(total=len(layers), desc=scheme.name, unit="layer", delay=2.0, leave=False)
     with bar:
@@ -121,28 +89,41 @@ def compress_folder(folder: Path, model: CoatVlm, scheme: Scheme, prefix: str = 
                     codes, scale = quantize(weight, scheme)
                 except ValueError as error:
                     raise ValueError(f"{name}: {error}") from None
-                losses.add(layer, weight, codes, scale)
+                ratio = sqnr_db(weight, dequantize(codes, scale, scheme))
+                rows.append(
+                    {
+                        "layer": layer,
+                        "shape": list(weight.shape),
+                        "sqnr_db": round(ratio, 3) if ratio != float("inf") else None,
+                        "bytes_before": weight.nbytes,
+                        "bytes_after": codes.nbytes + scale.nbytes,
+                    }
+                )
                 writer.add(name, codes)
                 writer.add(f"{name}_scale", scale)
                 bar.update()
             source.unlink()
     writer.close()
-    absent = layers - {row["layer"] for row in losses.rows}
+    absent = layers - {row["layer"] for row in rows}
     if absent:
         raise ValueError(
             f"{folder} has no weights of {min(absent)} ({len(absent)} of {len(layers)} layers are "
             "not there); export it once more without --weights and look at the names"
         )
-    losses.rows.sort(key=lambda row: _natural(row["layer"]))
-    losses.write(folder)
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    record = {
+        "weights": scheme.name,
+        "formula": "sqnr_db = 10 log10(sum w^2 / sum (w - q(w))^2); null: nothing is lost",
+        "layers": sorted(rows, key=lambda row: _natural(row["layer"])),
+        "left": left,
+    }
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    config = read_json(folder / "config.json")
     # Other programs have other prefixes before a layer's name.
-    ends = (name.removeprefix(prefix).removeprefix("model.") for name in losses.left)
+    ends = (name.removeprefix(prefix).removeprefix("model.") for name in left)
     config["quantization_config"] = scheme.config(
         [*IGNORE, *(f"re:.*{re.escape(end)}$" for end in ends)]
     )
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_config(folder / "config.json", config)
 
 
 def linear_layers(model: CoatVlm) -> Iterator[tuple[str, int]]:
@@ -198,17 +179,13 @@ class _Writer:
             "metadata": {"total_size": self._bytes},
             "weight_map": dict(sorted(placed.items())),
         }
-        text = json.dumps(index, indent=2) + "\n"
-        (self._folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        write_config(self._folder / "model.safetensors.index.json", index)
 
     def _temporary(self, at: int) -> Path:
         return self._folder / f"compressed-{at:05d}.tmp"
 
     def _flush(self) -> None:
         path = self._temporary(len(self._files))
-        try:
-            save_file(self._pending, path, metadata={"format": "pt"})
-        except SafetensorError as error:  # also for a full disk
-            raise OSError(f"{path.name}: {error}") from error
+        save_tensors(self._pending, path, {"format": "pt"})
         self._files.append(list(self._pending))
         self._pending = {}

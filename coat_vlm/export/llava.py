@@ -12,7 +12,6 @@ class token has: SigLIP's is always ``full``.
 """
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,18 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from coat_vlm.checkpoint.manifest import read_json
 from coat_vlm.export.stock import (
     LANGUAGE,
     PROJECTOR,
-    chat_template,
     part_of,
     plain_tower,
+    save_stock,
+    tokenizer_with_template,
     tower_weights,
     with_older_names,
+    write_config,
 )
-from coat_vlm.generate import PromptEncoder
 from coat_vlm.model import IMAGE_TOKEN, CoatVlm
 from coat_vlm.model.loss import why_logits_are_needed
 from coat_vlm.model.processor import CoatVlmProcessor
@@ -60,7 +61,8 @@ def save_llava(
     tower = plain_tower(model, "llava")
     config = model.config
     vision, language = tower.config, copy.deepcopy(config.text_config)
-    strategy = "default" if _drops_class_token(model) else "full"
+    drops_class_token = config.select_feature == "patch" and config.num_prefix_tokens > 0
+    strategy = "default" if drops_class_token else "full"
     llava = LlavaConfig(
         vision_config=vision,
         text_config=language,
@@ -74,16 +76,15 @@ def save_llava(
     with torch.device("meta"):
         stock: Any = LlavaForConditionalGeneration(llava)
     stock.to(model.dtype)
-    stock.generation_config = copy.deepcopy(model.generation_config)
-    stock.generation_config.eos_token_id = PromptEncoder(processor).stop_token_ids
     weights = tower_weights(model, tower, state, "vision_tower.")
     for old, new in _LAYERS.items():
         weights |= part_of(state, PROJECTOR + old, f"multi_modal_projector.{new}")
     weights |= part_of(state, LANGUAGE, LANGUAGE)
-    if llava.tie_word_embeddings:
-        weights.pop(f"{LANGUAGE}lm_head.weight", None)
-    stock.save_pretrained(folder, state_dict=weights, save_original_format=False)
-    _add_older_names(folder / "config.json")
+    save_stock(folder, model, stock, weights, processor)
+    saved = read_json(folder / "config.json")
+    saved["text_config"] = with_older_names(saved["text_config"])
+    saved["torch_dtype"] = saved["dtype"]
+    write_config(folder / "config.json", saved)
     _processor(processor, model, strategy).save_pretrained(folder)
 
 
@@ -122,17 +123,6 @@ def check_llava(model: CoatVlm, processor: CoatVlmProcessor) -> None:
         )
 
 
-def _drops_class_token(model: CoatVlm) -> bool:
-    return model.config.select_feature == "patch" and model.config.num_prefix_tokens > 0
-
-
-def _add_older_names(path: Path) -> None:
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["text_config"] = with_older_names(config["text_config"])
-    config["torch_dtype"] = config["dtype"]
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
 def image_processor(processor: CoatVlmProcessor, model: CoatVlm, *, pad: bool) -> Any:
     """The image processor of transformers with the same settings, its Pillow backend.
 
@@ -160,16 +150,14 @@ def image_processor(processor: CoatVlmProcessor, model: CoatVlm, *, pad: bool) -
 
 
 def _processor(processor: CoatVlmProcessor, model: CoatVlm, strategy: str) -> LlavaProcessor:
-    template = chat_template(processor)
-    tokenizer = copy.deepcopy(processor.tokenizer)
-    tokenizer.chat_template = template
+    tokenizer = tokenizer_with_template(processor)
     tokenizer.padding_side = "left"  # of prompts, for generation
     return LlavaProcessor(
         image_processor=image_processor(processor, model, pad=processor.image_mode == "pad"),
         tokenizer=tokenizer,
         patch_size=model.config.vision_config.patch_size,
         vision_feature_select_strategy=strategy,
-        chat_template=template,
+        chat_template=tokenizer.chat_template,
         image_token=IMAGE_TOKEN,
         num_additional_image_tokens=model.config.num_prefix_tokens,
     )

@@ -1,13 +1,12 @@
-"""Parts of a composed model as plain transformers models, for folders that other programs read.
+"""Parts of a composed model as stock transformers models, for folders that other programs read.
 
 A cut tower has fewer blocks than its checkpoint and no final norm. It is written as a complete
 tower of that many blocks, whose last hidden state is the one that the projector reads; the norm
 after it, which no reader of hidden states calls, gets torch's initial values (ones and zeros).
 
-Writes the language model alone, as ``AutoModelForCausalLM`` of stock transformers loads it.
-
-Of a model without a vision tower that is all there is. Of a composed one it is the part that a
-recipe's ``model.language`` named, as training left it; its tokenizer still has ``<image>``.
+The language model alone is a folder that ``AutoModelForCausalLM`` loads. Of a model without a
+vision tower that is all there is. Of a composed one it is the part that a recipe's
+``model.language`` named, as training left it; its tokenizer still has ``<image>``.
 """
 
 import copy
@@ -25,6 +24,7 @@ from transformers import (
 )
 
 from coat_data.text.chat import VICUNA_SYSTEM
+from coat_vlm.checkpoint.manifest import read_json
 from coat_vlm.generate import PromptEncoder
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.configuration import kept_layers
@@ -159,17 +159,44 @@ def save_language(
         state: the weights by the composed model's names.
         processor: gives the tokenizer and the chat template.
     """
-    language: Any = model.language_model
-    generation = copy.deepcopy(model.generation_config)
-    generation.eos_token_id = PromptEncoder(processor).stop_token_ids
-    language.generation_config = generation
-    weights = part_of(state, LANGUAGE)
-    if language.config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
-    language.save_pretrained(folder, state_dict=weights, save_original_format=False)
-    path = folder / "config.json"
-    config = with_older_names(json.loads(path.read_text(encoding="utf-8")))
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_stock(folder, model, model.language_model, part_of(state, LANGUAGE), processor)
+    config = with_older_names(read_json(folder / "config.json"))
+    write_config(folder / "config.json", config)
+    tokenizer_with_template(processor).save_pretrained(folder)
+
+
+def save_stock(
+    folder: Path,
+    model: CoatVlm,
+    stock: Any,
+    weights: dict[str, Tensor],
+    processor: CoatVlmProcessor | None = None,
+) -> None:
+    """Write a stock model that generates as a composed one does.
+
+    Args:
+        folder: an existing, empty folder.
+        model: gives the settings of generation.
+        stock: its weights may be on ``meta``.
+        weights: by the stock model's names.
+        processor: gives the tokens that end an answer; those of the settings when absent.
+    """
+    stock.generation_config = copy.deepcopy(model.generation_config)
+    if processor is not None:
+        stock.generation_config.eos_token_id = PromptEncoder(processor).stop_token_ids
+    if stock.config.tie_word_embeddings:
+        heads = [name for name in weights if name.endswith("lm_head.weight")]
+        weights = {name: weight for name, weight in weights.items() if name not in heads}
+    stock.save_pretrained(folder, state_dict=weights, save_original_format=False)
+
+
+def tokenizer_with_template(processor: CoatVlmProcessor) -> Any:
+    """A copy of the tokenizer, with the model's chat template."""
     tokenizer = copy.deepcopy(processor.tokenizer)
     tokenizer.chat_template = chat_template(processor)
-    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def write_config(path: Path, values: dict[str, Any]) -> None:
+    """Write a config.json as transformers does."""
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -13,7 +13,6 @@ VILA's ``patch`` drops the first feature of every tower; for SigLIP, which has n
 is a patch, so VILA's recipes say ``cls_patch``, and so does a folder written here.
 """
 
-import copy
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -28,12 +27,14 @@ from coat_vlm.export.llava import image_processor
 from coat_vlm.export.stock import (
     LANGUAGE,
     PROJECTOR,
-    chat_template,
     older_dtype,
     part_of,
     plain_tower,
+    save_stock,
+    tokenizer_with_template,
     tower_weights,
     with_older_names,
+    write_config,
 )
 from coat_vlm.model import CoatVlm, build_model
 from coat_vlm.model.pretrained import readable_errors
@@ -70,21 +71,15 @@ def save_vila(
     tower = plain_tower(model, "vila")
     llm, vision, projector = (folder / part for part in PARTS)
     language: Any = model.language_model
-    language.generation_config = copy.deepcopy(model.generation_config)
-    weights = part_of(state, LANGUAGE)
-    if model.config.text_config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
-    language.save_pretrained(llm, state_dict=weights, save_original_format=False)
-    tokenizer = copy.deepcopy(processor.tokenizer)
-    tokenizer.chat_template = chat_template(processor)
-    tokenizer.save_pretrained(llm)
+    save_stock(llm, model, language, part_of(state, LANGUAGE))
+    tokenizer_with_template(processor).save_pretrained(llm)
     tower.save_pretrained(
         vision, state_dict=tower_weights(model, tower, state, ""), save_original_format=False
     )
     image_processor(processor, model, pad=False).save_pretrained(vision)
     projector.mkdir()
-    weights = {name: tensor.contiguous() for name, tensor in part_of(state, PROJECTOR).items()}
-    layers = {f"layers.{name}": tensor for name, tensor in weights.items()}
+    layers = part_of(state, PROJECTOR, "layers.")
+    layers = {name: tensor.contiguous() for name, tensor in layers.items()}
     save_file(layers, projector / _WEIGHTS, metadata={"format": "pt"})
     dtype = str(model.dtype).removeprefix("torch.")
     described = {
@@ -98,8 +93,8 @@ def save_vila(
         },
     }
     for part, values in zip((llm, vision, projector), described.values(), strict=True):
-        _write(part / "config.json", values)
-    _write(folder / "config.json", _top(model, processor, dtype) | described)
+        write_config(part / "config.json", values)
+    write_config(folder / "config.json", _top(model, processor, dtype) | described)
 
 
 def _top(model: CoatVlm, processor: CoatVlmProcessor, dtype: str) -> dict[str, Any]:
@@ -156,10 +151,10 @@ def load_vila(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm, 
     dtype = dtype or getattr(torch, str(top.get("model_dtype", "float16")).removeprefix("torch."))
     model = build_model(recipe, tokenizer, dtype)
     config: Any = model.config
-    name = str(folder / "mm_projector")
+    projector = folder / "mm_projector"
     assert model.projector is not None, "the recipe made above has a tower"
-    with readable_errors(name):
-        model.projector.load_state_dict(load_file(Path(name) / _WEIGHTS))
+    with readable_errors(str(projector)):
+        model.projector.load_state_dict(load_file(projector / _WEIGHTS))
     return model, build_processor(recipe, tokenizer, config)
 
 
@@ -226,7 +221,3 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} cannot be read: {error}; needed is a VILA checkpoint with config.json, "
             f"{', '.join(f'{part}/' for part in PARTS)}"
         ) from error
-
-
-def _write(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,9 +1,79 @@
-"""FP8 training of transformers models: :func:`convert` and what can be measured about it."""
+"""FP8 training of transformers models after COAT (arXiv 2410.19313): :func:`convert`.
 
-from coat_vlm.fp8.arithmetic import Arithmetic, arithmetic_of
-from coat_vlm.fp8.convert import ConversionReport, convert, fp8_blocks
+A linear layer y = x W^T + b is three GEMMs. Both operands of each are FP8 with one FP32 scale per
+tensor, taken from the tensor's own largest magnitude just before (no delayed scaling); a tensor is
+dequantized as ``q * scale``. Hopper's FP8 tensor cores read both operands with the summed dimension
+contiguous, so each GEMM has its own layout of each tensor. M tokens, K inputs, N outputs, M' is M
+padded with zeros to a multiple of 16; K and N are multiples of 16.
+
+    GEMM          left operand                 right operand       result
+    forward       x       E4M3       [M, K]    W    E4M3  [N, K]   y       [M, N], x's dtype
+    grad-input    grad_y  E5M2/E4M3  [M, N]    W^T  E4M3  [K, N]   grad_x  [M, K], x's dtype
+    grad-weight   grad_y^T E5M2/E4M3 [N, M']   x^T  E4M3  [K, M']  grad_W  [N, K], W's dtype
+
+grad_y is E4M3 in blocks under ``coat_lean`` and E5M2 elsewhere (``fp8.gradients`` overrides). The
+forward GEMM uses fast accumulation, the other two promote partial sums to FP32. The bias gradient
+is summed from the unquantized grad_y, in FP32, where grad_y is quantized. All casts round to
+nearest (the optimizer alone knows stochastic rounding). Parameters stay in the model's dtype: the
+forward pass quantizes a weight as [N, K], the backward pass again as [K, N] with the same scale; or
+both are made once for all micro-batches of an optimizer step (``fp8.weights``).
+
+The three precisions differ in what becomes FP8, and in what is saved for backward, per token:
+
+``fp8_linear``: Every linear layer of a block alone (``linear.py``). Saves x in E4M3: K bytes.
+    Norms, activations, attention and residual sums are the model's own, in high precision.
+
+``coat``: A block is two autograd Functions, high precision at both ends and FP8 inside, around the
+    model's own attention and an FP8 output projection. Layers that read the same input have one
+    fused weight (QKV, gate-up): one scale, one GEMM each way.
+
+        x -> [norm -> x8 -> QKV GEMM -> rope] -> attention -> [o8 -> out GEMM] -> delta
+        x + delta -> [norm -> x8 -> gate-up GEMM -> h -> activation -> h8 -> down GEMM] -> +
+
+    Saved in FP8: each norm's *input* (K + K / G bytes) and the activation's input h (W + W / G),
+    E4M3 with a power-of-two scale per group of G channels, one E8M0 byte (``fp8.group_size``), and
+    o8, per tensor. Saved in FP32: one or two norm statistics per token, the per-tensor scales. The
+    forward pass itself uses the exact values; backward differentiates norm and activation at the
+    saved ones, and recomputes the GEMM inputs from them, transposed, for the grad-weight GEMMs.
+    Attention saves q, k, v and its output in the model's dtype.
+
+``coat_lean``: Also quantizes q, k and v, before attention, which works on the dequantized copies.
+    One Function from there through the output projection saves q, k, v (one power-of-two scale per
+    head and token, or per largest fitting group) and o8 in E4M3, and the log-sum-exp. Backward
+    calls torch's fused kernel on the dequantized copies; with a mask or another attention
+    implementation it runs attention again.
+
+The residual stream, rotary embedding and attention's arithmetic are never FP8. The first blocks of
+tower and language model (``fp8.bf16_forward_first``) run the forward GEMMs in BF16 (FP32 on a CPU)
+and save what ``coat`` saves; their other two GEMMs are FP8.
+
+What differs from torchao's float8 (``Float8Linear``): it converts single linear layers and saves
+their input in high precision, to quantize it again in backward; its layers that read the same input
+do so separately; it offers one scale per row as well. What differs from the paper and its released
+code: group scales are powers of two (theirs are BF16); in the forward pass norms and activations
+read their exact inputs, not the FP8 copies; their outputs are recomputed, not saved; QKV and
+gate-up weights are fused; ``coat_lean``.
+
+An activation's way through the files:
+
+    blocks.py      decoder and encoder layers: the order of what follows
+    heads.py       norm -> QKV GEMM -> rope -> q, k, v          (autograd Function)
+    attention.py   transformers' attention, output projection   (Function under coat_lean; sdpa.py:
+                   torch's fused kernels, forward and backward apart)
+    mlp.py         norm -> GEMM -> activation -> GEMM           (autograd Function)
+    norm.py        the norm and the GEMM that reads it, both passes; heads and mlp begin so
+    linear.py      one linear layer                             (autograd Function)
+    gemm.py        the three GEMMs;  weights.py: where the FP8 weights come from
+    coat_kernels   one op per step: norm_fwd, scaled_mm, activation_fwd, rope_quantize, ...
+
+``convert.py`` puts it into a model and says what a precision means on a device, ``graphs.py``
+launches blocks as CUDA graphs, ``monitor.py`` counts saturation, ``measure.py`` compares blocks
+with BF16.
+"""
+
+from coat_vlm.fp8.convert import Arithmetic, ConversionReport, arithmetic_of, convert, fp8_blocks
 from coat_vlm.fp8.graphs import BlockGraphs, captured_bytes, graph_blocks, live_graphs
-from coat_vlm.fp8.linear import Fp8Linear, linear, norm_linear
+from coat_vlm.fp8.linear import Fp8Linear, linear
 from coat_vlm.fp8.mlp import norm_mlp
 from coat_vlm.fp8.monitor import Counts, watching
 from coat_vlm.fp8.weights import WeightReuse, kept_bytes, reused_weights
@@ -23,7 +93,6 @@ __all__ = [
     "kept_bytes",
     "linear",
     "live_graphs",
-    "norm_linear",
     "norm_mlp",
     "reused_weights",
     "watching",

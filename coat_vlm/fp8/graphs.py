@@ -4,11 +4,11 @@ A small model waits for the CPU, which launches the kernels of a block one by on
 :func:`graph_blocks` the passes of all FP8 blocks of the tower, and of the language model, are
 captured once they were seen with some shapes, and replayed from then on:
 
-    pass 1, 2       as ever, which also compiles the kernels
+    pass 1, 2       eager, which also compiles the kernels
     pass 3          forward passes are captured block by block, backward passes in reverse
-    later           hidden -> [static input -> graph -> static output] -> copy, likewise backward
+    later           hidden -> [static input -> graph -> static output] -> copy; the same backward
 
-What blocks keep for their backward pass has its place in memory for good, the same for all shapes;
+What blocks save for their backward pass is statically allocated, in the same memory for all shapes;
 what they need in between is shared. So a captured model takes the memory that its activations have
 at their highest point in the optimizer's step, too. Weights are quantized in every replay.
 
@@ -17,11 +17,9 @@ their bounds are followed by empty sequences up to a multiple of 8, and the long
 power of two, so that rows of one length share graphs.
 
 Further shapes, arguments that are no tensors and no constants, evaluation, gradient checkpointing,
-a scope of reused weights or a monitor: such passes run as ever. Weights must stay where they are in
+a scope of reused weights or a monitor: such passes run eagerly. Weights must stay where they are in
 memory (ZeRO 0, 1, 2). A graph does what the blocks did when it was captured: after a change of what
 trains, of dropout or of the attention implementation call :func:`graph_blocks` again.
-
-Captures both passes of blocks in CUDA graphs that share memory (:mod:`coat_vlm.fp8.graphs`).
 """
 
 import logging
@@ -39,6 +37,26 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from coat_vlm.fp8 import monitor, weights
 from coat_vlm.fp8.convert import fp8_blocks
+
+logger = logging.getLogger(__name__)
+
+EAGER_PASSES = 2
+"""Passes with the same shapes before they are captured."""
+
+MOST_CAPTURED = 8
+"""Shapes of which a part of the model has graphs: the first that come often enough. (To let go of
+one for another would capture all the time where more shapes take turns.)"""
+
+BOUNDS_STEP = 8
+"""Numbers of bounds of packed sequences are multiples of it in graphs."""
+
+FORWARD = "forward"
+"""The attribute of a block that replays; copies of a block that compute otherwise do without."""
+
+_MOST_SEEN = 256
+
+_CONSTANTS = (bool, int, float, str, type(None))
+"""Arguments of a block that are part of its shapes."""
 
 _Found = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int, bool]
 """Where a parameter is held and by what name, itself, its address, and whether it trains."""
@@ -112,7 +130,7 @@ class Capturer:
         with torch.cuda.stream(self._stream):
             # Libraries allocate their workspace for this stream now, not in the graphs' memory.
             x = captured.hidden.detach().requires_grad_()
-            y = forward_of(self.blocks[0])(x, *args, **kwargs)
+            y = _eager(self.blocks[0], x, *args, **kwargs)
             torch.autograd.grad(y, x, captured.dy)
             del x, y
             torch.cuda.synchronize()
@@ -120,7 +138,7 @@ class Capturer:
             for block in self.blocks:
                 x = captured.hidden.detach().requires_grad_()
                 with _own_leaves(block) as own, self._capturing(captured.forward):
-                    y = forward_of(block)(x, *args, **kwargs)
+                    y = _eager(block, x, *args, **kwargs)
                     captured.out.copy_(y.detach())
                 kept.append((x, y, own))
             for number in reversed(range(len(kept))):
@@ -203,9 +221,9 @@ def found_in(blocks: Sequence[nn.Module]) -> list[_Found]:
     ]
 
 
-def forward_of(block: nn.Module) -> Any:
+def _eager(block: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """``forward`` as the block's class has it."""
-    return partial(type(block).forward, block)
+    return type(block).forward(block, *args, **kwargs)
 
 
 @contextmanager
@@ -237,27 +255,6 @@ def _copy(gradients: Sequence[Tensor | None], static: Sequence[Tensor]) -> None:
             own.zero_()
         else:
             own.copy_(gradient)
-
-
-logger = logging.getLogger(__name__)
-
-EAGER_PASSES = 2
-"""Passes with the same shapes before they are captured."""
-
-MOST_CAPTURED = 8
-"""Shapes of which a part of the model has graphs: the first that come often enough. (To let go of
-one for another would capture all the time where more shapes take turns.)"""
-
-BOUNDS_STEP = 8
-"""Numbers of bounds of packed sequences are multiples of it in graphs."""
-
-FORWARD = "forward"
-"""The attribute of a block that replays; copies of a block that compute otherwise do without."""
-
-_MOST_SEEN = 256
-
-_CONSTANTS = (bool, int, float, str, type(None))
-"""Arguments of a block that are part of its shapes."""
 
 
 _alive: "weakref.WeakSet[BlockGraphs]" = weakref.WeakSet()
@@ -297,14 +294,14 @@ def graph_blocks(model: nn.Module, enabled: bool = True) -> "list[BlockGraphs]":
     return [BlockGraphs(blocks) for blocks in rows.values()] if enabled else []
 
 
+@dataclass(eq=False)
 class _Pass:
     """A forward pass that replays, until its backward pass is over or cannot come any more."""
 
-    def __init__(self, captured: Captured, leaves: Sequence[Any]) -> None:
-        self.captured = captured
-        self.leaves = leaves
-        self.backward: set[int] = set()
-        """Blocks whose backward pass ran."""
+    captured: Captured
+    leaves: Sequence[Any]
+    backward: set[int] = field(default_factory=set)
+    """Blocks whose backward pass ran."""
 
     def fits(self, hidden: Tensor, leaves: Sequence[Any], spec: TreeSpec) -> bool:
         """Whether a block has the arguments that the first block had."""
@@ -342,7 +339,7 @@ class BlockGraphs:
         self.nbytes = 0
         """Memory of the graphs, which no tensor has: torch's counts of what is allocated leave it
         out."""
-        self._of_device: Capturer | None = None
+        self._capturer: Capturer | None = None
         self._full = self._failed = False
         windows = [window for block in self.blocks if (window := _window(block)) is not None]
         self._window = min(windows, default=None)
@@ -365,7 +362,7 @@ class BlockGraphs:
                 return _Replay.apply(hidden_states, now, number, *now.captured.parameters[number])
         elif number == 0:
             self._now = None
-        return forward_of(block)(hidden_states, *args, **kwargs)
+        return _eager(block, hidden_states, *args, **kwargs)
 
     def _allowed(self, block: nn.Module, hidden: Tensor) -> bool:
         return (
@@ -381,10 +378,10 @@ class BlockGraphs:
     def _begin(
         self, hidden: Tensor, given: list[Any], leaves: list[Any], spec: TreeSpec
     ) -> _Pass | None:
-        """How this pass runs with what is given, rounded: replaying, or, None, as ever."""
+        """The pass that replays with what is given, rounded; None if it runs eagerly."""
         latest = None if self._latest is None else self._latest()
         if latest is not None and 0 not in latest.backward:
-            return None  # its backward pass is to come: what it kept would be overwritten
+            return None  # its backward pass is to come: what it saved would be overwritten
         key = _key(self.blocks, hidden, leaves, spec)
         if key is None:
             return None
@@ -400,7 +397,12 @@ class BlockGraphs:
             del self._captured[key]
             return None
         self.replays += 1
-        for static, leaf in _tensors(captured.arguments, leaves):
+        tensors = {
+            id(static): (static, leaf)
+            for static, leaf in zip(captured.arguments, leaves, strict=True)
+            if isinstance(leaf, Tensor)
+        }
+        for static, leaf in tensors.values():  # each once
             static.copy_(leaf)
         now = _Pass(captured, given)
         self._latest = weakref.ref(now)
@@ -426,7 +428,9 @@ class BlockGraphs:
         return self._seen[key] > EAGER_PASSES
 
     def _try_capture(self, hidden: Tensor, leaves: list[Any], spec: TreeSpec) -> Captured | None:
-        capturer = self._capturer(hidden.device)
+        if self._capturer is None:
+            self._capturer = Capturer(self.blocks, hidden.device)
+        capturer = self._capturer
         captured, problem = None, ""
         try:
             captured = capturer.capture(hidden, leaves, spec)
@@ -454,11 +458,6 @@ class BlockGraphs:
         )
         return captured
 
-    def _capturer(self, device: torch.device) -> Capturer:
-        if self._of_device is None:
-            self._of_device = Capturer(self.blocks, device)
-        return self._of_device
-
 
 class _Replay(torch.autograd.Function):
     @staticmethod
@@ -475,7 +474,7 @@ class _Replay(torch.autograd.Function):
         if number in now.backward:
             raise RuntimeError(
                 "CUDA graphs of FP8 blocks: this backward pass ran before, and what the forward "
-                "pass had kept is overwritten; run the forward pass again, or set fp8.cuda_graphs: "
+                "pass saved is overwritten; run the forward pass again, or set fp8.cuda_graphs: "
                 "false"
             )
         now.backward.add(number)
@@ -532,12 +531,3 @@ def _key(blocks: Sequence[nn.Module], hidden: Tensor, leaves: Sequence[Any], spe
         else:
             return None
     return tuple(shapes)
-
-
-def _tensors(static: Sequence[Any], leaves: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Static tensors, each once, with what they stand for."""
-    done: set[int] = set()
-    for own, leaf in zip(static, leaves, strict=True):
-        if isinstance(leaf, Tensor) and id(own) not in done:
-            done.add(id(own))
-            yield own, leaf

@@ -7,20 +7,19 @@ Off except inside :func:`watching`, because the counts read every tensor again:
         loss.backward()
     counts.rates()   # {"norm output": {"saturated": 0.0001, "underflowed": 0.002, ...}, ...}
 
-*Saturated*: the code is the format's largest value. With a scale from the tensor's own amax one
-code per scale is expected to be there, so the rate shows how much of a tensor sits at its maximum.
-*Underflowed*: the value is not zero and its code is.
+*Saturated*: the quantized value is the format's largest. With a scale from the tensor's own amax
+one value per scale is expected to be there, so the rate shows how much of a tensor sits at its
+maximum. *Underflowed*: the value is not zero and becomes zero.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from coat_kernels import E4M3, E5M2, GroupScaled, NormSaved, TensorScaled
-from coat_kernels.reference import activation_values, norm_values
+from coat_kernels import E4M3, E5M2, GradientCodes
 
 
 @dataclass(slots=True)
@@ -31,7 +30,7 @@ class Counts:
     """Kind -> FP64 [3]: values, saturated, underflowed (on their device, so nothing waits)."""
 
     def add(self, kind: str, q: Tensor, x: Tensor) -> None:
-        """Count codes ``q`` of values ``x``."""
+        """Count quantized data ``q`` of values ``x``."""
         largest = E4M3.max if q.dtype == E4M3.dtype else E5M2.max
         codes = q.float().abs()
         row = torch.stack(
@@ -75,57 +74,21 @@ def is_watching() -> bool:
     return bool(_active)
 
 
-def observe(kind: str, scaled: TensorScaled, x: Tensor) -> None:
-    """Count a tensor quantized with one scale."""
-    for counts in _active:
-        counts.add(kind, scaled.q, x)
-
-
-def observe_parts(kind: str, scaled: TensorScaled, parts: Sequence[Tensor]) -> None:
-    """Count matrices that were quantized as one, one below the other."""
+def observe(kind: str, q: Tensor, values: Tensor | Callable[[], Tensor]) -> None:
+    """Count a tensor; a function that gives its values is called only when somebody counts."""
     if _active:
-        observe(kind, scaled, torch.cat([part.detach() for part in parts]))
+        x = values if isinstance(values, Tensor) else values()
+        for counts in _active:
+            counts.add(kind, q, x)
 
 
-def observe_gradient(
-    rows: TensorScaled, transposed: TensorScaled, values: Callable[[], Tensor]
-) -> None:
-    """Count a gradient [M, N] in the layout that was written; ``values`` may be dear to compute."""
-    if _active and rows.q.numel():
-        observe("gradient", rows, values())
-    elif _active and transposed.q.numel():
+def observe_gradient(quantized: GradientCodes, values: Callable[[], Tensor]) -> None:
+    """Count a gradient [M, N] in a layout that was written."""
+    if not _active:
+        return
+    rows, transposed, _ = quantized
+    if rows.q.numel():
+        observe("gradient", rows.q, values)
+    elif transposed.q.numel():
         x = values()
-        observe("gradient", TensorScaled(transposed.q[:, : len(x)].t(), transposed.scale), x)
-
-
-def observe_group(kind: str, scaled: GroupScaled, x: Tensor) -> None:
-    """Count a tensor quantized in groups."""
-    for counts in _active:
-        counts.add(kind, scaled.q, x)
-
-
-def observe_copy(kind: str, scaled: GroupScaled, values: Callable[[], Tensor]) -> None:
-    """Count a group-scaled copy whose values are laid out only when somebody watches."""
-    if _active:
-        observe_group(kind, scaled, values())
-
-
-def observe_norm(
-    kind: str,
-    scaled: TensorScaled,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    saved: NormSaved,
-) -> None:
-    """Count a norm's output, whose high-precision values exist nowhere else."""
-    if _active:
-        mean = saved.mean if saved.mean.numel() else None
-        y = norm_values(x.float(), weight, bias, saved.rstd, mean)
-        observe(kind, scaled, y)
-
-
-def observe_activation(kind: str, scaled: TensorScaled, a: Tensor, activation: str) -> None:
-    """Count an activation's output, likewise."""
-    if _active:
-        observe(kind, scaled, activation_values(a, activation))
+        observe("gradient", transposed.q[:, : len(x)].t(), x)

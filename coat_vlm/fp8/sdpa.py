@@ -1,12 +1,13 @@
 """Torch's fused attention with its forward and backward pass apart.
 
-Autograd's own record of attention keeps q, k, v and the output as they are. Called apart, the
-backward pass takes them from wherever they were kept (``lean.py``: from FP8 copies). Sequences
-packed into one row are attended to by the variable-length flash kernel or, on a CPU, one by one.
+Autograd's own record of attention saves q, k, v and the output as they are. Called apart, the
+backward pass takes them from wherever they were saved (``attention.py``: from FP8 copies).
+Sequences packed into one row are attended to by the variable-length flash kernel or, on a CPU, one
+by one.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +31,8 @@ class Fused:
     """Of the sequences in a single row; every row is one sequence when None."""
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """What a fused kernel keeps for its backward pass besides q, k, v and the output."""
+class Statistics(NamedTuple):
+    """What a fused kernel saves for its backward pass besides q, k, v and the output."""
 
     tensors: tuple[Tensor | None, ...]
     sizes: tuple[int, ...] = ()
@@ -51,10 +51,10 @@ def choose(
     Args:
         query: [B, H, T, D].
         key: [B, H_kv, T, D].
-        value: likewise.
+        value: like key.
         causal: every token sees the tokens up to itself only.
         scale: see :class:`Fused`.
-        packing: likewise.
+        packing: see :class:`Fused`.
     """
     if query.shape[-1] % 8:
         return None  # torch pads such heads before it calls a kernel
@@ -81,26 +81,19 @@ def forward(how: Fused, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     """
     if how.packing is not None:
         return _packed_forward(how, how.packing, query, key, value)
-    scale: Any = {"scale": how.scale}
+    heads, causal, scale = (query, key, value), how.causal, how.scale
     if how.kernel == "cpu":
-        out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, how.causal, **scale
-        )
-        statistics = Statistics((lse,))
-    elif how.kernel == "flash":
-        out, lse, cum_q, cum_k, max_q, max_k, rng, unused, _ = (
-            _ATEN._scaled_dot_product_flash_attention(
-                query, key, value, 0.0, how.causal, False, **scale
-            )
-        )
-        statistics = Statistics((lse, cum_q, cum_k, rng, unused), (max_q, max_k))
+        forward = _ATEN._scaled_dot_product_flash_attention_for_cpu
+        out, lse = forward(*heads, 0.0, causal, scale=scale)
+        return out.transpose(1, 2).flatten(-2), Statistics((lse,))
+    if how.kernel == "flash":
+        forward = _ATEN._scaled_dot_product_flash_attention
+        results = forward(*heads, 0.0, causal, False, scale=scale)
     else:
-        out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = (
-            _ATEN._scaled_dot_product_cudnn_attention(
-                query, key, value, None, True, 0.0, how.causal, False, **scale
-            )
-        )
-        statistics = Statistics((lse, cum_q, cum_k, seed, offset), (max_q, max_k))
+        forward = _ATEN._scaled_dot_product_cudnn_attention
+        results = forward(*heads, None, True, 0.0, causal, False, scale=scale)
+    out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = results
+    statistics = Statistics((lse, cum_q, cum_k, seed, offset), (max_q, max_k))
     return out.transpose(1, 2).flatten(-2), statistics
 
 
@@ -116,23 +109,19 @@ def backward(
     """Gradients of query, key and value; ``out`` and ``grad_out`` are [B, T, H * D]."""
     if how.packing is not None:
         return _packed_backward(how, how.packing, grad_out, query, key, value, out, statistics)
-    scale: Any = {"scale": how.scale}
-    heads = query.shape[1]
-    out, grad_out = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (out, grad_out))
+    out, grad_out = (x.unflatten(-1, (query.shape[1], -1)).transpose(1, 2) for x in (out, grad_out))
     lse, *rest = statistics.tensors
     common = (grad_out, query, key, value, out, lse)
     if how.kernel == "cpu":
-        return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            *common, 0.0, how.causal, **scale
-        )
+        backward = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(*common, 0.0, how.causal, scale=how.scale)
     cum_q, cum_k, seed, offset = rest
+    lengths = (cum_q, cum_k, *statistics.sizes, 0.0, how.causal)
     if how.kernel == "flash":
-        return _ATEN._scaled_dot_product_flash_attention_backward(
-            *common, cum_q, cum_k, *statistics.sizes, 0.0, how.causal, seed, offset, **scale
-        )
-    return _ATEN._scaled_dot_product_cudnn_attention_backward(
-        *common, seed, offset, None, cum_q, cum_k, *statistics.sizes, 0.0, how.causal, **scale
-    )
+        backward = _ATEN._scaled_dot_product_flash_attention_backward
+        return backward(*common, *lengths, seed, offset, scale=how.scale)
+    backward = _ATEN._scaled_dot_product_cudnn_attention_backward
+    return backward(*common, seed, offset, None, *lengths, scale=how.scale)
 
 
 def _packed_forward(
@@ -143,8 +132,8 @@ def _packed_forward(
         return out.flatten(-2)[None], Statistics((lse, rng, unused))
     alone = replace(how, packing=None)
     parts = [forward(alone, q, k, v) for q, k, v in packing.split(query, key, value)]
-    kept = tuple(tensor for _, statistics in parts for tensor in statistics.tensors)
-    return torch.cat([out for out, _ in parts], 1), Statistics(kept)
+    saved = tuple(tensor for _, statistics in parts for tensor in statistics.tensors)
+    return torch.cat([out for out, _ in parts], 1), Statistics(saved)
 
 
 def _packed_backward(
@@ -160,24 +149,12 @@ def _packed_backward(
     if how.kernel == "flash":
         lse, rng, unused = statistics.tensors
         out, grad_out = (x.squeeze(0).unflatten(-1, (query.shape[1], -1)) for x in (out, grad_out))
-        gradients = _ATEN._flash_attention_backward(
-            grad_out,
-            token_major(query),
-            token_major(key),
-            token_major(value),
-            out,
-            lse,
-            packing.bounds,
-            packing.bounds,
-            packing.longest,
-            packing.longest,
-            0.0,
-            how.causal,
-            rng,
-            unused,
-            scale=how.scale,
-        )
-        dq, dk, dv = (gradient.transpose(0, 1)[None] for gradient in gradients)
+        grads = _ATEN._flash_attention_backward(
+            grad_out, *map(token_major, (query, key, value)), out, lse,
+            packing.bounds, packing.bounds, packing.longest, packing.longest,
+            0.0, how.causal, rng, unused, scale=how.scale,
+        )  # fmt: skip
+        dq, dk, dv = (grad.transpose(0, 1)[None] for grad in grads)
         return dq, dk, dv
     alone = replace(how, packing=None)
     parts = [
@@ -186,5 +163,5 @@ def _packed_backward(
             packing.spans(), packing.split(query, key, value), statistics.tensors, strict=True
         )
     ]
-    dq, dk, dv = (torch.cat(gradients, 2) for gradients in zip(*parts, strict=True))
+    dq, dk, dv = (torch.cat(grads, 2) for grads in zip(*parts, strict=True))
     return dq, dk, dv

@@ -1,10 +1,10 @@
 """FP8 copies of weights: made when a GEMM needs them, or once for all micro-batches of a step.
 
-Outside of :func:`reused_weights` nothing is kept: the forward pass quantizes a weight row-major,
+Outside of :func:`reused_weights` nothing is saved: the forward pass quantizes a weight row-major,
 the backward pass quantizes it again, transposed, at the forward's scale (at its own where the
-forward product is BF16). Inside, both layouts are
-written at the first use and serve all later ones (2 bytes per parameter): the weights must not
-change until the scope ends. Several weights with the same input are one matrix under one scale.
+forward GEMM is BF16). Inside, both layouts are written at the first use and serve all later ones
+(2 bytes per parameter): the weights must not change until the scope ends. Several weights with the
+same input are one matrix under one scale.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import record_function
 
-from coat_kernels import E5M2, Format, TensorScaled, quantize_layouts, quantize_transposed
-from coat_kernels.formats import FORMATS
+from coat_kernels import TensorScaled, quantize_layouts, quantize_transposed
 from coat_vlm.fp8 import monitor
 
 ROOM = 0.8
@@ -32,38 +31,8 @@ Key = tuple[Hashable, ...]
 the tensors that a backward pass unpacks: under checkpointing those are other objects."""
 
 
-@dataclass(frozen=True, slots=True)
-class Joint:
-    """What a GEMM has to know of the layers, with the same input, that it is one for."""
-
-    key: Key
-    """Their weights."""
-    gradients: Format
-    """Format of the codes of their output's gradient."""
-    bf16_forward: bool
-    """Whether the forward product is that of the layers themselves, in the model's dtype."""
-
-
-class _Kept:
-    """The FP8 copies of one scope."""
-
-    def __init__(self) -> None:
-        self._entries: dict[Key, tuple[TensorScaled, TensorScaled]] = {}
-
-    def get(self, key: Key, parts: Sequence[Tensor]) -> tuple[TensorScaled, TensorScaled]:
-        """Both layouts of the weights, quantized at the first call."""
-        if key not in self._entries:
-            with _named():
-                self._entries[key] = quantize_layouts(_detached(parts), rows=True, transposed=True)
-        return self._entries[key]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies."""
-        return sum(a.q.nbytes + b.q.nbytes for a, b in self._entries.values())
-
-
-_kept: _Kept | None = None
+_kept: dict[Key, tuple[TensorScaled, TensorScaled]] | None = None
+"""Both layouts of the weights of the current scope; None outside of one."""
 
 _UNNAMED = nullcontext()
 
@@ -77,7 +46,7 @@ def reused_weights(enabled: bool = True) -> Iterator[None]:
     """
     global _kept
     before = _kept
-    _kept = _Kept() if enabled else before
+    _kept = {} if enabled else before
     try:
         yield
     finally:
@@ -122,7 +91,7 @@ def are_reused() -> bool:
 
 def kept_bytes() -> int:
     """Bytes of FP8 copies that the current scope holds."""
-    return 0 if _kept is None else _kept.nbytes
+    return sum(rows.q.nbytes + other.q.nbytes for rows, other in (_kept or {}).values())
 
 
 def key_of(layers: Sequence[nn.Linear]) -> Key:
@@ -133,38 +102,36 @@ def key_of(layers: Sequence[nn.Linear]) -> Key:
     return tuple(vars(layer).get("fp8_key", id(layer.weight)) for layer in layers)
 
 
-def joint(layers: Sequence[nn.Linear]) -> Joint:
-    """Layers with the same input as one; the first one's attributes hold for all.
-
-    These are ``fp8_gradients``, the name of a format, and ``fp8_bf16_forward``.
-    """
-    settings = vars(layers[0])
-    return Joint(
-        key_of(layers),
-        FORMATS[settings.get("fp8_gradients", E5M2.name)],
-        settings.get("fp8_bf16_forward", False),
-    )
-
-
 def codes(key: Key, parts: Sequence[Tensor]) -> TensorScaled:
-    """Codes [N, K] of weights [n_i, K], one below the other."""
-    if _kept is not None:
-        rows, _ = _kept.get(key, parts)
-    else:
-        with _named():
-            rows, _ = quantize_layouts(_detached(parts), rows=True, transposed=False)
-    monitor.observe_parts("weight", rows, parts)
+    """E4M3 [N, K] of weights [n_i, K], one below the other."""
+    rows, _ = _quantize(parts, rows=True, transposed=False) if _kept is None else _both(key, parts)
+    monitor.observe("weight", rows.q, lambda: torch.cat([part.detach() for part in parts]))
     return rows
 
 
 def transposed_codes(key: Key, parts: Sequence[Tensor], scale: Tensor | None) -> TensorScaled:
-    """Codes [K, N] of the same matrix, at the scale that :func:`codes` gave it, if it did."""
+    """E4M3 [K, N] of the same matrix, at the scale that :func:`codes` gave it, if it did."""
     if _kept is not None:
-        return _kept.get(key, parts)[1]
+        return _both(key, parts)[1]
+    if scale is None:
+        return _quantize(parts, rows=False, transposed=True)[1]
     with _named():
-        if scale is None:
-            return quantize_layouts(_detached(parts), rows=False, transposed=True)[1]
         return quantize_transposed(_detached(parts), scale)
+
+
+def _both(key: Key, parts: Sequence[Tensor]) -> tuple[TensorScaled, TensorScaled]:
+    """Both layouts, quantized at the first call in a scope."""
+    assert _kept is not None
+    if key not in _kept:
+        _kept[key] = _quantize(parts, rows=True, transposed=True)
+    return _kept[key]
+
+
+def _quantize(
+    parts: Sequence[Tensor], rows: bool, transposed: bool
+) -> tuple[TensorScaled, TensorScaled]:
+    with _named():
+        return quantize_layouts(_detached(parts), rows=rows, transposed=transposed)
 
 
 def _named() -> AbstractContextManager[object]:

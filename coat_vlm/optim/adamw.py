@@ -1,20 +1,38 @@
-"""CoatAdamW: AdamW that keeps both moments in FP8 (COAT, arXiv 2410.19313, section 3)."""
+"""CoatAdamW: AdamW that keeps both moments in FP8 (COAT, arXiv 2410.19313, section 3).
 
-from collections.abc import Callable, Iterable
+Sharded parameters: ``fully_shard`` (FSDP2) gives the optimizer ``DTensor`` parameters of which each
+rank holds a part. Nothing in AdamW mixes elements but the groups that share a scale, so every rank
+updates its part alone, and its groups and states are those of its part. Another number of ranks
+cuts the groups elsewhere: a saved state belongs to the number of ranks that wrote it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from coat_kernels import MASTERS, AdamwItem, AdamwTable, codec_called
-from coat_vlm.optim.adamw_cpu import step_on_cpu
-from coat_vlm.optim.adamw_state import check_saved, loaded_state, moments_of, new_state, said
-from coat_vlm.optim.shards import is_sharded, local, local_shards
+from coat_kernels import (
+    GROUP,
+    MASTERS,
+    AdamwItem,
+    AdamwTable,
+    adamw_step,
+    codec_called,
+    groups_of,
+)
+from coat_vlm.optim.state import check_saved, loaded_state, moments_of, name_of, new_state
 
 NONFINITE = ("propagate", "skip", "raise")
 
 MAX_TABLES = 64
 """Tables of addresses that are kept; where parameters come and go, they are made anew."""
+
+SMALL = 1 << 18
+"""Elements up to which a CPU updates parameters together: one call per tensor costs it more than
+the arithmetic of a small one."""
 
 
 class CoatAdamW(torch.optim.Optimizer):
@@ -39,21 +57,22 @@ class CoatAdamW(torch.optim.Optimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         codec: how moments are stored: a name in ``coat_kernels.CODECS``, see
-            ``coat_kernels/codecs.py``. ``dre_e4m3_chance`` follows beta2 near 1 (0.999), where v
-            changes by less in a step than codes are apart; recipes take it above 0.99.
+            ``coat_kernels/codecs.py``. ``dre_e4m3_chance`` rounds v stochastically: it follows
+            beta2 near 1 (0.999), where v changes by less in a step than codes are apart; recipes
+            take it above 0.99.
         released: short for ``codec="released"``, the constants of the paper's released kernel.
         master: what BF16 parameters have beside them. ``fp32``: nothing, they are rounded to
-            nearest; ``bf16_remainder``: 16 bits that make them FP32 exactly; ``bf16_stochastic``:
-            nothing, they are rounded up or down by chance, so that small steps count on average.
-            Other parameters are their own masters.
+            nearest; ``bf16_remainder``: the low 16 bits of FP32 master weights;
+            ``bf16_stochastic``: nothing, they are rounded stochastically, so that small steps
+            count on average. Other parameters are their own master weights.
         nonfinite: what a NaN or an infinity among the gradients does. ``propagate``: it spoils its
             group; ``skip``: no parameter is changed and the step counts in :attr:`skipped_steps`;
             ``raise``: an error names the parameter. The last two read the gradients once more;
             ``raise`` waits for the GPU. Under DeepSpeed, which sees all ranks, leave it to its
             ``check_grad_overflow``.
-        seed: of stochastic rounding, which hangs on it, the step and the element only. A codec by
-            chance uses it with ``bf16_stochastic``, and 0 with other masters. DeepSpeed steps flat
-            partitions one at a time, which then share random numbers.
+        seed: of stochastic rounding, which depends on it, the step and the element only. A codec
+            with stochastic rounding uses it with ``bf16_stochastic``, and 0 otherwise. DeepSpeed
+            steps flat partitions one at a time, which then share random numbers.
 
     Raises:
         ValueError: a setting is out of range.
@@ -81,8 +100,7 @@ class CoatAdamW(torch.optim.Optimizer):
             raise ValueError(f"betas={tuple(betas)}: both must be at least 0 and below 1")
         if released and codec not in ("dre_e4m3", "released"):
             raise ValueError(f"released=True is codec='released', not {codec!r}; give one of them")
-        codec = codec_called("released" if released else codec).name
-        _check_master(master)
+        codec = "released" if released else codec
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite={nonfinite!r}; use one of {', '.join(NONFINITE)}")
         if not 0 <= seed < 2**31:
@@ -91,7 +109,8 @@ class CoatAdamW(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "codec": codec, "master": master})
         self._nonfinite, self._seed = nonfinite, seed
         self._forget()
-        if nonfinite != "propagate" and is_sharded(self):
+        params = [p for group in self.param_groups for p in group["params"]]
+        if nonfinite != "propagate" and any(isinstance(p, DTensor) for p in params):
             raise ValueError(
                 f"nonfinite={nonfinite!r} looks at this rank's shards only, and ranks would "
                 "disagree; with sharded parameters look at the gradients' total norm before step()"
@@ -103,14 +122,11 @@ class CoatAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: a setting of the group is unknown; it is not added.
         """
+        settings = {**self.defaults, **param_group}
+        codec_called(settings["codec"])
+        if settings["master"] not in MASTERS:
+            raise ValueError(f"master={settings['master']!r}; use one of {', '.join(MASTERS)}")
         super().add_param_group(param_group)
-        added = self.param_groups[-1]
-        try:
-            codec_called(added["codec"])
-            _check_master(added["master"])
-        except ValueError:
-            self.param_groups.pop()
-            raise
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: torch's keeps defaults, state and groups only."""
@@ -155,7 +171,7 @@ class CoatAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with local_shards(self):
+        with _local_shards(self):
             self._update(grad_scale)
         return loss
 
@@ -168,7 +184,7 @@ class CoatAdamW(torch.optim.Optimizer):
             scale = None if grad_scale is None else grad_scale.to(device)
             if device.type == "cpu":
                 if skip is None or not skip:
-                    step_on_cpu(items, rates, codec, seed, scale)
+                    _step_on_cpu(items, rates, codec, seed, scale)
                 continue
             # DeepSpeed steps one parameter group at a time: each has a table of its own.
             key = (device, codec, master, id(items[0].p), len(items))
@@ -190,7 +206,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 index += 1
                 if p.grad is None:
                     continue
-                name = said(group, number, place)
+                name = name_of(group, number, place)
                 if p.grad.is_sparse:
                     raise ValueError(
                         f"CoatAdamW: the gradient of {name} is sparse; use dense gradients "
@@ -252,14 +268,14 @@ class CoatAdamW(torch.optim.Optimizer):
         groups = state_dict["param_groups"]
         saved_ids = [i for group in groups for i in group["params"]]
         places = [
-            (said(group, number, place), group, p)
+            (name_of(group, number, place), group, p)
             for number, group in enumerate(self.param_groups)
             for place, p in enumerate(group["params"])
         ]
         states = [state_dict["state"].get(saved_id) for saved_id in saved_ids]
         for saved, (name, group, p) in zip(states, places, strict=False):
             if saved:
-                check_saved(saved, name, local(p), group["codec"], group["master"])
+                check_saved(saved, name, _local(p), group["codec"], group["master"])
         for group, saved in zip(self.param_groups, groups, strict=False):
             for setting in ("codec", "master"):
                 there, here = saved.get(setting, group[setting]), group[setting]
@@ -278,6 +294,110 @@ class CoatAdamW(torch.optim.Optimizer):
                 self.state[p] = loaded_state(saved, p)
 
 
-def _check_master(master: object) -> None:
-    if master not in MASTERS:
-        raise ValueError(f"master={master!r}; use one of {', '.join(MASTERS)}")
+def _step_on_cpu(
+    items: Sequence[AdamwItem],
+    rates: Sequence[Any],
+    codec: str,
+    seed: int | None,
+    grad_scale: Tensor | None,
+) -> None:
+    """One step of all items in place; small parameters are updated together.
+
+    Args:
+        items: parameters with gradients and state, on the CPU.
+        rates: lr, beta1, beta2, eps and weight decay of each item.
+        codec: how the moments are stored.
+        seed: of stochastic rounding of BF16 parameters; None for none. Codecs with stochastic
+            rounding use it too, or 0.
+        grad_scale: FP32 (), multiplied with the gradients.
+    """
+    stochastic_codec = codec_called(codec).second_by_chance
+    together: dict[Any, list[AdamwItem]] = {}
+    for item, (lr, *others) in zip(items, rates, strict=True):
+        item.step.add_(1)
+        settings = (int(item.step), float(lr), *others)
+        p = item.p
+        # Stochastic rounding counts a parameter's own elements.
+        is_rounded = seed is not None and p.dtype == torch.bfloat16
+        alone = p.numel() > SMALL or is_rounded or stochastic_codec
+        dtypes = (p.dtype, item.g.dtype, item.remainder is None)
+        together.setdefault((item.index if alone else -1, settings, dtypes), []).append(item)
+    for (_, settings, _), batch in together.items():
+        step, lr, beta1, beta2, eps, weight_decay = settings
+        item, pieces = (batch[0], []) if len(batch) == 1 else _joined(batch)
+        is_rounded = item.p.dtype == torch.bfloat16 and item.remainder is None
+        adamw_step(
+            item.p, item.g, item.m, item.v, lr=lr, betas=(beta1, beta2), eps=eps,
+            weight_decay=weight_decay, step=step, codec=codec, remainder=item.remainder,
+            grad_scale=grad_scale, seed=seed if is_rounded or stochastic_codec else None,
+            index=item.index,
+        )  # fmt: skip
+        for tensor, piece in pieces:
+            tensor.copy_(piece[: tensor.numel()].view(tensor.shape))
+
+
+def _joined(items: list[AdamwItem]) -> tuple[AdamwItem, list[tuple[Tensor, Tensor]]]:
+    """Several items as one, each filled up with zeros to whole groups.
+
+    Returns:
+        The item, and each tensor of the items that a step changes with its piece of the item's.
+    """
+    groups = [groups_of(item.p.numel()) for item in items]
+    pieces: list[tuple[Tensor, Tensor]] = []
+
+    def join(tensors: Sequence[Tensor], per_group: int = GROUP) -> Tensor:
+        flat = tensors[0].new_zeros(per_group * sum(groups))
+        for tensor, piece in zip(tensors, flat.split([per_group * n for n in groups]), strict=True):
+            piece[: tensor.numel()] = tensor.reshape(-1)
+            pieces.append((tensor, piece))
+        return flat
+
+    gradient = join([item.g for item in items])
+    pieces.clear()  # which no step changes
+    moments = []
+    for each in ([item.m for item in items], [item.v for item in items]):
+        codes, *metadata = zip(*each, strict=True)
+        moments.append((join(codes), *(join(tensors, 1) for tensors in metadata)))
+    remainders = [item.remainder for item in items if item.remainder is not None]
+    remainder = join(remainders) if remainders else None
+    p = join([item.p for item in items])
+    m, v = moments
+    return AdamwItem(p, gradient, m, v, items[0].step, remainder), pieces
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a ``DTensor``, sharing its memory; any other tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local().detach()
+
+
+@contextmanager
+def _local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, the optimizer's sharded parameters, gradients and states' keys are local tensors.
+
+    A rank's part may be empty; it then has no gradient, and is passed over.
+
+    Args:
+        optimizer: restored at the end, with the states that were made inside.
+    """
+    swapped: list[tuple[list[Any], int, DTensor, Tensor]] = []
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            if not isinstance(parameter, DTensor):
+                continue
+            part = _local(parameter)
+            if parameter.grad is not None and part.numel():
+                part.grad = _local(parameter.grad)
+            if parameter in optimizer.state:
+                optimizer.state[part] = optimizer.state.pop(parameter)
+            group["params"][index] = part
+            swapped.append((group["params"], index, parameter, part))
+    try:
+        yield
+    finally:
+        for parameters, index, parameter, part in swapped:
+            parameters[index] = parameter
+            if part in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(part)

@@ -1,26 +1,23 @@
-"""DeepSpeed around the model: ZeRO, BF16 with FP32 masters, accumulation and clipping.
+"""DeepSpeed around the model: ZeRO, BF16 with FP32 master weights, accumulation and clipping.
 
-Gradients that are not finite are found by their norm alone.
+Two methods of DeepSpeed's optimizers are replaced, both for the time of a BF16 step:
 
-In BF16, DeepSpeed's ZeRO stages 1 and 2 look at them twice in every step: first at every parameter
-for infinities and NaNs, with nine kernels each, then at their norm, which is not finite exactly if
-one of them is not, or their squares overflow. Either way the step is left out. The first look is
-left away here. In a step of a VLM of 0.9B parameters it launched 6,400 of 16,000 kernels, for which
-the GPU waited (``coat-vlm bench step --size 1b --optimizer own --zero 1 --batch 4 --profile``,
-commit 03afbd2). Stage 3 asks for its first look in FP16 alone, and stages 1 and 2 have none in
-FP32: there nothing changes.
+- ZeRO stages 1 and 2 look at the gradients twice: first at every parameter for infinities and NaNs,
+  with nine kernels each, then at their norm, which is not finite exactly if one of them is not, or
+  their squares overflow. Either way the step is skipped. The first look is left away here. In a
+  step of a VLM of 0.9B parameters it launched 6,400 of 16,000 kernels, for which the GPU waited
+  (``coat-vlm bench step --size 1b --optimizer own --zero 1 --batch 4 --profile``, commit 03afbd2).
+  Stage 3 looks first in FP16 alone, and stages 1 and 2 do not in FP32.
+- Stage 0 (``runtime/fp16/unfused_optimizer.py``) goes through the parameters one by one: it looks
+  for infinities and waits for the GPU, takes the norm, makes an FP32 gradient, scales it, and
+  copies the master weight into the weight. These were 4,000 of the 6,200 launches of a BF16 step
+  of ``real_photos``, whose model has 20M parameters in 211 tensors, and the GPU was idle for more
+  than half of the step (commit 1fac6ce). :func:`_foreach_step` does the same arithmetic with
+  torch's ``_foreach`` functions: a few launches for all parameters, and one wait, for the norm.
 
-A BF16 step without ZeRO, on all parameters at once.
-
-At ZeRO stage 0 DeepSpeed (0.19, ``runtime/fp16/unfused_optimizer.py``) goes through the parameters
-one by one: it looks for infinities and waits for the GPU, takes the norm, makes an FP32 gradient,
-scales it, and copies the master into the weight. These were 4,000 of the 6,200 launches of a BF16
-step of ``real_photos``, whose model has 20M parameters in 211 tensors, and the GPU was idle for
-more than half of the step (commit 1fac6ce). The same arithmetic in torch's ``_foreach`` functions
-is a few launches for all of them, and one wait, for the norm.
-
-A single rank has nothing to reduce, either; DeepSpeed would still copy every gradient into a buffer
-and back.
+Both rest on private parts of DeepSpeed, and on that a step is skipped for its norm, which DeepSpeed
+does since 0.19.8: before, a step with NaNs would go through. So they are used with the versions
+:data:`TESTED_DEEPSPEED` alone; any other keeps its own step, and a warning says what that costs.
 """
 
 import math
@@ -32,6 +29,7 @@ import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from packaging.specifiers import SpecifierSet
 
 from coat_vlm.config import Recipe, StageConfig
 from coat_vlm.distributed import World
@@ -41,47 +39,63 @@ from coat_vlm.model.packing import PACKED
 from coat_vlm.model.vlm import CoatVlm, module_parameters
 from coat_vlm.optim import CoatAdamW, param_groups
 
+TESTED_DEEPSPEED = ">=0.19.8,<0.20"
+"""Versions whose private parts were tested; pyproject.toml asks for the same."""
 
-def judge_by_norm(optimizer: Any) -> None:
-    """Let a ZeRO optimizer leave steps out for their gradients' norm, without looking before.
+_UNFUSED_PARTS = (
+    "fp16_groups",
+    "fp32_groups",
+    "unscale_and_clip_grads",
+    "_global_grad_norm",
+    "_skip_invalid_grad_norm",
+    "_update_scale",
+)
+_NEVER = 10**9
+
+
+def speed_up_step(engine: DeepSpeedEngine) -> None:
+    """Replace the slow parts of an engine's optimizer step where its version of DeepSpeed is known.
+
+    Warns, and changes nothing, with another version, or where a private part is missing. A single
+    rank at stage 0 has nothing to reduce, either; DeepSpeed would still copy every gradient into a
+    buffer and back.
 
     Args:
-        optimizer: ``engine.optimizer`` under ZeRO 1, 2 or 3; others, which look once, stay as they
-            are.
+        engine: of any ZeRO stage; those of stage 3, and all in FP32, have no slow part.
 
     Raises:
-        ValueError: it takes no norm, so that nothing would be found.
+        ValueError: it takes no norm, so that nothing would find gradients that are not finite.
     """
-    if not hasattr(optimizer, "has_overflow"):
+    optimizer: Any = engine.optimizer
+    unfused = isinstance(optimizer, FP16_UnfusedOptimizer)
+    if not (unfused or getattr(optimizer, "check_grad_overflow", False)):
         return
-    if not getattr(optimizer, "compute_grad_norm", True):
+    parts = _UNFUSED_PARTS if unfused else ("has_overflow", "compute_grad_norm")
+    missing = [name for name in parts if not hasattr(optimizer, name)]
+    found = deepspeed.__version__
+    if missing or not SpecifierSet(TESTED_DEEPSPEED).contains(found, prereleases=True):
+        warnings.warn(
+            f"DeepSpeed {found}{f' (without {missing[0]})' if missing else ''} is not one of the "
+            f"tested versions, {TESTED_DEEPSPEED}, so its own optimizer step is used, which looks "
+            "for infinities in one parameter after the other and is slower",
+            stacklevel=2,
+        )
+    elif unfused:
+        optimizer.step = MethodType(_foreach_step, optimizer)
+        if engine.world_size == 1:
+            engine.enable_backward_allreduce = False
+    elif not optimizer.compute_grad_norm:
         raise ValueError(
             "zero_optimization.compute_grad_norm is false: without their norm nothing finds "
             "gradients that are not finite; leave that key out of DeepSpeed's configuration"
         )
-    optimizer.has_overflow = lambda partition_gradients=True: False  # noqa: ARG005 - its signature
-
-
-def take_whole_steps(engine: DeepSpeedEngine) -> None:
-    """Let an engine of ZeRO stage 0 in BF16 step on all its parameters at once.
-
-    Its gradients are looked at once, by their norm, which is not finite exactly if one of them is
-    not, or their squares overflow: then no weight is changed, as DeepSpeed does it.
-
-    Args:
-        engine: others than those of stage 0 in 16 bits stay as they are.
-    """
-    wrapper: Any = engine.optimizer
-    if not isinstance(wrapper, FP16_UnfusedOptimizer):
-        return
-    wrapper.step = MethodType(_step, wrapper)
-    if engine.world_size == 1:
-        engine.enable_backward_allreduce = False
+    else:
+        optimizer.has_overflow = lambda partition_gradients=True: False  # noqa: ARG005 - its own
 
 
 @torch.no_grad()
-def _step(wrapper: Any, closure: None = None) -> bool:  # noqa: ARG001 - DeepSpeed's signature
-    """One step; says whether it was left out."""
+def _foreach_step(wrapper: Any, closure: None = None) -> bool:  # noqa: ARG001 - its signature
+    """One step; returns whether it was skipped."""
     weights = [p for group in wrapper.fp16_groups for p in group]
     masters = [p for group in wrapper.fp32_groups for p in group]
     for master in masters:
@@ -102,9 +116,6 @@ def _step(wrapper: Any, closure: None = None) -> bool:  # noqa: ARG001 - DeepSpe
         master.grad = None
     torch._foreach_copy_(weights, masters)  # pyright: ignore[reportPrivateImportUsage]
     return False
-
-
-_NEVER = 10**9
 
 
 def deepspeed_config(
@@ -248,8 +259,7 @@ def build_engine(
     # it moves nothing; forgetting the states it made undoes the rest (the step count).
     if recipe.zero_stage == 0:
         optimizer.state.clear()
-    judge_by_norm(engine.optimizer)
-    take_whole_steps(engine)
+    speed_up_step(engine)
     # Only now are the weights where they stay; an earlier stage's graphs go in any case.
     graph_blocks(model, arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs)
     check_optimizer(engine, optimizer)

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 
 EXIT_REQUEUE = 75
 """EX_TEMPFAIL: a checkpoint was saved after SIGTERM or SIGUSR1; start the same command again."""
@@ -39,12 +39,7 @@ class Interrupts:
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 

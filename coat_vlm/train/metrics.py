@@ -1,6 +1,6 @@
-"""metrics.jsonl, TensorBoard and Weights & Biases.
+"""What a run tells: metrics.jsonl, TensorBoard, Weights & Biases, and what is printed.
 
-The line of numbers that a user reads while a stage trains: behind a bar, or in a log file.
+A user reads a line of numbers while a stage trains: behind a bar, or in a log file.
 """
 
 import json
@@ -11,13 +11,15 @@ import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
 
 from coat_vlm.config import STAGES, TrackingConfig
 from coat_vlm.distributed import World
+
+METRICS = "metrics.jsonl"
+"""File in a run folder."""
 
 
 class Metrics:
@@ -36,7 +38,7 @@ class Metrics:
     def __init__(
         self, run_dir: Path, tracking: TrackingConfig, run_name: str, enabled: bool
     ) -> None:
-        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8") if enabled else None
+        self._file = (run_dir / METRICS).open("a", encoding="utf-8") if enabled else None
         self._board = None
         self._wandb = None
         if enabled and tracking.tensorboard:
@@ -71,33 +73,45 @@ class Metrics:
             self._wandb.finish()
 
 
-def rewind(run_dir: Path, stage: str, step: int) -> None:
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a .jsonl file that may not be there, but for one that a killed run cut off."""
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+def rewind(path: Path, stage: str, step: int) -> None:
     """Drop the rows after ``step`` of ``stage``, which a resumed run will write again.
 
     Args:
-        run_dir: the run folder.
+        path: metrics.jsonl or bad_samples.jsonl, whose rows name their stage and step.
         stage: the stage that is resumed.
         step: the step of its checkpoint; later rows of it and of later stages go.
     """
-    path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # cut off when the run was killed
+    for row in read_rows(path):
         order = STAGES.index(row["stage"]) - STAGES.index(stage)
-        is_new = order > 0 or (order == 0 and row.get("step", 0) > step)
-        if not is_new and not (order == 0 and row.get("status") == "end"):
-            kept.append(line)
+        of_stage = row.get("step", 0) <= step and row.get("status") != "end"
+        if order < 0 or (order == 0 and of_stage):
+            kept.append(json.dumps(row) + "\n")
     new = path.with_suffix(".tmp")
     with new.open("w", encoding="utf-8") as file:
-        file.writelines(line + "\n" for line in kept)
+        file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)
+
+
+def say(world: World, text: str) -> None:
+    """Print on the main process, above a progress bar."""
+    if world.is_main:
+        tqdm.write(text)
 
 
 def _start_wandb(project: str, run_name: str, run_dir: Path) -> Any:
@@ -152,76 +166,51 @@ class StepLine:
             mininterval=1.0,
         )
         self._peak_mb: float | None = None
-        self._forget()
+        self._rows: list[Mapping[str, Any]] = []
 
     def __enter__(self) -> "StepLine":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.close()
 
     def show(self, row: Mapping[str, Any]) -> None:
         """Take in a step's row of metrics.jsonl, and show a line where one is due."""
+        self._rows.append(row)
         self._peak_mb = row["peak_memory_mb"] or self._peak_mb
-        self._steps += 1
-        self._seconds += row["step_s"]
-        self._waited += row["data_wait_s"]
-        self._tokens += row["tokens"]
-        self._vision_tokens += row["vision_tokens"]
-        self._tflop += sum(row.get("tflop", {}).values())
         self._bar.update()
         step = row["step"]
         if step % self._every and step != self._total:
             return
+        seconds = sum(one["step_s"] for one in self._rows)
+        tokens, vision = (
+            f"{sum(one[name] for one in self._rows) / seconds:,.0f}"
+            for name in ("tokens", "vision_tokens")
+        )
+        work = sum(sum(one.get("tflop", {}).values()) for one in self._rows)
+        per_gpu = work / seconds / self._ranks
+        tflop = f"{per_gpu:,.0f}" if per_gpu >= 100 else f"{per_gpu:.3g}"
+        wait = f"wait {sum(one['data_wait_s'] for one in self._rows) / seconds:.1%}"
+        memory = self._peak_mb and f"{self._peak_mb / 1e3:.1f} GB"
+        loss = "loss not finite" if row["loss"] is None else f"loss {row['loss']:.4f}"
         if self._lines:
-            tqdm.write(self._line(row))
+            norm, rates = row["grad_norm"], dict.fromkeys(row["lr"].values())
+            left = math.ceil((self._total - step) * seconds / len(self._rows))
+            parts = [
+                f"{self._stage} step {step}/{self._total}",
+                loss,
+                f"grad {'not finite' if norm is None else f'{norm:.3g}'}",
+                f"lr {'/'.join(f'{rate:.1e}' for rate in rates)}",
+                f"tokens/s {tokens}",
+                f"(vision {vision})" if any(one["vision_tokens"] for one in self._rows) else None,
+                f"TFLOP/s {tflop}" if work else None,
+                wait,
+                memory and f"mem {memory}",
+                f"eta {timedelta(seconds=left)}",
+            ]
+            tqdm.write(" ".join(filter(None, parts)))
             sys.stdout.flush()
         else:
-            self._bar.set_postfix_str(self._postfix(row))
-        self._forget()
-
-    def _forget(self) -> None:
-        self._steps = self._tokens = self._vision_tokens = 0
-        self._seconds = self._waited = self._tflop = 0.0
-
-    def _line(self, row: Mapping[str, Any]) -> str:
-        norm, rates = row["grad_norm"], dict.fromkeys(row["lr"].values())
-        shown = [
-            f"{self._stage} step {row['step']}/{self._total}",
-            f"loss {_loss(row)}",
-            f"grad {'not finite' if norm is None else f'{norm:.3g}'}",
-            f"lr {'/'.join(f'{rate:.1e}' for rate in rates)}",
-            f"tokens/s {self._tokens / self._seconds:,.0f}",
-        ]
-        if self._vision_tokens:
-            shown.append(f"(vision {self._vision_tokens / self._seconds:,.0f})")
-        if self._tflop:
-            shown.append(f"TFLOP/s {self._tflop_rate()}")
-        shown.append(f"wait {self._waited / self._seconds:.1%}")
-        if self._peak_mb is not None:
-            shown.append(f"mem {self._peak_mb / 1e3:.1f} GB")
-        left = math.ceil((self._total - row["step"]) * self._seconds / self._steps)
-        return " ".join([*shown, f"eta {timedelta(seconds=left)}"])
-
-    def _postfix(self, row: Mapping[str, Any]) -> str:
-        shown = [f"loss {_loss(row)}", f"{self._tokens / self._seconds:,.0f} tokens/s"]
-        if self._tflop:
-            shown.append(f"{self._tflop_rate()} TFLOP/s")
-        shown.append(f"wait {self._waited / self._seconds:.1%}")
-        if self._peak_mb is not None:
-            shown.append(f"{self._peak_mb / 1e3:.1f} GB")
-        return ", ".join(shown)
-
-    def _tflop_rate(self) -> str:
-        """Per GPU."""
-        rate = self._tflop / self._seconds / self._ranks
-        return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-
-
-def _loss(row: Mapping[str, Any]) -> str:
-    return "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+            parts = [loss, f"{tokens} tokens/s", f"{tflop} TFLOP/s" if work else None, wait, memory]
+            self._bar.set_postfix_str(", ".join(filter(None, parts)))
+        self._rows.clear()

@@ -1,10 +1,13 @@
-"""The recipe's ``monitor``: compares FP8 blocks with BF16 in training, warns, sends them back.
+"""What a run measures about its FP8, and writes to metrics.jsonl.
 
-In a step that is due, hooks keep the first input of each chosen block and the gradient of its
-output. After the step, with the new weights, :mod:`coat_vlm.fp8.block_error` runs each block twice.
-All ranks measure and add up what they found, so all decide alike. In other steps nothing is hooked.
+:class:`BlockMonitor` is the recipe's ``monitor``: it compares FP8 blocks with BF16 in training,
+warns, and lets them compute in BF16. In a step that is due, hooks keep the first input of each
+chosen block and the gradient of its output. After the step, with the new weights,
+:mod:`coat_vlm.fp8.measure` runs each block twice. All ranks measure and add up what they found,
+so all decide alike. In other steps nothing is hooked.
 
-What a run with ``precision: coat`` measures about its FP8 and writes to metrics.jsonl.
+:class:`Fp8Record` notes once per stage what was converted, and at the first and last step what FP8
+saves and how many values it loses.
 """
 
 import math
@@ -12,22 +15,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from coat_data.load.collate import Batch
 from coat_vlm.config.fp8 import MonitorConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, ConversionReport, fp8_blocks, watching
-from coat_vlm.fp8.block_error import BlockError, LiveInput, back_to_bf16, block_error
-from coat_vlm.fp8.footprint import measure_footprint
+from coat_vlm.fp8.convert import back_to_bf16
+from coat_vlm.fp8.measure import BlockError, LiveInput, block_error, measure_footprint
 from coat_vlm.model.vlm import CoatVlm
 
 PER_TENSOR = ("weight", "linear input", "norm output", "activation output", "gradient")
 """Kinds of tensors with one scale; in groups, one value of each may be the largest."""
 
+_ERRORS = {"output_error": "max_error", "input_gradient_error": "max_gradient_error"}
+_RATES = {"saturated": "max_saturated", "underflowed": "max_underflowed"}
+"""What is measured -> the key of its limit in the recipe."""
+
 _WORDS = ("first", "middle", "last", "all")
+
+Write = Callable[[dict[str, Any]], None]
+"""Writes a row of metrics.jsonl."""
 
 
 class BlockMonitor:
@@ -77,6 +87,20 @@ class BlockMonitor:
             back_to_bf16(self._blocks[name], self._round_linears)
             self.in_bf16.append(name)
         self._watched = [name for name in self._watched if name not in self.in_bf16]
+
+    def due(self, step: int) -> bool:
+        """Whether this step is measured."""
+        return self.every > 0 and step % self.every == 0
+
+    @contextmanager
+    def watch(self, stage: str, step: int, write: Write) -> Iterator[None]:
+        """Measure the step that runs inside, write what was found, and print warnings."""
+        with self.capturing():
+            yield
+        row, warnings = self.measure()
+        write({"kind": "monitor", "stage": stage, "step": step, **row})
+        for warning in warnings if self._world.is_main else ():
+            tqdm.write(f"WARNING stage {stage}, step {step}: {warning}")
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -138,10 +162,8 @@ class BlockMonitor:
             for name, error in found.items():
                 totals[name].add(error)
         rows = {name: _row(error) for name, error in totals.items()}
-        beyond = {name: _beyond(row, config) for name, row in rows.items()}
-        warnings = [
-            _warning(name, *problem, config) for name, found in beyond.items() for problem in found
-        ]
+        beyond = {name: _warnings(name, row, config) for name, row in rows.items()}
+        warnings = [warning for found in beyond.values() for warning in found]
         back = [name for name, found in beyond.items() if found] if config.action == "bf16" else []
         self.send_back(back)
         return {"layers": rows, "warnings": warnings, "sent_back": back}, warnings
@@ -175,58 +197,35 @@ def chosen(names: Sequence[str], layers: Sequence[str]) -> list[str]:
 
 
 def _row(error: BlockError) -> dict[str, Any]:
-    errors = {
-        "output_error": error.output_error, "input_gradient_error": error.input_gradient_error
-    }  # fmt: skip
-    row: dict[str, Any] = {key: value for key, value in errors.items() if value is not None}
-    # JSON knows neither NaN nor infinity.
-    row = {key: None if value and not math.isfinite(value) else value for key, value in row.items()}
+    row: dict[str, Any] = {}
+    for key in _ERRORS:
+        value = getattr(error, key)
+        if value is not None:  # JSON knows neither NaN nor infinity
+            row[key] = value if math.isfinite(value) else None
     return row | error.rates
 
 
-def _beyond(row: dict[str, Any], config: MonitorConfig) -> list[tuple[str, float | None, float]]:
-    """What is beyond its limit: what it is, its value (None: not finite), the limit."""
-    limits = {
-        "output_error": config.max_error,
-        "input_gradient_error": config.max_gradient_error,
-    }
-    found: list[tuple[str, float | None, float]] = []
-    for key, limit in limits.items():
-        if key in row and (row[key] is None or row[key] > limit):
-            found.append((key, row[key], limit))
-    for kind in PER_TENSOR:
-        for rate, limit in (
-            ("saturated", config.max_saturated),
-            ("underflowed", config.max_underflowed),
-        ):
-            value = row.get(kind, {}).get(rate, 0.0)
-            if value > limit:
-                found.append((f"{kind}, {rate}", value, limit))
-    return found
-
-
-_KEYS = {
-    "output_error": "max_error",
-    "input_gradient_error": "max_gradient_error",
-    "saturated": "max_saturated",
-    "underflowed": "max_underflowed",
-}
-
-
-def _warning(name: str, what: str, value: float | None, limit: float, config: MonitorConfig) -> str:
-    got = "is not finite" if value is None else f"is {value:.3g}"
-    key = _KEYS[what.rpartition(", ")[2]]
+def _warnings(name: str, row: dict[str, Any], config: MonitorConfig) -> list[str]:
+    """A line for each value of a block's row that is beyond its limit."""
+    found = [(key, row[key], limit) for key, limit in _ERRORS.items() if key in row]
+    found += [
+        (f"{kind}, {rate}", row[kind][rate], limit)
+        for kind in PER_TENSOR
+        for rate, limit in _RATES.items()
+        if rate in row.get(kind, {})
+    ]
     remedy = (
         "the block computes in BF16 from now on"
         if config.action == "bf16"
         else "resume with monitor.action=bf16 to send such blocks back to BF16, or start with "
         "fp8.bf16_forward_first, fp8.skip_first, fp8.skip_last or a lower learning rate"
     )
-    label = what.replace("_", " ")
-    return f"{name}: {label} {got}, allowed is {limit:g} (monitor.{key}); {remedy}"
-
-
-Write = Callable[[dict[str, Any]], None]
+    return [
+        f"{name}: {what.replace('_', ' ')} {'is not finite' if got is None else f'is {got:.3g}'}, "
+        f"allowed is {getattr(config, key):g} (monitor.{key}); {remedy}"
+        for what, got, key in found
+        if got is None or got > getattr(config, key)
+    ]
 
 
 class Fp8Record:
@@ -247,72 +246,50 @@ class Fp8Record:
         """Measure the activations that each FP8 block keeps, on the first row of ``batch``."""
         if not fp8_blocks(model):  # linear layers alone
             return
-        row = _first_row(batch, model)
+        # The first row, without a mask, as the loss runs: padding is on the right.
+        grids, groups = batch.get("image_grids"), batch.get("frame_groups")
+        images, tiles = model.images_per_row(batch["input_ids"][:1], grids, groups)[0]
+        row = {"input_ids": batch["input_ids"][:1]}
+        if images:
+            row["pixel_values"] = batch["pixel_values"][:tiles]
+            own = {"image_grids": grids, "frame_groups": groups}
+            row |= {name: values[:images] for name, values in own.items() if values is not None}
         device = next(model.parameters()).device
         inputs = {name: value.to(device) for name, value in row.items()}
         # The blocks are measured; logits would only take memory.
         footprint = measure_footprint(model, lambda: model(**inputs, logits_to_keep=1))
         blocks = [
             {"block": name, "fp8_bytes_per_token": fp8, "original_bytes_per_token": original}
-            for name, fp8, original in footprint.blocks
+            for name, fp8, original in footprint
         ]
         self._write_row("footprint", 1, blocks=blocks)
 
     @contextmanager
-    def rates(self, step: int) -> Iterator[None]:
-        """Count saturated and underflowed values of what runs inside."""
+    def watch(self, step: int, optimizer: Any) -> Iterator[None]:
+        """Count saturated and underflowed values of the step inside, then measure the states."""
         with watching() as counts:
             yield
         self._write_row("rates", step, rates=counts.rates())
+        self.states(optimizer, step)
 
     def states(self, optimizer: Any, step: int) -> None:
         """Measure the optimizer's states on this process, and those that AdamW would have."""
-        kept, parameters = _state_size(optimizer)
-        original = 0.0
-        if parameters:
-            like = next(p for p, state in optimizer.state.items() if state)
-            original = _original_bytes_per_parameter(like)
+        states = {p: state for p, state in optimizer.state.items() if state}
+        tensors = [
+            t
+            for state in states.values()
+            for t in state.values()
+            if isinstance(t, Tensor) and t.ndim
+        ]
         self._write_row(
             "states",
             step,
             optimizer=type(optimizer).__name__,
-            bytes=kept,
-            parameters=parameters,
-            original_bytes_per_parameter=original,
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            parameters=sum(state["exp_avg"].numel() for state in states.values()),
+            # torch.optim.AdamW has two moments of its parameters' dtype.
+            original_bytes_per_parameter=2.0 * next(iter(states)).element_size() if states else 0.0,
         )
 
     def _write_row(self, status: str, step: int, **values: Any) -> None:
         self._write({"kind": "fp8", "stage": self._stage, "step": step, "status": status, **values})
-
-
-def _state_size(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Bytes of the states that grow with their parameters, and the elements of these."""
-    states = [state for state in optimizer.state.values() if state]
-    tensors = [t for state in states for t in state.values() if isinstance(t, Tensor) and t.ndim]
-    kept = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return kept, sum(state["exp_avg"].numel() for state in states)
-
-
-def _original_bytes_per_parameter(like: Tensor) -> float:
-    """What torch.optim.AdamW, the optimizer of BF16 runs, keeps for a parameter of this dtype."""
-    parameter = torch.zeros(1024, dtype=like.dtype, device=like.device, requires_grad=True)
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.AdamW([parameter])
-    optimizer.step()
-    kept, parameters = _state_size(optimizer)
-    return kept / parameters
-
-
-def _first_row(batch: Batch, model: CoatVlm) -> dict[str, Tensor]:
-    # Without a mask, as the loss runs: padding is on the right.
-    rows: dict[str, Tensor] = {"input_ids": batch["input_ids"][:1]}
-    grids = batch.get("image_grids")
-    groups = batch.get("frame_groups")
-    images, tiles = model.images_per_row(rows["input_ids"], grids, groups)[0]
-    if images:
-        rows["pixel_values"] = batch["pixel_values"][:tiles]
-        if grids is not None:
-            rows["image_grids"] = grids[:images]
-        if groups is not None:
-            rows["frame_groups"] = groups[:images]
-    return rows

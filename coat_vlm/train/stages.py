@@ -6,28 +6,25 @@ import shutil
 import time
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from coat_data.mixture.sampler import Cursor
-from coat_vlm.checkpoint.checkpoint import (
-    Progress,
-    checkpoints_in,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
-from coat_vlm.checkpoint.folder import problem_inside, problem_with, remove_folder, settle
-from coat_vlm.config import STAGES, Fp8Config, Recipe, StageName
+from coat_vlm.checkpoint.contents import Progress
+from coat_vlm.checkpoint.load import checkpoints_in, latest_checkpoint, load_checkpoint
+from coat_vlm.checkpoint.manifest import problem_inside, problem_with, remove_folder, settle
+from coat_vlm.checkpoint.save import save_checkpoint
+from coat_vlm.config import STAGES, Fp8Config, Recipe, StageConfig, StageName
 from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.distributed import World, joined_world
-from coat_vlm.export.export import save_description
-from coat_vlm.export.model_folder import save_model
+from coat_vlm.export.hugging_face import save_description, save_model
 from coat_vlm.fp8 import arithmetic_of, graph_blocks
-from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model
+from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
+from coat_vlm.model.lora import describe
 from coat_vlm.model.pretrained import composed_folder
 from coat_vlm.model.processor import (
     CoatVlmProcessor,
@@ -37,15 +34,16 @@ from coat_vlm.model.processor import (
     tokenizer_name,
     train_tokenizer,
 )
+from coat_vlm.train.bad_samples import BAD_SAMPLES, BadSamples
+from coat_vlm.train.data import StageData, open_data
 from coat_vlm.train.engine import build_engine, clips_itself, prepare_model
 from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
-from coat_vlm.train.loop import StageRun
-from coat_vlm.train.metrics import Metrics, rewind
+from coat_vlm.train.loop import StageLoop
+from coat_vlm.train.metrics import METRICS, Metrics, rewind, say
 from coat_vlm.train.monitor import BlockMonitor, Fp8Record
-from coat_vlm.train.overview import overview, print_tables, say
-from coat_vlm.train.quarantine import Quarantine, rewind_quarantine
-from coat_vlm.train.sources import SourceRecord, open_data, texts
-from coat_vlm.train.throughput import PhaseClock, Throughput
+from coat_vlm.train.sources import SourceRecord, texts
+from coat_vlm.train.step import TrainStep
+from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
 
 _MAY_CHANGE = {
     "num_workers",
@@ -78,7 +76,7 @@ def run_recipe(
         resume: continue from the newest whole checkpoint; finished stages are skipped.
         only_stage: run this stage only, on the previous stage's model in the run folder.
         overwrite: delete an earlier run in the output folder first.
-        subsets: the questions of ``eval_every``, see :func:`coat_eval.subset.eval_subsets`; what
+        subsets: the questions of ``eval_every``, see :func:`coat_eval.eval_subsets`; what
             scores them is above this package.
 
     Returns:
@@ -176,7 +174,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     """
     fp8 = dataclasses.asdict(recipe.fp8 or Fp8Config())
     del fp8["weights"], fp8["cuda_graphs"], fp8["second_moment"]
-    settings = dataclasses.asdict(recipe)
+    settings = recipe.to_dict()
     stages = {name: dict(stage) for name, stage in settings["stages"].items()}
     for stage in stages.values():
         del stage["micro_batch_size"]
@@ -213,38 +211,29 @@ def _run_stage(
             subsets, processor, world, every=recipe.eval_every, in_step=recipe.zero_stage == 3
         )
     total_steps = data.total_steps(stage)
-    start = overview(recipe, name, model, world)
-    print_tables(world, recipe, name, model, data, total_steps)
+    start = _overview(recipe, name, model, world)
+    _print_tables(world, stage, name, model, data, total_steps)
     throughput = Throughput(model, world)
     engine = build_engine(model, recipe, stage, arithmetic, world)
     split = recipe.zero_stage == 3
     monitor = BlockMonitor(model, conversion, recipe.monitor, arithmetic, world, split)
     torch.manual_seed(recipe.seed + world.rank)  # dropout differs between ranks
     checkpoints = run_dir / name / "checkpoints"
-
-    def progress(step: int, bad_samples: int, cursor: Cursor) -> Progress:
-        return Progress(
-            stage=name,
-            step=step,
-            world_size=world.size,
-            zero_stage=recipe.zero_stage,
-            precision=recipe.precision,
-            bad_samples=bad_samples,
-            cursor=cursor,
-            bf16_blocks=monitor.in_bf16,
-        )
-
-    def save(step: int, cursor: Cursor) -> None:
-        here = progress(step, quarantine.total, cursor)
-        describe = partial(save_description, model=model, processor=processor)
-        save_checkpoint(checkpoints, engine, here, world, recipe.save_total_limit, describe)
-
-    done = progress(0, 0, Cursor())
+    done = Progress(
+        stage=name,
+        step=0,
+        world_size=world.size,
+        zero_stage=recipe.zero_stage,
+        precision=recipe.precision,
+        bad_samples=0,
+        cursor=Cursor(),
+    )
+    new = done
     checkpoint = latest_checkpoint(checkpoints, world) if resume else None
     record = SourceRecord(run_dir / name, data.sources, [share.rows for share in data.shares])
     if checkpoint is not None:
         record.check()
-        done = load_checkpoint(checkpoint, engine, done, world)
+        done = load_checkpoint(checkpoint, engine, new, world)
         monitor.send_back(done.bf16_blocks)
         say(world, f"stage {name} continues from {checkpoint}")
         if (done.world_size, done.zero_stage) != (world.size, recipe.zero_stage):
@@ -257,35 +246,52 @@ def _run_stage(
         _clear(run_dir, name, done.step, models=not resume)
         record.save()
     world.barrier()  # before another rank lists a bad sample
-    quarantine = Quarantine(run_dir, name, stage, data.sources, done.bad_samples)
     metrics = Metrics(run_dir, recipe.tracking, recipe.name, enabled=world.is_main)
     metrics.write({"kind": "stage", "status": "start", **start})
-    run = StageRun(
+    step = TrainStep(
         name=name,
         stage=stage,
         engine=engine,
         model=model,
-        data=data,
         world=world,
-        metrics=metrics,
-        quarantine=quarantine,
-        throughput=throughput,
-        phases=PhaseClock(world.device, recipe.log_phases),
         total_steps=total_steps,
+        order=data.loader.order,
+        row_tokens=data.row_tokens,
         clip_here=clips_itself(recipe, arithmetic),
-        save=save,
-        log_every_steps=recipe.log_every_steps,
         reuse=arithmetic.weight_reuse(model, world.device),
+        metrics=metrics,
+        throughput=throughput,
+        bad_samples=BadSamples(run_dir, name, stage, data.sources, done.bad_samples),
+        phases=PhaseClock(world.device, recipe.log_phases),
+        memory=PeakMemory(world.device),
         fp8=None if conversion is None else Fp8Record(name, conversion, metrics.write),
         monitor=monitor,
-        evaluation=evaluation,
-        step=done.step,
+        finished=done.step,
         cursor=Cursor(*done.cursor),
     )
+
+    def save(number: int, cursor: Cursor) -> None:
+        here = dataclasses.replace(
+            new,
+            step=number,
+            bad_samples=step.bad_samples.total,
+            cursor=cursor,
+            bf16_blocks=monitor.in_bf16,
+        )
+        describe = partial(save_description, model=model, processor=processor)
+        save_checkpoint(checkpoints, engine, here, world, recipe.save_total_limit, describe)
+
+    loop = StageLoop(
+        step=step,
+        data=data,
+        save=save,
+        log_every_steps=recipe.log_every_steps,
+        evaluation=evaluation,
+    )
     try:
-        run.train()
+        loop.train()
         target, back = run_dir / name / "model", monitor.in_bf16
-        save_model(target, model, processor, recipe, name, run.step, world, back)
+        save_model(target, model, processor, recipe, name, step.finished, world, back)
         wall = round(time.perf_counter() - started, 2)
         metrics.write({"kind": "stage", "status": "end", **start, "wall_s": wall})
     finally:
@@ -293,6 +299,65 @@ def _run_stage(
         graph_blocks(model, enabled=False)  # blocks and graphs hold each other
         engine.destroy()
     gc.collect()
+
+
+def _overview(recipe: Recipe, name: str, model: CoatVlm, world: World) -> dict[str, Any]:
+    """What metrics.jsonl notes as a stage starts: its parts, the machine, versions."""
+    parts = module_parameters(model)
+    gpu = world.device.type == "cuda"
+    return {
+        "stage": name,
+        "trainable": {n: count_parameters(part, trainable_only=True) for n, part in parts.items()},
+        "total": {name: count_parameters(part) for name, part in parts.items()},
+        "world_size": world.size,
+        "device": torch.cuda.get_device_name(world.device) if gpu else "cpu",
+        "zero_stage": recipe.zero_stage,
+        "precision": recipe.precision,
+        "versions": {
+            package: version(package) for package in ("torch", "transformers", "deepspeed")
+        },
+    }
+
+
+def _print_tables(
+    world: World, stage: StageConfig, name: str, model: CoatVlm, data: StageData, total_steps: int
+) -> None:
+    """Print what a stage trains, and the rows, epochs and tokens of each source."""
+    samples = total_steps * data.samples_per_step(stage)
+    rows = "samples" if data.packing is None else f"rows of {data.row_tokens:,} tokens"
+    lines = [f"\nstage {name}: {total_steps} steps of {stage.batch_size} {rows}"]
+    if data.packing is not None:
+        lines.append(
+            f"  packed: {data.packing.samples_per_bin:.1f} samples and "
+            f"{data.packing.images_per_bin:.1f} images in a row, {data.packing.fill:.1%} full"
+        )
+    lines += [f"  WARNING {warning}" for warning in data.warnings]
+    lines.append(f"  label masks verified on {data.verified_rows} rows")
+    lines.append(f"  {'module':<12}{'parameters':>14}  {'trains':<8}peak lr")
+    for part, module in module_parameters(model).items():
+        training = stage.module(part)
+        lr = f"{training.lr:g}" if training.lr is not None else "-"
+        trains = "yes" if training.train else "frozen"
+        trains = "LoRA" if part == "language" and stage.lora is not None else trains
+        lines.append(f"  {part:<12}{count_parameters(module):>14,}  {trains:<8}{lr}")
+    if stage.lora is not None:
+        lines.append(f"  {describe(model)}")
+    about = "tokens" if data.packing is not None else "~tokens"
+    width = max(20, *(len(share.name) + 2 for share in data.shares))
+    lines.append(
+        f"  {'source':<{width}}{'rows':>10}{'per epoch':>12}{'epochs':>10}{about:>10}{'of all':>9}"
+    )
+    means = list(zip(data.shares, data.tokens, strict=True))
+    all_tokens = sum((mean or 0.0) * share.samples for share, mean in means)
+    for share, mean in means:
+        passes = samples / data.epoch_size * share.passes
+        each = "-" if mean is None else f"{mean:,.0f}"
+        of_all = f"{(mean or 0.0) * share.samples / max(1.0, all_tokens):.1%}"
+        lines.append(
+            f"  {share.name:<{width}}{share.rows:>10,}{share.samples:>12,}{passes:>10.2f}"
+            f"{each:>10}{of_all:>9}"
+        )
+    say(world, "\n".join(lines))
 
 
 def _clear(run_dir: Path, name: StageName, step: int, *, models: bool) -> None:
@@ -304,8 +369,8 @@ def _clear(run_dir: Path, name: StageName, step: int, *, models: bool) -> None:
         for left in (run_dir / name / "model", *checkpoints_in(run_dir / name / "checkpoints")):
             if left.exists():
                 remove_folder(left)
-    rewind(run_dir, name, step)
-    rewind_quarantine(run_dir, name, step)
+    for file in (METRICS, BAD_SAMPLES):
+        rewind(run_dir / file, name, step)
 
 
 def _model_for(
@@ -330,18 +395,13 @@ def _model_for(
                 recipe.model, processor, cast(CoatVlmConfig, model.config)
             )
         return model, processor
-    tokenizer = _tokenizer(recipe, run_dir, world)
+    vocab_size = recipe.model.tokenizer.train_vocab_size
+    folder = tokenizer_name(recipe.model) if vocab_size is None else run_dir / "tokenizer"
+    if vocab_size is not None:
+        if world.is_main:
+            train_tokenizer(texts(recipe), vocab_size).save_pretrained(folder)
+        world.barrier()
+    images = recipe.model.vision is not None
+    tokenizer = prepare_tokenizer(AutoTokenizer.from_pretrained(folder), images=images)
     model = build_model(recipe.model, tokenizer, dtype)
     return model, build_processor(recipe.model, tokenizer, cast(CoatVlmConfig, model.config))
-
-
-def _tokenizer(recipe: Recipe, run_dir: Path, world: World) -> PreTrainedTokenizerBase:
-    settings, images = recipe.model.tokenizer, recipe.model.vision is not None
-    if settings.train_vocab_size is not None:
-        folder = run_dir / "tokenizer"
-        if world.is_main:
-            train_tokenizer(texts(recipe), settings.train_vocab_size).save_pretrained(folder)
-        world.barrier()
-        return prepare_tokenizer(AutoTokenizer.from_pretrained(folder), images=images)
-    name = tokenizer_name(recipe.model)
-    return prepare_tokenizer(AutoTokenizer.from_pretrained(name), images=images)

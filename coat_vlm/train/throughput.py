@@ -1,16 +1,16 @@
-"""How much a step trains on, and how fast: tokens of vision and of text, tiles, model FLOPs.
+"""How much a step trains on, how fast, in how much memory, and where its time goes.
 
-Every rank counts its own micro-batches on the CPU, from what the loader made; the loop adds the
-numbers up with the others of the step, in the one sum over the ranks that it has.
+Every rank counts its own micro-batches on the CPU, from what the loader made; the step adds these
+numbers up with its others, in the one sum over the ranks that it has.
 
-Where the time of a step goes, on request (``log_phases``).
-
-On a GPU a phase is what passes there between two events in the stream: the CPU runs ahead and its
-clock would measure launches alone. Events are asked for their times when the loop has read the
-step's loss, which waits for the GPU in any case and comes after the optimizer's work in the stream.
-So the step has not one wait more than without this. On a CPU the clock is ``perf_counter``.
+The phases of a step are timed on request (``log_phases``). On a GPU a phase is what passes there
+between two events in the stream: the CPU runs ahead and its clock would measure launches alone.
+Events are asked for their times when the step has read its loss, which waits for the GPU in any
+case and comes after the optimizer's work in the stream. So the step has not one wait more than
+without this. On a CPU the clock is ``perf_counter``.
 """
 
+import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,11 +21,23 @@ import torch
 
 from coat_data.load.collate import Batch
 from coat_data.load.encode import IGNORE_INDEX
+from coat_data.load.loader import REPLAYED, LoadedBatch
+from coat_data.media.sampling import VIDEO_COUNTS
 from coat_vlm.config import MODULES
 from coat_vlm.distributed import World
+from coat_vlm.fp8 import captured_bytes
 from coat_vlm.model.flops import ModelFlops, Work, model_flops, why_not_counted
 from coat_vlm.model.vlm import CoatVlm
-from coat_vlm.train.overview import say
+from coat_vlm.train.metrics import say
+
+_COUNTS = ("trained_tokens", "tokens", "samples", "tiles", "vision_tokens")
+
+Phase = Literal["to_device", "forward", "backward", "optimizer"]
+
+PHASES = ("data_wait", "to_device", "forward", "backward", "optimizer", "rest")
+"""All of a step, in its order: waiting for data; copying batches to the device; the forward pass
+with the loss; the backward pass with what ZeRO communicates in it; clipping and the optimizer's
+step; whatever is left, such as sums over the ranks. Validation and saving are between steps."""
 
 
 class Throughput:
@@ -46,28 +58,40 @@ class Throughput:
         else:
             say(world, f"  no TFLOP/s: the model's work is not known, as {why}")
 
-    def count(self, batches: Sequence[Batch]) -> list[float]:
+    def count(self, micro_batches: Sequence[LoadedBatch]) -> dict[str, float]:
         """What this rank's micro-batches of a step hold, to be summed over the ranks."""
-        works = [work_of(batch, self._image_token_id) for batch in batches]
-        flops = [] if self._flops is None else [self._flops.of(work) for work in works]
-        return [
-            float(sum(work.tiles for work in works)),
-            float(sum(work.vision_tokens for work in works)),
-            *(float(sum(own[name] for own in flops)) for name in MODULES),
-        ]
+        names = (*_COUNTS, *VIDEO_COUNTS, REPLAYED, *MODULES)
+        counts: dict[str, float] = dict.fromkeys(names, 0.0)
+        for loaded in micro_batches:
+            work = work_of(loaded.batch, self._image_token_id)
+            found: dict[str, float] = {
+                "trained_tokens": work.trained_tokens,
+                "tokens": int(loaded.batch["attention_mask"].sum()),
+                "samples": loaded.num_samples,
+                "tiles": work.tiles,
+                "vision_tokens": work.vision_tokens,
+                **{name: loaded.counts.get(name, 0) for name in (*VIDEO_COUNTS, REPLAYED)},
+            }
+            if self._flops is not None:
+                found |= self._flops.of(work)
+            for name, number in found.items():
+                counts[name] += number
+        return counts
 
-    def row(self, sums: Sequence[float]) -> dict[str, Any]:
+    def row(self, counts: Mapping[str, float]) -> dict[str, Any]:
         """Sums of :meth:`count` as metrics.jsonl has them.
 
         ``tiles``: tiles of images, and frames. ``vision_tokens``: positions of the language model
         that their features fill; all others of ``tokens`` are text. ``tflop``: model FLOPs of the
-        step / 1e12 by part (:mod:`coat_vlm.model.flops`), where they are known.
+        step / 1e12 by part (:mod:`coat_vlm.model.flops`), where they are known. ``videos``, and
+        ``replayed_rows`` where there are any: what happened while media were read.
         """
-        tiles, vision_tokens, *flops = sums
-        row: dict[str, Any] = {"tiles": int(tiles), "vision_tokens": int(vision_tokens)}
+        row: dict[str, Any] = {name: int(counts[name]) for name in _COUNTS}
         if self._flops is not None:
-            parts = zip(MODULES, flops, strict=True)
-            row["tflop"] = {name: _digits(number / 1e12) for name, number in parts if number}
+            row["tflop"] = {name: _digits(counts[name] / 1e12) for name in MODULES if counts[name]}
+        row["videos"] = {name: int(counts[name]) for name in VIDEO_COUNTS if counts[name]}
+        if counts[REPLAYED]:
+            row[REPLAYED] = int(counts[REPLAYED])
         return row
 
     def rates(self, row: Mapping[str, Any], seconds: float) -> dict[str, float]:
@@ -124,12 +148,32 @@ def _digits(number: float) -> float:
     return float(f"{number:.5g}")
 
 
-Phase = Literal["to_device", "forward", "backward", "optimizer"]
+class PeakMemory:
+    """The largest memory of this process so far.
 
-PHASES = ("data_wait", "to_device", "forward", "backward", "optimizer", "rest")
-"""All of a step, in its order: waiting for data; copying batches to the device; the forward pass
-with the loss; the backward pass with what ZeRO communicates in it; clipping and the optimizer's
-step; whatever is left, such as sums over the ranks. Validation and saving are between steps."""
+    Args:
+        device: GPU, whose allocated memory it is; of a CPU, the process's resident set.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._captured = 0
+
+    def read(self) -> float:
+        """In MB, with what CUDA graphs hold."""
+        if self._device.type != "cuda":
+            return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6, 1)
+        peak = torch.cuda.max_memory_allocated(self._device) + self._captured
+        if self._captured != captured_bytes():
+            # Counted as allocated in the step that captured it, and never after that.
+            self._captured = captured_bytes()
+            self.reset()
+        return round(peak / 1e6, 1)
+
+    def reset(self) -> None:
+        """Forget what was taken so far."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
 
 
 class PhaseClock:
@@ -144,7 +188,7 @@ class PhaseClock:
         self._on_gpu = device.type == "cuda"
         self._enabled = enabled
         self._in_step = False
-        self._spans: list[tuple[Phase, float | torch.cuda.Event, float | torch.cuda.Event]] = []
+        self._spans: list[tuple[Phase, Any, Any]] = []
 
     def start(self) -> None:
         """A step begins."""
@@ -171,23 +215,15 @@ class PhaseClock:
             return {}
         found = dict.fromkeys(PHASES, 0.0) | {"data_wait": data_wait}
         for phase, begin, end in self._spans:
-            found[phase] += _seconds(begin, end)
+            found[phase] += begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin
         self._spans.clear()
         self._in_step = False
         found["rest"] = max(0.0, seconds - sum(found.values()))
         return {"phases": {phase: round(value, 5) for phase, value in found.items()}}
 
-    def _now(self) -> float | torch.cuda.Event:
+    def _now(self) -> Any:
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-def _seconds(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return begin.elapsed_time(end) / 1e3
-    assert isinstance(begin, float)
-    assert isinstance(end, float)
-    return end - begin

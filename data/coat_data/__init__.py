@@ -10,10 +10,12 @@ from coat_data.sample import DataError, Media, Part, Sample, Turn
 
 if TYPE_CHECKING:
     from coat_data.containers.ingested import Manifest
+    from coat_data.containers.rows import Shards
     from coat_data.load.collate import Batch
     from coat_data.load.dataset import SampleDataset
     from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder
     from coat_data.load.loader import BadSample, LoadedBatch, TrainLoader, val_batches
+    from coat_data.load.verify import verify_rows, verify_template
     from coat_data.media.image import ImageTransform, image_size, open_image
     from coat_data.media.sampling import VideoSettings
     from coat_data.media.tiling import TiledTransform
@@ -21,9 +23,7 @@ if TYPE_CHECKING:
     from coat_data.mixture.packing import Budget, Lengths, PackedOrder
     from coat_data.mixture.sampler import Cursor, Mixture, SourceShare
     from coat_data.mixture.selection import SelectedRows, select_rows, shards_of
-    from coat_data.mixture.shards import Shards
     from coat_data.text.chat import ChatTemplate, Segment, get_template
-    from coat_data.text.verify import verify_rows, verify_template
 
 __all__ = [
     "IGNORE_INDEX",
@@ -67,63 +67,27 @@ __all__ = [
 ]
 
 _NAMES_BY_MODULE = {
-    "containers.ingested": ("Manifest",),
-    "load.collate": ("Batch",),
-    "load.dataset": ("SampleDataset",),
-    "load.encode": (
-        "IGNORE_INDEX",
-        "EncodedSample",
-        "Encoder",
-    ),
-    "load.loader": (
-        "BadSample",
-        "LoadedBatch",
-        "TrainLoader",
-        "val_batches",
-    ),
-    "media.image": (
-        "ImageTransform",
-        "image_size",
-        "open_image",
-    ),
-    "media.sampling": ("VideoSettings",),
-    "media.tiling": ("TiledTransform",),
-    "media.video": (
-        "Clip",
-        "VideoReader",
-        "read_frames",
-    ),
-    "mixture.packing": (
-        "Budget",
-        "Lengths",
-        "PackedOrder",
-    ),
-    "mixture.sampler": (
-        "Cursor",
-        "Mixture",
-        "SourceShare",
-    ),
-    "mixture.selection": (
-        "SelectedRows",
-        "select_rows",
-        "shards_of",
-    ),
-    "mixture.shards": ("Shards",),
-    "text.chat": (
-        "ChatTemplate",
-        "Segment",
-        "get_template",
-    ),
-    "text.verify": (
-        "verify_rows",
-        "verify_template",
-    ),
+    "containers.ingested": "Manifest",
+    "containers.rows": "Shards",
+    "load.collate": "Batch",
+    "load.dataset": "SampleDataset",
+    "load.encode": "IGNORE_INDEX EncodedSample Encoder",
+    "load.loader": "BadSample LoadedBatch TrainLoader val_batches",
+    "load.verify": "verify_rows verify_template",
+    "media.image": "ImageTransform image_size open_image",
+    "media.sampling": "VideoSettings",
+    "media.tiling": "TiledTransform",
+    "media.video": "Clip VideoReader read_frames",
+    "mixture.packing": "Budget Lengths PackedOrder",
+    "mixture.sampler": "Cursor Mixture SourceShare",
+    "mixture.selection": "SelectedRows select_rows shards_of",
+    "text.chat": "ChatTemplate Segment get_template",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its module on first use (PEP 562)."""
     for module, names in _NAMES_BY_MODULE.items():
-        if name in names:
+        if name in names.split():
             return getattr(import_module(f"coat_data.{module}"), name)
     raise AttributeError(f"module 'coat_data' has no attribute {name!r}")

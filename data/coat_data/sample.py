@@ -27,6 +27,14 @@ class DataError(ValueError):
         self.problem = problem
         self.remedy = remedy
 
+    def within(self, where: str) -> "DataError":
+        """The same problem of a medium or text, with the row that it belongs to."""
+        return type(self)(f"{where}: {self.where}", self.problem, self.remedy)
+
+    def row(self) -> dict[str, str]:
+        """The three texts by name, for a list of bad rows."""
+        return {"where": self.where, "problem": self.problem, "remedy": self.remedy}
+
     def __reduce__(self) -> tuple[type["DataError"], tuple[str, str, str]]:
         """Pickle by the three texts, so that the error crosses a worker process whole."""
         return type(self), (self.where, self.problem, self.remedy)
@@ -85,7 +93,7 @@ class Sample:
     """Row in that file, counted from 0 (JSONL: line - 1, blank lines not counted)."""
     continues: bool = False
     """A piece of a document whose text goes on in the next piece: it is trained without an end
-    (:mod:`coat_data.text.documents`)."""
+    (:mod:`coat_data.load.prepare`)."""
 
     @property
     def is_document(self) -> bool:

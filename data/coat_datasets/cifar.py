@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from coat_data.sample import DataError
 from coat_data.text.chat import LETTER_SUFFIX, SHORT_ANSWER_SUFFIX
-from coat_data.tools.output_folder import new_folder
-from coat_datasets.rows import Question, write_conversations, write_questions
+from coat_data.tools.source import new_folder
+from coat_datasets.rows import Question, article, write_questions, write_training_rows
 
 CONFUSABLE: dict[str, str] = {
     "airplane": "ship",
@@ -85,7 +85,6 @@ def convert_cifar10(
     val_per_class: int = 500,
     seed: int = 0,
     limit_per_class: int | None = None,
-    progress: bool = True,
 ) -> dict[str, int]:
     """Convert the zip to training rows and evaluation folders in ``out_dir``.
 
@@ -100,7 +99,6 @@ def convert_cifar10(
         val_per_class: photographs of each class kept for validation: those of highest number.
         seed: decides every draw.
         limit_per_class: training photographs of each class, those of lowest number; all if None.
-        progress: show progress bars.
 
     Returns:
         Number of images, rows or questions by file or folder.
@@ -120,7 +118,10 @@ def convert_cifar10(
     try:
         with zipfile.ZipFile(path) as archive, new_folder(out_dir) as folder:
             train, val = _split(path, archive.namelist(), val_per_class, limit_per_class)
-            _copy_images(archive, [*train, *val], folder, progress)
+            for label in CLASSES:
+                (folder / "images" / label).mkdir(parents=True)
+            for photo in tqdm([*train, *val], desc="photographs"):
+                (folder / photo.image).write_bytes(archive.read(photo.member))
             return {"images": len(train) + len(val), **_write_texts(folder, train, val, seed)}
     except zipfile.BadZipFile as error:
         raise DataError(str(path), f"not a sound zip: {error}", _REMEDY) from error
@@ -151,15 +152,6 @@ def _split(
     return train, val
 
 
-def _copy_images(
-    archive: zipfile.ZipFile, photos: Sequence[_Photo], folder: Path, progress: bool
-) -> None:
-    for label in CLASSES:
-        (folder / "images" / label).mkdir(parents=True)
-    for photo in tqdm(photos, desc="photographs", disable=not progress):
-        (folder / photo.image).write_bytes(archive.read(photo.member))
-
-
 def _write_texts(
     folder: Path, train: Sequence[_Photo], val: Sequence[_Photo], seed: int
 ) -> dict[str, int]:
@@ -172,27 +164,28 @@ def _write_texts(
     summary: dict[str, int] = {}
     for name, make in makers.items():
         train_questions, val_questions = make(train), make(val)
-        for file, questions in (
-            (f"{name}.json", train_questions),
-            (f"{name}_val.json", val_questions),
-        ):
-            rows = [question.training_row() for question in questions]
-            summary[file] = write_conversations(folder / file, rows)
+        for file, asked in ((f"{name}.json", train_questions), (f"{name}_val.json", val_questions)):
+            summary[file] = write_training_rows(folder / file, asked)
         summary[f"eval/{name}"] = write_questions(folder / "eval" / name, val_questions)
     return summary
 
 
+def _question(
+    photo: _Photo, text: str, answer: str, category: str, choices: tuple[str, ...] = ()
+) -> Question:
+    return Question(
+        question_id=photo.id,
+        image=photo.image,
+        text=text,
+        answer=answer,
+        category=category,
+        choices=choices,
+    )
+
+
 def _naming(photos: Sequence[_Photo]) -> list[Question]:
-    return [
-        Question(
-            question_id=photo.id,
-            image=photo.image,
-            text=f"What is in the photo?{SHORT_ANSWER_SUFFIX}",
-            answer=photo.label,
-            category=photo.label,
-        )
-        for photo in photos
-    ]
+    text = f"What is in the photo?{SHORT_ANSWER_SUFFIX}"
+    return [_question(photo, text, photo.label, photo.label) for photo in photos]
 
 
 def _presence(rng: np.random.Generator, photos: Sequence[_Photo]) -> list[Question]:
@@ -205,16 +198,8 @@ def _presence(rng: np.random.Generator, photos: Sequence[_Photo]) -> list[Questi
             asked = CONFUSABLE[photo.label]
         else:
             asked = _others(photo)[int(rng.integers(len(CLASSES) - 1))]
-        article = "an" if asked[0] in "aeiou" else "a"
-        questions.append(
-            Question(
-                question_id=photo.id,
-                image=photo.image,
-                text=f"Is there {article} {asked} in the photo?{SHORT_ANSWER_SUFFIX}",
-                answer=answer,
-                category=category,
-            )
-        )
+        text = f"Is there {article(asked)} {asked} in the photo?{SHORT_ANSWER_SUFFIX}"
+        questions.append(_question(photo, text, answer, category))
     return questions
 
 
@@ -227,16 +212,8 @@ def _choice(rng: np.random.Generator, photos: Sequence[_Photo]) -> list[Question
         listed = "\n".join(
             f"{letter}. {option}" for letter, option in zip("ABCD", options, strict=True)
         )
-        questions.append(
-            Question(
-                question_id=photo.id,
-                image=photo.image,
-                text=f"What is in the photo?\n{listed}{LETTER_SUFFIX}",
-                answer="ABCD"[right],
-                category=photo.label,
-                choices=tuple(options),
-            )
-        )
+        text = f"What is in the photo?\n{listed}{LETTER_SUFFIX}"
+        questions.append(_question(photo, text, "ABCD"[right], photo.label, tuple(options)))
     return questions
 
 

@@ -2,7 +2,7 @@
 
 ``data/mixtures/NAME.yaml`` says which repositories hold a set, under which licence, what is to be
 unpacked, and which sources it then has. Downloading it writes ``OUT/NAME.yaml``, a mixture file
-with the sources alone (:mod:`coat_data.lists.native`).
+with the sources alone (:mod:`coat_data.lists.formats`).
 """
 
 import os
@@ -228,7 +228,10 @@ def unpack(archive: Path, folder: Path) -> None:
     try:
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as file:
-                _check_names(archive, file.namelist())
+                for name in file.namelist():
+                    if os.path.isabs(name) or ".." in Path(name).parts:  # noqa: PTH117 - no path yet
+                        problem = f"the member {name!r} leaves the folder"
+                        raise DataError(str(archive), problem, "do not use this archive")
                 file.extractall(folder)
         else:
             with tarfile.open(archive) as file:
@@ -238,11 +241,3 @@ def unpack(archive: Path, folder: Path) -> None:
             str(archive), f"cannot be unpacked: {error}", "delete it and download it again"
         ) from error
     done.touch()
-
-
-def _check_names(archive: Path, names: list[str]) -> None:
-    for name in names:
-        if os.path.isabs(name) or ".." in Path(name).parts:  # noqa: PTH117 - a name, no path yet
-            raise DataError(
-                str(archive), f"the member {name!r} leaves the folder", "do not use this archive"
-            )

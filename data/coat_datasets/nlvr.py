@@ -21,8 +21,8 @@ from typing import Any
 from tqdm import tqdm
 
 from coat_data.sample import DataError
-from coat_data.tools.output_folder import new_folder
-from coat_datasets.rows import Question, write_conversations, write_questions
+from coat_data.tools.source import new_folder
+from coat_datasets.rows import Question, write_questions, write_training_rows
 
 NUM_PERMUTATIONS = 6
 QUESTION = "Is this statement true? Answer yes or no."
@@ -45,7 +45,6 @@ def convert_nlvr(
     out_dir: str | Path,
     *,
     split: str | Sequence[str],
-    progress: bool = True,
 ) -> dict[str, int | float]:
     """Convert one or several splits to training rows and evaluation folders in ``out_dir``.
 
@@ -56,7 +55,6 @@ def convert_nlvr(
         folder: folder with ``<split>.json`` and ``<split>_images.tar``.
         out_dir: folder to make.
         split: ``train``, ``dev``, ``test`` or ``hidden``, or several of them.
-        progress: show progress bars.
 
     Returns:
         Number of images, rows or questions by file or folder, and the accuracy of always giving a
@@ -80,10 +78,8 @@ def convert_nlvr(
                 archive,
                 [Path(one.image).name for one in questions],
                 target / "images" / name,
-                progress,
             )
-            rows = [question.training_row() for question in questions]
-            summary[f"{name}.json"] = write_conversations(target / f"{name}.json", rows)
+            summary[f"{name}.json"] = write_training_rows(target / f"{name}.json", questions)
             summary[f"eval/{name}"] = write_questions(target / "eval" / name, questions)
             share = sum(one.answer == "yes" for one in examples) / len(examples)
             summary[f"{name} majority"] = round(100 * max(share, 1 - share), 2)
@@ -161,7 +157,7 @@ def _questions(examples: Sequence[_Example], split: str) -> list[Question]:
     return questions
 
 
-def _extract(archive: Path, wanted: Sequence[str], folder: Path, progress: bool) -> int:
+def _extract(archive: Path, wanted: Sequence[str], folder: Path) -> int:
     """Write the files in ``wanted`` into ``folder``, whatever folder of the archive holds them.
 
     Only the last part of a member's name is used, and only if it is wanted, so that no member can
@@ -172,7 +168,7 @@ def _extract(archive: Path, wanted: Sequence[str], folder: Path, progress: bool)
     try:
         with (
             tarfile.open(archive) as tar,
-            tqdm(total=len(missing), desc=archive.name, disable=not progress) as bar,
+            tqdm(total=len(missing), desc=archive.name) as bar,
         ):
             for member in tar:
                 name = member.name.rsplit("/", 1)[-1]

@@ -1,15 +1,21 @@
-"""Writes training rows in LLaVA's JSON format (read back by :mod:`coat_data.readers.llava`).
+"""What the makers write: training rows in LLaVA's JSON format, and folders of questions.
 
-Writes an evaluation folder: ``questions.jsonl``, one :class:`Question` per line.
+Training rows are read back by :mod:`coat_data.readers.llava`; an evaluation folder holds
+``questions.jsonl``, one :class:`Question` per line.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from coat_data.sample import DataError
+
+
+def article(word: str) -> str:
+    """``a`` or ``an``, as it stands before the word."""
+    return "an" if word[0] in "aeiou" else "a"
 
 
 def conversation(row_id: str, image: str, turns: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -52,18 +58,17 @@ class Question:
 
     def row(self) -> dict[str, Any]:
         """The question as a JSON object; ``choices`` only where there are some."""
-        row = {
-            "question_id": self.question_id,
-            "image": self.image,
-            "text": self.text,
-            "answer": self.answer,
-            "category": self.category,
-        }
-        return {**row, "choices": list(self.choices)} if self.choices else row
+        row = asdict(self)
+        choices = row.pop("choices")
+        return {**row, "choices": list(choices)} if choices else row
 
-    def training_row(self) -> dict[str, Any]:
-        """The question and its answer as a row of LLaVA's JSON."""
-        return conversation(self.question_id, self.image, [(self.text, self.answer)])
+
+def write_training_rows(path: Path, questions: Sequence[Question]) -> int:
+    """Write each question and its answer as a row of LLaVA's JSON; returns the number of rows."""
+    return write_conversations(
+        path,
+        [conversation(one.question_id, one.image, [(one.text, one.answer)]) for one in questions],
+    )
 
 
 def write_questions(folder: Path, questions: Sequence[Question]) -> int:

@@ -7,52 +7,51 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coat_eval.benchmark import Benchmark, Settings
-    from coat_eval.item import Item, ScoredItem
-    from coat_eval.official import score_official
-    from coat_eval.run import Unmet, evaluate_run, format_table
-    from coat_eval.runner import evaluate
-    from coat_eval.score import read_predictions, score_file
-    from coat_eval.subset import eval_subsets
-    from coat_eval.task import Task
+    from coat_eval.benchmark import Benchmark, Question, Scored, Settings
+    from coat_eval.generation import Generation
+    from coat_eval.report import score_official, score_set
+    from coat_eval.runner import (
+        Choice,
+        Unmet,
+        eval_subsets,
+        evaluate_run,
+        format_table,
+        load_answerer,
+        run_benchmark,
+    )
     from coat_eval.tasks import BENCHMARKS, TASKS, get_benchmark, get_task
 
 __all__ = [
     "BENCHMARKS",
     "TASKS",
     "Benchmark",
-    "Item",
-    "ScoredItem",
+    "Choice",
+    "Generation",
+    "Question",
+    "Scored",
     "Settings",
-    "Task",
     "Unmet",
     "eval_subsets",
-    "evaluate",
     "evaluate_run",
     "format_table",
     "get_benchmark",
     "get_task",
-    "read_predictions",
-    "score_file",
+    "load_answerer",
+    "run_benchmark",
     "score_official",
+    "score_set",
 ]
 
-_NAMES_BY_MODULE = {
-    "benchmark": ("Benchmark", "Settings"),
-    "item": ("Item", "ScoredItem"),
-    "official": ("score_official",),
-    "run": ("Unmet", "evaluate_run", "format_table"),
-    "runner": ("evaluate",),
-    "score": ("read_predictions", "score_file"),
-    "subset": ("eval_subsets",),
-    "task": ("Task",),
-    "tasks": ("BENCHMARKS", "TASKS", "get_benchmark", "get_task"),
+_MODULES = {
+    **dict.fromkeys(("Benchmark", "Question", "Scored", "Settings"), "benchmark"),
+    **dict.fromkeys(("BENCHMARKS", "TASKS", "get_benchmark", "get_task"), "tasks"),
+    **dict.fromkeys(("score_official", "score_set"), "report"),
+    "Generation": "generation",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module on first use (PEP 562)."""
-    for module, names in _NAMES_BY_MODULE.items():
-        if name in names:
-            return getattr(import_module(f"coat_eval.{module}"), name)
+    """Import a public name from its module on first use (PEP 562); most are of the runner."""
+    if name in __all__:
+        return getattr(import_module(f"coat_eval.{_MODULES.get(name, 'runner')}"), name)
     raise AttributeError(f"module 'coat_eval' has no attribute {name!r}")

@@ -1,28 +1,37 @@
 """What answers prompts: a model with all that turns a prompt into its inputs.
 
 :mod:`coat_eval.coat_answerer` is for this project's checkpoints, :mod:`coat_eval.hub_answerer` for
-any other image-text-to-text model of Hugging Face.
+any other image-text-to-text model of Hugging Face; :func:`coat_eval.runner.load_answerer` chooses.
 """
 
-import json
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.nn import functional as F
 
-from coat_data.sample import Media
-from coat_eval.likelihood import AnswerLoss
+from coat_data.load.encode import IGNORE_INDEX
+from coat_data.sample import Media, Sample
 
-IMAGE_LINE = "\n"
-"""Stands behind each image and video of a prompt, as in LLaVA's ``<image>\\n{question}``."""
+
+class AnswerLoss(NamedTuple):
+    """What one answer costs."""
+
+    nats: float
+    """Sum of -log p over the answer's tokens, the one that ends it included."""
+    tokens: int
+
+    def value(self, per_token: bool) -> float:
+        """The mean over the tokens, or the sum."""
+        return self.nats / self.tokens if per_token else self.nats
 
 
 class PromptEncoder(Protocol):
     """Makes a model's inputs; it can be sent to a worker process, and holds no weights."""
 
-    def encode(self, text: str, media: Sequence[Media]) -> Any:
+    def encode(self, sample: Sample) -> Any:
         """One prompt; DataError if a medium cannot be read or the prompt is too long."""
         ...
 
@@ -30,12 +39,12 @@ class PromptEncoder(Protocol):
         """A left-padded batch of encoded prompts, on the CPU."""
         ...
 
-    def encode_choices(self, text: str, media: Sequence[Media], choices: Sequence[str]) -> Any:
-        """One prompt with every choice as its answer; DataError as :meth:`encode`."""
+    def answered(self, sample: Sample, answers: Sequence[str]) -> list[Any]:
+        """The prompt with each choice as its answer; DataError as :meth:`encode`."""
         ...
 
-    def collate_choices(self, encoded: Sequence[Any]) -> Any:
-        """A batch with a row per choice, on the CPU, for :meth:`Answerer.losses`."""
+    def collate_answered(self, encoded: Sequence[Any]) -> Any:
+        """A right-padded batch with a row per choice, on the CPU, for :meth:`Answerer.losses`."""
         ...
 
     def frame_times(self, media: Media) -> Sequence[float] | None:
@@ -84,37 +93,28 @@ class ModelOptions:
     """Frames of a video for models other than this project's, which have settings of their own."""
 
 
-def load_answerer(model: str, options: ModelOptions) -> Answerer:
-    """The model of a folder, or of the Hub by name.
+@torch.inference_mode()
+def answer_losses(
+    model: Any, inputs: Mapping[str, torch.Tensor], labels: torch.Tensor
+) -> list[AnswerLoss]:
+    """The loss of each row's answer, in one pass; computed in FP32 from the model's logits.
 
     Args:
-        model: a run folder or stage model folder of this project, a folder of a Hugging Face model,
-            or a name on the Hub.
-        options: how it is loaded.
-
-    Raises:
-        FileNotFoundError: a run folder has no finished model.
-        ValueError: the model is of a kind that cannot answer about images.
+        model: a causal model with ``logits``.
+        inputs: its inputs, of rows padded on the right to T tokens.
+        labels: (B, T) int64, not shifted; IGNORE_INDEX but on the answers. No answer starts a row.
     """
-    from coat_eval.coat_answerer import CoatAnswerer
-    from coat_eval.hub_answerer import HubAnswerer
-
-    folder = Path(model)
-    if (folder / "recipe.yaml").is_file() or model_type(folder) == "coat_vlm":
-        return CoatAnswerer.load(folder, options)
-    if options.precision is not None:
-        raise ValueError(
-            f"{model} is no checkpoint of this project: it runs in its own dtype; drop --precision"
-        )
-    return HubAnswerer.load(model, options)
-
-
-def model_type(folder: Path) -> str | None:
-    """``model_type`` of a model folder's config.json; None without one."""
-    path = folder / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    except (json.JSONDecodeError, AttributeError) as error:
-        raise ValueError(f"{path} is no configuration: {error}; copy the model again") from error
+    answered = labels != IGNORE_INDEX
+    first = int(answered.any(0).nonzero()[0])
+    kept = labels.shape[1] - first + 1
+    # The logits of long prompts with images would be the largest tensor; few models have all.
+    fewer = "logits_to_keep" in inspect.signature(model.forward).parameters
+    options = {"logits_to_keep": kept} if fewer else {}
+    logits = model(**inputs, use_cache=False, **options).logits[:, -kept:-1]
+    targets = labels[:, first:].to(logits.device)
+    rows, places = (targets != IGNORE_INDEX).nonzero(as_tuple=True)
+    losses = F.cross_entropy(
+        logits[rows, places].float(), targets[rows, places], reduction="none"
+    ).double()
+    sums = losses.new_zeros(len(labels)).index_add_(0, rows, losses).tolist()
+    return [AnswerLoss(*one) for one in zip(sums, answered.sum(1).tolist(), strict=True)]

@@ -1,23 +1,34 @@
-"""What an official benchmark is: its files in, extracted answers, item scores and percentages out.
+"""What a benchmark is: its files in; prompts, extracted answers, item scores and percentages out.
 
 A benchmark is one class in one file of ``coat_eval/tasks``. It says how its references and
 predictions are recognised and read, and has three layers that are tested apart: ``extract``
 (text -> canonical answer), ``score`` (one answer against its reference) and ``aggregate`` (scored
 items -> percentages). ``layouts`` and ``prompts`` say what a model is asked, and are only needed to
-generate answers. Joining, bad input, the report and the command line are done once, in
-:mod:`coat_eval.join` and :mod:`coat_eval.official`. docs/evaluation.md shows a complete example.
+generate answers (:mod:`coat_eval.runner`). Joining, bad input, the report and the command line are
+done once, in :mod:`coat_eval.report`. docs/evaluation.md shows a complete example.
+
+The texts of prompts are those behind published numbers: LLaVA's question files (haotian-liu/LLaVA,
+docs/Evaluation.md and scripts/v1_5/eval), which VILA uses unchanged, and the benchmarks' own.
 """
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from coat_data.sample import DataError
-from coat_eval.data_folder import DataFolder, Layouts
-from coat_eval.prompt import Asking, Prompt
-from coat_eval.table import Table
+from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_eval.data_folder import DataFolder, Layouts, Shown
+from coat_eval.files import Table
+
+IMAGE_LINE = "\n"
+"""Stands behind each image and video of a prompt, as in LLaVA's ``<image>\\n{question}``."""
+SHORT_ANSWER = "Answer the question using a single word or phrase."
+"""Ends LLaVA's prompts of POPE, GQA, VQA v2, TextVQA, VizWiz and MMMU's open questions."""
+LETTER_ANSWER = "Answer with the option's letter from the given choices directly."
+"""Ends LLaVA's prompts of SEED-Bench and of MMMU's choices."""
+
+FrameTimes = Callable[[Media], Sequence[float] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +93,66 @@ class Scored:
     """Whether the answer is a random choice."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """Answers that are ranked by how likely the model is to give them, in place of its own."""
+
+    texts: tuple[str, ...]
+    per_token: bool = True
+    """An answer's loss is the mean over its tokens; else their sum, which prefers short ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One question as the model is asked it: the media in order, then the text."""
+
+    question_id: str
+    """As :class:`Question` has it."""
+    text: str
+    media: tuple[Shown, ...] = ()
+    choices: Choices | None = None
+    """What is ranked; None where the model answers in its own words."""
+    category: str = ""
+    """As in the question; the second half of the key where ids restart."""
+    where: str = ""
+    """File and row, for messages."""
+    fingerprint: str = ""
+    """Stands for ``text`` where earlier answers are checked; the text when empty. It does not
+    change when a video arrives that was missing."""
+    lacking: DataError | None = None
+    """What could not be read, so that the question is asked without it."""
+    sample: Sample | None = None
+    """The conversation as it is asked, where media do not simply stand before the text."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Category and id, which predictions and references are paired by."""
+        return self.category, self.question_id
+
+    def load(self) -> Sample:
+        """What the model is asked, with its media; DataError if one of them cannot be had."""
+        return self.sample or prompt_sample(self.text, [one.load() for one in self.media])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """What can be chosen about prompts."""
+
+    variant: str = ""
+    """One of the benchmark's ``variants``, or empty for the official prompt."""
+    frame_times: FrameTimes = field(default=lambda _: None)
+    """Seconds at which the model sees a video; None where that is not known."""
+
+
+def prompt_sample(text: str, media: Sequence[Media] = ()) -> Sample:
+    """A question as a conversation of one turn: the media, each on a line of its own, then text."""
+    parts = [part for one in media for part in (Part(one.kind), Part("text", IMAGE_LINE))]
+    turn = Turn("user", (*parts, Part("text", text)))
+    return Sample(id="prompt", turns=(turn,), media=tuple(media))
+
+
 class Benchmark(ABC):
-    """One official benchmark. Subclasses fill in the names and the three layers."""
+    """One benchmark. Subclasses fill in the names and the three layers."""
 
     name: ClassVar[str]
     source: ClassVar[str]
@@ -114,11 +183,14 @@ class Benchmark(ABC):
     def is_reference(self, table: Table) -> bool:
         """Whether a file's first row looks like this benchmark's references."""
 
-    @abstractmethod
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """One row of the references, for :meth:`questions`; DataError if it cannot be used."""
+        raise NotImplementedError
+
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
-        """All questions of the references, in their order.
+        """All questions of the references, in their order: :meth:`question` of every row.
 
         Args:
             references: recognised files, in any order; empty only if ``carries_answers``.
@@ -127,18 +199,34 @@ class Benchmark(ABC):
         Raises:
             DataError: naming file and row of a reference that cannot be used.
         """
+        return [
+            self.question(row, table, table.where(index))
+            for table in references
+            for index, row in enumerate(table.rows)
+        ]
 
     @abstractmethod
     def extract(self, text: str, question: Question, settings: Settings) -> Any:
         """The canonical answer in a text, or None."""
 
-    @abstractmethod
     def score(self, extracted: Any, question: Question, settings: Settings) -> float:
-        """0 to 1 for an extracted answer; never called with None."""
+        """0 to 1 for an extracted answer, never None; by default 1 for the reference itself."""
+        return float(extracted == question.answer)
 
-    @abstractmethod
     def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
-        """The metrics by name over the counted questions, in percent."""
+        """The metrics by name over the counted questions, in percent.
+
+        By default ``overall`` and ``<table>.<value>`` of every sub-table.
+        """
+        tables = dict(sorted(table_percents(scored).items()))
+        return {"overall": percent([one.score for one in scored]), **tables}
+
+    def check_profile(self, profile: str) -> None:
+        """ValueError with the allowed names for one that the benchmark does not have."""
+        if profile not in self.profiles:
+            raise ValueError(
+                f"{self.name} has no profile {profile!r}; allowed: {', '.join(self.profiles)}"
+            )
 
     def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
         """What the model is asked, question by question; no image or video is opened.
@@ -161,7 +249,8 @@ class Benchmark(ABC):
 
     def is_predictions(self, table: Table) -> bool:
         """Whether a file's first row looks like predictions for this benchmark."""
-        return self._first(table, self.id_fields) and self._first(table, self.text_fields)
+        first = set(table.rows[0]) if table.rows else set[str]()
+        return bool(first.intersection(self.id_fields) and first.intersection(self.text_fields))
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
         """The predictions of one file, in its order.
@@ -213,10 +302,6 @@ class Benchmark(ABC):
     def submission(self, scored: Sequence[Scored], settings: Settings) -> Any:
         """What the benchmark's server takes, as JSON; ValueError where it has none."""
         raise ValueError(f"{self.name} has no submission file; score it here")
-
-    @staticmethod
-    def _first(table: Table, fields: Iterable[str]) -> bool:
-        return bool(table.rows) and any(name in table.rows[0] for name in fields)
 
 
 def pick(row: Mapping[str, Any], fields: Sequence[str], where: str) -> Any:

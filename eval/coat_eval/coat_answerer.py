@@ -1,6 +1,6 @@
 """This project's checkpoints as answerers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -8,13 +8,9 @@ from typing import Any, cast
 import torch
 
 from coat_data.load.collate import Batch
-from coat_data.load.encode import EncodedSample
-from coat_data.sample import Media, Part, Sample, Turn
-from coat_eval.answerer import IMAGE_LINE, ModelOptions
-from coat_eval.likelihood import AnswerLoss, answer_losses
-from coat_eval.run import final_model_dir
-from coat_eval.runner import folder_sha256
-from coat_vlm.config import Precision
+from coat_eval.answerer import AnswerLoss, ModelOptions, answer_losses
+from coat_eval.files import folder_sha256
+from coat_vlm.config import STAGES, Precision, Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.fp8 import fp8_blocks
 from coat_vlm.generate import PromptEncoder, generate_batch, load
@@ -26,7 +22,7 @@ class CoatAnswerer:
     """A composed model with its processor.
 
     Attributes:
-        encoder: makes its inputs as training did.
+        encoder: makes its inputs as training did; keeps the last video it decoded.
         device: where the model is.
     """
 
@@ -43,8 +39,8 @@ class CoatAnswerer:
         """
         self._model = model
         self._weights = weights
-        self._prompts = PromptEncoder(processor)
-        self.encoder = CoatEncoder(self._prompts)
+        self.encoder = PromptEncoder(processor)
+        self.encoder.keep_last_clip()
         self.device = torch.device(model.device)
 
     @property
@@ -64,25 +60,26 @@ class CoatAnswerer:
         }
 
     @classmethod
-    def load(cls, folder: Path, options: ModelOptions) -> "CoatAnswerer":
+    def load(cls, model: str, options: ModelOptions) -> "CoatAnswerer":
         """The model of a run folder (its last stage, in its precision) or of a model folder."""
+        folder = Path(model)
         precision, fp8, model_dir = options.precision, None, folder
         if (folder / "recipe.yaml").is_file():
             recipe = load_recipe(str(folder / "recipe.yaml"))
             model_dir, fp8 = final_model_dir(folder, recipe), recipe.fp8
             precision = precision or recipe.precision
-        model, processor = load(
+        loaded, processor = load(
             model_dir, options.device, precision=cast(Precision | None, precision), fp8=fp8
         )
         return cls(
-            model,
+            loaded,
             processor,
             lambda: {"model_sha256": folder_sha256(model_dir), "precision": precision},
         )
 
     def answer(self, batch: Batch, max_new_tokens: int) -> list[str]:
         """See :class:`coat_eval.answerer.Answerer`."""
-        return generate_batch(self._model, self._prompts, batch, max_new_tokens)
+        return generate_batch(self._model, self.encoder, batch, max_new_tokens)
 
     def losses(self, batch: Batch) -> list[AnswerLoss]:
         """See :class:`coat_eval.answerer.Answerer`."""
@@ -99,37 +96,13 @@ class CoatAnswerer:
         return answer_losses(self._model, inputs, batch["labels"])
 
 
-class CoatEncoder:
-    """Encodes prompts as conversations of one turn; keeps the last video it decoded."""
-
-    def __init__(self, prompts: PromptEncoder) -> None:
-        self._prompts = prompts
-        prompts.keep_last_clip()
-
-    def encode(self, text: str, media: Sequence[Media]) -> EncodedSample:
-        """See :class:`coat_eval.answerer.PromptEncoder`."""
-        return self._prompts.encode(_sample(text, media))
-
-    def collate(self, encoded: Sequence[EncodedSample]) -> Batch:
-        """See :class:`coat_eval.answerer.PromptEncoder`."""
-        return self._prompts.collate(encoded)
-
-    def encode_choices(
-        self, text: str, media: Sequence[Media], choices: Sequence[str]
-    ) -> list[EncodedSample]:
-        """See :class:`coat_eval.answerer.PromptEncoder`; answers as training writes them."""
-        return self._prompts.answered(_sample(text, media), choices)
-
-    def collate_choices(self, encoded: Sequence[Sequence[EncodedSample]]) -> Batch:
-        """See :class:`coat_eval.answerer.PromptEncoder`."""
-        return self._prompts.collate_answered([row for rows in encoded for row in rows])
-
-    def frame_times(self, media: Media) -> Sequence[float] | None:
-        """See :class:`coat_eval.answerer.PromptEncoder`."""
-        return self._prompts.frame_times(media)
-
-
-def _sample(text: str, media: Sequence[Media]) -> Sample:
-    parts = [part for one in media for part in (Part(one.kind), Part("text", IMAGE_LINE))]
-    turn = Turn("user", (*parts, Part("text", text)))
-    return Sample(id="prompt", turns=(turn,), media=tuple(media))
+def final_model_dir(run_dir: Path, recipe: Recipe) -> Path:
+    """``run_dir/<last stage>/model``; FileNotFoundError when that stage has not finished."""
+    stage = [stage for stage in STAGES if stage in recipe.stages][-1]
+    model_dir = run_dir / stage / "model"
+    if not (model_dir / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{model_dir} is not there: stage {stage!r} of this run has not finished; "
+            "continue it with coat-vlm train ... --resume auto"
+        )
+    return model_dir

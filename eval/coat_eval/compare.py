@@ -7,22 +7,26 @@ what makes an item hard for every run cancels. The interval is about the choice 
 a seed matters is the standard deviation beside it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from matplotlib.figure import Figure
 
-from coat_eval.statistics import RESAMPLES
-from coat_eval.table import read_json_lines
+from coat_eval.differences import markdown_table
+from coat_eval.figures import bootstrap_intervals, figures
+from coat_eval.files import read_json_lines
+from coat_eval.scored_set import ScoredSet, read_sets, same_items
 from coat_eval.tasks import get_task
 from coat_vlm.config.load import load_recipe
 
 LAST_SHARE = 0.02
 """The training loss of a run is the mean over this last share of its steps."""
-
-Flags = NDArray[np.bool_]
+SMOOTHING_SHARE = 50
+"""Curves average over 1/50 of the steps."""
+COLOURS = ("#3b82f6", "#e07b39")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +69,12 @@ def compare_runs(
     recipe = load_recipe(str(first[0] / "recipe.yaml"))
     rows = []
     for name, settings in recipe.eval_sets.items():
-        metric = get_task(settings.task).headline
-        answers = [_answers(run, name) for run in (*first, *second)]
-        _check_same_items(answers, [*first, *second], name)
-        flags = np.stack([answer.flags for answer in answers])
-        rows.append(_compare_set(name, metric, flags, len(first), seed))
+        metric = get_task(settings.task).headline[0]
+        runs = [figures(one)[metric][0] for one in _scored([*first, *second], name, metric)]
+        pair = runs[: len(first)], runs[len(first) :]
+        interval = bootstrap_intervals([pair], seed=seed)[0] if second else None
+        ours, theirs = ([run.value() for run in group] for group in pair)
+        rows.append(SetComparison(name, metric, ours, theirs, interval))
     losses = [_losses(run) for run in (*first, *second)]
     for run, names in zip((*first, *second), losses, strict=True):
         if names.keys() != losses[0].keys():
@@ -83,75 +88,51 @@ def compare_runs(
     return rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Answers:
-    ids: list[str]
-    """Question id and reference answer."""
-    flags: Flags
-    """[3, items]: correct, answered yes, labelled yes."""
-
-
-def _answers(run: Path, name: str) -> _Answers:
-    path = run / "eval" / name / "items.jsonl"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; evaluate it: coat-vlm eval --run {run}")
-    items = [row for _, row in read_json_lines(path, "score the predictions again")]
-    items.sort(key=lambda item: str(item["question_id"]))
-    flags = [(i["correct"], i["extracted"] == "yes", i["reference"] == "yes") for i in items]
-    asked = [f"{item['question_id']}: {item['reference']}" for item in items]
-    return _Answers(asked, np.array(flags, bool).T)
-
-
-def _check_same_items(answers: Sequence[_Answers], runs: Sequence[Path], name: str) -> None:
-    for run, other in zip(runs, answers, strict=True):
-        if other.ids != answers[0].ids:
-            raise ValueError(
-                f"set {name!r}: {run} answered {len(other.ids)} items and {runs[0]} "
-                f"{len(answers[0].ids)}, or other ones; only runs over the same items compare"
+def _scored(runs: Sequence[Path], name: str, metric: str) -> list[ScoredSet]:
+    """One set as every run answered it."""
+    sets = []
+    for run in runs:
+        found = read_sets(run)
+        if name not in found:
+            raise FileNotFoundError(
+                f"{run / 'eval' / name / 'items.jsonl'} is not there; evaluate it: "
+                f"coat-vlm eval --run {run}"
             )
+        sets.append(found[name])
+        why = same_items(sets[0], sets[-1])
+        if why is not None:
+            raise ValueError(f"set {name!r} does not compare: {why}")
+    return [
+        # The report, which names the headline metric, may be absent in an old run.
+        replace(one, headline=(metric,), items=sorted(one.items, key=_id))
+        for one in sets
+    ]
 
 
-def _compare_set(name: str, metric: str, flags: Flags, num_first: int, seed: int) -> SetComparison:
-    """Flags [runs, 3, items]."""
-    items = flags.shape[2]
-    values = _figure(metric, flags, np.ones((1, items)))[0]
-    interval = None
-    if num_first < len(flags):
-        rng = np.random.default_rng(seed)
-        gaps = []
-        for _ in range(RESAMPLES):
-            # How often each item is drawn: figures are sums weighted with it.
-            weights = np.bincount(rng.integers(items, size=items), minlength=items)
-            drawn = _figure(metric, flags, weights[None].astype(float))[0]
-            gaps.append(drawn[num_first:].mean() - drawn[:num_first].mean())
-        low, high = np.percentile(gaps, [2.5, 97.5])
-        interval = (float(low), float(high))
-    return SetComparison(
-        name, metric, values[:num_first].tolist(), values[num_first:].tolist(), interval
-    )
-
-
-def _figure(metric: str, flags: Flags, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Percent per resample and run, [resamples, runs]; weights [resamples, items]."""
-    correct, said, labelled = flags[:, 0], flags[:, 1], flags[:, 2]
-    if metric == "accuracy":
-        return 100 * weights @ correct.T / weights.sum(1, keepdims=True)
-    assert metric == "f1"
-    positives = 2 * weights @ (said & labelled).T
-    return 100 * positives / np.maximum(positives + weights @ (said != labelled).T, 1e-9)
+def _id(item: Mapping[str, Any]) -> str:
+    """Without the category, which does not change what is drawn."""
+    return str(item["question_id"])
 
 
 def _losses(run: Path) -> dict[str, float]:
     """The last stage's final training loss and its last validation losses."""
-    rows = [row for _, row in read_json_lines(run / "metrics.jsonl")]
-    stage = [row for row in rows if row["kind"] == "step"][-1]["stage"]
-    steps = [row["loss"] for row in rows if row["kind"] == "step" and row["stage"] == stage]
+    rows = _last_stage(run)
+    steps = [row["loss"] for row in rows if row["kind"] == "step"]
     tail = steps[-max(1, round(LAST_SHARE * len(steps))) :]
+    stage = rows[0]["stage"]
     result = {f"{stage} training": float(np.mean(tail))}
     for row in rows:
-        if row["kind"] == "val" and row["stage"] == stage:
+        if row["kind"] == "val":
             result.update({f"{stage} validation {k}": v for k, v in row["losses"].items()})
     return result
+
+
+def _last_stage(run: Path) -> list[dict[str, Any]]:
+    """The steps and validations of the last stage in a run's metrics.jsonl."""
+    rows = [row for _, row in read_json_lines(run / "metrics.jsonl")]
+    rows = [row for row in rows if row["kind"] in ("step", "val")]
+    stage = [row for row in rows if row["kind"] == "step"][-1]["stage"]
+    return [row for row in rows if row["stage"] == stage]
 
 
 def format_comparison(rows: Sequence[SetComparison]) -> str:
@@ -160,7 +141,7 @@ def format_comparison(rows: Sequence[SetComparison]) -> str:
     header = ["figure", "first: mean", "sd", "runs"]
     if both:
         header += ["second: mean", "sd", "runs", "difference", "95% interval, paired by item"]
-    lines = [_line(header), _line(["---"] * len(header))]
+    lines = []
     for row in rows:
         digits = 4 if row.metric == "loss" else 2
         cells = [f"{row.name} {row.metric}", *_group(row.first, digits)]
@@ -169,8 +150,8 @@ def format_comparison(rows: Sequence[SetComparison]) -> str:
             cells.append(
                 "-" if row.interval is None else "{:+.2f} .. {:+.2f}".format(*row.interval)
             )
-        lines.append(_line(cells))
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown_table(header, lines)
 
 
 def _group(values: Sequence[float], digits: int) -> list[str]:
@@ -182,5 +163,39 @@ def _group(values: Sequence[float], digits: int) -> list[str]:
     ]
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def draw_curves(
+    first: Sequence[Path], second: Sequence[Path], labels: tuple[str, str], out: Path
+) -> None:
+    """Draw the smoothed training loss of the runs' last stage, one colour per group.
+
+    Args:
+        first: run folders of one group.
+        second: run folders of the other; may be empty.
+        labels: names of the groups.
+        out: picture to write; the ending (.svg, .png, .pdf) chooses the format.
+
+    Raises:
+        ValueError: the ending names no picture format.
+        OSError: a run has no metrics.jsonl, or the picture cannot be written.
+    """
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for runs, label, colour in zip((first, second), labels, COLOURS, strict=True):
+        for number, run in enumerate(runs):
+            steps, losses = _smoothed(run)
+            name = label if number == 0 else None
+            axes.plot(steps, losses, color=colour, linewidth=0.9, alpha=0.8, label=name)
+    axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss, nats per token")
+    axes.legend(frameon=False)
+    axes.grid(which="both", linewidth=0.3)
+    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
+
+
+def _smoothed(run: Path) -> tuple[list[int], list[float]]:
+    steps = [row for row in _last_stage(run) if row["kind"] == "step"]
+    width = max(1, len(steps) // SMOOTHING_SHARE)
+    chunks = [steps[i : i + width] for i in range(0, len(steps), width)]
+    means = [float(np.mean([row["loss"] for row in chunk])) for chunk in chunks]
+    return [chunk[-1]["step"] for chunk in chunks], means

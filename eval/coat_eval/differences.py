@@ -1,16 +1,20 @@
-"""Compares models item by item: differences, what they are worth, and which items flipped."""
+"""Compares models item by item: differences, what they are worth, and which items flipped.
+
+Whole benchmarks stand beside the figures that papers and repositories publish (published.yaml).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
-from coat_eval.figures import figures, same_items, scores
-from coat_eval.published import format_published, published
-from coat_eval.scored_set import ScoredSet, read_sets
-from coat_eval.statistics import bootstrap_intervals, mcnemar
+from coat_eval.figures import bootstrap_intervals, figures, mcnemar, scores
+from coat_eval.scored_set import ScoredSet, read_sets, same_items
 
 RIGHT = 0.5
 """A graded item (VQA's accuracy) counts as right from this score on, where items are counted."""
@@ -101,9 +105,10 @@ def own_figures(sets: Mapping[str, ScoredSet]) -> dict[str, float]:
 def format_differences(comparison: Comparison) -> str:
     """The differences as Markdown, and the models beside published ones."""
     lines = []
-    for (first, second), rows in _by_pair(comparison.differences).items():
-        lines += [f"A = {first}, B = {second}", "", _line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
-        lines += [_line(_row_cells(row)) for row in rows] + [""]
+    pairs = groupby(comparison.differences, lambda row: (row.first_name, row.second_name))
+    for (first, second), rows in pairs:
+        table = markdown_table(_COLUMNS, [_row_cells(row) for row in rows])
+        lines += [f"A = {first}, B = {second}", "", table, ""]
     if lines:
         lines.append(
             "Interval: paired bootstrap over items. p: McNemar's exact test on the items that only "
@@ -115,7 +120,7 @@ def format_differences(comparison: Comparison) -> str:
 
 def _beside_published(comparison: Comparison) -> tuple[str, str]:
     """The table of whole benchmarks scored officially, and what is left out of it and why."""
-    known = {name for row in published() for name in row.values}
+    known = {name for row in published().values() for name in row}
     own: dict[str, dict[str, float]] = {}
     left_out = []
     for model, sets in comparison.sets.items():
@@ -145,22 +150,20 @@ def _set_rows(
     first, second = figures(one), figures(other)
     common = [metric for metric in first if metric in second]
     pairs = [(first[metric][0], second[metric][0]) for metric in common]
-    intervals = dict(
-        zip(common, bootstrap_intervals(pairs, seed=seed) if pairs else [], strict=True)
-    )
-    a, b = scores(one), scores(other)
-    binary = bool(np.isin(np.concatenate([a, b]), (0.0, 1.0)).all())
+    found = bootstrap_intervals(pairs, seed=seed) if pairs else []
+    intervals = dict(zip(common, found, strict=True))
+    binary = bool(np.isin(np.concatenate([scores(one), scores(other)]), (0.0, 1.0)).all())
+    flipped = only_right(one, other)
     rows = []
     for metric in one.headline:
-        everything = np.ones(len(a), bool)
-        mask = first[metric][1] if metric in intervals else everything
+        mask = first[metric][1] if metric in intervals else np.ones(len(one.items), bool)
         values = [
             sums[metric][0].value() if metric in sums else scored.metrics.get(metric)
             for sums, scored in ((first, one), (second, other))
         ]
         if values[0] is None or values[1] is None:
             continue
-        counts = [int((mask & right).sum()) for right in _flips(a, b)]
+        counts = [int(mask[indices].sum()) for indices in flipped]
         rows.append(
             Difference(
                 first_name=names[0],
@@ -180,10 +183,6 @@ def _set_rows(
     return rows
 
 
-def _flips(a: Any, b: Any) -> tuple[Any, Any]:
-    return (a >= RIGHT) & (b < RIGHT), (b >= RIGHT) & (a < RIGHT)
-
-
 def _names(paths: Sequence[Path]) -> list[str]:
     """The shortest endings of the paths that tell them apart."""
     whole = [Path(path).resolve() for path in paths]
@@ -194,13 +193,6 @@ def _names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in whole]
-
-
-def _by_pair(rows: Sequence[Difference]) -> dict[tuple[str, str], list[Difference]]:
-    pairs: dict[tuple[str, str], list[Difference]] = {}
-    for row in rows:
-        pairs.setdefault((row.first_name, row.second_name), []).append(row)
-    return pairs
 
 
 def _row_cells(row: Difference) -> list[str]:
@@ -217,5 +209,39 @@ def _row_cells(row: Difference) -> list[str]:
     ]
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def published() -> dict[str, dict[str, Any]]:
+    """Percent by ``task.metric``, and ``source`` (repository and file), by published model."""
+    text = files("coat_eval").joinpath("published.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)
+
+
+def format_published(own: Mapping[str, Mapping[str, float]]) -> str:
+    """A Markdown table: one's own models, then the published ones, by benchmark.
+
+    Args:
+        own: percent by ``task.metric``, by the name of the model.
+
+    Returns:
+        The table with the sources below; empty if none of the benchmarks has a published figure.
+    """
+    known = {name for row in published().values() for name in row}
+    columns = [name for name in dict.fromkeys(n for v in own.values() for n in v) if name in known]
+    if not columns:
+        return ""
+    theirs = {model: row for model, row in published().items() if row.keys() & set(columns)}
+    rows = {f"**{name}**": values for name, values in own.items()} | theirs
+    cells = [
+        [model, *(f"{values[name]:.1f}" if name in values else "-" for name in columns)]
+        for model, values in rows.items()
+    ]
+    sources = "; ".join(dict.fromkeys(row["source"] for row in theirs.values()))
+    return (
+        f"{markdown_table(['model', *columns], cells)}\n\nPublished figures (VQAv2 and VizWiz: "
+        f"test-dev). Sources: {sources}."
+    )
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, without a line break at its end."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,10 +1,13 @@
-"""The headline metrics of a scored set as sums over its items, which can be drawn again.
+"""Metrics as sums over items, which can be drawn again: what a difference of two models is worth.
 
-Not every metric is one (GQA's distribution, SEED-Bench's macro averages): those are left out, and
-keep their value without an interval.
+:func:`figures` has the headline metrics of a scored set, but for those that are no sums over items
+(GQA's distribution, SEED-Bench's macro averages): they keep their value without an interval.
+:func:`bootstrap_intervals` and :func:`mcnemar` compare models by them.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,12 +15,101 @@ from numpy.typing import NDArray
 
 from coat_data.sample import DataError
 from coat_eval.scored_set import ScoredSet
-from coat_eval.statistics import Figure, Numbers
 
 Mask = NDArray[np.bool_]
+Numbers = NDArray[np.float64]
 
+RESAMPLES = 2000
+_BLOCK_VALUES = 4_000_000
+"""Weights drawn at a time, 8 bytes each."""
 TOLERANCE = 0.0051
 """Reports of own sets are rounded to two decimals, so a figure may be off by half of the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A percentage that is a mean of ratios of sums over items.
+
+    ``value = mean over parts of 100 sum(w * numerator) / sum(w * denominator)`` with w = 1; an
+    accuracy has one part with denominator 1, POPE's mean F1 three. A ratio of 0 to 0 is 0.
+    """
+
+    parts: Sequence[tuple[Numbers, Numbers]]
+    """(numerator, denominator) per part, each [items]."""
+
+    def value(self) -> float:
+        """The figure itself."""
+        return float(self.values(np.ones((1, len(self.parts[0][0]))))[0])
+
+    def values(self, weights: Numbers) -> Numbers:
+        """The figure under each row of ``weights`` [resamples, items], [resamples]."""
+        total = np.zeros(len(weights))
+        for numerator, denominator in self.parts:
+            above, below = weights @ numerator, weights @ denominator
+            total += np.divide(above, below, out=np.zeros_like(above), where=below > 0)
+        return 100 * total / len(self.parts)
+
+
+Figures = Figure | Sequence[Figure]
+
+
+def bootstrap_intervals(
+    pairs: Sequence[tuple[Figures, Figures]], *, seed: int = 0, resamples: int = RESAMPLES
+) -> list[tuple[float, float]]:
+    """95% intervals of second minus first, paired by item; of groups, of their means.
+
+    Items are drawn with replacement, the same draw for both figures of a pair and for all pairs
+    (percentile bootstrap: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter
+    13), so what makes an item hard for both models cancels. It is about the choice of items only.
+
+    Args:
+        pairs: figures over the same items in the same order, or groups of them.
+        seed: of the draws.
+        resamples: number of draws.
+
+    Returns:
+        (2.5th, 97.5th percentile) per pair, in percentage points.
+    """
+    groups = [[_group(first), _group(second)] for first, second in pairs]
+    items = len(groups[0][0][0].parts[0][0])
+    rng = np.random.default_rng(seed)
+    block = max(1, min(resamples, _BLOCK_VALUES // items))
+    gaps: list[list[Numbers]] = [[] for _ in pairs]
+    for begin in range(0, resamples, block):
+        rows = min(block, resamples - begin)
+        drawn = rng.integers(items, size=(rows, items)) + items * np.arange(rows)[:, None]
+        counts = np.bincount(drawn.ravel(), minlength=rows * items)
+        weights = counts.reshape(rows, items).astype(float)
+        for own, pair in zip(gaps, groups, strict=True):
+            first, second = (np.mean([one.values(weights) for one in group], 0) for group in pair)
+            own.append(second - first)
+    limits = [np.percentile(np.concatenate(own), [2.5, 97.5]) for own in gaps]
+    return [(float(low), float(high)) for low, high in limits]
+
+
+def _group(figures: Figures) -> Sequence[Figure]:
+    return [figures] if isinstance(figures, Figure) else figures
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Two-sided p of McNemar's exact test on items that one model alone gets right.
+
+    If neither model were better, each of these n items would fall to either side like a fair coin:
+    p = min(1, 2 sum_{k <= min(b, c)} C(n, k) / 2^n). Source: McNemar 1947, Psychometrika 12, in
+    the exact (binomial) form; the chi-square form is an approximation for large n.
+
+    Args:
+        only_first: items that only the first model gets right, b.
+        only_second: items that only the second gets right, c.
+
+    Returns:
+        p; 1 when no item differs.
+    """
+    n, fewer = only_first + only_second, min(only_first, only_second)
+    k = np.arange(1, fewer + 1)
+    # log C(n, k) - n log 2: the numbers themselves have more digits than a float for large n.
+    logs = np.concatenate([[0.0], np.cumsum(np.log(n - k + 1) - np.log(k))]) - n * math.log(2)
+    return float(min(1.0, 2 * np.exp(logs).sum()))
 
 
 def figures(scored: ScoredSet) -> dict[str, tuple[Figure, Mask]]:
@@ -80,7 +172,8 @@ def _parts(scored: ScoredSet, metric: str, mask: Mask) -> list[tuple[Numbers, Nu
     counted = mask
     if scored.task == "videomme" and not metric.startswith("unanswered_wrong"):
         official = scored.profile.startswith("official")
-        counted = mask & (_where(scored, _answered) | (not official))
+        answered = _where(scored, lambda item: item.get("extracted") is not None)
+        counted = mask & (answered | (not official))
     return [(scores(scored) * counted, counted.astype(float))]
 
 
@@ -97,10 +190,6 @@ def _f1_part(scored: ScoredSet, mask: Mask) -> tuple[Numbers, Numbers]:
     return twice, twice + wrong
 
 
-def _answered(item: Mapping[str, Any]) -> bool:
-    return item.get("extracted") is not None
-
-
 def _split(item: Mapping[str, Any]) -> str:
     """POPE's split; a report of before items had their tables has it as category, if at all."""
     return _table(item, "split") or str(item.get("category") or "")
@@ -112,32 +201,3 @@ def _table(item: Mapping[str, Any], name: str) -> str | None:
 
 def _where(scored: ScoredSet, test: Callable[..., bool]) -> Mask:
     return np.array([test(item) for item in scored.items], bool)
-
-
-def same_items(first: ScoredSet, second: ScoredSet) -> str | None:
-    """Why two sets cannot be compared item by item, or None."""
-    if first.task != second.task:
-        return f"{first.path} is {first.task} and {second.path} is {second.task}"
-    if first.profile != second.profile:
-        return (
-            f"{first.path} was scored by profile {first.profile} and {second.path} by "
-            f"{second.profile}; score both by one"
-        )
-    if first.ids != second.ids:
-        return _other_ids(first, second)
-    for name, one, other in zip(first.ids, first.items, second.items, strict=True):
-        if one["reference"] != other["reference"]:
-            return (
-                f"item {name} has the reference {one['reference']!r} in {first.path} and "
-                f"{other['reference']!r} in {second.path}"
-            )
-    return None
-
-
-def _other_ids(first: ScoredSet, second: ScoredSet) -> str:
-    missing: Sequence[str] = sorted(set(first.ids) ^ set(second.ids))
-    where = first.path if missing[0] in set(first.ids) else second.path
-    return (
-        f"{first.path} has {len(first.ids)} items and {second.path} {len(second.ids)}; "
-        f"{len(missing)} of them are in one only, first {missing[0]!r} of {where}"
-    )

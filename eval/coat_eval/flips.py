@@ -3,7 +3,6 @@
 import mimetypes
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,44 +12,17 @@ from tqdm import tqdm
 from coat_data.containers.remote_file import is_url
 from coat_data.media.root import MediaRoot
 from coat_data.sample import DataError
+from coat_eval.data_folder import ShownCell
 from coat_eval.differences import Comparison, only_right
-from coat_eval.score import write_text
+from coat_eval.files import write_text
 from coat_eval.scored_set import ScoredSet
-from coat_eval.shown import ShownCell
 from coat_vlm.report.evaluation import shown_media, spread
 
 FLIPS_PER_SET = 40
 LONGEST_TEXT = 1000
 """Characters of a prediction or reference that are shown."""
 _CELL = re.compile(r"(.+), row (\d+), (\w+)")
-"""How :class:`coat_eval.shown.ShownCell` names an image in a Parquet file."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlipCard:
-    """One item as shown."""
-
-    item: str
-    question: str
-    reference: str
-    first: str
-    second: str
-    second_is_right: bool
-    images: list[str]
-    """``data:`` addresses."""
-    problems: list[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlipSection:
-    """The flipped items of one set and two models."""
-
-    set_name: str
-    first_name: str
-    second_name: str
-    only_first: int
-    only_second: int
-    cards: list[FlipCard]
+"""How :class:`coat_eval.data_folder.ShownCell` names an image in a Parquet file."""
 
 
 def write_flips(
@@ -85,26 +57,19 @@ def write_flips(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    html = environment.get_template("flips.html.jinja").render(
-        differences=comparison.differences,
-        sections=flip_sections(comparison, per_set, media_root),
-    )
-    write_text(path, html)
-    return path
-
-
-def flip_sections(
-    comparison: Comparison, per_set: int, media_root: Path | str | None = None
-) -> list[FlipSection]:
-    """One section per set and model, each against the first model."""
     names = list(comparison.sets)
-    return [
+    sections = [
         _section(
             (names[0], name), set_name, one, comparison.sets[name][set_name], per_set, media_root
         )
         for name in names[1:]
         for set_name, one in comparison.sets[names[0]].items()
     ]
+    html = environment.get_template("flips.html.jinja").render(
+        differences=comparison.differences, sections=sections
+    )
+    write_text(path, html)
+    return path
 
 
 def _section(
@@ -114,29 +79,30 @@ def _section(
     other: ScoredSet,
     per_set: int,
     media_root: Path | str | None,
-) -> FlipSection:
+) -> dict[str, Any]:
+    """The flipped items of one set and two models, as the page's template names them."""
     lost, won = only_right(one, other)
     num_won = min(len(won), max(per_set // 2, per_set - len(lost)))
     shown = sorted([*spread(lost, per_set - num_won), *spread(won, num_won)])
-    won_items = set(won)
     bar = tqdm(shown, desc=f"flips {set_name}", unit="item", delay=2.0, leave=False)
-    return FlipSection(
-        set_name=set_name,
-        first_name=names[0],
-        second_name=names[1],
-        only_first=len(lost),
-        only_second=len(won),
-        cards=[_card(one, other, index, index in won_items, media_root) for index in bar],
-    )
+    won_items = set(won)
+    return {
+        "set_name": set_name,
+        "first_name": names[0],
+        "second_name": names[1],
+        "only_first": len(lost),
+        "only_second": len(won),
+        "cards": [
+            {"second_is_right": index in won_items, **_card(one, other, index, media_root)}
+            for index in bar
+        ],
+    }
 
 
 def _card(
-    one: ScoredSet,
-    other: ScoredSet,
-    index: int,
-    second_is_right: bool,
-    media_root: Path | str | None,
-) -> FlipCard:
+    one: ScoredSet, other: ScoredSet, index: int, media_root: Path | str | None
+) -> dict[str, Any]:
+    """One item as shown; its images are ``data:`` addresses."""
     first, second = one.items[index], other.items[index]
     owner, scored = (first, one) if first.get("media") else (second, other)
     entries = owner.get("media") or []
@@ -147,18 +113,15 @@ def _card(
     pick = "middle" if first.get("kind") == "video" else "first"
     loaded = [_loaded(_rooted(entry, media_root, where), pick) for entry in entries]
     images, problems = shown_media([entry for entry in loaded if not isinstance(entry, str)])
-    problems += [entry for entry in loaded if isinstance(entry, str)]
-    question = first.get("question") or second.get("question")
-    return FlipCard(
-        item=one.ids[index],
-        question=_cut(question) if question else "",
-        reference=_cut(first["reference"]),
-        first=_said(first),
-        second=_said(second),
-        second_is_right=second_is_right,
-        images=images,
-        problems=problems,
-    )
+    return {
+        "item": one.ids[index],
+        "question": _cut(first.get("question") or second.get("question") or ""),
+        "reference": _cut(first["reference"]),
+        "first": _said(first),
+        "second": _said(second),
+        "images": images,
+        "problems": [*problems, *(entry for entry in loaded if isinstance(entry, str))],
+    }
 
 
 def _rooted(entry: object, media_root: Path | str | None, where: str) -> dict[str, Any]:

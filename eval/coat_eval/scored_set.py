@@ -5,15 +5,16 @@ Three writers are read: ``coat-vlm eval --run`` (RUN/eval/SET/items.jsonl), ``co
 (report.json with ``items`` inside, alone or as OUT/TASK/report.json).
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from coat_data.sample import DataError
-from coat_eval.score import ITEMS_FILE, REPORT_FILE
-from coat_eval.table import read_json_lines
+from coat_eval.files import read_json, read_json_lines
+from coat_eval.report import ITEMS_FILE, REPORT_FILE
+from coat_eval.tasks import get_benchmark
+from coat_eval.tasks.pope import SPLITS
 
 ASKED_FILES = ("predictions*.jsonl", "prompts.jsonl")
 """Beside a report: what was answered, and what was asked."""
@@ -74,7 +75,7 @@ def read_sets(path: Path) -> dict[str, ScoredSet]:
 
 
 def _read_report(path: Path) -> ScoredSet:
-    report = _json(path)
+    report = read_json(path, _AGAIN)
     if "items" not in report and "questions_sha256" in report:
         return _own_set(path, report)
     if not isinstance(report.get("items"), list) or "task" not in report:
@@ -83,8 +84,6 @@ def _read_report(path: Path) -> ScoredSet:
             "has no items, and what is compared are items",
             "score again with --items: coat-vlm score TASK --predictions ... --items --out ...",
         )
-    from coat_eval.tasks import get_benchmark
-
     shown = _shown_by_id(path.parent)
     rows = [
         {**shown.get(_key(row), {}), **row}
@@ -103,8 +102,8 @@ def _read_report(path: Path) -> ScoredSet:
 
 
 def _own_set(path: Path, report: Mapping[str, Any] | None = None) -> ScoredSet:
-    """A set in the format of :mod:`coat_eval.score`; the report may be absent in an old run."""
-    report = report or (_json(path) if path.is_file() else {})
+    """A question set with its items beside it; the report may be absent in an old run."""
+    report = report or read_json(path, _AGAIN)
     items_path = path.parent / ITEMS_FILE
     if not items_path.is_file():
         raise FileNotFoundError(f"{items_path} is not there; score the predictions again")
@@ -123,8 +122,6 @@ def _own_set(path: Path, report: Mapping[str, Any] | None = None) -> ScoredSet:
 
 def _deviations(report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """How a report departs from the whole benchmark, its prompt and its scorer."""
-    from coat_eval.tasks.pope import SPLITS
-
     found = [
         f"{name} {report[name]}"
         for name in ("limit", "variant", "raw")
@@ -169,11 +166,30 @@ def _shown_by_id(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return found
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise DataError(str(path), f"not JSON: {error}", _AGAIN) from error
-    if not isinstance(value, dict):
-        raise DataError(str(path), f"a {type(value).__name__}, not a report", "give report.json")
-    return value
+def same_items(first: ScoredSet, second: ScoredSet) -> str | None:
+    """Why two sets cannot be compared item by item, or None."""
+    if first.task != second.task:
+        return f"{first.path} is {first.task} and {second.path} is {second.task}"
+    if first.profile != second.profile:
+        return (
+            f"{first.path} was scored by profile {first.profile} and {second.path} by "
+            f"{second.profile}; score both by one"
+        )
+    if first.ids != second.ids:
+        return _other_ids(first, second)
+    for name, one, other in zip(first.ids, first.items, second.items, strict=True):
+        if one["reference"] != other["reference"]:
+            return (
+                f"item {name} has the reference {one['reference']!r} in {first.path} and "
+                f"{other['reference']!r} in {second.path}"
+            )
+    return None
+
+
+def _other_ids(first: ScoredSet, second: ScoredSet) -> str:
+    missing: Sequence[str] = sorted(set(first.ids) ^ set(second.ids))
+    where = first.path if missing[0] in set(first.ids) else second.path
+    return (
+        f"{first.path} has {len(first.ids)} items and {second.path} {len(second.ids)}; "
+        f"{len(missing)} of them are in one only, first {missing[0]!r} of {where}"
+    )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coat_data.sample import DataError
-from coat_eval.table import read_table
+from coat_eval.files import read_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,7 +7,7 @@ a tokenisation before it. The quirks below are theirs and change scores; they ar
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 _PUNCTUATION = frozenset(';/[]"{}()=+\\_-><@`,?!')
@@ -150,8 +150,3 @@ def leave_one_out(prediction: str, answers: Sequence[str]) -> float:
 def all_ten(prediction: str, answers: Sequence[str]) -> float:
     """min(1, matches / 3) over all answers: what the VizWiz API's leave-one-out amounts to."""
     return min(1.0, sum(answer == prediction for answer in answers) / 3)
-
-
-def normalised(answers: Sequence[str], normalise: Callable[[str], str]) -> list[str]:
-    """Every answer through ``normalise``."""
-    return [normalise(answer) for answer in answers]

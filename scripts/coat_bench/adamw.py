@@ -1,16 +1,17 @@
 """``coat-vlm bench adamw``: one optimizer step on as many parameters as a model has.
 
 29 tensors of 940,572,672 parameters (``SIZES``): four decoder layers of Llama-2-7B's shape and an
-embedding. Ours in every codec and master, beside torch's fused AdamW and torchao's 8-bit ones where
+embedding. Ours beside torch's fused AdamW and torchao's 8-bit ones where
 torchao is installed. Before ours gets a speed, two steps on a sample are compared with
-``coat_kernels.reference_adamw``. Times are of a CUDA graph of ``step()``, or, where a peer's step
+``coat_kernels.reference_adamw``. Times are of a CUDA graph of ``step()``, or, where a step
 cannot be captured, of the call: see ``clock.py``. Caches need no flushing: a step moves gigabytes.
 """
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from tqdm import tqdm
 from triton.errors import TritonError
 
 from coat_bench.clock import median_us
-from coat_bench.rows import Row, number, origin, require_gpu, table
+from coat_bench.rows import Row, failure, number, origin, require_gpu, table_of
 from coat_kernels.testing import relative_rms
 from coat_vlm.optim import CoatAdamW
 
@@ -35,18 +36,17 @@ SAMPLE = (3 * 4096 + 5, 4096, 127)
 """Elements of the tensors on which ours is compared with the reference."""
 
 Dtype = Literal["float32", "bfloat16"]
-Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+BOTH: tuple[Dtype, ...] = ("float32", "bfloat16")
 
 
-@dataclass(frozen=True, slots=True)
-class Contender:
+class Implementation(NamedTuple):
     """An optimizer that is measured."""
 
-    implementation: str
+    name: str
     codec: str
     dtypes: tuple[Dtype, ...]
     """Of parameters and gradients."""
-    make: Make
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(slots=True)
@@ -67,45 +67,40 @@ class AdamwRow(Row):
     """Why there is no speed."""
 
 
-def contenders() -> list[Contender]:
-    """Ours, torch's, and torchao's if it is installed."""
+def implementations() -> list[Implementation]:
+    """Ours with each codec of training and each kind of master, torch's, torchao's if installed."""
 
-    def ours(codec: str, master: Any) -> Make:
+    def ours(codec: str, master: Any) -> Any:
         return lambda params: CoatAdamW(params, **SETTINGS, codec=codec, master=master)
 
+    def torchao(name: str) -> Any:
+        def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+            from torchao import optim  # pyright: ignore[reportMissingImports]
+
+            return getattr(optim, name)(params, **SETTINGS)
+
+        return make
+
+    fused = partial(torch.optim.AdamW, **SETTINGS, fused=True, capturable=True)
     found = [
-        Contender("coat", codec, ("float32", "bfloat16"), ours(codec, "fp32"))
-        for codec in ("dre_e4m3", "dre_e4m3_chance", "dre_e4m3_e5m2", "e4m3")
+        *(
+            Implementation("coat", codec, BOTH, ours(codec, "fp32"))
+            for codec in ("dre_e4m3", "dre_e4m3_chance")
+        ),
+        *(
+            Implementation(f"coat {master}", "dre_e4m3", ("bfloat16",), ours("dre_e4m3", master))
+            for master in ("bf16_remainder", "bf16_stochastic")
+        ),
+        Implementation("torch fused", "none", BOTH, fused),
     ]
-    found += [
-        Contender(f"coat {master}", "dre_e4m3", ("bfloat16",), ours("dre_e4m3", master))
-        for master in ("bf16_remainder", "bf16_stochastic")
-    ]
-    found.append(
-        Contender(
-            "torch fused", "none", ("float32", "bfloat16"),
-            lambda params: torch.optim.AdamW(params, **SETTINGS, fused=True, capturable=True),
-        )
-    )  # fmt: skip
-    if importlib.util.find_spec("torchao") is not None:
-        found += [
-            Contender("torchao", name, ("float32", "bfloat16"), _torchao(name))
-            for name in ("AdamWFp8", "AdamW8bit")
-        ]
+    if find_spec("torchao") is not None:
+        names = ("AdamWFp8", "AdamW8bit")
+        found += [Implementation("torchao", name, BOTH, torchao(name)) for name in names]
     return found
 
 
-def _torchao(name: str) -> Make:
-    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        from torchao import optim  # pyright: ignore[reportMissingImports]
-
-        return getattr(optim, name)(params, **SETTINGS)
-
-    return make
-
-
 def bench_adamw(sizes: Sequence[int] = SIZES) -> list[AdamwRow]:
-    """Measure all contenders, in FP32 and BF16.
+    """Measure all implementations, in FP32 and BF16.
 
     Args:
         sizes: elements of each tensor.
@@ -114,33 +109,31 @@ def bench_adamw(sizes: Sequence[int] = SIZES) -> list[AdamwRow]:
         ValueError: there is no GPU.
     """
     require_gpu("the speed of a step is")
-    where = origin()
-    pairs: list[tuple[Contender, Dtype]] = [
-        (contender, dtype) for contender in contenders() for dtype in contender.dtypes
+    where, rows = origin(), []
+    pairs: list[tuple[Implementation, Dtype]] = [
+        (each, dtype) for each in implementations() for dtype in each.dtypes
     ]
-    rows = []
-    bar = tqdm(pairs, desc="adamw", unit="optimizer")
-    for contender, dtype in bar:
-        row = AdamwRow(*where, contender.implementation, contender.codec, dtype, sum(sizes))
+    for implementation, dtype in tqdm(pairs, desc="adamw", unit="optimizer"):
+        row = AdamwRow(*where, implementation.name, implementation.codec, dtype, sum(sizes))
         rows.append(row)
         try:
-            if contender.implementation.startswith("coat"):
-                row.problem = disagreement(contender, dtype)
+            if implementation.name.startswith("coat"):
+                row.problem = disagreement(implementation, dtype)
             if not row.problem:
-                _measure(row, contender, sizes)
+                _measure(row, implementation, dtype, sizes)
         except (RuntimeError, ValueError, TypeError, TritonError) as error:  # others may run
-            row.problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            row.problem = failure(error)
         torch.cuda.empty_cache()
     return rows
 
 
-def disagreement(contender: Contender, dtype: Dtype) -> str:
+def disagreement(implementation: Implementation, dtype: Dtype) -> str:
     """What two steps on a sample do otherwise than on the CPU; empty when they are right."""
     ends: list[list[Tensor]] = []
     for device in (DEVICE, torch.device("cpu")):
         params = parameters(SAMPLE, dtype, torch.device("cpu"))
         moved = [nn.Parameter(p.detach().to(device)) for p in params]
-        optimizer = contender.make(moved)
+        optimizer = implementation.make(moved)
         generator = torch.Generator().manual_seed(1)
         for _ in range(2):
             for p in moved:
@@ -168,15 +161,9 @@ def parameters(sizes: Sequence[int], dtype: Dtype, device: torch.device) -> list
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors of an optimizer's state."""
-    seen: set[int] = set()
-    total = 0
-    for state in optimizer.state.values():
-        for tensor in (t for value in state.values() for t in _plain(value)):
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                total += tensor.nbytes
-    return total
+    """Bytes of all tensors of an optimizer's state, each counted once."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum({t.data_ptr(): t.nbytes for value in values for t in _plain(value)}.values())
 
 
 def _plain(value: Any) -> list[Tensor]:
@@ -189,11 +176,13 @@ def _plain(value: Any) -> list[Tensor]:
     return [inner for name in names for inner in _plain(getattr(value, name))]
 
 
-def _measure(row: AdamwRow, contender: Contender, sizes: Sequence[int]) -> None:
-    params = parameters(sizes, "bfloat16" if row.param_dtype == "bfloat16" else "float32", DEVICE)
+def _measure(
+    row: AdamwRow, implementation: Implementation, dtype: Dtype, sizes: Sequence[int]
+) -> None:
+    params = parameters(sizes, dtype, DEVICE)
     for p in params:
         p.grad = torch.randn_like(p) * 1e-2
-    optimizer = contender.make(params)
+    optimizer = implementation.make(params)
     optimizer.step()
     row.state_bytes_per_param = state_bytes(optimizer) / row.params
     row.ms = step_ms(optimizer.step)
@@ -215,12 +204,15 @@ def step_ms(step: Callable[[], Any]) -> float:
 
 def format_rows(rows: Sequence[AdamwRow]) -> str:
     """Markdown: one line per optimizer and dtype."""
-    head = ["implementation", "codec", "parameters", "ms", "ps/parameter", "state B/parameter"]
-    lines = [
-        [
-            row.implementation, row.codec, row.param_dtype, number(row.ms, 2),
-            number(row.ps_per_param, 2), number(row.state_bytes_per_param, 3), row.problem,
-        ]
-        for row in rows
-    ]  # fmt: skip
-    return table([*head, "note"], lines)
+    return table_of(
+        rows,
+        {
+            "implementation": lambda row: row.implementation,
+            "codec": lambda row: row.codec,
+            "parameters": lambda row: row.param_dtype,
+            "ms": lambda row: number(row.ms, 2),
+            "ps/parameter": lambda row: number(row.ps_per_param, 2),
+            "state B/parameter": lambda row: number(row.state_bytes_per_param, 3),
+            "note": lambda row: row.problem,
+        },
+    )

@@ -10,7 +10,7 @@ before the clock runs. Results are BF16. A product that is wrong gets no speed: 
 :data:`IMPLEMENTATIONS`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from coat_bench.cases import Draw
 from coat_bench.clock import median_us
 from coat_bench.kernels import DEVICE
-from coat_bench.rows import Row, number, origin, require_gpu, table
+from coat_bench.rows import Row, failure, number, origin, require_gpu, table
 from coat_bench.shapes import LayerShape
 from coat_kernels import (
     E4M3,
@@ -97,33 +97,22 @@ class Operands:
     """Likewise."""
 
 
-def bf16(operands: Operands) -> Tensor:
-    """torch.matmul."""
-    return operands.a @ operands.b.t()
-
-
-def fp8(operands: Operands) -> Tensor:
-    """coat_kernels.scaled_mm: partial sums are promoted to FP32."""
-    return scaled_mm(operands.a_codes, operands.b_codes, torch.bfloat16)
-
-
-def fp8_rows(operands: Operands) -> Tensor:
-    """The same with one scale per row of both operands."""
-    return scaled_mm(operands.a_rows, operands.b_rows, torch.bfloat16)
-
-
-def fp8_fast(operands: Operands) -> Tensor:
-    """The same kernel of cuBLASLt with fast accumulation, as in the forward pass of training."""
-    return scaled_mm(operands.a_codes, operands.b_codes, torch.bfloat16, fast=True)
-
-
 IMPLEMENTATIONS: dict[str, tuple[Callable[[Operands], Tensor], float]] = {
-    "bf16": (bf16, 5e-3),  # cuBLAS may round partial sums to BF16
-    "fp8": (fp8, TOLERANCE["scaled_mm", torch.bfloat16]),
-    "fp8_rows": (fp8_rows, TOLERANCE["scaled_mm", torch.bfloat16]),
-    # About 14 bits of the sum over the whole inner dimension are kept (DeepSeek-V3, arXiv
-    # 2412.19437, section 3.3.2, reports errors of 2% at K = 4096).
-    "fp8_fast": (fp8_fast, 2e-2),
+    # cuBLAS may round partial sums to BF16.
+    "bf16": (lambda x: x.a @ x.b.t(), 5e-3),
+    # Partial sums are promoted to FP32.
+    "fp8": (
+        lambda x: scaled_mm(x.a_codes, x.b_codes, torch.bfloat16),
+        TOLERANCE["scaled_mm", torch.bfloat16],
+    ),
+    "fp8_rows": (
+        lambda x: scaled_mm(x.a_rows, x.b_rows, torch.bfloat16),
+        TOLERANCE["scaled_mm", torch.bfloat16],
+    ),
+    # The same kernel of cuBLASLt with fast accumulation, as in the forward pass of training. About
+    # 14 bits of the sum over the whole inner dimension are kept (DeepSeek-V3, arXiv 2412.19437,
+    # section 3.3.2, reports errors of 2% at K = 4096).
+    "fp8_fast": (lambda x: scaled_mm(x.a_codes, x.b_codes, torch.bfloat16, fast=True), 2e-2),
 }
 """Name -> the product, BF16 [rows, columns], and its largest relative RMS error against the FP32
 product of the same operands."""
@@ -180,24 +169,21 @@ def bench_gemm(shape: LayerShape) -> list[GemmRow]:
         ValueError: there is no GPU.
     """
     require_gpu("the speed of GEMMs is")
-    return list(_measured(gemms(shape), shape.name))
-
-
-def _measured(products: Sequence[Gemm], shape: str) -> Iterable[GemmRow]:
-    where = origin()
-    for gemm in tqdm(products, desc=shape, unit="gemm"):
+    where, rows = origin(), []
+    for gemm in tqdm(gemms(shape), desc=shape.name, unit="gemm"):
         operands = operands_of(gemm, DEVICE)
         size = (gemm.rows, gemm.columns, gemm.inner)
         for name, (implementation, _) in IMPLEMENTATIONS.items():
-            row = GemmRow(*where, shape, gemm.layer, gemm.kind, *size, name)
+            row = GemmRow(*where, shape.name, gemm.layer, gemm.kind, *size, name)
+            rows.append(row)
             try:
                 row.rel_err, row.problem = check(name, implementation(operands), operands)
                 if not row.problem:
                     row.us = median_us(lambda run=implementation, at=operands: run(at))
                     row.tflops = gemm.flops / row.us / 1e6
             except (RuntimeError, ValueError) as error:  # a GPU may lack one of them
-                row.problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            yield row
+                row.problem = failure(error)
+    return rows
 
 
 def check(implementation: str, product: Tensor, operands: Operands) -> tuple[float, str]:
@@ -235,29 +221,30 @@ def format_rows(rows: Sequence[GemmRow]) -> str:
     names = list(IMPLEMENTATIONS)
     head = ["GEMM", "M x N x K", *(f"{name} TFLOP/s" for name in names)]
     head += [*(f"{name} error" for name in names), "note"]
-    by_gemm: dict[tuple[str, str], dict[str, GemmRow]] = {}
+    by_gemm: dict[str, dict[str, GemmRow]] = {}
     for row in rows:
-        by_gemm.setdefault((row.layer, row.kind), {})[row.implementation] = row
-    lines = []
-    for (layer, kind), found in by_gemm.items():
-        size = next(iter(found.values()))
-        lines.append(
-            [
-                f"{layer}, {kind}",
-                f"{size.rows} x {size.columns} x {size.inner}",
-                *(number(found[name].tflops, 0) for name in names),
-                *(number(found[name].rel_err, 4) for name in names),
-                "; ".join(f"{name}: {row.problem}" for name, row in found.items() if row.problem),
-            ]
-        )
+        by_gemm.setdefault(f"{row.layer}, {row.kind}", {})[row.implementation] = row
+    lines = [
+        [
+            title,
+            "{0.rows} x {0.columns} x {0.inner}".format(found[names[0]]),
+            *(number(found[name].tflops, 0) for name in names),
+            *(number(found[name].rel_err, 4) for name in names),
+            "; ".join(f"{name}: {row.problem}" for name, row in found.items() if row.problem),
+        ]
+        for title, found in by_gemm.items()
+    ]
     whole = [number(_block_tflops(rows, name), 0) for name in names]
     return table(head, [*lines, ["block", "", *whole, *([""] * len(names)), ""]])
 
 
 def _block_tflops(rows: Sequence[GemmRow], implementation: str) -> float | None:
     """All operations by the sum of all times; None where a time is missing."""
-    own = [row for row in rows if row.implementation == implementation]
-    times = [row.us for row in own if row.us is not None]
-    if not own or len(times) < len(own):
-        return None
-    return sum(2 * row.rows * row.columns * row.inner for row in own) / sum(times) / 1e6
+    operations, us = 0, 0.0
+    for row in rows:
+        if row.implementation == implementation:
+            if row.us is None:
+                return None
+            operations += 2 * row.rows * row.columns * row.inner
+            us += row.us
+    return operations / us / 1e6 if us else None

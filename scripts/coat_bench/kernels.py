@@ -1,8 +1,13 @@
 """``coat-vlm bench kernels``: the speed of every element-wise op, beside that of a plain copy.
 
 These ops do little arithmetic, so the memory bounds them: the yardstick is the bandwidth of a
-device copy, measured in the same process. An op that does not agree with its reference on a sample
-gets no speed. The clock leaves out launch costs of the CPU: ``clock.py``. GEMMs: ``gemm.py``.
+device copy, measured in the same process. The bytes of an op are those of its arguments, counted
+once (twice for gradients in FP8, which take two passes), and of its results. Partial sums, and what
+a cache serves again, are not counted. An op that does not agree with its reference on a sample gets
+no speed. The clock leaves out launch costs of the CPU: ``clock.py``. GEMMs: ``gemm.py``.
+
+``--sweep`` says how long an op takes with other tiles than its default. From such a table the
+constants of ``coat_kernels`` are chosen; nothing is chosen while training.
 """
 
 from collections.abc import Sequence
@@ -16,9 +21,10 @@ from triton.errors import TritonError
 
 from coat_bench.cases import Arguments, Case, Draw, cases, sample_of
 from coat_bench.clock import median_us
-from coat_bench.rows import Row, number, origin, require_gpu, table
+from coat_bench.rows import Row, failure, number, origin, require_gpu, table, table_of
 from coat_bench.shapes import LayerShape
 from coat_kernels import OPS
+from coat_kernels.launch import Tile, forced_tile
 from coat_kernels.testing import assert_matches, mapped, results
 
 COPY_BYTES = 2**30
@@ -30,6 +36,30 @@ DEVICE = torch.device("cuda")
 TARGET = 0.8
 """Fraction of the copy's bandwidth that an op should reach."""
 
+PASSES = {"quantize_gradient": 2, "rope_gradient": 2}
+"""How often an op reads its arguments, where it is not once."""
+
+TILED = (
+    *("quantize_tensor", "quantize_gradient", "quantize_rows", "quantize_group"),
+    *("dequantize_group", "transpose_codes"),
+    *("norm_apply", "activation_stats", "activation_apply"),
+    *("activation_bwd_stats", "activation_bwd"),
+)
+"""Ops whose kernels work on any tile of a matrix."""
+
+OF_ROWS = ("norm_stats", "norm_bwd")
+"""Ops whose kernels walk over whole rows."""
+
+TILES = tuple(
+    Tile(rows, columns, warps)
+    for rows, columns in ((32, 64), (64, 64), (32, 128), (64, 128), (128, 64), (32, 256))
+    for warps in (4, 8)
+)
+"""What is tried for :data:`TILED`."""
+
+ROWS = tuple(Tile(1, 0, warps) for warps in (2, 4, 8, 16))
+"""What is tried for :data:`OF_ROWS`; their columns are the matrix's."""
+
 
 @dataclass(slots=True)
 class KernelRow(Row):
@@ -38,7 +68,7 @@ class KernelRow(Row):
     shape: str
     op: str
     variant: str
-    mib: float
+    mib: float | None = None
     """Read and written, in MiB."""
     us: float | None = None
     """Median on the GPU without launch costs of the CPU, caches flushed."""
@@ -67,21 +97,19 @@ def bench_kernels(shape: LayerShape, ops: Sequence[str] = ()) -> list[KernelRow]
     where, copy_gbps = origin(), copy_bandwidth(DEVICE)
     rows = []
     for case, sample in tqdm(pairs, desc=shape.name, unit="case"):
-        row = KernelRow(*where, shape.name, case.op, case.variant, case.bytes / 2**20)
-        row.copy_gbps = copy_gbps
+        row = KernelRow(*where, shape.name, case.op, case.variant, copy_gbps=copy_gbps)
         rows.append(row)
         try:
             row.problem = disagreement(case.op, sample.arguments(Draw(DEVICE)))
             if not row.problem:
-                row.us = _microseconds(case)
-                row.gbps = case.bytes / row.us / 1e3
+                args = case.arguments(Draw(DEVICE))
+                moved = moved_bytes(case.op, args)
+                row.mib = moved / 2**20
+                row.us = _microseconds(case.op, args)
+                row.gbps = moved / row.us / 1e3
                 row.fraction = row.gbps / copy_gbps
-        except (
-            RuntimeError,
-            ValueError,
-            TritonError,
-        ) as error:  # others may run
-            row.problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        except (RuntimeError, ValueError, TritonError) as error:  # others may run
+            row.problem = failure(error)
     return rows
 
 
@@ -118,6 +146,14 @@ def disagreement(op: str, args: Arguments) -> str:
     return ""
 
 
+def moved_bytes(op: str, args: Arguments) -> int:
+    """Bytes that a call of an op has to read and write: see the module's docstring."""
+    written = sum(result.nbytes for result in results(op, OPS[op].dispatch, args))
+    parts = [part for value in args for part in (value if isinstance(value, list) else [value])]
+    read = sum(part.nbytes for part in parts if isinstance(part, Tensor))
+    return PASSES.get(op, 1) * read + written
+
+
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes read and written by a device copy, 10^9 per second."""
     from triton.testing import do_bench
@@ -130,19 +166,77 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * COPY_BYTES / copy_ms / 1e6
 
 
-def _microseconds(case: Case) -> float:
-    op, args = OPS[case.op], case.arguments(Draw(DEVICE))
-    return median_us(lambda: op(*args))
+def _microseconds(op: str, args: Arguments) -> float:
+    return median_us(lambda: OPS[op](*args))
 
 
 def format_rows(rows: Sequence[KernelRow]) -> str:
     """Markdown: one line per case."""
-    head = ["op", "variant", "MiB moved", "us", "GB/s", "% of a copy", "note"]
-    lines = []
-    for row in rows:
-        percent = None if row.fraction is None else 100 * row.fraction
-        below = percent is not None and percent < 100 * TARGET
-        note = row.problem or (f"below {100 * TARGET:.0f}%" if below else "")
-        numbers = [number(row.us, 1), number(row.gbps, 0), number(percent, 0)]
-        lines.append([row.op, row.variant, number(row.mib, 1), *numbers, note])
-    return table(head, lines)
+
+    def note(row: KernelRow) -> str:
+        below = row.fraction is not None and row.fraction < TARGET
+        return row.problem or (f"below {100 * TARGET:.0f}%" if below else "")
+
+    return table_of(
+        rows,
+        {
+            "op": lambda row: row.op,
+            "variant": lambda row: row.variant,
+            "MiB moved": lambda row: number(row.mib, 1),
+            "us": lambda row: number(row.us, 1),
+            "GB/s": lambda row: number(row.gbps, 0),
+            "% of a copy": lambda row: number(row.fraction and 100 * row.fraction, 0),
+            "note": note,
+        },
+    )
+
+
+def tiles_of(op: str) -> tuple[Tile, ...]:
+    """What is tried for an op; nothing where it has no choice."""
+    return TILES if op in TILED else ROWS if op in OF_ROWS else ()
+
+
+def sweep(shape: LayerShape, ops: Sequence[str] = ()) -> dict[Tile | None, list[KernelRow]]:
+    """Measure ops with every tile; a row of one that is wrong, or too large, has no time.
+
+    Args:
+        shape: the block.
+        ops: names of ops; all with a choice of tiles when empty.
+
+    Returns:
+        Tile, None for the one that training uses -> the rows of the ops that it is tried for.
+
+    Raises:
+        ValueError: an op is unknown or has no choice of tiles, or there is no GPU.
+    """
+    fixed = [op for op in ops if op in OPS and not tiles_of(op)]
+    if fixed:
+        raise ValueError(
+            f"{', '.join(fixed)}: no choice of tiles; sweep {', '.join((*TILED, *OF_ROWS))}"
+        )
+    here = {case.op for case in cases(shape)}
+    chosen = ops or [op for op in (*TILED, *OF_ROWS) if op in here]
+    found: dict[Tile | None, list[KernelRow]] = {None: bench_kernels(shape, chosen)}
+    for tile in (*TILES, *ROWS):
+        tried = [op for op in chosen if tile in tiles_of(op)]
+        if tried:
+            with forced_tile(tile):
+                found[tile] = bench_kernels(shape, tried)
+    return found
+
+
+def format_sweep(found: dict[Tile | None, list[KernelRow]]) -> str:
+    """Markdown: for each kind of op a table of microseconds, one column per tile."""
+    us = {(row.op, row.variant, tile): row.us for tile, rows in found.items() for row in rows}
+    tables = []
+    for ops, tiles in ((TILED, TILES), (OF_ROWS, ROWS)):
+        sizes = [f"{tile.rows} x {tile.columns}" if tile.columns else "a row" for tile in tiles]
+        head = [f"{size}, {tile.warps} warps" for size, tile in zip(sizes, tiles, strict=True)]
+        lines = [
+            [op, variant, *(number(us.get((op, variant, tile)), 1) for tile in (None, *tiles))]
+            for op, variant in dict.fromkeys((op, variant) for op, variant, _ in us)
+            if op in ops
+        ]
+        if lines:
+            tables.append(table(["op", "variant", "default us", *head], lines))
+    return "\n\n".join(tables)

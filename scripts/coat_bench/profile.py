@@ -3,29 +3,28 @@
 From torch's profiler. The GPU is *busy* while at least one kernel, copy or memset runs on any of
 its streams (the union of their intervals), and *idle* for the rest of the step, mostly because the
 CPU has not launched anything yet. NCCL's kernels are busy while they wait for other ranks, too. The
-profiler itself costs the CPU some time per operator and launch, so idle time is told against the
+profiler itself costs the CPU some time per operator and launch, so idle time is compared with the
 step without it as well.
+
+What a GPU kernel is for is told by its name. Our own kernels are listed one by one, so that a new
+one has to be given its kind. All others have names that their libraries make; the patterns are
+those of cuBLASLt, CUTLASS, cuDNN, torch's flash attention, ATen, Liger, DeepSpeed, torchao and NCCL
+as they stand in traces of Hopper GPUs.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from coat_bench.kernel_kinds import (
-    OPTIMIZER,
-    OURS,
-    QUANTIZE,
-    WEIGHTS,
-    is_transfer,
-    kind_of,
-)
-from coat_bench.rows import table
+from coat_bench.rows import table_of
 from coat_vlm.fp8.weights import QUANTIZATION
 
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
@@ -38,8 +37,70 @@ OPERATORS = 15
 """Lines of the table of operators."""
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+FP8_PRODUCTS = "FP8 products"
+OTHER_PRODUCTS = "products in BF16, FP16 or FP32"
+ATTENTION = "attention"
+WEIGHTS = "quantization of weights"
+LOSS = "loss"
+NORMS = "other norms"
+OPTIMIZER = "optimizer and clipping"
+COPIES = "copies and memsets"
+NCCL = "NCCL"
+ELEMENTWISE = "other element-wise ops and sums"
+OTHER = "unknown"
+
+QUANTIZE, ROWS, GROUPS = "FP8: quantize", "FP8: quantize by row", "FP8: quantize by group"
+FP8_NORM, ACTIVATION, ROPE = "FP8: norm", "FP8: activation", "FP8: rotation"
+
+OURS: dict[str, str] = {
+    "_amax_kernel": QUANTIZE,
+    "quantize_tensor_kernel": QUANTIZE,
+    "_transpose_codes_kernel": QUANTIZE,
+    "_dequantize_tensor_kernel": QUANTIZE,
+    "_quantize_rows_kernel": ROWS,
+    "_dequantize_rows_kernel": ROWS,
+    "_quantize_group_kernel": GROUPS,
+    "_dequantize_group_kernel": GROUPS,
+    "_norm_stats_kernel": FP8_NORM,
+    "_norm_apply_kernel": FP8_NORM,
+    "_norm_bwd_kernel": FP8_NORM,
+    "_activation_stats_kernel": ACTIVATION,
+    "_activation_apply_kernel": ACTIVATION,
+    "_activation_bwd_stats_kernel": ACTIVATION,
+    "_activation_bwd_apply_kernel": ACTIVATION,
+    "_rope_kernel": ROPE,
+    "_rope_gradient_stats_kernel": ROPE,
+    "_rope_gradient_kernel": ROPE,
+    "_cross_entropy_kernel": LOSS,
+    "adamw_kernel": OPTIMIZER,
+    "adamw_scalars_kernel": OPTIMIZER,
+}
+"""The kernels of ``coat_kernels``."""
+
+_PATTERNS: tuple[tuple[str, str], ...] = (
+    (NCCL, r"^nccl"),
+    (COPIES, r"^Memcpy|^Memset|direct_copy|copy_kernel|CatArrayBatchedCopy|FillFunctor"),
+    # Before the products: attention is made of CUTLASS, too.
+    (ATTENTION, r"flash|fmha|sdpa|attention"),
+    # cuBLASLt's letters of the operands: q is E4M3, r is E5M2, t BF16, h FP16, s FP32.
+    (FP8_PRODUCTS, r"nvjet_(sm\d+_)?[qr][qr]|gemm_e[45]m[23]|cutlass.*e[45]m[23]|cutlass.*f8"),
+    (OTHER_PRODUCTS, r"nvjet_|gemm|gemv|splitk|cutlass|cublas"),
+    (LOSS, r"cross_entropy|nll_loss|soft_?max|element_mul"),
+    (OPTIMIZER, r"multi_tensor_apply|adam|lpnorm"),
+    (NORMS, r"layer_?norm|rms_?norm|GammaBeta"),
+    (ELEMENTWISE, r"elementwise|reduce|^triton_|index|embedding|gather|scatter|_rope|swiglu|scan"),
+)
+
+
+def kind_of(name: str) -> str:
+    """The kind of a kernel, copy or memset; ``unknown`` if nothing fits its name."""
+    if name in OURS:
+        return OURS[name]
+    matching = (kind for kind, pattern in _PATTERNS if re.search(pattern, name, re.IGNORECASE))
+    return next(matching, OTHER)
+
+
+class Interval(NamedTuple):
     """What ran on a stream of the GPU, and when."""
 
     name: str
@@ -53,14 +114,8 @@ class Interval:
         """How long it ran."""
         return (self.end_us - self.start_us) / 1e3
 
-    def contains(self, other: "Interval") -> bool:
-        """Whether the other one ran on the same stream, not before this began nor after its end."""
-        inside = self.start_us <= other.start_us and other.end_us <= self.end_us
-        return inside and self.stream == other.stream
 
-
-@dataclass(frozen=True, slots=True)
-class Total:
+class Total(NamedTuple):
     """Several calls of the same name or kind."""
 
     name: str
@@ -92,8 +147,8 @@ class StepProfile:
 
     @property
     def launches(self) -> int:
-        """Kernels without copies and memsets."""
-        return sum(not is_transfer(interval.name) for interval in self.gpu)
+        """Kernels without the driver's copies and memsets."""
+        return sum(not interval.name.startswith(("Memcpy", "Memset")) for interval in self.gpu)
 
     def kinds(self) -> list[Total]:
         """By kind, our FP8 kernels one by one; the longest first. Streams add up."""
@@ -112,7 +167,12 @@ class StepProfile:
         kind = kind_of(interval.name)
         if interval.name not in OURS or kind == OPTIMIZER:
             return kind
-        if kind == QUANTIZE and any(mark.contains(interval) for mark in self.weights):
+        if kind == QUANTIZE and any(
+            mark.stream == interval.stream
+            and mark.start_us <= interval.start_us
+            and interval.end_us <= mark.end_us
+            for mark in self.weights
+        ):
             return WEIGHTS
         return f"{kind}, {interval.name.strip('_').removesuffix('_kernel')}"
 
@@ -213,30 +273,33 @@ def format_profile(found: StepProfile, median_ms: float | None = None) -> str:
 
 def gpu_tables(found: StepProfile) -> str:
     """The GPU's time by kind, and the longest kernels, Markdown."""
-    kernels = found.kernels()[:KERNELS]
-    longest = [Total(f"`{_short(total.name)}`", total.calls, total.ms) for total in kernels]
+    whole = sum(interval.ms for interval in found.gpu) or 1.0
+    named = [total._replace(name=_short(total.name)) for total in found.kernels()[:KERNELS]]
     return "\n\n".join(
-        (_table("GPU time", found.kinds(), found.gpu), _table("kernel", longest, found.gpu))
+        table_of(
+            totals,
+            {
+                head: lambda total: total.name,
+                "launches": lambda total: str(total.calls),
+                "ms": lambda total: f"{total.ms:.3f}",
+                "share": lambda total: f"{total.ms / whole:.1%}",
+            },
+        )
+        for head, totals in (("GPU time", found.kinds()), ("kernel", named))
     )
 
 
-def _table(head: str, totals: Sequence[Total], gpu: Sequence[Interval]) -> str:
-    whole = sum(interval.ms for interval in gpu) or 1.0
-    lines = [
-        [total.name, str(total.calls), f"{total.ms:.3f}", f"{total.ms / whole:.1%}"]
-        for total in totals
-    ]
-    return table([head, "launches", "ms", "share"], lines)
-
-
 def _operator_table(found: StepProfile) -> str:
-    lines = [
-        [f"`{_short(total.name)}`", str(total.calls), f"{total.ms:.3f}"]
-        for total in found.operators[:OPERATORS]
-    ]
-    return table(["operator (own CPU time)", "calls", "ms"], lines)
+    return table_of(
+        found.operators[:OPERATORS],
+        {
+            "operator (own CPU time)": lambda total: _short(total.name),
+            "calls": lambda total: str(total.calls),
+            "ms": lambda total: f"{total.ms:.3f}",
+        },
+    )
 
 
 def _short(name: str, most: int = 100) -> str:
-    """A name that fits a line; bars would end a cell."""
-    return name[:most].replace("|", "/")
+    """A name that fits a line, as code; bars would end a cell."""
+    return f"`{name[:most].replace('|', '/')}`"

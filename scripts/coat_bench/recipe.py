@@ -1,53 +1,155 @@
 """``coat-vlm bench recipe``: the training step of a recipe's stages, with random weights.
 
 A stage is built and stepped by training's own code (:mod:`coat_vlm.train.engine`,
-:class:`coat_vlm.train.loop.StageRun`). Three things differ: weights are random and drawn where the
-model stands; rows are made once (:mod:`coat_bench.recipe_rows`) and sent to the GPU in every
-step as training sends them; a step has one micro-batch on each rank, or as many as asked for.
+:class:`coat_vlm.train.step.TrainStep`). Three things differ: weights are random and drawn where the
+model stands; rows are made once and sent to the GPU in every step as training sends them; a step
+has one micro-batch on each rank, or as many as asked for.
+
+A row has the shape that ``coat-vlm plan`` takes it to have: ``model.max_length`` tokens (packed:
+those of a packed row), one token of text, its random images, and random text up to the end. All
+text is supervised but the first token, which nothing predicts: the costliest case. Training's own
+collation makes the batch.
 """
 
 import copy
-import dataclasses
-import gc
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
-from coat_bench.recipe_case import RecipeBench, RecipeRow
-from coat_bench.recipe_rows import MadeData, RowShape, made_batch
-from coat_bench.rows import local_origin, origin
-from coat_bench.step import LEFT_BYTES
-from coat_bench.step_loop import take_apart
-from coat_bench.vlm_shapes import random_model
-from coat_data.load.loader import check_batch_sizes
+from coat_bench.models import random_model
+from coat_bench.rows import Row, is_out_of_memory, origin, table
+from coat_bench.step import free, left_behind
+from coat_bench.step_loop import OptimizerName, planned_gb, take_apart
+from coat_data.load.collate import collate, collate_packed
+from coat_data.load.encode import IGNORE_INDEX, EncodedSample
+from coat_data.load.loader import LoadedBatch, check_batch_sizes
 from coat_vlm.config import Recipe, StageConfig, StageName
+from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import arithmetic_of
+from coat_vlm.fp8.graphs import EAGER_PASSES
 from coat_vlm.model import CoatVlm, CoatVlmConfig
-from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import image_groups, trace
 from coat_vlm.plan.frames import gpu_arithmetic, stage_frame, vocabulary, with_published_shapes
 from coat_vlm.plan.stage import images_per_row, row_tokens
-from coat_vlm.plan.zero import rank_memory, sizes_of, state_bytes_per_parameter
+from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.engine import build_engine, clips_itself, prepare_model
-from coat_vlm.train.loop import StageRun
 from coat_vlm.train.metrics import Metrics
-from coat_vlm.train.quarantine import Quarantine
-from coat_vlm.train.sources import StageData
 from coat_vlm.train.stages import stage_names
-from coat_vlm.train.throughput import PhaseClock, Throughput
+from coat_vlm.train.step import TrainStep
+from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
 
 _NO_RUN = Path("no run folder")
 """What would be written or read there is not: nothing is recorded."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
+class RecipeRow(Row):
+    """One stage's step; the columns of ``recipe.csv``."""
+
+    recipe: str
+    """Its name, and the keys that were changed."""
+    stage: str
+    gpus: int
+    zero: int
+    """ZeRO stage."""
+    precision: str
+    optimizer: str
+    checkpointing: bool
+    micro_batch: int
+    """Rows of a micro-batch on one GPU."""
+    accumulation: int
+    """Micro-batches of a step."""
+    row_tokens: int
+    """Of the language model, those of images included."""
+    images: int
+    """Tiles of images, or frames, of a row."""
+    tokens: int | None = None
+    """Of a step on all GPUs, those of images included."""
+    vision_tokens: int | None = None
+    """Of these, those that hold image features."""
+    trained_tokens: int | None = None
+    """Of these, those with a target."""
+    ms: float | None = None
+    """A step, median; of the slowest GPU."""
+    tok_s_gpu: float | None = None
+    """Tokens per second of one GPU."""
+    vision_tok_s_gpu: float | None = None
+    """Vision tokens per second of one GPU."""
+    tflops_gpu: float | None = None
+    """Model TFLOP/s of one GPU as the log line counts them; absent where they are not known."""
+    peak_gb: float | None = None
+    """Most that was allocated on one GPU, in 10^9 bytes; absent on a CPU."""
+    plan_gb: float | None = None
+    """What ``coat-vlm plan`` expects of the same GPUs and micro-batches."""
+    plan_off: float | None = None
+    """Plan by peak, less 1, in percent."""
+    note: str = ""
+    problem: str = ""
+    """Why there is no speed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeBench:
+    """What is measured, and how.
+
+    Raises:
+        ValueError: a number is too small, or what is to be captured would not be.
+    """
+
+    recipe: Recipe
+    changes: Sequence[str] = ()
+    """The ``key=value`` texts that the recipe was read with."""
+    only_stage: str | None = None
+    images: int | None = None
+    """Tiles or frames of a row; as a plan finds them when absent."""
+    steps: int = 5
+    """Measured ones."""
+    warmup: int = 3
+    """Steps before them."""
+    accumulation: int = 1
+    """Micro-batches of a step."""
+    plan: bool = True
+    """Also say what ``coat-vlm plan`` expects of the peak."""
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.warmup, self.accumulation) < 1:
+            raise ValueError("--steps, --warmup and --accumulation are 1 or more")
+        fp8 = self.recipe.fp8
+        if fp8 is not None and fp8.cuda_graphs and self.warmup <= EAGER_PASSES:
+            raise ValueError(
+                f"fp8.cuda_graphs: blocks are captured after {EAGER_PASSES} steps, which --warmup "
+                f"{self.warmup} has to exceed"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowShape:
+    """One row, as a plan counts it."""
+
+    tokens: int
+    """All, those of images included."""
+    groups: tuple[int, ...]
+    """Images, tiles or frames that share the tokens of one; each 1 unless frames are pooled."""
+    pooled: bool
+    """Whether frames are pooled: the model is then told the groups."""
+
+    @property
+    def images(self) -> int:
+        """What goes through the vision tower."""
+        return sum(self.groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageCase:
     """One stage as it is measured."""
 
@@ -91,12 +193,12 @@ def bench_recipe(
         try:
             _measure(row, bench, case, world)
         except RuntimeError as error:
-            out_of_memory = _is_out_of_memory(error)
+            out_of_memory = is_out_of_memory(error)
             if not out_of_memory:
                 raise
             row.problem = "OOM"
             traceback.clear_frames(error.__traceback__)  # they hold the model
-        _free(world.device)
+        free(world.device)
         rows.append(row)
         if world.is_main:
             on_row(row)
@@ -137,7 +239,7 @@ def _case(
     batch = stage.micro_batch_size * bench.accumulation * world.size
     check_batch_sizes(batch, stage.micro_batch_size, world.rank, world.size)
     steps = bench.warmup + bench.steps
-    stage = dataclasses.replace(stage, batch_size=batch, max_steps=steps, epochs=None)
+    stage = replace(stage, batch_size=batch, max_steps=steps, epochs=None)
     arithmetic = gpu_arithmetic(recipe.precision, recipe.fp8)
     frame = stage_frame(recipe, stage, arithmetic, vocab_size)
     config = cast(CoatVlmConfig, copy.deepcopy(frame.config))
@@ -180,49 +282,102 @@ def build_stage_model(case: StageCase, device: torch.device) -> CoatVlm:
     return model
 
 
+def made_sample(model: CoatVlm, shape: RowShape, generator: torch.Generator) -> EncodedSample:
+    """A random row.
+
+    Args:
+        model: says how large images are, how many tokens one has, and which id stands for it.
+        shape: of the row.
+        generator: on the CPU.
+    """
+    config: Any = model.config
+    tower = model.vision_tower
+    # Text has any id but that of an image.
+    top = config.text_config.vocab_size - (tower is not None)
+    ids = torch.randint(top, (shape.tokens,), generator=generator)
+    labels = ids
+    positions = groups = None
+    size = 0
+    if tower is not None:
+        size = tower.image_size
+        ids += ids >= config.image_token_id
+        labels = ids.clone()
+        positions = torch.arange(1, 1 + len(shape.groups) * config.tokens_per_image)
+        ids[positions] = config.image_token_id
+        labels[positions] = IGNORE_INDEX
+        groups = torch.tensor(shape.groups, dtype=torch.int64) if shape.pooled else None
+    return EncodedSample(
+        input_ids=ids,
+        labels=labels,
+        pixel_values=torch.randn(shape.images, 3, size, size, generator=generator),
+        frame_groups=groups,
+        image_positions=positions,
+    )
+
+
+def made_batch(
+    model: CoatVlm, shape: RowShape, rows: int, packing: PackingConfig | None, seed: int
+) -> LoadedBatch:
+    """A micro-batch of random rows on the CPU, as the loader would give it.
+
+    Args:
+        model: see :func:`made_sample`.
+        shape: of each row.
+        rows: how many; with packing they are sequences of one row, as training has them.
+        packing: the stage's.
+        seed: the same seed gives the same rows.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    samples = [made_sample(model, shape, generator) for _ in range(rows)]
+    if packing is None:
+        batch = collate(samples, pad_token_id=0)
+    else:
+        batch = collate_packed(samples, pad_token_id=0, align=packing.align)
+    return LoadedBatch(batch=batch, bad=[], num_samples=rows)
+
+
+def _no_order() -> Any:
+    """What a step of training asks of the order of its data: here no source is used."""
+    return SimpleNamespace(
+        step=lambda cursor: ([], cursor), met=lambda _: np.zeros(0, dtype=np.int64)
+    )
+
+
 def _measure(row: RecipeRow, bench: RecipeBench, case: StageCase, world: World) -> None:
     """Fill a row with what some steps say, and free all that they took."""
     device = world.device
-    if device.type == "cuda" and torch.cuda.memory_allocated(device) > LEFT_BYTES:
-        left = torch.cuda.memory_allocated(device) / 1e9
-        row.note += f"; {left:.2f} GB of the peak are an earlier stage's"
+    row.note += left_behind(device)
     recipe, stage = case.recipe, case.stage
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, device)
     model = build_stage_model(case, device)
     throughput = Throughput(model, world)
     # Before DeepSpeed splits the weights.
+    first = recipe.seed + world.rank * bench.accumulation
     batches = [
-        made_batch(
-            model,
-            case.row,
-            stage.micro_batch_size,
-            stage.packing,
-            seed=recipe.seed + world.rank * bench.accumulation + number,
-        )
-        for number in range(bench.accumulation)
+        made_batch(model, case.row, stage.micro_batch_size, stage.packing, seed=first + place)
+        for place in range(bench.accumulation)
     ]
     engine = build_engine(model, recipe, stage, arithmetic, world)
     try:
         torch.manual_seed(recipe.seed + world.rank)
-        run = StageRun(
+        run = TrainStep(
             name=case.name,
             stage=stage,
             engine=engine,
             model=model,
-            data=cast(StageData, MadeData(None if stage.packing is None else case.row.tokens)),
             world=world,
-            metrics=Metrics(_NO_RUN, recipe.tracking, recipe.name, enabled=False),
-            quarantine=Quarantine(_NO_RUN, case.name, stage, []),
-            throughput=throughput,
-            phases=PhaseClock(device, enabled=False),
             total_steps=bench.warmup + bench.steps,
+            order=_no_order(),
+            row_tokens=None if stage.packing is None else case.row.tokens,
             clip_here=clips_itself(recipe, arithmetic),
-            save=_never,
-            log_every_steps=1,
             reuse=arithmetic.weight_reuse(model, device),
+            metrics=Metrics(_NO_RUN, recipe.tracking, recipe.name, enabled=False),
+            throughput=throughput,
+            bad_samples=BadSamples(_NO_RUN, case.name, stage, []),
+            phases=PhaseClock(device, enabled=False),
+            memory=PeakMemory(device),
         )
-        steps = _steps(run, batches, bench, case, world)
-        _fill(row, steps, bench, run, world)
+        _fill(row, _steps(run, batches, bench, world), bench, run)
         kept = run.reuse.policy == "cache" or (bench.accumulation > 1 and bool(run.reuse.fits))
     finally:
         take_apart(engine, model)
@@ -232,32 +387,24 @@ def _measure(row: RecipeRow, bench: RecipeBench, case: StageCase, world: World) 
             row.plan_off = 100 * (row.plan_gb / row.peak_gb - 1)
 
 
-def _never(*_: Any) -> None:
-    raise AssertionError("a benchmark saves no checkpoint")
-
-
 def _steps(
-    run: StageRun, batches: list[Any], bench: RecipeBench, case: StageCase, world: World
+    run: TrainStep, batches: list[Any], bench: RecipeBench, world: World
 ) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl of all steps."""
-    on_gpu = world.device.type == "cuda"
     rows = []
-    for number in tqdm(
-        range(run.total_steps), desc=case.name, unit="step", disable=not world.is_main
-    ):
-        if number == bench.warmup:
+    for place in tqdm(range(run.total_steps), run.name, unit="step", disable=not world.is_main):
+        if place == bench.warmup:
             world.barrier()
-            if on_gpu:
+            if world.device.type == "cuda":
                 torch.cuda.synchronize(world.device)
                 torch.cuda.reset_peak_memory_stats(world.device)
-        rows.append(run.take(batches, time.perf_counter())[0])
+        rows.append(run(batches, time.perf_counter())[0])
     return rows
 
 
-def _fill(
-    row: RecipeRow, steps: list[dict[str, Any]], bench: RecipeBench, run: StageRun, world: World
-) -> None:
+def _fill(row: RecipeRow, steps: list[dict[str, Any]], bench: RecipeBench, run: TrainStep) -> None:
     """What the measured steps say, of the slowest GPU and of the one with most memory."""
+    world = run.world
     losses = [step["loss"] for step in steps]
     row.note += f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}" if None not in losses else ""
     last = steps[-1]
@@ -288,9 +435,6 @@ def planned_peak(case: StageCase, bench: RecipeBench, *, kept: bool, ranks: int)
         kept: whether they share FP8 weights.
         ranks: processes.
     """
-    arithmetic = gpu_arithmetic(case.recipe.precision, case.recipe.fp8)
-    coat = arithmetic.fp8 is not None and arithmetic.fp8.optimizer == "coat"
-    optimizer = CoatAdamW if coat else torch.optim.AdamW
     activations = trace(
         case.frame,
         case.stage.micro_batch_size,
@@ -299,28 +443,32 @@ def planned_peak(case: StageCase, bench: RecipeBench, *, kept: bool, ranks: int)
         pool_frames=case.recipe.model.video.pool_frames or 1,
         reuse_weights=kept,
     )
-    planned = rank_memory(
-        case.recipe.zero_stage,
-        sizes_of(case.frame, case.stage, state_bytes_per_parameter(optimizer)),
-        ranks,
+    return planned_gb(
+        case.frame,
+        case.stage,
         activations,
+        optimizer=_optimizer(case.recipe),
+        zero_stage=case.recipe.zero_stage,
+        ranks=ranks,
         accumulates=bench.accumulation > 1,
     )
-    return planned.peak / 1e9
+
+
+def _optimizer(recipe: Recipe) -> OptimizerName:
+    fp8 = gpu_arithmetic(recipe.precision, recipe.fp8).fp8
+    return "coat" if fp8 is not None and fp8.optimizer == "coat" else "adamw"
 
 
 def _new_row(bench: RecipeBench, case: StageCase, world: World) -> RecipeRow:
     recipe, stage = case.recipe, case.stage
-    arithmetic = gpu_arithmetic(recipe.precision, recipe.fp8)
-    coat = arithmetic.fp8 is not None and arithmetic.fp8.optimizer == "coat"
     return RecipeRow(
-        *(origin() if world.device.type == "cuda" else local_origin()),
+        *origin(on_gpu=world.device.type == "cuda"),
         recipe=" ".join([recipe.name, *bench.changes]),
         stage=case.name,
         gpus=world.size,
         zero=recipe.zero_stage,
         precision=recipe.precision,
-        optimizer="coat" if coat else "adamw",
+        optimizer=_optimizer(recipe),
         checkpointing=stage.gradient_checkpointing,
         micro_batch=stage.micro_batch_size,
         accumulation=bench.accumulation,
@@ -330,14 +478,30 @@ def _new_row(bench: RecipeBench, case: StageCase, world: World) -> RecipeRow:
     )
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch, Triton, cuBLAS or NCCL got no memory; all but torch tell it by words alone."""
-    words = ("out of memory", "ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+def format_row(row: RecipeRow) -> str:
+    """A heading and a Markdown table of one stage."""
+    checkpointed = ", gradient checkpointing" if row.checkpointing else ""
+    heading = (
+        f"{row.recipe}, stage {row.stage}: {row.gpus} x {row.gpu}, ZeRO-{row.zero}, "
+        f"{row.precision}, {row.optimizer}{checkpointed}\n"
+        f"a step: {row.gpus} rank(s) x {row.accumulation} micro-batch(es) x {row.micro_batch} "
+        f"row(s) of {row.row_tokens:,} tokens with {row.images} image(s)"
+    )
+    if row.problem:
+        return f"{heading}\nno speed: {row.problem}"
 
+    def cell(value: float | None, spec: str) -> str:
+        return "-" if value is None else format(value, spec)
 
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+    cells = {
+        "tokens a step": cell(row.tokens, ",.0f"),
+        "trained": cell(row.trained_tokens, ",.0f"),
+        "ms/step": cell(row.ms, ".1f"),
+        "tokens/s per GPU": cell(row.tok_s_gpu, ",.0f"),
+        "vision tokens/s per GPU": cell(row.vision_tok_s_gpu, ",.0f"),
+        "TFLOP/s per GPU": cell(row.tflops_gpu, ".3g"),
+        "peak GB": cell(row.peak_gb, ".2f"),
+        "plan GB": cell(row.plan_gb, ".4g"),
+        "plan off": "-" if row.plan_off is None else f"{row.plan_off:+.1f}%",
+    }
+    return f"{heading}\n{row.note}\n\n{table(list(cells), [list(cells.values())])}"

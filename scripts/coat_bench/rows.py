@@ -1,7 +1,7 @@
 """Rows of measurements: where they were made, the CSV files they go to, the tables a user sees."""
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 import triton
 from pydantic import TypeAdapter, ValidationError
 
-from coat_vlm.checkout import commit
+from coat_vlm import commit
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -38,24 +38,16 @@ class Row(Measurement):
 _Kind = TypeVar("_Kind", bound="DataclassInstance")
 
 
-def origin() -> tuple[str, str, str, str, str]:
-    """The fields of :class:`Row` for a measurement that is made here and now, on the first GPU."""
-    return (*_when(), torch.cuda.get_device_name(), torch.__version__, triton.__version__)
+def origin(*, on_gpu: bool | None = None) -> tuple[str, str, str, str, str]:
+    """The fields of :class:`Row` for a measurement that is made here and now.
 
-
-def whereabouts() -> tuple[str, str, str]:
-    """The fields of :class:`Measurement`: of the first GPU, or of the CPU where there is none."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return (*_when(), gpu)
-
-
-def local_origin() -> tuple[str, str, str, str, str]:
-    """The same for a measurement on the CPU, of errors: speeds are measured on a GPU."""
-    return (*_when(), "cpu", torch.__version__, triton.__version__)
-
-
-def _when() -> tuple[str, str]:
-    return datetime.now(UTC).date().isoformat(), commit() or "unknown"
+    Args:
+        on_gpu: whether the first GPU is measured, or the CPU; by default the GPU if there is one.
+    """
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+    device = torch.cuda.get_device_name() if on_gpu else "cpu"
+    date = datetime.now(UTC).date().isoformat()
+    return date, commit() or "unknown", device, torch.__version__, triton.__version__
 
 
 def require_gpu(what: str) -> None:
@@ -71,13 +63,31 @@ def require_gpu(what: str) -> None:
         raise ValueError(f"there is no GPU; {what} measured on one")
 
 
-def append_rows(path: Path, rows: Sequence[Measurement]) -> None:
+def failure(error: Exception) -> str:
+    """What a row says of what failed: ``OOM``, or the error and its first line."""
+    if is_out_of_memory(error):
+        return "OOM"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether torch, Triton, cuBLAS or NCCL got no memory; all but torch tell it by words alone."""
+    words = ("out of memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+
+
+def append_rows(path: Path | None, rows: Sequence[Measurement]) -> None:
     """Add rows of one kind to a CSV file, with a header if it is new.
+
+    Args:
+        path: the file; nothing is written without one.
+        rows: what to add.
 
     Raises:
         ValueError: the file has other columns.
     """
-    if not rows:
+    if path is None or not rows:
         return
     columns = [field.name for field in fields(rows[0])]
     new = not path.exists()
@@ -149,6 +159,16 @@ def _cell(value: Any) -> Any:
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Markdown."""
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+
+
+def table_of(rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]]) -> str:
+    """Markdown, one line per row.
+
+    Args:
+        rows: any objects.
+        columns: head of a column -> a row's cell.
+    """
+    return table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
 
 
 def number(value: float | None, digits: int, unit: str = "") -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, Qwen2Config, SiglipVisionConfig
+from transformers import AutoConfig, SiglipVisionConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
@@ -63,15 +63,10 @@ def shape_called(name: str, batch: int | None = None, length: int | None = None)
 
 def build_layer(shape: LayerShape, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The block of transformers with weights drawn as in pretraining (N(0, 0.02^2)), seed 0."""
-    config = _config(shape)
+    config, block = _config(shape), _CLASSES[shape.family][0]
     config._attn_implementation = "sdpa"
-    kinds: dict[str, Callable[..., nn.Module]] = {
-        "llama": lambda: LlamaDecoderLayer(config, 0),
-        "qwen2": lambda: Qwen2DecoderLayer(config, 0),
-        "siglip": lambda: SiglipEncoderLayer(config),
-    }
     with device:
-        layer = kinds[shape.family]()
+        layer = block(config) if shape.family == "siglip" else block(config, 0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for parameter in layer.parameters():
@@ -82,14 +77,22 @@ def build_layer(shape: LayerShape, device: torch.device, dtype: torch.dtype) -> 
 
 def forward_of(shape: LayerShape, layer: nn.Module, device: torch.device) -> Forward:
     """``hidden_states [batch, length, hidden] -> the same shape``, causal for decoders."""
-    if shape.family == "siglip":
+    rotary = _CLASSES[shape.family][1]
+    if rotary is None:
         return lambda x: layer(x, attention_mask=None)
-    rotary = {"llama": LlamaRotaryEmbedding, "qwen2": Qwen2RotaryEmbedding}[shape.family]
     positions = torch.arange(shape.length, device=device)[None]
     example = torch.empty(0, dtype=next(layer.parameters()).dtype, device=device)
     embeddings = rotary(_config(shape)).to(device)(example, positions)
     # Without a mask SDPA's own causal mask applies, as in training on full sequences.
     return lambda x: layer(x, position_embeddings=embeddings)
+
+
+_CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaDecoderLayer, LlamaRotaryEmbedding),
+    "qwen2": (Qwen2DecoderLayer, Qwen2RotaryEmbedding),
+    "siglip": (SiglipEncoderLayer, None),
+}
+"""Family -> block and rotary embedding."""
 
 
 def _config(shape: LayerShape) -> Any:
@@ -101,9 +104,8 @@ def _config(shape: LayerShape) -> Any:
     }
     if shape.family == "siglip":
         return SiglipVisionConfig(**common)
-    decoder = {
-        **common,
+    common |= {
         "num_key_value_heads": shape.key_value_heads,
         "max_position_embeddings": shape.length,
     }
-    return LlamaConfig(**decoder) if shape.family == "llama" else Qwen2Config(**decoder)
+    return AutoConfig.for_model(shape.family, **common)

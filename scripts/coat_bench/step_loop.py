@@ -1,18 +1,19 @@
 """One training step, as ``coat-vlm bench step`` repeats it: with DeepSpeed's engine, or without.
 
-Every micro-batch of a step is the same batch.
+Every micro-batch of a step is the same batch. What ``coat-vlm plan`` expects of such a step's
+memory is here, too.
 """
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload
 from torch import Tensor
 
-from coat_bench.vlm_shapes import Inputs
+from coat_bench.models import Inputs, VlmShape
 from coat_vlm.config import (
     FP8_PRECISIONS,
     Fp8Config,
@@ -25,28 +26,18 @@ from coat_vlm.config import (
     VisionConfig,
 )
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import Arithmetic, WeightReuse, graph_blocks
+from coat_vlm.fp8 import Arithmetic, WeightReuse, convert, graph_blocks
 from coat_vlm.model import CoatVlm
 from coat_vlm.optim import CoatAdamW, param_groups
-from coat_vlm.plan.zero import ZeroStage
-from coat_vlm.train.engine import build_engine, clips_itself
+from coat_vlm.plan.activations import Activations, trace
+from coat_vlm.plan.frames import gpu_arithmetic
+from coat_vlm.plan.zero import ZeroStage, rank_memory, sizes_of, state_bytes_per_parameter
+from coat_vlm.train.engine import build_engine, clips_itself, set_train_mode, set_trainable
 
-OptimizerName = Literal["none", "adamw", "coat", "torchao_fp8", "torchao_8bit"]
+OptimizerName = Literal["none", "adamw", "coat"]
 
 LR = 2e-5
 """High enough to lower the loss of a repeated batch within a few steps."""
-
-
-class Loop(Protocol):
-    """Repeats a step."""
-
-    def step(self, inputs: Inputs) -> Tensor:
-        """One step on a batch; its loss before the step, on the device."""
-        ...
-
-    def close(self) -> None:
-        """Let go of all memory but the model's."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +49,7 @@ class PlainLoop:
     accumulation: int
 
     def step(self, inputs: Inputs) -> Tensor:
-        """Both passes of every micro-batch."""
+        """Both passes of every micro-batch; the loss, on the device."""
         loss = torch.zeros(())
         with self.reuse.scope(self.accumulation):
             for _ in range(self.accumulation):
@@ -86,8 +77,10 @@ class EngineLoop:
     """Clip gradients here; DeepSpeed does it otherwise."""
 
     def step(self, inputs: Inputs) -> Tensor:
-        """As :class:`coat_vlm.train.loop.StageRun` takes one."""
-        self._set_lr()
+        """As :class:`coat_vlm.train.step.TrainStep` does; the loss before it, on the device."""
+        optimizer: Any = self.engine.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = LR
         loss = torch.zeros(())
         with ExitStack() as kept:
             kept.enter_context(self.reuse.scope(self.accumulation))
@@ -106,13 +99,8 @@ class EngineLoop:
         """Take DeepSpeed's hooks off the model, and all memory from both."""
         take_apart(self.engine, self.model)
 
-    def _set_lr(self) -> None:
-        optimizer: Any = self.engine.optimizer
-        for group in optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):  # torchao's
-                group["lr"].fill_(LR)
-            else:
-                group["lr"] = LR
+
+Loop = PlainLoop | EngineLoop
 
 
 def take_apart(engine: DeepSpeedEngine, model: CoatVlm) -> None:
@@ -137,7 +125,7 @@ def take_apart(engine: DeepSpeedEngine, model: CoatVlm) -> None:
         vars(held).clear()
 
 
-def stage_config(batch: int, accumulation: int, ranks: int, checkpointing: bool) -> StageConfig:
+def stage_config(batch: int = 1, accumulation: int = 1, ranks: int = 1) -> StageConfig:
     """A stage that trains all modules."""
     train = ModuleTraining(train=True, lr=LR)
     return StageConfig(
@@ -149,22 +137,20 @@ def stage_config(batch: int, accumulation: int, ranks: int, checkpointing: bool)
         micro_batch_size=batch,
         max_steps=1,
         weight_decay=0.1,
-        gradient_checkpointing=checkpointing,
     )
 
 
 def fp8_config(
     precision: Precision,
-    optimizer: OptimizerName,
+    optimizer: OptimizerName = "coat",
     graphs: bool = False,
     bf16_forward_first: int | None = None,
 ) -> Fp8Config | None:
     """What an FP8 precision makes FP8; the optimizer is one that a recipe can name, if it is."""
     if precision not in FP8_PRECISIONS:
         return None
-    own = optimizer == "coat"
     return Fp8Config(
-        optimizer="coat" if own else "adamw",
+        optimizer="coat" if optimizer == "coat" else "adamw",
         cuda_graphs=graphs,
         bf16_forward_first=None if precision == "fp8_linear" else bf16_forward_first,
     )
@@ -211,24 +197,82 @@ def engine_loop(
         zero_stage=zero_stage,
         cudnn_attention=cudnn_attention,
     )
-    given = _foreign(model, stage, arithmetic, optimizer)
+    given = None
+    if optimizer == "coat" and arithmetic.fp8 is None:  # which no recipe gives to this precision
+        given = CoatAdamW(
+            param_groups(model, stage),
+            lr=0.0,
+            betas=stage.betas,
+            eps=stage.eps,
+            codec=Fp8Config().codec(stage.betas[1]),
+        )
     engine = build_engine(model, recipe, stage, arithmetic, world, given)
     clip = stage.grad_clip if clips_itself(recipe, arithmetic) else None
     reuse = arithmetic.weight_reuse(model, world.device)
     return EngineLoop(engine, model, reuse, accumulation, clip)
 
 
-def _foreign(
-    model: CoatVlm, stage: StageConfig, arithmetic: Arithmetic, name: OptimizerName
-) -> torch.optim.Optimizer | None:
-    """An optimizer that no recipe gives to this precision; None where one does."""
-    settings: dict[str, Any] = {"lr": 0.0, "betas": stage.betas, "eps": stage.eps}
-    if name == "coat" and arithmetic.fp8 is None:
-        codec = Fp8Config().codec(stage.betas[1])
-        return CoatAdamW(param_groups(model, stage), codec=codec, **settings)
-    if name in ("adamw", "coat"):
-        return None
-    from torchao import optim  # pyright: ignore[reportMissingImports]
+def traced(
+    shape: VlmShape,
+    precision: Precision,
+    batch: int,
+    *,
+    reuse_weights: bool,
+    bf16_forward_first: int | None = None,
+) -> tuple[CoatVlm, Activations]:
+    """A model on ``meta`` as it would stand on a GPU, and the memory of its passes over a batch.
 
-    kind = {"torchao_fp8": optim.AdamWFp8, "torchao_8bit": optim.AdamW8bit}[name]
-    return kind(param_groups(model, stage), **settings)
+    Args:
+        shape: the model and its samples.
+        precision: one of our own.
+        batch: samples of a micro-batch. Memory is not on a line through two small batches: their
+            logits are fewer chunks.
+        reuse_weights: whether micro-batches share FP8 weights.
+        bf16_forward_first: that key of ``fp8``.
+    """
+    arithmetic = gpu_arithmetic(
+        precision, fp8_config(precision, bf16_forward_first=bf16_forward_first)
+    )
+    frame, stage = shape.frame(arithmetic.dtype), stage_config()
+    set_trainable(frame, stage)
+    if arithmetic.fp8 is not None:
+        convert(frame, arithmetic.fp8)
+    set_train_mode(frame, stage)
+    text = shape.tokens - shape.images * frame.config.tokens_per_image
+    activations = trace(
+        frame, batch, shape.tokens, shape.images, trained=text, reuse_weights=reuse_weights
+    )
+    return frame, activations
+
+
+def planned_gb(
+    frame: CoatVlm,
+    stage: StageConfig,
+    activations: Activations,
+    *,
+    optimizer: OptimizerName,
+    zero_stage: ZeroStage,
+    ranks: int,
+    accumulates: bool,
+) -> float:
+    """What ``coat-vlm plan`` expects of a rank's highest memory, in 10^9 bytes.
+
+    Args:
+        frame: the model on ``meta``, with what trains already set.
+        stage: says which parameters are optimized together.
+        activations: of a micro-batch.
+        optimizer: ``none`` for both passes alone, whose gradients are freed between steps.
+        zero_stage: of DeepSpeed.
+        ranks: processes.
+        accumulates: whether a step has several micro-batches.
+    """
+    if optimizer == "none":
+        sizes = sizes_of(frame, stage, 0.0)
+        weights = sizes.weight_bytes * sizes.parameters + activations.weight_copies
+        if accumulates:  # the gradients of the micro-batches before stay
+            return (weights + sizes.weight_bytes * sizes.trained + activations.peak()) / 1e9
+        return (weights + activations.peak(sizes.weight_bytes)) / 1e9
+    kind = CoatAdamW if optimizer == "coat" else torch.optim.AdamW
+    sizes = sizes_of(frame, stage, state_bytes_per_parameter(kind))
+    memory = rank_memory(zero_stage, sizes, ranks, activations, accumulates=accumulates)
+    return memory.peak / 1e9

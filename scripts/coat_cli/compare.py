@@ -53,22 +53,26 @@ the mean and spread over seeds as well. Benchmarks stand beside published figure
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from coat_eval.compare import compare_runs, format_comparison
-    from coat_eval.curves import draw_curves
+    from coat_eval.compare import compare_runs, draw_curves, format_comparison
 
-    _check(args)
-    trained = [(path / "recipe.yaml").is_file() for path in (*args.runs, *args.other)]
-    if all(trained):
+    paths = [*args.runs, *args.other]
+    if args.html is None and (args.flips is not None or args.media_root is not None):
+        raise ValueError("--flips and --media-root have no effect without --html FILE")
+    if (args.html or args.json) and args.other and len(paths) > 2:
+        raise ValueError(
+            "--html and --json compare single models; name them one after the other, without --with"
+        )
+    trained = all((path / "recipe.yaml").is_file() for path in paths)
+    if trained:
         say(format_comparison(compare_runs(args.runs, args.other, seed=args.seed)))
     elif args.plot is not None or len(args.other) > 1 or (args.other and len(args.runs) > 1):
         raise ValueError(
             "groups and training curves are for run folders (they have recipe.yaml); name reports "
             "one after the other: coat-vlm compare A B C"
         )
-    paths = [*args.runs, *args.other]
     if len(paths) > 1 and (not args.other or len(paths) == 2):
         _compare_items(args, paths)
-    elif not all(trained):
+    elif not trained:
         raise ValueError(f"one report has nothing to compare with; give two: {paths[0]} OTHER")
     if args.plot is not None:
         draw_curves(args.runs, args.other, tuple(args.labels), args.plot)
@@ -76,19 +80,10 @@ def _compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    if args.html is None and (args.flips is not None or args.media_root is not None):
-        raise ValueError("--flips and --media-root have no effect without --html FILE")
-    if (args.html or args.json) and args.other and len(args.runs) + len(args.other) > 2:
-        raise ValueError(
-            "--html and --json compare single models; name them one after the other, without --with"
-        )
-
-
 def _compare_items(args: argparse.Namespace, paths: list[Path]) -> None:
     from coat_eval.differences import compare_items, format_differences
+    from coat_eval.files import write_json
     from coat_eval.flips import FLIPS_PER_SET, write_flips
-    from coat_eval.score import write_json
 
     comparison = compare_items(paths, seed=args.seed)
     say(f"\n{format_differences(comparison)}")

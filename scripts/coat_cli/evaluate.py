@@ -2,12 +2,12 @@
 
 import argparse
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from coat_cli import eval_tasks
-from coat_cli.command import Commands, command, complain, say
+from coat_cli.command import PRECISIONS, Commands, command, complain, say
 
 if TYPE_CHECKING:
     from coat_data.sample import Sample
@@ -29,8 +29,18 @@ def _add_eval(commands: Commands) -> None:
         """\
   coat-vlm eval --run runs/quickstart        # all evaluation sets of the run's recipe
   coat-vlm eval --model runs/quickstart/sft/model --task yes_no --data my_set --out my_set/out
-"""
-        + eval_tasks.EXAMPLES,
+  coat-vlm eval --model runs/quickstart --tasks pope,gqa --data benchmarks --out out
+  coat-vlm eval --model runs/nvila/sft/model --tasks textvqa,textvqa_no_ocr \\
+      --data benchmarks --out out --limit 100
+  torchrun --nproc-per-node 8 --no-python coat-vlm eval --model llava-hf/llava-1.5-7b-hf \\
+      --tasks videomme,videomme_subtitles --data benchmarks --out out
+
+Official benchmarks (--tasks) are read from --data/TASK in their official files or in the Hub's
+Parquet files: coat-vlm data download TASK fetches them, docs/evaluation.md lists them. --model is a
+run folder, a model folder, or any image-text-to-text model of Hugging Face, which is shown a video
+as a video if it takes videos, else as images. A killed run goes on with the same command. Every GPU
+that torchrun starts a process for answers its share.
+""",
     )
     parser.add_argument(
         "--run", type=Path, help="run folder; exit status 1 if a required figure is missed"
@@ -48,7 +58,36 @@ def _add_eval(commands: Commands) -> None:
         "--max-new-tokens", type=int, help="longest answer; default 16, of benchmarks 128"
     )
     parser.add_argument("--limit", type=int, help="only the first questions")
-    eval_tasks.add_arguments(parser)
+    suite = parser.add_argument_group("official benchmarks")
+    suite.add_argument(
+        "--tasks", metavar="TASK,...",
+        help="pope, gqa, vqav2, textvqa, vizwiz, seedbench, mmmu, videomme; other prompts: "
+        "textvqa_no_ocr, mmmu_all_images, videomme_subtitles; ranking the choices' texts in place "
+        "of asking for a letter: seedbench_likelihood, seedbench_likelihood_sum",
+    )  # fmt: skip
+    suite.add_argument("--split", help="e.g. test; default: the split with answers")
+    suite.add_argument("--profile", help="scoring rules: official (default), lmms, vlmeval")
+    model = parser.add_argument_group("the model, also with --task")
+    model.add_argument(
+        "--precision", choices=PRECISIONS,
+        help="how to compute; default: a run folder as it was trained, a model folder plainly in "
+        "its weights' dtype (FP32 on a CPU)",
+    )  # fmt: skip
+    model.add_argument(
+        "--device", help="e.g. cpu; also with --run; default: the process's GPU if there is one"
+    )
+    suite.add_argument(
+        "--num-frames", type=int,
+        help="frames of a video for models that are not of this project; default 8 (run.json "
+        "says whether they were handed over as a video or as images)",
+    )  # fmt: skip
+    model.add_argument(
+        "--num-workers", type=int,
+        help="processes that decode ahead; default 0 on a CPU and with --task, else up to 12",
+    )  # fmt: skip
+    model.add_argument(
+        "--overwrite", action="store_true", help="replace answers of another model or prompt"
+    )
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -59,17 +98,16 @@ def _eval(args: argparse.Namespace) -> int:
         if given:
             raise ValueError(f"--run takes the model and the sets from the run; drop {given[0]}")
         _check(args, "--run", _NOT_WITH_RUN)
-        return _eval_run(args)
-    missing = [flag for flag in single if flag not in given]
-    if missing:
-        raise ValueError(f"missing {', '.join(missing)} (or give --run RUN_DIR instead)")
-    if args.tasks is None:
+    elif len(given) < len(single):
+        missing = ", ".join(flag for flag in single if flag not in given)
+        raise ValueError(f"missing {missing} (or give --run RUN_DIR instead)")
+    elif args.tasks is None:
         _check(args, "--task", _NOT_WITH_TASK)
-        return _eval_set(args)
-    if args.task is not None:
+    elif args.task is not None:
         raise ValueError("--task is for a set of your own, --tasks for benchmarks; give one")
-    _check(args, "--tasks", _NOT_WITH_TASKS)
-    return eval_tasks.evaluate_tasks(args)
+    else:
+        _check(args, "--tasks", _NOT_WITH_TASKS)
+    return _eval_model(args) if args.run is None else _eval_run(args)
 
 
 _FOR_BENCHMARKS = "is for official benchmarks (--tasks)"
@@ -83,6 +121,8 @@ _NOT_WITH_RUN = {
 _NOT_WITH_TASKS = {
     "media_root": "is for a set of your own (--task); benchmarks have their media below --data"
 }
+_SET_TOKENS = 16
+"""The longest answer to a question set, as ``coat_vlm.train.evaluation`` has it."""
 _SIZES = {"batch_size": 1, "max_new_tokens": 1, "limit": 1, "num_frames": 1, "num_workers": 0}
 """The least that makes sense."""
 
@@ -104,47 +144,79 @@ def _flag(name: str) -> str:
 
 
 def _eval_run(args: argparse.Namespace) -> int:
-    from coat_eval import evaluate_run, format_table
+    from coat_eval import Generation, evaluate_run, format_table
+    from coat_eval.generation import joined_ranks, own_device
     from coat_vlm.config.load import load_recipe
 
-    unmet = evaluate_run(
-        args.run,
-        device=args.device,
-        batch_size=args.batch_size,
-        max_new_tokens=16 if args.max_new_tokens is None else args.max_new_tokens,
-        limit=args.limit,
+    generation = Generation(
+        batch_size=args.batch_size, max_new_tokens=args.max_new_tokens or _SET_TOKENS
     )
-    eval_json = json.loads((args.run / "eval.json").read_text(encoding="utf-8"))
-    say(format_table(eval_json, load_recipe(str(args.run / "recipe.yaml"))))
+    device = own_device(args.device)
+    with joined_ranks() as world:
+        unmet = evaluate_run(args.run, generation, device=device, limit=args.limit, world=world)
+        if world.is_main:
+            eval_json = json.loads((args.run / "eval.json").read_text(encoding="utf-8"))
+            say(format_table(eval_json, load_recipe(str(args.run / "recipe.yaml"))))
     for miss in unmet:
         complain(f"missed: {miss}")
     return 1 if unmet else 0
 
 
-def _eval_set(args: argparse.Namespace) -> int:
-    from coat_eval import evaluate, get_task
-    from coat_vlm.generate import load
+def _eval_model(args: argparse.Namespace) -> int:
+    """Answer the questions of one set, or of benchmarks one after the other."""
+    from coat_eval import Choice, Generation, Settings, get_task, load_answerer, run_benchmark
+    from coat_eval.answerer import ModelOptions
+    from coat_eval.coat_answerer import CoatAnswerer
+    from coat_eval.generation import default_workers, joined_ranks, own_device
+    from coat_eval.runner import choose
 
-    task = get_task(args.task)
-    model_dir = Path(args.model)
-    model, processor = load(model_dir, args.device, precision=args.precision)
-    report = evaluate(
-        model,
-        processor,
-        task,
-        args.data,
-        args.out,
-        model_dir=model_dir,
-        media_root=args.media_root,
-        batch_size=args.batch_size,
-        max_new_tokens=16 if args.max_new_tokens is None else args.max_new_tokens,
-        limit=args.limit,
-        num_workers=args.num_workers or 0,
-        precision=args.precision,
-        on_mismatch="overwrite" if args.overwrite else "error",
-    )
-    say(json.dumps(report["metrics"], indent=2))
+    own_set = args.tasks is None
+    common = {"limit": args.limit, "overwrite": args.overwrite}
+    if own_set:
+        choices = [Choice(benchmark=get_task(args.task, args.media_root), **common)]
+    else:
+        common |= {
+            "split": args.split or "",
+            "settings": Settings(profile=args.profile or "official"),
+        }
+        choices = [choose(name.strip(), args.data, **common) for name in args.tasks.split(",")]
+    device = own_device(args.device)
+    workers = args.num_workers
+    if workers is None:
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        workers = 0 if own_set else default_workers(device.type, processes)
+    tokens = args.max_new_tokens or (_SET_TOKENS if own_set else 128)
+    generation = Generation(batch_size=args.batch_size, max_new_tokens=tokens, num_workers=workers)
+    options = ModelOptions(device=device, precision=args.precision, num_frames=args.num_frames or 8)
+    with joined_ranks() as world:
+        load = CoatAnswerer.load if own_set else load_answerer
+        answerer = load(args.model, options)
+        for choice in choices:
+            out = args.out if own_set else args.out / choice.name
+            report = run_benchmark(
+                answerer, choice, args.data, out, generation, world=world, model_name=args.model
+            )
+            if world.is_main:
+                say(json.dumps(report["metrics"], indent=2) if own_set else _text(report, out))
     return 0
+
+
+def _text(report: dict[str, Any], folder: Path) -> str:
+    from coat_eval.report import headline
+
+    lines = [folder.name, headline(report)]
+    problems = f"cannot be read: {folder / 'media_problems.jsonl'} lists them"
+    if report["n_media_problems"]:
+        lines.append(
+            f"{report['n_media_problems']} questions were not asked and count as wrong, because an "
+            f"image or video {problems}"
+        )
+    if report["n_asked_without"]:
+        lines.append(
+            f"{report['n_asked_without']} questions were asked without their subtitles, which "
+            f"{problems}"
+        )
+    return "\n".join([*lines, f"{folder / 'report.json'} has all metrics and items\n"])
 
 
 OFFICIAL = ("pope", "gqa", "vqav2", "textvqa", "vizwiz", "seedbench", "mmmu", "videomme")
@@ -231,7 +303,12 @@ def _score(args: argparse.Namespace) -> int:
             "one --predictions file"
         )
     _check(args, f"score {name}", _NOT_WITH_OWN_SET)
-    return _score_set(args, name)
+    from coat_eval import get_task, score_set
+
+    chosen = {"limit": args.limit, "allow_missing": args.allow_missing}
+    report = score_set(get_task(name), args.data, args.predictions[0], args.out, **chosen)
+    say(json.dumps(report["metrics"], indent=2))
+    return 0
 
 
 _NOT_WITH_OWN_SET = {
@@ -243,15 +320,13 @@ _NOT_WITH_OWN_SET = {
 
 
 def _score_official(args: argparse.Namespace, name: str) -> int:
-    from coat_eval.benchmark import Settings
-    from coat_eval.official import headline, score_official
-    from coat_eval.tasks import get_benchmark
+    from coat_eval import Settings, get_benchmark, score_official
+    from coat_eval.report import headline
 
-    benchmark = get_benchmark(name)
     chosen = {key: getattr(args, key) for key in ("profile", "fallback", "seed")}
     chosen = {key: value for key, value in chosen.items() if value is not None}
     report = score_official(
-        benchmark,
+        get_benchmark(name),
         args.predictions,
         args.references,
         settings=Settings(raw=args.raw, **chosen),
@@ -260,22 +335,7 @@ def _score_official(args: argparse.Namespace, name: str) -> int:
         report_path=args.out,
         submission_path=args.submission,
     )
-    say(f"{headline(benchmark, report)}\n{args.out} has all metrics")
-    return 0
-
-
-def _score_set(args: argparse.Namespace, name: str) -> int:
-    from coat_eval import get_task, score_file
-
-    report = score_file(
-        get_task(name),
-        args.data,
-        args.predictions[0],
-        args.out,
-        limit=args.limit,
-        allow_missing=args.allow_missing,
-    )
-    say(json.dumps(report["metrics"], indent=2))
+    say(f"{headline(report)}\n{args.out} has all metrics")
     return 0
 
 

@@ -82,7 +82,7 @@ def _export(args: argparse.Namespace) -> int:
     import torch
 
     from coat_vlm.export.compressed import table
-    from coat_vlm.export.export import export, export_adapter
+    from coat_vlm.export.hugging_face import export, export_adapter
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
     if not args.adapter:

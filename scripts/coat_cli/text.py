@@ -59,18 +59,25 @@ def _eval_text(args: argparse.Namespace) -> int:
     tasks = [name.strip() for name in args.tasks.split(",") if name.strip()]
     if not (tasks or args.text):
         raise ValueError("nothing to do: give --text FILE ..., --tasks A,B or both")
-    from coat_eval.language import load_language_model
-    from coat_eval.score import write_json
+    from coat_eval.files import file_sha256, write_json
+    from coat_eval.language import load_language_model, measure_perplexity, read_documents
+    from coat_eval.text_suite import run_text_suite
 
     files = _files(args.file)
-    documents = _documents(args)  # a broken file is told before the model is loaded
+    # A broken file is told before the model is loaded.
+    documents = {path: read_documents(path, args.text_field) for path in args.text}
     model, tokenizer = load_language_model(args.model, precision=args.precision)
     report: dict[str, Any] = {"model": str(args.model)}
-    if documents:
-        report["text"] = _perplexities(args, model, tokenizer, documents)
+    for path, texts in documents.items():
+        sizes = {"window": args.window, "stride": args.stride, "batch_size": args.batch_size}
+        measured = measure_perplexity(model, tokenizer, texts, **sizes)
+        row = {**measured.to_json(), "sha256": file_sha256(path)}
+        report.setdefault("text", {})[str(path)] = row
+        say(
+            f"{path}: perplexity {measured.perplexity:.4f}  bits/byte "
+            f"{measured.bits_per_byte:.4f}  {measured.tokens:,} tokens"
+        )
     if tasks:
-        from coat_eval.text_suite import run_text_suite
-
         suite = run_text_suite(
             model,
             tokenizer,
@@ -99,35 +106,3 @@ def _files(words: list[str]) -> dict[str, Path]:
             raise ValueError(f"--file {word}: expected TASK=FILE, such as svamp=SVAMP.json")
         files[name] = Path(path)
     return files
-
-
-def _documents(args: argparse.Namespace) -> dict[Path, list[str]]:
-    if not args.text:
-        return {}
-    from coat_eval.perplexity import read_documents
-
-    return {path: read_documents(path, args.text_field) for path in args.text}
-
-
-def _perplexities(
-    args: argparse.Namespace, model: Any, tokenizer: Any, documents: dict[Path, list[str]]
-) -> dict[str, Any]:
-    from coat_eval.perplexity import measure_perplexity
-    from coat_eval.score import file_sha256
-
-    found = {}
-    for path, texts in documents.items():
-        measured = measure_perplexity(
-            model,
-            tokenizer,
-            texts,
-            window=args.window,
-            stride=args.stride,
-            batch_size=args.batch_size,
-        )
-        found[str(path)] = {**measured.to_json(), "sha256": file_sha256(path)}
-        say(
-            f"{path}: perplexity {measured.perplexity:.4f}  bits/byte "
-            f"{measured.bits_per_byte:.4f}  {measured.tokens:,} tokens"
-        )
-    return found

@@ -56,7 +56,7 @@ def _train(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, overrides)
     subsets = []
     if recipe.eval_every:
-        from coat_eval.subset import eval_subsets
+        from coat_eval import eval_subsets
 
         subsets = eval_subsets(recipe)
     # DeepSpeed takes seconds to import: a mistake in the recipe is told before that.

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from coat_bench.rows import replace_csv
+from coat_bench.rows import replace_csv, table
 from coat_vlm.report.plots import COLOURS
 
 COLUMNS = ("precision", "seed", "step", "training_loss", "held_out_loss")
@@ -93,11 +93,11 @@ def format_curves(curves: Sequence[DecoderCurve]) -> str:
 def _by_step(groups: list[list[DecoderCurve]]) -> str:
     seeds = len(groups[0])
     of = f", mean of {seeds} seeds" if seeds > 1 else ""
-    lines = _head(["step", *(f"{group[0].precision}, held out{of}" for group in groups)])
+    lines = []
     for step in groups[0][0].held_out:
         means = [np.mean([curve.held_out[step] for curve in group]) for group in groups]
-        lines.append(_line([str(step), *(f"{mean:.4f}" for mean in means)]))
-    return "\n".join(lines)
+        lines.append([str(step), *(f"{mean:.4f}" for mean in means)])
+    return table(["step", *(f"{group[0].precision}, held out{of}" for group in groups)], lines)
 
 
 def _by_seed(groups: list[list[DecoderCurve]]) -> str:
@@ -106,17 +106,17 @@ def _by_seed(groups: list[list[DecoderCurve]]) -> str:
     for what in ("held out there", f"training, last {LAST_STEPS}"):
         head += [f"{names[0]}, {what}"]
         head += [text for name in names[1:] for text in (f"{name}, {what}", "difference")]
-    lines = _head(head)
-    table: list[list[float]] = []
+    lines: list[list[str]] = []
+    losses: list[list[float]] = []
     for runs in zip(*groups, strict=True):
         best = runs[0].best_step
-        table.append([curve.held_out[best] for curve in runs])
-        table[-1] += [curve.final_training for curve in runs]
-        lines.append(_line([str(runs[0].seed), str(best), *_cells(table[-1], len(runs))]))
-    if len(table) > 1:
-        means = [float(np.mean(column)) for column in zip(*table, strict=True)]
-        lines.append(_line(["mean", "", *_cells(means, len(groups))]))
-    return "\n".join(lines)
+        losses.append([curve.held_out[best] for curve in runs])
+        losses[-1] += [curve.final_training for curve in runs]
+        lines.append([str(runs[0].seed), str(best), *_cells(losses[-1], len(runs))])
+    if len(losses) > 1:
+        means = [float(np.mean(column)) for column in zip(*losses, strict=True)]
+        lines.append(["mean", "", *_cells(means, len(groups))])
+    return table(head, lines)
 
 
 def _cells(losses: list[float], number: int) -> list[str]:
@@ -127,14 +127,6 @@ def _cells(losses: list[float], number: int) -> list[str]:
         for other in others:
             cells += [f"{other:.4f}", f"{100 * (other / first - 1):+.2f}%"]
     return cells
-
-
-def _head(names: list[str]) -> list[str]:
-    return [_line(names), f"|{' --- |' * len(names)}"]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def draw_curves(curves: Sequence[DecoderCurve], out: Path) -> None:

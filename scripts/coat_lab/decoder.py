@@ -4,13 +4,16 @@ The loop is plain PyTorch around :func:`coat_vlm.fp8.convert` and :class:`coat_v
 BF16 weights, FP32 masters, the same batches for every precision. Held-out loss is that of the
 text's last tenth. With an output folder every run's losses are there as soon as it ends, and the
 same benchmark started again goes on with the runs that are missing.
+
+``--across`` computes the losses of each trained model in the other precisions, too: it tells what
+FP8 costs in the weights from what it costs in a pass.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from coat_bench.rows import origin, read_rows, replace_csv, table
 from coat_lab.curves import DecoderCurve, read_curves, write_curves
-from coat_vlm.checkout import commit
 from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Precision
 from coat_vlm.fp8 import Arithmetic, arithmetic_of, graph_blocks
 from coat_vlm.model.processor import train_tokenizer
@@ -32,6 +35,7 @@ HELD_OUT = 0.1
 """Share of the text, its end, that is not trained on."""
 CURVES = "decoder.csv"
 SETTINGS = "decoder.json"
+ACROSS = "across.csv"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,18 +85,15 @@ class Corpus:
     """The text's last tenth."""
 
 
-OnTrained = Callable[[nn.Module, DecoderCurve, Corpus], None]
-
-
 def bench_decoder(
     texts: Sequence[Path],
     precisions: Sequence[str],
     seeds: Sequence[int],
     bench: DecoderBench,
     out: Path | None = None,
-    on_trained: OnTrained | None = None,
-    seen: Collection[tuple[str, int]] = (),
-) -> Iterator[list[DecoderCurve]]:
+    *,
+    across: bool = False,
+) -> Iterator[tuple[list[DecoderCurve], list["AcrossRow"]]]:
     """Train in every precision with every seed, the precisions of one seed after another.
 
     Args:
@@ -100,14 +101,15 @@ def bench_decoder(
         precisions: as :func:`arithmetic_called` takes them.
         seeds: of the model's start and of the batches.
         bench: the model and the training.
-        out: folder of ``decoder.csv`` (losses) and ``decoder.json`` (settings). Runs that are
-            there already are not repeated, but for ``on_trained``.
-        on_trained: called with every trained model, before its curve is kept: a run that is
-            interrupted there is not finished.
-        seen: precision and seed of the runs that ``on_trained`` need not see again.
+        out: folder of ``decoder.csv`` (losses), ``decoder.json`` (settings) and ``across.csv``.
+            Runs that are there already are not repeated, unless ``across.csv`` lacks them.
+        across: also compute each trained model's losses in all the precisions. They replace the
+            rows that its run has already; a precision that only these had is computed again, so
+            that all rows are of one model.
 
     Yields:
-        After every run: the curves so far, precision by precision as given.
+        After every run: the curves so far, precision by precision as given; and the losses across,
+        those of the file, too. A run that is interrupted between the two is not finished.
 
     Raises:
         ValueError: a precision is unknown, a text is too short, or ``out`` has curves of other
@@ -117,20 +119,25 @@ def bench_decoder(
     for precision in precisions:
         arithmetic_called(precision)
     done = {} if out is None else _open_folder(out, texts, bench)
+    rows = [] if out is None or not across else read_across(out / ACROSS)
     corpus = read_corpus(texts, bench)
     precisions, seeds = list(dict.fromkeys(precisions)), list(dict.fromkeys(seeds))
-    for seed in seeds:
-        for precision in precisions:
-            unseen = on_trained is not None and (precision, seed) not in seen
-            if unseen or (precision, seed) not in done:
-                curve, model = train_decoder(corpus, precision, bench, seed)
-                done[precision, seed] = curve
-                if on_trained is not None:
-                    on_trained(model, curve, corpus)
-                del model
+    for run in ((precision, seed) for seed in seeds for precision in precisions):
+        there = [row.arithmetic for row in rows if row.run == run]
+        if run not in done or (across and not set(precisions) <= set(there)):
+            curve, model = train_decoder(corpus, run[0], bench, run[1])
+            if across:
+                names = list(dict.fromkeys([*precisions, *there]))
+                found = losses_across(model, run, names, corpus, bench)
+                rows = [*(row for row in rows if row.run != run), *found]
                 if out is not None:
-                    write_curves(out / CURVES, list(done.values()))
-            yield [done[key] for key in product(precisions, seeds) if key in done]
+                    columns = [field.name for field in fields(AcrossRow)]
+                    replace_csv(out / ACROSS, columns, [astuple(row) for row in rows])
+            done[run] = curve
+            del model
+            if out is not None:
+                write_curves(out / CURVES, list(done.values()))
+        yield [done[key] for key in product(precisions, seeds) if key in done], rows
 
 
 def _open_folder(
@@ -154,12 +161,8 @@ def _open_folder(
                 "write to another folder"
             )
     else:
-        cuda = torch.cuda.is_available()
-        where = {
-            "commit": commit() or "unknown",
-            "device": torch.cuda.get_device_name() if cuda else "cpu",
-            "torch": torch.__version__,
-        }
+        _, commit, device, version, _ = origin()
+        where = {"commit": commit, "device": device, "torch": version}
         text = json.dumps({"settings": settings, "made with": where}, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
     curves = read_curves(out / CURVES)
@@ -219,26 +222,43 @@ def train_decoder(
         ValueError: there is no such precision, or FP8 does not fit the model.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ids = corpus.training
     arithmetic = arithmetic_called(precision)
     torch.manual_seed(seed)
     model = build_decoder(bench).to(device, arithmetic.dtype)
     arithmetic.apply(model)
     graph_blocks(model, arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs)
-    masters = Masters(model, _optimizer(arithmetic.fp8, bench))
+    masters = Masters(model, adamw(bench, arithmetic.fp8))
     curve = DecoderCurve(precision, seed)
-    draw = torch.Generator().manual_seed(seed)
-    for step in tqdm(range(bench.steps), desc=f"{precision}, seed {seed}", unit="step"):
-        starts = torch.randint(0, len(ids) - bench.tokens, (bench.batch_size,), generator=draw)
-        batch = torch.stack([ids[i : i + bench.tokens] for i in starts.tolist()]).to(device)
-        loss = model.train()(input_ids=batch, labels=batch).loss
-        loss.backward()
-        masters.step(lr_factor(step, bench.steps, bench.steps // 10, "cosine", 0.1), bench)
-        curve.training.append(loss.item())
-        if (step + 1) % bench.eval_every_steps == 0 or step + 1 == bench.steps:
-            curve.held_out[step + 1] = text_loss(model, corpus.held_out, bench)
+    batches = islice(drawn_batches(corpus, bench, seed), bench.steps)
+    losses = train_steps(model, masters, batches, bench)
+    for step, loss in enumerate(
+        tqdm(losses, f"{precision}, seed {seed}", bench.steps, unit="step"), start=1
+    ):
+        curve.training.append(loss)
+        if step % bench.eval_every_steps == 0 or step == bench.steps:
+            curve.held_out[step] = text_loss(model, corpus.held_out, bench)
     graph_blocks(model, enabled=False)
     return curve, model
+
+
+def drawn_batches(corpus: Corpus, bench: DecoderBench, seed: int) -> Iterator[Tensor]:
+    """Token ids [batch size, tokens] from random places of the training text, without an end."""
+    ids, draw = corpus.training, torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(0, len(ids) - bench.tokens, (bench.batch_size,), generator=draw)
+        yield torch.stack([ids[i : i + bench.tokens] for i in starts.tolist()])
+
+
+def train_steps(
+    model: Any, masters: "Masters", batches: Iterable[Tensor], bench: DecoderBench, first: int = 0
+) -> Iterator[float]:
+    """Take a step on each batch, from the schedule's step ``first`` on; yields its loss."""
+    for step, batch in enumerate(batches, first):
+        ids = batch.to(model.device)
+        loss = model.train()(input_ids=ids, labels=ids).loss
+        loss.backward()
+        masters.step(lr_factor(step, bench.steps, bench.steps // 10, "cosine", 0.1), bench)
+        yield loss.item()
 
 
 class Masters:
@@ -273,9 +293,11 @@ class Masters:
                 weight.copy_(copy)
 
 
-def _optimizer(
-    fp8: Fp8Config | None, bench: DecoderBench
+def adamw(
+    bench: DecoderBench, fp8: Fp8Config | None = None
 ) -> Callable[[list[nn.Parameter], list[nn.Parameter]], torch.optim.Optimizer]:
+    """Builds an optimizer of (decayed, plain) parameters: torch's, or ours if ``fp8`` says so."""
+
     def build(decayed: list[nn.Parameter], plain: list[nn.Parameter]) -> torch.optim.Optimizer:
         groups: list[dict[str, Any]] = [
             {"params": decayed, "weight_decay": bench.weight_decay},
@@ -342,3 +364,71 @@ def text_loss(model: Any, ids: Tensor, bench: DecoderBench) -> float:
         for chunk in rows.split(bench.batch_size)
     ]
     return sum(losses) / len(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class AcrossRow:
+    """Losses of one model in one arithmetic, in nats per token."""
+
+    precision: str
+    """What it was trained in."""
+    seed: int
+    arithmetic: str
+    """What its losses are computed in."""
+    training_text: float
+    """Over the text that it was trained on."""
+    held_out: float
+
+    @property
+    def run(self) -> tuple[str, int]:
+        """Precision and seed."""
+        return self.precision, self.seed
+
+
+def losses_across(
+    model: nn.Module,
+    run: tuple[str, int],
+    precisions: Sequence[str],
+    corpus: Corpus,
+    bench: DecoderBench,
+) -> list[AcrossRow]:
+    """The losses of a model in the arithmetic of several precisions.
+
+    Args:
+        model: from :func:`train_decoder`; stays as it is.
+        run: the precision that it was trained in, and the seed.
+        precisions: as :func:`arithmetic_called` takes them.
+        corpus: the text.
+        bench: the model's shape.
+    """
+    weights = model.state_dict()
+    rows = []
+    for name in precisions:
+        arithmetic = arithmetic_called(name)
+        other = build_decoder(bench).to(next(model.parameters()).device, arithmetic.dtype)
+        other.load_state_dict(weights)
+        arithmetic.apply(other)
+        losses = [text_loss(other, ids, bench) for ids in (corpus.training, corpus.held_out)]
+        rows.append(AcrossRow(*run, name, *losses))
+    return rows
+
+
+def read_across(path: Path) -> list[AcrossRow]:
+    """The rows of a file of ``bench_decoder``, in its order; none if it is not there.
+
+    Raises:
+        ValueError: the file is another one.
+    """
+    if not path.is_file():
+        return []
+    return read_rows(path, AcrossRow, "coat-vlm bench decoder --across --out")
+
+
+def format_across(rows: Sequence[AcrossRow]) -> str:
+    """Markdown, one line per model: the loss on the training text in each arithmetic."""
+    names = list(dict.fromkeys(row.arithmetic for row in rows))
+    lines = []
+    for run in dict.fromkeys(row.run for row in rows):
+        own = {row.arithmetic: f"{row.training_text:.4f}" for row in rows if row.run == run}
+        lines.append([*map(str, run), *(own.get(name, "-") for name in names)])
+    return table(["trained in", "seed", *(f"training text in {name}" for name in names)], lines)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from coat_bench.rows import Row, local_origin, number, table
+from coat_bench.rows import Row, number, origin, table
 from coat_kernels import CODECS, GROUP, decode_moment, encode_moment, rounding_key
 
 BETA1, BETAS2, EPS = 0.9, (0.95, 0.999), 1e-8
@@ -158,7 +158,7 @@ def bench_moments(
     exact: dict[float, tuple[Tensor, Tensor]] = {}
     kept: dict[tuple[str, float], tuple[Tensor, Tensor]] = {}
     rows: list[MomentRow] = []
-    where = local_origin()
+    where = origin(on_gpu=False)
     for step, g in enumerate(tqdm(gradients(text, steps), total=steps, unit="step"), start=1):
         for beta2 in BETAS2:
             m, v = exact[beta2] = _moved(exact.get(beta2), g, beta2)

@@ -60,9 +60,7 @@ def label_of(image):
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cifar")
-    summary = convert_cifar10(
-        make_zip(folder / "small.zip"), folder / "out", val_per_class=8, progress=False
-    )
+    summary = convert_cifar10(make_zip(folder / "small.zip"), folder / "out", val_per_class=8)
     assert summary == {
         "images": 480,
         **{f"{name}.json": 400 for name in NAMES},
@@ -171,8 +169,8 @@ def contents(folder):
 
 def test_the_seed_decides_every_byte(out, tmp_path):
     source = make_zip(tmp_path / "small.zip")
-    convert_cifar10(source, tmp_path / "same", val_per_class=8, progress=False)
-    convert_cifar10(source, tmp_path / "other", val_per_class=8, seed=1, progress=False)
+    convert_cifar10(source, tmp_path / "same", val_per_class=8)
+    convert_cifar10(source, tmp_path / "other", val_per_class=8, seed=1)
     assert contents(tmp_path / "same") == contents(out)
     same, other = contents(tmp_path / "same"), contents(tmp_path / "other")
     changed = {name for name in same if same[name] != other[name]}
@@ -185,7 +183,6 @@ def test_limit_keeps_the_first_photos_and_the_same_validation(tmp_path):
         tmp_path / "out",
         val_per_class=8,
         limit_per_class=12,
-        progress=False,
     )
     train = [row["image"] for row in read_json(tmp_path / "out/naming.json")]
     val = [row["image"] for row in read_json(tmp_path / "out/naming_val.json")]
@@ -195,7 +192,7 @@ def test_limit_keeps_the_first_photos_and_the_same_validation(tmp_path):
 
 def fails(tmp_path, source, message, **settings):
     with pytest.raises(DataError, match=message) as caught:
-        convert_cifar10(source, tmp_path / "out", progress=False, **settings)
+        convert_cifar10(source, tmp_path / "out", **settings)
     assert caught.value.where == str(source)
     assert "train/<class>/<number>.jpg" in caught.value.remedy
     assert [path.name for path in tmp_path.iterdir()] in ([], [source.name])

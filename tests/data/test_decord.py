@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 from av.video.stream import VideoStream
 
-from coat_data.media.decord_child import frame_indices
-from coat_data.media.decord_reader import DecordError, DecordReader
+from coat_data.media.decord_reader import DecordError, DecordReader, frame_indices
 from coat_data.media.sampling import VIDEO_COUNTS, VideoSettings
 from coat_data.media.video import VideoReader
 from coat_data.sample import Media
@@ -50,21 +49,21 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Media:
 
 
 def child(*lines: str, timeout_s: float = 20.0) -> DecordReader:
-    """A reader whose child runs these lines for every request ``r`` on its standard input."""
+    """A reader whose child runs these lines for every request, of ``source`` and ``times``."""
     body = "\n    ".join(lines)
     code = (
-        f"import sys, json, time, os\nfor line in sys.stdin:\n    r = json.loads(line)\n    {body}"
+        "import sys, pickle, time, os, numpy as np\n"
+        "out = sys.stdout.buffer\n"
+        "while sys.stdin.buffer.peek(1):\n"
+        "    source, times, limit_s = pickle.load(sys.stdin.buffer)\n"
+        f"    {body}\n    out.flush()"
     )
     return DecordReader(timeout_s, (sys.executable, "-c", code))
 
 
 # 4 x 2 pixels, all 7, for each time that is asked for.
-GOOD = (
-    "sys.stdout.write(json.dumps(dict(times=r['times'], height=2, width=4)) + chr(10))",
-    "sys.stdout.flush()",
-    "sys.stdout.buffer.write(bytes([7] * 24 * len(r['times'])))",
-    "sys.stdout.flush()",
-)
+GOOD = "out.write(pickle.dumps((times, np.full((len(times), 2, 4, 3), 7, np.uint8))))"
+HALF = GOOD.replace("np.uint8))))", "np.uint8)))[:60])")
 
 
 def frames_of(reader: VideoReader, media: Media) -> list[bytes]:
@@ -72,7 +71,7 @@ def frames_of(reader: VideoReader, media: Media) -> list[bytes]:
 
 
 def test_what_the_child_answers_is_what_is_shown(clip: Media):
-    reader = VideoReader(VideoSettings(backend="decord", num_frames=3), child(*GOOD))
+    reader = VideoReader(VideoSettings(backend="decord", num_frames=3), child(GOOD))
     assert frames_of(reader, clip) == [bytes([7] * 24)] * 3
     assert reader.read(clip).times_s == pytest.approx([0.5, 1.5, 2.5], abs=1e-5)
     assert dict(reader.counts) == {"video_decord": 2}
@@ -83,11 +82,11 @@ def test_what_the_child_answers_is_what_is_shown(clip: Media):
     ("kind", "lines"),
     [
         ("timeout", ("time.sleep(60)",)),
-        ("timeout", ("sys.stdout.write('{')", "sys.stdout.flush()", "time.sleep(60)")),
-        ("timeout", (*GOOD[:2], "time.sleep(60)")),
+        ("timeout", ("out.write(pickle.dumps(times)[:1])", "out.flush()", "time.sleep(60)")),
+        ("timeout", (HALF, "out.flush()", "time.sleep(60)")),
         ("crash", ("os.abort()",)),
-        ("crash", (*GOOD[:2], "sys.stdout.write('short')", "sys.exit()")),
-        ("error", ("print(json.dumps(dict(error='bad')), flush=True)",)),
+        ("crash", (HALF, "sys.exit()")),
+        ("error", ("out.write(pickle.dumps('bad'))",)),
     ],
     ids=["hangs", "hangs in the head", "hangs in the body", "aborts", "ends early", "refuses"],
 )
@@ -104,9 +103,9 @@ def test_a_child_that_fails_is_counted_and_pyav_reads(clip: Media, kind: str, li
 
 
 def test_a_killed_child_is_replaced_and_a_good_one_is_kept():
-    hang_once = "time.sleep(60) if r['path'] == 'hang' else None"
-    tell = (GOOD[0].replace("r['times']", "[os.getpid()] * len(r['times'])"), *GOOD[1:])
-    reader = child(hang_once, *tell, timeout_s=2.0)
+    hang_once = "time.sleep(60) if source == 'hang' else None"
+    tell = GOOD.replace("(times, ", "([os.getpid()] * len(times), ")
+    reader = child(hang_once, tell, timeout_s=2.0)
     good, bad = Media(kind="video", path="a"), Media(kind="video", path="hang")
     pids = [reader.shown_at(good, [0.5])[0][0] for _ in range(2)]
     assert pids[0] == pids[1]
@@ -121,11 +120,7 @@ def test_a_killed_child_is_replaced_and_a_good_one_is_kept():
 
 
 def test_videos_in_memory_reach_the_child():
-    echo = "body = sys.stdin.buffer.read(r['size'])"
-    lines = (echo, "print(json.dumps(dict(error=body.decode())), flush=True)")
-    code = "import sys, json\nfor line in iter(sys.stdin.buffer.readline, b''):\n    r = json.loads"
-    code += "(line)\n    " + "\n    ".join(lines)
-    reader = DecordReader(20.0, (sys.executable, "-c", code))
+    reader = child("out.write(pickle.dumps(source.decode()))")
     with pytest.raises(DecordError, match="whole file"):
         reader.shown_at(Media(kind="video", data=b"whole file"), [0.5])
     reader.close()
@@ -144,7 +139,7 @@ def pid_of(reader: VideoReader) -> int:
 
 def test_a_forked_daemon_has_a_child_of_its_own(clip: Media):
     """As in a DataLoader's worker: it is a daemon, and it must not read its parent's answers."""
-    reader = VideoReader(VideoSettings(backend="decord", num_frames=1), child(*GOOD))
+    reader = VideoReader(VideoSettings(backend="decord", num_frames=1), child(GOOD))
     expected = frames_of(reader, clip)
     reader.counts.clear()
     context = multiprocessing.get_context("fork")

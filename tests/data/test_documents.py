@@ -14,11 +14,7 @@ from coat_data.containers.open import open_rows
 from coat_data.containers.text_file import BLOCK_BYTES, TextRows
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import IGNORE_INDEX, Encoder
-from coat_data.media.image import ImageTransform
-from coat_data.mixture.selection import SelectedRows, original_row, shards_of
-from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_data.text.chat import get_template
-from coat_data.text.documents import (
+from coat_data.load.prepare import (
     DocumentPieces,
     RowKinds,
     cut,
@@ -27,7 +23,11 @@ from coat_data.text.documents import (
     piece_of,
     row_kinds,
 )
-from coat_data.text.verify import check_labels, verify_template
+from coat_data.load.verify import check_labels, verify_template
+from coat_data.media.image import ImageTransform
+from coat_data.mixture.selection import SelectedRows, original_row, shards_of
+from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_data.text.chat import get_template
 
 LIMIT = 24
 HARD = (

@@ -99,7 +99,7 @@ def test_a_blend_by_weight(folder: Path) -> None:
     assert answers(SampleDataset(folder / "coyo#val").stream()) == [
         f"coyo val {n}" for n in range(3)
     ]
-    ingest(path, folder / "out", check_media=False, progress=False)  # every row once
+    ingest(path, folder / "out", check_media=False)  # every row once
     assert len(SampleDataset(folder / "out")) == 33
 
 

@@ -85,7 +85,7 @@ def test_round_trips(samples: list[Sample]) -> None:
         for to in FORMATS:
             out = folder / to
             try:
-                summary = export(source, out, to, shard_rows=2, progress=False)
+                summary = export(source, out, to, shard_rows=2)
             except DataError as error:
                 if to == "llava" and "no sample can be exported" in error.problem:
                     continue  # the others hold every sample
@@ -109,7 +109,7 @@ def test_a_text_that_looks_like_a_placeholder_is_left_out_of_llava(tmp_path: Pat
         good,
     ]
     source = stored(samples, tmp_path)
-    summary = export(source, tmp_path / "out", "llava", progress=False)
+    summary = export(source, tmp_path / "out", "llava")
     assert (summary.rows, summary.left_out) == (1, 2)
     listed = (tmp_path / "out/left_out.jsonl").read_text().splitlines()
     assert [json.loads(line)["where"] for line in listed] == [f"{source}:0", f"{source}:1"]
@@ -125,7 +125,7 @@ def test_files_folders_and_spans_of_videos(tmp_path: Path, to: ExportFormat) -> 
     span = {"path": "clip.mkv", "start": 1.5, "end": 2}
     rows = [{"video": video, "conversations": said} for video in (span, "frames")]
     (tmp_path / "a.json").write_text(json.dumps(rows))
-    summary = export(tmp_path / "a.json", tmp_path / "out", to, progress=False)
+    summary = export(tmp_path / "a.json", tmp_path / "out", to)
     read = list(SampleDataset(summary.path).stream())
     first = read[0]
     assert isinstance(first, Sample)
@@ -140,12 +140,12 @@ def test_files_folders_and_spans_of_videos(tmp_path: Path, to: ExportFormat) -> 
         return
     assert isinstance(read[1], Sample)
     assert (Path(read[1].media[0].path or "") / "0.png").read_bytes() == PNG
-    kept = export(tmp_path / "a.json", tmp_path / "kept", to, keep_paths=True, progress=False)
+    kept = export(tmp_path / "a.json", tmp_path / "kept", to, keep_paths=True)
     again = SampleDataset(kept.path, tmp_path)
     assert again[0].media[0].path == str(tmp_path / "clip.mkv")
     assert not (tmp_path / "kept/media").exists()
     with pytest.raises(DataError, match="not empty"):
-        export(tmp_path / "a.json", tmp_path / "kept", to, progress=False)
+        export(tmp_path / "a.json", tmp_path / "kept", to)
 
 
 @pytest.mark.parametrize("to", [*FORMATS, "ingest"])
@@ -155,10 +155,10 @@ def test_a_document_that_goes_on_does_so_when_read_back(tmp_path: Path, to: Any)
     source = SampleDataset(tmp_path / "book.txt")
     assert [sample.continues for sample in source.stream()] == [True, True, False]  # pyright: ignore
     if to == "ingest":
-        ingest(tmp_path / "book.txt", tmp_path / "out", progress=False)
+        ingest(tmp_path / "book.txt", tmp_path / "out")
         path = tmp_path / "out"
     else:
-        path = export(tmp_path / "book.txt", tmp_path / "out", to, progress=False).path
+        path = export(tmp_path / "book.txt", tmp_path / "out", to).path
     read = [sample for sample in SampleDataset(path).stream() if isinstance(sample, Sample)]
     assert [sample.continues for sample in read] == [True, True, False]
     assert "".join(sample.turns[1].text for sample in read) == text

@@ -190,6 +190,6 @@ def test_an_export_of_every_format_is_read_back_as_it_was(
     for to in FORMATS:
         if to == "llava" and name in ONLY_MESSAGES:
             continue
-        summary = export(path, tmp_path / to, to, progress=False, **options)
+        summary = export(path, tmp_path / to, to, **options)
         assert (summary.rows, summary.left_out) == (1, 0), to
         assert read(summary.path) == wanted, to

@@ -58,7 +58,7 @@ def source(tmp_path: Path) -> Path:
 
 def run(source: Path, name: str = "out", **options: Any) -> tuple[Path, Manifest]:
     out = source.parent / name
-    options = {"media_root": source.parent / "images", "progress": False, **options}
+    options = {"media_root": source.parent / "images", **options}
     return out, ingest(source, out, **options)
 
 
@@ -179,7 +179,7 @@ def test_inputs_that_cannot_be_ingested(source: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="1 of 1 rows are bad"):
         run(source, max_bad_samples=1)
     with pytest.raises(DataError, match="10 of 10 rows are bad"):
-        ingest(tmp_path / "images", tmp_path / "out", progress=False)
+        ingest(tmp_path / "images", tmp_path / "out")
     with pytest.raises(DataError, match="media_root is not a folder"):
         run(source, media_root=tmp_path / "nowhere")
     with pytest.raises(ValueError, match="shard_rows=0"):
@@ -266,7 +266,7 @@ def test_an_interrupt_leaves_nothing_behind(source: Path, monkeypatch: pytest.Mo
     def interrupt(media: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("coat_data.tools.ingest.open_image", interrupt)
+    monkeypatch.setattr("coat_data.tools.source.open_image", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(source)
     assert not (source.parent / "out").exists()

@@ -111,7 +111,7 @@ SAID = st.lists(
     max_size=3,
 )
 ROWS = st.dictionaries(st.sampled_from(FIELDS), VALUES | SAID, max_size=6) | VALUES
-NAMES = st.sampled_from([None, *(reader.NAME for reader in READERS)])
+NAMES = st.sampled_from([None, *(reader.name for reader in READERS)])
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -84,7 +84,7 @@ def test_a_stored_path_cannot_leave_either(
     Image.new("RGB", (4, 4)).save(root / "a.png")
     (root / "a.json").write_text(json.dumps([row(image="a.png")]))
     out = tmp_path / "out"
-    ingest(root / "a.json", out, progress=False)
+    ingest(root / "a.json", out)
     shard = out / "part-00000.parquet"
     table = pq.read_table(shard).to_pylist()
     table[0]["media"][0]["path"] = "../secret.png"

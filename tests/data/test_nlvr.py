@@ -63,7 +63,7 @@ def make_corpus(folder, split="dev", examples=EXAMPLES, names=None, prefix="imag
 
 def test_six_yes_no_rows_for_every_statement(tmp_path):
     source, out = make_corpus(tmp_path / "nlvr"), tmp_path / "out"
-    assert convert_nlvr(source, out, split="dev", progress=False) == {
+    assert convert_nlvr(source, out, split="dev") == {
         "images/dev": 18,
         "dev.json": 18,
         "eval/dev": 18,
@@ -100,7 +100,7 @@ def test_six_yes_no_rows_for_every_statement(tmp_path):
 def test_two_splits_in_one_folder(tmp_path):
     source = make_corpus(tmp_path / "nlvr")
     make_corpus(source, "hidden", prefix="")
-    summary = convert_nlvr(source, tmp_path / "out", split=("dev", "hidden"), progress=False)
+    summary = convert_nlvr(source, tmp_path / "out", split=("dev", "hidden"))
     assert summary["dev.json"] == summary["hidden.json"] == 18
     for split in ("dev", "hidden"):
         files = sorted(path.name for path in (tmp_path / "out/images" / split).iterdir())
@@ -115,7 +115,7 @@ def test_the_archive_cannot_write_elsewhere(tmp_path):
         link = tarfile.TarInfo("images/link")
         link.type, link.linkname = tarfile.SYMTYPE, "/"
         tar.addfile(link)
-    convert_nlvr(source, tmp_path / "out", split="dev", progress=False)
+    convert_nlvr(source, tmp_path / "out", split="dev")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nlvr", "out"]
     written = [path.name for path in (tmp_path / "out/images").rglob("*") if not path.is_dir()]
     assert sorted(written) == sorted(image_names("dev"))
@@ -133,7 +133,7 @@ def test_an_image_that_is_a_link_counts_as_missing(tmp_path):
 
 def fails(tmp_path, source, message, split="dev"):
     with pytest.raises(DataError, match=message):
-        convert_nlvr(source, tmp_path / "out", split=split, progress=False)
+        convert_nlvr(source, tmp_path / "out", split=split)
     assert [path.name for path in tmp_path.iterdir()] == [source.name]
 
 

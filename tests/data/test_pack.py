@@ -1,8 +1,5 @@
-import importlib.util
 from collections.abc import Sequence
 from itertools import combinations
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,17 +16,57 @@ from coat_data.mixture.packing import (
 )
 from coat_data.mixture.sampler import Cursor, Mixture
 
-ROOT = Path(__file__).resolve().parents[2]
+# Rows of each part: LLaVA-1.5 (Liu et al. 2023, arXiv:2310.03744, table 7 of the appendix). The
+# median of the text tokens and the standard deviation of their logarithm are assumptions of this
+# test, after what a row of each part looks like, with its template: ShareGPT and the instructions
+# are long, the question sets hold about ten questions a row.
+PARTS = {
+    # name: (rows, has an image, median text tokens, deviation of the logarithm)
+    "instructions": (157_712, True, 260, 0.55),
+    "sharegpt": (40_688, False, 1100, 0.70),
+    "vqav2": (82_783, True, 200, 0.45),
+    "gqa": (72_140, True, 210, 0.45),
+    "okvqa": (8_998, True, 90, 0.25),
+    "ocrvqa": (80_000, True, 150, 0.30),
+    "a_okvqa": (66_160, True, 110, 0.25),
+    "textcaps": (21_953, True, 80, 0.20),
+    "refcoco": (48_447, True, 240, 0.60),
+    "visual_genome": (86_417, True, 300, 0.40),
+}
+_SHORTEST, _LONGEST_TEXT = 40, 2048
 
 
-def benchmark() -> Any:
-    path = ROOT / "data" / "benchmarks" / "packing.py"
-    spec = importlib.util.spec_from_file_location("packing_benchmark", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def llava_like(rows: int, tokens_per_image: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token lengths and numbers of images, (rows,) int32 each, of a mix like LLaVA-665k."""
+    rng = np.random.default_rng(seed)
+    weights = np.array([part[0] for part in PARTS.values()], dtype=np.float64)
+    part = rng.choice(len(PARTS), size=rows, p=weights / weights.sum())
+    images = np.array([part[1] for part in PARTS.values()], dtype=np.int32)[part]
+    medians = np.array([part[2] for part in PARTS.values()], dtype=np.float64)[part]
+    deviations = np.array([part[3] for part in PARTS.values()], dtype=np.float64)[part]
+    text = np.exp(np.log(medians) + deviations * rng.standard_normal(rows))
+    text = np.clip(text, _SHORTEST, _LONGEST_TEXT).astype(np.int32)
+    return text + images * np.int32(tokens_per_image), images
+
+
+def fill_bound(lengths: np.ndarray, tokens: int) -> float:
+    """The share of the rows' budget that no packing of these lengths can pass.
+
+    The fewest rows are at least the samples' tokens over the budget, and at least their sum when a
+    sample counts as its k-th part of a row in steps of 1 / k (the dual feasible functions u^(k) of
+    Fekete and Schepers 2001, "New classes of fast lower bounds for bin packing problems",
+    Mathematical Programming 91): of samples longer than a third of the budget, two fit a row.
+
+    Args:
+        lengths: (rows,) tokens of each sample, at most ``tokens``.
+        tokens: budget of a row.
+    """
+    fewest = lengths.sum() / tokens
+    for k in range(1, 7):
+        steps, rest = np.divmod((k + 1) * lengths.astype(np.int64), tokens)
+        parts = np.where(rest == 0, lengths / tokens, steps / k)
+        fewest = max(fewest, parts.sum())
+    return float(lengths.sum() / (tokens * np.ceil(fewest - 1e-9)))
 
 
 def fewest_bins(tokens: Sequence[int], images: Sequence[int], budget: Budget) -> int:
@@ -119,8 +156,8 @@ def test_the_set_that_fills_a_bin_is_found() -> None:
 def test_llava_like_lengths_fill_rows(
     tokens_per_image: int, tokens: int, most: int | None, least: float
 ) -> None:
-    """The real order over the committed generator's lengths, with a buffer of 1,000."""
-    lengths, images = benchmark().llava_like(20_000, tokens_per_image, seed=1)
+    """The real order over lengths like those of LLaVA-665k, with a buffer of 1,000."""
+    lengths, images = llava_like(20_000, tokens_per_image, seed=1)
     keep = lengths <= tokens
     budget = Budget(tokens=tokens, images=most, buffer=1000)
     mixture = Mixture([int(keep.sum())], [None], [None], seed=0)
@@ -133,21 +170,20 @@ def test_llava_like_lengths_fill_rows(
     assert most is None or max(bin.images for bin in bins) <= most
     fill = sum(bin.tokens for bin in bins) / (tokens * len(bins))
     assert fill >= least
-    assert fill <= benchmark().fill_bound(lengths[keep], tokens) + 0.005  # of all rows, not these
+    assert fill <= fill_bound(lengths[keep], tokens) + 0.005  # of all rows, not these
     assert order.outlook().fill == pytest.approx(fill, abs=0.005)
 
 
 def test_no_packing_is_fuller_than_the_bound() -> None:
-    bound = benchmark().fill_bound
     # Three of 700 do not fit 2,048; two do, in whatever order.
-    assert bound(np.array([700] * 6), 2048) == pytest.approx(6 * 700 / (3 * 2048))
+    assert fill_bound(np.array([700] * 6), 2048) == pytest.approx(6 * 700 / (3 * 2048))
     # 1,100 fits no second of its kind, and 900 joins it.
-    assert bound(np.array([1100, 1100, 900]), 2048) == pytest.approx(3100 / (2 * 2048))
+    assert fill_bound(np.array([1100, 1100, 900]), 2048) == pytest.approx(3100 / (2 * 2048))
     rng = np.random.default_rng(0)
     for _ in range(50):
         sizes = rng.integers(1, 17, 7)
         fewest = fewest_bins(sizes.tolist(), [0] * 7, Budget(tokens=16, align=1))
-        assert sizes.sum() / (16 * fewest) <= bound(sizes, 16) + 1e-9
+        assert sizes.sum() / (16 * fewest) <= fill_bound(sizes, 16) + 1e-9
 
 
 def test_windows_are_within_an_epoch_and_even() -> None:

@@ -69,12 +69,12 @@ def test_a_page_with_a_model(source: Path, tmp_path: Path, make_tokenizer: Any, 
 
 
 def test_a_page_without_a_model(source: Path, tmp_path: Path) -> None:
-    assert write_preview(source, tmp_path / "p.html", number=1, progress=False) == 1
+    assert write_preview(source, tmp_path / "p.html", number=1) == 1
     html = (tmp_path / "p.html").read_text(encoding="utf-8")
     assert "64 x 64" in html
     assert 'class="tokens"' not in html
     with pytest.raises(DataError):
-        write_preview(tmp_path / "none.json", tmp_path / "p.html", progress=False)
+        write_preview(tmp_path / "none.json", tmp_path / "p.html")
 
 
 def test_pixels_are_turned_back() -> None:

@@ -216,7 +216,7 @@ def test_pickles_are_read_on_request_and_hold_no_code(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="coat-vlm data ingest"):
         SampleDataset(path, allow_pickle=True)
     out = tmp_path / "out"
-    ingest(path, out, allow_pickle=True, progress=False)
+    ingest(path, out, allow_pickle=True)
     assert [media.data for media in SampleDataset(out)[1].media] == [RED, BLUE]
 
     class Evil:
@@ -276,7 +276,7 @@ def test_compressed_tars_are_read_in_order(tar: Tar, tmp_path: Path) -> None:
     path = tar(tmp_path / "a.tar.gz", members)
     with pytest.raises(DataError, match=r"coat-vlm data ingest .* --embed-media"):
         SampleDataset(path)
-    ingest(path, tmp_path / "out", progress=False)
+    ingest(path, tmp_path / "out")
     stream = SampleDataset(tmp_path / "out").stream()
     assert [shown(sample)[1] for sample in stream] == ["assistant: one", "assistant: two"]
 

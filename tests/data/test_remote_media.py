@@ -19,12 +19,12 @@ from PIL import Image
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import EncodedSample, Encoder
 from coat_data.load.loader import TrainLoader
+from coat_data.load.prepare import measure_rows
 from coat_data.media import remote
 from coat_data.media.image import ImageTransform, image_size, open_image
 from coat_data.media.loader import MediaLoader
 from coat_data.media.sampling import VideoSettings
 from coat_data.media.tiling import TiledTransform
-from coat_data.mixture.lengths import measure_rows
 from coat_data.mixture.sampler import Cursor, Mixture
 from coat_data.sample import DataError, Media, Sample, UnreachableError
 from coat_data.text.chat import get_template
@@ -152,7 +152,7 @@ def test_a_row_of_an_unreachable_medium_is_bad_and_no_other(
     ):
         assert words in problem.problem
     with pytest.raises(DataError, match=r"a\.jsonl:1: http.*none\.jpg: cannot be read: .*404"):
-        ingest(path, tmp_path / "out", progress=False)
+        ingest(path, tmp_path / "out")
     videos = write(tmp_path / "v.jsonl", row(video=f"{url}/clip.mp4"), row(video=f"{url}/no.mp4"))
     for check in ("header", "decode"):
         problems.clear()
@@ -269,14 +269,14 @@ def test_addresses_are_kept_or_copied(folder: Path, tmp_path: Path, serve: Any) 
     listed = tmp_path / "list.yaml"
     listed.write_text(json.dumps({"sources": [{"path": "a.jsonl", "media_root": root}]}))
     for source, options in ((path, {"media_root": root}), (listed, {})):
-        ingest(source, tmp_path / "kept", progress=False, overwrite=True, **options)
+        ingest(source, tmp_path / "kept", overwrite=True, **options)
         kept = SampleDataset(tmp_path / "kept")
         assert [kept[number].media[0].path for number in range(2)] == addresses
-    ingest(path, tmp_path / "own", media_root=root, embed_media=True, progress=False)
+    ingest(path, tmp_path / "own", media_root=root, embed_media=True)
     assert [SampleDataset(tmp_path / "own")[n].media[0].data for n in range(2)] == files
     for name, keep in (("copied", False), ("named", True)):
         out = tmp_path / name
-        summary = export(path, out, to="llava", keep_paths=keep, media_root=root, progress=False)
+        summary = export(path, out, to="llava", keep_paths=keep, media_root=root)
         assert (summary.rows, summary.left_out) == (2, 0)
         media = [sample.media[0] for sample in SampleDataset(summary.path).stream()]  # pyright: ignore
         if keep:

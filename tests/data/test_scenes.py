@@ -33,7 +33,7 @@ HELD_OUT = {
     *[("red", "star"), ("green", "circle"), ("blue", "triangle"), ("yellow", "cross")],
     *[("purple", "square"), ("orange", "diamond"), ("cyan", "star"), ("black", "circle")],
 }
-SIZES = {"num_train": 160, "num_test": 80, "num_val": 24, "progress": False}
+SIZES = {"num_train": 160, "num_test": 80, "num_val": 24}
 
 
 def color_name(rgb):

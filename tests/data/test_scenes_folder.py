@@ -8,7 +8,7 @@ from coat_data.sample import DataError
 from coat_datasets.scenes import make_scenes
 from coat_datasets.scenes.scene import coverage
 
-SIZES = {"num_train": 16, "num_test": 8, "num_val": 4, "progress": False}
+SIZES = {"num_train": 16, "num_test": 8, "num_val": 4}
 
 
 @pytest.mark.parametrize("size", [12, 14, 40])
@@ -27,7 +27,7 @@ def test_shapes_cover_their_geometric_area(size):
 
 
 def test_larger_images(tmp_path):
-    make_scenes(tmp_path / "out", num_train=2, num_test=8, num_val=1, image_size=96, progress=False)
+    make_scenes(tmp_path / "out", num_train=2, num_test=8, num_val=1, image_size=96)
     with Image.open(tmp_path / "out/images/train/000001.png") as image:
         assert image.size == (96, 96)
 

@@ -102,7 +102,7 @@ def test_no_more_rows_are_taken_than_it_needs_to_know_them() -> None:
 
     reader = find_reader(rows(), "a")
     assert reader is not None
-    assert reader.NAME == "llava"
+    assert reader.name == "llava"
     assert len(taken) == 51
     assert find_reader([], "a") is None
     with pytest.raises(DataError, match="fields: unknown"):

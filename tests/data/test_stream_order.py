@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from coat_data.mixture.shards import Shards
+from coat_data.containers.rows import Shards
 
 
 def test_the_order_of_shards_keeps_windows_together() -> None:

@@ -10,15 +10,15 @@ from transformers import PreTrainedTokenizerFast
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import IGNORE_INDEX, Encoder
-from coat_data.media.image import ImageTransform
-from coat_data.sample import DataError, Part, Sample, Turn
-from coat_data.text.chat import get_template
-from coat_data.text.verify import (
+from coat_data.load.verify import (
     check_labels,
     synthetic_conversations,
     verify_rows,
     verify_template,
 )
+from coat_data.media.image import ImageTransform
+from coat_data.sample import DataError, Part, Sample, Turn
+from coat_data.text.chat import get_template
 
 Break = Callable[[list[int], list[int], Encoder], None]
 

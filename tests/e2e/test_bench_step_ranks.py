@@ -8,7 +8,7 @@ import started
 import torch
 import torch.nn.functional as F
 
-from coat_bench.vlm_shapes import SIZES
+from coat_bench.models import SIZES
 
 
 def test_two_processes_measure_one_step_through_zero(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import yaml
 
 from coat_data.sample import Sample
 from coat_eval.tasks import get_task
-from coat_vlm.export.export import export
+from coat_vlm.export.hugging_face import export
 from coat_vlm.generate import generate, load
 
 STEPS, EVERY, QUESTIONS = 45, 15, 24
@@ -122,11 +122,10 @@ def metric_rows(run: Path, kind: str) -> list[dict[str, Any]]:
 def asked_again(recipe: dict[str, Any], checkpoint: Path, target: Path) -> tuple[float, set[int]]:
     """Accuracy of an exported checkpoint asked one by one, and the answers' numbers of words."""
     settings = recipe["eval_sets"]["colors"]
-    task = get_task("short_answer")
-    items = task.load(Path(settings["path"]), Path(settings["media_root"]))
+    items = get_task("short_answer", settings["media_root"]).load(Path(settings["path"]))
     chosen = items[::2]
     model, processor = load(export(checkpoint, target))
-    samples: list[Sample] = [item.sample for item in chosen]
+    samples: list[Sample] = [item.details["sample"] for item in chosen]
     answers = [generate(model, processor, [sample], 16)[0] for sample in samples]
     right = sum(answer.lower() == item.answer for answer, item in zip(answers, chosen, strict=True))
     return round(100 * right / QUESTIONS, 2), {len(answer.split()) for answer in answers}

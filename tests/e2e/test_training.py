@@ -16,7 +16,7 @@ import pytest
 import started
 import yaml
 
-from coat_vlm.checkpoint.checkpoint import latest_checkpoint
+from coat_vlm.checkpoint.load import latest_checkpoint
 from coat_vlm.config import MODULES
 from coat_vlm.generate import load
 

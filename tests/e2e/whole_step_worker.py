@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_vlm.distributed import World, joined_world
-from coat_vlm.train.engine import take_whole_steps
+from coat_vlm.train.engine import speed_up_step
 
 
 def layers() -> nn.Module:
@@ -39,7 +39,7 @@ def engine_of(clip: float, own: bool) -> Any:
     )
     optimizer.state.clear()
     if own:
-        take_whole_steps(engine)
+        speed_up_step(engine)
     return engine
 
 

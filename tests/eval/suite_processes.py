@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from coat_cli.main import main
-from coat_eval import hub_answerer, official, suite  # noqa: F401 - imported before the forks
+from coat_eval import runner  # noqa: F401 - imported before the forks
 from coat_eval.coat_answerer import CoatAnswerer
 
 SLOW_S = 0.05

@@ -20,11 +20,9 @@ from PIL import Image
 
 from coat_cli.main import main
 from coat_eval.differences import compare_items, format_differences, own_figures
-from coat_eval.figures import figures
-from coat_eval.official import score_official
-from coat_eval.score import score_file
+from coat_eval.figures import Figure, bootstrap_intervals, figures, mcnemar
+from coat_eval.report import score_official, score_set
 from coat_eval.scored_set import read_sets
-from coat_eval.statistics import Figure, bootstrap_intervals, mcnemar
 from coat_eval.tasks import get_benchmark, get_task
 
 SPLITS = ("random", "popular", "adversarial")
@@ -247,7 +245,7 @@ def test_texts_keep_their_line_separators(models: tuple[Path, Path], tmp_path: P
     )
     row = {"question_id": 1, "prediction": "no\u2028really\u0085"}
     (tmp_path / "p.jsonl").write_text(json.dumps(row, ensure_ascii=False))
-    score_file(get_task("yes_no"), tmp_path, tmp_path / "p.jsonl", tmp_path / "report.json")
+    score_set(get_task("yes_no"), tmp_path, tmp_path / "p.jsonl", tmp_path / "report.json")
     (own,) = read_sets(tmp_path).values()
     assert (own.items[0]["question"], own.items[0]["prediction"]) == (question, row["prediction"])
     prompts = models[0] / "pope" / "prompts.jsonl"

@@ -10,13 +10,13 @@ import torch
 
 from coat_data.media.video import Clip, VideoReader
 from coat_data.sample import DataError, Media
-from coat_eval.answerer import ModelOptions, load_answerer
-from coat_eval.answers import AnswerWriter, merge, resume
+from coat_eval.answerer import ModelOptions
+from coat_eval.benchmark import Prompt
 from coat_eval.coat_answerer import CoatAnswerer
-from coat_eval.generation import Generation, answer_all, make_batches
-from coat_eval.prompt import Prompt
-from coat_eval.ranks import World, own_device
-from coat_eval.shown import ShownCell, ShownFile
+from coat_eval.data_folder import ShownCell, ShownFile
+from coat_eval.generation import Generation, answer_all, make_batches, merge, own_device, resume
+from coat_eval.runner import load_answerer
+from coat_vlm.distributed import World
 
 
 def text(number: int, length: int, *media: Any) -> Prompt:
@@ -100,7 +100,7 @@ def test_a_video_is_decoded_once_for_all_its_questions(
     other = tmp_path / "other.mp4"
     other.write_bytes(Path(prompts[-1].media[0].name).read_bytes())
     more = [*prompts, text(20, 3, ShownFile(other, "video")), text(21, 9, prompts[-1].media[0])]
-    answerer.encoder._prompts._encoder._media._last_clip = None  # of the test before
+    answerer.encoder._encoder._media._last_clip = None  # of the test before
     answers(answerer, more, tmp_path, batch_size=2)
     assert sorted(decoded.values()) == [1, 1]
 
@@ -163,9 +163,11 @@ def test_a_resumed_run_asks_in_the_same_batches(
 
 
 def written(out: Path, rank: int, *numbers: int) -> None:
-    with AnswerWriter(out, rank) as writer:
+    with (out / f"predictions.rank{rank}.jsonl").open("a", encoding="utf-8") as file:
         for number in numbers:
-            writer.write([number], [text(number, 1)], [f"answer {number} \u2028 line"])
+            said = f"answer {number} \u2028 line"
+            row = {"index": number, "question_id": str(number), "prediction": said}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def test_answers_of_any_number_of_ranks_are_put_together(tmp_path: Path):

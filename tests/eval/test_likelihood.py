@@ -9,10 +9,11 @@ import torch
 
 from coat_cli.main import main
 from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_eval.answerer import IMAGE_LINE, ModelOptions, load_answerer
+from coat_eval.answerer import ModelOptions
+from coat_eval.benchmark import IMAGE_LINE, Choices, Prompt, prompt_sample
 from coat_eval.coat_answerer import CoatAnswerer
 from coat_eval.generation import Generation, answer_all
-from coat_eval.prompt import Choices, Prompt
+from coat_eval.runner import load_answerer
 from coat_vlm.model.processor import CoatVlmProcessor
 
 NAME = "seedbench_likelihood"
@@ -53,10 +54,11 @@ def test_a_batch_of_choices_has_the_losses_of_one_at_a_time(
     texts = ("What?", "Which one then of all of these?")
     encoder = answerer.encoder
     encoded = [
-        encoder.encode_choices(text, [image], CHOICES)
+        row
         for text, image in zip(texts, images, strict=True)
+        for row in encoder.answered(prompt_sample(text, [image]), CHOICES)
     ]
-    found = answerer.losses(encoder.collate_choices(encoded))
+    found = answerer.losses(encoder.collate_answered(encoded))
     expected = [
         loss_alone(answerer, speaking_model, text, image, answer)
         for text, image in zip(texts, images, strict=True)
@@ -91,7 +93,7 @@ def test_choices_are_asked_in_as_many_rows_as_a_batch_has(
     assert [row["question_id"] for row in problems] == ["3"]
     assert "with the answer 'xxx" in problems[0]["problem"]
     with pytest.raises(DataError, match="more than max_length"):
-        answerer.encoder.encode_choices("?", [], ["x" * 4000])
+        answerer.encoder.answered(prompt_sample("?"), ["x" * 4000])
 
 
 def test_losses_are_resumed_and_scored_from_their_file(

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from coat_data.sample import DataError
-from coat_eval import mmmu_text
 from coat_eval.benchmark import Settings
-from coat_eval.official import score_official
+from coat_eval.report import score_official
 from coat_eval.tasks import get_benchmark
-from coat_eval.tasks.mmmu import DOMAINS, SUBJECTS
+from coat_eval.tasks.mmmu import DOMAINS, SUBJECTS, open_correct, open_values, parse_choice
 
 MMMU = get_benchmark("mmmu")
 CHOICES = {"A": "red car", "B": "bicycle", "C": "green", "D": "red"}
@@ -181,7 +180,7 @@ def test_thirty_subjects_in_six_domains():
 )
 def test_choices(text: str, letter: str | None):
     """Each outer mark goes once, in the order , . ! ? ; : ' and so "A.;" keeps its period."""
-    assert mmmu_text.choice(text, CHOICES) == letter
+    assert parse_choice(text, CHOICES) == letter
 
 
 @pytest.mark.parametrize(
@@ -195,11 +194,11 @@ def test_choices(text: str, letter: str | None):
     ],
 )
 def test_open_values(text: str, values: set):
-    assert mmmu_text.open_values(text) == values
+    assert open_values(text) == values
 
 
 def test_open_answers():
-    assert mmmu_text.open_correct(mmmu_text.open_values("about 1,000 men"), "1000")
-    assert not mmmu_text.open_correct(mmmu_text.open_values("cab"), "a")
-    assert mmmu_text.open_correct(mmmu_text.open_values("so it is a"), "a")
-    assert not mmmu_text.open_correct(mmmu_text.open_values("It is 12. It is 30."), "12")
+    assert open_correct(open_values("about 1,000 men"), "1000")
+    assert not open_correct(open_values("cab"), "a")
+    assert open_correct(open_values("so it is a"), "a")
+    assert not open_correct(open_values("It is 12. It is 30."), "12")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from coat_eval import letters, mmmu_text, vqa_text
+from coat_eval import extract, vqa_text
 from coat_eval.benchmark import Question, Scored, Settings
-from coat_eval.tasks import get_benchmark
+from coat_eval.tasks import get_benchmark, mmmu
 from coat_eval.tasks.pope import split_metrics
 
 DATA = os.environ.get("COAT_EVAL_DATA")
@@ -104,7 +104,7 @@ def test_vizwiz(row: dict):
 @pytest.mark.parametrize("row", cases("seedbench"))
 def test_seedbench(row: dict):
     if "losses" in row:
-        assert letters.lowest_loss(row["losses"]) == row["expected_pred"]
+        assert extract.lowest_loss(row["losses"]) == row["expected_pred"]
         return
     details = {"choices": row["choices"]}
     question = Question(question_id="1", where="", answer=row["answer"], details=details)
@@ -127,7 +127,7 @@ def test_mmmu(row: dict):
         details={"type": kind, "choices": row.get("index2ans", {})},
     )
     if kind == "open":
-        assert sorted(map(str, mmmu_text.open_values(row["response"]))) == row["parsed_sorted"]
+        assert sorted(map(str, mmmu.open_values(row["response"]))) == row["parsed_sorted"]
         assert run("mmmu", row["response"], question).score == row["expected"]
         lmms = run("mmmu", row["response"], question, profile="lmms")
         assert lmms.score == row["lmms_eval_correct"]

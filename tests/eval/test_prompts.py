@@ -16,11 +16,11 @@ from PIL import Image
 
 from coat_data.media.image import open_image
 from coat_data.sample import DataError
+from coat_eval.benchmark import Asking, Prompt
 from coat_eval.data_folder import DataFolder, find_tables
-from coat_eval.prompt import Asking, Prompt
-from coat_eval.subtitles import read_subtitles
-from coat_eval.suite import folder_of
+from coat_eval.runner import folder_of
 from coat_eval.tasks import get_benchmark
+from coat_eval.tasks.videomme import read_subtitles
 
 SHORT = "Answer the question using a single word or phrase."
 LETTER = "Answer with the option's letter from the given choices directly."

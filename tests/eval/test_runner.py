@@ -12,8 +12,18 @@ import torch
 
 from coat_cli.main import main
 from coat_data.sample import DataError, Sample
-from coat_eval import evaluate, evaluate_run, format_table, get_task, run, runner
-from coat_vlm import generate
+from coat_eval import (
+    Choice,
+    Generation,
+    coat_answerer,
+    evaluate_run,
+    format_table,
+    get_task,
+    run_benchmark,
+    runner,
+)  # fmt: skip
+from coat_eval.coat_answerer import CoatAnswerer
+from coat_eval.files import folder_sha256
 from coat_vlm.config.load import load_recipe
 
 ANSWERS = ["yes" if number % 2 else "no" for number in range(10)]
@@ -36,15 +46,30 @@ class Script(torch.nn.Module):
         return ["Yes" if "odd" in prompt else "No" for prompt in prompts]
 
 
-def first_texts(samples: list[Sample]) -> list[str]:
-    return [sample.turns[0].text for sample in samples]
+class FirstTexts:
+    """Stands in for the encoder."""
+
+    def __init__(self, _processor: object) -> None:
+        pass
+
+    def keep_last_clip(self) -> None:
+        pass
+
+    def frame_times(self, _media: object) -> None:
+        pass
+
+    def encode(self, sample: Sample) -> str:
+        return sample.turns[0].text
+
+    def collate(self, encoded: list[str]) -> list[str]:
+        return encoded
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     script = Script()
-    monkeypatch.setattr(runner, "generate_batch", script.answer)
-    monkeypatch.setattr(runner, "PromptEncoder", lambda _: first_texts)
+    monkeypatch.setattr(coat_answerer, "generate_batch", script.answer)
+    monkeypatch.setattr(coat_answerer, "PromptEncoder", FirstTexts)
     return script
 
 
@@ -79,36 +104,49 @@ def test_the_command_loads_the_model_as_told_and_tells_precisions_apart(
 ) -> None:
     loaded = []
 
-    def load(_: Path, device: str | None = None, **options: Any) -> tuple[Script, None]:
-        loaded.append((device, options["precision"]))
+    def load(_: Path, device: torch.device, **options: Any) -> tuple[Script, None]:
+        loaded.append((device.type, options["precision"]))
         return script, None
 
-    monkeypatch.setattr(generate, "load", load)
+    monkeypatch.setattr(coat_answerer, "load", load)
     places = ["--model", str(folder / "model"), "--data", str(folder / "set")]
     words = ["eval", "--task", "yes_no", *places, "--out", str(folder / "out")]
     words += ["--device", "cpu"]
     assert main(words) == 0
     assert main([*words, "--precision", "bf16"]) == 2
-    assert "was made with another precision" in capsys.readouterr().err
+    assert "has answers made with another precision" in capsys.readouterr().err
     assert main([*words, "--precision", "bf16", "--overwrite"]) == 0
     assert loaded == [("cpu", None), ("cpu", "bf16"), ("cpu", "bf16")]
     assert main(words) == 2
-    assert "was made with another precision" in capsys.readouterr().err
+    assert "has answers made with another precision" in capsys.readouterr().err
 
 
-def go(folder: Path, script: Script, **options: Any) -> dict:
-    return evaluate(
+def go(
+    folder: Path,
+    script: Script,
+    limit: int | None = None,
+    overwrite: bool = False,
+    **options: Any,
+) -> dict:
+    model_dir, task = folder / "model", get_task("yes_no")
+    answerer = CoatAnswerer(
         script,  # pyright: ignore[reportArgumentType]
         SimpleNamespace(),  # pyright: ignore[reportArgumentType]
-        get_task("yes_no"),
+        lambda: {"model_sha256": folder_sha256(model_dir)},
+    )
+    return run_benchmark(
+        answerer,
+        Choice(benchmark=task, limit=limit, overwrite=overwrite),
         folder / "set",
         folder / "out",
-        **{"model_dir": folder / "model", "batch_size": 3, "progress": False, **options},
+        Generation(**{"batch_size": 3, "max_new_tokens": 16, "progress": False, **options}),
+        model_name=str(model_dir),
     )
 
 
 def ids(folder: Path) -> list[str]:
-    lines = (folder / "out" / "predictions.jsonl").read_text().splitlines()
+    files = sorted((folder / "out").glob("predictions*.jsonl"))
+    lines = [line for file in files for line in file.read_text().splitlines()]
     return [json.loads(line)["question_id"] for line in lines]
 
 
@@ -116,8 +154,8 @@ def test_every_question_once_in_batches_of_similar_length(folder: Path, script: 
     report = go(folder, script)
     lengths = [[len(text) for text in batch] for batch in script.asked]
     assert [len(batch) for batch in lengths] == [3, 3, 3, 1]
-    assert list(chain(*lengths)) == sorted(chain(*lengths))
-    assert sorted(ids(folder)) == [f"q{number}" for number in range(10)]
+    assert list(chain(*lengths)) == sorted(chain(*lengths), reverse=True)  # the longest first
+    assert ids(folder) == [f"q{number}" for number in range(10)]
     assert report["metrics"]["accuracy"] == 100.0
     assert (report["n"], report["dtype"], report["device"]) == (10, "float32", "cpu")
     assert report["model"] == str(folder / "model")
@@ -155,12 +193,26 @@ def test_a_finished_run_is_scored_again_without_asking(folder: Path, script: Scr
     assert first["metrics"] == again["metrics"]
 
 
+def test_predictions_of_earlier_versions_are_kept(folder: Path, script: Script):
+    """They were written as they came, and had no index."""
+    go(folder, script)
+    path = folder / "out" / "predictions.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    old = [{k: v for k, v in row.items() if k != "index"} for row in reversed(rows[:7])]
+    path.write_text("".join(json.dumps(row) + "\n" for row in old))
+    script.asked = []
+    assert go(folder, script)["metrics"]["accuracy"] == 100.0
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+    assert [len(batch) for batch in script.asked] == [3, 1]
+
+
 def test_a_limit_can_be_raised_later(folder: Path, script: Script):
     assert go(folder, script, limit=4)["n"] == 4
     assert sorted(ids(folder)) == ["q0", "q1", "q2", "q3"]
     script.asked = []
     assert go(folder, script)["n"] == 10
-    assert sum(len(batch) for batch in script.asked) == 6
+    assert ids(folder) == [f"q{number}" for number in range(10)]
+    assert sum(len(batch) for batch in script.asked) == 7  # q3 in the company of q4 and q5
 
 
 def other_model(folder: Path) -> dict:
@@ -191,29 +243,31 @@ def test_predictions_of_something_else_are_refused_or_replaced(
     go(folder, script)
     options = change(folder)
     before = (folder / "out" / "predictions.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=f"was made with another {named};"):
+    with pytest.raises(ValueError, match=f"has answers made with another {named};"):
         go(folder, script, **options)
     assert (folder / "out" / "predictions.jsonl").read_bytes() == before
     script.asked = []
-    go(folder, script, **options, on_mismatch="overwrite")
+    go(folder, script, **options, overwrite=True)
     assert sum(len(batch) for batch in script.asked) == 10
     assert len(ids(folder)) == 10
 
 
-def unreadable(samples: list[Sample]) -> list:
-    raise DataError("set/questions.jsonl:1", "the image is truncated", "replace it")
+class Unreadable(FirstTexts):
+    def encode(self, sample: Sample) -> str:
+        raise DataError("set/questions.jsonl:1", "the image is truncated", "replace it")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_bad_image_is_a_data_error_from_a_worker_too(
     folder: Path, script: Script, monkeypatch: pytest.MonkeyPatch, num_workers: int
 ):
-    monkeypatch.setattr(runner, "PromptEncoder", lambda _: unreadable)
+    monkeypatch.setattr(coat_answerer, "PromptEncoder", Unreadable)
     with pytest.raises(DataError, match="the image is truncated") as error:
         go(folder, script, num_workers=num_workers)
     assert error.value.where == "set/questions.jsonl:1"
 
 
+QUIET = Generation(max_new_tokens=16, progress=False)
 RECIPE = """\
 name: r
 output_dir: r
@@ -238,7 +292,7 @@ def run_dir(folder: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> Pa
     (folder / "sft").mkdir()
     (folder / "model").rename(folder / "sft" / "model")
     require(folder, "{accuracy: 100, begin.f1: 50}")
-    monkeypatch.setattr(run, "load", lambda *_: (script, SimpleNamespace()))
+    monkeypatch.setattr(runner, "load", lambda *_: (script, SimpleNamespace()))
     return folder
 
 
@@ -247,7 +301,7 @@ def require(folder: Path, entries: str) -> None:
 
 
 def test_a_run_that_meets_its_requirements(run_dir: Path):
-    assert evaluate_run(run_dir, progress=False) == []
+    assert evaluate_run(run_dir, QUIET) == []
     written = json.loads((run_dir / "eval.json").read_text())
     assert written["precision"] == "bf16"
     assert written["presence"]["accuracy"] == 100.0
@@ -256,9 +310,9 @@ def test_a_run_that_meets_its_requirements(run_dir: Path):
 
 def test_a_run_that_misses_one(run_dir: Path, script: Script, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        runner, "generate_batch", lambda _m, _p, prompts, _n: ["Yes"] * len(prompts)
+        coat_answerer, "generate_batch", lambda _m, _p, prompts, _n: ["Yes"] * len(prompts)
     )
-    (missed,) = evaluate_run(run_dir, progress=False)
+    (missed,) = evaluate_run(run_dir, QUIET)
     assert str(missed) == "presence: accuracy is 50.00, required 100.00"
     table = format_table(
         json.loads((run_dir / "eval.json").read_text()), load_recipe(str(run_dir / "recipe.yaml"))
@@ -272,28 +326,28 @@ def test_a_run_that_misses_one(run_dir: Path, script: Script, monkeypatch: pytes
 
 
 def test_a_model_trained_again_replaces_old_predictions(run_dir: Path, script: Script):
-    evaluate_run(run_dir, progress=False)
+    evaluate_run(run_dir, QUIET)
     (run_dir / "sft" / "model" / "config.json").write_text('{"again": 1}')
     script.asked = []
-    evaluate_run(run_dir, progress=False)
+    evaluate_run(run_dir, QUIET)
     assert sum(len(batch) for batch in script.asked) == 10
 
 
 def test_a_misspelt_requirement_is_found_before_anything_is_asked(run_dir: Path, script: Script):
     require(run_dir, "{acuracy: 1}")
     with pytest.raises(ValueError, match="no metric 'acuracy'; did you mean 'accuracy'"):
-        evaluate_run(run_dir, progress=False)
+        evaluate_run(run_dir, QUIET)
     assert script.asked == []
 
 
 def test_a_stage_that_has_not_finished(run_dir: Path):
     (run_dir / "sft" / "model" / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="stage 'sft' of this run has not finished"):
-        evaluate_run(run_dir, progress=False)
+        evaluate_run(run_dir, QUIET)
 
 
 def test_a_recipe_without_evaluation_sets(run_dir: Path):
     text = (run_dir / "recipe.yaml").read_text().partition("eval_sets")[0]
     (run_dir / "recipe.yaml").write_text(text)
     with pytest.raises(ValueError, match="has no eval_sets"):
-        evaluate_run(run_dir, progress=False)
+        evaluate_run(run_dir, QUIET)

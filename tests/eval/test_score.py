@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from coat_data.sample import DataError
-from coat_eval.score import read_predictions, score_file
+from coat_eval.report import score_set
 from coat_eval.tasks import get_task
 
 ANSWERS = {"a": "yes", "b": "no", "c": "no"}
@@ -31,7 +31,7 @@ def write_predictions(folder: Path, rows: list[tuple[str, str]]) -> Path:
 
 def score(folder: Path, rows: list[tuple[str, str]], **options) -> dict:
     path = write_predictions(folder, rows)
-    return score_file(get_task("yes_no"), folder, path, folder / "out" / "report.json", **options)
+    return score_set(get_task("yes_no"), folder, path, folder / "out" / "report.json", **options)
 
 
 def test_report_of_shuffled_predictions_without_images(folder: Path):
@@ -66,9 +66,9 @@ def test_items_file_has_text_extraction_and_score(folder: Path):
 
 
 def test_missing_prediction_names_file_and_id(folder: Path):
-    with pytest.raises(DataError, match="no prediction for 1 of 3 questions, first 'b'") as error:
+    with pytest.raises(DataError, match="there is no prediction for question 'b'") as error:
         score(folder, [("a", "Yes"), ("c", "No")])
-    assert error.value.where == str(folder / "predictions.jsonl")
+    assert error.value.where == f"{folder / 'questions.jsonl'}:2"
 
 
 def test_missing_predictions_may_be_counted_as_wrong(folder: Path):
@@ -84,12 +84,12 @@ def test_limit_scores_the_first_questions_only(folder: Path):
 
 
 def test_unknown_id_names_file_and_id(folder: Path):
-    with pytest.raises(DataError, match=r"not in .*questions\.jsonl, first 'x'"):
+    with pytest.raises(DataError, match="question id 'x' is not in the references"):
         score(folder, [("a", "Yes"), ("b", "No"), ("c", "No"), ("x", "No")])
 
 
 def test_duplicate_id_names_file_line_and_id(folder: Path):
-    with pytest.raises(DataError, match="second prediction for question 'a'") as error:
+    with pytest.raises(DataError, match="a further prediction for question 'a'") as error:
         score(folder, [("a", "Yes"), ("b", "No"), ("a", "No")])
     assert error.value.where == f"{folder / 'predictions.jsonl'}:3"
 
@@ -99,24 +99,33 @@ def test_duplicate_id_names_file_line_and_id(folder: Path):
     [
         ('{"question_id"', "not JSON"),
         ("7", "a int, not an object"),
-        ('{"question_id": "a"}', "needs question_id and a text"),
-        ('{"question_id": "a", "prediction": 1}', "needs question_id and a text"),
+        ('{"question_id": "a"}', "has no prediction or text"),
+        ('{"question_id": "a", "prediction": 1}', "is 1, not a text"),
     ],
 )
-def test_unreadable_lines_name_file_and_line(tmp_path: Path, line: str, message: str):
-    path = tmp_path / "p.jsonl"
-    path.write_text(f'{{"question_id": 1, "prediction": "x"}}\n{line}\n')
+def test_unreadable_lines_name_file_and_line(folder: Path, line: str, message: str):
+    path = folder / "p.jsonl"
+    path.write_text(f'{{"question_id": "b", "prediction": "x"}}\n{line}\n')
     with pytest.raises(DataError, match=message) as error:
-        read_predictions(path)
+        score_set(get_task("yes_no"), folder, path, folder / "report.json")
     assert error.value.where == f"{path}:2"
 
 
-def test_llavas_answer_rows_are_read(tmp_path: Path):
-    path = tmp_path / "answers.jsonl"
-    path.write_text('{"question_id": 3, "prompt": "?", "text": "No", "metadata": {}}\n')
-    assert read_predictions(path) == {"3": "No"}
+def test_llavas_answer_rows_are_read(folder: Path):
+    path = folder / "answers.jsonl"
+    row = {"question_id": "a", "prompt": "?", "text": "No", "metadata": {}, "category": "default"}
+    path.write_text(json.dumps(row) + "\n")
+    report = score_set(get_task("yes_no"), folder, path, folder / "report.json", limit=1)
+    assert (report["n"], report["metrics"]["yes_ratio"]) == (1, 0.0)
 
 
-def test_an_absent_file_is_named(tmp_path: Path):
+def test_what_does_not_fit_may_be_counted(folder: Path):
+    rows = [("c", "No"), ("a", "Yes"), ("x", "No"), ("a", "No")]
+    report = score(folder, rows, allow_missing=True)
+    assert [report[f"n_{kind}"] for kind in ("missing", "unknown", "duplicate")] == [1, 1, 1]
+    assert report["metrics"]["accuracy"] == 33.33  # of repeated ones the last counts
+
+
+def test_an_absent_file_is_named(folder: Path):
     with pytest.raises(FileNotFoundError, match=r"p\.jsonl does not exist"):
-        read_predictions(tmp_path / "p.jsonl")
+        score_set(get_task("yes_no"), folder, folder / "p.jsonl", folder / "report.json")

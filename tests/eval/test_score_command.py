@@ -12,9 +12,9 @@ import pytest
 
 from coat_cli.evaluate import OFFICIAL
 from coat_cli.main import main
+from coat_eval.benchmark import Asking
 from coat_eval.data_folder import DataFolder
-from coat_eval.official import SCORER_VERSION, score_official
-from coat_eval.prompt import Asking
+from coat_eval.report import SCORER_VERSION, score_official
 from coat_eval.tasks import BENCHMARKS, get_benchmark
 
 QUESTIONS = {

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from coat_data.sample import DataError
-from coat_eval.table import read_table
+from coat_eval.files import read_table
 
 ROWS = [{"question_id": 1, "answers": [{"answer": "a\u2028b"}]}, {"question_id": 2, "answers": []}]
 # Without a time: test names are made of these bytes, and processes must agree on them.

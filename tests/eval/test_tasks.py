@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coat_data.sample import DataError
-from coat_eval.item import Item
+from coat_eval.benchmark import Question, Scored, Settings
 from coat_eval.tasks import get_task
 
 
@@ -16,8 +16,16 @@ def write_folder(folder: Path, rows: list[dict]) -> Path:
     return folder
 
 
-def load(folder: Path, task: str, rows: list[dict]) -> list[Item]:
+def load(folder: Path, task: str, rows: list[dict]) -> list[Question]:
     return get_task(task).load(write_folder(folder, rows))
+
+
+def scored_items(task: str, items: list[Question], said: dict[str, str]) -> list[Scored]:
+    return get_task(task).score_all([(one, said.get(one.question_id)) for one in items], Settings())
+
+
+def score(task: str, items: list[Question], said: dict[str, str]) -> dict[str, float]:
+    return get_task(task).aggregate(scored_items(task, items, said), Settings())
 
 
 def questions(answers: list[str], categories: list[str] | None = None, **more) -> list[dict]:
@@ -36,7 +44,7 @@ def test_yes_no_confusion_by_hand(tmp_path: Path):
     # yes: 4 (3 found), no: 6 (2 called yes): TP 3, FN 1, FP 2, TN 4
     items = load(tmp_path, "yes_no", questions(["yes"] * 4 + ["no"] * 6))
     said = texts("Yes", "Yes.", "yes", "No", "Yes", "Sure", "No", "no.", "not", "No, none")
-    values = get_task("yes_no").score(items, said)
+    values = score("yes_no", items, said)
     assert values["accuracy"] == 70.0
     assert values["precision"] == 60.0
     assert values["recall"] == 75.0
@@ -50,17 +58,15 @@ def test_yes_no_confusion_by_hand(tmp_path: Path):
 
 def test_yes_no_counts_blind_yes_as_unparsed(tmp_path: Path):
     items = load(tmp_path, "yes_no", questions(["yes", "no"]))
-    scored = get_task("yes_no").score_items(items, texts("Sure", "NO"))
+    scored = scored_items("yes_no", items, texts("Sure", "NO"))
     assert [one.parsed for one in scored] == [False, True]
     assert [one.extracted for one in scored] == ["yes", "yes"]
-    assert [one.correct for one in scored] == [True, False]
+    assert [one.score for one in scored] == [1, 0]
 
 
 @pytest.mark.parametrize("said", ["No", "Yes"])
 def test_yes_no_constant_answers_divide_nothing_by_zero(tmp_path: Path, said: str):
-    values = get_task("yes_no").score(
-        load(tmp_path, "yes_no", questions(["no", "no"])), texts(said, said)
-    )
+    values = score("yes_no", load(tmp_path, "yes_no", questions(["no", "no"])), texts(said, said))
     assert values["precision"] == values["recall"] == values["f1"] == 0.0
     assert values["accuracy"] == (100.0 if said == "No" else 0.0)
     assert values["yes_ratio"] == (0.0 if said == "No" else 100.0)
@@ -68,9 +74,7 @@ def test_yes_no_constant_answers_divide_nothing_by_zero(tmp_path: Path, said: st
 
 def test_yes_no_per_category_and_the_mean_of_f1(tmp_path: Path):
     rows = questions(["yes", "no", "yes", "no"], ["random", "random", "popular", "popular"])
-    values = get_task("yes_no").score(
-        load(tmp_path, "yes_no", rows), texts("Yes", "No", "Yes", "Yes")
-    )
+    values = score("yes_no", load(tmp_path, "yes_no", rows), texts("Yes", "No", "Yes", "Yes"))
     assert values["random.f1"] == 100.0
     assert values["popular.f1"] == 66.67  # TP 1, FP 1, FN 0
     assert values["mean_f1"] == 83.34
@@ -81,7 +85,7 @@ def test_yes_no_per_category_and_the_mean_of_f1(tmp_path: Path):
 
 def test_yes_no_missing_prediction_is_the_wrong_answer(tmp_path: Path):
     items = load(tmp_path, "yes_no", questions(["yes", "no"]))
-    values = get_task("yes_no").score(items, {})
+    values = score("yes_no", items, {})
     assert values["accuracy"] == 0.0
     assert values["yes_ratio"] == 50.0  # the "no" question counts as a false yes
 
@@ -89,11 +93,11 @@ def test_yes_no_missing_prediction_is_the_wrong_answer(tmp_path: Path):
 def test_multiple_choice_counts_unparsed_as_wrong(tmp_path: Path):
     rows = questions(["A", "B", "A", "c"], ["x", "x", "y", "y"], choices=["red", "blue", "tan"])
     rows[3]["choices"] = ["red", "blue", "tan", "grey"]
-    task = get_task("multiple_choice")
     items = load(tmp_path, "multiple_choice", rows)
-    scored = task.score_items(items, texts("A.", "It is blue", "no idea", "(C)"))
+    said = texts("A.", "It is blue", "no idea", "(C)")
+    scored = scored_items("multiple_choice", items, said)
     assert [one.extracted for one in scored] == ["A", "B", None, "C"]
-    values = task.aggregate(scored)
+    values = score("multiple_choice", items, said)
     assert values["accuracy"] == 75.0
     assert values["x.accuracy"] == 100.0
     assert values["y.accuracy"] == 50.0
@@ -104,12 +108,12 @@ def test_multiple_choice_counts_unparsed_as_wrong(tmp_path: Path):
 
 def test_short_answer_is_normalised_exact_match(tmp_path: Path):
     rows = questions(["Red", "red", "blue", "two"], ["colour", "colour", "colour", "count"])
-    task = get_task("short_answer")
     items = load(tmp_path, "short_answer", rows)
-    scored = task.score_items(items, texts("red.", " RED", "light blue", ""))
-    assert [one.correct for one in scored] == [True, True, False, False]
+    said = texts("red.", " RED", "light blue", "")
+    scored = scored_items("short_answer", items, said)
+    assert [one.score for one in scored] == [1, 1, 0, 0]
     assert [one.parsed for one in scored] == [True, True, True, False]
-    values = task.aggregate(scored)
+    values = score("short_answer", items, said)
     assert values["accuracy"] == 50.0
     assert values["chance"] == 33.33  # red, blue, two
     assert values["majority"] == 50.0
@@ -131,20 +135,23 @@ def test_rows_with_one_image_several_images_a_video_and_none(tmp_path: Path):
     rows[2]["video"] = "c.mp4"
     rows[4] |= {"image": ["a.png", "b.png"], "text": "Is <image> like <image>?"}
     items = load(tmp_path, "yes_no", rows)
-    parts = [[part.kind for part in item.sample.turns[0].parts] for item in items]
+    parts = [[part.kind for part in item.details["sample"].turns[0].parts] for item in items]
     assert [kinds.count("image") for kinds in parts] == [1, 2, 0, 0, 2]
     assert parts[2].count("video") == 1
     assert parts[0][0] == parts[1][0] == "image"
     assert parts[4][0] == "text"
-    assert [Path(m.path).name for m in items[1].sample.media if m.path] == ["a.png", "b.png"]
-    assert items[3].sample.turns[0].text.strip() == "?"
+    assert [Path(m.path).name for m in items[1].details["sample"].media if m.path] == [
+        "a.png",
+        "b.png",
+    ]
+    assert items[3].details["sample"].turns[0].text.strip() == "?"
 
 
 def test_llava_and_pope_rows(tmp_path: Path):
     (tmp_path / "a.jpg").touch()
     row = {"question_id": 7, "image": "a.jpg", "text": "Is there a dog?", "label": "No"}
     (item,) = load(tmp_path, "yes_no", [row])
-    assert (item.question_id, item.answer, item.category) == ("7", "no", "")
+    assert (item.question_id, item.answer, item.tables) == ("7", "no", {})
 
 
 def test_media_root(tmp_path: Path):
@@ -153,8 +160,8 @@ def test_media_root(tmp_path: Path):
     rows = questions(["yes"])
     rows[0]["image"] = "a.png"
     folder = write_folder(tmp_path / "set", rows)
-    (item,) = get_task("yes_no").load(folder, tmp_path / "media")
-    assert item.sample.media[0].path == str(tmp_path / "media" / "a.png")
+    (item,) = get_task("yes_no", tmp_path / "media").load(folder)
+    assert item.details["sample"].media[0].path == str(tmp_path / "media" / "a.png")
     with pytest.raises(DataError, match=r"questions\.jsonl:1: the image .*a\.png does not exist"):
         get_task("yes_no").load(folder)
     assert len(get_task("yes_no").load(folder, check_media=False)) == 1
@@ -165,14 +172,14 @@ def test_a_media_root_may_be_an_address(tmp_path: Path):
     rows[0]["image"], rows[1]["image"] = "a b.png", "deep/b.png"
     folder = write_folder(tmp_path / "set", rows)
     for root in ("https://host.org/set", "https://host.org/set/"):
-        items = get_task("yes_no").load(folder, root)
-        assert [item.sample.media[0].path for item in items] == [
+        items = get_task("yes_no", root).load(folder)
+        assert [item.details["sample"].media[0].path for item in items] == [
             "https://host.org/set/a%20b.png", "https://host.org/set/deep/b.png",
         ]  # fmt: skip
     rows[0]["image"] = "../a.png"
     write_folder(folder, rows)
     with pytest.raises(DataError, match="leaves the media root"):
-        get_task("yes_no").load(folder, "s3://bucket/set")
+        get_task("yes_no", "s3://bucket/set").load(folder)
 
 
 GOOD = '{"question_id": "1", "text": "?", "answer": "yes"}'
@@ -211,7 +218,7 @@ def test_bad_rows_name_file_and_line(tmp_path: Path, line: str, message: str):
 )
 def test_multiple_choice_rows_need_choices_and_a_letter(reference: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        get_task("multiple_choice").check_reference({"category": "", **reference})
+        get_task("multiple_choice").check_answer(reference["answer"], reference.get("choices"))
 
 
 def test_a_folder_without_questions(tmp_path: Path):

@@ -9,7 +9,7 @@ from torch import nn
 
 from coat_kernels import CODECS, encode_moment, join_master
 from coat_kernels.testing import assert_same_bits
-from coat_vlm.optim import CoatAdamW, adamw_cpu
+from coat_vlm.optim import CoatAdamW, adamw
 
 SIZES = ((3, 50), (129,), (7,), (600_000,))
 """Small ones are updated together, the last one alone."""
@@ -56,8 +56,8 @@ def test_by_chance_a_small_parameter_is_rounded_as_if_alone(
 ) -> None:
     """And another step, or the same one made again from a saved state, as its number says."""
     ends = []
-    for small in (adamw_cpu.SMALL, 0):
-        monkeypatch.setattr(adamw_cpu, "SMALL", small)
+    for small in (adamw.SMALL, 0):
+        monkeypatch.setattr(adamw, "SMALL", small)
         params = parameters(torch.bfloat16 if master != "fp32" else torch.float32)
         optimizer, saved = state_of(params, codec="dre_e4m3_chance", master=master, seed=3)
         saved, values = copy.deepcopy(saved), [p.detach().clone() for p in params]

@@ -21,8 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from coat_vlm.config import Fp8Config, Fp8Precision
 from coat_vlm.fp8 import convert, fp8_blocks, linear, norm_mlp, reused_weights
-from coat_vlm.fp8.block_error import back_to_bf16
-from coat_vlm.fp8.footprint import measure_footprint
+from coat_vlm.fp8.convert import back_to_bf16
+from coat_vlm.fp8.measure import measure_footprint
 
 WHOLE: tuple[Fp8Precision, ...] = ("coat", "coat_lean")
 
@@ -121,7 +121,7 @@ def test_it_keeps_what_coat_keeps() -> None:
     def kept(precision: Fp8Precision, first: int) -> list[float]:
         model = converted(llama(2), precision, first).train()
         forward = lambda: model(ids, use_cache=False)  # noqa: E731 - a cache keeps heads, too
-        return [fp8 for _, fp8, _ in measure_footprint(model, forward).blocks]
+        return [fp8 for _, fp8, _ in measure_footprint(model, forward)]
 
     coat, lean = kept("coat", 0), kept("coat_lean", 0)
     assert lean[0] < 0.5 * coat[0]

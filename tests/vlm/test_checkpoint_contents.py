@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from coat_vlm.checkpoint.checkpoint import Contents, SavedParameter, read_contents, write_contents
+from coat_vlm.checkpoint.contents import Contents, SavedParameter, read_contents, write_contents
 from coat_vlm.checkpoint.partitions import Piece
 from coat_vlm.checkpoint.shards import Shards, ShardWriter
-from coat_vlm.optim import CoatAdamW, moments
+from coat_vlm.optim import CoatAdamW, state
 
 
 def contents(**changes: object) -> Contents:
@@ -84,7 +84,7 @@ def test_another_layout_is_refused(tmp_path: Path) -> None:
 def test_optimizers_and_their_codecs_have_different_names() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     names = {
-        moments.codec(optimizer, optimizer.param_groups[0])
+        state.codec(optimizer, optimizer.param_groups[0])
         for optimizer in (
             torch.optim.AdamW([parameter]),
             CoatAdamW([parameter]),

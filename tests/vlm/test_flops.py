@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_data.load.collate import collate, collate_packed
 from coat_data.load.encode import EncodedSample
+from coat_data.load.loader import LoadedBatch
 from coat_vlm.config import ModuleTraining, SourceConfig, StageConfig
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.distributed import ALONE, World
@@ -275,9 +276,18 @@ def test_experts_are_refused_and_a_run_says_so(
     assert "no TFLOP/s: the model's work is not known, as" in capsys.readouterr().out
     ids = torch.ones(1, 5, dtype=torch.int64)
     inputs: Any = {"input_ids": ids, "labels": ids, "attention_mask": ids}
-    row = counts.row(counts.count([inputs | {"pixel_values": torch.zeros(0, 3, 1, 1)}]))
-    assert row == {"tiles": 0, "vision_tokens": 0}
-    assert "tflop_per_s_per_gpu" not in counts.rates(row | {"tokens": 5, "samples": 1}, 1.0)
+    inputs |= {"pixel_values": torch.zeros(0, 3, 1, 1)}
+    loaded = LoadedBatch(batch=inputs, bad=[], num_samples=1)
+    row = counts.row(counts.count([loaded]))
+    assert row == {
+        "trained_tokens": 4,
+        "tokens": 5,
+        "samples": 1,
+        "tiles": 0,
+        "vision_tokens": 0,
+        "videos": {},
+    }
+    assert "tflop_per_s_per_gpu" not in counts.rates(row, 1.0)
 
 
 def test_rates_are_of_all_ranks_and_flops_of_one(tiny: Any) -> None:
@@ -286,12 +296,13 @@ def test_rates_are_of_all_ranks_and_flops_of_one(tiny: Any) -> None:
     inputs: Any = batch(model)
     inputs["attention_mask"] = torch.ones(ROWS, TOKENS, dtype=torch.int64)
     inputs["attention_mask"][1, 30:] = 0
-    sums = [2 * number for number in two_ranks.count([inputs, inputs])]
-    row = two_ranks.row(sums)
+    both = two_ranks.count([LoadedBatch(batch=inputs, bad=[], num_samples=2)] * 2)
+    row = two_ranks.row({name: 2 * number for name, number in both.items()})
+    assert (row["tokens"], row["samples"]) == (4 * 70, 8)
     parts = model_flops(model).of(work_of(inputs))
     assert (row["tiles"], row["vision_tokens"]) == (8, 8 * model.config.tokens_per_image)
     assert row["tflop"] == {n: pytest.approx(4 * x / 1e12, rel=1e-4) for n, x in parts.items()}
-    rates = two_ranks.rates(row | {"tokens": 4 * 70, "samples": 8}, 0.5)
+    rates = two_ranks.rates(row, 0.5)
     vision = 2 * row["vision_tokens"]
     assert rates == {
         "tokens_per_s": 560.0,

@@ -13,7 +13,7 @@ import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_cli.command import PRECISIONS
 from coat_vlm.config import FP8_PRECISIONS, BlockPrecision, Fp8Config, Fp8Precision, Precision
 from coat_vlm.fp8 import Arithmetic, arithmetic_of, convert, fp8_blocks, monitor
-from coat_vlm.fp8.arithmetic import check_capability
+from coat_vlm.fp8.convert import check_capability
 
 
 def llama(**changes: Any) -> Any:
@@ -300,8 +300,8 @@ def test_every_gradient_has_the_format_that_was_asked_for(
 ) -> None:
     seen: list[torch.dtype] = []
 
-    def observe(rows: Any, transposed: Any, _: Any) -> None:
-        seen.extend((rows.q.dtype, transposed.q.dtype))
+    def observe(quantized: Any, _: Any) -> None:
+        seen.extend((quantized.rows.q.dtype, quantized.transposed.q.dtype))
 
     model = llama(num_hidden_layers=1)
     convert(model, Fp8Config(**settings))

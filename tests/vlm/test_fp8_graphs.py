@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
-from coat_bench.step_case import StepBench, contenders_of
+from coat_bench.step import StepBench, step_cases
 from coat_vlm.config import Fp8Config
 from coat_vlm.config.load import load_recipe
 from coat_vlm.fp8 import arithmetic_of, convert, graph_blocks, reused_weights, watching
-from coat_vlm.fp8.block_error import back_to_bf16
+from coat_vlm.fp8.convert import back_to_bf16
 from coat_vlm.fp8.graphs import (
     EAGER_PASSES,
     MOST_CAPTURED,
@@ -259,15 +259,14 @@ def test_weights_are_not_kept_beside_graphs() -> None:
         ({"precisions": ["bf16"]}, "no coat or coat_lean below ZeRO-3"),
         ({"optimizers": ["own"], "zero_stages": [3]}, "no coat or coat_lean below ZeRO-3"),
         ({"warmup": EAGER_PASSES}, "--warmup has to exceed"),
-        ({"checkpointing": True}, "never under --checkpointing"),
     ],
 )
 def test_a_benchmark_of_graphs_has_some(changes: dict[str, Any], message: str) -> None:
     settings: dict[str, Any] = {"size": "tiny", "precisions": ["bf16", "coat"], "graphs": True}
-    found = contenders_of(StepBench(**settings), 1)
+    found = step_cases(StepBench(**settings), 1)
     assert [each.implementation for each in found] == ["bf16", "coat_paper", "coat_paper_graphs"]
     with pytest.raises(ValueError, match=message):
-        contenders_of(StepBench(**settings | changes), 1)
+        step_cases(StepBench(**settings | changes), 1)
 
 
 @pytest.mark.gpu

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_kernels import GROUP_SIZES, dequantize_group, quantize_group
 from coat_vlm.config import BlockPrecision, Fp8Config
-from coat_vlm.fp8 import convert, decoder_block, gemms, linear, norm_mlp, projection, sdpa
-from coat_vlm.fp8.lean import lean_attention, rounded_heads
+from coat_vlm.fp8 import blocks, convert, gemm, linear, norm_mlp, sdpa
+from coat_vlm.fp8 import heads as heads_module
+from coat_vlm.fp8.attention import fp8_saved_attention, rounded_heads
 
 B, T, D = 5, 24, 64
 
@@ -82,7 +83,7 @@ def test_with_representable_heads_it_is_attention_and_a_linear_layer(
         return exact(q, k, v, True, None)
 
     ours, theirs = ([x.clone().requires_grad_() for x in (q, k, v)] for _ in range(2))
-    y = lean_attention(ours[0], ours[1], ours[2], layer, attend, how)
+    y = fp8_saved_attention(ours[0], ours[1], ours[2], layer, attend, how)
     y_reference = linear(exact(theirs[0], theirs[1], theirs[2], True, None), reference)
     torch.testing.assert_close(y, y_reference, rtol=1e-2, atol=2e-3)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(6))
@@ -102,7 +103,7 @@ def test_its_copies_go_with_the_first_backward_pass() -> None:
     q, k, v = (heads(4, i).requires_grad_() for i in range(3))
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        y = lean_attention(q, k, v, layer, exact_causal, sdpa.choose(q, k, v, True, None))
+        y = fp8_saved_attention(q, k, v, layer, exact_causal, sdpa.choose(q, k, v, True, None))
     codes = [x for x in saved if x.dtype == torch.float8_e4m3fn]
     assert sum(x.untyped_storage().nbytes() for x in codes) == 4 * B * T * 4 * D
     y.sum().backward(retain_graph=True)
@@ -123,7 +124,7 @@ def test_attention_works_on_the_rounded_heads() -> None:
         seen.extend((q, k, v))
         return exact(q, k, v, True, None)
 
-    lean_attention(x, x, x, nn.Linear(4 * D, 16), attend, None)
+    fp8_saved_attention(x, x, x, nn.Linear(4 * D, 16), attend, None)
     for got in seen:
         assert torch.equal(got, representable(x))
     assert torch.equal(rounded_heads(x), representable(x))
@@ -213,7 +214,7 @@ def test_copies_made_with_the_rotation_give_the_same_block(monkeypatch: pytest.M
     embeddings = rotary(x, torch.arange(T)[None])
     results = []
     for sizes in (GROUP_SIZES, ()):
-        monkeypatch.setattr(projection, "GROUP_SIZES", sizes)
+        monkeypatch.setattr(heads_module, "GROUP_SIZES", sizes)
         leaf = x.clone().requires_grad_()
         y = layer(leaf, position_embeddings=embeddings)
         y.backward(torch.ones_like(y))
@@ -254,7 +255,7 @@ def test_nothing_holds_the_joint_projection_while_the_mlp_runs(
     layer, rotary = block()
     layer.fp8_lean = precision == "coat_lean"
     joint: list[Any] = []
-    product, mlp = gemms.forward, decoder_block.norm_mlp
+    product, mlp = gemm.forward, blocks.norm_mlp
 
     def watched(*args: Any) -> Any:
         y, scale = product(*args)
@@ -265,8 +266,8 @@ def test_nothing_holds_the_joint_projection_while_the_mlp_runs(
         assert joint[0]() is None
         return mlp(*args, **kwargs)
 
-    monkeypatch.setattr(gemms, "forward", watched)
-    monkeypatch.setattr(decoder_block, "norm_mlp", checked)
+    monkeypatch.setattr(gemm, "forward", watched)
+    monkeypatch.setattr(blocks, "norm_mlp", checked)
     x = torch.randn(1, T, 256).bfloat16().requires_grad_()
     layer(x, position_embeddings=rotary(x, torch.arange(T)[None])).sum().backward()
     assert joint

@@ -16,7 +16,7 @@ from coat_data.mixture.packing import Budget, Lengths
 from coat_data.sample import Sample
 from coat_vlm.config import SourceConfig
 from coat_vlm.distributed import ALONE, World
-from coat_vlm.train.documents import measured
+from coat_vlm.train.data import measured
 from coat_vlm.train.sources import open_source
 
 _T = TypeVar("_T")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Fp8Precision
-from coat_vlm.fp8 import attention, convert, lean, sdpa
+from coat_vlm.fp8 import attention, convert, sdpa
 from coat_vlm.model import packing as packed_module
 from coat_vlm.model.packing import PACKED, Packing, packed_attention
 
@@ -129,8 +129,8 @@ def test_fp8_blocks_take_packed_rows(
     The mask makes ``coat_lean`` repeat attention; without, its gradient has the rounding of o.
     """
     repeated = []
-    replayed = lean._replayed
-    monkeypatch.setattr(lean, "_replayed", lambda *args: repeated.append(1) or replayed(*args))
+    repeat = attention._repeat
+    monkeypatch.setattr(attention, "_repeat", lambda *args: repeated.append(1) or repeat(*args))
     changes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
     model = tiny.model(language=tiny.language(family, **changes)).language_model
     model = model.to(device, torch.float32 if device == "cpu" else torch.bfloat16).train()
@@ -252,7 +252,9 @@ def test_a_window_that_may_cut_a_sequence_has_no_fused_kernel() -> None:
     heads = leaves(2, "cpu")
     module = SimpleNamespace(config=SimpleNamespace(_attn_implementation=PACKED), is_causal=True)
     fused = {
-        window: attention._fused(module, heads, None, arguments() | {"sliding_window": window})
+        window: attention.fused_kernel(
+            module, heads, None, arguments() | {"sliding_window": window}
+        )
         for window in (None, 16, 17)
     }
     assert {window: how is not None for window, how in fused.items()} == {

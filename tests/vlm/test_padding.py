@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import BertConfig, BertLMHeadModel
 
 from coat_vlm.config import Fp8Config
-from coat_vlm.fp8 import convert, lean
+from coat_vlm.fp8 import attention, convert
 from coat_vlm.model.packing import is_causal, is_right_padded
 
 IMAGE = 2
@@ -111,8 +111,8 @@ def test_coat_lean_repeats_no_attention_for_padding_on_the_right(
     model = tiny.model().train()
     convert(model, Fp8Config(vision="bf16", language="coat_lean"))
     calls = []
-    replayed = lean._replayed
-    monkeypatch.setattr(lean, "_replayed", lambda *args: calls.append(1) or replayed(*args))
+    repeat = attention._repeat
+    monkeypatch.setattr(attention, "_repeat", lambda *args: calls.append(1) or repeat(*args))
     model(**batch(side)).loss.backward()
     assert len(calls) == replays
 

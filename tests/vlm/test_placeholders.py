@@ -24,7 +24,7 @@ from coat_vlm.model.packing import PACKED
 from coat_vlm.model.placeholders import placeholder_positions
 from coat_vlm.plan import LiveMemory
 from coat_vlm.plan.activations import flash_attention
-from coat_vlm.train.loop import inputs_on
+from coat_vlm.train.step import inputs_on
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 PRECISIONS: tuple[Precision, ...] = ("fp32", "coat_lean")

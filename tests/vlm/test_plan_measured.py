@@ -9,11 +9,9 @@ import pytest
 import torch
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_bench.recipe import planned_peak, stage_cases
-from coat_bench.recipe_case import RecipeBench
-from coat_bench.step_loop import OptimizerName, stage_config
-from coat_bench.step_plan import StepPlan
-from coat_bench.vlm_shapes import SIZES
+from coat_bench.models import SIZES
+from coat_bench.recipe import RecipeBench, planned_peak, stage_cases
+from coat_bench.step_loop import OptimizerName, planned_gb, stage_config, traced
 from coat_vlm.config.load import load_recipe
 from coat_vlm.model import loss
 from coat_vlm.plan import plan_recipe
@@ -57,16 +55,18 @@ def test_steps_of_an_8b_model(commit: str, optimizer: OptimizerName, batch: int)
         if (row["optimizer"], row["batch"]) == (optimizer, str(batch))
     }
     whole = optimizer == "coat"  # four micro-batches, which share FP8 weights
-    plan = StepPlan(
-        SIZES["8b"],
-        "coat_lean",
-        stage_config(16, 4, 1, checkpointing=False),
-        reuse_weights=whole,
-        bf16_forward_first=0 if commit == "dc755f9" else None,
+    first = 0 if commit == "dc755f9" else None
+    frame, activations = traced(
+        SIZES["8b"], "coat_lean", batch, reuse_weights=whole, bf16_forward_first=first
     )
-    accumulation = 4 if whole else 1
-    planned = plan.peak_gb(
-        batch, accumulation=accumulation, optimizer=optimizer, zero_stage=1, ranks=1
+    planned = planned_gb(
+        frame,
+        stage_config(),
+        activations,
+        optimizer=optimizer,
+        zero_stage=1,
+        ranks=1,
+        accumulates=whole,
     )
     assert planned == pytest.approx(peak, rel=0.005)
 

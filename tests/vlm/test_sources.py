@@ -11,15 +11,17 @@ import pytest
 import yaml
 from tokenizers import decoders
 
-from coat_data.load.loader import BadSample
+from coat_data.load.loader import BadSample, LoadedBatch
 from coat_data.mixture.sampler import Mixture
 from coat_data.sample import DataError
 from coat_vlm.config import SourceConfig, StageConfig
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import ALONE
 from coat_vlm.model.processor import build_processor
-from coat_vlm.train.quarantine import Quarantine, rewind_quarantine
-from coat_vlm.train.sources import open_data, open_source, open_sources
+from coat_vlm.train.bad_samples import BadSamples
+from coat_vlm.train.data import open_data
+from coat_vlm.train.metrics import rewind
+from coat_vlm.train.sources import open_source, open_sources
 
 TALK = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
@@ -38,18 +40,28 @@ def stage_of(**changes: Any) -> StageConfig:
     return StageConfig(data=sources, language=trains, **settings)
 
 
-def quarantine_of(folder: Path, name: str = "sft", total: int = 0, **limits: Any) -> Quarantine:
+def log_of(folder: Path, name: str = "sft", total: int = 0, **limits: Any) -> BadSamples:
     stage = stage_of(**limits)
-    return Quarantine(folder, name, stage, stage.data, total)
+    return BadSamples(folder, name, stage, stage.data, total)
 
 
 def bad(source: int, row: int) -> BadSample:
     return BadSample(where=f"x.json:{row}", problem="p", position=row, source=source, row=row)
 
 
+def loaded(*samples: BadSample) -> list[LoadedBatch]:
+    """Micro-batches in which these were left out."""
+    batch: Any = {}
+    return [LoadedBatch(batch=batch, bad=[sample], num_samples=1) for sample in samples]
+
+
+def counts(a: int, b: int, outages: int = 0) -> dict[str, float]:
+    return {"bad/a": a, "bad/b": b, "outages": outages}
+
+
 def test_a_runs_list_of_bad_rows_excludes_them_from_the_next(file: Path, tmp_path: Path) -> None:
-    quarantine = quarantine_of(tmp_path, max_bad_samples=9)
-    assert quarantine.note([bad(0, 3), bad(1, 4), bad(0, 17)], step=1) == [2, 1, 0]
+    log = log_of(tmp_path, max_bad_samples=9)
+    assert log.note(loaded(bad(0, 3), bad(1, 4), bad(0, 17)), step=1) == counts(2, 1)
     chosen: dict[str, Any] = {"name": "a", "path": str(file)}
     listed = str(tmp_path / "bad_samples.jsonl")
     rows = open_source(SourceConfig(**chosen, exclude=listed), seed=0)
@@ -202,8 +214,12 @@ def test_rows_of_a_lists_sources_are_excluded_by_their_names(file: Path, tmp_pat
     path.write_text(yaml.safe_dump({"sources": [{"path": "a.json"}, {"path": "a.json"}]}))
     config = SourceConfig(name="l", path=str(path))
     configs, _ = open_sources([config], 0)
-    quarantine = Quarantine(tmp_path, "sft", stage_of(max_bad_samples=9), configs)
-    assert quarantine.note([bad(1, 3), bad(1, 4)], step=1) == [0, 2, 0]
+    log = BadSamples(tmp_path, "sft", stage_of(max_bad_samples=9), configs)
+    assert log.note(loaded(bad(1, 3), bad(1, 4)), step=1) == {
+        "bad/l/a": 0,
+        "bad/l/a_2": 2,
+        "outages": 0,
+    }
     found, datasets = open_sources(
         [replace(config, exclude=str(tmp_path / "bad_samples.jsonl"))], 0
     )
@@ -221,22 +237,23 @@ def met(*counts: int) -> Any:
 
 
 def test_bad_rows_are_counted_by_source(tmp_path: Path) -> None:
-    quarantine = quarantine_of(tmp_path, max_bad_samples=9)
-    assert quarantine.count([0.0, 0.0, 0.0], met()) == {}
-    assert quarantine.count([0.0, 2.0, 0.0], met(30, 10)) == {"b": {"rows": 2, "rate": 0.2}}
-    rates = quarantine.count([1.0, 1.0, 0.0], met(40, 20))
+    log = log_of(tmp_path, max_bad_samples=9)
+    assert log.row(counts(0, 0), met()) == {"bad_by_source": {}}
+    row = log.row(counts(0, 2), met(30, 10))
+    assert row == {"bad_by_source": {"b": {"rows": 2, "rate": 0.2}}}
+    rates = log.row(counts(1, 1), met(40, 20))["bad_by_source"]
     assert rates == {"a": {"rows": 1, "rate": 0.025}, "b": {"rows": 3, "rate": 0.15}}
-    assert quarantine.total == 4
+    assert log.total == 4
 
 
 def test_outages_are_no_bad_rows(file: Path, tmp_path: Path) -> None:
     """They are counted by themselves, and not excluded from the next run."""
-    quarantine = quarantine_of(tmp_path, max_bad_samples=3)
+    log = log_of(tmp_path, max_bad_samples=3)
     away = [replace(bad(0, row), outage=True) for row in (1, 2)]
-    counts = quarantine.note([*away, bad(0, 3)], step=1)
-    assert counts == [1, 0, 2]
-    rates = quarantine.count([2.0, 0.0, 2.0], met(10, 10))
-    assert (rates["a"]["rows"], quarantine.total, quarantine.outages) == (2, 2, 2)
+    assert log.note(loaded(*away, bad(0, 3)), step=1) == counts(1, 0, outages=2)
+    row = log.row(counts(2, 0, outages=2), met(10, 10))
+    assert row == {"bad_by_source": {"a": {"rows": 2, "rate": 0.2}}, "outages": 2}
+    assert (log.total, log.outages) == (2, 2)
     listed = str(tmp_path / "bad_samples.jsonl")
     rows = open_source(SourceConfig(name="a", path=str(file), exclude=listed), seed=0)
     assert [int(rows[index].id) for index in range(3)] == [0, 1, 2]
@@ -247,46 +264,46 @@ def test_outages_are_no_bad_rows(file: Path, tmp_path: Path) -> None:
     assert json.loads(lines[0])["outage"]
     assert len(open_source(SourceConfig(name="a", path=str(file), exclude=str(only)), seed=0)) == 20
     with pytest.raises(ValueError, match=r"4 samples could not be reached, .* --resume auto when"):
-        quarantine.count([0.0, 0.0, 2.0], met(10, 10))
-    again = quarantine_of(tmp_path, total=2, max_bad_samples=3)  # continued when the host is up
-    assert again.count([0.0, 0.0, 3.0], met(10, 10))["a"]["rows"] == 1
+        log.row(counts(0, 0, outages=2), met(10, 10))
+    again = log_of(tmp_path, total=2, max_bad_samples=3)  # continued when the host is up
+    assert again.row(counts(0, 0, outages=3), met(10, 10))["bad_by_source"]["a"]["rows"] == 1
 
 
 @pytest.mark.parametrize(
-    ("limits", "counts"),
+    ("limits", "allowed"),
     [
         ({"max_bad_samples": 3}, [True, False]),
         # 4 of 40 are a tenth; 4 of 39 are more
         ({"max_bad_samples": 2, "max_bad_fraction": 0.1}, [True, True, False]),
     ],
 )
-def test_too_many_stop_the_run(tmp_path: Path, limits: dict[str, Any], counts: list[bool]) -> None:
-    quarantine = quarantine_of(tmp_path, **limits)
-    seen = [(2.0, met(5, 0)), (2.0, met(30, 10)), (0.0, met(30, 9))]
-    for allowed, (number, so_far) in zip(counts, seen, strict=False):
-        if allowed:
-            quarantine.count([number, 0.0, 0.0], so_far)
+def test_too_many_stop_the_run(tmp_path: Path, limits: dict[str, Any], allowed: list[bool]) -> None:
+    log = log_of(tmp_path, **limits)
+    seen = [(2, met(5, 0)), (2, met(30, 10)), (0, met(30, 9))]
+    for fits, (number, so_far) in zip(allowed, seen, strict=False):
+        if fits:
+            log.row(counts(number, 0), so_far)
         else:
             with pytest.raises(ValueError, match=r"4 bad samples \(a 4\) are more than max_bad"):
-                quarantine.count([number, 0.0, 0.0], so_far)
+                log.row(counts(number, 0), so_far)
 
 
 def test_a_resumed_run_counts_what_was_listed_before_its_checkpoint(tmp_path: Path) -> None:
-    first = quarantine_of(tmp_path, max_bad_samples=9)
+    first = log_of(tmp_path, max_bad_samples=9)
     for step, rows in ((1, [bad(0, 1)]), (2, [bad(1, 2)]), (3, [bad(1, 3), bad(0, 4)])):
-        first.note(rows, step)
-    quarantine_of(tmp_path, "pretrain", max_bad_samples=9).note([bad(0, 9)], 8)
+        first.note(loaded(*rows), step)
+    log_of(tmp_path, "pretrain", max_bad_samples=9).note(loaded(bad(0, 9)), 8)
     path = tmp_path / "bad_samples.jsonl"
     path.write_text(path.read_text() + '{"stage": "sft", "st')  # cut off
-    rewind_quarantine(tmp_path, "sft", 2)
+    rewind(path, "sft", 2)
     listed = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["stage"], row["row"]) for row in listed] == [
         ("sft", 1),
         ("sft", 2),
         ("pretrain", 9),
     ]
-    again = quarantine_of(tmp_path, max_bad_samples=9, total=2)
-    assert again.count([0.0, 0.0, 0.0], met(10, 10)) == {
+    again = log_of(tmp_path, max_bad_samples=9, total=2)
+    assert again.row(counts(0, 0), met(10, 10))["bad_by_source"] == {
         "a": {"rows": 1, "rate": 0.1},
         "b": {"rows": 1, "rate": 0.1},
     }

@@ -10,7 +10,8 @@ from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import joined_world
 from coat_vlm.train import stages
-from coat_vlm.train.sources import SourceRecord, row_budget
+from coat_vlm.train.data import row_budget
+from coat_vlm.train.sources import SourceRecord
 
 
 @pytest.mark.parametrize(

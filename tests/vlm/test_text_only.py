@@ -20,7 +20,7 @@ from coat_vlm.config import (
     VisionConfig,
 )
 from coat_vlm.config.model import ImageConfig, VideoConfig
-from coat_vlm.export.export import export
+from coat_vlm.export.hugging_face import export
 from coat_vlm.fp8 import convert
 from coat_vlm.generate import generate
 from coat_vlm.model import CoatVlm, build_model, module_parameters

@@ -1,6 +1,6 @@
 """Rows of a CSV or TSV file with a header line, read by byte offsets.
 
-Rows of a CSV that lists several clips of one video per record (Panda-70M), one row per clip.
+A CSV whose records list several clips of one video each (Panda-70M) has one row per clip.
 """
 
 import ast
@@ -10,17 +10,24 @@ import sys
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from coat_data.containers.rows import IndexedFile
+from coat_data.containers.rows import IndexedFiles, Rows, locate
 from coat_data.sample import DataError
 
 _BOM = "\ufeff"
 
 
-class CsvRows(IndexedFile):
+CLIP = "__clip__"
+"""The field that is added to a record: number of the clip, (start, end), caption."""
+
+COLUMNS = frozenset({"videoID", "timestamp", "caption"})
+"""The header by which such a file is known (snap-research/Panda-70M, README)."""
+
+
+class CsvRows(IndexedFiles):
     """Records as objects of column name to text; a record may span several lines.
 
     Attributes:
@@ -33,47 +40,45 @@ class CsvRows(IndexedFile):
     def __init__(self, path: Path) -> None:
         csv.field_size_limit(min(sys.maxsize, 1 << 30))
         self._delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-        starts, ends = array("q"), array("q")
-        with path.open("rb") as stream:
-            spans = self._spans(stream)
-            header = next(spans, None)
-            for start, end in spans:
-                starts.append(start)
-                ends.append(end)
-        super().__init__(path, np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64))
+        header = next(self._records(path), None)
         if header is None:
             raise DataError(str(path), "the file is empty", "write a header line and rows")
+        self._header_end = header[1]
         with path.open("rb") as stream:
-            self.columns = self._record(stream.read(header[1]), 0)
+            self.columns = self._record(stream.read(header[1]), f"{path}:0")
         self.columns[0] = self.columns[0].removeprefix(_BOM)
         if len(set(self.columns)) < len(self.columns):
             raise DataError(
                 str(path), f"the header names a column twice: {self.columns}", "rename one"
             )
+        super().__init__([path])
 
     def parse(self, data: bytes, index: int) -> dict[str, Any]:
         """A record by column."""
-        fields = self._record(data, index)
+        fields = self._record(data, self.where(index))
         if len(fields) != len(self.columns):
             raise DataError(
-                f"{self.path}:{index}",
+                self.where(index),
                 f"has {len(fields)} fields, the header {len(self.columns)}",
                 "put fields with commas, quotes or line ends into quotes",
             )
         return dict(zip(self.columns, fields, strict=True))
 
-    def _record(self, data: bytes, index: int) -> list[str]:
+    def _record(self, data: bytes, where: str) -> list[str]:
         try:
             text = io.StringIO(data.decode("utf-8"), newline="")
             return next(csv.reader(text, delimiter=self._delimiter))
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"{self.path}:{index}", f"is not UTF-8 ({error.reason})", "save the file as UTF-8"
-            ) from error
+            problem = f"is not UTF-8 ({error.reason})"
+            raise DataError(where, problem, "save the file as UTF-8") from error
         except csv.Error as error:
-            raise DataError(f"{self.path}:{index}", f"is not CSV: {error}", "fix it") from error
+            raise DataError(where, f"is not CSV: {error}", "fix it") from error
 
-    def _spans(self, stream: BinaryIO) -> Iterator[tuple[int, int]]:
+    def spans(self, path: Path) -> Iterator[tuple[int, int]]:
+        """The records behind the header."""
+        return (span for span in self._records(path) if span[0] >= self._header_end)
+
+    def _records(self, path: Path) -> Iterator[tuple[int, int]]:
         """Start and end of every record that is not blank.
 
         The reader takes as many lines as a record has; in Latin-1 they are as long as their bytes.
@@ -82,9 +87,10 @@ class CsvRows(IndexedFile):
 
         def lines() -> Iterator[str]:
             nonlocal taken
-            for line in stream:
-                taken += len(line)
-                yield line.decode("latin-1")
+            with path.open("rb") as stream:
+                for line in stream:
+                    taken += len(line)
+                    yield line.decode("latin-1")
 
         start = 0
         records = csv.reader(lines(), delimiter=self._delimiter)
@@ -100,22 +106,12 @@ class CsvRows(IndexedFile):
             start = taken
 
 
-CLIP = "__clip__"
-"""The field that is added to a record: number of the clip, (start, end), caption."""
-
-COLUMNS = frozenset({"videoID", "timestamp", "caption"})
-"""The header by which such a file is known (snap-research/Panda-70M, README)."""
-
-
-class ClipRows:
+class ClipRows(Rows):
     """The clips of all records.
 
     Attributes:
         media_root: the file's folder.
     """
-
-    random_access = True
-    damage: DataError | None = None
 
     def __init__(self, path: Path) -> None:
         self._records = CsvRows(path)
@@ -128,24 +124,14 @@ class ClipRows:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        record = int(np.searchsorted(self._ends, index, side="right"))
-        number = index - (int(self._ends[record - 1]) if record else 0)
+        record, number = locate(self._ends, index)
         row = self._records[record]
-        clips = _clips(row, f"{self._records.path}:{record}")
+        clips = _clips(row, self._records.where(record))
         return {**row, CLIP: clips[number]}
-
-    def stream(self) -> Iterator[Any]:
-        """Rows in order; a DataError in the place of one that does not parse."""
-        for index in range(len(self)):
-            try:
-                yield self[index]
-            except DataError as error:
-                yield error
 
     def place(self, index: int) -> tuple[str, int]:
         """The file and the record."""
-        record = int(np.searchsorted(self._ends, index, side="right"))
-        return str(self._records.path), record
+        return self._records.place(locate(self._ends, index)[0])
 
 
 def _clips_or_none(row: Any) -> list[Any]:

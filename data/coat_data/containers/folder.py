@@ -4,6 +4,7 @@ A row is ``{"path": "cat/1.jpg", "class": "cat"}``, with ``"text"`` where a file
 ending in .txt lies beside it.
 """
 
+import functools
 import json
 import os
 from array import array
@@ -12,16 +13,35 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from coat_data.media.image import image_suffixes
+from coat_data.containers.rows import Rows
 from coat_data.sample import DataError
+
+IMAGE_FORMATS = (
+    "JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "DIB", "ICO", "ICNS",
+    "CUR", "DDS", "PCX", "PSD", "QOI", "SGI", "SUN", "TGA", "XBM", "XPM",
+)  # fmt: skip
+"""Pillow's names of them; for every ``Image.open``, since Pillow goes by content and not by ending.
+
+Left out are EPS, which Pillow hands to Ghostscript, a program that can be made to run code; IPTC,
+which opens another image inside of it with all formats; WMF, HDF5, GRIB, BUFR and MPEG, which other
+programs read; and formats that no data set is stored in.
+"""
 
 VIDEO_SUFFIXES = frozenset(
     {".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".gifv", ".flv", ".ts"}
 )
 
 
-class FolderRows:
+@functools.cache
+def image_suffixes() -> frozenset[str]:
+    """File name endings of :data:`IMAGE_FORMATS`, in lower case with the dot."""
+    Image.init()
+    return frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in IMAGE_FORMATS)
+
+
+class FolderRows(Rows):
     """The media files below a folder, in the order of their paths.
 
     Links are not followed and are no rows.
@@ -29,9 +49,6 @@ class FolderRows:
     Attributes:
         media_root: the folder.
     """
-
-    random_access = True
-    damage: DataError | None = None
 
     def __init__(self, folder: Path) -> None:
         self.media_root = folder
@@ -63,14 +80,6 @@ class FolderRows:
                     f"{self.media_root}:{index}", f"{text.name}: {error}", "save it as UTF-8"
                 ) from error
         return row
-
-    def stream(self) -> Iterator[Any]:
-        """Rows in order; a DataError in the place of an unreadable text."""
-        for index in range(len(self)):
-            try:
-                yield self[index]
-            except DataError as error:
-                yield error
 
     def place(self, index: int) -> tuple[str, int]:
         """The folder and ``index``."""

@@ -1,23 +1,20 @@
-"""The ingested folder: Parquet shards of samples and a manifest.
+"""The folder that :func:`coat_data.tools.ingest.ingest` writes: Parquet shards and a manifest.
 
 ``part-00000.parquet``, ... hold one sample per row in the columns of :func:`features`;
 ``manifest.json`` is a :class:`Manifest`. Media paths are stored relative to the media root where
 they lie under it, so that the folder can be opened with another root.
-
-Rows of a folder written by :func:`coat_data.tools.ingest.ingest`.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coat_data.containers.remote_file import is_url
+from coat_data.containers.rows import Rows
 from coat_data.containers.table import open_parquet
-from coat_data.media.root import MediaRoot
-from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_data.sample import DataError, Sample
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -130,32 +127,6 @@ def to_record(sample: Sample, media_root: Path | str) -> dict[str, Any]:
     }
 
 
-def to_sample(record: dict[str, Any], *, source: str, root: MediaRoot) -> Sample:
-    """The sample that :func:`to_record` stored, with absolute media paths.
-
-    Raises:
-        DataError: the path of a file to be opened leaves the media root.
-    """
-    where = f"{source}:{record['row']}"
-    media = [dict(entry) for entry in record["media"]]
-    for entry in media:
-        if entry["data"] is None:
-            entry["path"] = root.file(entry["path"], where)
-        else:  # only a name; nothing is opened
-            entry["path"] = root.name(entry["path"])
-    return Sample(
-        id=record["id"],
-        turns=tuple(
-            Turn(turn["role"], tuple(Part(**part) for part in turn["parts"]))
-            for turn in record["turns"]
-        ),
-        media=tuple(Media(**entry) for entry in media),
-        source=source,
-        row=record["row"],
-        continues=bool(record["continues"]),
-    )
-
-
 def _relative(path: str | None, media_root: Path | str) -> str:
     if path is not None and is_url(path):
         return path
@@ -167,7 +138,7 @@ class Record(dict[str, Any]):
     """A row of a shard, in the columns of :func:`coat_data.containers.ingested.features`."""
 
 
-class ShardRows:
+class ShardRows(Rows):
     """The records of all shards, memory mapped.
 
     Attributes:
@@ -176,9 +147,6 @@ class ShardRows:
     Raises:
         DataError: the folder does not hold what its manifest says.
     """
-
-    random_access = True
-    damage: DataError | None = None
 
     def __init__(self, folder: Path) -> None:
         manifest = Manifest.read(folder)
@@ -200,10 +168,6 @@ class ShardRows:
 
     def __getitem__(self, index: int) -> Record:
         return Record(self._table[index])
-
-    def stream(self) -> Iterator[Record]:
-        """Records in order."""
-        return (self[index] for index in range(len(self)))
 
     def place(self, index: int) -> tuple[str, int]:
         """The file that was ingested; the record knows its row there."""

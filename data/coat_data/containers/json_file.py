@@ -8,25 +8,25 @@ file: 16 bytes per row and the window.
 """
 
 import contextlib
+import io
 import itertools
 import json
 import re
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
-from coat_data.containers.rows import IndexedFile
+from coat_data.containers.rows import IndexedFiles
 from coat_data.sample import DataError
 
 MAX_ROW_BYTES = 256 << 20
 """The longest row of an array; a broken file is not read further to find a row's end."""
 
+BOM = b"\xef\xbb\xbf"
+"""Of UTF-8, before the text of a file."""
+
 _LOOKED_AT = 16
 _WINDOW_BYTES = 1 << 20
-_BOM = b"\xef\xbb\xbf"
 _REMEDY = "the file must be a JSON array of rows, or JSONL with one row per line"
 _GAP = re.compile(r"[ \t\r\n]*")
 _NUMBER_PART = re.compile(r"[0-9.eE+-]*")
@@ -34,7 +34,7 @@ _NEAR_END = 16
 """The longest token that the end of a window can cut without the parser pointing at the end."""
 
 
-class JsonRows(IndexedFile):
+class JsonRows(IndexedFiles):
     """The rows of a JSON array or JSONL file; blank lines are not rows and are not counted.
 
     Args:
@@ -47,18 +47,13 @@ class JsonRows(IndexedFile):
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise DataError(str(path), "there is no such file", "give a .json or .jsonl file")
-        starts, ends = array("q"), array("q")
-        damage = None
+        self._path = path
+        super().__init__([path])
+
+    def spans(self, path: Path) -> Iterator[tuple[int, int]]:
+        """The rows, up to where an array is broken."""
         with path.open("rb") as stream:
-            try:
-                for start, end in _spans(stream, str(path)):
-                    starts.append(start)
-                    ends.append(end)
-            except DataError as error:
-                damage = error
-        super().__init__(
-            path, np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64), damage
-        )
+            yield from row_spans(stream, str(path))
 
     def parse(self, data: bytes, index: int) -> Any:
         """The value of a row."""
@@ -69,14 +64,23 @@ class JsonRows(IndexedFile):
                 f"byte {int(self._starts[index]) + error.start} of the file is not UTF-8 "
                 f"({error.reason})"
             )
-            raise DataError(f"{self.path}:{index}", problem, "save the file as UTF-8") from error
+            raise DataError(self.where(index), problem, "save the file as UTF-8") from error
         except json.JSONDecodeError as error:
-            line = self.line(index) + error.lineno - 1
+            line = self._line(index) + error.lineno - 1
             problem = f"is not JSON: {error.msg} (line {line}, column {error.colno})"
-            raise DataError(f"{self.path}:{index}", problem, _REMEDY) from error
+            raise DataError(self.where(index), problem, _REMEDY) from error
         except (ValueError, RecursionError) as error:  # an endless number, or too many brackets
             problem = f"is not usable JSON: {error}"
-            raise DataError(f"{self.path}:{index}", problem, _REMEDY) from error
+            raise DataError(self.where(index), problem, _REMEDY) from error
+
+    def _line(self, index: int) -> int:
+        """The line, from 1, on which row ``index`` starts; reads the file up to there."""
+        left, lines = int(self._starts[index]), 1
+        with self._path.open("rb") as stream:
+            while left > 0 and (chunk := stream.read(min(left, 1 << 20))):
+                lines += chunk.count(b"\n")
+                left -= len(chunk)
+        return lines
 
 
 def has_rows(path: Path) -> bool:
@@ -86,7 +90,7 @@ def has_rows(path: Path) -> bool:
     """
     with path.open("rb") as stream, path.open("rb") as read:
         try:
-            for start, end in itertools.islice(_spans(stream, str(path)), _LOOKED_AT):
+            for start, end in itertools.islice(row_spans(stream, str(path)), _LOOKED_AT):
                 read.seek(start)
                 with contextlib.suppress(DataError):  # that is for whoever reads this row
                     if isinstance(parse_row(read.read(end - start), str(path)), dict):
@@ -108,24 +112,19 @@ def parse_row(data: bytes, where: str) -> Any:
         raise DataError(where, f"is not usable JSON: {error}", _REMEDY) from error
 
 
-def _spans(stream: BinaryIO, path: str) -> Iterator[tuple[int, int]]:
-    """Start and end of every row of an array or of lines; DataError as :func:`array_spans`."""
-    offset = len(_BOM) if stream.read(len(_BOM)) == _BOM else 0
-    first = _first_character(stream, offset)
-    stream.seek(offset)
-    return array_spans(stream, path) if first == b"[" else line_spans(stream)
+def row_spans(stream: "io.BufferedReader[Any]", where: str) -> Iterator[tuple[int, int]]:
+    """Start and end of every element of a JSON array, or of every line that is not blank.
 
-
-def _first_character(stream: BinaryIO, offset: int) -> bytes:
-    stream.seek(offset)
-    while chunk := stream.read(4096):
-        if chunk.strip():
-            return chunk.strip()[:1]
-    return b""
-
-
-def line_spans(stream: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Start and end of every line that is not blank."""
+    Raises:
+        DataError: the text is an array and breaks off or is no JSON; names the line.
+    """
+    if stream.peek(len(BOM)).startswith(BOM):
+        stream.read(len(BOM))
+    while (head := stream.peek(1)) and head.isspace():
+        stream.read(len(head))
+    if head.lstrip()[:1] == b"[":
+        yield from _array_spans(stream, where)
+        return
     start = stream.tell()
     for line in stream:
         if not line.isspace():
@@ -161,7 +160,9 @@ class _Window:
     def gap(self, position: int) -> int:
         """The next position at or behind ``position`` that is not white space."""
         while True:
-            position = _end(_GAP, self.text, position)
+            gap = _GAP.match(self.text, position)
+            assert gap is not None  # it may be empty
+            position = gap.end()
             if position < len(self.text) or self.whole:
                 return position
             self.more()
@@ -174,18 +175,7 @@ class _Window:
         return DataError(f"{self._path}:{line}", problem, _REMEDY)
 
 
-def _end(pattern: re.Pattern[str], text: str, position: int) -> int:
-    match = pattern.match(text, position)
-    assert match is not None
-    return match.end()
-
-
-def array_spans(stream: BinaryIO, path: str) -> Iterator[tuple[int, int]]:
-    """Start and end of every element.
-
-    Raises:
-        DataError: the text is not a JSON array; names the line.
-    """
+def _array_spans(stream: BinaryIO, path: str) -> Iterator[tuple[int, int]]:
     window = _Window(stream, path)
     position = window.gap(0) + 1  # behind the bracket
     position = window.gap(position)

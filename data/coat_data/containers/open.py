@@ -69,19 +69,23 @@ def open_rows(path: Path | str, *, allow_pickle: bool = False) -> Opened:
     folder, _, split = str(path).rpartition("#")
     if split and (Path(folder) / ".nv-meta").is_dir():
         return replace(_open_energon(Path(folder), split), paths=(Path(folder),))
-    names = [name for pattern in expand_braces(str(path)) for name in _matching(pattern)]
-    if not names:
+    files = matching_files(path)
+    if not files:
         raise DataError(
             str(path),
             "there is no such file or folder",
             "give a data file, a folder, or a pattern such as shards/{000..099}.tar",
         )
-    files = [Path(name) for name in names]
     return Opened(_open_files(path, files, allow_pickle), paths=tuple(files))
 
 
-def _matching(pattern: str) -> list[str]:
-    return [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern))  # noqa: PTH207
+def matching_files(pattern: Path) -> list[Path]:
+    """The files that a pattern with ``*``, ``{000..099}`` or ``{a,b}`` stands for, in order."""
+    return [
+        Path(name)
+        for text in expand_braces(str(pattern))
+        for name in ([text] if Path(text).is_file() else sorted(glob.glob(text)))  # noqa: PTH207
+    ]
 
 
 def _open_folder(folder: Path, allow_pickle: bool) -> Opened:

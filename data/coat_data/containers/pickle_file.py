@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from coat_data.containers.rows import Rows
 from coat_data.sample import DataError
 
 _ALLOWED = frozenset({"bytearray", "complex", "frozenset", "set"})
 """Builtins that pickles name; the other containers and numbers have opcodes of their own."""
 
 
-class PickleRows:
+class PickleRows(Rows):
     """The rows of one or several pickled lists; only in order, one file in memory at a time.
 
     Attributes:
@@ -25,7 +26,6 @@ class PickleRows:
     """
 
     random_access = False
-    damage: DataError | None = None
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = list(files)

@@ -1,12 +1,10 @@
 """Rows of shards that are read over a network: JSONL, JSON arrays, WebDataset tars, Parquet.
 
-Where rows are is found by one pass over a shard and kept on this machine
-(:mod:`coat_data.containers.remote`). Then a row is a range of bytes, and of Parquet a row
-group; any row can be read at any time, so that a run continues from a position alone. A server that
-does not answer ranges can only be read from the beginning: such a source reads on to the window of
-rows that is wanted, keeps that window, and counts the rows that it had to read over.
-
-Where the rows of a remote shard are: found once by reading it, and kept on this machine.
+Where the rows of a shard are is found by one pass over it and kept on this machine. Then a row is a
+range of bytes, and of Parquet a row group; any row can be read at any time, so that a run continues
+from a position alone. A server that does not answer ranges can only be read from the beginning:
+such a source reads on to the window of rows that is wanted, keeps that window, and counts the rows
+that it had to read over.
 """
 
 import hashlib
@@ -16,7 +14,7 @@ import tarfile
 import zipfile
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,22 +25,31 @@ from filelock import FileLock
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from coat_data.containers.json_file import array_spans, line_spans, parse_row
+from coat_data.containers.json_file import parse_row, row_spans
 from coat_data.containers.remote_file import (
     Blocks,
+    RangeFile,
     RemoteFile,
     cache_folder,
     expand_urls,
     read_whole,
 )
-from coat_data.containers.tar import refuse_link, sample_of, split_key
-from coat_data.mixture.shards import Shards
+from coat_data.containers.rows import Rows, Shards, locate
+from coat_data.containers.tar import sample_of, sample_spans
 from coat_data.sample import DataError
 
 Kind = Literal["json", "tar", "parquet"]
 
 _BUFFER_BYTES = 1 << 20
-_BOM = b"\xef\xbb\xbf"
+
+
+WINDOW_ROWS = 256
+"""Consecutive rows that are read at about the same time."""
+
+_GROUPS_BYTES = 256 << 20
+"""Of a process and a source, decoded: a window of packing asks for rows of several row groups."""
+_WINDOWS_KEPT = 8
+"""Of a server without ranges: twice what a window of packing (1,000 samples) can ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +118,9 @@ def _make(file: RemoteFile, kind: Kind, path: Path) -> ShardIndex:
     starts, ends = array("q"), array("q")
     damage = ""
     beside = _beside(file) if kind == "tar" else None
+    spans = beside or (_row_groups(file) if kind == "parquet" else _passed(file, kind))
     try:
-        for start, end in beside or _spans(file, kind):
+        for start, end in spans:
             starts.append(start)
             ends.append(end)
     except DataError as error:
@@ -130,10 +138,6 @@ def _make(file: RemoteFile, kind: Kind, path: Path) -> ShardIndex:
         np.savez(temporary, starts=index.starts, ends=index.ends, damage=np.array(damage))
         temporary.replace(path)
     return index
-
-
-def _spans(file: RemoteFile, kind: Kind) -> Iterator[tuple[int, int]]:
-    return _row_groups(file) if kind == "parquet" else _passed(file, kind)
 
 
 def _beside(file: RemoteFile) -> list[tuple[int, int]] | None:
@@ -186,7 +190,10 @@ def _passed(file: RemoteFile, kind: Kind) -> Iterator[tuple[int, int]]:
     bar = tqdm(total=file.size, desc=f"indexing {name}", unit="B", unit_scale=True, mininterval=1.0)
     with bar, file.stream() as raw:
         counted = io.BufferedReader(_Counted(raw, bar), _BUFFER_BYTES)
-        yield from _tar_spans(counted, file) if kind == "tar" else _json_spans(counted, file.url)
+        if kind == "tar":
+            yield from sample_spans(counted, file.url, None)
+        else:
+            yield from row_spans(counted, file.url)
 
 
 class _Counted(io.RawIOBase):
@@ -216,92 +223,6 @@ class _Counted(io.RawIOBase):
         return len(data)
 
 
-def _json_spans(stream: "io.BufferedReader[Any]", url: str) -> Iterator[tuple[int, int]]:
-    """Rows of a JSON array or of JSONL."""
-    if stream.peek(len(_BOM)).startswith(_BOM):
-        stream.read(len(_BOM))
-    is_array = stream.peek(4096).lstrip()[:1] == b"["
-    return array_spans(stream, url) if is_array else line_spans(stream)
-
-
-def _tar_spans(stream: "io.BufferedReader[Any]", file: RemoteFile) -> Iterator[tuple[int, int]]:
-    """From the first header of a sample to the end of its last member's last block."""
-    last = _LastBlock(stream)
-    current: str | None = None
-    start = end = 0
-    try:
-        # Blocks of 512 bytes: the last one read is the one at which tarfile stopped.
-        with tarfile.open(fileobj=last, mode="r|", bufsize=tarfile.BLOCKSIZE) as archive:  # pyright: ignore[reportCallIssue, reportArgumentType]
-            for info in archive:
-                refuse_link(info, file.url)
-                split = split_key(info.name, file.url) if info.isfile() else None
-                archive.members = []  # pyright: ignore[reportAttributeAccessIssue]
-                if split is None:
-                    continue
-                if split[0] != current:
-                    if current is not None:
-                        yield start, end
-                    current, start = split[0], info.offset
-                blocks = -(-info.size // tarfile.BLOCKSIZE)
-                end = info.offset_data + blocks * tarfile.BLOCKSIZE
-            if last.block.strip(b"\0"):
-                problem = f"the header at byte {archive.offset} is damaged"  # pyright: ignore[reportAttributeAccessIssue]
-                raise DataError(file.url, problem, "copy the tar again")
-    except (tarfile.TarError, EOFError, UnicodeError) as error:
-        raise DataError(file.url, f"the tar is damaged: {error}", "copy it again") from error
-    if current is not None:
-        yield start, end
-
-
-class _LastBlock:
-    """A stream that remembers what it gave last."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self.block = b""
-
-    def read(self, size: int) -> bytes:
-        self.block = self._stream.read(size)
-        return self.block
-
-
-class _Ranges(io.RawIOBase):
-    """A file that pyarrow can read in places, over ranges.
-
-    Attributes:
-        failure: why a range could not be read, if so; not the fault of what is in the file.
-    """
-
-    def __init__(self, file: RemoteFile) -> None:
-        self._file = file
-        self._position = 0
-        self.failure: Exception | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size or 0}
-        self._position = base[whence] + offset
-        return self._position
-
-    def readinto(self, buffer: "memoryview[int]") -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        try:
-            data = self._file.read(self._position, len(buffer))
-        except Exception as error:
-            self.failure = error
-            raise
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-
 @contextmanager
 def open_parquet(file: RemoteFile, problem: str) -> Iterator[Any]:
     """A Parquet file over ranges, as a ``pyarrow.parquet.ParquetFile``.
@@ -317,7 +238,7 @@ def open_parquet(file: RemoteFile, problem: str) -> Iterator[Any]:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
-    ranges = _Ranges(file)
+    ranges = RangeFile(file.size or 0, lambda start, stop: file.read(start, stop - start))
     try:
         yield ParquetFile(ranges)
     except (ArrowException, OSError) as error:
@@ -326,26 +247,13 @@ def open_parquet(file: RemoteFile, problem: str) -> Iterator[Any]:
         raise DataError(file.url, f"{problem}: {error}", "copy the file again") from error
 
 
-WINDOW_ROWS = 256
-"""Consecutive rows that are read at about the same time."""
-
-_GROUPS_BYTES = 256 << 20
-"""Of a process and a source, decoded: a window of packing asks for rows of several row groups."""
-_WINDOWS_KEPT = 8
-"""Of a server without ranges: twice what a window of packing (1,000 samples) can ask for."""
-
-
-class RemoteRows:
+class RemoteRows(Rows):
     """The rows of remote shards of one kind.
 
     Attributes:
         media_root: the current folder; a remote source has none of its own.
         damage: set when a shard breaks off; the rows before are good.
-        shards: how the rows lie in shards, for an order that reads them side by side.
         paths: the kept indices, one of each shard; a changed shard has another one.
-        replayed: rows of this process that lay before the first one wanted of a shard that can
-            only be read from its beginning.
-        unseekable: the first shard whose server does not answer ranges, if any.
 
     Args:
         pattern: address of a shard, or of several (braces; ``*`` but for http).
@@ -354,27 +262,31 @@ class RemoteRows:
         DataError: a shard is missing, of no known kind, or cannot be read.
     """
 
-    random_access = True
-
     def __init__(self, pattern: str) -> None:
         blocks = Blocks()
         self._files = [RemoteFile(url, blocks) for url in expand_urls(pattern)]
-        self._kinds: list[Kind] = [_kind(file) for file in self._files]
-        if len(set(self._kinds)) > 1:
-            raise DataError(
-                pattern, f"matches {', '.join(sorted(set(self._kinds)))}", "name files of one kind"
-            )
-        self._indices = [
-            shard_index(file, kind) for file, kind in zip(self._files, self._kinds, strict=True)
-        ]
-        counts = [_rows(index, self._kinds[0]) for index in self._indices]
+        kinds: list[Kind] = sorted({_kind(file) for file in self._files})
+        if len(kinds) > 1:
+            raise DataError(pattern, f"matches {', '.join(kinds)}", "name files of one kind")
+        self._kind = kinds[0]
+        self._indices = [shard_index(file, self._kind) for file in self._files]
+        if self._kind == "parquet":  # a row group is read as a whole
+            sizes = [int(n) for index in self._indices for n in index.ends - index.starts]
+            counts = [int((index.ends - index.starts).sum()) for index in self._indices]
+        else:
+            sizes = counts = [len(index.starts) for index in self._indices]
         self._ends = np.cumsum(counts, dtype=np.int64)
         self.media_root = Path.cwd()
-        self.damage = self._first_damage()
+        broken = (
+            DataError(file.url, index.damage, "copy the shard again")
+            for file, index in zip(self._files, self._indices, strict=True)
+            if index.damage
+        )
+        self.damage = next(broken, None)
         self.paths = tuple(index.path for index in self._indices)
         self.unseekable = next((file.url for file in self._files if not file.seekable), None)
-        self.shards = self._shards(counts)
-        self.replayed = 0
+        window = max([1, *sizes]) if self._kind == "parquet" else WINDOW_ROWS
+        self.shards = Shards(sizes=tuple(sizes), window=window, jumps=self.unseekable is None)
         self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._windows: OrderedDict[tuple[int, int], list[bytes]] = OrderedDict()
         self._reader: _Forward | None = None
@@ -383,57 +295,31 @@ class RemoteRows:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Any:
-        number, row = self._locate(index)
-        if self._kinds[number] == "parquet":
+        number, row = locate(self._ends, index)
+        if self._kind == "parquet":
             return self._parquet_row(number, row)
-        return self._parsed(self._read(number, row), number, row)
+        file, shard = self._files[number], self._indices[number]
+        if file.seekable:
+            start, end = int(shard.starts[row]), int(shard.ends[row])
+            data = file.read(start, end - start)
+            if len(data) < end - start:
+                raise DataError(file.url, "has changed since it was indexed", "start again with it")
+        else:
+            data = self._read_forward(number, row)
+        return (sample_of if self._kind == "tar" else parse_row)(data, f"{file.url}:{row}")
 
     def stream(self) -> Iterator[Any]:
         """Rows in order; a DataError in the place of a row that does not parse."""
         try:
-            for index in range(len(self)):
-                try:
-                    yield self[index]
-                except DataError as error:
-                    yield error
+            yield from super().stream()
         finally:
             self._reader = None
             self._windows.clear()
 
     def place(self, index: int) -> tuple[str, int]:
         """The shard's address and the row in it."""
-        number, row = self._locate(index)
+        number, row = locate(self._ends, index)
         return self._files[number].url, row
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        return number, index - (int(self._ends[number - 1]) if number else 0)
-
-    def _shards(self, counts: Sequence[int]) -> Shards:
-        if self._kinds[0] == "parquet":  # a row group is read as a whole
-            sizes = [int(n) for index in self._indices for n in index.ends - index.starts]
-            return Shards(sizes=tuple(sizes), window=max([1, *sizes]))
-        return Shards(sizes=tuple(counts), window=WINDOW_ROWS, jumps=self.unseekable is None)
-
-    def _first_damage(self) -> DataError | None:
-        for file, index in zip(self._files, self._indices, strict=True):
-            if index.damage:
-                return DataError(file.url, index.damage, "copy the shard again")
-        return None
-
-    def _parsed(self, data: bytes, number: int, row: int) -> Any:
-        where = f"{self._files[number].url}:{row}"
-        return sample_of(data, where) if self._kinds[number] == "tar" else parse_row(data, where)
-
-    def _read(self, number: int, row: int) -> bytes:
-        file, index = self._files[number], self._indices[number]
-        start, end = int(index.starts[row]), int(index.ends[row])
-        if not file.seekable:
-            return self._read_forward(number, row)
-        data = file.read(start, end - start)
-        if len(data) < end - start:
-            raise DataError(file.url, "has changed since it was indexed", "start again with it")
-        return data
 
     def _read_forward(self, number: int, row: int) -> bytes:
         window, place = divmod(row, WINDOW_ROWS)
@@ -497,13 +383,10 @@ class _Forward:
         found: list[bytes] = []
         spans = zip(self._index.starts[rows], self._index.ends[rows], strict=True)
         for start, end in spans:
-            self._skip(int(start))
+            while self._offset < start:
+                self._take(min(int(start) - self._offset, 1 << 20))
             found.append(self._take(int(end) - self._offset))
         return found
-
-    def _skip(self, offset: int) -> None:
-        while self._offset < offset:
-            self._take(min(offset - self._offset, 1 << 20))
 
     def _take(self, size: int) -> bytes:
         self._stream = self._stream or self._file.stream()
@@ -538,12 +421,6 @@ def _kind(file: RemoteFile) -> Kind:
         "is not JSON, JSONL, Parquet or a plain tar",
         "other files are read from this machine only: download it first",
     )
-
-
-def _rows(index: ShardIndex, kind: Kind) -> int:
-    if kind == "parquet":
-        return int(index.ends[-1]) if len(index.ends) else 0
-    return len(index.starts)
 
 
 def _row_group(file: RemoteFile, group: int) -> Any:

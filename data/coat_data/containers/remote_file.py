@@ -1,14 +1,11 @@
 """Files by address: the one place where a URL is opened, as ranges of bytes or in order.
 
 The standard library reads ``http:`` and ``https:``; fsspec, which finds its credentials itself, all
-else (``hf:``, ``s3:``, ``gs:``, ``memory:``, ``file:``). Connections belong to the process that
-opened them: a :class:`RemoteFile` is cheap to send to workers.
-
-Requests to http servers, and what their answers say.
-
-What is tried again where a network or server fails, and what is told when that does not help.
-
-Brace patterns of shard names: ``shard-{000..099}.tar`` and ``{a,b}.json``.
+else (``hf:``, ``s3:``, ``gs:``, ``memory:``, ``file:``). fsspec's own reading over http is not
+used: here one function makes every request (:func:`_request`), so that hosts, redirects, sizes and
+times can be checked, each answer is compared with the version of the file that was opened, and what
+fails is tried again by one rule (:func:`retried`). Connections belong to the process that opened
+them: a :class:`RemoteFile` is cheap to send to workers.
 """
 
 import functools
@@ -22,72 +19,13 @@ import time
 import urllib.error
 import urllib.request
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard, TypeVar
 
 from coat_data.sample import DataError, UnreachableError
-
-
-def is_http(url: str) -> bool:
-    """Whether the standard library reads the address."""
-    return url.startswith(("http://", "https://"))
-
-
-def http_answer(url: str, span: tuple[int, int] | None, timeout_s: float) -> Any:
-    """The answer to a request of some bytes (start, stop), or of all; OSError where it fails."""
-    headers = {"Accept-Encoding": "identity", "User-Agent": user_agent()}
-    if span is not None:
-        headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
-    request = urllib.request.Request(url, headers=headers)
-    return urllib.request.urlopen(request, timeout=timeout_s)
-
-
-def http_version(answer: Any) -> str:
-    """What changes with the file, as far as an answer tells: ETag or time of change, and size."""
-    named = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
-    total = answer.headers.get("Content-Range", "").rpartition("/")[2]
-    return f"{named} {total or answer.headers.get('Content-Length')}"
-
-
-def http_body(url: str, timeout_s: float, limit_s: float, limit_bytes: int) -> bytes:
-    """A whole file.
-
-    Args:
-        url: its address.
-        timeout_s: how long the server may be silent.
-        limit_s: how long all of it may take, in seconds.
-        limit_bytes: the most that it may be.
-
-    Raises:
-        DataError: it is larger.
-        OSError, http.client.HTTPException: the network fails, or it takes longer.
-    """
-    until = time.monotonic() + limit_s
-    data = io.BytesIO()
-    with http_answer(url, None, timeout_s) as answer:
-        while piece := answer.read1(1 << 20):
-            data.write(piece)
-            if data.tell() > limit_bytes:
-                raise DataError(url, f"is larger than {limit_bytes} bytes", "download it first")
-            if time.monotonic() > until:
-                raise TimeoutError(f"not read within {limit_s:g} s ({data.tell()} bytes came)")
-        if answer.length:  # read1 is silent about what is missing
-            raise ConnectionError(f"broke off {answer.length} bytes before the end")
-    return data.getvalue()
-
-
-@functools.cache
-def user_agent() -> str:
-    """What requests say they are from: some hosts refuse Python's own name."""
-    try:
-        return f"coat-vlm/{version('coat-vlm')}"
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "coat-vlm"
-
 
 WAITS_S = (0.5, 2.0, 8.0)
 """Between attempts, in seconds: a network may fail for a moment."""
@@ -101,6 +39,44 @@ _MISTAKES = (
 """Not of the network: these pass as they are."""
 
 T = TypeVar("T")
+
+_GROUP = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_TIMEOUT_S = 60.0
+_BLOCK_BYTES = 1 << 20
+_BLOCKS_KEPT = 8
+_SMALL_BYTES = 1 << 17  # shorter ranges are cut from a block, which neighbours share
+
+
+def is_http(url: str) -> bool:
+    """Whether the standard library reads the address."""
+    return url.startswith(("http://", "https://"))
+
+
+def _request(url: str, span: tuple[int, int] | None, timeout_s: float) -> Any:
+    """The answer to a request of some bytes (start, stop), or of all; OSError where it fails."""
+    headers = {"Accept-Encoding": "identity", "User-Agent": _user_agent()}
+    if span is not None:
+        headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
+    request = urllib.request.Request(url, headers=headers)
+    return urllib.request.urlopen(request, timeout=timeout_s)
+
+
+def _version(answer: Any) -> str:
+    """What changes with the file, as far as an answer tells: ETag or time of change, and size."""
+    named = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
+    total = answer.headers.get("Content-Range", "").rpartition("/")[2]
+    return f"{named} {total or answer.headers.get('Content-Length')}"
+
+
+@functools.cache
+def _user_agent() -> str:
+    """What requests say they are from: some hosts refuse Python's own name."""
+    try:
+        return f"coat-vlm/{version('coat-vlm')}"
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "coat-vlm"
 
 
 def retried(attempt: Callable[[], T], waits_s: Sequence[float] | None = None) -> T:
@@ -150,9 +126,6 @@ def unreachable(url: str, error: Exception) -> DataError:
     return kind(url, problem, "check the address, the network and the credentials")
 
 
-_GROUP = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
-
-
 def expand_braces(pattern: str) -> list[str]:
     """The names that a pattern stands for; itself if it has no braces.
 
@@ -161,25 +134,15 @@ def expand_braces(pattern: str) -> list[str]:
     pieces: list[list[str]] = []
     end = 0
     for match in _GROUP.finditer(pattern):
-        pieces += [[pattern[end : match.start()]], list(_values(match))]
+        start, stop, names = match.groups()
+        if names is not None:
+            values = names.split(",")
+        else:
+            numbers = range(int(start), int(stop) + 1)
+            values = [str(number).zfill(len(start)) for number in numbers]
+        pieces += [[pattern[end : match.start()]], values]
         end = match.end()
     return ["".join(choice) for choice in product(*pieces, [pattern[end:]])]
-
-
-def _values(match: re.Match[str]) -> Iterator[str]:
-    start, stop, names = match.groups()
-    if names is not None:
-        yield from names.split(",")
-        return
-    for number in range(int(start), int(stop) + 1):
-        yield str(number).zfill(len(start))
-
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_TIMEOUT_S = 60.0
-_BLOCK_BYTES = 1 << 20
-_BLOCKS_KEPT = 8
-_SMALL_BYTES = 1 << 17  # shorter ranges are cut from a block, which neighbours share
 
 
 def is_url(path: str | Path) -> TypeGuard[str]:
@@ -199,7 +162,7 @@ def expand_urls(pattern: str) -> list[str]:
             found.append(url)
             continue
         try:
-            names = retried(partial(_matching, url))
+            names = retried(lambda url=url: _matching(url))
         except OUTAGES as error:
             raise unreachable(url, error) from error
         if not names:
@@ -220,10 +183,12 @@ class Blocks:
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
 
-    def get(self, url: str, number: int, read: Callable[[], bytes]) -> bytes:
-        """A block of a file, by ``read`` if it is not kept."""
-        kept = self._kept.pop((url, number), None)
-        self._kept[url, number] = kept = read() if kept is None else kept
+    def get(self, file: "RemoteFile", number: int) -> bytes:
+        """A block of a file, read if it is not kept."""
+        kept = self._kept.pop((file.url, number), None)
+        if kept is None:
+            kept = file.range(number * _BLOCK_BYTES, _BLOCK_BYTES)
+        self._kept[file.url, number] = kept
         while len(self._kept) > _BLOCKS_KEPT:
             self._kept.popitem(last=False)
         return kept
@@ -282,7 +247,8 @@ class RemoteFile:
         data, stop = b"", start + size
         while start < stop:
             number, offset = divmod(start, _BLOCK_BYTES)
-            piece = self._block(number)[offset : offset + stop - start]
+            block = self._blocks.get(self, number)
+            piece = block[offset : offset + stop - start]
             if not piece:
                 break
             data += piece
@@ -306,18 +272,15 @@ class RemoteFile:
             DataError: the file is another one now.
             OSError: the network fails.
         """
+        if self._http and start:
+            return self._part(start, self.size or 0)
         if self._http:
-            return self._request(None) if start == 0 else self._part(start, self.size or 0)
+            return _request(self.url, None, self._timeout_s)
         system, path = _filesystem(self.url)
         stream = told(lambda: system.open(path, "rb", cache_type="readahead"))
         if start:
             stream.seek(start)
         return stream
-
-    def _block(self, number: int) -> bytes:
-        return self._blocks.get(
-            self.url, number, lambda: self.range(number * _BLOCK_BYTES, _BLOCK_BYTES)
-        )
 
     def range(self, start: int, size: int) -> bytes:
         """As :meth:`read`, of these bytes alone, past the blocks."""
@@ -338,33 +301,28 @@ class RemoteFile:
 
     def _part(self, start: int, stop: int) -> Any:
         """The answer with these bytes."""
-        answer = self._request((start, stop))
-        if (
-            answer.status == http.HTTPStatus.PARTIAL_CONTENT
-            and http_version(answer) == self.version
-        ):
+        answer = _request(self.url, (start, stop), self._timeout_s)
+        partial = answer.status == http.HTTPStatus.PARTIAL_CONTENT
+        if partial and _version(answer) == self.version:
             return answer
         answer.close()
-        if answer.status != http.HTTPStatus.PARTIAL_CONTENT:
+        if not partial:
             raise OSError(f"{self.url}: the server has stopped answering ranges")
         raise DataError(self.url, "has changed since it was opened", "start again")
-
-    def _request(self, span: tuple[int, int] | None) -> Any:
-        return http_answer(self.url, span, self._timeout_s)
 
     def _ask_server(self) -> tuple[int | None, str, bool]:
         """Size, version, and whether it answers ranges, from a request of one byte."""
         try:
-            with self._request((0, 1)) as answer:
+            with _request(self.url, (0, 1), self._timeout_s) as answer:
                 partial = answer.status == http.HTTPStatus.PARTIAL_CONTENT
                 whole = answer.headers.get("Content-Length")
                 if partial:
                     whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
                 size = int(whole) if whole and whole.isdigit() else None
-                return size, http_version(answer), partial
+                return size, _version(answer), partial
         except urllib.error.HTTPError as error:
             if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-                return 0, http_version(error), True  # the file is empty
+                return 0, _version(error), True  # the file is empty
             raise
 
     def _ask_system(self) -> tuple[int | None, str, bool]:
@@ -435,12 +393,70 @@ def fetch(
     """
 
     def read() -> bytes:
-        if is_http(url):
-            return http_body(url, timeout_s, limit_s, limit_bytes)
-        system, path = _filesystem(url)
-        return told(lambda: system.cat_file(path))
+        if not is_http(url):
+            system, path = _filesystem(url)
+            return told(lambda: system.cat_file(path))
+        until = time.monotonic() + limit_s
+        data = io.BytesIO()
+        with _request(url, None, timeout_s) as answer:
+            while piece := answer.read1(1 << 20):
+                data.write(piece)
+                if data.tell() > limit_bytes:
+                    raise DataError(url, f"is larger than {limit_bytes} bytes", "download it first")
+                if time.monotonic() > until:
+                    raise TimeoutError(f"not read within {limit_s:g} s ({data.tell()} bytes came)")
+            if answer.length:  # read1 is silent about what is missing
+                raise ConnectionError(f"broke off {answer.length} bytes before the end")
+        return data.getvalue()
 
     return retried(read, waits_s)
+
+
+class RangeFile(io.RawIOBase):
+    """A file for libraries that read it in places.
+
+    Attributes:
+        failure: why bytes could not be read, if so; not the fault of what is in the file.
+
+    Args:
+        size: bytes of the file.
+        read_at: bytes from a start up to a stop or before, at least one.
+    """
+
+    def __init__(self, size: int, read_at: Callable[[int, int], bytes]) -> None:
+        self.failure: Exception | None = None
+        self._size = size
+        self._read_at = read_at
+        self._place = 0
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a byte of the file; behind its end there is nothing to read."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        self._place = max(0, start + offset)
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Fill the buffer; it is left shorter at the end of the file only."""
+        view = memoryview(buffer).cast("B")
+        stop = min(self._place + len(view), self._size)
+        done = 0
+        try:
+            while self._place < stop and (data := self._read_at(self._place, stop)):
+                view[done : done + len(data)] = data
+                done += len(data)
+                self._place += len(data)
+        except Exception as error:
+            self.failure = error
+            raise
+        return done
 
 
 def read_whole(stream: BinaryIO, size: int) -> bytes:

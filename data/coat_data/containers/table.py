@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from coat_data.containers.rows import Rows, locate
 from coat_data.sample import DataError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _ROWS_PER_BATCH = 32
 """Rows held while reading in order; each may carry its images."""
 
 
-class TableRows:
+class TableRows(Rows):
     """The rows of one table in several files.
 
     Attributes:
@@ -34,9 +35,6 @@ class TableRows:
     Raises:
         DataError: a file is not what its name says, or their columns differ.
     """
-
-    random_access = True
-    damage: DataError | None = None
 
     def __init__(self, path: Path, files: Sequence[Path]) -> None:
         self._path = path
@@ -62,7 +60,7 @@ class TableRows:
     def stream(self) -> Iterator[Any]:
         """Rows in order; a DataError in the place of the rest of a damaged file."""
         if not self._files:
-            yield from (self[index] for index in range(len(self)))
+            yield from super().stream()
             return
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -79,9 +77,8 @@ class TableRows:
         """The Parquet file and the row in it."""
         if not self._files:
             return str(self._path), index
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        before = int(self._ends[number - 1]) if number else 0
-        return str(self._files[number]), index - before
+        number, row = locate(self._ends, index)
+        return str(self._files[number]), row
 
 
 def _parquet_facts(files: Sequence[Path]) -> tuple[list[int], list[str]]:

@@ -1,1 +1,1 @@
-"""Lists of sources in the forms that people have: one module per form, each gives SourceEntry."""
+"""Lists of sources in the forms that people have; each is read as entries of a recipe."""

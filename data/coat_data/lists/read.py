@@ -1,18 +1,19 @@
 """Tells a list of sources from a source, and reads it."""
 
 import dataclasses
-import glob
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from coat_data.containers.remote_file import expand_braces, is_url
-from coat_data.lists import energon, internvl, llama_factory, llava_next, native
+from coat_data.containers.open import matching_files
+from coat_data.containers.remote_file import is_url
+from coat_data.lists import energon
 from coat_data.lists.entry import SourceEntry
-from coat_data.lists.native import is_phrase, read_phrase
+from coat_data.lists.formats import read_form
 from coat_data.sample import DataError
 
 _LARGEST_LIST = 16 << 20
@@ -34,13 +35,11 @@ def read_list(path: str | Path) -> list[SourceEntry] | None:
         return None  # shards of one source
     file, names = _wanted(str(path))
     content = _content(file)
-    if content is not None:
-        for form in (native, llava_next, internvl):
-            if form.matches(content):
-                return _unique(_chosen(form.read(content, file), names, file))
-        for form in (energon, llama_factory):
-            if form.matches(content):
-                return _unique(form.read(content, file, names))
+    if isinstance(content, Mapping):
+        form = energon.read if energon.matches(content) else read_form
+        entries = form(content, file, names)
+        if entries is not None:
+            return _unique(entries)
     if file.suffix in (".yaml", ".yml") and file.is_file():
         raise DataError(
             str(file),
@@ -51,8 +50,10 @@ def read_list(path: str | Path) -> list[SourceEntry] | None:
     several = _files(file)
     if several:
         return _unique([SourceEntry(name=one.stem, path=str(one)) for one in several])
-    if is_phrase(str(path)) and not any(mark in Path(path).name for mark in "?["):
-        entries = read_phrase(str(path))
+    line = str(path)
+    marked = any(mark in line for mark in "+,%#*") and not Path(line).exists()
+    if marked and not any(mark in Path(path).name for mark in "?["):
+        entries = [_named(item.strip(), line) for item in _BETWEEN.split(line)]
         alone = len(entries) == 1 and not (entries[0].select or entries[0].repeat)
         return None if alone else _unique(entries)
     return None
@@ -94,20 +95,45 @@ def _files(pattern: Path) -> list[Path]:
     """Several text files that a pattern stands for; shards of one source are none."""
     if pattern.exists():
         return []
-    found = [
-        Path(name)
-        for text in expand_braces(str(pattern))
-        for name in ([text] if Path(text).is_file() else sorted(glob.glob(text)))  # noqa: PTH207
-    ]
+    found = matching_files(pattern)
     return found if len(found) > 1 and found[0].suffix in _TEXT_SUFFIXES else []
 
 
-def _chosen(entries: list[SourceEntry], names: Sequence[str], path: Path) -> list[SourceEntry]:
-    known = {entry.name: entry for entry in entries}
-    for name in names:
-        if name not in known:
-            raise DataError(str(path), f"has no source {name!r}", f"choose from {', '.join(known)}")
-    return [known[name] for name in names] if names else entries
+_ITEM = re.compile(
+    r"(?P<path>.+?)(?:\*(?P<repeat>\d+(?:\.\d+)?))?(?:%(?P<percent>\d+(?:\.\d+)?)|#(?P<rows>\d+))?"
+    r"(?:\*(?P<late>\d+(?:\.\d+)?))?"
+)
+_BETWEEN = re.compile(r"[+,](?![^{]*\})")
+"""Not inside the braces of a pattern."""
+
+
+def _named(item: str, line: str) -> SourceEntry:
+    """A source of a line as VILA, Qwen and ms-swift write them on their command lines.
+
+    ``a.json+b.json*2`` reads b twice (VILA), ``a.json%50,b.json`` half of a (Qwen),
+    ``a.jsonl#1000`` 1000 random rows (ms-swift). The names are paths here, from the current folder,
+    and the marks may be combined.
+
+    Raises:
+        DataError: a mark has no number, or a repeat or share is 0.
+    """
+    match = _ITEM.fullmatch(item)
+    if match is None:
+        raise DataError(
+            line, f"the source {item!r} is not understood", "write PATH, PATH*2, PATH%50 or PATH#N"
+        )
+    repeat = match["repeat"] or match["late"]
+    amount = f"{match['percent']}%" if match["percent"] else match["rows"]
+    for value in (repeat, match["percent"], match["rows"]):
+        if value is not None and not float(value) > 0:
+            raise DataError(line, f"{item!r} takes nothing", "remove the source")
+    path = Path(match["path"]).expanduser().absolute()
+    return SourceEntry(
+        name=path.stem,
+        path=str(path),
+        select=None if amount in (None, "100%") else f"random {amount}",
+        repeat=float(repeat) if repeat else None,
+    )
 
 
 def _unique(entries: list[SourceEntry]) -> list[SourceEntry]:

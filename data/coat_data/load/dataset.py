@@ -1,25 +1,20 @@
-"""Map-style access to the samples of a source in any of the known formats.
-
-Several sources one after the other, each with the rows and repeats that a list asks for.
-"""
+"""Map-style access to the samples of a source in any of the known formats, or of a list of them."""
 
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from coat_data.containers.open import open_rows
-from coat_data.containers.remote import RemoteRows
 from coat_data.containers.remote_file import is_url
+from coat_data.containers.rows import Rows, Shards, locate
 from coat_data.lists.entry import SourceEntry
 from coat_data.lists.read import list_file, read_list
 from coat_data.media.root import MediaRoot
 from coat_data.mixture.selection import select_rows
-from coat_data.mixture.shards import Shards
 from coat_data.readers import llava
 from coat_data.readers.catalogue import find_reader, reader_named
 from coat_data.readers.reader import Place
@@ -27,124 +22,6 @@ from coat_data.sample import DataError, Sample
 
 _SEED = 0
 """Of ``random`` selections without a seed: a list names the same rows whenever it is opened."""
-
-
-class Samples(Protocol):
-    """What a concatenation needs of its parts."""
-
-    name: str
-    format: str
-    random_access: bool
-
-    @property
-    def media_root(self) -> Path | str:
-        """Where relative media paths start."""
-        ...
-
-    def __len__(self) -> int:
-        """Number of samples."""
-        ...
-
-    def __getitem__(self, index: int) -> Sample:
-        """One sample."""
-        ...
-
-    def stream(self) -> Iterator[Sample | DataError]:
-        """All samples in order, errors in the place of bad ones."""
-        ...
-
-
-class Concatenation:
-    """The samples of a list of sources.
-
-    Attributes:
-        format: the formats of the sources.
-        media_root: the deepest folder above those of all sources, for relative paths in an
-            ingested folder.
-        random_access: whether all sources can be read by number.
-
-    Args:
-        entries: the list.
-        parts: its sources, opened.
-
-    Raises:
-        ValueError: an entry selects nothing, or more than there is; or has a weight.
-    """
-
-    damage: DataError | None = None
-
-    def __init__(self, entries: Sequence[SourceEntry], parts: Sequence[Samples]) -> None:
-        self._parts = list(parts)
-        self.format = "+".join(dict.fromkeys(part.format for part in parts))
-        self.media_root = _common_root([part.media_root for part in parts])
-        self.random_access = all(part.random_access for part in parts)
-        self._whole = [_is_whole(entry) for entry in entries]
-        self._chosen = [
-            _rows(entry, len(part)) if part.random_access else np.zeros(0, dtype=np.int64)
-            for entry, part in zip(entries, parts, strict=True)
-        ]
-        self._ends = np.cumsum([len(rows) for rows in self._chosen], dtype=np.int64)
-        for entry, part in zip(entries, parts, strict=True):
-            if entry.weight is not None or not (part.random_access or _is_whole(entry)):
-                what = "weight" if entry.weight is not None else "select and repeat"
-                raise ValueError(
-                    f"{entry.name}: {what} has no meaning when a list is read as one source: "
-                    "in another list, or with a select; give its sources to a recipe's data, or "
-                    "ingest them first"
-                )
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def sample(self, index: int) -> Sample:
-        """The sample at ``index``, in the order of the list."""
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        before = int(self._ends[number - 1]) if number else 0
-        return self._parts[number][int(self._chosen[number][index - before])]
-
-    def stream(self) -> Iterator[Sample | DataError]:
-        """All samples in order, errors in the place of bad ones."""
-        for part, rows, whole in zip(self._parts, self._chosen, self._whole, strict=True):
-            if whole:
-                yield from part.stream()
-                continue
-            for row in rows:
-                try:
-                    yield part[int(row)]
-                except DataError as error:
-                    yield error
-
-
-def _common_root(given: Sequence[Path | str]) -> Path | str:
-    """The deepest folder that holds all roots, also where links among them lead.
-
-    Addresses are no part of it: what lies below one is stored with its whole address.
-    """
-    roots = [root for root in given if isinstance(root, Path)]
-    if not roots:
-        return given[0]
-    common = os.path.commonpath(roots)
-    real = os.path.realpath(common)
-    if any(os.path.commonpath([os.path.realpath(root), real]) != real for root in roots):
-        return Path(Path(common).anchor)  # a source's folder is a link to elsewhere
-    return Path(common)
-
-
-def _is_whole(entry: SourceEntry) -> bool:
-    return entry.select is None and entry.repeat is None
-
-
-def _rows(entry: SourceEntry, size: int) -> np.ndarray:
-    """The rows that an entry asks for: int64, repeats one after the other."""
-    rows = select_rows(size, entry.select, entry.seed or _SEED, entry.name)
-    copies, rest = divmod(entry.repeat or 1.0, 1.0)
-    part = round(rest * len(rows))
-    if not copies and not part:
-        raise ValueError(
-            f"{entry.name}: repeat={entry.repeat} of {len(rows)} rows is no row; raise repeat, or "
-            "remove the source"
-        )
-    return np.concatenate([np.tile(rows, int(copies)), rows[:part]])
 
 
 _ROWS_PROBED = 100
@@ -208,7 +85,8 @@ class SampleDataset:
         if entries is not None and without_weights:
             entries = [dataclasses.replace(entry, weight=None) for entry in entries]
         self.name = Path(path).stem if name is None else name
-        self._rows: _OneSource | Concatenation
+        self._rows: _OneSource | _Concatenation
+        self._raw = Rows()
         self._sources: list[SampleDataset] = []
         self.paths: tuple[Path, ...]
         if entries is not None:
@@ -226,7 +104,7 @@ class SampleDataset:
                 )
                 for entry in entries
             ]
-            self._rows = Concatenation(entries, self._sources)
+            self._rows = _Concatenation(entries, self._sources)
             listing = list_file(path)
             parts = [part for source in self._sources for part in source.paths]
             paths = parts if listing is None else [listing, *parts]
@@ -241,16 +119,15 @@ class SampleDataset:
                 columns,
             )
             self.paths = self._rows.paths
+            self._raw = self._rows.raw
         self.format = self._rows.format
         self.media_root = self._rows.media_root
         self.random_access = self._rows.random_access
-        if not in_order:
-            self._check_access(path)
-
-    def _check_access(self, path: str | Path) -> None:
+        if in_order:
+            return
         if self._rows.damage is not None:
             raise self._rows.damage
-        if not self._rows.random_access:
+        if not self.random_access:
             raise DataError(
                 str(path),
                 "can only be read in order (a pickle or a compressed tar), not by number",
@@ -281,24 +158,17 @@ class SampleDataset:
     @property
     def shards(self) -> Shards | None:
         """How the rows lie in shards read over a network; None for a list, and on this machine."""
-        raw = self._remote()
-        return None if raw is None else raw.shards
+        return self._raw.shards
 
     @property
     def replayed(self) -> int:
         """Rows that this process read over, as their server cannot be asked for others alone."""
-        raw = self._remote()
-        return 0 if raw is None else raw.replayed
+        return self._raw.replayed
 
     @property
     def unseekable(self) -> str | None:
         """The address that can only be read from its beginning, if there is one."""
-        raw = self._remote()
-        return None if raw is None else raw.unseekable
-
-    def _remote(self) -> RemoteRows | None:
-        raw = self._rows.raw if isinstance(self._rows, _OneSource) else None
-        return raw if isinstance(raw, RemoteRows) else None
+        return self._raw.unseekable
 
     def sources(self) -> "Sequence[SampleDataset]":
         """The sources of a list, each as a whole; else this dataset alone."""
@@ -327,9 +197,9 @@ class _OneSource:
         )
         if format_name is None:
             probed = islice(opened.rows.stream(), _ROWS_PROBED)
-            self.format = (find_reader(probed, str(path)) or llava).NAME
+            self.format = (find_reader(probed, str(path)) or llava.READER).name
         else:
-            self.format = reader_named(format_name).NAME
+            self.format = reader_named(format_name).name
         self.media_root = self._root.folder
         self.random_access = opened.rows.random_access
         self.damage = opened.rows.damage
@@ -356,3 +226,95 @@ class _OneSource:
         source, number = self.raw.place(index)
         place = Place(source=source, row=number, root=self._root, columns=self._columns)
         return reader_named(self.format).to_sample(row, place)
+
+
+class _Concatenation:
+    """The samples of a list of sources.
+
+    Attributes:
+        format: the formats of the sources.
+        media_root: the deepest folder above those of all sources, for relative paths in an
+            ingested folder.
+        random_access: whether all sources can be read by number.
+
+    Args:
+        entries: the list.
+        parts: its sources, opened.
+
+    Raises:
+        ValueError: an entry selects nothing, or more than there is; or has a weight.
+    """
+
+    damage: DataError | None = None
+
+    def __init__(self, entries: Sequence[SourceEntry], parts: "Sequence[SampleDataset]") -> None:
+        self._parts = list(parts)
+        self.format = "+".join(dict.fromkeys(part.format for part in parts))
+        self.media_root = _common_root([part.media_root for part in parts])
+        self.random_access = all(part.random_access for part in parts)
+        self._whole = [_is_whole(entry) for entry in entries]
+        self._chosen = [
+            _rows(entry, len(part)) if part.random_access else np.zeros(0, dtype=np.int64)
+            for entry, part in zip(entries, parts, strict=True)
+        ]
+        self._ends = np.cumsum([len(rows) for rows in self._chosen], dtype=np.int64)
+        for entry, part in zip(entries, parts, strict=True):
+            if entry.weight is not None or not (part.random_access or _is_whole(entry)):
+                what = "weight" if entry.weight is not None else "select and repeat"
+                raise ValueError(
+                    f"{entry.name}: {what} has no meaning when a list is read as one source: "
+                    "in another list, or with a select; give its sources to a recipe's data, or "
+                    "ingest them first"
+                )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def sample(self, index: int) -> Sample:
+        """The sample at ``index``, in the order of the list."""
+        number, own = locate(self._ends, index)
+        return self._parts[number][int(self._chosen[number][own])]
+
+    def stream(self) -> Iterator[Sample | DataError]:
+        """All samples in order, errors in the place of bad ones."""
+        for part, rows, whole in zip(self._parts, self._chosen, self._whole, strict=True):
+            if whole:
+                yield from part.stream()
+                continue
+            for row in rows:
+                try:
+                    yield part[int(row)]
+                except DataError as error:
+                    yield error
+
+
+def _common_root(given: Sequence[Path | str]) -> Path | str:
+    """The deepest folder that holds all roots, also where links among them lead.
+
+    Addresses are no part of it: what lies below one is stored with its whole address.
+    """
+    roots = [root for root in given if isinstance(root, Path)]
+    if not roots:
+        return given[0]
+    common = os.path.commonpath(roots)
+    real = os.path.realpath(common)
+    if any(os.path.commonpath([os.path.realpath(root), real]) != real for root in roots):
+        return Path(Path(common).anchor)  # a source's folder is a link to elsewhere
+    return Path(common)
+
+
+def _is_whole(entry: SourceEntry) -> bool:
+    return entry.select is None and entry.repeat is None
+
+
+def _rows(entry: SourceEntry, size: int) -> np.ndarray:
+    """The rows that an entry asks for: int64, repeats one after the other."""
+    rows = select_rows(size, entry.select, entry.seed or _SEED, entry.name)
+    copies, rest = divmod(entry.repeat or 1.0, 1.0)
+    part = round(rest * len(rows))
+    if not copies and not part:
+        raise ValueError(
+            f"{entry.name}: repeat={entry.repeat} of {len(rows)} rows is no row; raise repeat, or "
+            "remove the source"
+        )
+    return np.concatenate([np.tile(rows, int(copies)), rows[:part]])

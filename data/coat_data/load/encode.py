@@ -8,7 +8,7 @@ longer match its pixel values.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -128,14 +128,7 @@ class Encoder:
         Raises:
             DataError: as for a call, as far as it can be known from headers.
         """
-        _check_answered(sample)
-        segments = self.segments(sample)
-        self._check_media(sample, sample.media, segments)
-        try:
-            plans = [self._media.plan(medium) for medium in sample.media]
-            ids, _ = self._tokens(segments, plans, before_answer=False)
-        except DataError as error:
-            raise _within(sample, error) from error
+        ids, _, plans = self._planned(sample, self._media.plan)
         self._check_length(sample, len(ids), plans)
         return Size(len(ids), sum(plan.num_tiles for plan in plans))
 
@@ -145,14 +138,21 @@ class Encoder:
         Raises:
             DataError: there is no answer, or the placeholders do not match the media.
         """
+        ids, labels, _ = self._planned(sample, lambda _: MediaPlan((ONE_TILE,)))
+        return ids, labels
+
+    def _planned(
+        self, sample: Sample, plan: Callable[[Media], MediaPlan]
+    ) -> tuple[list[int], list[int], list[MediaPlan]]:
+        """Ids, labels and the media's plans of a whole conversation."""
         _check_answered(sample)
         segments = self.segments(sample)
         self._check_media(sample, sample.media, segments)
-        plans = [MediaPlan((ONE_TILE,)) for _ in sample.media]
         try:
-            return self._tokens(segments, plans, before_answer=False)
+            plans = [plan(medium) for medium in sample.media]
+            return *self._tokens(segments, plans, before_answer=False), plans
         except DataError as error:
-            raise _within(sample, error) from error
+            raise error.within(sample.where) from error
 
     def segments(self, sample: Sample) -> list[Segment]:
         """The conversation in the template; up to its last words where these go on."""
@@ -170,13 +170,8 @@ class Encoder:
         Raises:
             DataError: as for a call; or nobody asks anything.
         """
-        asked = [number for number, turn in enumerate(sample.turns) if turn.role == "user"]
-        if not asked:
-            raise DataError(sample.where, "there is no question to answer", "add a human turn")
-        turns = sample.turns[: asked[-1] + 1]
-        num_media = sum(part.kind != "text" for turn in turns for part in turn.parts)
+        turns, media = _asked(sample)
         segments = self.template.render(turns, add_generation_prompt=True)
-        media = sample.media[:num_media]
         encoded = self._encode(sample, media, segments, None, before_answer=True)
         return replace(encoded, labels=torch.full_like(encoded.labels, IGNORE_INDEX))
 
@@ -190,9 +185,7 @@ class Encoder:
             DataError: as for :meth:`prompt`, or with an answer the sequence is too long.
         """
         prompt = self.prompt(sample)
-        asked = max(number for number, turn in enumerate(sample.turns) if turn.role == "user")
-        turns = sample.turns[: asked + 1]
-        media = sample.media[: sum(part.kind != "text" for turn in turns for part in turn.parts)]
+        turns, media = _asked(sample)
         found = []
         for answer in answers:
             said = Turn("assistant", (Part("text", answer),))
@@ -252,17 +245,20 @@ class Encoder:
         except DataError as error:
             if error.where == sample.where:
                 raise
-            raise _within(sample, error) from error
+            raise error.within(sample.where) from error
         counts, self._media.counts = self._media.counts, Counter()
         input_ids = _as_tensor(ids)
+        grids = groups = positions = None
+        if self._media.transform.mode == "dynamic_s2":
+            shapes = [(tiles.rows, tiles.columns) for plan in plans for tiles in plan.tiles]
+            grids = torch.tensor(shapes, dtype=torch.int64).reshape(-1, 2)
+        if self._media.video.pool_frames > 1:
+            sizes = [size for plan in plans for size in plan.group_sizes]
+            groups = torch.tensor(sizes, dtype=torch.int64)
+        if self._image_token_id is not None:
+            positions = (input_ids == self._image_token_id).nonzero().squeeze(1)
         return EncodedSample(
-            input_ids,
-            _as_tensor(labels),
-            pixel_values,
-            self._grids(plans),
-            self._groups(plans),
-            self._positions(input_ids),
-            dict(counts),
+            input_ids, _as_tensor(labels), pixel_values, grids, groups, positions, dict(counts)
         )
 
     def _tokens(
@@ -308,23 +304,6 @@ class Encoder:
             return self._image_ids * plan.num_token_tiles
         between = self.pieces.literal("\n") + self._image_ids
         return self._image_ids + between * (plan.num_token_tiles - 1)
-
-    def _grids(self, plans: list[MediaPlan]) -> torch.Tensor | None:
-        if self._media.transform.mode != "dynamic_s2":
-            return None
-        grids = [(tiles.rows, tiles.columns) for plan in plans for tiles in plan.tiles]
-        return torch.tensor(grids, dtype=torch.int64).reshape(-1, 2)
-
-    def _groups(self, plans: list[MediaPlan]) -> torch.Tensor | None:
-        if self._media.video.pool_frames == 1:
-            return None
-        sizes = [size for plan in plans for size in plan.group_sizes]
-        return torch.tensor(sizes, dtype=torch.int64)
-
-    def _positions(self, input_ids: torch.Tensor) -> torch.Tensor | None:
-        if self._image_token_id is None:
-            return None
-        return (input_ids == self._image_token_id).nonzero().squeeze(1)
 
     def _check_media(
         self, sample: Sample, media: Sequence[Media], segments: Sequence[Segment]
@@ -372,11 +351,16 @@ def _as_tensor(numbers: list[int]) -> torch.Tensor:
     return torch.from_numpy(np.array(numbers, dtype=np.int64))
 
 
+def _asked(sample: Sample) -> tuple[tuple[Turn, ...], tuple[Media, ...]]:
+    """The conversation up to its last user turn, and the media that it shows."""
+    asked = [number for number, turn in enumerate(sample.turns) if turn.role == "user"]
+    if not asked:
+        raise DataError(sample.where, "there is no question to answer", "add a human turn")
+    turns = sample.turns[: asked[-1] + 1]
+    num_media = sum(part.kind != "text" for turn in turns for part in turn.parts)
+    return turns, sample.media[:num_media]
+
+
 def _check_answered(sample: Sample) -> None:
     if not any(turn.role == "assistant" for turn in sample.turns):
         raise DataError(sample.where, "there is no answer to train on", "add a gpt turn")
-
-
-def _within(sample: Sample, error: DataError) -> DataError:
-    """The error of a medium or text, with the row that it belongs to."""
-    return type(error)(f"{sample.where}: {error.where}", error.problem, error.remedy)

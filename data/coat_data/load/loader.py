@@ -2,25 +2,22 @@
 
 Every sample has a position in the endless order of a
 :class:`~coat_data.mixture.sampler.Mixture`. Which samples a step holds, their augmentation and
-what replaces a bad one depend on the seed and the
-position alone (packed: and on the rows' measured lengths): not on ranks, worker processes or where
-the run was started.
-
-Loads one micro-batch: padded rows, or samples packed into one row, bad rows replaced.
+what replaces a bad one depend on the seed and the position alone (packed: and on the rows' measured
+lengths): not on ranks, worker processes or where the run was started. A micro-batch is padded rows,
+or samples packed into one row.
 """
 
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from coat_data.load.collate import Batch, collate, collate_packed
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
+from coat_data.load.prepare import in_workers
 from coat_data.mixture.packing import MAX_DRAWS, PackedOrder, replacement
 from coat_data.mixture.sampler import (
     Bin,
@@ -77,30 +74,10 @@ class LoadedBatch:
     :data:`REPLAYED` where rows were."""
 
 
-class Batches(Dataset[LoadedBatch | DataError]):
-    """Loads micro-batches, each by what is asked for: bins in training, rows in validation.
+class _TrainBatches:
+    """Loads micro-batches of bins: one padded row per sample, or one row of several samples.
 
-    An error in the data is returned, not raised: a DataLoader rebuilds what a worker raises from
-    its text alone, with the worker's traceback in front.
-    """
-
-    def __getitem__(self, request: Any) -> LoadedBatch | DataError:
-        try:
-            return self.load(request)
-        except DataError as error:
-            return error
-
-    def load(self, request: Any) -> LoadedBatch:
-        """The micro-batch, or DataError."""
-        raise NotImplementedError
-
-
-class TrainBatches(Batches):
-    """One padded row per sample.
-
-    Attributes:
-        max_attempts: rows tried for one position: 1, or also what replaces a bad one.
-        pad_token_id: token that fills rows.
+    What replaces a bad sample of a packed row has to fit into its bin's room.
 
     Args:
         datasets: the sources, in the order of the mixture.
@@ -108,7 +85,8 @@ class TrainBatches(Batches):
         encoder: makes model inputs of samples.
         seed: of augmentation and replacement.
         replace_bad: whether bad rows are replaced.
-        pad_token_id: see above.
+        pad_token_id: token that fills rows.
+        packing: where packed bins are from; None pads.
     """
 
     def __init__(
@@ -119,46 +97,53 @@ class TrainBatches(Batches):
         seed: int,
         replace_bad: bool,
         pad_token_id: int,
+        packing: PackedOrder | None,
     ) -> None:
         self._datasets = datasets
         self._mixture = mixture
         self._encoder = encoder
         self._seed = seed
-        self.max_attempts = 1 + (MAX_REPLACEMENTS if replace_bad else 0)
-        self.pad_token_id = pad_token_id
+        self._max_attempts = 1 + (MAX_REPLACEMENTS if replace_bad else 0)
+        self._pad_token_id = pad_token_id
+        self._packing = packing
 
     def load(self, request: Sequence[Bin]) -> LoadedBatch:
         """The samples of the bins."""
         bad: list[BadSample] = []
-        before = self.replayed()
-        positions = [position for bin in request for position in bin.positions]
-        encoded = [self._encode(position, bad) for position in positions]
-        batch = collate(encoded, pad_token_id=self.pad_token_id)
-        counts = summed_counts(encoded, self.replayed() - before)
+        before = self._replayed()
+        if self._packing is None:
+            positions = [position for bin in request for position in bin.positions]
+            encoded = [self._encode(position, bad) for position in positions]
+            batch = collate(encoded, pad_token_id=self._pad_token_id)
+        else:
+            packing = self._packing
+            encoded = [one for bin in request for one in self._encode_bin(bin, packing, bad)]
+            align = packing.budget.align
+            batch = collate_packed(encoded, pad_token_id=self._pad_token_id, align=align)
+        counts = _summed_counts(encoded, self._replayed() - before)
         return LoadedBatch(batch=batch, bad=bad, num_samples=len(encoded), counts=counts)
 
-    def replayed(self) -> int:
+    def _replayed(self) -> int:
         """Rows that this process has read over so far, in sources that cannot seek."""
         return sum(replayed_rows(dataset) for dataset in self._datasets)
 
     def _encode(self, position: int, bad: list[BadSample]) -> EncodedSample:
         attempts = (
             replacement(self._mixture, self._seed, position, attempt)
-            for attempt in range(self.max_attempts)
+            for attempt in range(self._max_attempts)
         )
-        encoded, errors = self.first_good(attempts, position, bad)
+        encoded, errors = self._first_good(attempts, position, bad, None, None)
         if encoded is None:
             raise _give_up(errors)
         return encoded
 
-    def first_good(
+    def _first_good(
         self,
         tried: Iterable[int],
         position: int,
         bad: list[BadSample],
-        *,
-        tokens: int | None = None,
-        images: int | None = None,
+        tokens: int | None,
+        images: int | None,
     ) -> tuple[EncodedSample | None, list[DataError]]:
         """The first good row among those at ``tried``, and the errors of those before it.
 
@@ -180,73 +165,48 @@ class TrainBatches(Batches):
                 _check_fits(encoded, sample.where, tokens, images)
             except DataError as error:
                 errors.append(error)
-                bad.append(bad_sample(error, position, source, original_row(dataset, index)))
+                bad.append(_bad_sample(error, position, source, dataset, index))
             else:
                 return encoded, errors
         return None, errors
 
-
-class PackedBatches(Batches):
-    """One row of several samples. What replaces a bad sample has to fit into its bin's room.
-
-    Args:
-        single: encodes the samples.
-        order: where the bins are from.
-    """
-
-    def __init__(self, single: TrainBatches, order: PackedOrder) -> None:
-        self._single = single
-        self._order = order
-
-    def load(self, request: Sequence[Bin]) -> LoadedBatch:
-        """The samples of the bins."""
-        bad: list[BadSample] = []
-        before = self._single.replayed()
-        encoded = [sample for bin in request for sample in self._encode_bin(bin, bad)]
-        batch = collate_packed(
-            encoded, pad_token_id=self._single.pad_token_id, align=self._order.budget.align
-        )
-        counts = summed_counts(encoded, self._single.replayed() - before)
-        return LoadedBatch(batch=batch, bad=bad, num_samples=len(encoded), counts=counts)
-
-    def _encode_bin(self, bin: Bin, bad: list[BadSample]) -> list[EncodedSample]:
+    def _encode_bin(
+        self, bin: Bin, packing: PackedOrder, bad: list[BadSample]
+    ) -> list[EncodedSample]:
         """The samples of a bin; one is left out if no good row fits in its place."""
-        budget = self._order.budget
+        budget = packing.budget
         room = budget.tokens - bin.tokens
         free_images = None if budget.images is None else budget.images - bin.images
         encoded: list[EncodedSample] = []
         errors: list[DataError] = []
         for position in bin.positions:
-            tokens, images = self._order.size(position)
+            tokens, images = packing.size(position)
             room += tokens
             free_images = None if free_images is None else free_images + images
-            found, errors = self._single.first_good(
-                self._fitting(position, room, free_images),
-                position,
-                bad,
-                tokens=room,
-                images=free_images,
-            )
+            fitting = self._fitting(position, packing, room, free_images)
+            found, errors = self._first_good(fitting, position, bad, room, free_images)
             if found is not None:
                 encoded.append(found)
                 room -= len(found.input_ids)
                 if free_images is not None:
                     free_images -= len(found.pixel_values)
-            elif self._single.max_attempts == 1:
+            elif self._max_attempts == 1:
                 raise errors[0]
         if not encoded:
             raise _give_up(errors)
         return encoded
 
-    def _fitting(self, position: int, tokens: int, images: int | None) -> Iterator[int]:
+    def _fitting(
+        self, position: int, packing: PackedOrder, tokens: int, images: int | None
+    ) -> Iterator[int]:
         """The position, then those of rows that fit, as many as are tried."""
         yield position
-        left = self._single.max_attempts - 1
+        left = self._max_attempts - 1
         for attempt in range(1, 1 + MAX_DRAWS):
             if not left:
                 return
-            place = self._order.replaced(position, attempt)
-            if self._order.usable(place, tokens, images):
+            place = packing.replaced(position, attempt)
+            if packing.usable(place, tokens, images):
                 left -= 1
                 yield place
 
@@ -264,19 +224,21 @@ def _check_fits(encoded: EncodedSample, where: str, tokens: int | None, images: 
         )
 
 
-def bad_sample(error: DataError, position: int, source: int, row: int) -> BadSample:
+def _bad_sample(
+    error: DataError, position: int, source: int, dataset: Rows, index: int
+) -> BadSample:
     """What is listed of a row's error."""
     return BadSample(
         where=error.where,
         problem=error.problem,
         position=position,
         source=source,
-        row=row,
+        row=original_row(dataset, index),
         outage=isinstance(error, UnreachableError),
     )
 
 
-def summed_counts(encoded: Sequence[EncodedSample], replayed: int = 0) -> dict[str, int]:
+def _summed_counts(encoded: Sequence[EncodedSample], replayed: int = 0) -> dict[str, int]:
     """What happened while some samples and their media were read, as ``LoadedBatch.counts``."""
     found = dict(sum((Counter(sample.counts) for sample in encoded), Counter()))
     return {**found, REPLAYED: replayed} if replayed else found
@@ -358,8 +320,9 @@ class TrainLoader:
         self._world_size = world_size
         self._num_workers = num_workers
         self._micro_steps = batch_size // (micro_batch_size * world_size)
-        loading = TrainBatches(datasets, mixture, encoder, seed, replace_bad, pad_token_id)
-        self._loading = loading if packing is None else PackedBatches(loading, packing)
+        self._loading = _TrainBatches(
+            datasets, mixture, encoder, seed, replace_bad, pad_token_id, packing
+        )
 
     def steps(self, start: Cursor) -> Generator[list[LoadedBatch]]:
         """The micro-batches of each optimizer step from ``start`` on, without end.
@@ -373,7 +336,7 @@ class TrainLoader:
         Raises:
             DataError: a row is bad (with ``replace_bad``: and so were all its replacements).
         """
-        loaded = _load(self._loading, self._requests(start), self._num_workers)
+        loaded = in_workers(self._loading.load, self._requests(start), self._num_workers)
         while True:
             yield [next(loaded) for _ in range(self._micro_steps)]
 
@@ -446,7 +409,8 @@ def val_batches(
     stride = batch_size * world_size
     starts = range(rank * batch_size, len(dataset) + rank * batch_size, stride)
     rows = (range(start, min(start + batch_size, len(dataset))) for start in starts)
-    yield from _load(_ValBatches(dataset, encoder, skip_bad, pad_token_id), rows, num_workers)
+    loading = _ValBatches(dataset, encoder, skip_bad, pad_token_id)
+    yield from in_workers(loading.load, rows, num_workers)
 
 
 def check_batch_sizes(batch_size: int, micro_batch_size: int, rank: int, world_size: int) -> None:
@@ -473,7 +437,7 @@ def check_batch_sizes(batch_size: int, micro_batch_size: int, rank: int, world_s
     )
 
 
-class _ValBatches(Batches):
+class _ValBatches:
     def __init__(self, dataset: Rows, encoder: Encode, skip_bad: bool, pad_token_id: int) -> None:
         self._dataset = dataset
         self._encoder = encoder
@@ -489,10 +453,10 @@ class _ValBatches(Batches):
             except DataError as error:
                 if not self._skip_bad:
                     raise
-                bad.append(bad_sample(error, row, 0, original_row(self._dataset, row)))
+                bad.append(_bad_sample(error, row, 0, self._dataset, row))
         batch = collate(encoded or [self._filler()], pad_token_id=self._pad_token_id)
         return LoadedBatch(
-            batch=batch, bad=bad, num_samples=len(encoded), counts=summed_counts(encoded)
+            batch=batch, bad=bad, num_samples=len(encoded), counts=_summed_counts(encoded)
         )
 
     def _filler(self) -> EncodedSample:
@@ -507,24 +471,3 @@ class _ValBatches(Batches):
         raise DataError(
             self._dataset.name, "no row is good", "check the path and media_root of this source"
         )
-
-
-def _load(batches: Batches, requests: Iterable[Any], num_workers: int) -> Iterator[LoadedBatch]:
-    """Load micro-batches in order, ahead of their use where there are workers."""
-    loader = DataLoader(
-        batches,
-        sampler=requests,
-        batch_size=None,
-        collate_fn=_unchanged,
-        num_workers=num_workers,
-        generator=torch.Generator(),  # else it would draw from the generator that dropout uses
-    )
-    for loaded in loader:
-        if isinstance(loaded, DataError):
-            raise loaded
-        yield loaded
-
-
-def _unchanged(loaded: Any) -> Any:
-    """Keep a worker's answer as it is; the default would convert its parts to tensors."""
-    return loaded

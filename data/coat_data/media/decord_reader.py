@@ -1,26 +1,32 @@
-"""Asks decord in a child process for frames, within a wall-clock limit.
+"""Reads frames with decord in a child process, which is killed when decord hangs.
 
-Workers of a DataLoader are daemons, which may have no children of ``multiprocessing``; so the child
-is a plain subprocess that each reading process owns and uses for all its clips.
+The parent is :class:`DecordReader`; the child is this module, run as a script. Workers of a
+DataLoader are daemons, which may have no children of ``multiprocessing``; so the child is a plain
+subprocess that each reading process owns and uses for all its clips. Both sides pickle what they
+say: a request is ``(path or bytes, times, limit in seconds)``, the answer ``(start times, frames)``
+with frames (N, height, width, 3) uint8 in RGB, or a string that says why there are none.
+
+The frame at a time is the last one that starts by then, or the first of all; each is given once.
 """
 
-import json
+import io
+import math
 import os
+import pickle
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from PIL import Image
 
-from coat_data.media import decord_child
 from coat_data.sample import Media
 
-# -P: the script's folder must not stand before the libraries, or coat_data's modules hide theirs.
-_COMMAND = (sys.executable, "-P", str(Path(decord_child.__file__).resolve()))
+# -P: the folder it runs in must not stand before the libraries.
+_COMMAND = (sys.executable, "-P", "-m", "coat_data.media.decord_reader")
 
 
 class DecordError(Exception):
@@ -61,6 +67,8 @@ class DecordReader:
             DecordError: there are none, and why.
         """
         child = self._running()
+        assert child.stdin is not None
+        assert child.stdout is not None
         expired = threading.Event()
 
         def stop() -> None:
@@ -70,14 +78,19 @@ class DecordReader:
         timer = threading.Timer(self._timeout_s, stop)
         timer.start()
         try:
-            return self._ask(child, media, times)
-        except (OSError, EOFError) as error:
+            pickle.dump((media.data or media.path, times, self._timeout_s), child.stdin)
+            child.stdin.flush()
+            answer = pickle.load(child.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
             self.close()
             if expired.is_set():
                 raise DecordError("timeout", f"no answer in {self._timeout_s} s") from error
             raise DecordError("crash", "the child process ended") from error
         finally:
             timer.cancel()
+        if isinstance(answer, str):
+            raise DecordError("error", answer)
+        return [(time, Image.fromarray(frame)) for time, frame in zip(*answer, strict=True)]
 
     def close(self) -> None:
         """Kill the child, if this process has one."""
@@ -107,27 +120,40 @@ class DecordReader:
             )
         return self._child
 
-    def _ask(
-        self, child: subprocess.Popen[bytes], media: Media, times: list[float]
-    ) -> list[tuple[float, Image.Image]]:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        data = media.data or b""
-        path = None if media.path is None else os.fspath(media.path)
-        request = {"path": path, "size": len(data), "times": times, "limit_s": self._timeout_s}
-        child.stdin.write(json.dumps(request).encode() + b"\n" + data)
-        child.stdin.flush()
-        line = child.stdout.readline()
-        if not line.endswith(b"\n"):
-            raise EOFError
-        answer = json.loads(line)
-        if "error" in answer:
-            raise DecordError("error", answer["error"])
-        shape = (len(answer["times"]), answer["height"], answer["width"], 3)
-        size = int(np.prod(shape))
-        body = child.stdout.read(size)
-        if len(body) < size:
-            raise EOFError
-        frames = np.frombuffer(body, dtype=np.uint8).reshape(shape)
-        images = [Image.fromarray(frame) for frame in frames]
-        return list(zip(answer["times"], images, strict=True))
+
+def frame_indices(starts: Sequence[float], times: Sequence[float]) -> list[int]:
+    """The distinct frames on screen at ``times``, by the ascending times at which frames start."""
+    started = np.searchsorted(starts, times, side="right") - 1
+    return np.unique(started.clip(min=0)).tolist()
+
+
+def _decoded(source: Any, times: Sequence[float]) -> tuple[list[float], np.ndarray]:
+    """Start times of the frames on screen at ``times``, and their pixels (N, H, W, 3) uint8."""
+    import decord  # pyright: ignore[reportMissingImports] - optional
+
+    # Threads of their own would only contend with those of the other loading processes.
+    reader = decord.VideoReader(source, ctx=decord.cpu(0), num_threads=1)
+    starts = reader.get_frame_timestamp(range(len(reader)))[:, 0]
+    indices = frame_indices(starts, times)
+    return [float(starts[index]) for index in indices], reader.get_batch(indices).asnumpy()
+
+
+def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer requests until there are no more."""
+    while requests.peek(1):  # pyright: ignore[reportAttributeAccessIssue]
+        source, times, limit_s = pickle.load(requests)
+        # Should the parent be gone too, the kernel ends this process; it needs no lock for that.
+        signal.alarm(math.ceil(limit_s) + 1)
+        try:
+            answer = _decoded(io.BytesIO(source) if isinstance(source, bytes) else source, times)
+        except Exception as error:  # decord's own, MemoryError, ImportError, and others
+            answer = f"{type(error).__name__}: {error}"
+        signal.alarm(0)
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print
+    _serve(sys.stdin.buffer, out)

@@ -8,11 +8,8 @@ square ``size`` and without a centre crop. Images of several tiles: :mod:`coat_d
 JPEGs are decoded whole. ``PIL.Image.draft`` would decode at a half, a quarter or an eighth of the
 size in less time, but the pixels after scaling differ from those of the whole picture, and no model
 of the field was trained on such pixels.
-
-The image formats that are read.
 """
 
-import functools
 import io
 import os
 from collections.abc import Iterator, Sequence
@@ -28,28 +25,10 @@ from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from coat_data.containers.folder import IMAGE_FORMATS, image_suffixes
 from coat_data.containers.remote_file import is_url
 from coat_data.media.remote import fetched, header_of
 from coat_data.sample import DataError, Media
-
-IMAGE_FORMATS = (
-    "JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "DIB", "ICO", "ICNS",
-    "CUR", "DDS", "PCX", "PSD", "QOI", "SGI", "SUN", "TGA", "XBM", "XPM",
-)  # fmt: skip
-"""Pillow's names of them; for every ``Image.open``, since Pillow goes by content and not by ending.
-
-Left out are EPS, which Pillow hands to Ghostscript, a program that can be made to run code; IPTC,
-which opens another image inside of it with all formats; WMF, HDF5, GRIB, BUFR and MPEG, which other
-programs read; and formats that no data set is stored in.
-"""
-
-
-@functools.cache
-def image_suffixes() -> frozenset[str]:
-    """File name endings of :data:`IMAGE_FORMATS`, in lower case with the dot."""
-    Image.init()
-    return frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in IMAGE_FORMATS)
-
 
 ImageMode = Literal["resize", "pad", "dynamic", "dynamic_s2"]
 Augment = Literal["none", "crop_flip"]
@@ -112,7 +91,8 @@ def _opened(
         media = Media(kind="image", path=str(media))
     where = media.path or "<image bytes>"
     try:
-        with _limit_of_pillow(max_pixels), _open(media, decode=decode) as image:
+        source = _source(media, decode=decode)
+        with _limit_of_pillow(max_pixels), Image.open(source, formats=IMAGE_FORMATS) as image:
             _check_size(image, where)
             yield image, where
     except DataError:
@@ -175,10 +155,6 @@ def _describes_itself_behind(image: PngImageFile) -> bool:
         return False
     finally:
         file.seek(before)
-
-
-def _open(media: Media, *, decode: bool) -> Image.Image:
-    return Image.open(_source(media, decode=decode), formats=IMAGE_FORMATS)
 
 
 def _source(media: Media, *, decode: bool) -> BinaryIO | str:

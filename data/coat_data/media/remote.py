@@ -3,8 +3,6 @@
 A medium's address comes from a row (``https://...``), or from a path below a media root that is an
 address. It is read anew each time: nothing is kept on this machine. Whatever fails is a
 :class:`DataError` that names the address, so that one dead link is one bad row.
-
-Whether a video is there, without opening it.
 """
 
 import dataclasses
@@ -12,9 +10,16 @@ import io
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import BinaryIO, TypeVar, cast
 
-from coat_data.containers.remote_file import Blocks, RemoteFile, fetch, is_url, unreachable
+from coat_data.containers.remote_file import (
+    Blocks,
+    RangeFile,
+    RemoteFile,
+    fetch,
+    is_url,
+    unreachable,
+)
 from coat_data.sample import DataError, Media
 
 TIMEOUT_S = 20.0
@@ -55,72 +60,25 @@ def header_of(media: Media) -> BinaryIO:
     file = _named(url, lambda: _file(url))
     if not file.seekable or file.size is None:
         return io.BytesIO(_whole(url))
-    return cast(BinaryIO, _Ranges(file, file.size, *_PIECES[media.kind]))
+    size = file.size
+    piece, most = _PIECES[media.kind]
+    pieces: dict[int, bytes] = {}
 
-
-def size_of(url: str) -> int | None:
-    """Bytes of the file at an address; None if the server does not say.
-
-    Raises:
-        DataError: it cannot be read; names the address.
-    """
-    return _named(url, lambda: _file(url)).size
-
-
-class _Ranges(io.RawIOBase):
-    """A file that is read in pieces, and as a whole when too many of them are asked for."""
-
-    def __init__(self, file: RemoteFile, size: int, piece: int, most: int) -> None:
-        self._file = file
-        self._size = size
-        self._piece = piece
-        self._most = most
-        self._pieces: dict[int, bytes] = {}
-        self._whole: bytes | None = None
-        self._place = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._place
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
-        self._place = max(0, start + offset)
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        view = memoryview(buffer).cast("B")
-        stop = min(self._place + len(view), self._size)
-        done = 0
-        while self._place < stop:
-            data = self._from_here(stop)
-            view[done : done + len(data)] = data
-            done += len(data)
-            self._place += len(data)
-        return done
-
-    def _from_here(self, stop: int) -> bytes:
-        """Bytes from the place to ``stop`` or before, at least one."""
-        number, start = divmod(self._place, self._piece)
-        if self._whole is None and number not in self._pieces:
-            if len(self._pieces) == self._most:
-                self._whole = _whole(self._file.url)
-            else:
-                self._pieces[number] = _named(
-                    self._file.url, lambda: self._file.range(number * self._piece, self._piece)
-                )
-        if self._whole is not None:
-            data = self._whole[self._place : stop]
-        else:
-            data = self._pieces[number][start : start + stop - self._place]
+    def read_at(start: int, stop: int) -> bytes:
+        nonlocal piece
+        if start // piece not in pieces and len(pieces) == most:
+            piece = size
+            pieces.clear()
+            pieces[0] = _whole(url)
+        number, offset = divmod(start, piece)
+        if number not in pieces:
+            pieces[number] = _named(url, lambda: file.range(number * piece, piece))
+        data = pieces[number][offset : offset + stop - start]
         if not data:
-            raise DataError(self._file.url, "breaks off", "copy the file again")
+            raise DataError(url, "breaks off", "copy the file again")
         return data
+
+    return cast(BinaryIO, RangeFile(size, read_at))
 
 
 def _file(url: str) -> RemoteFile:
@@ -160,7 +118,7 @@ def check_video(media: Media) -> None:
     if media.data is not None:
         empty = not media.data
     elif is_url(where):
-        empty = size_of(where) == 0
+        empty = _named(where, lambda: _file(where)).size == 0
     elif not os.path.exists(where):  # noqa: PTH110 - a million paths
         raise DataError(where, "no such file", "fix the path or the media root")
     else:

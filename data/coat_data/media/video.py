@@ -5,16 +5,17 @@ frames of a long clip (data/README.md).
 
 decord is for those who want it. Its last release can hang while it holds the interpreter's lock, or
 abort (dmlc/decord issues 269, 363, 375), so it runs in a child process with a time limit
-(:mod:`coat_data.media.decord_child`). It also shows wrong frames of H.265 with keyframes between
+(:mod:`coat_data.media.decord_reader`). It also shows wrong frames of H.265 with keyframes between
 others, of MPEG transport streams and of videos whose clock does not start at zero, and other
-colours than
-today's FFmpeg of 10-bit video; so it is asked only for streams in which it was found exact. What it
-is not asked for, or cannot read, PyAV reads. Which frames are shown is decided here, from times
-that PyAV finds in the file's header, and is the same for both.
+colours than today's FFmpeg of 10-bit video; so it is asked only for streams in which it was found
+exact. What it is not asked for, or cannot read, PyAV reads. Which frames are shown is decided here,
+from times that PyAV finds in the file's header, and is the same for both.
 """
 
 import importlib.util
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +92,7 @@ class VideoReader:
             paths = _frames_of(folder, media)
             return Clip([open_image(paths[i]) for i in self._chosen(len(paths))], None)
         media = fetched(media)
-        with _OpenVideo(media) as video:
+        with _opened(media) as video:
             span = video.span()
             start, duration = _window(media, span)
             times = self._times(video, start, duration)
@@ -115,7 +116,7 @@ class VideoReader:
         """
         if (folder := _folder_of(media)) is not None:
             return len(self._chosen(len(_frames_of(folder, media)))), None
-        with _OpenVideo(media) as video:
+        with _opened(media) as video:
             span = video.span()
             start, duration = _window(media, span)
             count = self.settings.num_spans(duration)
@@ -174,31 +175,20 @@ def read_frames(media: Media, num_frames: int) -> list[Image.Image]:
     return VideoReader(VideoSettings(backend="pyav", num_frames=num_frames)).read(media).frames
 
 
-class _OpenVideo:
-    """A :class:`PyavVideo` whose errors name the file."""
-
-    def __init__(self, media: Media) -> None:
-        self._media = media
-        self._video: PyavVideo | None = None
-
-    def __enter__(self) -> PyavVideo:
-        try:
-            self._video = PyavVideo(self._media)
-        except Exception as error:
-            raise _named(self._media, error) from error
-        return self._video
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        assert self._video is not None
-        self._video.__exit__()
-        if isinstance(error, Exception) and not isinstance(error, DataError):
-            raise _named(self._media, error) from error
+@contextmanager
+def _opened(media: Media) -> Iterator[PyavVideo]:
+    """The open video; errors name the file."""
+    try:
+        with PyavVideo(media) as video:
+            yield video
+    except DataError:
+        raise
+    except Exception as error:
+        raise _named(media, error) from error
 
 
 def _named(media: Media, error: Exception) -> DataError:
     """FFmpeg's errors, IndexError, UnicodeDecodeError and others, with the file's name."""
-    if isinstance(error, DataError):
-        return error
     if isinstance(error, FileNotFoundError):
         return DataError(_name(media), "no such file", "fix the path or the media root")
     return _unreadable(media, f"{type(error).__name__}: {error}")

@@ -1,13 +1,11 @@
-"""The order of training: which row of which source stands at each position.
+"""The order of training: which row of which source stands at each position, and in which step.
 
 Positions 0, 1, 2, ... run through epoch after epoch. Everything is a pure function of the seed and
 the position, so a run can start anywhere, on any number of ranks, and see what it would have seen.
 
-What an optimizer step holds: the part of the order that is the same for any number of ranks.
-
-A :class:`Cursor` says how far training has got, an :class:`Order` what the step after it holds. A
-step is a list of bins; a bin is the samples of one row of a batch, one sample where nothing is
-packed. Only then :func:`deal` gives the bins to ranks and micro-batches.
+A :class:`Cursor` says how far training has got, an :class:`Order` what the optimizer step after it
+holds. A step is a list of bins; a bin is the samples of one row of a batch, one sample where
+nothing is packed. Only then :func:`deal` gives the bins to ranks and micro-batches.
 """
 
 import math
@@ -18,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from coat_data.mixture.shards import Shards
+from coat_data.containers.rows import Shards
 
 
 class Stream(IntEnum):
@@ -64,7 +62,8 @@ class Mixture:
     often.
 
     A source that is read from shards stands at the positions that it would have otherwise, but its
-    rows come in the order of its shards (:mod:`coat_data.mixture.shards`), pass after pass.
+    rows come in the order of its shards (:class:`~coat_data.containers.rows.Shards`), pass after
+    pass.
 
     Attributes:
         epoch_size: samples per epoch.
@@ -305,11 +304,8 @@ def deal(bins: Sequence[Bin], micro_batch_size: int, world_size: int) -> list[li
         for number, bin in enumerate(ranked[start : start + unit]):
             rank = ranks[number // micro_batch_size]
             if bin.tokens:
-                rank = min((r for r in ranks if len(r) < micro_batch_size), key=_load)
+                free = [rank for rank in ranks if len(rank) < micro_batch_size]
+                rank = min(free, key=lambda r: (sum(b.images for b in r), sum(b.tokens for b in r)))
             rank.append(bin)
         micro_steps.append(ranks)
     return micro_steps
-
-
-def _load(bins: Sequence[Bin]) -> tuple[int, int]:
-    return sum(bin.images for bin in bins), sum(bin.tokens for bin in bins)

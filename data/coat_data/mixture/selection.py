@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
+from coat_data.containers.rows import Shards
 from coat_data.mixture.sampler import Stream, generator
-from coat_data.mixture.shards import Shards
 from coat_data.sample import DataError, Sample
 
 _SELECT = re.compile(r"(first|last|random) (\d+(?:\.\d+)?)(%?)")

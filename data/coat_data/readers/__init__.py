@@ -1,4 +1,4 @@
-"""One module per kind of row; each turns a raw row into a :class:`~coat_data.Sample`.
+"""Turn raw rows into a :class:`~coat_data.Sample`: one ``Reader`` for each kind of row.
 
 :mod:`coat_data.readers.catalogue` lists them and finds the one that fits a source.
 """

@@ -12,23 +12,24 @@ Files on users' disks differ from it in many ways; the rules for each are in :fu
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coat_data.readers.media import media_list
 from coat_data.readers.reader import (
     NOT_SFT,
     Place,
+    Reader,
+    Said,
     as_object,
     as_string,
     continued,
-    is_missing,
+    has_fields,
     kind_of,
+    media_fields,
+    place_media,
     refuse_fields,
     row_id,
+    with_system,
+    without_first_answer,
 )
-from coat_data.readers.turns import Said, place_media
-from coat_data.sample import DataError, Media, MediaKind, Role, Sample
-
-NAME = "llava"
-SUMMARY = "LLaVA JSON, JSONL or Parquet: conversations with from and value, image, video"
+from coat_data.sample import DataError, Role, Sample
 
 ROLES: Mapping[str, Role] = {
     "human": "user",
@@ -39,20 +40,11 @@ ROLES: Mapping[str, Role] = {
 }
 """Names of the speakers in a file, and the role each one has in a sample."""
 
-_FIELDS: Mapping[MediaKind, tuple[str, ...]] = {
-    "image": ("image", "images"),
-    "video": ("video", "videos", "video_path"),
-}
 _TAGS: Mapping[str, Role] = {
     "user_tag": "user",
     "assistant_tag": "assistant",
     "system_tag": "system",
 }
-
-
-def matches(row: Any) -> bool:
-    """Whether the row has ``conversations``."""
-    return isinstance(row, Mapping) and "conversations" in row
 
 
 def to_sample(row: Any, place: Place) -> Sample:
@@ -62,9 +54,9 @@ def to_sample(row: Any, place: Place) -> Sample:
 
     - ``id`` may be a string, an int, absent or repeated; absent, it is the row number.
     - ``image``, ``images``, ``video`` or ``videos``: anything that
-      :func:`~coat_data.readers.media.to_media` takes, or a list of it; null and an empty list mean
+      :func:`~coat_data.readers.reader.to_media` takes, or a list of it; null and an empty list mean
       none.
-    - Placeholders are read as :func:`~coat_data.readers.turns.place_media` says.
+    - Placeholders are read as :func:`~coat_data.readers.reader.place_media` says.
     - ``system`` of the row becomes a system turn where there is none.
     - An answer before the first question is dropped, as LLaVA does (llava/train/train.py,
       ``preprocess_v1``).
@@ -84,31 +76,7 @@ def to_sample(row: Any, place: Place) -> Sample:
     row = as_object(row, where)
     refuse_fields(row, NOT_SFT, where)
     turns, media = place_media(_said(row, place), media_fields(row, place), place)
-    sample = Sample(
-        id=row_id(row, place), turns=turns, media=media, source=place.source, row=place.row
-    )
-    return continued(sample.check(), row)
-
-
-def media_fields(row: Mapping[str, Any], place: Place) -> dict[MediaKind, list[Media]]:
-    """The row's images and videos, of which each kind may stand in one field only."""
-    media: dict[MediaKind, list[Media]] = {}
-    for kind, names in _FIELDS.items():
-        own = place.columns.get(f"{kind}s")
-        given = [field for field in ([own] if own else names) if not is_missing(row.get(field))]
-        if len(given) > 1:
-            raise DataError(place.where, f"both {' and '.join(given)} are set", "keep one of them")
-        media[kind] = media_list(row[given[0]], kind, given[0], place) if given else []
-    return media
-
-
-def with_system(said: Said, row: Mapping[str, Any], place: Place) -> Said:
-    """The conversation with the row's ``system`` field before it, if it has no system turn."""
-    field = place.columns.get("system", "system")
-    system = row.get(field)
-    if system is None or system == "" or (said and said[0][0] == "system"):
-        return said
-    return [("system", as_string(system, field, place.where)), *said]
+    return continued(place.sample(row_id(row, place), turns, media), row)
 
 
 def _said(row: Mapping[str, Any], place: Place) -> Said:
@@ -123,10 +91,7 @@ def _said(row: Mapping[str, Any], place: Place) -> Said:
     said: Said = []
     for number, turn in enumerate(_turns(row, name, where)):
         field = f"{name}[{number}]"
-        if not isinstance(turn, Mapping):
-            raise DataError(
-                where, f"{field} is {kind_of(turn)}, not an object", "give it from and value"
-            )
+        turn = as_object(turn, where, field, "give it from and value")
         speaker = as_string(turn.get(speaker_field), f"{field}.{speaker_field}", where)
         if speaker not in roles:
             raise DataError(
@@ -139,14 +104,6 @@ def _said(row: Mapping[str, Any], place: Place) -> Said:
     return without_first_answer(with_system(said, row, place))
 
 
-def without_first_answer(said: Said) -> Said:
-    """The conversation without an answer that stands before the first question."""
-    first = 1 if said and said[0][0] == "system" else 0
-    if len(said) > first + 1 and said[first][0] == "assistant":
-        return [*said[:first], *said[first + 1 :]]
-    return said
-
-
 def _turns(row: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
     turns = row.get(name)
     if not isinstance(turns, Sequence) or isinstance(turns, str | bytes):
@@ -157,3 +114,11 @@ def _turns(row: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
         )
         raise DataError(where, problem, f'add "{name}": [{{"from": "human", "value": ...}}, ...]')
     return turns
+
+
+READER = Reader(
+    "llava",
+    "LLaVA JSON, JSONL or Parquet: conversations with from and value, image, video",
+    has_fields("conversations"),
+    to_sample,
+)

@@ -15,25 +15,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coat_data.readers.llava import media_fields, with_system, without_first_answer
-from coat_data.readers.media import to_media, with_span
 from coat_data.readers.reader import (
     NOT_SFT,
     Place,
+    Reader,
+    Said,
     as_list,
     as_object,
     as_string,
     continued,
     is_missing,
-    kind_of,
+    media_fields,
+    place_media,
     refuse_fields,
     row_id,
+    to_media,
+    with_span,
+    with_system,
+    without_first_answer,
 )
-from coat_data.readers.turns import Said, place_media
 from coat_data.sample import DataError, Media, MediaKind, Part, Role, Sample, Turn
-
-NAME = "messages"
-SUMMARY = "messages with role and content (OpenAI, TRL, ms-swift), or prompt and completion"
 
 ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -93,10 +94,7 @@ def to_sample(row: Any, place: Place) -> Sample:
         said: Said = [(message.role, message.text) for message in messages]
         said = without_first_answer(with_system(said, row, place))
         turns, media = place_media(said, files, place)
-    sample = Sample(
-        id=row_id(row, place), turns=turns, media=media, source=place.source, row=place.row
-    )
-    return continued(sample.check(), row)
+    return continued(place.sample(row_id(row, place), turns, media), row)
 
 
 @dataclass(slots=True)
@@ -119,10 +117,7 @@ class _Message:
     @classmethod
     def read(cls, message: Any, number: int, place: Place) -> "_Message":
         where, name = place.where, f"messages[{number}]"
-        if not isinstance(message, Mapping):
-            raise DataError(
-                where, f"{name} is {kind_of(message)}, not an object", "give it role and content"
-            )
+        message = as_object(message, where, name, "give it role and content")
         role = as_string(message.get("role", message.get("from")), f"{name}.role", where)
         if role not in ROLES:
             raise DataError(
@@ -148,8 +143,7 @@ def _pieces(content: Any, name: str, where: str) -> Iterator[_Piece]:
         if isinstance(part, str):
             yield _Piece("text", as_string(part, own, where))
             continue
-        if not isinstance(part, Mapping):
-            raise DataError(where, f"{own} is {kind_of(part)}, not an object", "give it a type")
+        part = as_object(part, where, own, "give it a type")
         part = {key: value for key, value in part.items() if not is_missing(value)}
         kind = part.get("type") or next(
             (name for name in ("text", *_MEDIA_TYPES) if name in part), None
@@ -244,3 +238,11 @@ def _fill_objects(messages: Sequence[_Message], row: Mapping[str, Any], place: P
     for message in messages:
         for piece in message.pieces:
             piece.text = _OBJECT_TOKEN.sub(fill, piece.text)
+
+
+READER = Reader(
+    "messages",
+    "messages with role and content (OpenAI, TRL, ms-swift), or prompt and completion",
+    matches,
+    to_sample,
+)

@@ -18,31 +18,31 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from coat_data.containers.folder import VIDEO_SUFFIXES
+from coat_data.containers.folder import VIDEO_SUFFIXES, image_suffixes
 from coat_data.containers.tar import KEY
-from coat_data.media.image import image_suffixes
-from coat_data.readers import cauldron, llava, messages, query
-from coat_data.readers.reader import Place, as_string, is_missing
-from coat_data.readers.turns import Said, caption_turns, place_media
+from coat_data.readers import llava, messages, pairs
+from coat_data.readers.reader import (
+    MEDIA_FIELDS,
+    Place,
+    Reader,
+    Said,
+    as_string,
+    caption_turns,
+    is_missing,
+    place_media,
+)
 from coat_data.sample import DataError, Media, MediaKind, Sample
-
-NAME = "webdataset"
-SUMMARY = "WebDataset tars: caption pairs, conversations in .json, img2dataset, WIDS, Energon"
 
 _CAPTION_FIELDS = ("txt", "caption", "text", "cap")
 _CAPTION_KEYS = ("caption", "text", "title", "captions")
-_MEDIA_FIELDS: Mapping[MediaKind, tuple[str, ...]] = {
-    "image": ("image", "images"),
-    "video": ("video", "videos", "video_path"),
-}
 _LONGEST_NAME = 4096
 """A longer text is the medium itself."""
-_ROW_READERS = (llava, messages, cauldron, query)
+_ROW_READERS = (llava.READER, messages.READER, pairs.CAULDRON, pairs.QUERY)
 _NUMBERED = re.compile(r"<image-(\d+)>")
 _SELECTOR = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 
 
-def matches(row: Any) -> bool:
+def _matches(row: Any) -> bool:
     """Whether the row is one of a tar."""
     return (
         isinstance(row, Mapping)
@@ -51,36 +51,33 @@ def matches(row: Any) -> bool:
     )
 
 
-def to_sample(row: Any, place: Place) -> Sample:
+def _to_sample(row: Any, place: Place) -> Sample:
     """One sample. Does not decode the media.
 
     Raises:
         DataError: there is no text, or it does not fit the media.
     """
-    if not matches(row):
+    if not _matches(row):
         raise DataError(place.where, "the row is no sample of a tar", "give a .tar file")
     key = str(row[KEY])
     if any(name in place.columns for name in ("image", "video", "images", "videos")):
         return _mapped(row, key, place)
-    media = _media(row, place)
-    value = _json(row, place)
+    media = [_medium(row, field, place) for field in _media_members(row)]
+    field = next((name for name in row if name == "json" or name.endswith(".json")), None)
+    value = None if field is None else _parsed(row, field, place)
     if isinstance(value, Mapping):
         reader = next((one for one in _ROW_READERS if one.matches(value)), None)
         if reader is not None:
             return reader.to_sample(_with_media(value, row, place), place)
     caption = _caption(row, value, place)
     if not media:
-        fields = ", ".join(sorted(name for name in row if name != KEY))
-        raise DataError(
-            place.where, f"{key} has no image or video (fields: {fields})", "remove the sample"
-        )
-    return _sample(key, caption_turns(media, caption), media, place)
+        problem = f"{key} has no image or video (fields: {_fields(row)})"
+        raise DataError(place.where, problem, "remove the sample")
+    return place.sample(key, caption_turns(media, caption), media)
 
 
-def _sample(key: str, turns: Any, media: list[Media], place: Place) -> Sample:
-    return Sample(
-        id=key, turns=turns, media=tuple(media), source=place.source, row=place.row
-    ).check()
+def _fields(row: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(name for name in row if name != KEY))
 
 
 def _kind(field: str) -> MediaKind | None:
@@ -98,10 +95,6 @@ def _natural(field: str) -> list[tuple[int, int, str]]:
     ]
 
 
-def _media(row: Mapping[str, Any], place: Place) -> list[Media]:
-    return [_medium(row, field, place) for field in _media_members(row)]
-
-
 def _media_members(row: Mapping[str, Any]) -> list[str]:
     return sorted((name for name in row if name != KEY and _kind(name)), key=_natural)
 
@@ -113,11 +106,6 @@ def _medium(row: Mapping[str, Any], field: str, place: Place) -> Media:
 
 def _path(row: Mapping[str, Any], field: str, place: Place) -> str:
     return f"{place.source}/{row[KEY]}.{field}"
-
-
-def _json(row: Mapping[str, Any], place: Place) -> Any:
-    field = next((name for name in row if name == "json" or name.endswith(".json")), None)
-    return None if field is None else _parsed(row, field, place)
 
 
 def _parsed(row: Mapping[str, Any], field: str, place: Place) -> Any:
@@ -133,7 +121,7 @@ def _with_media(value: Mapping[str, Any], row: Mapping[str, Any], place: Place) 
     """The row of the JSON with the media of the tar in place of their names."""
     changed = {"id": str(row[KEY]), **value}
     members = _media_members(row)
-    for kind, names in _MEDIA_FIELDS.items() if members else ():
+    for kind, names in MEDIA_FIELDS.items() if members else ():
         given = [changed.pop(name, None) for name in names]
         entries = next((entry for entry in given if not is_missing(entry)), [])
         entries = list(entries) if isinstance(entries, list | tuple) else [entries]
@@ -219,10 +207,9 @@ def _caption(row: Mapping[str, Any], value: Any, place: Place) -> str:
         for name in _CAPTION_KEYS:
             if isinstance(value.get(name), str):
                 return as_string(value[name], name, place.where).strip()
-    fields = ", ".join(sorted(name for name in row if name != KEY))
     raise DataError(
         place.where,
-        f"{row[KEY]} has no text (fields: {fields})",
+        f"{row[KEY]} has no text (fields: {_fields(row)})",
         "add .txt with a caption, or .json with conversations or messages",
     )
 
@@ -247,7 +234,7 @@ def _mapped(row: Mapping[str, Any], key: str, place: Place) -> Sample:
             media.append(_medium(row, field, place))
     if "caption" in columns:
         caption = _text(_selected(row, columns["caption"], place), columns["caption"], place)
-        return _sample(key, caption_turns(media, caption), media, place)
+        return place.sample(key, caption_turns(media, caption), media)
     if "context" in columns and "answers" in columns:
         question = _text(_selected(row, columns["context"], place), columns["context"], place)
         answers = _selected(row, columns["answers"], place)
@@ -260,7 +247,7 @@ def _mapped(row: Mapping[str, Any], key: str, place: Place) -> Sample:
             kind: [one for one in media if one.kind == kind] for kind in ("image", "video")
         }
         turns, shown = place_media(said, files, place)
-        return _sample(key, turns, list(shown), place)
+        return place.sample(key, turns, shown)
     raise DataError(
         place.where,
         f"the field map has {sorted(columns)}",
@@ -285,3 +272,11 @@ def _selected(row: Mapping[str, Any], selector: str, place: Place) -> Any:
                 place.where, f"{row[KEY]}.{selector} does not exist", "fix the field map"
             ) from error
     return value
+
+
+READER = Reader(
+    "webdataset",
+    "WebDataset tars: caption pairs, conversations in .json, img2dataset, WIDS, Energon",
+    _matches,
+    _to_sample,
+)

@@ -83,28 +83,31 @@ def _begin(tokenizer: TokenizerLike) -> list[Segment]:
     return [Segment("literal", bos)] if adds_it else []
 
 
-def _end(tokenizer: TokenizerLike, template: str) -> Segment:
-    """The end-of-text token, which the model learns to write after an answer."""
-    eos = tokenizer.special_tokens_map.get("eos_token")
-    if eos is None:
-        raise ValueError(
-            f"chat template {template!r} ends answers with the tokenizer's eos_token, but "
-            f"{tokenizer.name_or_path!r} has none; set eos_token or choose another template"
-        )
-    return Segment("literal", eos, trained=True)
+class _EndsWithEos:
+    """A template whose answers end with the end-of-text token."""
+
+    name = ""
+
+    def __init__(self, tokenizer: TokenizerLike) -> None:
+        """Raise ValueError if the tokenizer has no eos_token."""
+        eos = tokenizer.special_tokens_map.get("eos_token")
+        if eos is None:
+            raise ValueError(
+                f"chat template {self.name!r} ends answers with the tokenizer's eos_token, but "
+                f"{tokenizer.name_or_path!r} has none; set eos_token or choose another template"
+            )
+        self._begin = _begin(tokenizer)
+        self._end = Segment("literal", eos, trained=True)
 
 
-class PlainTemplate:
+class PlainTemplate(_EndsWithEos):
     """Media, then the answer: captions without a question, as in LLaVA's alignment stage.
 
     The words of system and user turns are dropped (haotian-liu/LLaVA, llava/train/train.py,
     ``preprocess_plain``). The answer ends with the end-of-text token, where LLaVA has a newline.
     """
 
-    def __init__(self, tokenizer: TokenizerLike) -> None:
-        """Raise ValueError if the tokenizer has no eos_token."""
-        self._begin = _begin(tokenizer)
-        self._end = _end(tokenizer, "plain")
+    name = "plain"
 
     def render(
         self, turns: Sequence[Turn], *, add_generation_prompt: bool = False
@@ -124,17 +127,14 @@ class PlainTemplate:
         return segments
 
 
-class VicunaTemplate:
+class VicunaTemplate(_EndsWithEos):
     """Vicuna 1.1's ``{system} USER: {question} ASSISTANT: {answer}</s>``, used by LLaVA 1.5.
 
     After the end-of-text token the next ``USER:`` follows without a space (haotian-liu/LLaVA,
     llava/conversation.py, ``conv_vicuna_v1``). A system turn replaces the system prompt.
     """
 
-    def __init__(self, tokenizer: TokenizerLike) -> None:
-        """Raise ValueError if the tokenizer has no eos_token."""
-        self._begin = _begin(tokenizer)
-        self._end = _end(tokenizer, "vicuna_v1")
+    name = "vicuna_v1"
 
     def render(
         self, turns: Sequence[Turn], *, add_generation_prompt: bool = False

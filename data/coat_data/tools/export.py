@@ -1,11 +1,8 @@
 """Writes the samples of a source as LLaVA JSON, messages JSONL or WebDataset tars.
 
 Every row is read back by the reader of its format before it is kept: a sample that the format
-cannot hold is left out and listed, never changed.
-
-Copies the media of exported samples into a folder, or names them where they are.
-
-Rows of LLaVA's and of the messages format for a sample.
+cannot hold is left out and listed, never changed. Media are copied into a folder beside the rows,
+or named where they are.
 """
 
 import dataclasses
@@ -14,14 +11,13 @@ import json
 import os
 import shutil
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal
 
 from PIL import Image
-from tqdm import tqdm
 
 from coat_data.containers.folder import VIDEO_SUFFIXES
 from coat_data.containers.remote_file import is_url
@@ -33,7 +29,7 @@ from coat_data.media.root import MediaRoot
 from coat_data.readers import llava, messages, webdataset
 from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Media, Part, Role, Sample, Turn
-from coat_data.tools.output_folder import new_folder
+from coat_data.tools.source import list_bad, media_bytes, new_folder, walk
 
 FOLDER = "media"
 """Name of the folder beside the exported rows."""
@@ -41,49 +37,83 @@ FOLDER = "media"
 _FILES_PER_FOLDER = 1000
 
 
-class MediaFolder:
-    """Where the media of an export go.
+ExportFormat = Literal["llava", "messages", "webdataset"]
+BAD_NAME = "left_out.jsonl"
+
+_NAMES: Mapping[ExportFormat, str] = {
+    "llava": "data.json",
+    "messages": "data.jsonl",
+    "webdataset": ".",
+}
+
+_SPEAKERS: Mapping[Role, str] = {"system": "system", "user": "human", "assistant": "gpt"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportSummary:
+    """What was written."""
+
+    rows: int
+    left_out: int
+    """Bad samples, and samples that the format cannot hold; ``left_out.jsonl`` lists them."""
+    path: Path
+    """What to open again: the data file, or the folder of tars."""
+
+
+def export(
+    path: str | Path,
+    out_dir: str | Path,
+    to: ExportFormat,
+    *,
+    keep_paths: bool = False,
+    shard_rows: int = 1000,
+    **options: Any,
+) -> ExportSummary:
+    """Write every good sample of ``path`` to the new folder ``out_dir``.
 
     Args:
-        out_dir: the export's folder.
-        keep_root: name the files where they are, relative to this media root, or by their
-            addresses; None copies them.
+        path: as :class:`SampleDataset` takes it.
+        out_dir: folder to make; it appears when everything is on disk, or not at all.
+        to: ``llava`` writes data.json, ``messages`` data.jsonl, both beside a folder of the media;
+            ``webdataset`` tars with the media inside.
+        keep_paths: do not copy media; name them relative to the source's media root.
+        shard_rows: samples per tar.
+        options: further arguments of :class:`SampleDataset`.
+
+    Raises:
+        DataError: the source cannot be opened, no sample is good, or ``out_dir`` is not empty.
+        ValueError: tars are to keep paths, or ``shard_rows`` < 1.
     """
-
-    def __init__(self, out_dir: Path, keep_root: Path | str | None) -> None:
-        self._out_dir = out_dir
-        self._keep_root = keep_root
-        self._count = 0
-
-    def add(self, media: Media) -> str:
-        """The path of a medium relative to the export's media root.
-
-        Raises:
-            DataError: it cannot be read, or has no file to keep.
-        """
-        where = media.path or f"<{media.kind} bytes>"
-        if self._keep_root is not None:
-            if media.data is not None:
-                raise DataError(where, "has no file of its own", "export without --keep-paths")
-            if is_url(where):
-                return where
-            return os.path.relpath(where, self._keep_root)
-        folder = f"{FOLDER}/{self._count // _FILES_PER_FOLDER:05d}"
-        name = f"{folder}/{self._count % _FILES_PER_FOLDER:03d}{media_suffix(media)}"
-        self._count += 1
-        (self._out_dir / folder).mkdir(parents=True, exist_ok=True)
-        target = self._out_dir / name
-        try:
-            media = fetched(media)
-            if media.data is not None:
-                target.write_bytes(media.data)
-            elif Path(where).is_dir():
-                shutil.copytree(where, target)
-            else:
-                shutil.copyfile(where, target)
-        except FileNotFoundError as error:
-            raise DataError(where, "no such file", "fix the path or the media root") from error
-        return name
+    if to == "webdataset" and keep_paths:
+        raise ValueError("keep_paths: the tars of a WebDataset hold their media")
+    if shard_rows < 1:
+        raise ValueError(f"shard_rows={shard_rows} must be at least 1")
+    dataset = SampleDataset(path, in_order=True, **options)
+    rows = left_out = 0
+    why = "there are no rows"
+    with new_folder(out_dir) as folder:
+        keep_root = dataset.media_root if keep_paths else None
+        if to == "webdataset":
+            writer = _TarWriter(folder, shard_rows)
+        else:
+            writer = _JsonWriter(folder, to, keep_root)
+        with closing(writer):
+            for sample in walk(dataset, f"export {to}"):
+                try:
+                    if isinstance(sample, DataError):
+                        raise sample
+                    writer.write(sample)
+                    rows += 1
+                except DataError as error:
+                    left_out += 1
+                    list_bad(folder / BAD_NAME, [error])
+                    if left_out == 1:
+                        why = str(error)
+        if not rows:
+            raise DataError(
+                str(path), f"no sample can be exported: {why}", "see coat-vlm data lint"
+            )
+    return ExportSummary(rows=rows, left_out=left_out, path=Path(out_dir) / _NAMES[to])
 
 
 def media_suffix(media: Media) -> str:
@@ -101,26 +131,6 @@ def media_suffix(media: Media) -> str:
         return ".img"
 
 
-def media_bytes(media: Media) -> bytes:
-    """The encoded file.
-
-    Raises:
-        DataError: it is missing or a folder, or its address cannot be read; names the path.
-    """
-    media = fetched(media)
-    if media.data is not None:
-        return media.data
-    try:
-        return Path(media.path or "").read_bytes()
-    except OSError as error:
-        raise DataError(
-            str(media.path), f"unreadable: {error.strerror}", "check path and media_root"
-        ) from error
-
-
-_SPEAKERS: Mapping[Role, str] = {"system": "system", "user": "human", "assistant": "gpt"}
-
-
 def llava_row(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
     """The sample as a row of LLaVA's JSON.
 
@@ -131,16 +141,16 @@ def llava_row(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
     row = _head(sample)
     for kind in ("image", "video"):
         own = [
-            _reference(medium, name)
+            {"path": name, **span} if (span := _span(medium)) else name
             for medium, name in zip(sample.media, names, strict=True)
             if medium.kind == kind
         ]
         if own:
             row[kind] = own[0] if len(own) == 1 else own
-    row["conversations"] = [
-        {"from": _SPEAKERS[turn.role], "value": "".join(_as_text(part) for part in turn.parts)}
-        for turn in sample.turns
-    ]
+    row["conversations"] = []
+    for turn in sample.turns:
+        texts = [part.text if part.kind == "text" else f"<{part.kind}>" for part in turn.parts]
+        row["conversations"].append({"from": _SPEAKERS[turn.role], "value": "".join(texts)})
     return row
 
 
@@ -205,152 +215,73 @@ def _head(sample: Sample) -> dict[str, Any]:
     return {"id": sample.id, **({"continues": True} if sample.continues else {})}
 
 
-def _as_text(part: Part) -> str:
-    return part.text if part.kind == "text" else f"<{part.kind}>"
-
-
 def _span(medium: Media) -> dict[str, float]:
     span = {"start": medium.start, "end": medium.end}
     return {name: time for name, time in span.items() if time is not None}
-
-
-def _reference(medium: Media, name: str) -> Any:
-    span = _span(medium)
-    return {"path": name, **span} if span else name
-
-
-ExportFormat = Literal["llava", "messages", "webdataset"]
-BAD_NAME = "left_out.jsonl"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportSummary:
-    """What was written."""
-
-    rows: int
-    left_out: int
-    """Bad samples, and samples that the format cannot hold; ``left_out.jsonl`` lists them."""
-    path: Path
-    """What to open again: the data file, or the folder of tars."""
-
-
-class _Writer(Protocol):
-    def write(self, sample: Sample) -> None: ...
-
-
-def export(
-    path: str | Path,
-    out_dir: str | Path,
-    to: ExportFormat,
-    *,
-    keep_paths: bool = False,
-    shard_rows: int = 1000,
-    progress: bool = True,
-    **options: Any,
-) -> ExportSummary:
-    """Write every good sample of ``path`` to the new folder ``out_dir``.
-
-    Args:
-        path: as :class:`SampleDataset` takes it.
-        out_dir: folder to make; it appears when everything is on disk, or not at all.
-        to: ``llava`` writes data.json, ``messages`` data.jsonl, both beside a folder of the media;
-            ``webdataset`` tars with the media inside.
-        keep_paths: do not copy media; name them relative to the source's media root.
-        shard_rows: samples per tar.
-        progress: show a progress bar.
-        options: further arguments of :class:`SampleDataset`.
-
-    Raises:
-        DataError: the source cannot be opened, no sample is good, or ``out_dir`` is not empty.
-        ValueError: tars are to keep paths, or ``shard_rows`` < 1.
-    """
-    if to == "webdataset" and keep_paths:
-        raise ValueError("keep_paths: the tars of a WebDataset hold their media")
-    if shard_rows < 1:
-        raise ValueError(f"shard_rows={shard_rows} must be at least 1")
-    dataset = SampleDataset(path, in_order=True, **options)
-    rows = left_out = 0
-    why = "there are no rows"
-    total = len(dataset) if dataset.random_access else None
-    with new_folder(out_dir) as folder:
-        media = MediaFolder(folder, dataset.media_root if keep_paths else None)
-        with _open_writer(folder, to, media, shard_rows) as writer:
-            for sample in tqdm(dataset.stream(), f"export {to}", total, disable=not progress):
-                try:
-                    if isinstance(sample, DataError):
-                        raise sample
-                    writer.write(sample)
-                    rows += 1
-                except DataError as error:
-                    left_out += 1
-                    _list(folder / BAD_NAME, error)
-                    if left_out == 1:
-                        why = str(error)
-        if not rows:
-            raise DataError(
-                str(path), f"no sample can be exported: {why}", "see coat-vlm data lint"
-            )
-    name = {"llava": "data.json", "messages": "data.jsonl", "webdataset": "."}[to]
-    return ExportSummary(rows=rows, left_out=left_out, path=Path(out_dir) / name)
-
-
-def _list(path: Path, error: DataError) -> None:
-    row = {"where": error.where, "problem": error.problem, "remedy": error.remedy}
-    with path.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(row) + "\n")
-
-
-@contextmanager
-def _open_writer(
-    folder: Path, to: ExportFormat, media: MediaFolder, shard_rows: int
-) -> Iterator[_Writer]:
-    if to == "webdataset":
-        writer = _TarWriter(folder, shard_rows)
-        try:
-            yield writer
-        finally:
-            writer.close()
-        return
-    name = "data.json" if to == "llava" else "data.jsonl"
-    with (folder / name).open("w", encoding="utf-8") as stream:
-        if to == "messages":
-            yield _MessagesWriter(stream, media, folder)
-            return
-        stream.write("[")
-        yield _LlavaWriter(stream, media, folder)
-        stream.write("\n]\n")
 
 
 def _place(sample: Sample, folder: Path) -> Place:
     return Place(source=sample.source, row=sample.row, root=MediaRoot(folder, follow_links=True))
 
 
-class _LlavaWriter:
-    def __init__(self, stream: TextIO, media: MediaFolder, folder: Path) -> None:
-        self._stream = stream
-        self._media = media
+class _JsonWriter:
+    """``data.json`` with rows of LLaVA, or ``data.jsonl`` with messages; their media beside it.
+
+    Args:
+        folder: the export's folder.
+        to: which of them.
+        keep_root: name the media where they are, relative to this media root, or by their
+            addresses; None copies them.
+    """
+
+    def __init__(self, folder: Path, to: ExportFormat, keep_root: Path | str | None) -> None:
         self._folder = folder
-        self._separator = "\n"
+        self._keep_root = keep_root
+        self._count = 0
+        if to == "llava":
+            self._row, self._read, self._name = llava_row, llava.to_sample, "LLaVA JSON"
+            self._before, self._between, self._end = "[\n", ",\n", "\n]\n"
+        else:
+            self._row, self._read, self._name = messages_row, messages.to_sample, "messages"
+            self._before, self._between, self._end = "", "\n", "\n"
+        self._stream = (folder / _NAMES[to]).open("w", encoding="utf-8")
 
     def write(self, sample: Sample) -> None:
-        trial = llava_row(sample, ["m"] * len(sample.media))
-        check_same(sample, llava.to_sample(trial, _place(sample, self._folder)), "LLaVA JSON")
-        row = llava_row(sample, [self._media.add(medium) for medium in sample.media])
-        self._stream.write(self._separator + json.dumps(row))
-        self._separator = ",\n"
+        trial = self._row(sample, ["m"] * len(sample.media))
+        check_same(sample, self._read(trial, _place(sample, self._folder)), self._name)
+        row = self._row(sample, [self._add(medium) for medium in sample.media])
+        self._stream.write(self._before + json.dumps(row))
+        self._before = self._between
 
+    def _add(self, media: Media) -> str:
+        """The path of a medium relative to the export's media root; DataError if it has none."""
+        where = media.path or f"<{media.kind} bytes>"
+        if self._keep_root is not None:
+            if media.data is not None:
+                raise DataError(where, "has no file of its own", "export without --keep-paths")
+            if is_url(where):
+                return where
+            return os.path.relpath(where, self._keep_root)
+        folder = f"{FOLDER}/{self._count // _FILES_PER_FOLDER:05d}"
+        name = f"{folder}/{self._count % _FILES_PER_FOLDER:03d}{media_suffix(media)}"
+        self._count += 1
+        (self._folder / folder).mkdir(parents=True, exist_ok=True)
+        target = self._folder / name
+        try:
+            media = fetched(media)
+            if media.data is not None:
+                target.write_bytes(media.data)
+            elif Path(where).is_dir():
+                shutil.copytree(where, target)
+            else:
+                shutil.copyfile(where, target)
+        except FileNotFoundError as error:
+            raise DataError(where, "no such file", "fix the path or the media root") from error
+        return name
 
-class _MessagesWriter:
-    def __init__(self, stream: TextIO, media: MediaFolder, folder: Path) -> None:
-        self._stream = stream
-        self._media = media
-        self._folder = folder
-
-    def write(self, sample: Sample) -> None:
-        trial = messages_row(sample, ["m"] * len(sample.media))
-        check_same(sample, messages.to_sample(trial, _place(sample, self._folder)), "messages")
-        row = messages_row(sample, [self._media.add(medium) for medium in sample.media])
-        self._stream.write(json.dumps(row) + "\n")
+    def close(self) -> None:
+        self._stream.write(self._end)
+        self._stream.close()
 
 
 class _TarWriter:
@@ -368,7 +299,8 @@ class _TarWriter:
         row["json"] = json.dumps(messages_row(sample, None)).encode("ascii")
         for number, medium in enumerate(sample.media):
             row[f"{number:03d}{media_suffix(medium)}"] = media_bytes(medium)
-        check_same(sample, webdataset.to_sample(row, _place(sample, self._folder)), "WebDataset")
+        read = webdataset.READER.to_sample(row, _place(sample, self._folder))
+        check_same(sample, read, "WebDataset")
         if self._count % self._shard_rows == 0:
             self.close()
             name = f"{self._count // self._shard_rows:05d}.tar"

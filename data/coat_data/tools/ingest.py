@@ -6,16 +6,11 @@ The folder is described in :mod:`coat_data.containers.ingested` and opened by
 
 import dataclasses
 import hashlib
-import json
 import os
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from coat_data.containers.ingested import (
     BAD_SAMPLES_NAME,
@@ -27,11 +22,8 @@ from coat_data.containers.ingested import (
 )
 from coat_data.containers.remote_file import is_url
 from coat_data.load.dataset import SampleDataset
-from coat_data.media.image import open_image
-from coat_data.media.video import read_frames
 from coat_data.sample import DataError, Media, Sample
-from coat_data.tools.export import media_bytes
-from coat_data.tools.output_folder import new_folder
+from coat_data.tools.source import decode, list_bad, media_bytes, new_folder, walk
 
 _ERRORS_SHOWN = 5
 _ROWS_IN_MEMORY = 200
@@ -42,16 +34,12 @@ def ingest(
     path: str | Path,
     out_dir: str | Path,
     *,
-    media_root: str | Path | None = None,
-    format: str | None = None,
-    allow_pickle: bool = False,
-    follow_links: bool = False,
     embed_media: bool = False,
     check_media: bool = True,
     max_bad_samples: int = 0,
     shard_rows: int = 10_000,
     overwrite: bool = False,
-    progress: bool = True,
+    **options: Any,
 ) -> Manifest:
     """Check every row of ``path`` and write the good ones to ``out_dir``.
 
@@ -60,17 +48,13 @@ def ingest(
     Args:
         path: a data file, folder, pattern or list, as :class:`SampleDataset` takes it.
         out_dir: folder to make.
-        media_root: folder that relative media paths start from; the file's folder by default.
-        format: name of a reader, where the content does not tell.
-        allow_pickle: read .pkl files.
-        follow_links: allow links below the media root that lead out of it.
         embed_media: store the media files' bytes in the shards. Media that have no files of their
             own (in tars and Parquet) are always stored.
         check_media: decode every image, and one frame of every video.
         max_bad_samples: bad rows that may be left out; they are listed in ``bad_samples.jsonl``.
         shard_rows: rows per Parquet file.
         overwrite: replace ``out_dir`` if it is an ingested folder.
-        progress: show a progress bar.
+        options: further arguments of :class:`SampleDataset`.
 
     Raises:
         DataError: the file does not parse, or more than ``max_bad_samples`` rows are bad (names the
@@ -81,25 +65,27 @@ def ingest(
     out_dir = Path(out_dir).absolute()
     if shard_rows < 1:
         raise ValueError(f"shard_rows={shard_rows} must be at least 1")
-    with _output_folder(out_dir, overwrite=overwrite) as folder:
-        dataset = SampleDataset(
-            path,
-            media_root,
-            format=format,
-            allow_pickle=allow_pickle,
-            follow_links=follow_links,
-            in_order=True,
+    replace = out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir()))
+    if replace and not overwrite:
+        raise ValueError(f"{out_dir} exists already; choose another folder or set overwrite")
+    if replace and not (out_dir / MANIFEST_NAME).is_file():
+        raise ValueError(
+            f"{out_dir} is not an ingested folder (it has no {MANIFEST_NAME}) and will not be "
+            "replaced; choose another folder or delete it yourself"
         )
+    with new_folder(out_dir, replace=replace) as folder:
+        dataset = SampleDataset(path, in_order=True, **options)
         loader = _Loader(dataset, embed=embed_media, check=check_media)
         records = (
             to_record(sample, dataset.media_root)
-            for sample in loader.good_samples(progress)
+            for sample in loader.good_samples()
             if len(loader.bad) <= max_bad_samples  # nothing is kept of an ingest that will fail
         )
         shards = _write_shards(records, folder, shard_rows)
         if len(loader.bad) > max_bad_samples or not shards:
             raise _too_many_bad(str(path), loader.bad, loader.num_rows, max_bad_samples)
-        _write_bad_samples(loader.bad, folder)
+        if loader.bad:
+            list_bad(folder / BAD_SAMPLES_NAME, loader.bad)
         manifest = Manifest(
             rows=sum(shard.rows for shard in shards),
             shards=tuple(shards),
@@ -113,33 +99,6 @@ def ingest(
         _sync(*folder.iterdir(), folder)
     _sync(out_dir.parent)
     return manifest
-
-
-@contextmanager
-def _output_folder(out_dir: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder that becomes ``out_dir`` when the block ends well."""
-    if not out_dir.exists() or (out_dir.is_dir() and not any(out_dir.iterdir())):
-        with new_folder(out_dir) as folder:
-            yield folder
-        return
-    if not overwrite:
-        raise ValueError(f"{out_dir} exists already; choose another folder or set overwrite")
-    if not (out_dir / MANIFEST_NAME).is_file():
-        raise ValueError(
-            f"{out_dir} is not an ingested folder (it has no {MANIFEST_NAME}) and will not be "
-            "replaced; choose another folder or delete it yourself"
-        )
-    fresh = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.new")
-    old = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.old")
-    with new_folder(fresh) as folder:
-        yield folder
-    out_dir.rename(old)
-    try:
-        fresh.rename(out_dir)
-    except BaseException:
-        old.rename(out_dir)
-        raise
-    shutil.rmtree(old)
 
 
 class _Loader:
@@ -159,11 +118,9 @@ class _Loader:
         self._embed = embed
         self._check = check
 
-    def good_samples(self, progress: bool) -> Iterator[Sample]:
+    def good_samples(self) -> Iterator[Sample]:
         """The samples that pass every check."""
-        total = len(self._dataset) if self._dataset.random_access else None
-        name = f"ingest {self._dataset.name}"
-        for sample in tqdm(self._dataset.stream(), name, total, disable=not progress):
+        for sample in walk(self._dataset, "ingest"):
             self.num_rows += 1
             if isinstance(sample, DataError):
                 self.bad.append(sample)
@@ -171,8 +128,7 @@ class _Loader:
             try:
                 media = tuple(self._load(item) for item in sample.media)
             except DataError as error:
-                where = f"{sample.where}: {error.where}"
-                self.bad.append(type(error)(where, error.problem, error.remedy))
+                self.bad.append(error.within(sample.where))
             else:
                 yield dataclasses.replace(sample, media=media)
 
@@ -184,18 +140,6 @@ class _Loader:
         if self._check:
             decode(media)
         return media
-
-
-def decode(media: Media) -> None:
-    """Decode an image, or one frame of a video.
-
-    Raises:
-        DataError: it cannot be decoded; names the path.
-    """
-    if media.kind == "image":
-        open_image(media)
-    else:
-        read_frames(media, 1)
 
 
 def _write_shards(records: Iterator[dict[str, Any]], folder: Path, shard_rows: int) -> list[Shard]:
@@ -237,16 +181,6 @@ def _too_many_bad(path: str, bad: list[DataError], rows: int, allowed: int) -> D
         f"{len(bad)} of {rows} rows are bad, {allowed} allowed:{shown}{more}\n",
         "fix or remove these rows, or allow more with max_bad_samples (at least one must be good)",
     )
-
-
-def _write_bad_samples(bad: list[DataError], folder: Path) -> None:
-    if bad:
-        rows = [
-            {"where": error.where, "problem": error.problem, "remedy": error.remedy}
-            for error in bad
-        ]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / BAD_SAMPLES_NAME).write_text(lines, encoding="utf-8")
 
 
 def _sha256(path: Path) -> str:

@@ -11,7 +11,7 @@ from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import image_size
 from coat_data.media.remote import check_video
 from coat_data.sample import DataError, Media, UnreachableError
-from coat_data.tools.ingest import decode
+from coat_data.tools.source import decode, walk
 
 MediaCheck = Literal["none", "header", "decode"]
 
@@ -53,8 +53,7 @@ def lint(
         report(error)
         return LintSummary(rows=0, bad=1, format="")
     rows = bad = unreachable = 0
-    total = len(dataset) if dataset.random_access else None
-    for sample in tqdm(dataset.stream(), f"lint {dataset.name}", total, disable=not progress):
+    for sample in walk(dataset, "lint", progress=progress):
         rows += 1
         error = sample if isinstance(sample, DataError) else None
         if not isinstance(sample, DataError):
@@ -80,5 +79,5 @@ def _media_problem(media: tuple[Media, ...], where: str, check: MediaCheck) -> D
             else:
                 check_video(medium)
         except DataError as error:
-            return type(error)(f"{where}: {error.where}", error.problem, error.remedy)
+            return error.within(where)
     return None

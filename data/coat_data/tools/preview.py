@@ -81,7 +81,6 @@ def write_preview(
     *,
     number: int = 20,
     model: ModelView | None = None,
-    progress: bool = True,
     **options: object,
 ) -> int:
     """Write the page.
@@ -92,7 +91,6 @@ def write_preview(
         number: samples to show, at even distances over the source; the first ones of a source that
             can only be read in order.
         model: shows what this model gets.
-        progress: show a progress bar.
         options: further arguments of :class:`SampleDataset`.
 
     Returns:
@@ -105,7 +103,7 @@ def write_preview(
     if number < 1:
         raise ValueError(f"number={number} must be at least 1")
     dataset = SampleDataset(path, in_order=True, **options)  # pyright: ignore[reportArgumentType]
-    rows = tqdm(_chosen(dataset, number), "preview", disable=not progress)
+    rows = tqdm(_chosen(dataset, number), "preview")
     cards = [_card(sample, model) for sample in rows]
     environment = Environment(
         loader=PackageLoader("coat_data.tools", package_path=""),
@@ -137,14 +135,13 @@ def _chosen(dataset: SampleDataset, number: int) -> "list[Sample | DataError]":
     if not dataset.random_access:
         return list(islice(dataset.stream(), number))
     number = min(number, len(dataset))
-    return [_sample(dataset, index * len(dataset) // number) for index in range(number)]
-
-
-def _sample(dataset: SampleDataset, index: int) -> Sample | DataError:
-    try:
-        return dataset[index]
-    except DataError as error:
-        return error
+    found: list[Sample | DataError] = []
+    for index in range(number):
+        try:
+            found.append(dataset[index * len(dataset) // number])
+        except DataError as error:
+            found.append(error)
+    return found
 
 
 def _card(sample: Sample | DataError, model: ModelView | None) -> Card:

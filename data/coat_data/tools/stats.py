@@ -1,7 +1,7 @@
 """Counts what a source holds: rows, media, turns, lengths of text, sizes of images."""
 
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import image_size
 from coat_data.sample import DataError, Sample
+from coat_data.tools.source import walk
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 """What is shown of a distribution: minimum, 10%, median, 90%, 99%, maximum."""
@@ -34,26 +34,22 @@ class SourceStats:
     """Rows without media."""
     unreadable_images: int = 0
     """Images whose header cannot be read; they have no size below."""
-    turns: "array[int]" = field(default_factory=lambda: array("q"))
-    """Turns per row."""
-    characters: "array[int]" = field(default_factory=lambda: array("q"))
-    """Characters of text per row."""
-    tokens: "array[int]" = field(default_factory=lambda: array("q"))
-    """Text tokens per row, without template and media; empty without a tokenizer."""
-    widths: "array[int]" = field(default_factory=lambda: array("q"))
-    """Of images, in pixels."""
-    heights: "array[int]" = field(default_factory=lambda: array("q"))
+    measured: "defaultdict[str, array[int]]" = field(
+        default_factory=lambda: defaultdict(lambda: array("q"))
+    )
+    """Turns and characters of text per row; with a tokenizer its text tokens, without template and
+    media; width and height of images in pixels."""
 
     def add(self, sample: Sample, count: Callable[[str], int] | None, *, sizes: bool) -> None:
         """Count a sample."""
         self.rows += 1
         self.media.update(medium.kind for medium in sample.media)
         self.text_only += not sample.media
-        self.turns.append(len(sample.turns))
+        self.measured["turns"].append(len(sample.turns))
         texts = [turn.text for turn in sample.turns]
-        self.characters.append(sum(map(len, texts)))
+        self.measured["text characters"].append(sum(map(len, texts)))
         if count is not None:
-            self.tokens.append(sum(map(count, texts)))
+            self.measured["text tokens"].append(sum(map(count, texts)))
         for medium in sample.media if sizes else ():
             if medium.kind == "image":
                 try:
@@ -61,24 +57,15 @@ class SourceStats:
                 except DataError:
                     self.unreadable_images += 1
                 else:
-                    self.widths.append(width)
-                    self.heights.append(height)
+                    self.measured["image width"].append(width)
+                    self.measured["image height"].append(height)
 
     def distributions(self) -> dict[str, list[float]]:
-        """Quantiles of everything that was measured, by name."""
-        measured = {
-            "turns": self.turns,
-            "text characters": self.characters,
-            "text tokens": self.tokens,
-            "image width": self.widths,
-            "image height": self.heights,
+        """:data:`QUANTILES` of everything that was measured, by name."""
+        return {
+            name: np.quantile(np.asarray(values), QUANTILES).tolist()
+            for name, values in self.measured.items()
         }
-        return {name: quantiles(values) for name, values in measured.items() if len(values)}
-
-
-def quantiles(values: "array[int]") -> list[float]:
-    """:data:`QUANTILES` of a list of numbers."""
-    return [float(value) for value in np.quantile(np.asarray(values), QUANTILES)]
 
 
 def collect(
@@ -105,8 +92,7 @@ def collect(
     found: list[SourceStats] = []
     for dataset in SampleDataset(path, in_order=True, **options).sources():
         stats = SourceStats(name=dataset.name, format=dataset.format)
-        total = len(dataset) if dataset.random_access else None
-        for sample in tqdm(dataset.stream(), f"stats {stats.name}", total, disable=not progress):
+        for sample in walk(dataset, "stats", progress=progress):
             if isinstance(sample, DataError):
                 stats.bad += 1
             else:

@@ -1,4 +1,10 @@
-"""Questions about a scene, chosen so that none can be answered from the ones before it.
+"""What is said about a scene: captions, and questions that no earlier one gives away.
+
+A caption row is either a dense caption of the whole image, or a conversation that refers to every
+shape in turn ("Describe the star.") and is told its colour and place, or ``none``. There a thing
+has to be found by its shape, and is asked for where a question will ask for it: that is what
+carries over to answering questions. (The last turns can be narrowed down by what was said of the
+other shapes; in the questions, which are tested, they cannot.)
 
 Several questions may share a row, hence an image: the model then reads the earlier questions and
 answers. :func:`ask` keeps the later ones worth asking:
@@ -14,14 +20,6 @@ answers. :func:`ask` keeps the later ones worth asking:
 * "What color is the circle?" is not asked after "Is there a red circle?", nor when its answer is a
   colour that was counted before.
 * Nothing is asked twice.
-
-Captions that tie the colour, shape and position of every object together.
-
-A row is either a dense caption of the whole image, or a conversation that refers to every shape in
-turn ("Describe the star.") and is told its colour and place, or ``none``. There a thing has to be
-found by its shape, and is asked for where a question will ask for it: that is what carries over to
-answering questions. (The last turns can be narrowed down by what was said of the other shapes; in
-:mod:`coat_datasets.scenes.ask`, whose questions are tested, they cannot.)
 """
 
 from collections.abc import Collection, Sequence
@@ -30,6 +28,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from coat_datasets.rows import article
 from coat_datasets.scenes.scene import COLORS, SEEN, SHAPES, Pair, Scene, SceneObject
 
 NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five")
@@ -43,6 +42,25 @@ STYLE_SHARES: dict[Style, float] = {
     "referring": 0.8,
 }
 """How often each style is used."""
+
+Kind = Literal["color", "count", "position", "presence", "binding"]
+T = TypeVar("T")
+
+KINDS: tuple[Kind, ...] = ("color", "count", "position", "presence", "binding")
+
+BindingKind = Literal["yes", "swapped", "random"]
+BINDING_KINDS: tuple[BindingKind, ...] = ("yes", "swapped", "yes", "random")
+"""Half yes; half of the noes join a colour and a shape that are there, on different objects.
+Training draws from these, the test goes through them in turn."""
+
+ABSENT_COLOR = 0.25
+"""Chance that a counting question names a colour that is not in the scene."""
+
+PRESENCE_FIRST = 0.5
+"""Chance that a row starts with a presence question: later turns seldom leave room for one."""
+
+MAX_PRESENCE = 2
+"""Presence questions in a row at most: more would tell of the shapes that are left."""
 
 
 def caption_turns(scene: Scene, style: Style, rng: np.random.Generator) -> list[tuple[str, str]]:
@@ -66,7 +84,8 @@ def caption_turns(scene: Scene, style: Style, rng: np.random.Generator) -> list[
         told = " ".join(f"The {thing.shape} is {_seen(thing)}." for thing in by_name)
         return [("Describe each shape.", told)]
     listed = ", ".join(
-        f"a{_n(thing)} {thing.color} {thing.shape} {_place(thing)}" for thing in scene.objects
+        f"{article(thing.color)} {thing.color} {thing.shape} {_place(thing)}"
+        for thing in scene.objects
     )
     if style == "counted":
         number = NUMBER_WORDS[len(scene.objects)]
@@ -75,36 +94,12 @@ def caption_turns(scene: Scene, style: Style, rng: np.random.Generator) -> list[
     return [("Describe the image.", f"{listed}.".capitalize())]
 
 
-def _n(thing: SceneObject) -> str:
-    return "n" if thing.color[0] in "aeiou" else ""
-
-
 def _seen(thing: SceneObject | None) -> str:
     return "none" if thing is None else f"{thing.color}, {_place(thing)}"
 
 
 def _place(thing: SceneObject) -> str:
     return "in the center" if thing.position == "center" else f"at the {thing.position}"
-
-
-Kind = Literal["color", "count", "position", "presence", "binding"]
-T = TypeVar("T")
-
-KINDS: tuple[Kind, ...] = ("color", "count", "position", "presence", "binding")
-
-BindingKind = Literal["yes", "swapped", "random"]
-BINDING_KINDS: tuple[BindingKind, ...] = ("yes", "swapped", "yes", "random")
-"""Half yes; half of the noes join a colour and a shape that are there, on different objects.
-Training draws from these, the test goes through them in turn."""
-
-ABSENT_COLOR = 0.25
-"""Chance that a counting question names a colour that is not in the scene."""
-
-PRESENCE_FIRST = 0.5
-"""Chance that a row starts with a presence question: later turns seldom leave room for one."""
-
-MAX_PRESENCE = 2
-"""Presence questions in a row at most: more would tell of the shapes that are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +145,8 @@ def presence_of(scene: Scene, shape: str) -> Asked:
 def binding_of(scene: Scene, pair: Pair) -> Asked:
     """Is there a red circle?"""
     color, shape = pair
-    article = "an" if color[0] in "aeiou" else "a"
     answer = "yes" if pair in scene.pairs else "no"
-    return Asked("binding", f"Is there {article} {color} {shape}?", answer, color, shape)
+    return Asked("binding", f"Is there {article(color)} {color} {shape}?", answer, color, shape)
 
 
 def binding_options(scene: Scene, pairs: Collection[Pair]) -> dict[BindingKind, list[Pair]]:

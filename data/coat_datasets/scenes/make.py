@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from coat_data.tools.output_folder import new_folder
+from coat_data.tools.source import new_folder
 from coat_datasets.rows import Question, conversation, write_conversations, write_questions
 from coat_datasets.scenes.ask import (
     BINDING_KINDS,
@@ -66,7 +66,6 @@ def make_scenes(
     image_size: int = 48,
     questions_per_image: int = 6,
     questions_per_row: int = 6,
-    progress: bool = True,
 ) -> dict[str, int]:
     """Make the dataset in ``out_dir`` (complete, or not at all).
 
@@ -81,7 +80,6 @@ def make_scenes(
         questions_per_row: questions that share a training row as turns of one conversation, so that
             the image is encoded once; 1 gives each question a row of its own. No turn can be
             answered from the turns before it, see :mod:`coat_datasets.scenes.ask`.
-        progress: show progress bars.
 
     Returns:
         Number of images, rows or questions by file or folder.
@@ -90,44 +88,6 @@ def make_scenes(
         ValueError: a number is not allowed.
         DataError: ``out_dir`` is not empty.
     """
-    _check(num_train, num_test, num_val, image_size, questions_per_image, questions_per_row)
-    rng = np.random.default_rng([seed, 0])
-    taken: set[frozenset[tuple[int, str, str]]] = set()
-    splits = {
-        split: _draw_distinct(number, taken, lambda _: draw_scene(rng, image_size))
-        for split, number in (("train", num_train), ("val", num_val))
-    }
-    splits["test"] = _draw_distinct(
-        num_test, taken, lambda number: _draw_test_scene(rng, image_size, _is_held_out(number))
-    )
-    summary: dict[str, int] = {}
-    with new_folder(out_dir) as folder:
-        for stream, (split, scenes) in enumerate(splits.items(), start=1):
-            _write_images(folder, split, scenes, image_size, [seed, stream], progress)
-            summary[f"images/{split}"] = len(scenes)
-        text_rng = np.random.default_rng([seed, 4])
-        for split, suffix in (("train", ""), ("val", "_val")):
-            captions = _caption_rows(splits[split], split, text_rng)
-            questions = _question_rows(
-                splits[split], split, text_rng, questions_per_image, questions_per_row
-            )
-            for name, rows in (("captions", captions), ("questions", questions)):
-                file = f"{name}{suffix}.json"
-                summary[file] = write_conversations(folder / file, rows)
-        for kind, test_questions in _test_questions(splits["test"], text_rng).items():
-            name = f"eval/{kind}"
-            summary[name] = write_questions(folder / name, test_questions)
-    return summary
-
-
-def _check(
-    num_train: int,
-    num_test: int,
-    num_val: int,
-    image_size: int,
-    questions_per_image: int,
-    questions_per_row: int,
-) -> None:
     if num_train < 1 or num_val < 1 or num_test < 1 or num_test % TEST_CYCLE:
         raise ValueError(
             f"num_train={num_train}, num_val={num_val}, num_test={num_test}: all must be positive "
@@ -142,6 +102,33 @@ def _check(
             f"questions_per_image={questions_per_image}, questions_per_row={questions_per_row}: "
             "both must be at least 1"
         )
+    rng = np.random.default_rng([seed, 0])
+    taken: set[frozenset[tuple[int, str, str]]] = set()
+    splits = {
+        split: _draw_distinct(number, taken, lambda _: draw_scene(rng, image_size))
+        for split, number in (("train", num_train), ("val", num_val))
+    }
+    splits["test"] = _draw_distinct(
+        num_test, taken, lambda number: _draw_test_scene(rng, image_size, _is_held_out(number))
+    )
+    summary: dict[str, int] = {}
+    with new_folder(out_dir) as folder:
+        for stream, (split, scenes) in enumerate(splits.items(), start=1):
+            _write_images(folder, split, scenes, image_size, [seed, stream])
+            summary[f"images/{split}"] = len(scenes)
+        text_rng = np.random.default_rng([seed, 4])
+        for split, suffix in (("train", ""), ("val", "_val")):
+            captions = _caption_rows(splits[split], split, text_rng)
+            questions = _question_rows(
+                splits[split], split, text_rng, questions_per_image, questions_per_row
+            )
+            for name, rows in (("captions", captions), ("questions", questions)):
+                file = f"{name}{suffix}.json"
+                summary[file] = write_conversations(folder / file, rows)
+        for kind, test_questions in _test_questions(splits["test"], text_rng).items():
+            name = f"eval/{kind}"
+            summary[name] = write_questions(folder / name, test_questions)
+    return summary
 
 
 def _draw_distinct(
@@ -182,10 +169,9 @@ def _write_images(
     scenes: Sequence[Scene],
     image_size: int,
     seed: list[int],
-    progress: bool,
 ) -> None:
     (folder / "images" / split).mkdir(parents=True)
-    for number, scene in enumerate(tqdm(scenes, desc=f"{split} images", disable=not progress)):
+    for number, scene in enumerate(tqdm(scenes, desc=f"{split} images")):
         encoded = BytesIO()
         image = draw_image(scene, image_size, np.random.default_rng([*seed, number]))
         image.save(encoded, format="PNG", compress_level=1)

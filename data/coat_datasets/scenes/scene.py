@@ -1,10 +1,9 @@
-"""What a scene is, and how one is drawn by lot.
+"""What a scene is, how one is drawn by lot, and its picture.
 
 A scene has 2 to 5 objects, each in its own cell of a 3x3 grid. No two objects of a scene share a
 shape, so that "What color is the circle?" has one answer; colours repeat. The pairs in
 :data:`HELD_OUT` never occur in training, neither in an image nor in a text.
-
-Draws a scene: antialiased shapes on a light, slightly noisy background.
+The picture has antialiased shapes on a light, slightly noisy background.
 """
 
 import math

@@ -12,10 +12,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from coat_eval.benchmark import Benchmark, Question, Scored, Settings, percent, pick, table_percents
-from coat_eval.data_folder import DataFolder, Layouts
-from coat_eval.prompt import SHORT_ANSWER, Asking, Prompt
-from coat_eval.table import Table
+from coat_eval.benchmark import (
+    SHORT_ANSWER,
+    Asking,
+    Benchmark,
+    Prompt,
+    Question,
+    Scored,
+    Settings,
+    percent,
+    pick,
+    table_percents,
+)
+from coat_eval.data_folder import DataFolder, Layouts, ShownCell
+from coat_eval.files import Table
 
 _LAST_STEPS = ("exist", "query: name", "choose name")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -41,21 +51,30 @@ class Gqa(Benchmark):
         """The official questions by id, or rows of lmms-lab/GQA."""
         return table.has("question", "imageId")
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
-        """All questions; those that are not balanced are known but not counted."""
-        return [
-            _question(row, table, index)
-            for table in references
-            for index, row in enumerate(table.rows)
-        ]
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """One that is not balanced is known but not counted."""
+        text = pick(row, ("question",), where)
+        types = row.get("types") or {}
+        tables = {name: types[name] for name in ("structural", "semantic") if types.get(name)}
+        if row.get("semantic"):
+            tables["steps"] = str(num_steps(row["semantic"]))
+        return Question(
+            question_id=str(pick(row, ("question_id", "id"), where)),
+            answer=row.get("answer"),
+            tables={**tables, "words": str(len(text.split()))},
+            details={
+                "group": (row.get("groups") or {}).get("global"),
+                "entailed": _ids(row.get("entailed") or ()),
+            },
+            counted=row.get("isBalanced", True) is not False,
+            where=where,
+        )
 
     def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
         """LLaVA's prompt about every balanced question; pictures by ``imageId``."""
         # In Parquet the pictures stand in tables of their own, with the question's imageId as id.
         images = {
-            str(row.values["id"]): row.cell("image")
+            str(row.values["id"]): ShownCell(row.table.path, row.index, "image")
             for row in folder.rows("id")
             if row.in_parquet and "question" not in row.values
         }
@@ -105,12 +124,8 @@ class Gqa(Benchmark):
             ]
             if part:
                 metrics[name] = percent(part)
-        distance = distribution(counted)
-        if distance is not None:
-            metrics["distribution"] = distance
-        agreement = consistency(scored)
-        if agreement is not None:
-            metrics["consistency"] = agreement
+        found = {"distribution": distribution(counted), "consistency": consistency(scored)}
+        metrics |= {name: value for name, value in found.items() if value is not None}
         return metrics | dict(sorted(table_percents(counted).items(), key=_table_order))
 
     def submission(self, scored: Sequence[Scored], settings: Settings) -> list[dict[str, str]]:
@@ -167,26 +182,6 @@ def consistency(scored: Sequence[Scored]) -> float | None:
         if one.score:
             means.append(sum(scores[i] for i in entailed) / len(entailed))
     return percent(means) if means else None
-
-
-def _question(row: Mapping[str, Any], table: Table, index: int) -> Question:
-    where = table.where(index)
-    text = pick(row, ("question",), where)
-    types = row.get("types") or {}
-    tables = {name: types[name] for name in ("structural", "semantic") if types.get(name)}
-    if row.get("semantic"):
-        tables["steps"] = str(num_steps(row["semantic"]))
-    return Question(
-        question_id=str(pick(row, ("question_id", "id"), where)),
-        answer=row.get("answer"),
-        tables={**tables, "words": str(len(text.split()))},
-        details={
-            "group": (row.get("groups") or {}).get("global"),
-            "entailed": _ids(row.get("entailed") or ()),
-        },
-        counted=row.get("isBalanced", True) is not False,
-        where=where,
-    )
 
 
 def _ids(value: str | Sequence[str]) -> Sequence[str]:

@@ -13,21 +13,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
-from coat_eval import mmmu_text
 from coat_eval.benchmark import (
+    LETTER_ANSWER,
+    SHORT_ANSWER,
+    Asking,
     Benchmark,
     Prediction,
+    Prompt,
     Question,
     Scored,
     Settings,
     percent,
     pick,
-    table_percents,
 )
 from coat_eval.data_folder import DataFolder, Layouts
-from coat_eval.letters import inferred_letter, lettered
-from coat_eval.prompt import LETTER_ANSWER, SHORT_ANSWER, Asking, Prompt
-from coat_eval.table import Table
+from coat_eval.extract import inferred_letter, lettered
+from coat_eval.files import Table
 
 DOMAINS = {
     "Art and Design": ("Art", "Art_Theory", "Design", "Music"),
@@ -57,6 +58,16 @@ _DOMAIN = {subject: domain for domain, subjects in DOMAINS.items() for subject i
 _ID = re.compile(r"(?:dev|validation|test)_(\w+)_(\d+)$")
 _IMAGE = re.compile(r"<image (\d)>")
 MULTIPLE_CHOICE = "multiple-choice"
+
+Value = str | float
+_OUTER = (",", ".", "!", "?", ";", ":", "'")
+_SIGNS = ("could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ", "result ")
+_NUMBERS = (
+    re.compile(r"-?\b\d{1,3}(?:,\d{3})+\b"),
+    re.compile(r"-?\d+(?:\.\d+)?[eE][+-]?\d+"),
+    re.compile(r"-?(?:\d+\.\d+|\.\d+|\d+\b)(?![eE][+-]?\d+)(?![,\d])"),
+)
+"""Numbers with commas in groups of three, in scientific notation, and plain ones."""
 
 
 class Mmmu(Benchmark):
@@ -109,7 +120,7 @@ class Mmmu(Benchmark):
                 # A question may come as answer and again with its choices; these are read above.
                 if earlier is None or earlier.answer is None:
                     questions[one.question_id] = one
-                elif table.path == _path(earlier):
+                elif table.path == earlier.details["path"]:
                     repeated.append(one)
         return [*questions.values(), *repeated]
 
@@ -127,10 +138,8 @@ class Mmmu(Benchmark):
                 question_id=_row_id(row.values),
                 text=text,
                 media=tuple(
-                    row.cell(f"image_{number}")
-                    if row.in_parquet
-                    else folder.file(str(row.values.get(f"image_{number}")), (".", "images"))
-                    for number in shown
+                    row.image(str(row.values.get(column)), (".", "images"), column=column)
+                    for column in (f"image_{number}" for number in shown)
                 ),
                 where=row.where,
             )
@@ -153,7 +162,7 @@ class Mmmu(Benchmark):
 
         A text from {id: answer}, and a bare letter where the choices are not known, is compared as
         it is, as main_eval_only.py does. lmms: its variant of the parser.
-        vlmeval: see :func:`coat_eval.letters.inferred_letter`; an open question is a choice
+        vlmeval: see :func:`coat_eval.extract.inferred_letter`; an open question is a choice
         between its answer and "Other Answers".
         """
         if settings.profile == "vlmeval":
@@ -162,11 +171,11 @@ class Mmmu(Benchmark):
                 choices = {"A": str(question.answer), "B": "Other Answers"}
             return inferred_letter(text, choices)
         if not _is_choice(question):
-            return mmmu_text.open_values(text)
+            return open_values(text)
         choices = question.details["choices"]
         if isinstance(text, _ReadAnswer) or not choices:
             return str(text)
-        return mmmu_text.choice(text, choices, lmms=settings.profile == "lmms")
+        return parse_choice(text, choices, lmms=settings.profile == "lmms")
 
     def score(self, extracted: Any, question: Question, settings: Settings) -> float:
         """1 for the letter (or one of several), or for an open answer that fits."""
@@ -178,7 +187,7 @@ class Mmmu(Benchmark):
         # lmms-eval keeps one value of the set as text and then compares its characters: always 0.
         if settings.profile == "lmms":
             return 0.0
-        return float(mmmu_text.open_correct(extracted, question.answer))
+        return float(open_correct(extracted, question.answer))
 
     def parsed(self, extracted: Any, text: str) -> bool:
         """Whether a letter was read, or an open answer is more than an empty text."""
@@ -211,11 +220,10 @@ class Mmmu(Benchmark):
 
         All are over questions. ``overall_fallback_wrong`` counts drawn letters as wrong.
         """
-        return {
-            "overall": percent([one.score for one in scored]),
-            "overall_fallback_wrong": percent([0.0 if one.drawn else one.score for one in scored]),
-            **dict(sorted(table_percents(scored).items())),
-        }
+        wrong = percent([0.0 if one.drawn else one.score for one in scored])
+        overall = percent([one.score for one in scored])
+        found = {"overall": overall, "overall_fallback_wrong": wrong}
+        return found | super().aggregate(scored, settings)
 
     def submission(self, scored: Sequence[Scored], settings: Settings) -> dict[str, str]:
         """EvalAI's {id: answer}: letters, and the text itself for open questions."""
@@ -269,10 +277,6 @@ def _row_id(row: Mapping[str, Any]) -> str:
     return str(row.get("question_id", row.get("id")))
 
 
-def _path(question: Question) -> Any:
-    return question.details["path"]
-
-
 def _choices(row: Mapping[str, Any]) -> dict[str, str]:
     """Choices by letter, from official outputs or from Parquet (a list, or its Python text)."""
     if row.get("index2ans"):
@@ -305,12 +309,16 @@ def _question(
             "MMMU's ids are like validation_Accounting_1",
         )
     answer = _python_list(row.get("ground_truth", row.get("answer")))
+    if isinstance(answer, list):
+        answer = [str(one) for one in answer]
+    elif answer not in (None, "", "?"):
+        answer = str(answer)
     asked = pick(row, ("question_type",), table.where(index))
     kind = MULTIPLE_CHOICE if asked == MULTIPLE_CHOICE else "open"
     subject = found[1]
     return Question(
         question_id=question_id,
-        answer=None if answer in (None, "", "?") else _texts(answer),
+        answer=None if answer in (None, "", "?") else answer,
         tables={
             "subject": subject,
             "type": kind,
@@ -321,5 +329,92 @@ def _question(
     )
 
 
-def _texts(answer: Any) -> str | list[str]:
-    return [str(one) for one in answer] if isinstance(answer, list) else str(answer)
+def parse_choice(text: str, choices: Mapping[str, str], *, lmms: bool = False) -> str | None:
+    """``parse_multi_choice_response``: the letter, or None where upstream draws one at random.
+
+    Each of ``, . ! ? ; : '`` is stripped once, in this order, and a space put on both sides. Then
+    the first rule with a hit decides: "(A)"; " A "; if there are more than five words, the text of
+    a choice, in any case. Of several letters the one with the last place wins.
+
+    Args:
+        text: what the model wrote.
+        choices: texts by letter, in order.
+        lmms: lmms-eval's variant, which takes "A " and then "A." instead of " A " (but still
+            compares the places of " A ").
+    """
+    for mark in _OUTER:
+        text = text.strip(mark)
+    text = f" {text} "
+    alone = ("{} ", "{}.") if lmms else (" {} ",)
+    for form in ("({})", *alone):
+        found = [letter for letter in choices if form.format(letter) in text]
+        if found:
+            placed = "({})" if form == "({})" else " {} "
+            # Of equals the first, as numpy.argmax has it.
+            return max(found, key=lambda letter, form=placed: text.rfind(form.format(letter)))
+    if len(text.split()) <= 5:
+        return None
+    lower = text.lower()
+    found = [letter for letter, content in choices.items() if content.lower() in lower]
+    return max(found, key=lambda letter: lower.rfind(choices[letter].lower()), default=None)
+
+
+def open_values(text: str) -> set[Value]:
+    """``parse_open_response``: everything in a text that may count as its answer.
+
+    The text is stripped, also of periods, and lower-cased; only newlines split it, because the
+    pattern for sentences looks for capitals. Of each piece the shortest tail behind a sign ("is ",
+    "so ", ...; "=" from the last piece on) is taken; without any, the whole text. All numbers in
+    these are added, and everything is normalised.
+    """
+    whole = text.strip().strip(".").lower()
+    pieces = re.split(r"\.\s(?=[A-Z])|\n", whole)
+    tails = [
+        tail
+        for number, piece in enumerate(pieces, start=1)
+        if (tail := _tail(piece, (*_SIGNS, "=") if number == len(pieces) else _SIGNS))
+        and tail not in _OUTER
+    ]
+    texts = tails or [whole]
+    texts += [found for tail in texts for pattern in _NUMBERS for found in pattern.findall(tail)]
+    return {value for part in texts for value in normalise(part)}
+
+
+def _tail(piece: str, signs: Sequence[str]) -> str:
+    """The shortest tail behind a sign, an empty one giving way to any later one."""
+    shortest = ""
+    for sign in signs:
+        if sign in piece:
+            tail = piece.split(sign)[-1].strip()
+            if not shortest or len(tail) < len(shortest):
+                shortest = tail
+    return shortest
+
+
+def normalise(text: str) -> list[Value]:
+    """``normalize_str``: a number of two decimals, else lower case.
+
+    One character becomes two strings, with a blank before and behind, to avoid trivial matches.
+    """
+    text = text.strip()
+    try:
+        return [round(float(text.replace(",", "")), 2)]
+    except ValueError:
+        lower = text.lower()
+    return [f" {lower}", f"{lower} "] if len(lower) == 1 else [lower]
+
+
+def open_correct(values: set[Value], gold: str | Sequence[str]) -> bool:
+    """``eval_open``: whether a string holds a gold string, or a number equals a gold number.
+
+    Args:
+        values: from :func:`open_values`.
+        gold: the answer or the list of accepted answers.
+    """
+    answers = [gold] if isinstance(gold, str) else gold
+    wanted = [value for answer in answers for value in normalise(answer)]
+    strings = [value for value in wanted if isinstance(value, str)]
+    return any(
+        any(string in value for string in strings) if isinstance(value, str) else value in wanted
+        for value in values
+    )

@@ -10,10 +10,19 @@ from typing import ClassVar
 
 from coat_data.sample import DataError
 from coat_eval import extract
-from coat_eval.benchmark import Benchmark, Prediction, Question, Scored, Settings, pick
+from coat_eval.benchmark import (
+    SHORT_ANSWER,
+    Asking,
+    Benchmark,
+    Prediction,
+    Prompt,
+    Question,
+    Scored,
+    Settings,
+    pick,
+)
 from coat_eval.data_folder import DataFolder, Layouts
-from coat_eval.prompt import SHORT_ANSWER, Asking, Prompt
-from coat_eval.table import Table
+from coat_eval.files import Table
 from coat_eval.vqa_text import strip_punctuation
 
 SPLITS = ("random", "popular", "adversarial")
@@ -71,16 +80,12 @@ class Pope(Benchmark):
     def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
         """LLaVA's prompt; the pictures of COCO val2014, or those in Parquet."""
         for row in folder.rows("question_id"):
-            image = row.values.get("image")
+            image = str(row.values.get("image"))
             yield Prompt(
                 question_id=str(row.values["question_id"]),
                 category=_split(row.table, row.index),
                 text=f"{_text(row.table, row.index)}\n{SHORT_ANSWER}",
-                media=(
-                    row.cell("image")
-                    if row.in_parquet
-                    else folder.file(str(image), ("val2014", "images", "coco/val2014", ".")),
-                ),
+                media=(row.image(image, ("val2014", "images", "coco/val2014", ".")),),
                 where=row.where,
             )
 
@@ -101,10 +106,6 @@ class Pope(Benchmark):
     def parsed(self, extracted: str, text: str) -> bool:
         """Whether the text mentions yes or no at all; the rule reads every other one as yes."""
         return extract.mentions_yes_or_no(text)
-
-    def score(self, extracted: str, question: Question, settings: Settings) -> float:
-        """1 for the label."""
-        return float(extracted == question.answer)
 
     def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
         """``<split>.<metric>``, ``mean_f1`` over the splits, ``pooled.<metric>`` over all rows."""
@@ -179,23 +180,25 @@ def _split(table: Table, index: int) -> str:
     return str(table.rows[index].get("category") or _split_of_name(table))
 
 
+def _question(table: Table, index: int, split: str, label: str | None) -> Question:
+    """evaluate.py takes every label but "no" for yes; there is none in a split without labels."""
+    return Question(
+        question_id=str(pick(table.rows[index], ("question_id",), table.where(index))),
+        category=split,
+        answer=label and ("no" if label == "no" else "yes"),
+        tables={"split": split},
+        details={"text": _text(table, index)},
+        where=table.where(index),
+    )
+
+
 def _labelled(table: Table) -> list[Question]:
-    questions = []
-    for index, row in enumerate(table.rows):
-        split = _split(table, index)
-        label = _label(table, index)
-        questions.append(
-            Question(
-                question_id=str(pick(row, ("question_id",), table.where(index))),
-                category=split,
-                # evaluate.py takes every label but "no" for yes; null is a split without labels.
-                answer=None if label == "none" else ("no" if label == "no" else "yes"),
-                tables={"split": split},
-                details={"text": _text(table, index)},
-                where=table.where(index),
-            )
-        )
-    return questions
+    labels = [_label(table, index) for index in range(len(table.rows))]
+    return [
+        # null is written as "none".
+        _question(table, index, _split(table, index), None if label == "none" else label)
+        for index, label in enumerate(labels)
+    ]
 
 
 def _paired(asked: Table, labels: Sequence[Table]) -> list[Question]:
@@ -208,14 +211,7 @@ def _paired(asked: Table, labels: Sequence[Table]) -> list[Question]:
         table = _label_table(asked, split, rows, labels)
         for place, index in enumerate(rows):
             label = None if table is None else _label(table, place)
-            questions[index] = Question(
-                question_id=str(asked.rows[index]["question_id"]),
-                category=split,
-                answer=label and ("no" if label == "no" else "yes"),
-                tables={"split": split},
-                details={"text": _text(asked, index)},
-                where=asked.where(index),
-            )
+            questions[index] = _question(asked, index, split, label)
     return [questions[index] for index in range(len(asked.rows))]
 
 

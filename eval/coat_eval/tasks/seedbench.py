@@ -13,8 +13,12 @@ from typing import Any, ClassVar
 
 from coat_data.sample import DataError
 from coat_eval.benchmark import (
+    LETTER_ANSWER,
+    Asking,
     Benchmark,
+    Choices,
     Prediction,
+    Prompt,
     Question,
     Scored,
     Settings,
@@ -22,11 +26,9 @@ from coat_eval.benchmark import (
     pick,
     table_percents,
 )
-from coat_eval.data_folder import DataFolder, Layouts, Row
-from coat_eval.letters import inferred_letter, lettered, lowest_loss
-from coat_eval.prompt import LETTER_ANSWER, Asking, Choices, Prompt
-from coat_eval.shown import Shown, ShownFile, ShownFrame
-from coat_eval.table import Table
+from coat_eval.data_folder import DataFolder, Layouts, Row, Shown, ShownFile, ShownFrame
+from coat_eval.extract import inferred_letter, lettered, lowest_loss
+from coat_eval.files import Table
 
 TYPES = {
     1: "Scene Understanding",
@@ -68,15 +70,22 @@ class SeedBench(Benchmark):
         """SEED-Bench.json, or rows of lmms-lab/SEED-Bench."""
         return table.has("question_id", "question_type_id")
 
-    def questions(
-        self, references: Sequence[Table], predictions: Sequence[Table]
-    ) -> list[Question]:
-        """All questions; an id may repeat, as 49914 does."""
-        return [
-            _question(row, table, index)
-            for table in references
-            for index, row in enumerate(table.rows)
-        ]
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """With the name of its type, which the file may carry; an id may repeat, as 49914 does."""
+        types = table.head.get("question_type") or {}
+        number = int(pick(row, ("question_type_id",), where))
+        names = [str(name) for name, own in types.items() if int(own) == number]
+        choices = {letter: str(row.get(f"choice_{letter.lower()}") or letter) for letter in LETTERS}
+        return Question(
+            question_id=str(pick(row, ("question_id",), where)),
+            answer=row.get("answer") or None,
+            tables={"type": (names[-1] if names else "") or TYPES.get(number) or f"type {number}"},
+            details={
+                "kind": row.get("data_type") or ("image" if number <= 9 else "video"),
+                "choices": choices,
+            },
+            where=where,
+        )
 
     def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
         """LLaVA's prompt for a letter; of a video its middle frame.
@@ -112,7 +121,7 @@ class SeedBench(Benchmark):
         """The stripped text (``raw``: the text itself), which must equal the letter.
 
         lmms: its first character, in upper case. vlmeval: a letter or a choice's text, see
-        :func:`coat_eval.letters.inferred_letter`.
+        :func:`coat_eval.extract.inferred_letter`.
         """
         if settings.profile == "lmms":
             return text.strip()[:1].upper()
@@ -123,10 +132,6 @@ class SeedBench(Benchmark):
     def parsed(self, extracted: str | None, text: str) -> bool:
         """Whether one of the four letters was extracted."""
         return extracted in tuple(LETTERS)
-
-    def score(self, extracted: str, question: Question, settings: Settings) -> float:
-        """1 for the letter."""
-        return float(extracted == question.answer)
 
     def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
         """``image``, ``video``, ``all``; ``macro`` over types, also per kind; ``type.<name>``."""
@@ -150,13 +155,11 @@ class SeedBench(Benchmark):
 def _shown(row: Row, folder: DataFolder) -> Shown:
     """The picture, or the middle frame of the video or of its part."""
     is_video = row.values.get("data_type") == "video"
-    if row.in_parquet:
-        return row.cell("image", "middle" if is_video else "first")
-    name = str(row.values["data_id"])
-    if not is_video:
+    name = str(row.values.get("data_id"))
+    if row.in_parquet or not is_video:
         # The names of CC3M's pictures have no suffix.
-        folders = ("SEED-Bench-image", "images", ".")
-        return folder.file(name, folders, ("", ".jpg", ".png"))
+        suffixes, pick_of = ("", ".jpg", ".png"), "middle" if is_video else "first"
+        return row.image(name, ("SEED-Bench-image", "images", "."), suffixes, pick=pick_of)
     # LLaVA's extract_video_frames.py leaves one picture per question.
     frame = folder.file(
         str(row.values["question_id"]), ("SEED-Bench-video-image",), (".png", ".jpg")
@@ -179,22 +182,3 @@ def _ranked(one: Prediction) -> str:
     if len(losses) != len(LETTERS) or not all(isinstance(loss, int | float) for loss in losses):
         raise DataError(one.where, f"losses are {losses!r}", "give one number per choice, A to D")
     return lowest_loss(losses)
-
-
-def _question(row: Mapping[str, Any], table: Table, index: int) -> Question:
-    names = {int(number): name for name, number in (table.head.get("question_type") or {}).items()}
-    where = table.where(index)
-    number = int(pick(row, ("question_type_id",), where))
-    name = names.get(number) or TYPES.get(number) or f"type {number}"
-    return Question(
-        question_id=str(pick(row, ("question_id",), where)),
-        answer=row.get("answer") or None,
-        tables={"type": name},
-        details={
-            "kind": row.get("data_type") or ("image" if number <= 9 else "video"),
-            "choices": {
-                letter: str(row.get(f"choice_{letter.lower()}") or letter) for letter in LETTERS
-            },
-        },
-        where=where,
-    )

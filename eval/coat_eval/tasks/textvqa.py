@@ -12,11 +12,21 @@ from typing import Any, ClassVar
 
 from coat_data.sample import DataError
 from coat_eval import vqa_text
-from coat_eval.benchmark import Benchmark, Prediction, Question, Scored, Settings, percent, pick
+from coat_eval.benchmark import (
+    SHORT_ANSWER,
+    Asking,
+    Benchmark,
+    Prediction,
+    Prompt,
+    Question,
+    Scored,
+    Settings,
+    percent,
+    pick,
+)
 from coat_eval.data_folder import DataFolder, Layouts, Row
-from coat_eval.prompt import SHORT_ANSWER, Asking, Prompt
-from coat_eval.table import Table
-from coat_eval.tasks.vqav2 import submitted
+from coat_eval.files import Table
+from coat_eval.tasks.vqav2 import evalai_rows
 
 NUM_ANSWERS = 10
 
@@ -61,15 +71,26 @@ class TextVqa(Benchmark):
         Where LLaVA's answers are joined by image and question and several questions share these,
         all get the answers of the last, as in eval_textvqa.py's dictionary.
         """
-        questions = [
-            _question(row, table, index)
-            for table in references
-            for index, row in enumerate(table.rows)
-        ]
+        questions = super().questions(references, predictions)
         if any(table.has("prompt") for table in predictions):
             last = {_place(one): one.answer for one in questions}
             questions = [replace(one, answer=last[_place(one)]) for one in questions]
         return questions
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Exactly ten answers, or none in a test split."""
+        answers = row.get("answers") or None
+        if answers is not None and len(answers) != NUM_ANSWERS:
+            raise DataError(where, f"has {len(answers)} answers", "the metric needs exactly ten")
+        return Question(
+            question_id=str(pick(row, ("question_id",), where)),
+            answer=answers,
+            details={
+                "image_id": str(row.get("image_id")),
+                "text": str(row.get("question")).lower(),
+            },
+            where=where,
+        )
 
     def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
         """LLaVA's prompt with the reference OCR tokens; the variant ``no_ocr`` without them.
@@ -91,17 +112,9 @@ class TextVqa(Benchmark):
             yield Prompt(
                 question_id=str(row.values["question_id"]),
                 text=text,
-                media=(
-                    row.cell("image")
-                    if row.in_parquet
-                    else folder.file(f"{image}.jpg", ("train_images", "test_images", "images")),
-                ),
+                media=(row.image(f"{image}.jpg", ("train_images", "test_images", "images")),),
                 where=row.where,
             )
-
-    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """As :meth:`all_predictions`, of one file."""
-        return self.all_predictions([table], questions)
 
     def all_predictions(
         self, tables: Sequence[Table], questions: Sequence[Question]
@@ -137,25 +150,13 @@ class TextVqa(Benchmark):
         answers = [_process(answer, settings) for answer in question.answer]
         return vqa_text.leave_one_out(extracted, answers)
 
-    def parsed(self, extracted: str, text: str) -> bool:
-        """Whether anything is left of the text."""
-        return bool(extracted)
-
     def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
         """``accuracy``."""
         return {"accuracy": percent([one.score for one in scored])}
 
     def submission(self, scored: Sequence[Scored], settings: Settings) -> list[dict[str, Any]]:
         """EvalAI's list of {question_id, answer}."""
-        return [
-            {
-                "question_id": int(one.question.question_id)
-                if one.question.question_id.isdigit()
-                else one.question.question_id,
-                "answer": submitted(one.text, settings),
-            }
-            for one in scored
-        ]
+        return evalai_rows(scored, settings)
 
 
 def asked(prompt: str, where: str) -> str:
@@ -209,21 +210,3 @@ def _process(text: str, settings: Settings) -> str:
 
 def _place(question: Question) -> tuple[str, str]:
     return question.details["image_id"], question.details["text"]
-
-
-def _question(row: Mapping[str, Any], table: Table, index: int) -> Question:
-    answers = row.get("answers") or None
-    if answers is not None and len(answers) != NUM_ANSWERS:
-        raise DataError(
-            table.where(index), f"has {len(answers)} answers", "the metric needs exactly ten"
-        )
-    where = table.where(index)
-    return Question(
-        question_id=str(pick(row, ("question_id",), where)),
-        answer=answers,
-        details={
-            "image_id": str(row.get("image_id")),
-            "text": str(row.get("question")).lower(),
-        },
-        where=where,
-    )

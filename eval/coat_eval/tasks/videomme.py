@@ -9,12 +9,16 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
 from coat_eval.benchmark import (
+    Asking,
     Benchmark,
+    FrameTimes,
     Prediction,
+    Prompt,
     Question,
     Scored,
     Settings,
@@ -22,12 +26,9 @@ from coat_eval.benchmark import (
     percent,
     pick,
 )
-from coat_eval.data_folder import DataFolder, Layouts
-from coat_eval.letters import PREFIXES_20240603, first_letter, inferred_letter, ranked_letter
-from coat_eval.prompt import Asking, FrameTimes, Prompt
-from coat_eval.shown import Shown
-from coat_eval.subtitles import spoken_at
-from coat_eval.table import Table
+from coat_eval.data_folder import DataFolder, Layouts, Shown
+from coat_eval.extract import PREFIXES_20240603, first_letter, inferred_letter, ranked_letter
+from coat_eval.files import Table
 
 DURATIONS = ("short", "medium", "long")
 _VIDEOS = ("data", "videos", "video", ".")
@@ -37,6 +38,8 @@ _TASK = (
 )
 _END = "The best answer is:"
 OLDER = "official_20240603"
+_SPAN = re.compile(r"(\d+):(\d+):(\d+)[,.](\d+)\s*-->\s*(\d+):(\d+):(\d+)[,.](\d+)")
+_TAG = re.compile(r"<[^>]*>")
 
 
 class VideoMme(Benchmark):
@@ -118,8 +121,8 @@ class VideoMme(Benchmark):
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
         """A letter, or None if there is none.
 
-        official: see :func:`coat_eval.letters.first_letter`, with the prefixes of 2024-06-23 or,
-        as ``official_20240603``, of that day. lmms: :func:`coat_eval.letters.ranked_letter`.
+        official: see :func:`coat_eval.extract.first_letter`, with the prefixes of 2024-06-23 or,
+        as ``official_20240603``, of that day. lmms: :func:`coat_eval.extract.ranked_letter`.
         vlmeval: the official rule, then a choice's text.
         """
         if settings.profile == "lmms":
@@ -131,35 +134,23 @@ class VideoMme(Benchmark):
             return inferred_letter(text, question.details["choices"])
         return letter
 
-    def score(self, extracted: str, question: Question, settings: Settings) -> float:
-        """1 for the letter."""
-        return float(extracted == question.answer)
-
     def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
         """Per table, over answered questions; ``unanswered_wrong.<table>`` over all.
 
         lmms and vlmeval have the latter as their accuracy.
         """
         tables = by_table(scored)
-        groups = {
-            "overall": list(scored),
-            **{
-                name: tables[f"duration.{name}"]
-                for name in DURATIONS
-                if f"duration.{name}" in tables
-            },
-            **{name: rows for name, rows in sorted(tables.items()) if "duration." not in name},
-        }
+        durations = {name: tables.pop(f"duration.{name}", []) for name in DURATIONS}
+        tables = {name: rows for name, rows in sorted(tables.items()) if "duration." not in name}
+        groups = {"overall": list(scored), **durations, **tables}
+        groups = {name: rows for name, rows in groups.items() if rows or name == "overall"}
         official = settings.profile in ("official", OLDER)
         answered = {
             name: percent([r.score for r in rows if r.extracted is not None or not official])
             for name, rows in groups.items()
         }
-        everything = {
-            f"unanswered_wrong.{name}": percent([r.score for r in rows])
-            for name, rows in groups.items()
-        }
-        return answered | everything
+        wrong = {name: percent([r.score for r in rows]) for name, rows in groups.items()}
+        return answered | {f"unanswered_wrong.{name}": value for name, value in wrong.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,3 +208,40 @@ def _question(video: Mapping[str, Any], asked: Mapping[str, Any], where: str) ->
         },
         where=where,
     )
+
+
+def read_subtitles(path: Path) -> list[tuple[float, float, str]]:
+    """Start and end in seconds and the text of each entry, in file order, without markup.
+
+    Raises:
+        DataError: the file is not UTF-8 text.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(str(path), f"is not UTF-8 text: {error}", "convert the file") from error
+    entries = []
+    for block in re.split(r"\n\s*\n", text.replace("\r\n", "\n")):
+        found = _SPAN.search(block)
+        if found:
+            times = [_seconds(*found.groups()[i : i + 4]) for i in (0, 4)]
+            words = _TAG.sub("", block[found.end() :]).split()
+            entries.append((times[0], times[1], " ".join(words)))
+    return entries
+
+
+def spoken_at(path: Path, times: Sequence[float] | None) -> str:
+    """The entries on screen at one of ``times`` (seconds), one line each, in file order.
+
+    VILA and lmms-eval show the same entries, from a set, so that their order may differ there.
+    All entries if the times are not known.
+    """
+    return "\n".join(
+        words
+        for start, end, words in read_subtitles(path)
+        if words and (times is None or any(start <= time <= end for time in times))
+    )
+
+
+def _seconds(hours: str, minutes: str, seconds: str, fraction: str) -> float:
+    return int(hours) * 3600 + int(minutes) * 60 + int(seconds) + float(f"0.{fraction}")

@@ -12,8 +12,11 @@ from typing import Any, ClassVar
 
 from coat_eval import vqa_text
 from coat_eval.benchmark import (
+    SHORT_ANSWER,
+    Asking,
     Benchmark,
     Prediction,
+    Prompt,
     Question,
     Scored,
     Settings,
@@ -22,12 +25,12 @@ from coat_eval.benchmark import (
     table_percents,
 )
 from coat_eval.data_folder import DataFolder, Layouts
-from coat_eval.prompt import SHORT_ANSWER, Asking, Prompt
-from coat_eval.table import Table
+from coat_eval.files import Table
 from coat_eval.tasks.vqav2 import submitted
 
 ANSWER_TYPES = ("unanswerable", "other", "yes/no", "number")
 _UNANSWERABLE = "When the provided information is insufficient, respond with 'Unanswerable'."
+_TEXTS = frozenset({"prediction", "prompt"})
 _SUFFIX = re.compile(r"\.(?:jpe?g|png)$", re.IGNORECASE)
 
 
@@ -67,7 +70,7 @@ class VizWiz(Benchmark):
         repeated: list[Question] = []
         for table in sorted(references, key=lambda table: table.has("text")):
             for index, row in enumerate(table.rows):
-                one = _question(row, table, index)
+                one = self.question(row, table, table.where(index))
                 known = images.get(one.question_id)
                 if known is None:
                     images[one.question_id] = one
@@ -79,6 +82,26 @@ class VizWiz(Benchmark):
                     repeated.append(one)
         return [*images.values(), *repeated]
 
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Known by its image, whose name may lack its suffix."""
+        image = row.get("image") if isinstance(row.get("image"), str) else None
+        name = image or str(pick(row, ("question_id", "image"), where))
+        answers = [
+            pick(one, ("answer",), where) if isinstance(one, dict) else one
+            for one in row.get("answers") or ()
+        ]
+        kind = row.get("answer_type") or row.get("category")
+        return Question(
+            question_id=_stem(name),
+            answer=answers or None,
+            tables={"answer_type": kind} if kind in ANSWER_TYPES else {},
+            details={
+                "image": name if _SUFFIX.search(name) else f"{name}.jpg",
+                **({"alias": str(row["question_id"])} if "question_id" in row else {}),
+            },
+            where=where,
+        )
+
     def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
         """LLaVA's prompt, which tells the model when to say 'Unanswerable'."""
         for row in folder.rows("question"):
@@ -87,11 +110,7 @@ class VizWiz(Benchmark):
             yield Prompt(
                 question_id=_stem(name),
                 text=f"{row.values['question']}\n{_UNANSWERABLE}\n{SHORT_ANSWER}",
-                media=(
-                    row.cell("image")
-                    if row.in_parquet
-                    else folder.file(name, (split, "images", f"images/{split}", ".")),
-                ),
+                media=(row.image(name, (split, "images", f"images/{split}", ".")),),
                 where=row.where,
             )
 
@@ -121,13 +140,9 @@ class VizWiz(Benchmark):
     def score(self, extracted: str, question: Question, settings: Settings) -> float:
         """min(matches / 3, 1) with raw answers; lmms: leave-one-out with processed ones."""
         if settings.profile == "lmms":
-            answers = vqa_text.normalised(question.answer, vqa_text.process_answer)
+            answers = [vqa_text.process_answer(answer) for answer in question.answer]
             return vqa_text.leave_one_out(extracted, answers)
         return vqa_text.all_ten(extracted, question.answer)
-
-    def parsed(self, extracted: str, text: str) -> bool:
-        """Whether anything is left of the text."""
-        return bool(extracted)
 
     def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
         """``overall``, ``answer_type.<type>`` and ``unanswerable_rate``."""
@@ -146,28 +161,5 @@ class VizWiz(Benchmark):
         ]
 
 
-_TEXTS = frozenset({"prediction", "prompt"})
-
-
 def _stem(name: str) -> str:
     return _SUFFIX.sub("", name)
-
-
-def _question(row: Mapping[str, Any], table: Table, index: int) -> Question:
-    image = row.get("image") if isinstance(row.get("image"), str) else None
-    name = image or str(pick(row, ("question_id", "image"), table.where(index)))
-    answers = [
-        pick(one, ("answer",), table.where(index)) if isinstance(one, dict) else one
-        for one in row.get("answers") or ()
-    ]
-    kind = row.get("answer_type") or row.get("category")
-    return Question(
-        question_id=_stem(name),
-        answer=answers or None,
-        tables={"answer_type": kind} if kind in ANSWER_TYPES else {},
-        details={
-            "image": name if _SUFFIX.search(name) else f"{name}.jpg",
-            **({"alias": str(row["question_id"])} if "question_id" in row else {}),
-        },
-        where=table.where(index),
-    )

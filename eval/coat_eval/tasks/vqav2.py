@@ -8,10 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from coat_eval import vqa_text
-from coat_eval.benchmark import Benchmark, Question, Scored, Settings, percent, pick, table_percents
+from coat_eval.benchmark import (
+    SHORT_ANSWER,
+    Asking,
+    Benchmark,
+    Prompt,
+    Question,
+    Scored,
+    Settings,
+    pick,
+)
 from coat_eval.data_folder import DataFolder, Layouts
-from coat_eval.prompt import SHORT_ANSWER, Asking, Prompt
-from coat_eval.table import Table
+from coat_eval.files import Table
 
 
 class VqaV2(Benchmark):
@@ -52,12 +60,25 @@ class VqaV2(Benchmark):
         repeated: list[Question] = []
         for table in sorted(references, key=lambda table: not table.has("answers")):
             for index, row in enumerate(table.rows):
-                one = _question(row, table, index)
+                one = self.question(row, table, table.where(index))
                 if one.question_id not in found:
                     found[one.question_id] = one
                 elif one.answer is not None:
                     repeated.append(one)
         return [*found.values(), *repeated]
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Ten answers, and whether all annotators agree."""
+        given = row.get("answers") or ()
+        answers = [vqa_text.plain(pick(one, ("answer",), where)) for one in given]
+        types = ("answer_type", "question_type")
+        return Question(
+            question_id=str(pick(row, ("question_id",), where)),
+            answer=answers or None,
+            tables={name: str(row[name]) for name in types if row.get(name)},
+            details={"unanimous": len(set(answers)) == 1},
+            where=where,
+        )
 
     def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
         """LLaVA's prompt; the pictures of COCO val2014 or test2015, or those in Parquet."""
@@ -67,10 +88,8 @@ class VqaV2(Benchmark):
                 question_id=str(row.values["question_id"]),
                 text=f"{row.values['question']}\n{SHORT_ANSWER}",
                 media=(
-                    row.cell("image")
-                    if row.in_parquet
-                    else folder.file(
-                        f"COCO_{images}_{int(row.values['image_id']):012d}.jpg",
+                    row.image(
+                        f"COCO_{images}_{int(row.values.get('image_id', 0)):012d}.jpg",
                         (images, f"images/{images}", "images", "."),
                     ),
                 ),
@@ -93,33 +112,16 @@ class VqaV2(Benchmark):
     def score(self, extracted: str, question: Question, settings: Settings) -> float:
         """0, 0.3, 0.6, 0.9 or 1 for 0, 1, 2, 3 and more of ten annotators."""
         if settings.profile == "vlmeval":
-            answers = vqa_text.normalised(question.answer, vqa_text.normalise_vlmeval)
+            answers = [vqa_text.normalise_vlmeval(answer) for answer in question.answer]
         elif settings.profile == "official" and question.details["unanimous"]:
             answers = question.answer
         else:
-            answers = vqa_text.normalised(question.answer, vqa_text.normalise_vqa)
+            answers = [vqa_text.normalise_vqa(answer) for answer in question.answer]
         return vqa_text.leave_one_out(extracted, answers)
-
-    def parsed(self, extracted: str, text: str) -> bool:
-        """Whether anything is left of the text."""
-        return bool(extracted)
-
-    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
-        """``overall``, ``answer_type.<type>`` and ``question_type.<type>``."""
-        return {
-            "overall": percent([one.score for one in scored]),
-            **dict(sorted(table_percents(scored).items())),
-        }
 
     def submission(self, scored: Sequence[Scored], settings: Settings) -> list[dict[str, Any]]:
         """EvalAI's list of {question_id, answer} over all questions, "" where nothing is said."""
-        return [
-            {
-                "question_id": _number(one.question.question_id),
-                "answer": submitted(one.text, settings),
-            }
-            for one in scored
-        ]
+        return evalai_rows(scored, settings)
 
 
 def submitted(text: str | None, settings: Settings) -> str:
@@ -129,18 +131,10 @@ def submitted(text: str | None, settings: Settings) -> str:
     return vqa_text.process_answer(text)
 
 
-def _number(question_id: str) -> int | str:
-    return int(question_id) if question_id.isdigit() else question_id
-
-
-def _question(row: Mapping[str, Any], table: Table, index: int) -> Question:
-    where = table.where(index)
-    answers = [vqa_text.plain(pick(one, ("answer",), where)) for one in row.get("answers") or ()]
-    types = ("answer_type", "question_type")
-    return Question(
-        question_id=str(pick(row, ("question_id",), where)),
-        answer=answers or None,
-        tables={name: str(row[name]) for name in types if row.get(name)},
-        details={"unanimous": len(set(answers)) == 1},
-        where=where,
-    )
+def evalai_rows(scored: Sequence[Scored], settings: Settings) -> list[dict[str, Any]]:
+    """EvalAI's {question_id, answer}, ids of digits as numbers."""
+    ids = [one.question.question_id for one in scored]
+    return [
+        {"question_id": int(i) if i.isdigit() else i, "answer": submitted(one.text, settings)}
+        for i, one in zip(ids, scored, strict=True)
+    ]

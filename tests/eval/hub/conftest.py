@@ -32,8 +32,9 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from coat_eval.answerer import ModelOptions, load_answerer
+from coat_eval.answerer import ModelOptions
 from coat_eval.hub_answerer import HubAnswerer
+from coat_eval.runner import load_answerer
 
 SPECIAL = [
     "<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",

@@ -14,6 +14,7 @@ from PIL import Image
 
 from coat_cli.main import main
 from coat_data.sample import DataError, Media
+from coat_eval.benchmark import prompt_sample
 from coat_eval.hub_answerer import HubAnswerer
 
 Load = Callable[[Path], HubAnswerer]
@@ -53,7 +54,8 @@ def test_a_left_padded_batch_says_what_one_prompt_alone_says(
     texts = ["what is this ?", "is this dog ? " * 4 + "yes no ?", "no"]
     shown = [images[i : i + num_images] for i in range(3)]
     encoder = answerer.encoder
-    batch = encoder.collate([encoder.encode(*one) for one in zip(texts, shown, strict=True)])
+    samples = [prompt_sample(*one) for one in zip(texts, shown, strict=True)]
+    batch = encoder.collate([encoder.encode(one) for one in samples])
     assert batch["attention_mask"].sum(1).tolist() != [batch["attention_mask"].shape[1]] * 3
     answers = answerer.answer(batch, 6)
     assert answers == [alone(answerer, *one) for one in zip(texts, shown, strict=True)]
@@ -89,10 +91,11 @@ def test_a_batch_of_choices_has_the_losses_of_one_at_a_time(
     asked = {"what is this ?": ("dog", "w1 w2 w3"), "is this " * 5 + "?": ("yes", "no dog ?", "")}
     shown = [images[i : i + num_images] for i in range(2)]
     encoded = [
-        encoder.encode_choices(text, own, choices)
+        row
         for (text, choices), own in zip(asked.items(), shown, strict=True)
+        for row in encoder.answered(prompt_sample(text, own), choices)
     ]
-    found = answerer.losses(encoder.collate_choices(encoded))
+    found = answerer.losses(encoder.collate_answered(encoded))
     expected = [
         loss_alone(answerer, text, own, answer)
         for (text, choices), own in zip(asked.items(), shown, strict=True)
@@ -116,14 +119,14 @@ def test_a_video_is_shown_as_its_frames(load: Load, folder: Path, benchmarks: Pa
     encoder = load(folder).encoder
     video = Media(kind="video", path=str(benchmarks / "videomme" / "data" / "aaa.mp4"))
     assert encoder.videos_as == "images"
-    frames = encoder.encode("what ?", [video]).images
+    frames = encoder.encode(prompt_sample("what ?", [video])).images
     # Two frames of four: those on screen in the middles of the two halves, grey 60 and 180.
     values = [frame.getpixel((16, 16)) for frame in frames]
     assert [round(value[0] / 60) for value in values if isinstance(value, tuple)] == [1, 3]
     assert encoder.frame_times(video) == pytest.approx([1.0, 3.0], abs=1e-3)
-    assert encoder.encode("is ?", [video]).images[0] is frames[0]  # decoded once
+    assert encoder.encode(prompt_sample("is ?", [video])).images[0] is frames[0]  # decoded once
     with pytest.raises(DataError, match="no such file"):
-        encoder.encode("what ?", [Media(kind="video", path="gone.mp4")])
+        encoder.encode(prompt_sample("what ?", [Media(kind="video", path="gone.mp4")]))
 
 
 def test_the_command_takes_it(folder: Path, benchmarks: Path, tmp_path: Path):

@@ -11,8 +11,8 @@ from transformers.video_utils import VideoMetadata
 from coat_cli.main import main
 from coat_data.media.video import read_frames
 from coat_data.sample import Media
-from coat_eval.hub_answerer import HubAnswerer
-from coat_eval.hub_encoder import HubEncoder
+from coat_eval.benchmark import prompt_sample
+from coat_eval.hub_answerer import HubAnswerer, HubEncoder
 
 Load = Callable[[Path], HubAnswerer]
 
@@ -24,7 +24,7 @@ def test_a_video_is_handed_over_with_its_times(load: Load, video_folder: Path, b
     assert answerer.identity["videos_as"] == "video"
     video = Media(kind="video", path=str(benchmarks / "videomme" / "data" / "aaa.mp4"))
     texts = ["what is this ?", "is this dog ? " * 4 + "yes no ?", "no"]
-    batch = encoder.collate([encoder.encode(text, [video]) for text in texts])
+    batch = encoder.collate([encoder.encode(prompt_sample(text, [video])) for text in texts])
     frames = read_frames(video, 4)
     answers = []
     for text in texts:
@@ -56,7 +56,7 @@ def test_videos_of_different_lengths_share_a_batch(
     encoder = HubEncoder(answerer.encoder._processor, 6)
     video = Media(kind="video", path=str(benchmarks / "videomme" / "data" / "aaa.mp4"))
     folder = Media(kind="video", path=str(benchmarks / "gqa" / "images"))  # six pictures
-    short, long = encoder.encode("what ?", [video]), encoder.encode("what ?", [folder])
+    short, long = (encoder.encode(prompt_sample("what ?", [one])) for one in (video, folder))
     assert [len(one.videos[0].frames) for one in (short, long)] == [6, 6]
     times = short.videos[0].times_s
     assert times is not None

@@ -1,0 +1,216 @@
+"""Measures FP8 blocks against the same blocks in BF16: their error, and the bytes they save.
+
+A block returns x + f(x), and mostly x. Its error is measured on what it adds, and the error of its
+input's gradient g + (df/dx)^T g, where g is the gradient of its output, on what it adds to g:
+
+    output error         = |y_fp8 - y_bf16| / |y_bf16 - x|
+    input gradient error = |grad_x_fp8 - grad_x_bf16| / |grad_x_bf16 - g|
+
+Both run on copies without hooks, in evaluation mode: no dropout, no weight gradient, no collective.
+"""
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coat_vlm.fp8.convert import back_to_bf16, fp8_blocks, original_class
+from coat_vlm.fp8.graphs import FORWARD
+from coat_vlm.fp8.monitor import watching
+
+
+@dataclass(slots=True)
+class BlockError:
+    """Sums over one or more inputs, from which the errors follow."""
+
+    output: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """Squares of the difference, and of what the block adds in BF16."""
+    gradient: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """The same of the input's gradient; zeros where there was none."""
+    counts: dict[str, list[float]] = field(default_factory=dict)
+    """Kind of tensor -> values, saturated, underflowed (:mod:`coat_vlm.fp8.monitor`)."""
+
+    def add(self, other: "BlockError") -> None:
+        """Add the sums of other inputs."""
+        self.output = _added(self.output, other.output)
+        self.gradient = _added(self.gradient, other.gradient)
+        for kind, row in other.counts.items():
+            self.counts[kind] = _added(self.counts.get(kind, [0.0] * 3), row)
+
+    @property
+    def output_error(self) -> float | None:
+        """Relative error of the output; None where nothing was compared, NaN where FP8 gave it."""
+        return _relative(self.output)
+
+    @property
+    def input_gradient_error(self) -> float | None:
+        """Relative error of the input's gradient; None where no gradient reached the block."""
+        return _relative(self.gradient)
+
+    @property
+    def rates(self) -> dict[str, dict[str, float]]:
+        """Per kind of tensor the shares that saturated and that underflowed."""
+        return {
+            kind: {"saturated": saturated / values, "underflowed": underflowed / values}
+            for kind, (values, saturated, underflowed) in sorted(self.counts.items())
+            if values
+        }
+
+
+def _relative(squares: list[float]) -> float | None:
+    difference, reference = squares
+    if reference == 0:
+        return None if difference == 0 else math.inf
+    return math.sqrt(difference / reference)
+
+
+def _added(a: list[float], b: list[float]) -> list[float]:
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+@dataclass(slots=True)
+class LiveInput:
+    """What a block got in a training step."""
+
+    args: tuple[Any, ...]
+    """Positional arguments, the hidden states [B, T, hidden] first."""
+    kwargs: dict[str, Any]
+    gradient: Tensor | None = None
+    """Of the block's output, like the hidden states; None where nothing before it trains."""
+
+
+def block_error(block: nn.Module, live: LiveInput, round_linears: bool) -> BlockError:
+    """Run a block in FP8 and in BF16; the block, its gradients and random states stay untouched.
+
+    Args:
+        block: a block that :func:`coat_vlm.fp8.convert.convert` converted, its weights whole.
+        live: its input.
+        round_linears: on a CPU, compute BF16 by rounding (:class:`coat_vlm.fp8.Arithmetic`).
+
+    Returns:
+        Sums; none where BF16 is not finite either, so that FP8 is not to blame.
+    """
+    plain = _bare_copy(block)
+    back_to_bf16(plain, round_linears)
+    with watching() as counts:
+        y8, grad8 = _run(_bare_copy(block), live)
+    y, grad = _run(plain, live)
+    if not all(x.isfinite().all() for x in (y, grad) if x is not None):
+        return BlockError()
+    error = BlockError(output=_squares(y8, y, live.args[0]))
+    if grad8 is not None and grad is not None and live.gradient is not None:
+        error.gradient = _squares(grad8, grad, live.gradient)
+    error.counts = {kind: row.tolist() for kind, row in counts.sums.items()}
+    return error
+
+
+def _bare_copy(module: nn.Module) -> nn.Module:
+    """The module with the same weights, detached, and without hooks, in evaluation mode."""
+    clone = copy.copy(module)
+    for name, value in vars(module).items():
+        if "_hooks" in name and isinstance(value, Mapping):
+            vars(clone)[name] = type(value)()
+    parameters = {
+        name: None if parameter is None else nn.Parameter(parameter.detach(), requires_grad=False)
+        for name, parameter in module._parameters.items()
+    }
+    vars(clone).pop(FORWARD, None)
+    # ZeRO-3 has a dictionary of its own here, which gathers a weight that is asked for.
+    vars(clone).update(
+        _parameters=parameters,
+        _buffers=dict(module._buffers),
+        _modules={
+            name: None if child is None else _bare_copy(child)
+            for name, child in module._modules.items()
+        },
+        training=False,
+    )
+    return clone
+
+
+def _run(block: nn.Module, live: LiveInput) -> tuple[Tensor, Tensor | None]:
+    """Output, and gradient of the hidden states."""
+    wanted = live.gradient is not None
+    with torch.set_grad_enabled(wanted):
+        x = live.args[0].detach().requires_grad_(wanted)
+        y = block(x, *live.args[1:], **live.kwargs)
+        y = y[0] if isinstance(y, tuple) else y
+        grad = torch.autograd.grad(y, x, live.gradient)[0] if wanted else None
+    return y.detach(), grad
+
+
+def _squares(fp8: Tensor, bf16: Tensor, through: Tensor) -> list[float]:
+    difference, added = fp8.double() - bf16.double(), bf16.double() - through.double()
+    return [difference.square().sum().item(), added.square().sum().item()]
+
+
+def measure_footprint(
+    model: nn.Module, forward: Callable[[], object]
+) -> list[tuple[str, float, float]]:
+    """Run a forward pass with the FP8 blocks, and one with the original classes; no backward pass.
+
+    Args:
+        model: a converted model, in training mode. It is left as it was.
+        forward: runs the model on a batch (a small one is enough: bytes grow with the tokens).
+
+    Returns:
+        Per block that ran: its name, and the bytes per token that autograd saves for the backward
+        pass of the FP8 block and of the original one: distinct storages, parameters not counted.
+    """
+    blocks = fp8_blocks(model)
+    classes = [type(block) for _, block in blocks]
+    with torch.random.fork_rng(), torch.enable_grad():
+        fp8 = _saved_bytes(blocks, forward)
+        try:
+            for _, block in blocks:
+                block.__class__ = original_class(block)
+            original = _saved_bytes(blocks, forward)
+        finally:
+            for (_, block), kind in zip(blocks, classes, strict=True):
+                block.__class__ = kind
+    return [(name, fp8[name], original[name]) for name, _ in blocks if name in fp8]
+
+
+def _saved_bytes(
+    blocks: list[tuple[str, nn.Module]], forward: Callable[[], object]
+) -> dict[str, float]:
+    """Per block that ran, the bytes per token of the storages that autograd saves."""
+    tokens, total = Counter[str](), Counter[str]()
+    storages: dict[int, int] = {}
+    saved: list[Tensor] = []  # alive until counted: a freed storage's address is used again
+    inside = ExitStack()
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        saved.append(tensor)
+        return tensor
+
+    def enter(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        tokens[name] += hidden.shape[:-1].numel()
+        inside.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda t: t))
+
+    def leave(name: str, block: nn.Module, *_: object) -> None:
+        inside.close()
+        # Looked up here: ZeRO-3 gathers the weights for the block and releases them after it.
+        parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
+        total[name] += sum(size for at, size in storages.items() if at not in parameters)
+        storages.clear()
+        saved.clear()
+
+    with inside, ExitStack() as hooks:
+        for name, block in blocks:
+            before = block.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+            after = block.register_forward_hook(partial(leave, name), prepend=True)
+            hooks.callback(before.remove)
+            hooks.callback(after.remove)
+        forward()
+    return {name: total[name] / count for name, count in tokens.items() if count}

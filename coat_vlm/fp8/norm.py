@@ -1,0 +1,169 @@
+"""A norm and the fused linear layers that read it: the first half of ``heads`` and ``mlp``.
+
+    residual = x + delta,   a = norm(residual),   y = a W^T + b
+
+The norm's kernel writes ``a`` in E4M3 with one scale, as the forward GEMM reads it. Saves for
+backward, per token: ``residual`` in FP8 with per-group scales (K + K / G bytes) and the FP32 norm
+statistics. Backward recomputes ``a^T`` from them for the grad-weight GEMM.
+
+No differentiable FP8 tensor crosses an autograd edge: torch would cast the gradient that comes back
+along that edge to unscaled FP8. Every Function is high precision outside and FP8 inside.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from coat_kernels import (
+    GradientCodes,
+    GroupScaled,
+    NormSaved,
+    norm_bwd,
+    norm_fwd,
+    norm_recompute,
+)
+from coat_kernels.reference import norm_values
+from coat_vlm.fp8 import gemm, monitor
+from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
+
+
+@dataclass(frozen=True, slots=True)
+class NormSettings:
+    """What a norm does, besides its parameters."""
+
+    eps: float
+    centered: bool
+    """LayerNorm; RMSNorm otherwise."""
+    group_size: int
+    """Groups of the FP8 copy of its input."""
+
+
+def arguments(
+    norm: Any, layers: Sequence[nn.Linear], group_size: int
+) -> tuple[Tensor | FusedLinear | NormSettings | None, ...]:
+    """What a Function takes of a norm and the layers that read it.
+
+    Args:
+        norm: a LayerNorm, or an RMSNorm of a Llama, Mistral or Qwen model.
+        layers: weights [n_i, K], biases [n_i] or None.
+        group_size: groups of the FP8 copy of the norm's input.
+
+    Returns:
+        The norm's weight, bias or None, and settings; :func:`coat_vlm.fp8.gemm.arguments`.
+    """
+    centered = isinstance(norm, nn.LayerNorm)
+    eps = norm.eps if centered else float(norm.variance_epsilon)
+    settings = NormSettings(eps, centered, group_size)
+    return norm.weight, getattr(norm, "bias", None), settings, *gemm.arguments(layers)
+
+
+def forward(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: NormSettings,
+    fused: FusedLinear,
+    stacked: Sequence[Tensor | None],
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """The layers' output for the norm of x + delta.
+
+    Args:
+        x: the residual stream [..., K], FP32, BF16 or FP16.
+        delta: like x, or None: what is added to it first.
+        weight: the norm's, [K].
+        bias: the norm's, [K] or None.
+        settings: the norm's.
+        fused: the layers.
+        stacked: their weights and biases.
+
+    Returns:
+        [M, N] in x's dtype, the layers side by side; x + delta, like x; what to save for backward.
+    """
+    residual, a, saved = norm_fwd(
+        matrix(x),
+        weight,
+        bias,
+        settings.eps,
+        centered=settings.centered,
+        group_size=settings.group_size,
+        delta=None if delta is None else matrix(delta),
+    )
+
+    def values() -> Tensor:
+        mean = saved.mean if saved.mean.numel() else None
+        return norm_values(residual.float(), weight, bias, saved.rstd, mean)
+
+    monitor.observe("norm input", saved.x.q, residual)
+    monitor.observe("norm output", a.q, values)
+    hp = _high_precision(residual, weight, bias, settings) if fused.bf16_forward else None
+    y, of_layers = gemm.forward(a, fused, stacked, x.dtype, hp)
+    # Without a delta x itself goes on, not a view of it: autograd then knows that it is the input.
+    result = x if delta is None else residual.view(x.shape)
+    tensors = (*saved.x, saved.rstd, saved.mean, saved.scale)
+    return y, result, (*tensors, weight, bias, *of_layers)
+
+
+def _high_precision(
+    x: Tensor, weight: Tensor, bias: Tensor | None, settings: NormSettings
+) -> Tensor:
+    """The norm of x [M, K] as torch computes it, in x's dtype."""
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if settings.centered:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, settings.eps)
+    return F.rms_norm(x, x.shape[-1:], weight, settings.eps)
+
+
+def backward(
+    quantize: Callable[[], GradientCodes],
+    grad_residual: Tensor | None,
+    saved: Sequence[Any],
+    fused: FusedLinear,
+    needs: Needs,
+    ctx: Any,
+) -> tuple[tuple[Tensor | None, ...], list[Tensor | None]]:
+    """Gradients from that of the layers' output and that of x + delta which comes past the norm.
+
+    Args:
+        quantize: gives the gradient of the layers' output in FP8.
+        grad_residual: like x, or None.
+        saved: from :func:`forward`.
+        fused: the layers.
+        needs: the layers' gradients that are wanted.
+        ctx: of a Function whose first inputs are x, delta, the norm's weight and its bias; with
+            attributes ``shape`` and ``dtype`` of x.
+
+    Returns:
+        Gradients of these four, and of ``stacked``, in their dtypes; None for what is not wanted.
+    """
+    q, exponents, rstd, mean, scale, weight, bias, *of_layers = saved
+    of_norm = NormSaved(GroupScaled(q, exponents), rstd, mean, scale)
+    grad_a, grads = gemm.backward(
+        quantize,
+        fused,
+        of_layers,
+        needs,
+        ctx.dtype,
+        lambda _: norm_recompute(of_norm, weight, bias),
+    )
+    if grad_a is None:
+        return (None, None, None, None), grads
+    residual = None if grad_residual is None else matrix(grad_residual)
+    grad_x, grad_weight, grad_bias = norm_bwd(grad_a, of_norm, weight, residual)
+    grad_bias = None if bias is None else grad_bias.to(bias.dtype)
+    grad_sum = grads_of_sum(grad_x.view(ctx.shape), ctx)
+    return (*grad_sum, grad_weight.to(weight.dtype), grad_bias), grads
+
+
+def grads_of_sum(grad: Tensor | None, ctx: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x and delta from that of their sum."""
+    wants_x, wants_delta = ctx.needs_input_grad[:2]
+    return grad if wants_x else None, grad if wants_delta else None
+
+
+def residual_only(grad_residual: Tensor | None, ctx: Any) -> tuple[Tensor | None, ...]:
+    """All gradients of a Function of (x, delta, ...) of whose results only x + delta is used."""
+    return *grads_of_sum(grad_residual, ctx), *(None for _ in ctx.needs_input_grad[2:])

@@ -1,0 +1,122 @@
+"""Questions and answers in fields: alpaca, ms-swift's query and response, and lists of pairs.
+
+    {"instruction": "...", "input": "...", "output": "...", "history": [["q", "a"]]}
+    {"query": "<image>...", "response": "...", "history": [["q", "a"]], "images": ["a.jpg"]}
+    {"system": "...", "conversation": [{"human": "...", "assistant": "..."}]}
+    {"video": "a.mp4", "QA": [{"q": "...", "a": "..."}]}
+    {"images": [...], "texts": [{"user": "...", "assistant": "...", "source": "..."}]}
+
+Sources: hiyouga/LLaMA-Factory, data/README.md (the columns prompt, query, response, system and
+history may be mapped); modelscope/ms-swift, docs/source_en/Customization/Custom-dataset.md;
+NVlabs/VILA, llava/data/dataset_impl/lita.py (VideoQA). The last form is that of The Cauldron and
+FineVision (HuggingFaceM4/the_cauldron and HuggingFaceM4/FineVision, dataset cards): the images come
+before the first question, in order; FineVision's ratings are not read.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from coat_data.readers.reader import (
+    NOT_SFT,
+    Place,
+    Reader,
+    Said,
+    as_list,
+    as_object,
+    as_string,
+    has_fields,
+    media_fields,
+    media_first,
+    place_media,
+    refuse_fields,
+    row_id,
+    with_system,
+)
+from coat_data.sample import DataError, Sample
+
+
+def _is_query(row: Any) -> bool:
+    """Whether the row has the fields of one of the first four kinds."""
+    if not isinstance(row, Mapping):
+        return False
+    pairs = row.get("conversation", row.get("QA"))
+    return (
+        {"instruction", "output"} <= set(row)
+        or {"query", "response"} <= set(row)
+        or (isinstance(pairs, list) and bool(pairs) and isinstance(pairs[0], Mapping))
+    )
+
+
+def _query(row: Any, place: Place) -> Sample:
+    """``input`` follows ``instruction`` on a line of its own; ``history`` comes first.
+
+    Raises:
+        DataError: a field is missing or of the wrong type, or the placeholders do not match.
+    """
+    row = as_object(row, place.where)
+    refuse_fields(row, NOT_SFT, place.where)
+    said = with_system(_said(row, place), row, place)
+    turns, media = place_media(said, media_fields(row, place), place)
+    return place.sample(row_id(row, place), turns, media)
+
+
+def _said(row: Mapping[str, Any], place: Place) -> Said:
+    where, columns = place.where, place.columns
+    if "conversation" in row and "prompt" not in columns:
+        return _pairs(row["conversation"], "conversation", ("human", "assistant"), where)
+    if "QA" in row and not columns:
+        return _pairs(row["QA"], "QA", ("q", "a"), where)
+    swift = "query" in row and "response" in row and not columns
+    question = columns.get("prompt", "query" if swift else "instruction")
+    answer = columns.get("response", "response" if swift else "output")
+    said = _pairs(row.get(columns.get("history", "history")) or [], "history", (0, 1), where)
+    text = as_string(row.get(question), question, where)
+    extra = columns.get("query", "input")
+    if not swift and row.get(extra):
+        text = f"{text}\n{as_string(row[extra], extra, where)}"
+    return [*said, ("user", text), ("assistant", as_string(row.get(answer), answer, where))]
+
+
+def _cauldron(row: Any, place: Place) -> Sample:
+    """The sample of the last form.
+
+    Raises:
+        DataError: a field is missing or of the wrong type.
+    """
+    row = as_object(row, place.where)
+    said = with_system(
+        _pairs(row.get("texts"), "texts", ("user", "assistant"), place.where), row, place
+    )
+    files = media_fields(row, place)
+    media = [*files["image"], *files["video"]]
+    return place.sample(row_id(row, place), media_first(said, media, place), media)
+
+
+def _pairs(value: Any, name: str, keys: tuple[Any, Any], where: str) -> Said:
+    said: Said = []
+    for number, pair in enumerate(as_list(value, name, where)):
+        try:
+            question, answer = pair[keys[0]], pair[keys[1]]
+        except (KeyError, IndexError, TypeError) as error:
+            raise DataError(
+                where,
+                f"{name}[{number}] is no question and answer",
+                f"give it {keys[0]}, {keys[1]}",
+            ) from error
+        said.append(("user", as_string(question, f"{name}[{number}] (question)", where)))
+        said.append(("assistant", as_string(answer, f"{name}[{number}] (answer)", where)))
+    return said
+
+
+QUERY = Reader(
+    "query",
+    "alpaca (instruction, input, output), query and response, human/assistant or q/a pairs",
+    _is_query,
+    _query,
+)
+CAULDRON = Reader(
+    "cauldron",
+    "The Cauldron and FineVision: images, and texts with user and assistant",
+    has_fields("texts", "images"),
+    _cauldron,
+)

@@ -1,0 +1,232 @@
+"""Reads files of rows in any of the forms in which they are published; writes JSON files whole.
+
+Rows come from JSON (a list of rows, rows by id, or rows beside a header), JSON lines and Parquet,
+each of them with or without gzip. The content decides, never the name: POPE's ``.json`` files are
+JSON lines. What is written is complete or unchanged, also after a kill.
+"""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from coat_data.sample import DataError
+
+_GZIP = b"\x1f\x8b"
+_PARQUET = b"PAR1"
+_LISTS = ("annotations", "questions", "data")
+"""Under these keys stand the rows of VQA v2 (the first two), SEED-Bench (the second), TextVQA."""
+_ROW_FIELDS = frozenset({"question_id", "questionId", "id", "image", "video_id", "prediction"})
+"""A JSON object with one of these is itself a row: JSON lines of one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """The rows of one file."""
+
+    path: Path
+    rows: list[dict[str, Any]]
+    form: Literal["rows", "mapping"] = "rows"
+    """``mapping``: the file was one object by id. Rows that were no objects became
+    ``{"question_id": id, "value": row}``; the others got their id as ``question_id``."""
+    head: Mapping[str, Any] = field(default_factory=dict)
+    """What stands beside the rows, e.g. SEED-Bench's names of question types."""
+    lines: Sequence[int] | None = None
+    """Line of each row, from 1; None where rows are no lines."""
+
+    def where(self, index: int) -> str:
+        """File and line, or file and row counted from 1."""
+        if self.lines is not None:
+            return f"{self.path}:{self.lines[index]}"
+        return f"{self.path}, row {index + 1}"
+
+    def has(self, *fields: str) -> bool:
+        """Whether the first row has all of these fields."""
+        return bool(self.rows) and all(name in self.rows[0] for name in fields)
+
+
+def read_table(path: Path) -> Table:
+    """The rows of ``path``; an empty file or list has none.
+
+    Columns of images are left out of Parquet files.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DataError: naming the file and, where there is one, the line that cannot be read.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
+    if path.is_dir():
+        raise DataError(str(path), "is a folder, not a file", "name the files in it")
+    with path.open("rb") as file:
+        if file.read(len(_PARQUET)) == _PARQUET:
+            return _parquet(path, path)  # not read whole: it may hold gigabytes of images
+    data = path.read_bytes()
+    if data.startswith(_GZIP):
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(str(path), f"broken gzip: {error}", "download it again") from error
+    if data.startswith(_PARQUET):
+        return _parquet(path, io.BytesIO(data))
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            str(path),
+            f"neither UTF-8 text, gzip nor Parquet: {error}",
+            "give JSON, JSON lines or Parquet",
+        ) from error
+    return _json(path, text)
+
+
+def read_json_lines(
+    path: Path, remedy: str = "repair or download it again"
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number (from 1) and object of each line that is not blank.
+
+    Args:
+        path: the file, in UTF-8.
+        remedy: what to do about a line that cannot be read.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DataError: naming file and line that is no JSON object.
+    """
+    return _numbered(path, path.read_text(encoding="utf-8-sig"), remedy)
+
+
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """What :func:`write_json` wrote; empty if nothing is there.
+
+    Raises:
+        DataError: the file is no JSON object; it says to do ``remedy``.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise DataError(str(path), f"not JSON: {error}", remedy) from error
+    if not isinstance(value, dict):
+        raise DataError(str(path), f"a {type(value).__name__}, not an object", remedy)
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON; the file is complete or unchanged."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write JSON lines; the file is complete or unchanged."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to a temporary file beside ``path`` and rename it into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def folder_sha256(folder: Path) -> str:
+    """SHA-256 over the names and contents of a model folder's files, in hex.
+
+    The weights are read in full: a model trained again at the same place is another model.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(folder).as_posix()} {file_sha256(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _parquet(path: Path, source: Path | io.BytesIO) -> Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(source) as file:
+            columns = [field.name for field in file.schema_arrow if not _is_image(pa, field.type)]
+            return Table(path=path, rows=file.read(columns=columns).to_pylist())
+    except pa.ArrowException as error:
+        raise DataError(str(path), f"broken Parquet: {error}", "download it again") from error
+
+
+def _is_image(pa: Any, kind: Any) -> bool:
+    """Whether a column's type is bytes, a struct with bytes, or a list of either."""
+    if pa.types.is_list(kind):
+        return _is_image(pa, kind.value_type)
+    if pa.types.is_struct(kind):
+        return any(_is_image(pa, kind.field(i).type) for i in range(kind.num_fields))
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def _json(path: Path, text: str) -> Table:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        if not text.strip():
+            return Table(path=path, rows=[])
+        # JSON lines: a complete object, and then more.
+        if error.msg == "Extra data":
+            rows = list(_numbered(path, text, "write one object per line, or download it again"))
+            return Table(path=path, rows=[row for _, row in rows], lines=[line for line, _ in rows])
+        raise DataError(
+            f"{path}:{error.lineno}", f"not JSON: {error}", "repair or download it again"
+        ) from error
+    if isinstance(value, list):
+        return Table(path=path, rows=_objects(value, str(path)))
+    if not isinstance(value, dict):
+        raise DataError(str(path), f"holds a {type(value).__name__}", "give rows")
+    if _ROW_FIELDS & set(value):
+        return Table(path=path, rows=[value], lines=[1])
+    for key in _LISTS:
+        if isinstance(value.get(key), list):
+            head = {name: part for name, part in value.items() if name != key}
+            return Table(path=path, rows=_objects(value[key], str(path)), head=head)
+    rows = [
+        {"question_id": key, **row} if isinstance(row, dict) else {"question_id": key, "value": row}
+        for key, row in value.items()
+    ]
+    return Table(path=path, rows=rows, form="mapping")
+
+
+def _numbered(path: Path, text: str, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    # Not splitlines(): JSON strings may hold U+2028 and other separators as they are.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{number}", f"not JSON: {error}", remedy) from error
+        if not isinstance(row, dict):
+            what = f"holds {line[:40]!r}, a {type(row).__name__}, not an object"
+            raise DataError(f"{path}:{number}", what, remedy)
+        yield number, row
+
+
+def _objects(values: list[Any], where: str) -> list[dict[str, Any]]:
+    for number, value in enumerate(values, start=1):
+        if not isinstance(value, dict):
+            raise DataError(
+                f"{where}, row {number}", f"is a {type(value).__name__}", "every row is an object"
+            )
+    return values

@@ -1,0 +1,158 @@
+"""Rows of a benchmark as an SVG: bars of a layer's time and memory, points of whole steps.
+
+Our implementations are coloured; what has no speed is left out. Two drawings of the same rows are
+the same file.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from coat_bench.layer import OURS, REFERENCE, LayerRow
+from coat_bench.shapes import LayerShape
+from coat_bench.step import StepRow
+from coat_vlm.report.plots import COLOURS, GREY
+
+_MARKERS = "os^Dv<>p"
+
+
+def last_run(rows: Sequence[LayerRow], shape: LayerShape, attention: str) -> list[LayerRow]:
+    """The rows that one process made of a block, those nearest the end; the reference is first.
+
+    Args:
+        rows: of a file.
+        shape: the block, with its batch and length.
+        attention: the backend of SDPA.
+
+    Raises:
+        ValueError: there are none.
+    """
+    run: list[LayerRow] = []
+    wanted = (shape.name, shape.tokens, shape.length, attention)
+    for row in rows:
+        if (row.shape, row.tokens, row.length, row.attention) == wanted:
+            run = [row] if row.implementation == REFERENCE else [*run, row]
+    if not run:
+        raise ValueError(
+            f"no rows of {shape.name}, {shape.batch} x {shape.length:,} tokens, attention "
+            f"{attention}; measure them first"
+        )
+    return run
+
+
+def draw_layers(runs: Sequence[Sequence[LayerRow]], out: Path) -> None:
+    """Draw one line of panels per run: milliseconds of both passes, MiB saved between them.
+
+    Args:
+        runs: of :func:`last_run`.
+        out: the SVG to write.
+    """
+    drawn = [[row for row in run if not row.problem] for run in runs]
+    heights = [len(run) + 2 for run in drawn]
+    with _figure(out, "layer", (9, 0.25 * sum(heights))) as figure:
+        panels = figure.subplots(len(drawn), 2, squeeze=False, height_ratios=heights)
+        for run, (time, memory) in zip(drawn, panels, strict=True):
+            first = run[0]
+            what = f"{first.shape}, {first.tokens // first.length} x {first.length:,} tokens"
+            _bars(time, run, "fwdbwd_ms", f"{what}: fwd + bwd, ms", 1)
+            _bars(memory, run, "saved_mib", "saved between them, MiB", 0)
+            memory.set_yticklabels([])
+
+
+def _bars(axes: Axes, run: Sequence[LayerRow], column: str, title: str, digits: int) -> None:
+    names = [row.implementation for row in run]
+    colours = [COLOURS[0] if name.startswith(OURS) else GREY for name in names]
+    bars = axes.barh(range(len(run)), [getattr(row, column) for row in run], 0.7, color=colours)
+    axes.bar_label(bars, fmt=f"%.{digits}f", padding=3, color=GREY)
+    axes.set_yticks(range(len(run)), names)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_title(title, color=GREY, fontsize=9, loc="left")
+    axes.tick_params(colors=GREY, length=0)
+    axes.xaxis.set_visible(False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def draw_steps(rows: Sequence[StepRow], model: str, out: Path) -> None:
+    """Draw tokens per second against peak memory, a point per implementation and batch.
+
+    One panel is for both passes, one for whole steps. Of rows that differ in their measurement
+    alone the last is drawn.
+
+    Args:
+        rows: of a file.
+        model: whose rows are drawn.
+        out: the SVG to write.
+
+    Raises:
+        ValueError: there are no rows of that model with a speed and a peak.
+    """
+    points = {
+        (_series(row), row.batch, row.tokens): row  # tokens: of all accumulated micro-batches
+        for row in rows
+        if row.model == model and row.tok_s is not None and row.peak_gb is not None
+    }
+    panels: dict[str, list[StepRow]] = {}
+    for row in sorted(points.values(), key=lambda row: row.optimizer != "none"):
+        what = "forward + backward" if row.optimizer == "none" else "whole step"
+        panels.setdefault(f"{model}: {what}", []).append(row)
+    if not panels:
+        raise ValueError(f"no rows of {model} have a speed and a peak; measure them on a GPU first")
+    with _figure(out, "step", (8, 3.6 * len(panels))) as figure:
+        axes = figure.subplots(len(panels), squeeze=False)
+        for (title, found), (panel,) in zip(panels.items(), axes, strict=True):
+            _points(panel, title, found)
+
+
+def _series(row: StepRow) -> str:
+    """What a line connects: everything but the batch."""
+    words = [row.implementation]
+    if row.optimizer != "none":
+        gpus = "GPU" if row.gpus == 1 else "GPUs"
+        words.append(f"{row.optimizer}, ZeRO-{row.zero}, {row.gpus} {gpus}")
+    if row.checkpointing:
+        words.append("checkpointing")
+    return ", ".join(words)
+
+
+def _points(axes: Axes, title: str, rows: Sequence[StepRow]) -> None:
+    names = list(dict.fromkeys(_series(row) for row in rows))
+    colours = iter(COLOURS * len(names))
+    for number, name in enumerate(names):
+        own = sorted((row for row in rows if _series(row) == name), key=lambda row: row.batch)
+        colour = next(colours) if name.startswith(OURS) else GREY
+        x: list[Any] = [row.peak_gb for row in own]
+        y: list[Any] = [row.tok_s for row in own]
+        marker = _MARKERS[number % len(_MARKERS)]
+        axes.plot(x, y, marker=marker, color=colour, label=name, linewidth=1)
+        for row, across, up in zip(own, x, y, strict=True):
+            axes.annotate(
+                f"B{row.batch}", (across, up), (4, 4), textcoords="offset points", color=GREY
+            )
+    axes.set_title(title, color=GREY, fontsize=9, loc="left")
+    axes.set_xlabel("peak GB of a GPU", color=GREY)
+    axes.set_ylabel("tokens/s", color=GREY)
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.08)
+    axes.tick_params(colors=GREY)
+    axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
+    for spine in axes.spines.values():
+        spine.set_color(GREY)
+
+
+@contextlib.contextmanager
+def _figure(out: Path, salt: str, size: tuple[float, float]) -> Iterator[Figure]:
+    """A figure that is written as an SVG: text stays text, ids are hashed with a fixed salt."""
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": salt}
+    with mpl.rc_context(style | {"font.family": "sans-serif", "font.size": 9}):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasSVG(figure)
+        yield figure
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})

@@ -1,0 +1,82 @@
+"""What all benchmarks share: CSV files and tables."""
+
+import csv
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+from coat_bench.adamw import AdamwRow
+from coat_bench.gemm import GemmRow
+from coat_bench.kernels import KernelRow
+from coat_bench.layer import LayerRow
+from coat_bench.recipe import RecipeRow
+from coat_bench.rows import Row, append_rows, number, table
+from coat_bench.step import StepRow
+from coat_lab import curves
+from coat_lab.decoder import AcrossRow
+from coat_lab.forward_rounding import ForkRow
+from coat_lab.moments import MomentRow
+
+RESULTS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "results"
+WHERE = ("2026-01-31", "abc", "NVIDIA H200", "2.11.0", "3.6.0")
+
+
+@dataclass(slots=True)
+class Measured(Row):
+    name: str
+    ms: float | None = None
+    problem: str = ""
+
+
+def test_rows_are_added_to_a_file_of_the_same_columns(tmp_path: Path):
+    path = tmp_path / "rows.csv"
+    append_rows(path, [])
+    assert not path.exists()
+    append_rows(path, [Measured(*WHERE, "first", 1.25)])
+    append_rows(path, [Measured(*WHERE, "second", problem="a, b"), Measured(*WHERE, "third")])
+    with path.open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [row["name"] for row in read] == ["first", "second", "third"]
+    assert [row["ms"] for row in read] == ["1.2500", "", ""]
+    assert read[1]["problem"] == "a, b"
+    assert tuple(read[0].values())[:5] == WHERE
+    path.write_text("other,columns\n")
+    with pytest.raises(ValueError, match=r"has the columns \['other', 'columns'\]"):
+        append_rows(path, [Measured(*WHERE, "fourth")])
+    assert path.read_text() == "other,columns\n"
+
+
+def test_files_in_the_repository_have_the_columns_of_their_rows():
+    kinds: dict[str, type[Row]] = {
+        "layer": LayerRow,
+        "kernels": KernelRow,
+        "gemm": GemmRow,
+        "adamw": AdamwRow,
+        "recipe": RecipeRow,
+    }
+    columns = {name: tuple(field.name for field in fields(row)) for name, row in kinds.items()}
+    columns["decoder"] = curves.COLUMNS
+    columns["decoder_100m_across"] = tuple(field.name for field in fields(AcrossRow))
+    columns["forward_rounding"] = tuple(field.name for field in fields(ForkRow))
+    columns["step"] = tuple(field.name for field in fields(StepRow))
+    committed = sorted(RESULTS.glob("*.csv"))
+    assert committed
+    columns["adamw_error"] = tuple(field.name for field in fields(MomentRow))
+    for path in committed:
+        with path.open(newline="") as file:
+            header, *rows = csv.reader(file)
+        kind = max((name for name in columns if path.stem.startswith(name)), key=len)
+        assert tuple(header) == columns[kind], path
+        assert rows, path
+
+
+def test_a_table_is_markdown():
+    lines = [["x", number(1.25, 1)], ["y", number(None, 1, "%")], ["z", number(3.0, 0, "%")]]
+    assert table(["name", "ms"], lines).splitlines() == [
+        "| name | ms |",
+        "| --- | --- |",
+        "| x | 1.2 |",
+        "| y | - |",
+        "| z | 3% |",
+    ]
