@@ -1,7 +1,4 @@
-"""A recipe's ``model``: vision tower, projector, language model and tokenizer.
-
-What a recipe says of images and videos: ``model.image`` and ``model.video``.
-"""
+"""A recipe's ``model``: vision tower, projector, language model, tokenizer, images and videos."""
 
 from dataclasses import field
 from typing import Annotated, Any, Literal

@@ -11,13 +11,13 @@ Layers, their order and their parameter names (``layers.1.weight``, ...) are tho
 
 C is the tower's width and H the language model's.
 
-Features of an image seen at several scales (S2), stitched together as VILA does.
-
-Shi et al. 2024, arXiv:2403.13043, section 3.1; NVlabs/VILA, ``llava/model/llava_arch.py``,
-``merge_features_for_dynamic_s2``. An image comes as tiles of the tower's size: of each scale but
-the largest the square of ``(scale / size)^2`` tiles, then the grid of rows x columns tiles of the
-largest scale. The tiles of a scale are laid together to one map of features; the maps of the
-smaller scales are resized to the largest by averaging areas; all are concatenated by channels:
+:func:`project_scales` stitches the features of an image seen at several scales (S2) together as
+VILA does (Shi et al. 2024, arXiv:2403.13043, section 3.1; NVlabs/VILA,
+``llava/model/llava_arch.py``, ``merge_features_for_dynamic_s2``). An image comes as tiles of the
+tower's size: of each scale but the largest the square of ``(scale / size)^2`` tiles, then the grid
+of rows x columns tiles of the largest scale. The tiles of a scale are laid together to one map of
+features; the maps of the smaller scales are resized to the largest by averaging areas; all are
+concatenated by channels:
 
     map_k (C, h_k, w_k)  ->  area_average(map_k) (C, h, w)  ->  (K C, h, w),     K scales
 
@@ -34,9 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PROJECTOR_TYPES = ("linear", "mlp2x_gelu", "mlp_downsample", "mlp_downsample_3x3_fix")
-
 _BLOCK_SIZES = {"linear": 1, "mlp2x_gelu": 1, "mlp_downsample": 2, "mlp_downsample_3x3_fix": 3}
+PROJECTOR_TYPES = tuple(_BLOCK_SIZES)
 
 
 class SpaceToDepth(nn.Module):

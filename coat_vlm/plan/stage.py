@@ -1,6 +1,7 @@
 """Plans the stages of a recipe: memory per rank under ZeRO 0 to 3, and what would fit.
 
-How many images, tiles and frames go through the vision tower for a row of a batch.
+:func:`images_per_row` counts the images, tiles and frames that go through the vision tower for a
+row of a batch.
 """
 
 import dataclasses

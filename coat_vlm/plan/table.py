@@ -1,6 +1,6 @@
-"""Prints a plan.
+"""Prints a plan: its tables, and one sentence of advice.
 
-One sentence about a plan: whether it fits, and the smallest change that makes it fit.
+The advice says whether the plan fits, and the smallest change that makes it fit.
 """
 
 import dataclasses
