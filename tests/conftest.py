@@ -9,6 +9,6 @@ if not torch.cuda.is_available():
     # imported. Programs that tests start inherit it; they launch no kernels on a CPU.
     os.environ["TRITON_INTERPRET"] = "1"
 
-    from coat_kernels.testing import exact_interpreter
+    from exact_interpreter import exact_interpreter
 
     exact_interpreter()

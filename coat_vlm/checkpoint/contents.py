@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 
+from coat_kernels.codecs import REMOVED_CODECS
 from coat_vlm.checkpoint.manifest import read_json, write_json
 from coat_vlm.checkpoint.partitions import full_shape, groups_by_name, persistent_buffers
 from coat_vlm.config.fp8 import rounding_of
@@ -103,6 +104,13 @@ class Contents:
                 f"{len(model.groups)}; {remedy}"
             )
         for number, (saved, ours) in enumerate(zip(self.groups, model.groups, strict=True)):
+            gone = set(REMOVED_CODECS) & set(saved["codec"].split())
+            if gone:
+                raise ValueError(
+                    f"{where}: its optimizer states are {saved['codec']}'s, and codec "
+                    f"{gone.pop()!r} was removed from training: finish the stage with the version "
+                    "that wrote it, or start a stage from its weights"
+                )
             if saved["codec"] != ours["codec"]:
                 first = next(n for n, p in model.parameters.items() if p.group == number)
                 rounding = rounding_of(saved["codec"])

@@ -272,6 +272,8 @@ class CoatAdamW(torch.optim.Optimizer):
             for number, group in enumerate(self.param_groups)
             for place, p in enumerate(group["params"])
         ]
+        for saved in groups:
+            codec_called(saved.get("codec", self.defaults["codec"]))
         states = [state_dict["state"].get(saved_id) for saved_id in saved_ids]
         for saved, (name, group, p) in zip(states, places, strict=False):
             if saved:

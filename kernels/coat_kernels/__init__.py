@@ -1,8 +1,7 @@
 """FP8 kernels of COAT in Triton, with plain PyTorch references. Needs torch and triton only.
 
 Formats and the scale convention: ``formats.py``. Numerics of every op in plain PyTorch:
-``reference.py``, ``reference_adamw.py`` and ``reference_loss.py``. Each op is a ``torch.library``
-op: Triton on CUDA, the reference on CPU.
+``reference``. Each op is a ``torch.library`` op: Triton on CUDA, the reference on CPU.
 """
 
 from coat_kernels.activation import (
@@ -26,7 +25,6 @@ from coat_kernels.formats import (
     GroupScaled,
     RowScaled,
     TensorScaled,
-    TransposedGroups,
 )
 from coat_kernels.gemm import scaled_mm
 from coat_kernels.master_weights import (
@@ -49,10 +47,9 @@ from coat_kernels.quantize_groups import (
     dequantize_group,
     dequantize_rows,
     quantize_group,
-    quantize_group_transposed,
     quantize_rows,
 )
-from coat_kernels.reference_adamw import decode_moment, encode_moment
+from coat_kernels.reference import decode_moment, encode_moment
 from coat_kernels.registry import OPS, Op, use_reference
 from coat_kernels.rope import rope, rope_gradient, rope_quantize
 
@@ -78,7 +75,6 @@ __all__ = [
     "Op",
     "RowScaled",
     "TensorScaled",
-    "TransposedGroups",
     "activation_bwd",
     "activation_bwd_stats",
     "activation_fwd",
@@ -99,7 +95,6 @@ __all__ = [
     "norm_recompute",
     "quantize_gradient",
     "quantize_group",
-    "quantize_group_transposed",
     "quantize_layouts",
     "quantize_rows",
     "quantize_tensor",

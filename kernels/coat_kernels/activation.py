@@ -1,26 +1,26 @@
-"""SwiGLU and GELU on what a GEMM wrote, keeping only an FP8 copy of it for the backward pass.
+"""SwiGLU and GELU on what a GEMM wrote, saving only an FP8 copy of it for the backward pass.
 
     silu_mul     h = silu(gate) * up,  a = [gate | up]      (M, 2F) -> (M, F)
     gelu         h = a * Phi(a)                             (M, F)  -> (M, F)
     gelu_tanh    h = a * sigmoid(2 u),  u = sqrt(2 / pi) (a + 0.044715 a^3)
     quick_gelu   h = a * sigmoid(1.702 a)
 
-``activation_stats`` reads a once: its group-scaled copy (kept: W + W / G bytes per token for a's
-width W) and h's amax. ``activation_apply`` reads a (forward) or the copy (backward) and writes h's
-per-tensor codes, row-major or transposed: h itself is never stored. (1 + tanh(u)) / 2 =
-sigmoid(2 u) saves a tanh. Gradient: ``activation_gradient.py``.
-Formulas: Hendrycks & Gimpel, arXiv 1606.08415; Shazeer, arXiv 2002.05202. Reference:
-``reference.activation_stats``, ``activation_apply``.
+Forward: ``activation_stats`` reads a once: its group-scaled copy (saved: W + W / G bytes per token
+for a's width W) and h's amax. ``activation_apply`` reads a (forward) or the copy (backward) and
+writes h's per-tensor codes, row-major or transposed: h itself is never stored. (1 + tanh(u)) / 2 =
+sigmoid(2 u) saves a tanh.
 
-Gradient of SwiGLU and GELU, quantized for the GEMMs of the layer before; it exists in FP8 only.
+Backward: the gradient is quantized for the GEMMs of the layer before and exists in FP8 only.
 
     da = dh activation'(a),   scale = max(amax(da) / max, 2^-126),   q = cast(da / scale)
 
-Two passes read dh and the FP8 copy of a. ``activation_bwd_stats`` finds da's scale and on the way
-writes the activation's output again, transposed, which the weight gradient of the layer behind
-wants; ``activation_bwd`` writes da's codes in both layouts and, for a bias, sums da over tokens,
-in FP32 and a fixed order. Without a scale ``activation_bwd`` looks for it first.
-Slopes: ``activation.py``. Reference: ``reference.activation_bwd_stats``, ``activation_bwd``.
+Both passes read dh and the FP8 copy of a. ``activation_bwd_stats`` finds da's scale and on the way
+writes the activation's output again, transposed, for the weight gradient of the layer behind;
+``activation_bwd`` writes da's codes in both layouts and, for a bias, sums da over tokens, in FP32
+and a fixed order.
+
+Formulas: Hendrycks & Gimpel, arXiv 1606.08415; Shazeer, arXiv 2002.05202. Slopes:
+``kernels/README.md``. Reference: ``reference/activation.py``.
 """
 
 from typing import NamedTuple
@@ -44,7 +44,7 @@ from coat_kernels.formats import (
     padded,
 )
 from coat_kernels.launch import NUM_WARPS, TOKENS, Tile, launch, tiled
-from coat_kernels.quantize import as_codes, empty_gradient, empty_layouts, gradient_room
+from coat_kernels.quantize import as_codes, empty_layouts, gradient_room
 from coat_kernels.quantize_groups import empty_grouped
 from coat_kernels.registry import register
 from coat_kernels.scales import new_scale
@@ -65,10 +65,14 @@ from coat_kernels.tile import (
 ACTIVATIONS = reference.ACTIVATIONS
 
 ROWS_TILE = Tile(16, 256, 4)
-"""Of the forward pass: the fastest of three on an H200 for the MLPs of SigLIP and Llama."""
+"""Of passes that write rows or only look for a scale: the fastest of three on an H200 for the MLPs
+of SigLIP and Llama."""
 
 TRANSPOSED_TILE = Tile(64, 128, 8)
 """Of the output made again, transposed: likewise, of five."""
+
+GRADIENT_TILE = 4096
+"""Elements of a tile where codes are written: with 8192 of SwiGLU one program fills an SM."""
 
 
 @triton.jit
@@ -161,133 +165,6 @@ def _activation_apply_kernel(
     )  # fmt: skip
 
 
-def width(a: Tensor, kind: str) -> tuple[int, int, int]:
-    """M, F and W of the activation's input."""
-    M, W = a.shape
-    return M, W // 2 if kind == "silu_mul" else W, W
-
-
-def _activation_stats_triton(
-    a: Tensor, kind: str, group_size: int, fmt: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    form = format_of(fmt)
-    M, F, W = width(a, kind)
-    q, exponents = empty_grouped(a, group_size, fmt)
-    grid, options = tiled(M, F, ROWS_TILE)
-    scale = new_scale(a.device)
-    launch(
-        _activation_stats_kernel, grid,
-        a_ptr=a, q_ptr=q, e_ptr=exponents, scale_ptr=scale, M=M, F=F, W=W,
-        KIND=ACTIVATIONS.index(kind),
-        MAX_EXPONENT=form.max_exponent, INVERSE_MAX=1.0 / form.max, GROUP=group_size, **options,
-    )  # fmt: skip
-    return q, exponents, scale
-
-
-def _activation_apply_triton(
-    a: Tensor, exponents: Tensor | None, kind: str, scale: Tensor, fmt: str, rows: bool,
-    transposed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    M, F, W = width(a, kind)
-    q, qt = empty_layouts(M, F, format_of(fmt), rows, transposed, a.device)
-    group = 1 if exponents is None else W // exponents.shape[1]
-    tile = TRANSPOSED_TILE if transposed else ROWS_TILE
-    grid, options = tiled(padded(M) if transposed else M, F, tile)
-    launch(
-        _activation_apply_kernel, grid,
-        a_ptr=a, e_ptr=exponents, scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, F=F, W=W,
-        M_PADDED=padded(M), KIND=ACTIVATIONS.index(kind),
-        GROUPED=exponents is not None, ROWS=rows, TRANSPOSED=transposed,
-        GROUP=group, **options,
-    )  # fmt: skip
-    return q, qt
-
-
-_activation_stats = register(
-    "activation_stats",
-    triton=_activation_stats_triton,
-    reference=reference.activation_stats,
-    fake=lambda a, _kind, group_size, fmt: (
-        *empty_grouped(a, group_size, fmt),
-        a.new_empty((), dtype=torch.float32),
-    ),
-)
-_activation_apply = register(
-    "activation_apply",
-    triton=_activation_apply_triton,
-    reference=reference.activation_apply,
-    fake=lambda a, _exponents, kind, _scale, fmt, rows, transposed: empty_layouts(
-        a.shape[0], width(a, kind)[1], format_of(fmt), rows, transposed, a.device
-    ),
-)
-
-
-class ActivationSaved(NamedTuple):
-    """What an activation keeps for its backward pass."""
-
-    a: GroupScaled
-    """The input, [M, W]."""
-    scale: Tensor
-    """Per-tensor scale of the output, FP32 []."""
-
-
-def check_kind(kind: str) -> None:
-    """Refuse an activation that has no kernel.
-
-    Raises:
-        ValueError: there is no such kind.
-    """
-    if kind not in ACTIVATIONS:
-        raise ValueError(f"activation {kind!r} has no kernel; use one of {', '.join(ACTIVATIONS)}")
-
-
-def activation_fwd(
-    a: Tensor, kind: str, *, group_size: int, fmt: Format = E4M3
-) -> tuple[TensorScaled, ActivationSaved]:
-    """Activate and quantize per tensor.
-
-    Args:
-        a: FP32, BF16 or FP16, contiguous: [M, 2F] = [gate | up] for ``silu_mul``, else [M, F].
-        kind: one of ``ACTIVATIONS``.
-        group_size: group size of the copy of a that is kept; divides F.
-        fmt: format of the codes of h and of that copy.
-
-    Returns:
-        h's codes [M, F], and what backward needs.
-
-    Raises:
-        ValueError: the kind, shape, dtype or group size does not fit.
-    """
-    check_matrix("activation_fwd", "a", a)
-    check_kind(kind)
-    if kind == "silu_mul" and a.shape[1] % 2:
-        raise ValueError(f"silu_mul: a has {a.shape[1]} columns; give [gate | up], an even number")
-    check_group("activation_fwd", width(a, kind)[1], group_size)
-    q, exponents, scale = _activation_stats(a, kind, group_size, fmt.name)
-    h, _ = _activation_apply(a, None, kind, scale, fmt.name, True, False)
-    return TensorScaled(h, scale), ActivationSaved(GroupScaled(q, exponents), scale)
-
-
-def activation_recompute(saved: ActivationSaved, kind: str, fmt: Format = E4M3) -> TensorScaled:
-    """The activation's output again, from the FP8 copy, transposed [F, M'].
-
-    Raises:
-        ValueError: there is no such kind.
-    """
-    check_kind(kind)
-    _, ht = _activation_apply(
-        saved.a.q, saved.a.exponents, kind, saved.scale, fmt.name, False, True
-    )
-    return TensorScaled(ht, saved.scale)
-
-
-STATS_TILE = Tile(16, 256, 4)
-"""Of the pass that only looks for the scale."""
-
-GRADIENT_TILE = 4096
-"""Elements of a tile where codes are written: with 8192 of SwiGLU one program fills an SM."""
-
-
 @triton.jit
 def _gradients(
     dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W,
@@ -371,6 +248,59 @@ def _activation_bwd_apply_kernel(
             tl.store(sums_ptr + F + o, tl.sum(dup, axis=0), mask=m_n)
 
 
+def _width(a: Tensor, kind: str) -> tuple[int, int, int]:
+    """M, F and W of the activation's input."""
+    M, W = a.shape
+    return M, W // 2 if kind == "silu_mul" else W, W
+
+
+@register(
+    fake=lambda a, _kind, group_size, fmt: (
+        *empty_grouped(a, group_size, fmt),
+        a.new_empty((), dtype=torch.float32),
+    ),
+)
+def _activation_stats(
+    a: Tensor, kind: str, group_size: int, fmt: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    form = format_of(fmt)
+    M, F, W = _width(a, kind)
+    q, exponents = empty_grouped(a, group_size, fmt)
+    grid, options = tiled(M, F, ROWS_TILE)
+    scale = new_scale(a.device)
+    launch(
+        _activation_stats_kernel, grid,
+        a_ptr=a, q_ptr=q, e_ptr=exponents, scale_ptr=scale, M=M, F=F, W=W,
+        KIND=ACTIVATIONS.index(kind),
+        MAX_EXPONENT=form.max_exponent, INVERSE_MAX=1.0 / form.max, GROUP=group_size, **options,
+    )  # fmt: skip
+    return q, exponents, scale
+
+
+@register(
+    fake=lambda a, _exponents, kind, _scale, *layout: empty_layouts(
+        len(a), _width(a, kind)[1], a, *layout
+    ),
+)
+def _activation_apply(
+    a: Tensor, exponents: Tensor | None, kind: str, scale: Tensor, fmt: str, rows: bool,
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    M, F, W = _width(a, kind)
+    q, qt = empty_layouts(M, F, a, fmt, rows, transposed)
+    group = 1 if exponents is None else W // exponents.shape[1]
+    tile = TRANSPOSED_TILE if transposed else ROWS_TILE
+    grid, options = tiled(padded(M) if transposed else M, F, tile)
+    launch(
+        _activation_apply_kernel, grid,
+        a_ptr=a, e_ptr=exponents, scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, F=F, W=W,
+        M_PADDED=padded(M), KIND=ACTIVATIONS.index(kind),
+        GROUPED=exponents is not None, ROWS=rows, TRANSPOSED=transposed,
+        GROUP=group, **options,
+    )  # fmt: skip
+    return q, qt
+
+
 def _recompute_tile(kind: str, group: int) -> Tile:
     columns = max(64, group)
     # Of seven tiles the fastest on an H200: small ones for SwiGLU, which takes most registers.
@@ -385,15 +315,21 @@ def _gradient_tile(kind: str, group: int) -> Tile:
     return Tile(GRADIENT_TILE // columns, columns, warps)
 
 
-def _activation_bwd_stats_triton(
+@register(
+    fake=lambda dh, a, _exponents, kind, output_scale, fmt, _: (
+        dh.new_empty((), dtype=torch.float32),
+        empty_layouts(len(a), _width(a, kind)[1], a, fmt, False, output_scale is not None)[1],
+    ),
+)
+def _activation_bwd_stats(
     dh: Tensor, a: Tensor, exponents: Tensor, kind: str, output_scale: Tensor | None,
     output_fmt: str, fmt: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    M, F, W = width(a, kind)
+    M, F, W = _width(a, kind)
     recompute = output_scale is not None
-    _, ht = empty_layouts(M, F, format_of(output_fmt), False, recompute, dh.device)
+    _, ht = empty_layouts(M, F, dh, output_fmt, False, recompute)
     group = W // exponents.shape[1]
-    rows, tile = (padded(M), _recompute_tile(kind, group)) if recompute else (M, STATS_TILE)
+    rows, tile = (padded(M), _recompute_tile(kind, group)) if recompute else (M, ROWS_TILE)
     grid, options = tiled(rows, F, tile)
     scale = new_scale(dh.device)
     launch(
@@ -405,54 +341,74 @@ def _activation_bwd_stats_triton(
     return scale, ht
 
 
-def _activation_bwd_triton(
+@register(
+    fake=lambda _, a, __, ___, *layout: gradient_room(len(a), a.shape[1], a, *layout[:-1]),
+)
+def _activation_bwd(
     dh: Tensor, a: Tensor, exponents: Tensor, kind: str, fmt: str, rows: bool, transposed: bool,
-    bias: bool, scale: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    M, F, W = width(a, kind)
+    bias: bool, scale: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    M, F, W = _width(a, kind)
     q, qt, sums = gradient_room(M, W, a, fmt, rows, transposed, bias)
-    if scale is not None:
-        found = sums.new_empty(0)
-    else:
-        found, _ = _activation_bwd_stats_triton(dh, a, exponents, kind, None, fmt, fmt)
     group = W // exponents.shape[1]
     grid, options = tiled(padded(M) if transposed else M, F, _gradient_tile(kind, group))
     partial = sums.new_empty((grid[0] // options["tiles_n"], W)) if bias else sums
     launch(
         _activation_bwd_apply_kernel, grid,
-        dh_ptr=dh, a_ptr=a, e_ptr=exponents, scale_ptr=found if scale is None else scale, q_ptr=q,
-        qt_ptr=qt, sums_ptr=partial, M=M, F=F, W=W, M_PADDED=padded(M),
-        KIND=ACTIVATIONS.index(kind), ROWS=rows, TRANSPOSED=transposed, BIAS=bias, GROUP=group,
-        **options,
+        dh_ptr=dh, a_ptr=a, e_ptr=exponents, scale_ptr=scale, q_ptr=q, qt_ptr=qt,
+        sums_ptr=partial, M=M, F=F, W=W, M_PADDED=padded(M), KIND=ACTIVATIONS.index(kind),
+        ROWS=rows, TRANSPOSED=transposed, BIAS=bias, GROUP=group, **options,
     )  # fmt: skip
-    return q, qt, found, partial.sum(0) if bias else sums
+    return q, qt, partial.sum(0) if bias else sums
 
 
-def _fake_activation_bwd(
-    _dh: Tensor, a: Tensor, _exponents: Tensor, _kind: str, fmt: str, rows: bool, transposed: bool,
-    bias: bool, scale: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    q, qt, found, sums = empty_gradient(a.shape[0], a.shape[1], a, fmt, rows, transposed, bias)
-    return q, qt, found if scale is None else sums.new_empty(0), sums
+class ActivationSaved(NamedTuple):
+    """What an activation keeps for its backward pass."""
+
+    a: GroupScaled
+    """The input, [M, W]."""
+    scale: Tensor
+    """Per-tensor scale of the output, FP32 []."""
 
 
-_activation_bwd_stats = register(
-    "activation_bwd_stats",
-    triton=_activation_bwd_stats_triton,
-    reference=reference.activation_bwd_stats,
-    fake=lambda dh, a, _exponents, kind, output_scale, output_fmt, _fmt: (
-        dh.new_empty((), dtype=torch.float32),
-        empty_layouts(
-            *width(a, kind)[:2], format_of(output_fmt), False, output_scale is not None, a.device
-        )[1],
-    ),
-)
-_activation_bwd = register(
-    "activation_bwd",
-    triton=_activation_bwd_triton,
-    reference=reference.activation_bwd,
-    fake=_fake_activation_bwd,
-)
+def activation_fwd(
+    a: Tensor, kind: str, *, group_size: int, fmt: Format = E4M3
+) -> tuple[TensorScaled, ActivationSaved]:
+    """Activate and quantize per tensor.
+
+    Args:
+        a: FP32, BF16 or FP16, contiguous: [M, 2F] = [gate | up] for ``silu_mul``, else [M, F].
+        kind: one of ``ACTIVATIONS``.
+        group_size: group size of the copy of a that is kept; divides F.
+        fmt: format of the codes of h and of that copy.
+
+    Returns:
+        h's codes [M, F], and what backward needs.
+
+    Raises:
+        ValueError: the kind, shape, dtype or group size does not fit.
+    """
+    check_matrix("activation_fwd", "a", a)
+    _check_kind(kind)
+    if kind == "silu_mul" and a.shape[1] % 2:
+        raise ValueError(f"silu_mul: a has {a.shape[1]} columns; give [gate | up], an even number")
+    check_group("activation_fwd", _width(a, kind)[1], group_size)
+    q, exponents, scale = _activation_stats(a, kind, group_size, fmt.name)
+    h, _ = _activation_apply(a, None, kind, scale, fmt.name, True, False)
+    return TensorScaled(h, scale), ActivationSaved(GroupScaled(q, exponents), scale)
+
+
+def activation_recompute(saved: ActivationSaved, kind: str, fmt: Format = E4M3) -> TensorScaled:
+    """The activation's output again, from the FP8 copy, transposed [F, M'].
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    _check_kind(kind)
+    _, ht = _activation_apply(
+        saved.a.q, saved.a.exponents, kind, saved.scale, fmt.name, False, True
+    )
+    return TensorScaled(ht, saved.scale)
 
 
 def activation_bwd_stats(
@@ -479,12 +435,6 @@ def activation_bwd_stats(
         dh, saved.a.q, saved.a.exponents, kind, saved.scale, output_fmt.name, fmt.name
     )
     return scale, TensorScaled(ht, saved.scale)
-
-
-def _check(op: str, dh: Tensor, saved: ActivationSaved, kind: str) -> None:
-    check_kind(kind)
-    M, F, _ = width(saved.a.q, kind)
-    check_matrix(op, "dh", dh, (M, F))
 
 
 def activation_bwd(
@@ -514,7 +464,26 @@ def activation_bwd(
         ValueError: dh is not a contiguous matrix of h's shape, or there is no such kind.
     """
     _check("activation_bwd", dh, saved, kind)
-    q, qt, found, sums = _activation_bwd(
-        dh, saved.a.q, saved.a.exponents, kind, fmt.name, rows, transposed, bias, scale
-    )
-    return as_codes((q, qt, found if scale is None else scale, sums), bias)
+    a, exponents = saved.a
+    if scale is None:
+        found, _ = _activation_bwd_stats(dh, a, exponents, kind, None, fmt.name, fmt.name)
+    else:
+        found = scale
+    q, qt, sums = _activation_bwd(dh, a, exponents, kind, fmt.name, rows, transposed, bias, found)
+    return as_codes(q, qt, found, sums, bias=bias)
+
+
+def _check_kind(kind: str) -> None:
+    """Refuse an activation that has no kernel.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    if kind not in ACTIVATIONS:
+        raise ValueError(f"activation {kind!r} has no kernel; use one of {', '.join(ACTIVATIONS)}")
+
+
+def _check(op: str, dh: Tensor, saved: ActivationSaved, kind: str) -> None:
+    _check_kind(kind)
+    M, F, _ = _width(saved.a.q, kind)
+    check_matrix(op, "dh", dh, (M, F))

@@ -1,51 +1,42 @@
 """AdamW whose moments are FP8 with Dynamic Range Expansion (arXiv 2410.19313, section 3).
 
-How moments are stored: ``codecs.py``; master weights of BF16 parameters: ``masters.py``. The update
-is torch.optim.AdamW's (decoupled weight decay, bias correction, eps outside the root).
-
-Device code: ``adamw_kernel.py``; many tensors at once: ``adamw_table.py``. Reference:
-``reference_adamw.adamw_step``.
-
-The device code of AdamW with FP8 moments: many tensors in one launch.
-
     m += (1 - beta1) (g - m),  v = beta2 v + (1 - beta2) g^2
     p -= lr wd p + lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-``adamw_scalars_kernel`` counts the steps of all tensors and computes what they need per tensor;
-``adamw_kernel`` updates. Both find tensors through a table of addresses, one row of COLUMNS int64
-per tensor (``adamw_table.py`` makes it). A program works on one chunk of a tensor, tile by tile; a
-tile holds 16 bytes of parameters per thread, so that FP32 groups of 128 are one warp each. Nothing
-but the table is known on the CPU: steps, rates, factors and whether to skip are read here.
-
+The update is torch.optim.AdamW's (decoupled weight decay, bias correction, eps outside the root).
+How moments are stored: ``codecs.py``; master weights of BF16 parameters: ``master_weights.py``.
 Bytes per parameter, moments read and written: 4.19 + 12 with FP32 parameters and gradients, 4.19 +
-6 with BF16. Numerics: ``reference_adamw.py``, ``masters.py``; moments: ``codecs.py``.
+6 with BF16. Reference: ``reference.adamw_step``.
 
-Many tensors in one launch of ``adamw_kernel``: the table of their addresses, and the work.
+Many tensors take one launch. ``adamw_scalars_kernel`` counts the steps of all tensors and computes
+what they need per tensor; ``adamw_kernel`` updates. Both find tensors through a table of addresses,
+one row of COLUMNS int64 per tensor. A program works on a chunk of CHUNK elements of a tensor, tile
+by tile; a tile holds 16 bytes of parameters per thread, so that FP32 groups of 128 are one warp
+each. Nothing but the table is known on the CPU: steps, rates, factors and whether to skip are read
+on the GPU.
 
 The table is made on the CPU and copied to the GPU when an address, a size or a rate changes:
 gradients often stay where they are from step to step. Nothing is read back, so a step can be
-captured in a CUDA graph once its table is there. A program's work is a chunk of CHUNK elements.
-Chunks within their tensor whose addresses are multiples of 16 bytes take one launch, ends of
-tensors and other addresses, with a check for every element, another one; each for every
-combination of dtypes.
+captured in a CUDA graph once its table is there. Chunks within their tensor whose addresses are
+multiples of 16 bytes take one launch, ends of tensors and other addresses, with a check for every
+element, another one; each for every combination of dtypes.
 """
 
 import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_kernels import reference_adamw
+from coat_kernels.codecs import CODECS, Codec, Moment, codec_called, groups_of
 from coat_kernels.codecs import GROUP as _GROUP
 from coat_kernels.codecs import K_MAX as _K_MAX
 from coat_kernels.codecs import SMALLEST_RATIO as _SMALLEST_RATIO
-from coat_kernels.codecs import Codec, Moment, codec_called, groups_of
 from coat_kernels.formats import E4M3, check_dtype
 from coat_kernels.launch import cdiv, launch
 from coat_kernels.master_weights import CODE_SALT as _CODE_SALT
@@ -66,6 +57,7 @@ SMALLEST_RATIO = tl.constexpr(_SMALLEST_RATIO)
 QUIET_NAN = tl.constexpr(_QUIET_NAN)
 CODE_SALT = tl.constexpr(_CODE_SALT)
 E4M3_MAX, E4M3_MIN = tl.constexpr(E4M3.max), tl.constexpr(E4M3.min_subnormal)
+LOG2_MAX = tl.constexpr(math.log2(E4M3.max))
 
 COLUMNS = 16
 """Of the table: addresses of p, g, m, m_amax, m_k, v, v_amax, v_k, remainder, step; then the number
@@ -81,7 +73,7 @@ _COLUMNS, _SCALARS = tl.constexpr(COLUMNS), tl.constexpr(SCALARS)
 
 @triton.jit
 def _mix(x):
-    """lowbias32 of uint32; see ``masters.py``."""
+    """lowbias32 of uint32; see ``master_weights.py``."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -135,21 +127,6 @@ def adamw_scalars_kernel(
 
 
 @triton.jit
-def _decode(q, amax, k, EXPAND: tl.constexpr, SIGNED: tl.constexpr, MAX: tl.constexpr):
-    """Moment values [groups, 128] of codes q, FP32. log2 of zero is -inf and 2^-inf zero."""
-    q = q.to(tl.float32)
-    ratio = q * (1.0 / MAX)
-    if EXPAND:
-        inverse_k = reciprocal_fast(k.to(tl.float32))[:, None]
-        power = exp2_fast(log2_fast(tl.abs(ratio)) * inverse_k)
-        # 0 * amax keeps a NaN or an infinity of the group visible in its zeros.
-        value = power * amax[:, None]
-        return _with_sign(value, q) if SIGNED else value
-    else:
-        return ratio * amax[:, None]
-
-
-@triton.jit
 def _with_sign(value, x):
     """A non-negative value with the sign of x."""
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
@@ -178,48 +155,6 @@ def _round_by_chance(code, k, random):
 
 
 @triton.jit
-def _encode(
-    x, random, EXPAND: tl.constexpr, SIGNED: tl.constexpr, FLOOR_K: tl.constexpr,
-    MAX: tl.constexpr, LOG2_MAX: tl.constexpr, LOG2_RANGE: tl.constexpr,
-):  # fmt: skip
-    """Codes of x [groups, 128] in FP32, and amax and k [groups]; outside the tensor x is zero.
-
-    With 32 random bits per element the codes are E4M3 already, rounded by chance.
-    """
-    bits = magnitude_bits(x)
-    top_bits = tl.max(bits, axis=1)
-    amax = top_bits.to(tl.float32, bitcast=True)
-    exponent = top_bits >> 23
-    exponent = tl.where(exponent < 1, 1, tl.where(exponent > 253, 253, exponent))
-    unit_bits = tl.where(top_bits >= 0x7F800000, 0x7FC00000, (254 - exponent) << 23)
-    unit = unit_bits.to(tl.float32, bitcast=True)
-    top = amax * unit
-    if EXPAND:
-        # A zero minus one is the largest unsigned number: it does not count.
-        least_bits = tl.min((bits - 1).to(tl.uint32, bitcast=True), axis=1) + 1
-        least = least_bits.to(tl.float32, bitcast=True) * unit
-        least = tl.where(least < SMALLEST_RATIO, SMALLEST_RATIO, least)
-        log_top = tl.where(amax == 0.0, 0.0, log2_fast(top))
-        spread = log_top - log2_fast(least)
-        LIMIT: tl.constexpr = LOG2_RANGE / K_MAX
-        k = LOG2_RANGE * reciprocal_fast(tl.where(spread > LIMIT, spread, LIMIT))
-        if FLOOR_K:
-            k = tl.floor(k * 16.0) * (1.0 / 16.0)
-        stored_k = k.to(tl.float16)
-        k = stored_k.to(tl.float32)
-        bias = LOG2_MAX - k * log_top
-        scaled = x * unit[:, None]
-        code = exp2_fast(log2_fast(tl.abs(scaled)) * k[:, None] + bias[:, None])
-        if random is not None:
-            code = tl.where((scaled == top[:, None]) & (code > 0.0), MAX, code)
-            code = _round_by_chance(code, k, random)
-        return _with_sign(code, x) if SIGNED else code, amax, stored_k
-    else:
-        inverse = MAX * reciprocal_fast(tl.where(amax == 0.0, 1.0, top))
-        return (x * unit[:, None]) * inverse[:, None], amax, amax
-
-
-@triton.jit
 def _at(row, column, i, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """Element ``i`` of a tensor of the table."""
     pointer = tl.load(row + column).to(tl.pointer_type(dtype))  # pyright: ignore[reportArgumentType]
@@ -230,18 +165,24 @@ def _at(row, column, i, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _load_moment(
-    q_ptr, amax_ptr, k_ptr, i, left, EXPAND: tl.constexpr, SIGNED: tl.constexpr,
-    MAX: tl.constexpr, WHOLE: tl.constexpr, BLOCK_G: tl.constexpr,
+    q_ptr, amax_ptr, k_ptr, i, left, SIGNED: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Values of tile i of a moment, FP32; zeros outside the tensor."""
+    """Values [groups, 128] of tile i of a moment, FP32; zeros outside the tensor."""
     o_g = i * BLOCK_G + tl.arange(0, BLOCK_G)
     if WHOLE:
         m_g, other = None, None
     else:
         m_g, other = o_g * GROUP < left, 0.0
     amax = tl.load(amax_ptr + o_g, mask=m_g, other=other)
-    k = tl.load(k_ptr + o_g, mask=m_g, other=other) if EXPAND else amax
-    return _decode(_load(q_ptr, i, left, WHOLE, BLOCK_G), amax, k, EXPAND, SIGNED, MAX)
+    k = tl.load(k_ptr + o_g, mask=m_g, other=other)
+    q = _load(q_ptr, i, left, WHOLE, BLOCK_G).to(tl.float32)
+    ratio = q * (1.0 / E4M3_MAX)
+    inverse_k = reciprocal_fast(k.to(tl.float32))[:, None]
+    power = exp2_fast(log2_fast(tl.abs(ratio)) * inverse_k)  # of zero: 2^-inf
+    # 0 * amax keeps a NaN or an infinity of the group visible in its zeros.
+    value = power * amax[:, None]
+    return _with_sign(value, q) if SIGNED else value
 
 
 @triton.jit
@@ -263,20 +204,45 @@ def _elements(i, BLOCK_G: tl.constexpr):
 
 @triton.jit
 def _store_moment(
-    x, random, q_ptr, amax_ptr, k_ptr, i, left, EXPAND: tl.constexpr, SIGNED: tl.constexpr,
-    FLOOR_K: tl.constexpr, MAX: tl.constexpr, LOG2_MAX: tl.constexpr, LOG2_RANGE: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCK_G: tl.constexpr,
+    x, random, q_ptr, amax_ptr, k_ptr, i, left, SIGNED: tl.constexpr, FLOOR_K: tl.constexpr,
+    LOG2_RANGE: tl.constexpr, WHOLE: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Encode tile i of a moment and store it; to nearest if ``random`` is None."""
-    code, amax, k = _encode(  # pyright: ignore[reportGeneralTypeIssues]
-        x, random, EXPAND, SIGNED, FLOOR_K, MAX, LOG2_MAX, LOG2_RANGE
-    )
+    """Encode tile i of a moment, x [groups, 128], zeros outside the tensor, and store it.
+
+    To nearest if ``random`` is None, else by chance, with 32 random bits per element.
+    """
+    bits = magnitude_bits(x)
+    top_bits = tl.max(bits, axis=1)
+    amax = top_bits.to(tl.float32, bitcast=True)
+    exponent = top_bits >> 23
+    exponent = tl.where(exponent < 1, 1, tl.where(exponent > 253, 253, exponent))
+    unit_bits = tl.where(top_bits >= 0x7F800000, 0x7FC00000, (254 - exponent) << 23)
+    unit = unit_bits.to(tl.float32, bitcast=True)
+    top = amax * unit
+    # A zero minus one is the largest unsigned number: it does not count.
+    least_bits = tl.min((bits - 1).to(tl.uint32, bitcast=True), axis=1) + 1
+    least = least_bits.to(tl.float32, bitcast=True) * unit
+    least = tl.where(least < SMALLEST_RATIO, SMALLEST_RATIO, least)
+    log_top = tl.where(amax == 0.0, 0.0, log2_fast(top))
+    spread = log_top - log2_fast(least)
+    LIMIT: tl.constexpr = LOG2_RANGE / K_MAX
+    k = LOG2_RANGE * reciprocal_fast(tl.where(spread > LIMIT, spread, LIMIT))
+    if FLOOR_K:
+        k = tl.floor(k * 16.0) * (1.0 / 16.0)
+    stored_k = k.to(tl.float16)
+    k = stored_k.to(tl.float32)
+    bias = LOG2_MAX - k * log_top
+    scaled = x * unit[:, None]
+    code = exp2_fast(log2_fast(tl.abs(scaled)) * k[:, None] + bias[:, None])
+    if random is not None:
+        code = tl.where((scaled == top[:, None]) & (code > 0.0), E4M3_MAX, code)
+        code = _round_by_chance(code, k, random)
+    code = _with_sign(code, x) if SIGNED else code
     _store(q_ptr, code.to(q_ptr.dtype.element_ty), i, left, WHOLE, BLOCK_G)
     o_g = i * BLOCK_G + tl.arange(0, BLOCK_G)
     m_g = None if WHOLE else o_g * GROUP < left
     tl.store(amax_ptr + o_g, amax, mask=m_g)
-    if EXPAND:
-        tl.store(k_ptr + o_g, k, mask=m_g)
+    tl.store(k_ptr + o_g, stored_k, mask=m_g)
 
 
 @triton.jit
@@ -293,11 +259,9 @@ def adamw_kernel(
     scalars_ptr,  # (tensors, SCALARS) fp32
     grad_scale_ptr,  # () fp32, or None
     skip_ptr,  # () fp32, or None
-    P_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
-    EXPAND: tl.constexpr, FLOOR_K: tl.constexpr, M_MAX: tl.constexpr, M_LOG2_MAX: tl.constexpr,
-    M_LOG2_RANGE: tl.constexpr, V_MAX: tl.constexpr, V_LOG2_MAX: tl.constexpr,
-    V_LOG2_RANGE: tl.constexpr, V_CHANCE: tl.constexpr, REMAINDER: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    P_TYPE: tl.constexpr, G_TYPE: tl.constexpr,
+    FLOOR_K: tl.constexpr, LOG2_RANGE: tl.constexpr, V_CHANCE: tl.constexpr,  # of the codec
+    REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr,
     WHOLE: tl.constexpr,  # chunks without an end of their tensor, whose addresses are aligned
     BLOCK_G: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -312,7 +276,8 @@ def adamw_kernel(
     first = first_g * GROUP
     left = tl.load(row + NUMEL) - first
     p_ptr, g_ptr = _at(row, P, first, P_TYPE, WHOLE), _at(row, G, first, G_TYPE, WHOLE)
-    m_ptr, v_ptr = _at(row, M, first, M_TYPE, WHOLE), _at(row, V, first, V_TYPE, WHOLE)
+    m_ptr = _at(row, M, first, tl.float8e4nv, WHOLE)
+    v_ptr = _at(row, V, first, tl.float8e4nv, WHOLE)
     m_amax_ptr = _at(row, M_AMAX, first_g, tl.float32, False)
     v_amax_ptr = _at(row, V_AMAX, first_g, tl.float32, False)
     m_k_ptr = _at(row, M_K, first_g, tl.float16, False)
@@ -331,10 +296,8 @@ def adamw_kernel(
     for i in range(tiles):
         p = _load(p_ptr, i, left, WHOLE, BLOCK_G)
         g32 = _load(g_ptr, i, left, WHOLE, BLOCK_G).to(tl.float32) * grad_scale
-        m32 = _load_moment(m_ptr, m_amax_ptr, m_k_ptr, i, left, EXPAND, True, M_MAX, WHOLE, BLOCK_G)
-        v32 = _load_moment(
-            v_ptr, v_amax_ptr, v_k_ptr, i, left, EXPAND, False, V_MAX, WHOLE, BLOCK_G
-        )
+        m32 = _load_moment(m_ptr, m_amax_ptr, m_k_ptr, i, left, True, WHOLE, BLOCK_G)
+        v32 = _load_moment(v_ptr, v_amax_ptr, v_k_ptr, i, left, False, WHOLE, BLOCK_G)
         if REMAINDER:
             rest = _load(rest_ptr, i, left, WHOLE, BLOCK_G).to(tl.int32)
             high = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
@@ -358,13 +321,12 @@ def adamw_kernel(
             new = p32.to(P_TYPE)
         _store(p_ptr, new, i, left, WHOLE, BLOCK_G)
         _store_moment(
-            m32, None, m_ptr, m_amax_ptr, m_k_ptr, i, left, EXPAND, True, FLOOR_K, M_MAX,
-            M_LOG2_MAX, M_LOG2_RANGE, WHOLE, BLOCK_G,
+            m32, None, m_ptr, m_amax_ptr, m_k_ptr, i, left, True, FLOOR_K, LOG2_RANGE, WHOLE,
+            BLOCK_G,
         )  # fmt: skip
         _store_moment(
             v32, _random_words(first, i, key ^ CODE_SALT, BLOCK_G) if V_CHANCE else None, v_ptr,
-            v_amax_ptr, v_k_ptr, i, left, EXPAND, False, FLOOR_K, V_MAX, V_LOG2_MAX, V_LOG2_RANGE,
-            WHOLE, BLOCK_G,
+            v_amax_ptr, v_k_ptr, i, left, False, FLOOR_K, LOG2_RANGE, WHOLE, BLOCK_G,
         )  # fmt: skip
 
 
@@ -377,13 +339,7 @@ _TILE_BYTES = 512
 _TENSORS = 128
 """Tensors per program of the kernel that counts steps."""
 
-_TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float8_e4m3fn: tl.float8e4nv,
-    torch.float8_e5m2: tl.float8e5,
-}
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 Rates = tuple[float | Tensor, float, float, float, float]
 """lr, beta1, beta2, eps and weight decay of a parameter group; lr also as a tensor ()."""
@@ -400,7 +356,7 @@ class AdamwItem:
     step: Tensor
     """Steps made, FP32 (); counted on the device."""
     remainder: Tensor | None = None
-    """int16, of a BF16 parameter's shape; see ``masters.py``."""
+    """int16, of a BF16 parameter's shape; see ``master_weights.py``."""
     group: int = 0
     """Which of the rates."""
     index: int = 0
@@ -408,50 +364,34 @@ class AdamwItem:
 
     def row(self) -> tuple[int, ...]:
         """This tensor's row of the table."""
-        codes = [*self.m, *self.m[1:2]][:3], [*self.v, *self.v[1:2]][:3]
         rest = self.p if self.remainder is None else self.remainder
-        tensors = (self.p, self.g, *codes[0], *codes[1], rest, self.step)
+        tensors = (self.p, self.g, *self.m, *self.v, rest, self.step)
         return (*(t.data_ptr() for t in tensors), self.p.numel(), self.group, self.index)
 
-    def accesses_are_aligned(self) -> bool:
-        """Whether what is read 16 bytes at a time starts at a multiple of 16 bytes."""
+    def launches_with(self) -> tuple[Any, ...]:
+        """What the work on it hangs on: dtypes, remainder or not; elements, aligned or not.
+
+        Aligned is what starts at a multiple of 16 bytes wherever 16 bytes are read at a time.
+        """
         tensors = (self.p, self.g, self.m[0], self.v[0], self.remainder)
-        return all(t.data_ptr() % 16 == 0 for t in tensors if t is not None)
+        aligned = all(t.data_ptr() % 16 == 0 for t in tensors if t is not None)
+        has_remainder = self.remainder is not None
+        return self.p.dtype, self.g.dtype, has_remainder, self.p.numel(), aligned
 
 
-class _Shape(NamedTuple):
-    """What the work on a tensor hangs on."""
-
-    p_type: torch.dtype
-    g_type: torch.dtype
-    remainder: bool
-    elements: int
-    aligned: bool
-
-
-def _shape(item: AdamwItem) -> _Shape:
-    return _Shape(
-        item.p.dtype,
-        item.g.dtype,
-        item.remainder is not None,
-        item.p.numel(),
-        item.accesses_are_aligned(),
-    )
-
-
-def _work_of(shapes: Sequence[_Shape]) -> list[tuple[Any, Tensor]]:
+def _work_of(shapes: Sequence[tuple[Any, ...]]) -> list[tuple[Any, Tensor]]:
     """Pairs of a tensor's place and a chunk's, int32 [chunks, 2], by what one launch can update.
 
     The keys are the dtypes, whether there are remainders, and whether chunks are whole.
     """
     work: dict[Any, list[Tensor]] = {}
-    for i, shape in enumerate(shapes):
-        chunks = cdiv(shape.elements, CHUNK)
-        whole = shape.elements // CHUNK if shape.aligned else 0
+    for i, (*kind, elements, aligned) in enumerate(shapes):
+        chunks = cdiv(elements, CHUNK)
+        whole = elements // CHUNK if aligned else 0
         for is_whole, start, end in ((True, 0, whole), (False, whole, chunks)):
             chunk = torch.arange(start, end, dtype=torch.int32, device="cpu")
             pairs = torch.stack([torch.full_like(chunk, i), chunk], 1)
-            work.setdefault((*shape[:3], is_whole), []).append(pairs)
+            work.setdefault((*kind, is_whole), []).append(pairs)
     joined = {kind: torch.cat(parts) for kind, parts in work.items()}
     return [(kind, pairs) for kind, pairs in joined.items() if len(pairs)]
 
@@ -461,15 +401,22 @@ class AdamwTable:
 
     Args:
         device: of the tensors.
-        codec: how the moments are stored.
+        codec: how the moments are stored, one of :data:`coat_kernels.CODECS`.
         seed: BF16 parameters without remainder are rounded stochastically with it, 31 bits; to
             nearest when it is None. Codes by chance take 0 then.
+
+    Raises:
+        ValueError: the kernels do not take the codec.
     """
 
     def __init__(self, device: torch.device, codec: Codec, seed: int | None = None) -> None:
+        if codec not in CODECS.values():
+            raise ValueError(
+                f"codec {codec.name!r} of moments has no kernel; use one of {', '.join(CODECS)}"
+            )
         self._device, self._codec, self._seed = device, codec, seed
         self._key: Any = None
-        self._shapes: list[_Shape] = []
+        self._shapes: list[tuple[Any, ...]] = []
         self._table = self._scalars = torch.empty(0)
         self._work: list[tuple[torch.dtype, torch.dtype, bool, bool, Tensor]] = []
         self._rates: tuple[Any, Tensor] = (None, torch.empty(0))
@@ -493,39 +440,29 @@ class AdamwTable:
         Raises:
             ValueError: the table has changed while a CUDA graph is captured.
         """
-        if self._device.type == "cuda":  # Triton launches on the current device
-            with torch.cuda.device(self._device):
-                self._step(items, rates, grad_scale, skip)
-        else:
-            self._step(items, rates, grad_scale, skip)
-
-    def _step(
-        self,
-        items: Sequence[AdamwItem],
-        rates: Sequence[Rates],
-        grad_scale: Tensor | None,
-        skip: Tensor | None,
-    ) -> None:
-        self._prepare([item for item in items if item.p.numel()])
-        rates_tensor = self._uploaded_rates(rates)
-        tensors = len(self._table)
-        launch(
-            adamw_scalars_kernel, (cdiv(tensors, _TENSORS),), num_warps=_TENSORS // 32,
-            table_ptr=self._table, rates_ptr=rates_tensor, skip_ptr=skip,
-            scalars_ptr=self._scalars, tensors=tensors, seed=self._seed or 0, BLOCK=_TENSORS,
-        )  # fmt: skip
-        for p_type, g_type, remainder, whole, work in self._work:
-            # The interpreter takes its time for every tile, whatever its size.
-            tile = CHUNK if INTERPRETED else _TILE_BYTES // p_type.itemsize
-            block = tile // _GROUP
+        with torch.cuda.device_of(items[0].p):  # Triton launches on the current device
+            self._prepare([item for item in items if item.p.numel()])
+            rates_tensor = self._uploaded_rates(rates)
+            tensors = len(self._table)
             launch(
-                adamw_kernel, (len(work),), num_warps=1,
-                table_ptr=self._table, work_ptr=work, scalars_ptr=self._scalars,
-                grad_scale_ptr=grad_scale, skip_ptr=skip, P_TYPE=_TYPES[p_type],
-                G_TYPE=_TYPES[g_type], **_codec_options(self._codec), REMAINDER=remainder,
-                STOCHASTIC=self._seed is not None and p_type == torch.bfloat16 and not remainder,
-                WHOLE=whole, BLOCK_G=block, TILES=CHUNK // _GROUP // block,
+                adamw_scalars_kernel, (cdiv(tensors, _TENSORS),), num_warps=_TENSORS // 32,
+                table_ptr=self._table, rates_ptr=rates_tensor, skip_ptr=skip,
+                scalars_ptr=self._scalars, tensors=tensors, seed=self._seed or 0, BLOCK=_TENSORS,
             )  # fmt: skip
+            for p_type, g_type, remainder, whole, work in self._work:
+                # The interpreter takes its time for every tile, whatever its size.
+                block = (CHUNK if INTERPRETED else _TILE_BYTES // p_type.itemsize) // _GROUP
+                stochastic = self._seed is not None and p_type == torch.bfloat16 and not remainder
+                launch(
+                    adamw_kernel, (len(work),), num_warps=1,
+                    table_ptr=self._table, work_ptr=work, scalars_ptr=self._scalars,
+                    grad_scale_ptr=grad_scale, skip_ptr=skip, P_TYPE=_TYPES[p_type],
+                    G_TYPE=_TYPES[g_type], FLOOR_K=self._codec.floor_k,
+                    LOG2_RANGE=self._codec.log2_range(E4M3),
+                    V_CHANCE=self._codec.second_by_chance, REMAINDER=remainder,
+                    STOCHASTIC=stochastic, WHOLE=whole, BLOCK_G=block,
+                    TILES=CHUNK // _GROUP // block,
+                )  # fmt: skip
 
     def _prepare(self, items: list[AdamwItem]) -> None:
         """Make the table and the work anew if something is elsewhere than in the last step."""
@@ -541,7 +478,7 @@ class AdamwTable:
         self._table = self._to_device(
             torch.tensor([(*row, *padding) for row in rows], dtype=torch.int64)
         )
-        shapes = [_shape(item) for item in items]
+        shapes = [item.launches_with() for item in items]
         if shapes != self._shapes:  # gradients may move in every step, and only they
             self._scalars = torch.empty(
                 (len(rows), SCALARS), dtype=torch.float32, device=self._device
@@ -583,20 +520,6 @@ class AdamwTable:
             )
 
 
-def _codec_options(codec: Codec) -> dict[str, Any]:
-    """The constants of the kernel."""
-    options: dict[str, Any] = {"EXPAND": codec.expand, "FLOOR_K": codec.floor_k}
-    options["V_CHANCE"] = codec.second_by_chance
-    for name, fmt in (("M", codec.first), ("V", codec.second)):
-        options |= {
-            f"{name}_TYPE": _TYPES[fmt.dtype],
-            f"{name}_MAX": fmt.max,
-            f"{name}_LOG2_MAX": math.log2(fmt.max),
-            f"{name}_LOG2_RANGE": codec.log2_range(fmt),
-        }
-    return options
-
-
 @functools.lru_cache(maxsize=8)
 def _table(device: torch.device, codec: str, seed: int | None) -> tuple[AdamwTable, Tensor]:
     """A table that steps of single tensors share, and where their steps are counted."""
@@ -604,7 +527,11 @@ def _table(device: torch.device, codec: str, seed: int | None) -> tuple[AdamwTab
     return table, torch.zeros((), dtype=torch.float32, device=device)
 
 
-def _adamw_step_triton(
+@register(
+    fake=lambda *_: None,
+    mutates=("p", "m", "m_amax", "m_k", "v", "v_amax", "v_k", "remainder"),
+)
+def _adamw_step(
     p: Tensor, g: Tensor, m: Tensor, m_amax: Tensor, m_k: Tensor, v: Tensor, v_amax: Tensor,
     v_k: Tensor, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
     codec: str, remainder: Tensor | None, grad_scale: Tensor | None, seed: int | None, index: int,
@@ -613,15 +540,6 @@ def _adamw_step_triton(
     count.fill_(step - 1)
     item = AdamwItem(p, g, (m, m_amax, m_k), (v, v_amax, v_k), count, remainder, index=index)
     table.step([item], [(lr, beta1, beta2, eps, weight_decay)], grad_scale)
-
-
-_adamw_step = register(
-    "adamw_step",
-    triton=_adamw_step_triton,
-    reference=reference_adamw.adamw_step,
-    fake=lambda *_: None,
-    mutates=("p", "m", "m_amax", "m_k", "v", "v_amax", "v_k", "remainder"),
-)
 
 
 def adamw_step(
@@ -688,30 +606,23 @@ def adamw_step(
     if step < 1:
         raise ValueError(f"adamw_step: step is {step}; steps count from 1")
     if p.numel():
-        # An op takes the same number of tensors whatever the codec.
-        (q_m, m_amax, *m_k), (q_v, v_amax, *v_k) = m, v
-        k = [*(m_k or [m_amax.new_empty(0)]), *(v_k or [v_amax.new_empty(0)])]
         _adamw_step(
-            p, g, q_m, m_amax, k[0], q_v, v_amax, k[1], lr, *betas, eps, weight_decay, step, codec,
-            remainder, grad_scale, seed, index,
+            p, g, *m, *v, lr, *betas, eps, weight_decay, step, codec, remainder, grad_scale, seed,
+            index,
         )  # fmt: skip
 
 
 def _check_moment(name: str, moment: Moment, p: Tensor, codec: Codec, *, second: bool) -> None:
-    dtypes = (codec.format(second).dtype, torch.float32, torch.float16)[: len(codec.fields)]
-    shapes = (p.shape, (groups_of(p.numel()),), (groups_of(p.numel()),))[: len(codec.fields)]
-    found = [(t.dtype, tuple(t.shape), t.is_contiguous()) for t in moment]
-    wanted = [(d, tuple(s), True) for d, s in zip(dtypes, shapes, strict=True)]
-    if found != wanted:
+    groups = (groups_of(p.numel()),)
+    dtypes = (codec.format(second).dtype, torch.float32, torch.float16)
+    wanted = list(zip(dtypes, (tuple(p.shape), groups, groups), strict=True))
+    found = [(t.dtype, tuple(t.shape)) for t in moment]
+    if found != wanted or not all(t.is_contiguous() for t in moment):
+        gaps = ["" if t.is_contiguous() else " with gaps" for t in moment]
+        parts = [f"{dtype} {shape}{gap}" for (dtype, shape), gap in zip(found, gaps, strict=True)]
         raise ValueError(
-            f"adamw_step: {name} has codes {_said(found[:1])} and metadata {_said(found[1:])}; "
-            f"for codec {codec.name!r} and p of shape {tuple(p.shape)} they must be, contiguous, "
-            f"{_said(wanted[:1])} and {_said(wanted[1:])}: make it with new_moment(p)"
+            f"adamw_step: {name} has codes and metadata {', '.join(parts)}; for codec "
+            f"{codec.name!r} and p of shape {tuple(p.shape)} they must be, contiguous, "
+            f"{', '.join(f'{dtype} {shape}' for dtype, shape in wanted)}: make it with "
+            "new_moment(p)"
         )
-
-
-def _said(tensors: list[tuple[torch.dtype, tuple[int, ...], bool]]) -> str:
-    return ", ".join(
-        f"{dtype} {shape}{'' if contiguous else ' with gaps'}"
-        for dtype, shape, contiguous in tensors
-    )

@@ -16,19 +16,17 @@ the smallest one. A group of zeros is all zeros. A NaN or an infinity makes its 
 Metadata of a group: amax in FP32, and k in FP16, whose rounding is harmless as codes are made with
 the rounded k that decodes them. Two moments take 2 + 2 * 6 / 128 = 2.094 bytes per parameter.
 
-===================  ==========  ==================  ===========================================
-codec                exp_avg     exp_avg_sq          k
-===================  ==========  ==================  ===========================================
-``dre_e4m3``         E4M3        E4M3                the paper's formula
-``dre_e4m3_e5m2``    E4M3        E5M2                the paper's formula
-``e4m3``             E4M3        E4M3                none (1): 2.063 bytes per parameter
-``released``         E4M3        E4M3                that of the released kernel
-``dre_e4m3_chance``  E4M3        E4M3, by chance     the paper's formula
-===================  ==========  ==================  ===========================================
+===================  ==========  ========================  =======================================
+codec                exp_avg     exp_avg_sq                k
+===================  ==========  ========================  =======================================
+``dre_e4m3``         E4M3        E4M3                      the paper's formula
+``released``         E4M3        E4M3                      that of the released kernel
+``dre_e4m3_chance``  E4M3        E4M3, stochastic          the paper's formula
+===================  ==========  ========================  =======================================
 
 ``released``: R_fp8 = 448 * 448 / 2 and k rounded down to a multiple of 1/16 (NVlabs/COAT,
 coat/optimizer/kernels, commit 80ec99f). It divides by sqrt(amax) sqrt(amin) first, which cancels in
-exact arithmetic. Numerics: ``reference_adamw.py``; errors on real states: kernels/README.md.
+exact arithmetic. Numerics: ``reference/adamw.py``; errors on real states: kernels/README.md.
 
 ``dre_e4m3_chance``: with beta2 near 1, v changes by less in a step than codes are apart, and to
 nearest it cannot shrink. So its codes are rounded up or down by chance. With t the code in steps of
@@ -46,7 +44,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coat_kernels.formats import E4M3, E5M2, Format
+from coat_kernels.formats import E4M3, Format
 
 GROUP = 128
 """Elements per group (the paper's choice, section 3.2)."""
@@ -65,12 +63,16 @@ k, FP16 [groups]."""
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How both moments are stored."""
+    """How both moments are stored.
+
+    The kernels take those of :data:`CODECS`; ``encode_moment`` and ``decode_moment`` any, so that
+    other formats can be studied.
+    """
 
     name: str
-    first: Format
+    first: Format = E4M3
     """Of exp_avg."""
-    second: Format
+    second: Format = E4M3
     """Of exp_avg_sq."""
     expand: bool = True
     """Whether a group has a k."""
@@ -102,22 +104,28 @@ class Codec:
 CODECS = {
     codec.name: codec
     for codec in (
-        Codec("dre_e4m3", E4M3, E4M3),
-        Codec("dre_e4m3_e5m2", E4M3, E5M2),
-        Codec("e4m3", E4M3, E4M3, expand=False),
-        Codec("released", E4M3, E4M3, floor_k=True, range_e4m3=E4M3.max * E4M3.max / 2.0),
-        Codec("dre_e4m3_chance", E4M3, E4M3, second_by_chance=True),
+        Codec("dre_e4m3"),
+        Codec("released", floor_k=True, range_e4m3=E4M3.max * E4M3.max / 2.0),
+        Codec("dre_e4m3_chance", second_by_chance=True),
     )
 }
 """By name."""
+
+REMOVED_CODECS = ("e4m3", "dre_e4m3_e5m2")
+"""Names that earlier versions trained with: without expansion, and with exp_avg_sq in E5M2."""
 
 
 def codec_called(name: str) -> Codec:
     """The codec of this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or no longer.
     """
+    if name in REMOVED_CODECS:
+        raise ValueError(
+            f"codec {name!r} of moments was removed from training: finish with the version that "
+            f"used it, or start a new optimizer from the weights with {' or '.join(CODECS)}"
+        )
     if name not in CODECS:
         raise ValueError(f"there is no codec {name!r} of moments; use one of {', '.join(CODECS)}")
     return CODECS[name]

@@ -5,7 +5,7 @@
 One program takes one row, twice: the first pass finds its largest logit and the sum of
 exponentials, the second writes the gradient over the logits. A row of a vocabulary of 152k is
 304 KB in BF16, more than a multiprocessor holds, so the second pass goes backwards: what was read
-last may still be in the cache. Reference: ``reference_loss.cross_entropy_``.
+last may still be in the cache. Reference: ``reference.cross_entropy_``.
 """
 
 import torch
@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_kernels import reference_loss
 from coat_kernels.formats import check_dtype
 from coat_kernels.launch import Tile, chosen, launch
 from coat_kernels.registry import register
@@ -81,7 +80,11 @@ def _cross_entropy_kernel(
             tl.store(x_ptr + o, gradient.to(x_ptr.dtype.element_ty), mask=o < V)
 
 
-def _cross_entropy_triton(logits: Tensor, targets: Tensor, divisor: Tensor | None) -> Tensor:
+@register(
+    fake=lambda logits, _targets, _divisor: logits.new_empty(logits.shape[:1], dtype=torch.float32),
+    mutates=("logits",),
+)
+def _cross_entropy_(logits: Tensor, targets: Tensor, divisor: Tensor | None) -> Tensor:
     M, V = logits.shape
     losses = logits.new_empty((M,), dtype=torch.float32)
     # A thread has 32 logits on their way at once, 64 bytes in 16 bits; or 16 where its registers
@@ -96,15 +99,6 @@ def _cross_entropy_triton(logits: Tensor, targets: Tensor, divisor: Tensor | Non
         V=V, stride=logits.stride(0), BLOCK=block, num_warps=tile.warps,
     )  # fmt: skip
     return losses
-
-
-_cross_entropy = register(
-    "cross_entropy_",
-    triton=_cross_entropy_triton,
-    reference=reference_loss.cross_entropy_,
-    fake=lambda logits, _targets, _divisor: logits.new_empty(logits.shape[:1], dtype=torch.float32),
-    mutates=("logits",),
-)
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, divisor: Tensor | None = None) -> Tensor:
@@ -132,7 +126,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, divisor: Tensor | None = Non
     _check("targets", targets, torch.int64, logits.shape[:1], logits.device)
     if divisor is not None:
         _check("divisor", divisor, torch.float32, (), logits.device)
-    return _cross_entropy(logits, targets, divisor)
+    return _cross_entropy_(logits, targets, divisor)
 
 
 def _check(

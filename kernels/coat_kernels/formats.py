@@ -92,15 +92,6 @@ class GroupScaled(NamedTuple):
         return self.q.shape[-1] // self.exponents.shape[-1]
 
 
-class TransposedGroups(NamedTuple):
-    """:class:`GroupScaled` of a matrix [M, N], transposed: groups run down the columns."""
-
-    q: Tensor
-    """Codes, FP8 [N, M'], M padded with zeros to a multiple of 16."""
-    exponents: Tensor
-    """E8M0 bytes, uint8 [N / G, M']."""
-
-
 class GradientCodes(NamedTuple):
     """A gradient dy [M, N] as the GEMMs of a backward pass take it; what is not needed is empty."""
 

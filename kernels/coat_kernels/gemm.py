@@ -30,7 +30,12 @@ from coat_kernels.formats import (
 from coat_kernels.registry import register
 
 
-def _scaled_mm_cuda(
+@register(
+    fake=lambda a, _a_scale, b, _b_scale, _bias, dtype, _fast: a.new_empty(
+        (a.shape[0], b.shape[0]), dtype=dtype
+    ),
+)
+def _scaled_mm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
     dtype: torch.dtype, fast: bool,
 ) -> Tensor:  # fmt: skip
@@ -41,16 +46,6 @@ def _scaled_mm_cuda(
         a, b.t(), a_scale, b_scale, bias=fused, out_dtype=dtype, use_fast_accum=fast
     )
     return y if bias is None or fused is not None else y + bias
-
-
-_scaled_mm = register(
-    "scaled_mm",
-    triton=_scaled_mm_cuda,
-    reference=reference.scaled_mm,
-    fake=lambda a, _a_scale, b, _b_scale, _bias, dtype, _fast: a.new_empty(
-        (a.shape[0], b.shape[0]), dtype=dtype
-    ),
-)
 
 
 def scaled_mm(

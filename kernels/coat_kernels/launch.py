@@ -4,19 +4,29 @@ Triton looks at every argument of every launch to find the compiled kernel, whic
 several times as long as the launch itself. So the compiled kernel is kept here for arguments that
 were there before, and given to the GPU as Triton gives it, with addresses for tensors: Triton would
 ask each for its address and the driver whether it knows that. Another number of tokens asks Triton
-once more, and then costs what it did; within a step, layers repeat it. Launch hooks are called as
-ever; Triton's other knobs (debug, instrumentation) count if set before the first launch.
+once more, and then costs what it did; within a step, layers repeat it. Launch hooks are called;
+Triton's other knobs (debug, instrumentation) count if set before the first launch. Triton's own
+launcher is private: a version that is not in ``TESTED`` launches every kernel itself.
 """
 
+import functools
+import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+import torch
+import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
+
+TESTED = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 8))}
+"""Versions whose private parts may be used: from the first on, below the second. The same range is
+in pyproject.toml."""
 
 NUM_WARPS = 8
 """Warps per program. With four, the backward kernels' tiles spill registers on sm_90."""
@@ -25,9 +35,24 @@ TOKENS = ("M",)
 """Arguments that Triton must not compile special cases of: a kernel takes any number of tokens.
 (Compiled for M = 1, Triton 3.6 wrote wrong bytes into transposed FP8 tiles on an H200.)"""
 
-
 COUNTS = ("programs",)
-"""The same for the number of programs that walk over rows, which follows the number of tokens."""
+"""The same for a persistent kernel's number of programs, which follows the number of tokens."""
+
+
+@functools.cache
+def is_tested(package: str) -> bool:
+    """Whether ``torch`` or ``triton`` is of a version in :data:`TESTED`; if not, warns once."""
+    version = {"torch": torch, "triton": triton}[package].__version__
+    first, end = TESTED[package]
+    major, minor = re.findall(r"\d+", version)[:2]
+    if first <= (int(major), int(minor)) < end:
+        return True
+    warnings.warn(
+        f"coat_kernels was tested with {package} {first[0]}.{first[1]} to below {end[0]}.{end[1]} "
+        f"and found {version}: it uses the public interface alone, which costs the CPU more time",
+        stacklevel=2,
+    )
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +86,8 @@ def transposing_tile(group: int = 1) -> Tile:
 def forced_tile(tile: Tile) -> Iterator[None]:
     """Let all kernels take this tile, so that tiles can be compared; see ``bench kernels --sweep``.
 
-    Kernels that walk over rows take its warps only, those without a choice of tiles nothing.
+    Persistent kernels, which take whole rows, take its warps only, those without a choice of tiles
+    nothing.
     """
     global _forced
     before, _forced = _forced, tile
@@ -170,7 +196,8 @@ def launch(
         return
     known = _kernels.get(id(kernel))
     if known is None:
-        if not isinstance(kernel, JITFunction):  # the interpreter's
+        # The interpreter's, or to be launched by Triton alone.
+        if not isinstance(kernel, JITFunction) or not is_tested("triton"):
             kernel[grid](**args, **_options(num_warps, maxnreg))
             return
         known = _kernels[id(kernel)] = _Kernel(kernel)
@@ -213,6 +240,8 @@ def launch(
 
 def current_stream(device: int) -> int:
     """The handle of a GPU's current stream, by its number."""
+    if not is_tested("triton"):
+        return torch.cuda.current_stream(device).cuda_stream
     active: Any = driver.active
     return active.get_current_stream(device)
 

@@ -8,7 +8,7 @@ both together are the master bit for bit. It saves no master: 2 bytes instead of
 
 r is the low half of a hash of the element's index and a key, so a step can be repeated. The hash
 is Chris Wellons's lowbias32 (github.com/skeeto/hash-prospector): 32 bits that each hang on all bits
-of the argument. The kernels compute the same, see ``adamw_kernel.py``.
+of the argument. The kernels compute the same, see ``adamw.py``.
 """
 
 from typing import TypeVar

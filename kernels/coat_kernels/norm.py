@@ -1,34 +1,30 @@
-"""RMSNorm and LayerNorm from high precision to FP8, keeping only an FP8 copy of the input.
+"""RMSNorm and LayerNorm from high precision to FP8, saving only an FP8 copy of the input.
 
-    y = (x - mean) * rstd * weight + bias,   rstd = 1 / sqrt(avg((x - mean)^2) + eps)
+    y = (x - mean) rstd weight + bias,   rstd = 1 / sqrt(avg((x - mean)^2) + eps)
 
-RMSNorm has no mean and no bias. Two passes, because y's per-tensor scale needs all of y:
+    dx = rstd (g - avg(g) - xhat avg(g xhat)) + residual,   g = dy weight,  xhat = (x - mean) rstd
+    dweight = sum over tokens of dy xhat,   dbias = sum over tokens of dy
+
+RMSNorm has no mean, no bias and no avg(g). Forward takes two passes, because y's per-tensor scale
+needs all of y:
 
 * ``norm_stats`` reads x once (and what a residual connection adds to it: then it writes the sum):
-  rstd, mean, x's group-scaled copy (all that backward keeps: N + N / G bytes and one or two FP32
-  per token) and y's amax (the first stage of COAT's Group Scaling, arXiv 2410.19313 section 4.2).
+  rstd, mean, x's group-scaled copy (all that is saved for backward: N + N / G bytes and one or two
+  FP32 per token) and y's amax (the first stage of COAT's Group Scaling, arXiv 2410.19313 section
+  4.2).
 * ``norm_apply`` reads x (forward) or its FP8 copy (backward) and writes y's codes, row-major for
   the forward GEMM or transposed for the weight gradient. y itself is never stored.
 
-Gradient: ``norm_gradient.py``. Reference: ``reference.norm_stats``, ``norm_apply``.
+Backward, ``norm_bwd``, is one pass over the FP8 copy: programs sum the gradients of weight and bias
+for their rows in FP32; their sums are added in a fixed order, so they are deterministic. The
+gradient of the residual path is added on the way. Derivation: ``kernels/README.md``.
 
-Gradient of RMSNorm and LayerNorm, from the FP8 copy that the forward pass kept.
-
-    dx = rstd (g - avg(g) - xhat avg(g xhat)) + residual,   g = dy weight   (RMSNorm: no avg(g))
-    dweight = sum over tokens of dy xhat,   dbias = sum over tokens of dy
-
-One pass: programs walk over the rows, and sum the gradients of weight and bias for theirs in FP32;
-their sums are added in a fixed order, so they are deterministic. The gradient of the residual path
-is added on the way. Derivation: ``kernels/README.md``. Reference: ``reference.norm_bwd``.
-
-How the norms' kernels walk over the rows of a matrix: pieces of a row, warps, programs.
-
-A row is held in one or two pieces whose widths are powers of two: 1152 channels are 1024 and 128,
-with no lane idle, where one power of two would be 2048. Each program takes every n-th row, of which
-the next is on its way while one is worked on. ``WALKS`` is the one table of choices.
+``norm_stats`` and ``norm_bwd`` are persistent kernels. A row is held in one or two pieces whose
+widths are powers of two: 1152 channels are 1024 and 128, with no lane idle, where one power of two
+would be 2048. Each program takes every n-th row, of which the next is on its way while one is
+worked on. Reference: ``reference/norm.py``.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +32,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_kernels import reference
 from coat_kernels.formats import (
     E4M3,
     Format,
@@ -79,60 +74,19 @@ MAX_PROGRAMS = 32
 LEAST_WIDTH = 128
 """Of a row's first piece."""
 
+WARPS_AND_REGISTERS: dict[str, tuple[tuple[int, int, int], ...]] = {
+    "stats": ((1280, 1, 128), (2048, 2, 128), (4096, 4, 128), (8192, 16, 80)),
+    "sum": ((2048, 2, 128), (4096, 8, 80), (8192, 16, 128)),
+    "bwd": ((1152, 1, 255), (1536, 2, 168), (2048, 4, 128), (4096, 8, 128), (8192, 16, 128)),
+}
+"""By kernel: the widest row, in lanes of both pieces, for which a program has so many warps, with
+at most so many registers per thread; the last entry is for all other rows too. ``sum`` is
+``norm_stats`` with a delta. Without a bound the compiler takes so many registers that one or two
+programs fill a multiprocessor. All compile without spills; those for 1152 and 4096 lanes were
+chosen among a few on an H200, of which no figures are kept."""
 
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """What a program may use for a row."""
-
-    warps: int
-    registers: int
-    """Most of a thread. Without a bound the compiler takes so many that one or two programs fill a
-    multiprocessor."""
-
-
-WALKS: dict[str, tuple[tuple[int, Walk], ...]] = {
-    "stats": (
-        (1280, Walk(1, 128)), (2048, Walk(2, 128)), (4096, Walk(4, 128)), (8192, Walk(16, 80)),
-    ),
-    "sum": ((2048, Walk(2, 128)), (4096, Walk(8, 80)), (8192, Walk(16, 128))),
-    "bwd": (
-        (1152, Walk(1, 255)), (1536, Walk(2, 168)), (2048, Walk(4, 128)), (4096, Walk(8, 128)),
-        (8192, Walk(16, 128)),
-    ),
-}  # fmt: skip
-"""By kernel: the widest row, in lanes of both pieces, and the walk for it; the last one is for all
-others too. ``sum`` is ``norm_stats`` with a delta. All compile without spills;
-those for 1152 and 4096 lanes were chosen among a few on an H200, of which no figures are kept."""
-
-
-def pieces(columns: int) -> tuple[int, int]:
-    """Widths of the two pieces that hold a row; the second is 0 if the first holds all of it.
-
-    Where both together would be as wide as the next power of two, that is the first.
-    """
-    whole = max(LEAST_WIDTH, 1 << (columns - 1).bit_length())
-    head = whole // 2
-    if columns <= head or head < LEAST_WIDTH:
-        return whole, 0
-    tail = 1 << (columns - head - 1).bit_length()
-    return (whole, 0) if tail == head else (head, tail)
-
-
-def walked(kernel: str, M: int, N: int) -> tuple[int, dict[str, int]]:
-    """How many programs walk over the rows of [M, N], and their launch options.
-
-    Args:
-        kernel: one of ``WALKS``.
-        M: rows.
-        N: columns.
-    """
-    head, tail = pieces(N)
-    table = WALKS[kernel]
-    walk = next((walk for widest, walk in table if head + tail <= widest), table[-1][1])
-    warps = chosen(Tile(1, head, walk.warps)).warps
-    each = max(1, min(MAX_PROGRAMS, REGISTER_FILE // (32 * walk.registers * warps)))
-    options = {"HEAD": head, "TAIL": tail, "num_warps": warps, "maxnreg": walk.registers}
-    return min(M, MULTIPROCESSORS * each), options
+LANE = tl.constexpr(16)
+"""Channels whose largest magnitude is kept as one."""
 
 
 @triton.jit
@@ -163,10 +117,6 @@ def row_sum(x):
 def load_channels(ptr, o_n, N):
     """[1, WIDTH] of N channels as they are stored; zeros beyond."""
     return tl.load(ptr + o_n[None, :], mask=o_n[None, :] < N, other=0.0)
-
-
-LANE = tl.constexpr(16)
-"""Channels whose largest magnitude is kept as one."""
 
 
 @triton.jit
@@ -289,152 +239,6 @@ def _norm_apply_kernel(
         y * inverse_scale(scale_ptr), q_ptr, qt_ptr, o_m, i_m, o_n, o_n < N, M, M_PADDED, N,
         M_PADDED, ROWS, TRANSPOSED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-
-
-def _empty_stats(
-    x: Tensor, delta: Tensor | None, centered: bool, group_size: int, fmt: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised results of ``norm_stats``."""
-    M = x.shape[0]
-    total = torch.empty_like(x) if delta is not None else x.new_empty(0)
-    rstd = x.new_empty((M,), dtype=torch.float32)
-    mean = x.new_empty((M if centered else 0,), dtype=torch.float32)
-    scale = x.new_empty((), dtype=torch.float32)
-    return total, *empty_grouped(x, group_size, fmt), rstd, mean, scale
-
-
-def _norm_stats_triton(
-    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-    centered: bool, group_size: int, fmt: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    form = format_of(fmt)
-    M, N = x.shape
-    total, q, exponents, rstd, mean = _empty_stats(x, delta, centered, group_size, fmt)[:5]
-    programs, options = walked("stats" if delta is None else "sum", M, N)
-    scale = new_scale(x.device)
-    launch(
-        _norm_stats_kernel, (programs,),
-        x_ptr=x, delta_ptr=delta, weight_ptr=weight, bias_ptr=bias, sum_ptr=total, q_ptr=q,
-        e_ptr=exponents, rstd_ptr=rstd, mean_ptr=mean, scale_ptr=scale, M=M, N=N,
-        programs=programs, eps=float(eps), HAS_DELTA=delta is not None, CENTERED=centered,
-        HAS_BIAS=bias is not None, MASKED=options["HEAD"] + options["TAIL"] > N,
-        MAX_EXPONENT=form.max_exponent, INVERSE_MAX=1.0 / form.max, GROUP=group_size, **options,
-    )  # fmt: skip
-    return total, q, exponents, rstd, mean, scale
-
-
-def _norm_apply_triton(
-    x: Tensor, exponents: Tensor | None, weight: Tensor, bias: Tensor | None, rstd: Tensor,
-    mean: Tensor, scale: Tensor, fmt: str, rows: bool, transposed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    M, N = x.shape
-    q, qt = empty_layouts(M, N, format_of(fmt), rows, transposed, x.device)
-    group = 1 if exponents is None else N // exponents.shape[1]
-    tile = transposing_tile(group) if transposed else TILE
-    grid, options = tiled(padded(M) if transposed else M, N, tile)
-    launch(
-        _norm_apply_kernel, grid,
-        x_ptr=x, e_ptr=exponents, weight_ptr=weight, bias_ptr=bias, rstd_ptr=rstd, mean_ptr=mean,
-        scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, N=N, M_PADDED=padded(M),
-        GROUPED=exponents is not None, CENTERED=mean.numel() > 0, HAS_BIAS=bias is not None,
-        ROWS=rows, TRANSPOSED=transposed,
-        GROUP=group, **options,
-    )  # fmt: skip
-    return q, qt
-
-
-def _norm_apply_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    fmt, rows, transposed = rest[-3:]
-    return empty_layouts(x.shape[0], x.shape[1], format_of(fmt), rows, transposed, x.device)
-
-
-_norm_stats = register(
-    "norm_stats",
-    triton=_norm_stats_triton,
-    reference=reference.norm_stats,
-    fake=lambda x, delta, _weight, _bias, _eps, *rest: _empty_stats(x, delta, *rest),
-)
-_norm_apply = register(
-    "norm_apply",
-    triton=_norm_apply_triton,
-    reference=reference.norm_apply,
-    fake=_norm_apply_fake,
-)
-
-
-class NormSaved(NamedTuple):
-    """What a norm keeps for its backward pass."""
-
-    x: GroupScaled
-    """The input, [M, N]."""
-    rstd: Tensor
-    """FP32 [M]."""
-    mean: Tensor
-    """FP32 [M]; empty for RMSNorm."""
-    scale: Tensor
-    """Per-tensor scale of the output, FP32 []."""
-
-
-def norm_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    centered: bool,
-    group_size: int,
-    delta: Tensor | None = None,
-    fmt: Format = E4M3,
-) -> tuple[Tensor, TensorScaled, NormSaved]:
-    """RMSNorm, or LayerNorm when ``centered``, of x or of x + delta, to per-tensor FP8.
-
-    Args:
-        x: FP32, BF16 or FP16 [M, N], contiguous.
-        weight: [N], any of these dtypes.
-        bias: [N] or None.
-        eps: the model's epsilon, inside the square root.
-        centered: subtract the mean (LayerNorm).
-        group_size: group size of the copy of the norm's input that is kept.
-        delta: what a residual connection adds to x first, like x.
-        fmt: format of the codes of y and of that copy.
-
-    Returns:
-        The norm's input (x itself, or the sum rounded to x's dtype), y's codes, and what backward
-        needs.
-
-    Raises:
-        ValueError: the shape, dtype or group size does not fit.
-    """
-    check_matrix("norm_fwd", "x", x)
-    check_group("norm_fwd", x.shape[1], group_size)
-    check_vector("norm_fwd", "weight", weight, x.shape[1])
-    check_vector("norm_fwd", "bias", bias, x.shape[1])
-    if delta is not None:
-        check_like("norm_fwd", "delta", delta, "x", x)
-    total, q, exponents, rstd, mean, scale = _norm_stats(
-        x, delta, weight, bias, eps, centered, group_size, fmt.name
-    )
-    source = x if delta is None else total
-    y, _ = _norm_apply(source, None, weight, bias, rstd, mean, scale, fmt.name, True, False)
-    saved = NormSaved(GroupScaled(q, exponents), rstd, mean, scale)
-    return source, TensorScaled(y, scale), saved
-
-
-def norm_recompute(
-    saved: NormSaved, weight: Tensor, bias: Tensor | None, fmt: Format = E4M3
-) -> TensorScaled:
-    """The norm's output again, from the FP8 copy, transposed [N, M'] for the weight gradient.
-
-    Raises:
-        ValueError: weight or bias does not fit.
-    """
-    check_vector("norm_recompute", "weight", weight, saved.x.q.shape[1])
-    check_vector("norm_recompute", "bias", bias, saved.x.q.shape[1])
-    _, qt = _norm_apply(
-        saved.x.q, saved.x.exponents, weight, bias, saved.rstd, saved.mean, saved.scale,
-        fmt.name, False, True,
-    )  # fmt: skip
-    return TensorScaled(qt, saved.scale)
 
 
 @triton.jit
@@ -562,13 +366,110 @@ def _norm_bwd_kernel(  # noqa: C901 - the branches are those of the compiler
             store_row(dbias_t, dbias_ptr, row, o_t, N)
 
 
-def _norm_bwd_triton(
+def pieces(columns: int) -> tuple[int, int]:
+    """Widths of the two pieces that hold a row; the second is 0 if the first holds all of it.
+
+    Where both together would be as wide as the next power of two, that is the first.
+    """
+    whole = max(LEAST_WIDTH, 1 << (columns - 1).bit_length())
+    head = whole // 2
+    if columns <= head or head < LEAST_WIDTH:
+        return whole, 0
+    tail = 1 << (columns - head - 1).bit_length()
+    return (whole, 0) if tail == head else (head, tail)
+
+
+def _persistent(kernel: str, M: int, N: int) -> tuple[int, dict[str, int]]:
+    """How many programs share the rows of [M, N], and their launch options.
+
+    Args:
+        kernel: one of ``WARPS_AND_REGISTERS``.
+        M: rows.
+        N: columns.
+    """
+    head, tail = pieces(N)
+    table = WARPS_AND_REGISTERS[kernel]
+    _, warps, registers = next((row for row in table if head + tail <= row[0]), table[-1])
+    warps = chosen(Tile(1, head, warps)).warps
+    each = max(1, min(MAX_PROGRAMS, REGISTER_FILE // (32 * registers * warps)))
+    options = {"HEAD": head, "TAIL": tail, "num_warps": warps, "maxnreg": registers}
+    return min(M, MULTIPROCESSORS * each), options
+
+
+def _empty_stats(
+    x: Tensor, delta: Tensor | None, centered: bool, group_size: int, fmt: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised results of ``norm_stats``, without the scale."""
+    M = x.shape[0]
+    total = torch.empty_like(x) if delta is not None else x.new_empty(0)
+    rstd = x.new_empty((M,), dtype=torch.float32)
+    mean = x.new_empty((M if centered else 0,), dtype=torch.float32)
+    return total, *empty_grouped(x, group_size, fmt), rstd, mean
+
+
+@register(
+    fake=lambda x, delta, _weight, _bias, _eps, *rest: (
+        *_empty_stats(x, delta, *rest),
+        x.new_empty((), dtype=torch.float32),
+    ),
+)
+def _norm_stats(
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+    centered: bool, group_size: int, fmt: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    form = format_of(fmt)
+    M, N = x.shape
+    total, q, exponents, rstd, mean = _empty_stats(x, delta, centered, group_size, fmt)
+    programs, options = _persistent("stats" if delta is None else "sum", M, N)
+    scale = new_scale(x.device)
+    launch(
+        _norm_stats_kernel, (programs,),
+        x_ptr=x, delta_ptr=delta, weight_ptr=weight, bias_ptr=bias, sum_ptr=total, q_ptr=q,
+        e_ptr=exponents, rstd_ptr=rstd, mean_ptr=mean, scale_ptr=scale, M=M, N=N,
+        programs=programs, eps=float(eps), HAS_DELTA=delta is not None, CENTERED=centered,
+        HAS_BIAS=bias is not None, MASKED=options["HEAD"] + options["TAIL"] > N,
+        MAX_EXPONENT=form.max_exponent, INVERSE_MAX=1.0 / form.max, GROUP=group_size, **options,
+    )  # fmt: skip
+    return total, q, exponents, rstd, mean, scale
+
+
+@register(
+    fake=lambda x, *rest: empty_layouts(len(x), x.shape[1], x, *rest[-3:]),
+)
+def _norm_apply(
+    x: Tensor, exponents: Tensor | None, weight: Tensor, bias: Tensor | None, rstd: Tensor,
+    mean: Tensor, scale: Tensor, fmt: str, rows: bool, transposed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    M, N = x.shape
+    q, qt = empty_layouts(M, N, x, fmt, rows, transposed)
+    group = 1 if exponents is None else N // exponents.shape[1]
+    tile = transposing_tile(group) if transposed else TILE
+    grid, options = tiled(padded(M) if transposed else M, N, tile)
+    launch(
+        _norm_apply_kernel, grid,
+        x_ptr=x, e_ptr=exponents, weight_ptr=weight, bias_ptr=bias, rstd_ptr=rstd, mean_ptr=mean,
+        scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, N=N, M_PADDED=padded(M),
+        GROUPED=exponents is not None, CENTERED=mean.numel() > 0, HAS_BIAS=bias is not None,
+        ROWS=rows, TRANSPOSED=transposed, GROUP=group, **options,
+    )  # fmt: skip
+    return q, qt
+
+
+def _empty_bwd(dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised results of ``norm_bwd``."""
+    N, centered = dy.shape[1], rest[4].numel() > 0
+    dweight, dbias = (dy.new_empty((n,), dtype=torch.float32) for n in (N, N * centered))
+    return torch.empty_like(dy), dweight, dbias
+
+
+@register(fake=_empty_bwd)
+def _norm_bwd(
     dy: Tensor, x: Tensor, exponents: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor,
     residual: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     M, N = x.shape
     centered = mean.numel() > 0
-    programs, options = walked("bwd", max(1, M), N)  # none: writes zero sums
+    programs, options = _persistent("bwd", max(1, M), N)  # none: writes zero sums
     dx = torch.empty_like(dy)
     sums = torch.empty((1 + centered, programs, N), dtype=torch.float32, device=dy.device)
     launch(
@@ -582,19 +483,79 @@ def _norm_bwd_triton(
     return dx, sums[0].sum(0), sums[1].sum(0) if centered else sums.new_empty(0)
 
 
-def _norm_bwd_fake(dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    N, mean = dy.shape[1], rest[4]
-    biases = N if mean.numel() else 0
-    dweight, dbias = (dy.new_empty((size,), dtype=torch.float32) for size in (N, biases))
-    return torch.empty_like(dy), dweight, dbias
+class NormSaved(NamedTuple):
+    """What a norm keeps for its backward pass."""
+
+    x: GroupScaled
+    """The input, [M, N]."""
+    rstd: Tensor
+    """FP32 [M]."""
+    mean: Tensor
+    """FP32 [M]; empty for RMSNorm."""
+    scale: Tensor
+    """Per-tensor scale of the output, FP32 []."""
 
 
-_norm_bwd = register(
-    "norm_bwd",
-    triton=_norm_bwd_triton,
-    reference=reference.norm_bwd,
-    fake=_norm_bwd_fake,
-)
+def norm_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    centered: bool,
+    group_size: int,
+    delta: Tensor | None = None,
+    fmt: Format = E4M3,
+) -> tuple[Tensor, TensorScaled, NormSaved]:
+    """RMSNorm, or LayerNorm when ``centered``, of x or of x + delta, to per-tensor FP8.
+
+    Args:
+        x: FP32, BF16 or FP16 [M, N], contiguous.
+        weight: [N], any of these dtypes.
+        bias: [N] or None.
+        eps: the model's epsilon, inside the square root.
+        centered: subtract the mean (LayerNorm).
+        group_size: group size of the copy of the norm's input that is kept.
+        delta: what a residual connection adds to x first, like x.
+        fmt: format of the codes of y and of that copy.
+
+    Returns:
+        The norm's input (x itself, or the sum rounded to x's dtype), y's codes, and what backward
+        needs.
+
+    Raises:
+        ValueError: the shape, dtype or group size does not fit.
+    """
+    check_matrix("norm_fwd", "x", x)
+    check_group("norm_fwd", x.shape[1], group_size)
+    check_vector("norm_fwd", "weight", weight, x.shape[1])
+    check_vector("norm_fwd", "bias", bias, x.shape[1])
+    if delta is not None:
+        check_like("norm_fwd", "delta", delta, "x", x)
+    total, q, exponents, rstd, mean, scale = _norm_stats(
+        x, delta, weight, bias, eps, centered, group_size, fmt.name
+    )
+    source = x if delta is None else total
+    y, _ = _norm_apply(source, None, weight, bias, rstd, mean, scale, fmt.name, True, False)
+    saved = NormSaved(GroupScaled(q, exponents), rstd, mean, scale)
+    return source, TensorScaled(y, scale), saved
+
+
+def norm_recompute(
+    saved: NormSaved, weight: Tensor, bias: Tensor | None, fmt: Format = E4M3
+) -> TensorScaled:
+    """The norm's output again, from the FP8 copy, transposed [N, M'] for the weight gradient.
+
+    Raises:
+        ValueError: weight or bias does not fit.
+    """
+    check_vector("norm_recompute", "weight", weight, saved.x.q.shape[1])
+    check_vector("norm_recompute", "bias", bias, saved.x.q.shape[1])
+    _, qt = _norm_apply(
+        saved.x.q, saved.x.exponents, weight, bias, saved.rstd, saved.mean, saved.scale,
+        fmt.name, False, True,
+    )  # fmt: skip
+    return TensorScaled(qt, saved.scale)
 
 
 def norm_bwd(

@@ -1,30 +1,24 @@
-"""Quantize per tensor, row-major and transposed.
+"""Quantization per tensor, row-major and transposed: activations, weights, gradients; and back.
 
     scale = max(amax(x) / max, 2^-126),  q = cast(x / scale)
 
-Formats and the convention: ``formats.py``. The reference: ``reference.py``. Reads x twice (amax,
-then codes). Weights of layers with the same input are quantized as one matrix without being copied
-together, up to three in one launch. Paper: arXiv 2410.19313, sections 4.1 (mixed granularity) and
-4.2 (the amax of the first pass can come from the producer: ``norm.py``, ``activation.py``).
+    tensor_scale        scale of matrices that are quantized as one
+    quantize_tensor     q [M, N] and [N, M'], for a GEMM over tokens; matrices one below the other
+    quantize_gradient   both steps for matrices side by side; db = sum over tokens of dy
+    transpose_codes     q [M, N] -> [N, M'], tokens padded with zeros to a multiple of 16
+    dequantize_tensor   x = q * scale
 
-Per-tensor codes that exist already: transposed for a GEMM over tokens, or back as values.
+x is read twice, for its amax and for its codes (the amax of the first pass can also come from the
+producer: ``norm.py``, ``activation.py``). Matrices that are quantized with one scale are never
+copied together, but read where they are, up to three in one launch: the weights of layers with the
+same input, and the gradients of q, k and v as attention returns them. A linear layer's incoming
+gradient dy goes to both of its GEMMs; the sums for the bias's gradient cost no third pass. They are
+FP32 in a fixed order (partial sums per block of rows, then one sum), so they are deterministic.
 
-    transpose_codes      q [M, N] -> [N, M'], tokens padded with zeros to a multiple of 16
-    dequantize_tensor    x = q * scale
-
-For what the forward pass keeps as the operand of a GEMM and the backward pass needs otherwise: the
-input of a linear layer (its weight gradient) and attention's output. Bytes per element: 2; 1 and
-those of the result. Reference: ``reference.transpose_codes``, ``dequantize_tensor``.
-
-A linear layer's incoming gradient, quantized for both of its GEMMs, with the bias's gradient.
-
-    scale = max(amax(dy) / max, 2^-126),   q = cast(dy / scale),   db = sum over tokens of dy
-
-dy may lie in several matrices side by side (the gradients of q, k and v, as attention returns
-them): they are read where they are, up to three in one launch, and never copied together. dy is
-read twice, for its amax and for its codes; the sums of the second pass cost no third. db is summed
-in FP32 in a fixed order (partial sums per block of rows, then one sum), so it is deterministic.
-Kernels: ``quantize.py``. Reference: ``reference.quantize_gradient``.
+What the forward pass saved as the operand of a GEMM is transposed in the backward pass: the input
+of a linear layer for its weight gradient, attention's output; bytes per element: 2. Formats and the
+convention: ``formats.py``. Reference: ``reference/quantize.py``. Paper: arXiv 2410.19313, sections
+4.1 (mixed granularity) and 4.2.
 """
 
 from collections.abc import Sequence
@@ -35,7 +29,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_kernels import reference
 from coat_kernels.formats import (
     E4M3,
     E5M2,
@@ -70,12 +63,15 @@ from coat_kernels.tile import (
     word_offsets,
 )
 
-AMAX_ELEMENTS = 4096
-"""Elements that a program of the pass for the largest magnitude reads at a time."""
+ELEMENTS = 4096
+"""Elements that a program reads at a time where rows and columns do not matter."""
 
 AMAX_PROGRAMS = 1056
-"""Most programs of that pass: eight per multiprocessor of an H200, each with many blocks."""
+"""Most programs that look for the largest magnitude: eight per multiprocessor of an H200, each with
+many blocks."""
 
+TRANSPOSED_TILE = Tile(128, 128, 8)
+"""Of codes that are transposed: the fastest of four on an H200."""
 
 MOST_PARTS = 3
 """So many matrices a launch takes: the weights of q, k and v. More take several launches."""
@@ -157,13 +153,55 @@ def quantize_tensor_kernel(
         tl.store(sums_ptr + i_m.to(tl.int64) * N + o_n, tl.sum(x, axis=0), mask=o_n < n)
 
 
+@triton.jit(do_not_specialize=TOKENS)
+def _transpose_codes_kernel(
+    q_ptr, qt_ptr,  # (M, N) and (N, M_PADDED) uint8
+    M, N, M_PADDED, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)  # tiles are counted along the row first
+    i_m = pid // tiles_n
+    o_m = word_offsets(i_m, BLOCK_M)
+    o_n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (o_m[:, None] < M) & (o_n[None, :] < N)
+    q = tl.load(q_ptr + o_m[:, None] * N + o_n[None, :], mask=mask, other=0)
+    store_codes(
+        q, q_ptr, qt_ptr, o_m, i_m, o_n, o_n < N, M, M_PADDED, N, M_PADDED, False, True, BLOCK_M,
+        BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def _dequantize_tensor_kernel(q_ptr, scale_ptr, x_ptr, numel, BLOCK: tl.constexpr):
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    q = tl.load(q_ptr + o, mask=o < numel, other=0.0).to(tl.float32)
+    x = q * tl.load(scale_ptr)
+    tl.store(x_ptr + o, x.to(x_ptr.dtype.element_ty), mask=o < numel)
+
+
 def empty_layouts(
-    M: int, N: int, fmt: Format, rows: bool, transposed: bool, device: torch.device
+    M: int, N: int, like: Tensor, fmt: str, rows: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     """Uninitialised codes [M, N] and [N, M']; a layout that is not asked for is empty."""
-    q = torch.empty((M, N) if rows else (0,), dtype=fmt.dtype, device=device)
-    qt = torch.empty((N, padded(M)) if transposed else (0,), dtype=fmt.dtype, device=device)
+    dtype = format_of(fmt).dtype
+    q = torch.empty((M, N) if rows else (0,), dtype=dtype, device=like.device)
+    qt = torch.empty((N, padded(M)) if transposed else (0,), dtype=dtype, device=like.device)
     return q, qt
+
+
+def gradient_room(
+    M: int, N: int, like: Tensor, fmt: str, rows: bool, transposed: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised codes [M, N], [N, M'] and sums [N]; what is not wanted is empty."""
+    q, qt = empty_layouts(M, N, like, fmt, rows, transposed)
+    return q, qt, like.new_empty((N * bias,), dtype=torch.float32)
+
+
+def empty_gradient(
+    M: int, N: int, like: Tensor, fmt: str, rows: bool, transposed: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same with a scale [], third."""
+    q, qt, sums = gradient_room(M, N, like, fmt, rows, transposed, bias)
+    return q, qt, like.new_empty((), dtype=torch.float32), sums
 
 
 def _launches(parts: Sequence[Tensor]) -> list[Sequence[Tensor]]:
@@ -180,8 +218,10 @@ def _three(values: Sequence[Any]) -> Sequence[Any]:
     return (*values, None, None, None)[:MOST_PARTS]
 
 
-def tensor_scale_triton(parts: Sequence[Tensor], fmt: str) -> Tensor:
-    """The scale of matrices that are quantized together."""
+@register(
+    fake=lambda parts, _fmt: parts[0].new_empty((), dtype=torch.float32),
+)
+def _tensor_scale(parts: Sequence[Tensor], fmt: str) -> Tensor:
     scale = new_scale(parts[0].device)
     launches = _launches(parts)
     if any(part.numel() >= _MANY for part in parts):
@@ -189,17 +229,17 @@ def tensor_scale_triton(parts: Sequence[Tensor], fmt: str) -> Tensor:
         launches = [[part] for part in parts if part.numel()]
     for together in launches:
         sizes = [part.numel() for part in together]
-        programs = min(AMAX_PROGRAMS, cdiv(max(sizes), AMAX_ELEMENTS))
+        programs = min(AMAX_PROGRAMS, cdiv(max(sizes), ELEMENTS))
         (x0, x1, x2), (numel0, numel1, numel2) = _three(together), _three(sizes)
         launch(
             _amax_kernel, (programs, len(together)),
             x0_ptr=x0, x1_ptr=x1, x2_ptr=x2, scale_ptr=scale, numel0=numel0, numel1=numel1,
-            numel2=numel2, INVERSE_MAX=1.0 / format_of(fmt).max, BLOCK=AMAX_ELEMENTS,
+            numel2=numel2, INVERSE_MAX=1.0 / format_of(fmt).max, BLOCK=ELEMENTS,
         )  # fmt: skip
     return scale
 
 
-def write_codes(
+def _write_codes(
     parts: Sequence[Tensor],
     scale: Tensor,
     q: Tensor,
@@ -244,34 +284,67 @@ def write_codes(
         before += sum(sizes)
 
 
-def _quantize_tensor_triton(
+@register(
+    fake=lambda parts, _scale, *layout: empty_layouts(
+        sum(part.shape[0] for part in parts), parts[0].shape[1], parts[0], *layout
+    ),
+)
+def _quantize_tensor(
     parts: Sequence[Tensor], scale: Tensor, fmt: str, rows: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    M, N = stacked_shape(parts)
-    q, qt = empty_layouts(M, N, format_of(fmt), rows, transposed, parts[0].device)
-    write_codes(parts, scale, q, qt, None, side_by_side=False, rows=rows, transposed=transposed)
+    M, N = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    q, qt = empty_layouts(M, N, parts[0], fmt, rows, transposed)
+    _write_codes(parts, scale, q, qt, None, side_by_side=False, rows=rows, transposed=transposed)
     return q, qt
 
 
-def stacked_shape(parts: Sequence[Tensor]) -> tuple[int, int]:
-    """[M, N] of matrices [m_i, N], one below the other."""
-    return sum(part.shape[0] for part in parts), parts[0].shape[1]
-
-
-_tensor_scale = register(
-    "tensor_scale",
-    triton=tensor_scale_triton,
-    reference=reference.tensor_scale,
-    fake=lambda parts, _fmt: parts[0].new_empty((), dtype=torch.float32),
-)
-_quantize_tensor = register(
-    "quantize_tensor",
-    triton=_quantize_tensor_triton,
-    reference=reference.quantize_tensor,
-    fake=lambda parts, _scale, fmt, rows, transposed: empty_layouts(
-        *stacked_shape(parts), format_of(fmt), rows, transposed, parts[0].device
+@register(
+    fake=lambda parts, *rest: empty_gradient(
+        parts[0].shape[0], sum(part.shape[1] for part in parts), parts[0], *rest
     ),
 )
+def _quantize_gradient(
+    parts: Sequence[Tensor], fmt: str, rows: bool, transposed: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    M, N = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    q, qt, sums = gradient_room(M, N, parts[0], fmt, rows, transposed, bias)
+    scale = _tensor_scale.triton(parts, fmt)
+    if not (rows or transposed or bias):
+        return q, qt, scale, sums
+    partial = None
+    if bias:
+        tile = chosen(transposing_tile() if transposed else TILE)
+        tiles = cdiv(padded(M) if transposed else M, tile.rows)
+        partial = sums.new_empty((tiles, N))
+    _write_codes(parts, scale, q, qt, partial, side_by_side=True, rows=rows, transposed=transposed)
+    return q, qt, scale, sums if partial is None else partial.sum(0)
+
+
+@register(
+    fake=lambda q: q.new_empty((q.shape[1], padded(q.shape[0]))),
+)
+def _transpose_codes(q: Tensor) -> Tensor:
+    M, N = q.shape
+    qt = q.new_empty((N, padded(M)))
+    grid, options = tiled(padded(M), N, TRANSPOSED_TILE)
+    launch(
+        _transpose_codes_kernel, grid,
+        q_ptr=q.view(torch.uint8), qt_ptr=qt.view(torch.uint8), M=M, N=N, M_PADDED=padded(M),
+        **options,
+    )  # fmt: skip
+    return qt
+
+
+@register(
+    fake=lambda q, _scale, dtype: q.new_empty(q.shape, dtype=dtype),
+)
+def _dequantize_tensor(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    x = torch.empty(q.shape, dtype=dtype, device=q.device)
+    launch(
+        _dequantize_tensor_kernel, (cdiv(q.numel(), ELEMENTS),),
+        q_ptr=q, scale_ptr=scale, x_ptr=x, numel=q.numel(), BLOCK=ELEMENTS,
+    )  # fmt: skip
+    return x
 
 
 def quantize_tensor(x: Tensor, fmt: Format = E4M3) -> TensorScaled:
@@ -305,7 +378,7 @@ def quantize_layouts(
     Raises:
         ValueError: a part is not a contiguous matrix of such a dtype, or their N differ.
     """
-    check_parts("quantize_layouts", parts, transposed)
+    _check_parts("quantize_layouts", parts, transposed=transposed)
     scale = _tensor_scale(parts, fmt.name)
     q, qt = _quantize_tensor(parts, scale, fmt.name, rows, transposed)
     return TensorScaled(q, scale), TensorScaled(qt, scale)
@@ -317,171 +390,8 @@ def quantize_transposed(parts: Sequence[Tensor], scale: Tensor, fmt: Format = E4
     Raises:
         ValueError: a part is not a contiguous matrix of a high-precision dtype, or their N differ.
     """
-    check_parts("quantize_transposed", parts, True)
+    _check_parts("quantize_transposed", parts, transposed=True)
     return TensorScaled(_quantize_tensor(parts, scale, fmt.name, False, True)[1], scale)
-
-
-def check_parts(op: str, parts: Sequence[Tensor], transposed: bool) -> None:
-    """Refuse what does not stack to one matrix.
-
-    Raises:
-        ValueError: there is no part, one is not a contiguous matrix of a high-precision dtype, or
-            dtypes or numbers of columns differ, or, to be transposed, one before the last has a
-            number of rows that is not a multiple of 16.
-    """
-    for i, part in enumerate(parts):
-        check_matrix(op, "x" if len(parts) == 1 else f"parts[{i}]", part)
-    kinds = {(part.dtype, part.shape[1]) for part in parts}
-    if len(kinds) != 1:
-        raise ValueError(
-            f"{op}: got parts of (dtype, N) {sorted(map(str, kinds))}; give one or more matrices "
-            "of the same dtype and the same number of columns"
-        )
-    rows = [part.shape[0] for part in parts]
-    if transposed and any(m % GEMM_MULTIPLE for m in rows[:-1]):
-        raise ValueError(
-            f"{op}: parts of {rows} rows; to be transposed, all but the last need a multiple of "
-            f"{GEMM_MULTIPLE}: quantize them apart"
-        )
-
-
-TRANSPOSED_TILE = Tile(128, 128, 8)
-"""Of codes that are transposed: the fastest of four on an H200."""
-
-ELEMENTS = 4096
-"""Elements per program where rows and columns do not matter."""
-
-
-@triton.jit(do_not_specialize=TOKENS)
-def _transpose_codes_kernel(
-    q_ptr, qt_ptr,  # (M, N) and (N, M_PADDED) uint8
-    M, N, M_PADDED, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)  # tiles are counted along the row first
-    i_m = pid // tiles_n
-    o_m = word_offsets(i_m, BLOCK_M)
-    o_n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (o_m[:, None] < M) & (o_n[None, :] < N)
-    q = tl.load(q_ptr + o_m[:, None] * N + o_n[None, :], mask=mask, other=0)
-    store_codes(
-        q, q_ptr, qt_ptr, o_m, i_m, o_n, o_n < N, M, M_PADDED, N, M_PADDED, False, True, BLOCK_M,
-        BLOCK_N,
-    )  # fmt: skip
-
-
-@triton.jit
-def _dequantize_tensor_kernel(q_ptr, scale_ptr, x_ptr, numel, BLOCK: tl.constexpr):
-    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    q = tl.load(q_ptr + o, mask=o < numel, other=0.0).to(tl.float32)
-    x = q * tl.load(scale_ptr)
-    tl.store(x_ptr + o, x.to(x_ptr.dtype.element_ty), mask=o < numel)
-
-
-def _transpose_codes_triton(q: Tensor) -> Tensor:
-    M, N = q.shape
-    qt = q.new_empty((N, padded(M)))
-    grid, options = tiled(padded(M), N, TRANSPOSED_TILE)
-    launch(
-        _transpose_codes_kernel, grid,
-        q_ptr=q.view(torch.uint8), qt_ptr=qt.view(torch.uint8), M=M, N=N, M_PADDED=padded(M),
-        **options,
-    )  # fmt: skip
-    return qt
-
-
-def _dequantize_tensor_triton(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    x = torch.empty(q.shape, dtype=dtype, device=q.device)
-    launch(
-        _dequantize_tensor_kernel, (cdiv(q.numel(), ELEMENTS),),
-        q_ptr=q, scale_ptr=scale, x_ptr=x, numel=q.numel(), BLOCK=ELEMENTS,
-    )  # fmt: skip
-    return x
-
-
-_transpose_codes = register(
-    "transpose_codes",
-    triton=_transpose_codes_triton,
-    reference=reference.transpose_codes,
-    fake=lambda q: q.new_empty((q.shape[1], padded(q.shape[0]))),
-)
-_dequantize_tensor = register(
-    "dequantize_tensor",
-    triton=_dequantize_tensor_triton,
-    reference=reference.dequantize_tensor,
-    fake=lambda q, _scale, dtype: q.new_empty(q.shape, dtype=dtype),
-)
-
-
-def transpose_codes(x: TensorScaled) -> TensorScaled:
-    """Codes [M, N] as [N, M'], M padded with zeros to a multiple of 16.
-
-    Raises:
-        ValueError: the codes are not a contiguous FP8 matrix.
-    """
-    check_codes("transpose_codes", "x", x.q)
-    return TensorScaled(_transpose_codes(x.q), x.scale)
-
-
-def dequantize_tensor(x: TensorScaled, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of per-tensor codes [M, N], in ``dtype``: FP32, BF16 or FP16.
-
-    Raises:
-        ValueError: the codes are not a contiguous FP8 matrix.
-    """
-    check_codes("dequantize_tensor", "x", x.q)
-    return _dequantize_tensor(x.q, x.scale, dtype)
-
-
-def gradient_room(
-    M: int, N: int, like: Tensor, fmt: str, rows: bool, transposed: bool, bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised codes [M, N], [N, M'] and sums [N]; what is not wanted is empty."""
-    q, qt = empty_layouts(M, N, format_of(fmt), rows, transposed, like.device)
-    return q, qt, like.new_empty((N * bias,), dtype=torch.float32)
-
-
-def empty_gradient(
-    M: int, N: int, like: Tensor, fmt: str, rows: bool, transposed: bool, bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same with a scale [], third."""
-    q, qt, sums = gradient_room(M, N, like, fmt, rows, transposed, bias)
-    return q, qt, like.new_empty((), dtype=torch.float32), sums
-
-
-def as_codes(results: tuple[Tensor, Tensor, Tensor, Tensor], bias: bool) -> GradientCodes:
-    """What :func:`empty_gradient` made room for, with its names."""
-    q, qt, scale, sums = results
-    return GradientCodes(TensorScaled(q, scale), TensorScaled(qt, scale), sums if bias else None)
-
-
-def _empty_gradient(parts: Sequence[Tensor], *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    columns = sum(part.shape[1] for part in parts)
-    return empty_gradient(parts[0].shape[0], columns, parts[0], *rest)
-
-
-def _quantize_gradient_triton(
-    parts: Sequence[Tensor], fmt: str, rows: bool, transposed: bool, bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    M, N = parts[0].shape[0], sum(part.shape[1] for part in parts)
-    q, qt, sums = gradient_room(M, N, parts[0], fmt, rows, transposed, bias)
-    scale = tensor_scale_triton(parts, fmt)
-    if not (rows or transposed or bias):
-        return q, qt, scale, sums
-    partial = None
-    if bias:
-        tile = chosen(transposing_tile() if transposed else TILE)
-        tiles = cdiv(padded(M) if transposed else M, tile.rows)
-        partial = sums.new_empty((tiles, N))
-    write_codes(parts, scale, q, qt, partial, side_by_side=True, rows=rows, transposed=transposed)
-    return q, qt, scale, sums if partial is None else partial.sum(0)
-
-
-_quantize_gradient = register(
-    "quantize_gradient",
-    triton=_quantize_gradient_triton,
-    reference=reference.quantize_gradient,
-    fake=_empty_gradient,
-)
 
 
 def quantize_gradient(
@@ -506,26 +416,62 @@ def quantize_gradient(
     Raises:
         ValueError: a part is not a contiguous matrix of such a dtype, or they do not fit together.
     """
-    check_side_by_side("quantize_gradient", parts)
-    return as_codes(_quantize_gradient(parts, fmt.name, rows, transposed, bias), bias)
+    _check_parts("quantize_gradient", parts, side_by_side=True)
+    return as_codes(*_quantize_gradient(parts, fmt.name, rows, transposed, bias), bias=bias)
 
 
-def check_side_by_side(op: str, parts: Sequence[Tensor]) -> None:
+def as_codes(q: Tensor, qt: Tensor, scale: Tensor, sums: Tensor, *, bias: bool) -> GradientCodes:
+    """What :func:`empty_gradient` made room for, with its names."""
+    return GradientCodes(TensorScaled(q, scale), TensorScaled(qt, scale), sums if bias else None)
+
+
+def transpose_codes(x: TensorScaled) -> TensorScaled:
+    """Codes [M, N] as [N, M'], M padded with zeros to a multiple of 16.
+
+    Raises:
+        ValueError: the codes are not a contiguous FP8 matrix.
+    """
+    check_codes("transpose_codes", "x", x.q)
+    return TensorScaled(_transpose_codes(x.q), x.scale)
+
+
+def dequantize_tensor(x: TensorScaled, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values of per-tensor codes [M, N], in ``dtype``: FP32, BF16 or FP16.
+
+    Raises:
+        ValueError: the codes are not a contiguous FP8 matrix.
+    """
+    check_codes("dequantize_tensor", "x", x.q)
+    return _dequantize_tensor(x.q, x.scale, dtype)
+
+
+def _check_parts(
+    op: str, parts: Sequence[Tensor], *, side_by_side: bool = False, transposed: bool = False
+) -> None:
     """Refuse what does not make one matrix.
 
     Raises:
-        ValueError: there is no part, one is not a contiguous matrix of a high-precision dtype,
-            dtypes or numbers of rows differ, or one of several has a number of columns that is not
-            a multiple of 16.
+        ValueError: there is no part, one is not a contiguous matrix of a high-precision dtype, or
+            dtypes or the sizes that must be equal differ; or, of several, those side by side, or
+            all but the last of those to be transposed, are no multiple of 16 wide or high.
     """
+    name = "dy" if side_by_side else "x"
     for i, part in enumerate(parts):
-        check_matrix(op, "dy" if len(parts) == 1 else f"parts[{i}]", part)
-    kinds = {(part.dtype, part.shape[0]) for part in parts}
+        check_matrix(op, name if len(parts) == 1 else f"parts[{i}]", part)
+    letter, equal, other = ("M", "rows", "columns") if side_by_side else ("N", "columns", "rows")
+    kinds = {(part.dtype, part.shape[not side_by_side]) for part in parts}
     if len(kinds) != 1:
         raise ValueError(
-            f"{op}: got parts of (dtype, M) {sorted(map(str, kinds))}; give one or more matrices "
-            "of the same dtype and the same number of rows"
+            f"{op}: got parts of (dtype, {letter}) {sorted(map(str, kinds))}; give one or more "
+            f"matrices of the same dtype and the same number of {equal}"
         )
-    columns = [part.shape[1] for part in parts]
-    if len(parts) > 1 and any(n % 16 for n in columns):
-        raise ValueError(f"{op}: got parts of {columns} columns; each needs a multiple of 16")
+    sizes = [part.shape[side_by_side] for part in parts]
+    if side_by_side:
+        aligned, which = sizes if len(sizes) > 1 else [], "each needs"
+    else:
+        aligned, which = sizes[:-1] if transposed else [], "to be transposed, all but the last need"
+    if any(size % GEMM_MULTIPLE for size in aligned):
+        raise ValueError(
+            f"{op}: got parts of {sizes} {other}; {which} a multiple of {GEMM_MULTIPLE}: quantize "
+            "them apart"
+        )

@@ -1,21 +1,19 @@
-"""Quantize per 1 x G group, with a power-of-two scale each; dequantize.
+"""Quantization per 1 x G group and per row, and back.
 
-    e = smallest exponent that does not saturate,  q = cast(x * 2^(127 - e))
+    group   e = smallest exponent that does not saturate,  q = cast(x * 2^(127 - e))
+    row     scale_m = max(amax(x_m) / max, 2^-126),        q_m = cast(x_m / scale_m)
 
-For what a non-linear layer keeps for its backward pass (arXiv 2410.19313, section 4.1). Formats and
-the convention: ``formats.py``. The reference: ``reference.quantize_group``, ``dequantize_group``.
-Reads x once; codes and exponents are written row-major or transposed.
+Groups, with a power-of-two scale each, are what a non-linear layer saves for its backward pass
+(arXiv 2410.19313, section 4.1). x is read once.
 
-Quantize per row, with one scale per token; dequantize.
+With a scale per row, a token that is much larger than the others costs these no precision. Each
+program finds the scales of some rows and casts them. Rows that fit a tile are read once. Longer
+ones, and those whose codes are written transposed (32 at a time, for whole sectors of memory), are
+read twice in chunks of columns, the second time backwards: what was read last is still in the L2
+cache. As operands of a GEMM: ``gemm.py``.
 
-    scale_m = max(amax(x_m) / max, 2^-126),  q_m = cast(x_m / scale_m)
-
-A token that is much larger than the others then costs these no precision. Each program finds the
-scales of some rows and casts them. Rows that fit a tile are read once. Longer ones, and those whose
-codes are written transposed (32 at a time, for whole sectors of memory), are read twice in chunks
-of columns, the second time backwards: what was read last is still in the L2 cache. Bytes per
-element: those of x and 1. The reference: ``reference.quantize_rows``, ``dequantize_rows``. As
-operands of a GEMM: ``gemm.py``.
+Bytes per element: those of x and 1. Formats and the convention: ``formats.py``. Reference:
+``reference/quantize.py``.
 """
 
 import torch
@@ -23,14 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_kernels import reference
 from coat_kernels.formats import (
     E4M3,
     MIN_SCALE,
     Format,
     GroupScaled,
     RowScaled,
-    TransposedGroups,
     check_group,
     check_grouped,
     check_matrix,
@@ -38,47 +34,42 @@ from coat_kernels.formats import (
     format_of,
     padded,
 )
-from coat_kernels.launch import TILE, TOKENS, Tile, cdiv, chosen, launch, tiled, transposing_tile
+from coat_kernels.launch import TOKENS, Tile, cdiv, chosen, launch, tiled
 from coat_kernels.registry import register
 from coat_kernels.tile import (
-    divide_groups,
     load_grouped,
     load_tile,
     magnitude_bits,
     row_offsets,
     store_codes,
     store_grouped,
-    tile_exponents,
     word_offsets,
 )
+
+ROW_ELEMENTS = 8192
+"""Elements of a tile of whole rows: what is longer is read in chunks."""
+
+LONG_TILE = Tile(4, 2048)
+"""The chunks of such rows."""
+
+TRANSPOSED_TILE = Tile(32, 256)
+"""The chunks of rows whose codes are written transposed."""
+
+_SMALLEST = tl.constexpr(MIN_SCALE)
 
 
 @triton.jit(do_not_specialize=TOKENS)
 def _quantize_group_kernel(
-    x_ptr, q_ptr, e_ptr,  # (M, N), (M, N) FP8, (M, N / GROUP) uint8; these (N, M_PADDED), ...
-    M, N, M_PADDED, tiles_n,
-    MAX_EXPONENT: tl.constexpr, TRANSPOSED: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, q_ptr, e_ptr,  # (M, N), (M, N) FP8, (M, N / GROUP) uint8
+    M, N, tiles_n,
+    MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)  # tiles are counted along the row first
-    i_m = pid // tiles_n
+    o_m = row_offsets(pid // tiles_n, BLOCK_M)
     i_n = pid % tiles_n * BLOCK_N
-    o_m = word_offsets(i_m, BLOCK_M) if TRANSPOSED else row_offsets(i_m, BLOCK_M)
     o_n = i_n + tl.arange(0, BLOCK_N)
     x = load_tile(x_ptr, o_m, o_n, (o_m[:, None] < M) & (o_n[None, :] < N), N)
-    if TRANSPOSED:
-        e = tile_exponents(x, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
-        x = divide_groups(x, e, GROUP, BLOCK_M, BLOCK_N)
-        store_codes(
-            x, q_ptr, q_ptr, o_m, i_m, o_n, o_n < N, M, M_PADDED, N, M_PADDED,
-            False, True, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-        o_g = i_n // GROUP + tl.arange(0, BLOCK_N // GROUP)
-        o_e = o_g[None, :].to(tl.int64) * M_PADDED + o_m[:, None]
-        inside = (o_m[:, None] < M_PADDED) & (o_g[None, :] < N // GROUP)
-        tl.store(e_ptr + o_e, e.to(tl.uint8), mask=inside)
-    else:
-        store_grouped(x, q_ptr, e_ptr, o_m, i_n, M, N, N, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
+    store_grouped(x, q_ptr, e_ptr, o_m, i_n, M, N, N, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=TOKENS)
@@ -93,113 +84,6 @@ def _dequantize_group_kernel(
     x = load_grouped(q_ptr, e_ptr, o_m, i_n, M, N, N, GROUP, BLOCK_M, BLOCK_N)
     m_mn = (o_m[:, None] < M) & (o_n[None, :] < N)
     tl.store(x_ptr + o_m[:, None] * N + o_n[None, :], x.to(x_ptr.dtype.element_ty), mask=m_mn)
-
-
-def empty_grouped(
-    x: Tensor, group_size: int, fmt: str, transposed: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Uninitialised codes [M, N] and exponents [M, N / G] for a group-scaled copy of x.
-
-    Transposed: codes [N, M'] and exponents [N / G, M'].
-    """
-    M, N = x.shape
-    groups = N // group_size
-    shapes = ((N, padded(M)), (groups, padded(M))) if transposed else ((M, N), (M, groups))
-    q = x.new_empty(shapes[0], dtype=format_of(fmt).dtype)
-    return q, x.new_empty(shapes[1], dtype=torch.uint8)
-
-
-def _quantize_group_triton(
-    x: Tensor, group_size: int, fmt: str, transposed: bool
-) -> tuple[Tensor, Tensor]:
-    M, N = x.shape
-    q, exponents = empty_grouped(x, group_size, fmt, transposed)
-    tile = transposing_tile(group_size) if transposed else TILE
-    grid, options = tiled(padded(M) if transposed else M, N, tile)
-    launch(
-        _quantize_group_kernel, grid,
-        x_ptr=x, q_ptr=q, e_ptr=exponents, M=M, N=N, M_PADDED=padded(M),
-        MAX_EXPONENT=format_of(fmt).max_exponent, TRANSPOSED=transposed, GROUP=group_size,
-        **options,
-    )  # fmt: skip
-    return q, exponents
-
-
-def _dequantize_group_triton(q: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    M, N = q.shape
-    x = torch.empty((M, N), dtype=dtype, device=q.device)
-    grid, options = tiled(M, N)
-    launch(
-        _dequantize_group_kernel, grid,
-        q_ptr=q, e_ptr=exponents, x_ptr=x, M=M, N=N, GROUP=N // exponents.shape[1], **options,
-    )  # fmt: skip
-    return x
-
-
-_quantize_group = register(
-    "quantize_group",
-    triton=_quantize_group_triton,
-    reference=reference.quantize_group,
-    fake=empty_grouped,
-)
-_dequantize_group = register(
-    "dequantize_group",
-    triton=_dequantize_group_triton,
-    reference=reference.dequantize_group,
-    fake=lambda q, _exponents, dtype: q.new_empty(q.shape, dtype=dtype),
-)
-
-
-def quantize_group(x: Tensor, group_size: int, fmt: Format = E4M3) -> GroupScaled:
-    """Quantize with a power-of-two scale per 1 x ``group_size`` group.
-
-    Args:
-        x: FP32, BF16 or FP16 [M, N], contiguous; N a multiple of ``group_size``.
-        group_size: 16, 32, 64 or 128.
-        fmt: format of the codes.
-
-    Raises:
-        ValueError: the shape, dtype or group size does not fit.
-    """
-    _check("quantize_group", x, group_size)
-    return GroupScaled(*_quantize_group(x, group_size, fmt.name, False))
-
-
-def quantize_group_transposed(x: Tensor, group_size: int, fmt: Format = E4M3) -> TransposedGroups:
-    """The codes and exponents of :func:`quantize_group`, written transposed.
-
-    Raises:
-        ValueError: the shape, dtype or group size does not fit.
-    """
-    _check("quantize_group_transposed", x, group_size)
-    return TransposedGroups(*_quantize_group(x, group_size, fmt.name, True))
-
-
-def _check(op: str, x: Tensor, group_size: int) -> None:
-    check_matrix(op, "x", x)
-    check_group(op, x.shape[1], group_size)
-
-
-def dequantize_group(x: GroupScaled, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of a group-scaled matrix [M, N], in ``dtype``: FP32, BF16 or FP16.
-
-    Raises:
-        ValueError: codes and exponents do not fit each other.
-    """
-    check_grouped("dequantize_group", "x", x)
-    return _dequantize_group(x.q, x.exponents, dtype)
-
-
-ROW_ELEMENTS = 8192
-"""Elements of a tile of whole rows: what is longer is read in chunks."""
-
-LONG_TILE = Tile(4, 2048)
-"""The chunks of such rows."""
-
-TRANSPOSED_TILE = Tile(32, 256)
-"""The chunks of rows whose codes are written transposed."""
-
-_SMALLEST = tl.constexpr(MIN_SCALE)
 
 
 @triton.jit
@@ -266,6 +150,40 @@ def _dequantize_rows_kernel(
     tl.store(x_ptr + o_m[:, None] * N + o_n[None, :], x.to(x_ptr.dtype.element_ty), mask=m_mn)
 
 
+def empty_grouped(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
+    """Uninitialised codes [M, N] and exponents [M, N / G] for a group-scaled copy of x."""
+    M, N = x.shape
+    q = x.new_empty((M, N), dtype=format_of(fmt).dtype)
+    return q, x.new_empty((M, N // group_size), dtype=torch.uint8)
+
+
+@register(fake=empty_grouped)
+def _quantize_group(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
+    M, N = x.shape
+    q, exponents = empty_grouped(x, group_size, fmt)
+    grid, options = tiled(M, N)
+    launch(
+        _quantize_group_kernel, grid,
+        x_ptr=x, q_ptr=q, e_ptr=exponents, M=M, N=N, MAX_EXPONENT=format_of(fmt).max_exponent,
+        GROUP=group_size, **options,
+    )  # fmt: skip
+    return q, exponents
+
+
+@register(
+    fake=lambda q, _exponents, dtype: q.new_empty(q.shape, dtype=dtype),
+)
+def _dequantize_group(q: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    M, N = q.shape
+    x = torch.empty((M, N), dtype=dtype, device=q.device)
+    grid, options = tiled(M, N)
+    launch(
+        _dequantize_group_kernel, grid,
+        q_ptr=q, e_ptr=exponents, x_ptr=x, M=M, N=N, GROUP=N // exponents.shape[1], **options,
+    )  # fmt: skip
+    return x
+
+
 def _tile(N: int, transposed: bool) -> Tile:
     """What a program works on at a time."""
     if transposed:
@@ -282,7 +200,8 @@ def _empty_rows(x: Tensor, fmt: str, transposed: bool) -> tuple[Tensor, Tensor]:
     return q, x.new_empty((M,), dtype=torch.float32)
 
 
-def _quantize_rows_triton(x: Tensor, fmt: str, transposed: bool) -> tuple[Tensor, Tensor]:
+@register(fake=_empty_rows)
+def _quantize_rows(x: Tensor, fmt: str, transposed: bool) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     q, scale = _empty_rows(x, fmt, transposed)
     tile = _tile(N, transposed)
@@ -295,7 +214,10 @@ def _quantize_rows_triton(x: Tensor, fmt: str, transposed: bool) -> tuple[Tensor
     return q, scale
 
 
-def _dequantize_rows_triton(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+@register(
+    fake=lambda q, _scale, dtype: q.new_empty(q.shape, dtype=dtype),
+)
+def _dequantize_rows(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     M, N = q.shape
     x = torch.empty((M, N), dtype=dtype, device=q.device)
     grid, options = tiled(M, N)
@@ -305,18 +227,30 @@ def _dequantize_rows_triton(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Ten
     return x
 
 
-_quantize_rows = register(
-    "quantize_rows",
-    triton=_quantize_rows_triton,
-    reference=reference.quantize_rows,
-    fake=_empty_rows,
-)
-_dequantize_rows = register(
-    "dequantize_rows",
-    triton=_dequantize_rows_triton,
-    reference=reference.dequantize_rows,
-    fake=lambda q, _scale, dtype: q.new_empty(q.shape, dtype=dtype),
-)
+def quantize_group(x: Tensor, group_size: int, fmt: Format = E4M3) -> GroupScaled:
+    """Quantize with a power-of-two scale per 1 x ``group_size`` group.
+
+    Args:
+        x: FP32, BF16 or FP16 [M, N], contiguous; N a multiple of ``group_size``.
+        group_size: 16, 32, 64 or 128.
+        fmt: format of the codes.
+
+    Raises:
+        ValueError: the shape, dtype or group size does not fit.
+    """
+    check_matrix("quantize_group", "x", x)
+    check_group("quantize_group", x.shape[1], group_size)
+    return GroupScaled(*_quantize_group(x, group_size, fmt.name))
+
+
+def dequantize_group(x: GroupScaled, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values of a group-scaled matrix [M, N], in ``dtype``: FP32, BF16 or FP16.
+
+    Raises:
+        ValueError: codes and exponents do not fit each other.
+    """
+    check_grouped("dequantize_group", "x", x)
+    return _dequantize_group(x.q, x.exponents, dtype)
 
 
 def quantize_rows(x: Tensor, fmt: Format = E4M3, *, transposed: bool = False) -> RowScaled:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from coat_kernels import reference
+from coat_kernels.launch import is_tested
 from coat_kernels.scales import memory_of_their_own
 
 OPS: dict[str, "Op"] = {}
@@ -53,17 +55,19 @@ class Op:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-_FUNCTORCH: Any = getattr(torch._C, "_functorch")  # noqa: B009 - it has no type stub
+_FUNCTORCH: Any = getattr(torch._C, "_functorch", None)  # it has no type stub
 
 
 def _is_looked_at(first: torch.Tensor, args: Sequence[Any]) -> bool:
     """Whether compilers, modes, transforms, subclasses or autograd need to see which op is called.
 
-    Autograd says that ops have no gradient. In COAT's own Functions it does not record.
+    Autograd says that ops have no gradient. In COAT's own Functions it does not record. A version
+    of torch whose private parts were not tested may always need to.
     """
     return (
         type(first) not in _PLAIN
         or torch.compiler.is_compiling()
+        or not is_tested("torch")
         or torch._C._len_torch_dispatch_stack() > 0
         or _FUNCTORCH.peek_interpreter_stack() is not None
         or (torch.is_grad_enabled() and any(map(_requires_grad, args)))
@@ -87,53 +91,44 @@ def use_reference(enabled: bool) -> None:
     _use_reference = enabled
 
 
-def _on_its_device(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """``launch`` with its first tensor's GPU made current: Triton launches on the current one."""
-
-    @functools.wraps(launch)
-    def run(*args: Any) -> Any:
-        device = _first(args).device
-        if device.index == torch.cuda.current_device():
-            return launch(*args)
-        with torch.cuda.device(device):
-            return launch(*args)
-
-    return run
-
-
-def _unshared(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """``launch`` as the dispatcher wants it: no result shares memory with an argument."""
-
-    @functools.wraps(launch)
-    def run(*args: Any) -> Any:
-        with memory_of_their_own():
-            return launch(*args)
-
-    return run
-
-
 def register(
-    name: str,
-    *,
-    triton: Callable[..., Any],
-    reference: Callable[..., Any],
-    fake: Callable[..., Any],
-    mutates: Sequence[str] = (),
-) -> Op:
-    """Register ``coat::<name>``; ``triton``'s annotations are the schema, tensors come first."""
-    launch = _on_its_device(triton)
-    dispatch = torch.library.custom_op(
-        f"coat::{name}", _unshared(launch), mutates_args=tuple(mutates), device_types="cuda"
-    )
-    dispatch.register_kernel("cpu")(reference)
-    dispatch.register_fake(fake)
-    op = Op(
-        name=name,
-        triton=triton,
-        reference=reference,
-        launch=launch,
-        dispatch=dispatch,
-        mutates=bool(mutates),
-    )
-    OPS[name] = op
-    return op
+    *, fake: Callable[..., Any], mutates: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Op]:
+    """Decorator that makes ``_name``, which launches kernels, the op ``coat::name``.
+
+    Its body on a CPU is ``reference.name``, with the same arguments. The launcher's annotations are
+    the op's schema; its first argument is a tensor or a list of them.
+
+    Args:
+        fake: makes the op's results without values.
+        mutates: names of the arguments that it changes.
+    """
+
+    def make(triton: Callable[..., Any]) -> Op:
+        name = triton.__name__.removeprefix("_")
+        body = getattr(reference, name)
+
+        @functools.wraps(triton)
+        def launch(*args: Any) -> Any:
+            """On its first tensor's GPU: Triton launches on the current one."""
+            device = _first(args).device
+            if device.index == torch.cuda.current_device():
+                return triton(*args)
+            with torch.cuda.device(device):
+                return triton(*args)
+
+        @functools.wraps(triton)
+        def unshared(*args: Any) -> Any:
+            """As the dispatcher wants it: no result shares memory with an argument."""
+            with memory_of_their_own():
+                return launch(*args)
+
+        dispatch = torch.library.custom_op(
+            f"coat::{name}", unshared, mutates_args=tuple(mutates), device_types="cuda"
+        )
+        dispatch.register_kernel("cpu")(body)
+        dispatch.register_fake(fake)
+        OPS[name] = Op(name, triton, body, launch, dispatch, bool(mutates))
+        return OPS[name]
+
+    return make

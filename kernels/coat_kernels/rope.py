@@ -2,34 +2,30 @@
 
 Per head, with the two halves of its D channels (x1, x2) and of the embedding (c1, c2), (s1, s2):
 
-    y1 = x1 c1 - x2 s1,   y2 = x2 c2 + x1 s2
+    y1 = x1 c1 - x2 s1,   y2 = x2 c2 + x1 s2             (q and k; v as it is)
 
-q and k are rotated, v is copied, so that nothing holds on to the joint matrix. Computed in FP32 and
-rounded once (transformers rounds each product). Reads and writes every element once: with 16-bit
-values 4 (H + 2 H_kv) D bytes per token; cos and sin are read once for several heads. Formula: Su et
-al., arXiv 2104.09864, equation 34, in the half-split order of Llama. ``rope_quantize`` also writes
-E4M3 copies with one scale per head and token, and q, k and v as these are worth: 5 bytes where 4
-are above, and 1 / D. Gradient: ``rope_gradient.py``. Reference: ``reference.rope``,
-``rope_quantize``.
-
-The gradient of a joint q, k, v projection from those of the heads: rotated back and quantized.
-
-    dx1 = dy1 c1 + dy2 s2,   dx2 = dy2 c2 - dy1 s1       (q and k; v as it is)
+    dx1 = dy1 c1 + dy2 s2,   dx2 = dy2 c2 - dy1 s1
     scale = max(amax(dx) / max, 2^-126),   codes = cast(dx / scale),   db = sum over tokens of dx
 
-dx never is in memory: dq, dk and dv are read twice, for the amax and for the codes of both layouts.
-Per element of 16 bits 6 bytes are moved, where rotation and quantization apart move 10.
-Reference: ``reference.rope_gradient``.
-"""
+Forward: q and k are rotated, v is copied, so that nothing holds on to the joint matrix. Computed in
+FP32 and rounded once (transformers rounds each product). Reads and writes every element once: with
+16-bit values 4 (H + 2 H_kv) D bytes per token; cos and sin are read once for several heads.
+``rope_quantize`` also writes E4M3 copies with one scale per head and token, and q, k and v as these
+are worth: 5 bytes where 4 are above, and 1 / D.
 
-from typing import Any
+Backward: the gradients of the heads are rotated back and quantized for the projection's GEMMs. dx
+never is in memory: dq, dk and dv are read twice, for the amax and for the codes of both layouts.
+Per element of 16 bits 6 bytes are moved, where rotation and quantization apart move 10.
+
+Formula: Su et al., arXiv 2104.09864, equation 34, in the half-split order of Llama. Reference:
+``reference/rope.py``.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_kernels import reference
 from coat_kernels.formats import (
     E4M3,
     E5M2,
@@ -60,14 +56,18 @@ from coat_kernels.tile import (
 BLOCK_ROWS = 16
 """Tokens per program."""
 
+BACK_ROWS = 32
+"""Tokens per program of the gradient: with 64 the tiles of both layouts take so many registers that
+one program fills a multiprocessor."""
+
 BLOCK_HEADS = 8
 """Heads per program, for which cos and sin stay in registers."""
 
+BACK_WARPS = 2
+"""Of a program that writes the gradient's codes."""
 
-@triton.jit
-def _half_offsets(o_m, stride, start, HALF: tl.constexpr):
-    """Offsets [BLOCK_M, HALF] of the channels from ``start`` of rows o_m."""
-    return o_m[:, None] * stride + start + tl.arange(0, HALF)[None, :]
+STATS_WARPS = 8
+"""Of one that looks for the largest magnitude."""
 
 
 @triton.jit
@@ -77,21 +77,26 @@ def _half_mask(m_m, D, HALF: tl.constexpr):
 
 
 @triton.jit
-def load_half(x_ptr, o_m, stride, start, m_m, D, HALF: tl.constexpr):
-    """FP32 [BLOCK_M, HALF]."""
-    offsets = _half_offsets(o_m, stride, start, HALF)
-    return tl.load(x_ptr + offsets, mask=_half_mask(m_m, D, HALF), other=0.0).to(tl.float32)
+def _load_halves(x_ptr, o_m, stride, m_m, D, HALF: tl.constexpr):
+    """Both FP32 halves [BLOCK_M, HALF] of D channels of rows o_m; zero outside the mask."""
+    o = o_m[:, None] * stride + tl.arange(0, HALF)[None, :]
+    mask = _half_mask(m_m, D, HALF)
+    x1 = tl.load(x_ptr + o, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + (o + D // 2), mask=mask, other=0.0).to(tl.float32)
+    return x1, x2
 
 
 @triton.jit
-def _store_half(x_ptr, o_m, stride, start, m_m, D, y, HALF: tl.constexpr):
-    """The inverse of :func:`load_half`, rounded to the matrix's dtype."""
-    offsets = _half_offsets(o_m, stride, start, HALF)
-    tl.store(x_ptr + offsets, y.to(x_ptr.dtype.element_ty), mask=_half_mask(m_m, D, HALF))
+def _store_halves(x_ptr, o_m, stride, m_m, D, y1, y2, HALF: tl.constexpr):
+    """The inverse of :func:`_load_halves`, rounded to the matrix's dtype."""
+    o = o_m[:, None] * stride + tl.arange(0, HALF)[None, :]
+    mask = _half_mask(m_m, D, HALF)
+    tl.store(x_ptr + o, y1.to(x_ptr.dtype.element_ty), mask=mask)
+    tl.store(x_ptr + (o + D // 2), y2.to(x_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def of_head(q_ptr, k_ptr, v_ptr, head, H, KV, size):
+def _of_head(q_ptr, k_ptr, v_ptr, head, H, KV, size):
     """What belongs to a head, counted through q, k and v, in the first row."""
     part = q_ptr + head * size
     if head >= H:
@@ -112,8 +117,7 @@ def _quantize_head(
     inverse, scale = exponent_inverse(e)[:, None], exponent_scale(e)[:, None]
     code1 = (y1 * inverse).to(codes.dtype.element_ty)
     code2 = (y2 * inverse).to(codes.dtype.element_ty)
-    _store_half(codes, o_m, stride, 0, mask, D, code1, HALF)
-    _store_half(codes, o_m, stride, D // 2, mask, D, code2, HALF)
+    _store_halves(codes, o_m, stride, mask, D, code1, code2, HALF)
     tl.store(exponents + o_m * groups, e.to(tl.uint8), mask=mask)
     return code1.to(tl.float32) * scale, code2.to(tl.float32) * scale
 
@@ -127,36 +131,114 @@ def _rope_kernel(
     QUANTIZE: tl.constexpr, MAX_EXPONENT: tl.constexpr,
     HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    o_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_m = row_offsets(tl.program_id(0), BLOCK_M)
     m_m = o_m < M
-    second = D // 2
-    c1 = load_half(cos_ptr, o_m % R, D, 0, m_m, D, HALF)
-    c2 = load_half(cos_ptr, o_m % R, D, second, m_m, D, HALF)
-    s1 = load_half(sin_ptr, o_m % R, D, 0, m_m, D, HALF)
-    s2 = load_half(sin_ptr, o_m % R, D, second, m_m, D, HALF)
+    c1, c2 = _load_halves(cos_ptr, o_m % R, D, m_m, D, HALF)
+    s1, s2 = _load_halves(sin_ptr, o_m % R, D, m_m, D, HALF)
     heads = H + 2 * KV
     for i in range(BLOCK_H):
         head = tl.program_id(1) * BLOCK_H + i
         # Where the head lies among q, k and v, and in the joint matrix.
-        part = of_head(q_ptr, k_ptr, v_ptr, head, H, KV, D)
+        part = _of_head(q_ptr, k_ptr, v_ptr, head, H, KV, D)
         in_row = H if head < H else KV
         stride = in_row * D
         joint = qkv_ptr + head * D
         mask = m_m & (head < heads)
-        x1 = load_half(joint, o_m, heads * D, 0, mask, D, HALF)
-        x2 = load_half(joint, o_m, heads * D, second, mask, D, HALF)
+        x1, x2 = _load_halves(joint, o_m, heads * D, mask, D, HALF)
         y1, y2 = x1, x2
         if head < H + KV:
             y1 = x1 * c1 - x2 * s1
             y2 = x2 * c2 + x1 * s2
         if QUANTIZE:
-            codes = of_head(q8_ptr, k8_ptr, v8_ptr, head, H, KV, D)
-            exponents = of_head(eq_ptr, ek_ptr, ev_ptr, head, H, KV, 1)
+            codes = _of_head(q8_ptr, k8_ptr, v8_ptr, head, H, KV, D)
+            exponents = _of_head(eq_ptr, ek_ptr, ev_ptr, head, H, KV, 1)
             y1, y2 = _quantize_head(
                 y1, y2, codes, exponents, in_row, o_m, stride, mask, D, MAX_EXPONENT, HALF
             )
-        _store_half(part, o_m, stride, 0, mask, D, y1, HALF)
-        _store_half(part, o_m, stride, second, mask, D, y2, HALF)
+        _store_halves(part, o_m, stride, mask, D, y1, y2, HALF)
+
+
+@triton.jit
+def _rotated_back(
+    dq_ptr, dk_ptr, dv_ptr, c1, c2, s1, s2, head, o_m, m_m, H, KV, D, HALF: tl.constexpr
+):
+    """FP32 halves [BLOCK_M, HALF] of a head's gradient; zero outside the mask."""
+    part = _of_head(dq_ptr, dk_ptr, dv_ptr, head, H, KV, D)
+    stride = (H if head < H else KV) * D
+    mask = m_m & (head < H + 2 * KV)
+    y1, y2 = _load_halves(part, o_m, stride, mask, D, HALF)
+    x1, x2 = y1, y2
+    if head < H + KV:
+        x1 = y1 * c1 + y2 * s2
+        x2 = y2 * c2 - y1 * s1
+    return x1, x2
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _rope_gradient_stats_kernel(
+    dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr,  # (M, H D), (M, KV D), (M, KV D), (R, D), (R, D)
+    scale_ptr,  # ()
+    M, R, H, KV, D,
+    INVERSE_MAX: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    o_m = row_offsets(tl.program_id(0), BLOCK_M)
+    m_m = o_m < M
+    c1, c2 = _load_halves(cos_ptr, o_m % R, D, m_m, D, HALF)
+    s1, s2 = _load_halves(sin_ptr, o_m % R, D, m_m, D, HALF)
+    bits = tl.zeros((BLOCK_M, HALF), dtype=tl.int32)
+    for i in range(BLOCK_H):
+        head = tl.program_id(1) * BLOCK_H + i
+        x1, x2 = _rotated_back(
+            dq_ptr, dk_ptr, dv_ptr, c1, c2, s1, s2, head, o_m, m_m, H, KV, D, HALF
+        )
+        bits = tl.maximum(bits, tl.maximum(magnitude_bits(x1), magnitude_bits(x2)))
+    amax_bits = tl.max(tl.max(bits, axis=1), axis=0)
+    publish_scale(amax_bits, scale_ptr, INVERSE_MAX)
+
+
+@triton.jit(do_not_specialize=TOKENS)
+def _rope_gradient_kernel(
+    dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, scale_ptr,  # as above, ()
+    q_ptr, qt_ptr, sums_ptr,  # (M, N) and (N, M_PADDED) FP8, (rows of tiles, N) FP32 partial sums
+    M, M_PADDED, R, H, KV, D, N,
+    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    i_m = tl.program_id(0)
+    o_m = word_offsets(i_m, BLOCK_M)
+    m_m = o_m < M
+    c1, c2 = _load_halves(cos_ptr, o_m % R, D, m_m, D, HALF)
+    s1, s2 = _load_halves(sin_ptr, o_m % R, D, m_m, D, HALF)
+    inverse = inverse_scale(scale_ptr)
+    o_h = tl.arange(0, HALF)
+    for i in range(BLOCK_H):
+        head = tl.program_id(1) * BLOCK_H + i
+        x1, x2 = _rotated_back(
+            dq_ptr, dk_ptr, dv_ptr, c1, c2, s1, s2, head, o_m, m_m, H, KV, D, HALF
+        )
+        m_n = (o_h < D // 2) & (head < H + 2 * KV)
+        o_n = head * D + o_h
+        store_codes(
+            x1 * inverse, q_ptr, qt_ptr, o_m, i_m, o_n, m_n, M, M_PADDED, N, M_PADDED, ROWS,
+            TRANSPOSED, BLOCK_M, HALF,
+        )  # fmt: skip
+        store_codes(
+            x2 * inverse, q_ptr, qt_ptr, o_m, i_m, o_n + D // 2, m_n, M, M_PADDED, N, M_PADDED,
+            ROWS, TRANSPOSED, BLOCK_M, HALF,
+        )  # fmt: skip
+        if BIAS:
+            o = i_m.to(tl.int64) * N + o_n
+            tl.store(sums_ptr + o, tl.sum(x1, axis=0), mask=m_n)
+            tl.store(sums_ptr + o + D // 2, tl.sum(x2, axis=0), mask=m_n)
+
+
+def _empty_heads(
+    qkv: Tensor, cos: Tensor, _sin: Tensor, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised q, k and v."""
+    M, D = qkv.shape[0], cos.shape[1]
+    q = qkv.new_empty(M, heads * D)
+    return q, qkv.new_empty(M, kv_heads * D), qkv.new_empty(M, kv_heads * D)
 
 
 def _launch(
@@ -176,28 +258,20 @@ def _launch(
     )  # fmt: skip
 
 
-def _split(
-    qkv: Tensor, cos: Tensor, _sin: Tensor, heads: int, kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised q, k and v."""
-    M, D = qkv.shape[0], cos.shape[1]
-    q = qkv.new_empty(M, heads * D)
-    return q, qkv.new_empty(M, kv_heads * D), qkv.new_empty(M, kv_heads * D)
-
-
-def _rope_triton(
+@register(fake=_empty_heads)
+def _rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = _split(qkv, cos, sin, heads, kv_heads)
+    q, k, v = _empty_heads(qkv, cos, sin, heads, kv_heads)
     _launch(qkv, cos, sin, q, k, v)
     return q, k, v
 
 
-def _split_copies(
+def _empty_copies(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised q, k and v, their codes and their exponents."""
-    parts = _split(qkv, cos, sin, heads, kv_heads)
+    parts = _empty_heads(qkv, cos, sin, heads, kv_heads)
     q8, k8, v8 = (part.new_empty(part.shape, dtype=E4M3.dtype) for part in parts)
     eq, ek, ev = (
         qkv.new_empty((qkv.shape[0], number), dtype=torch.uint8)
@@ -206,21 +280,50 @@ def _split_copies(
     return *parts, q8, k8, v8, eq, ek, ev
 
 
-def _rope_quantize_triton(
+@register(fake=_empty_copies)
+def _rope_quantize(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    made = _split_copies(qkv, cos, sin, heads, kv_heads)
+    made = _empty_copies(qkv, cos, sin, heads, kv_heads)
     _launch(qkv, cos, sin, *made[:3], made[3:])
     return made
 
 
-_rope = register("rope", triton=_rope_triton, reference=reference.rope, fake=_split)
-_rope_quantize = register(
-    "rope_quantize",
-    triton=_rope_quantize_triton,
-    reference=reference.rope_quantize,
-    fake=_split_copies,
+@register(
+    fake=lambda dq, dk, dv, _cos, _sin, *rest: empty_gradient(
+        dq.shape[0], dq.shape[1] + dk.shape[1] + dv.shape[1], dq, *rest
+    ),
 )
+def _rope_gradient(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, fmt: str, rows: bool,
+    transposed: bool, bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    M, (R, D) = dq.shape[0], cos.shape
+    H, KV = dq.shape[1] // D, dk.shape[1] // D
+    N = (H + 2 * KV) * D
+    q, qt, sums = gradient_room(M, N, dq, fmt, rows, transposed, bias)
+    scale = new_scale(dq.device)
+    heads, tiles = cdiv(H + 2 * KV, BLOCK_HEADS), cdiv(M, BACK_ROWS)
+    common = {
+        "dq_ptr": dq, "dk_ptr": dk, "dv_ptr": dv, "cos_ptr": cos, "sin_ptr": sin,
+        "scale_ptr": scale, "M": M, "R": R, "H": H, "KV": KV, "D": D,
+        "HALF": triton.next_power_of_2(D // 2), "BLOCK_M": BACK_ROWS, "BLOCK_H": BLOCK_HEADS,
+    }  # fmt: skip
+    launch(
+        _rope_gradient_stats_kernel, (tiles, heads), num_warps=STATS_WARPS,
+        INVERSE_MAX=1.0 / format_of(fmt).max, **common,
+    )  # fmt: skip
+    if not (rows or transposed or bias):
+        return q, qt, scale, sums
+    tiles = cdiv(padded(M) if transposed else M, BACK_ROWS)
+    partial = sums.new_empty((tiles, N)) if bias else sums
+    for in_rows, in_columns in one_or_two_passes(rows, transposed, D):
+        launch(
+            _rope_gradient_kernel, (tiles, heads), num_warps=BACK_WARPS,
+            q_ptr=q, qt_ptr=qt, sums_ptr=partial, M_PADDED=padded(M), N=N, ROWS=in_rows,
+            TRANSPOSED=in_columns, BIAS=bias, **common,
+        )  # fmt: skip
+    return q, qt, scale, partial.sum(0) if bias else sums
 
 
 def rope(
@@ -269,190 +372,6 @@ def rope_quantize(
     return (q, k, v), (GroupScaled(q8, eq), GroupScaled(k8, ek), GroupScaled(v8, ev))
 
 
-def check_heads_gradient(
-    op: str, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor
-) -> None:
-    """Refuse gradients of heads that do not fit each other or the embedding.
-
-    Raises:
-        ValueError: a shape, dtype or layout is wrong.
-    """
-    check_matrix(op, "dq", dq)
-    check_matrix(op, "dk", dk)
-    check_matrix(op, "dv", dv, (dk.shape[0], dk.shape[1]))
-    _check_embedding(op, dq.shape[0], cos, sin)
-    D = cos.shape[1]
-    if dq.shape[0] != dk.shape[0] or dq.shape[1] % D or dk.shape[1] % D:
-        raise ValueError(
-            f"{op}: dq has shape {tuple(dq.shape)} and dk {tuple(dk.shape)}; both need the "
-            f"same number of rows and a multiple of {D} columns, one head's channels"
-        )
-
-
-def _check_joint(op: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
-    check_matrix(op, "qkv", qkv)
-    _check_embedding(op, qkv.shape[0], cos, sin)
-    if qkv.shape[1] != (heads + 2 * kv_heads) * cos.shape[1] or min(heads, kv_heads) < 1:
-        raise ValueError(
-            f"{op}: qkv has {qkv.shape[1]} columns; {heads} heads of q and {kv_heads} of k and v "
-            f"with {cos.shape[1]} channels each make {(heads + 2 * kv_heads) * cos.shape[1]}"
-        )
-
-
-def _check_embedding(op: str, tokens: int, cos: Tensor, sin: Tensor) -> None:
-    check_matrix(op, "cos", cos)
-    check_matrix(op, "sin", sin, (cos.shape[0], cos.shape[1]))
-    R, D = cos.shape
-    if not R or tokens % R or D < 2 or D % 2:
-        raise ValueError(
-            f"{op}: cos has shape {(R, D)} for {tokens} tokens; its rows must divide the tokens, "
-            "its columns, one head's channels, must be even"
-        )
-
-
-BLOCK_ROWS_ROPE_GRADIENT = 32
-"""Tokens per program: with 64 the tiles of both layouts take so many registers that one program
-fills a multiprocessor."""
-
-BLOCK_HEADS_ROPE_GRADIENT = 8
-"""Heads per program, for which cos and sin stay in registers."""
-
-WARPS = 2
-"""Of a program that writes codes."""
-
-STATS_WARPS = 8
-"""Of one that looks for the largest magnitude."""
-
-
-@triton.jit
-def _rotated_back(
-    dq_ptr, dk_ptr, dv_ptr, c1, c2, s1, s2, head, o_m, m_m, H, KV, D, HALF: tl.constexpr
-):
-    """FP32 halves [BLOCK_M, HALF] of a head's gradient; zero outside the mask."""
-    part = of_head(dq_ptr, dk_ptr, dv_ptr, head, H, KV, D)
-    stride = (H if head < H else KV) * D
-    mask = m_m & (head < H + 2 * KV)
-    y1 = load_half(part, o_m, stride, 0, mask, D, HALF)
-    y2 = load_half(part, o_m, stride, D // 2, mask, D, HALF)
-    x1, x2 = y1, y2
-    if head < H + KV:
-        x1 = y1 * c1 + y2 * s2
-        x2 = y2 * c2 - y1 * s1
-    return x1, x2
-
-
-@triton.jit(do_not_specialize=TOKENS)
-def _rope_gradient_stats_kernel(
-    dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr,  # (M, H D), (M, KV D), (M, KV D), (R, D), (R, D)
-    scale_ptr,  # ()
-    M, R, H, KV, D,
-    INVERSE_MAX: tl.constexpr, HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    o_m = row_offsets(tl.program_id(0), BLOCK_M)
-    m_m = o_m < M
-    c1 = load_half(cos_ptr, o_m % R, D, 0, m_m, D, HALF)
-    c2 = load_half(cos_ptr, o_m % R, D, D // 2, m_m, D, HALF)
-    s1 = load_half(sin_ptr, o_m % R, D, 0, m_m, D, HALF)
-    s2 = load_half(sin_ptr, o_m % R, D, D // 2, m_m, D, HALF)
-    bits = tl.zeros((BLOCK_M, HALF), dtype=tl.int32)
-    for i in range(BLOCK_H):
-        head = tl.program_id(1) * BLOCK_H + i
-        x1, x2 = _rotated_back(
-            dq_ptr, dk_ptr, dv_ptr, c1, c2, s1, s2, head, o_m, m_m, H, KV, D, HALF
-        )
-        bits = tl.maximum(bits, tl.maximum(magnitude_bits(x1), magnitude_bits(x2)))
-    amax_bits = tl.max(tl.max(bits, axis=1), axis=0)
-    publish_scale(amax_bits, scale_ptr, INVERSE_MAX)
-
-
-@triton.jit(do_not_specialize=TOKENS)
-def _rope_gradient_kernel(
-    dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, scale_ptr,  # as above, ()
-    q_ptr, qt_ptr, sums_ptr,  # (M, N) and (N, M_PADDED) FP8, (rows of tiles, N) FP32 partial sums
-    M, M_PADDED, R, H, KV, D, N,
-    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    i_m = tl.program_id(0)
-    o_m = word_offsets(i_m, BLOCK_M)
-    m_m = o_m < M
-    c1 = load_half(cos_ptr, o_m % R, D, 0, m_m, D, HALF)
-    c2 = load_half(cos_ptr, o_m % R, D, D // 2, m_m, D, HALF)
-    s1 = load_half(sin_ptr, o_m % R, D, 0, m_m, D, HALF)
-    s2 = load_half(sin_ptr, o_m % R, D, D // 2, m_m, D, HALF)
-    inverse = inverse_scale(scale_ptr)
-    o_h = tl.arange(0, HALF)
-    for i in range(BLOCK_H):
-        head = tl.program_id(1) * BLOCK_H + i
-        x1, x2 = _rotated_back(
-            dq_ptr, dk_ptr, dv_ptr, c1, c2, s1, s2, head, o_m, m_m, H, KV, D, HALF
-        )
-        m_n = (o_h < D // 2) & (head < H + 2 * KV)
-        o_n = head * D + o_h
-        store_codes(
-            x1 * inverse, q_ptr, qt_ptr, o_m, i_m, o_n, m_n, M, M_PADDED, N, M_PADDED, ROWS,
-            TRANSPOSED, BLOCK_M, HALF,
-        )  # fmt: skip
-        store_codes(
-            x2 * inverse, q_ptr, qt_ptr, o_m, i_m, o_n + D // 2, m_n, M, M_PADDED, N, M_PADDED,
-            ROWS, TRANSPOSED, BLOCK_M, HALF,
-        )  # fmt: skip
-        if BIAS:
-            o = i_m.to(tl.int64) * N + o_n
-            tl.store(sums_ptr + o, tl.sum(x1, axis=0), mask=m_n)
-            tl.store(sums_ptr + o + D // 2, tl.sum(x2, axis=0), mask=m_n)
-
-
-def _empty_gradient(
-    dq: Tensor, dk: Tensor, dv: Tensor, _cos: Tensor, _sin: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    columns = dq.shape[1] + dk.shape[1] + dv.shape[1]
-    return empty_gradient(dq.shape[0], columns, dq, *rest)
-
-
-def _rope_gradient_triton(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, fmt: str, rows: bool,
-    transposed: bool, bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    M, (R, D) = dq.shape[0], cos.shape
-    H, KV = dq.shape[1] // D, dk.shape[1] // D
-    q, qt, sums = gradient_room(M, (H + 2 * KV) * D, dq, fmt, rows, transposed, bias)
-    half = triton.next_power_of_2(D // 2)
-    heads, tiles = cdiv(H + 2 * KV, BLOCK_HEADS_ROPE_GRADIENT), cdiv(M, BLOCK_ROWS_ROPE_GRADIENT)
-    shapes = {"M": M, "R": R, "H": H, "KV": KV, "D": D}
-    blocks = {
-        "HALF": half,
-        "BLOCK_M": BLOCK_ROWS_ROPE_GRADIENT,
-        "BLOCK_H": BLOCK_HEADS_ROPE_GRADIENT,
-    }
-    inputs = {"dq_ptr": dq, "dk_ptr": dk, "dv_ptr": dv, "cos_ptr": cos, "sin_ptr": sin}
-    scale = new_scale(dq.device)
-    launch(
-        _rope_gradient_stats_kernel, (tiles, heads), scale_ptr=scale,
-        INVERSE_MAX=1.0 / format_of(fmt).max, num_warps=STATS_WARPS, **inputs, **shapes, **blocks,
-    )  # fmt: skip
-    if not (rows or transposed or bias):
-        return q, qt, scale, sums
-    tiles = cdiv(padded(M) if transposed else M, BLOCK_ROWS_ROPE_GRADIENT)
-    partial = sums.new_empty((tiles, sums.shape[0])) if bias else sums
-    for in_rows, in_columns in one_or_two_passes(rows, transposed, D):
-        launch(
-            _rope_gradient_kernel, (tiles, heads),
-            scale_ptr=scale, q_ptr=q, qt_ptr=qt, sums_ptr=partial, M_PADDED=padded(M),
-            N=(H + 2 * KV) * D, ROWS=in_rows, TRANSPOSED=in_columns, BIAS=bias, num_warps=WARPS,
-            **inputs, **shapes, **blocks,
-        )  # fmt: skip
-    return q, qt, scale, partial.sum(0) if bias else sums
-
-
-_rope_gradient = register(
-    "rope_gradient",
-    triton=_rope_gradient_triton,
-    reference=reference.rope_gradient,
-    fake=_empty_gradient,
-)
-
-
 def rope_gradient(
     dq: Tensor,
     dk: Tensor,
@@ -482,6 +401,36 @@ def rope_gradient(
     Raises:
         ValueError: a shape, dtype or layout is wrong.
     """
-    check_heads_gradient("rope_gradient", dq, dk, dv, cos, sin)
-    results = _rope_gradient(dq, dk, dv, cos, sin, fmt.name, rows, transposed, bias)
-    return as_codes(results, bias)
+    check_matrix("rope_gradient", "dq", dq)
+    check_matrix("rope_gradient", "dk", dk)
+    check_matrix("rope_gradient", "dv", dv, (dk.shape[0], dk.shape[1]))
+    _check_embedding("rope_gradient", dq.shape[0], cos, sin)
+    D = cos.shape[1]
+    if dq.shape[0] != dk.shape[0] or dq.shape[1] % D or dk.shape[1] % D:
+        raise ValueError(
+            f"rope_gradient: dq has shape {tuple(dq.shape)} and dk {tuple(dk.shape)}; both need "
+            f"the same number of rows and a multiple of {D} columns, one head's channels"
+        )
+    made = _rope_gradient(dq, dk, dv, cos, sin, fmt.name, rows, transposed, bias)
+    return as_codes(*made, bias=bias)
+
+
+def _check_joint(op: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
+    check_matrix(op, "qkv", qkv)
+    _check_embedding(op, qkv.shape[0], cos, sin)
+    if qkv.shape[1] != (heads + 2 * kv_heads) * cos.shape[1] or min(heads, kv_heads) < 1:
+        raise ValueError(
+            f"{op}: qkv has {qkv.shape[1]} columns; {heads} heads of q and {kv_heads} of k and v "
+            f"with {cos.shape[1]} channels each make {(heads + 2 * kv_heads) * cos.shape[1]}"
+        )
+
+
+def _check_embedding(op: str, tokens: int, cos: Tensor, sin: Tensor) -> None:
+    check_matrix(op, "cos", cos)
+    check_matrix(op, "sin", sin, (cos.shape[0], cos.shape[1]))
+    R, D = cos.shape
+    if not R or tokens % R or D < 2 or D % 2:
+        raise ValueError(
+            f"{op}: cos has shape {(R, D)} for {tokens} tokens; its rows must divide the tokens, "
+            "its columns, one head's channels, must be even"
+        )

@@ -5,14 +5,13 @@ of magnitudes are taken on the bits of ``|x|`` as integers: for non-negative flo
 order is the numeric order, and a NaN is larger than anything, so it cannot be lost (a float maximum
 would drop it).
 
-Functions of the GPU's special function unit: one instruction each, where libraries take many.
-
-Triton's ``tl.log2`` is a polynomial of CUDA's libdevice, its ``tl.exp2`` handles subnormals, its
-``/`` and ``tl.sqrt`` rescale. These do not: subnormal arguments count as zeros and subnormal
-results are zeros (PTX ISA, ``lg2.approx.ftz.f32`` and its like; relative errors of 2^-22, of log2
-absolute ones near 1). An SM of Hopper takes 16 of them a cycle, of additions 128 (CUDA C++
-Programming Guide, arithmetic instructions). In Triton's interpreter, which has no assembler, they
-are NumPy's with the same treatment of subnormal arguments.
+``log2_fast`` and its like are one instruction of the GPU's special function unit each, where
+libraries take many: Triton's ``tl.log2`` is a polynomial of CUDA's libdevice, its ``tl.exp2``
+handles subnormals, its ``/`` and ``tl.sqrt`` rescale. These do not: subnormal arguments count as
+zeros and subnormal results are zeros (PTX ISA, ``lg2.approx.ftz.f32`` and its like; relative errors
+of 2^-22, of log2 absolute ones near 1). An SM of Hopper takes 16 of them a cycle, of additions 128
+(CUDA C++ Programming Guide, arithmetic instructions). In Triton's interpreter, which has no
+assembler, they are NumPy's with the same treatment of subnormal arguments.
 """
 
 import triton
@@ -32,14 +31,25 @@ def _flushed(x):
 
 
 @triton.jit
+def _special(x, ASM: tl.constexpr):
+    """One instruction of the special function unit."""
+    return tl.inline_asm_elementwise(
+        ASM,  # pyright: ignore[reportArgumentType]
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def log2_fast(x):
     """log2(x), -inf for zero."""
     if INTERPRETED:
         return tl.log2(_flushed(x))
     else:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _special(x, "lg2.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
@@ -48,9 +58,7 @@ def exp2_fast(x):
     if INTERPRETED:
         return _flushed(tl.exp2(x))
     else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _special(x, "ex2.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
@@ -59,9 +67,7 @@ def sqrt_fast(x):
     if INTERPRETED:
         return tl.sqrt(_flushed(x))
     else:
-        return tl.inline_asm_elementwise(
-            "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _special(x, "sqrt.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
@@ -70,9 +76,7 @@ def reciprocal_fast(x):
     if INTERPRETED:
         return _flushed(1.0 / _flushed(x))
     else:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _special(x, "rcp.approx.ftz.f32 $0, $1;")
 
 
 MAX_MANTISSA = tl.constexpr(0x600000)
@@ -102,12 +106,6 @@ def publish_scale(bits, scale_ptr, INVERSE_MAX: tl.constexpr):
     scale = bits.to(tl.float32, bitcast=True) * INVERSE_MAX
     words = scale_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.atomic_max(words, magnitude_bits(scale), sem="relaxed")
-
-
-@triton.jit
-def group_exponents(x, MAX_EXPONENT: tl.constexpr):
-    """E8M0 exponent (int32) of each group of x [A, B, G] -> [A, B]."""
-    return exponent_of(tl.max(magnitude_bits(x), axis=2), MAX_EXPONENT)
 
 
 @triton.jit
@@ -199,22 +197,6 @@ def spread_exponents(q, e, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
-def tile_exponents(
-    x, MAX_EXPONENT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """E8M0 exponents (int32) [BLOCK_M, BLOCK_N / GROUP] of the groups of a tile."""
-    return group_exponents(tl.reshape(x, (BLOCK_M, BLOCK_N // GROUP, GROUP)), MAX_EXPONENT)
-
-
-@triton.jit
-def divide_groups(x, e, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tile x / 2^(e - 127), one exponent per group: what is cast to codes."""
-    groups = tl.reshape(x, (BLOCK_M, BLOCK_N // GROUP, GROUP)) * exponent_inverse(e)[:, :, None]
-    return tl.reshape(groups, (BLOCK_M, BLOCK_N))
-
-
-@triton.jit
 def store_grouped(
     x, q_ptr, e_ptr, o_m, i_n, M, N, stride, MAX_EXPONENT: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -226,8 +208,10 @@ def store_grouped(
     o_n = i_n + tl.arange(0, BLOCK_N)
     o_g = i_n // GROUP + tl.arange(0, BLOCK_N // GROUP)
     m_m = o_m[:, None] < M
-    e = tile_exponents(x, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
-    q = divide_groups(x, e, GROUP, BLOCK_M, BLOCK_N).to(q_ptr.dtype.element_ty)
+    groups = tl.reshape(x, (BLOCK_M, BLOCK_N // GROUP, GROUP))
+    e = exponent_of(tl.max(magnitude_bits(groups), axis=2), MAX_EXPONENT)
+    q = tl.reshape(groups * exponent_inverse(e)[:, :, None], (BLOCK_M, BLOCK_N))
+    q = q.to(q_ptr.dtype.element_ty)
     tl.store(q_ptr + o_m[:, None] * stride + o_n[None, :], q, mask=m_m & (o_n[None, :] < N))
     tl.store(
         e_ptr + o_m[:, None] * (stride // GROUP) + o_g[None, :],

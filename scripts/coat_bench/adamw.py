@@ -3,7 +3,7 @@
 29 tensors of 940,572,672 parameters (``SIZES``): four decoder layers of Llama-2-7B's shape and an
 embedding. Ours beside torch's fused AdamW and torchao's 8-bit ones where
 torchao is installed. Before ours gets a speed, two steps on a sample are compared with
-``coat_kernels.reference_adamw``. Times are of a CUDA graph of ``step()``, or, where a step
+``coat_kernels.reference``. Times are of a CUDA graph of ``step()``, or, where a step
 cannot be captured, of the call: see ``clock.py``. Caches need no flushing: a step moves gigabytes.
 """
 
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from triton.errors import TritonError
 
+from coat_bench.check import relative_rms
 from coat_bench.clock import median_us
 from coat_bench.rows import Row, failure, number, origin, require_gpu, table_of
-from coat_kernels.testing import relative_rms
 from coat_vlm.optim import CoatAdamW
 
 DEVICE = torch.device("cuda")

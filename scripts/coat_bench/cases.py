@@ -153,12 +153,7 @@ def _quantize_cases(shape: LayerShape) -> list[Case]:
         Case(
             "quantize_group",
             "residual stream",
-            lambda draw: (draw.matrix(t, h), GROUP_SIZE, "e4m3", False),
-        ),
-        Case(
-            "quantize_group",
-            "residual stream, transposed",
-            lambda draw: (draw.matrix(t, h), GROUP_SIZE, "e4m3", True),
+            lambda draw: (draw.matrix(t, h), GROUP_SIZE, "e4m3"),
         ),
         Case(
             "dequantize_group",

@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from coat_bench.cases import Draw
+from coat_bench.check import TOLERANCE, relative_rms
 from coat_bench.clock import median_us
 from coat_bench.kernels import DEVICE
 from coat_bench.rows import Row, failure, number, origin, require_gpu, table
@@ -35,7 +36,6 @@ from coat_kernels import (
     reference,
     scaled_mm,
 )
-from coat_kernels.testing import TOLERANCE, relative_rms
 
 CHECKED_ROWS = 256
 """Rows of a product that are compared with FP32."""

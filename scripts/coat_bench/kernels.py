@@ -20,12 +20,12 @@ from tqdm import tqdm
 from triton.errors import TritonError
 
 from coat_bench.cases import Arguments, Case, Draw, cases, sample_of
+from coat_bench.check import assert_matches, mapped, results
 from coat_bench.clock import median_us
 from coat_bench.rows import Row, failure, number, origin, require_gpu, table, table_of
 from coat_bench.shapes import LayerShape
 from coat_kernels import OPS
 from coat_kernels.launch import Tile, forced_tile
-from coat_kernels.testing import assert_matches, mapped, results
 
 COPY_BYTES = 2**30
 """Size of the tensor whose copy is the yardstick."""

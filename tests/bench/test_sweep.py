@@ -9,6 +9,7 @@ from triton.errors import TritonError
 
 from coat_bench import kernels as bench
 from coat_bench.cases import Case, Draw, cases
+from coat_bench.check import assert_matches, results
 from coat_bench.kernels import (
     OF_ROWS,
     ROWS,
@@ -23,7 +24,6 @@ from coat_bench.shapes import LayerShape
 from coat_cli.main import main
 from coat_kernels import OPS
 from coat_kernels.launch import TILE, Tile, chosen, forced_tile, tiled
-from coat_kernels.testing import assert_matches, results
 
 CPU = torch.device("cpu")
 SMALL = LayerShape("small", "siglip", 64, 304, 4, 4, 3, 7)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coat_bench.check import mapped, results
 from coat_kernels import E4M3, OPS, Format
-from coat_kernels.testing import mapped, results
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 

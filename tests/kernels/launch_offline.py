@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from op_examples import examples
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from coat_kernels import OPS, launch, norm, quantize, quantize_tensor
-from coat_kernels.examples import examples
 from coat_kernels.quantize import quantize_tensor_kernel
 
 CAPABILITY = 90
@@ -205,6 +205,8 @@ def main(report: Path) -> None:
     found["kept"] = {"after one too many": len(known.compiled)}
     with_nothing = noted(lambda: quantize_tensor(torch.empty(0, 128)))
     found["empty"] = {"plain": with_nothing, "first": with_nothing, "again": with_nothing}
+    launch.is_tested, launch._kernels = lambda _: False, {}
+    found["another version"] = tried(quantized(matrix))
     report.write_text(json.dumps(found))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coat_bench.check import assert_same_bits, code_steps
 from coat_kernels import (
     E5M2,
     Codec,
@@ -15,13 +16,12 @@ from coat_kernels import (
     decode_moment,
     encode_moment,
     new_moment,
-    reference_adamw,
+    reference,
     round_stochastically,
     rounding_key,
 )
 from coat_kernels.formats import E4M3
 from coat_kernels.master_weights import CODE_SALT, random_words
-from coat_kernels.testing import assert_same_bits, code_steps
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 CHANCE, NEAREST = "dre_e4m3_chance", "dre_e4m3"
@@ -168,7 +168,7 @@ def test_the_kernel_rounds_by_the_same_chance(run: Run):
         arguments = step_arguments(*case)
         found = run("adamw_step", arguments)
         expected = [t.clone() if isinstance(t, Tensor) else t for t in arguments]
-        step: Any = reference_adamw.adamw_step
+        step: Any = reference.adamw_step
         step(*expected)
         codes = code_steps(found[4], expected[5])
         # A group whose k FP16 rounds the other way has codes of its own; none is seen here.

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from coat_bench.check import assert_same_bits, code_steps, relative_rms
 from coat_kernels import (
     CODECS,
+    E5M2,
     AdamwItem,
     AdamwTable,
+    Codec,
     adamw_step,
     codec_called,
     decode_moment,
@@ -22,12 +25,13 @@ from coat_kernels import (
     rounding_key,
     split_master,
 )
-from coat_kernels.testing import assert_same_bits, code_steps, relative_rms
+from coat_kernels.codecs import REMOVED_CODECS
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 SETTINGS: dict[str, Any] = {
     "lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1,
 }  # fmt: skip
+STUDIED = (Codec("dre_e4m3_e5m2", second=E5M2), Codec("e4m3", expand=False))
 RATES = (1e-2, 0.9, 0.95, 1e-8, 0.1)
 
 
@@ -35,14 +39,13 @@ def normal(count: int, seed: int = 0) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("codec", [*CODECS.values(), *STUDIED], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("second", [False, True], ids=["exp_avg", "exp_avg_sq"])
-def test_codes_are_the_nearest_ones_of_the_formula(name: str, second: bool, grid: Any):
+def test_codes_are_the_nearest_ones_of_the_formula(codec: Codec, second: bool, grid: Any):
     """Also of a codec by chance, as there is no key; with one: test_adamw_chance.py."""
-    codec = codec_called(name)
     fmt = codec.format(second)
     x = normal(1000).square() if second else normal(1000)
-    moment = encode_moment(x, name, second=second)
+    moment = encode_moment(x, codec, second=second)
     groups = np.pad(x.double().numpy(), (0, 24)).reshape(8, 128)
     for i, group in enumerate(groups):
         magnitude = np.abs(group)
@@ -51,7 +54,7 @@ def test_codes_are_the_nearest_ones_of_the_formula(name: str, second: bool, grid
         k = 1.0
         if codec.expand:
             spread = np.log(amax / magnitude[magnitude > 0].min())
-            reach = 448 * 448 / 2 if name == "released" else fmt.max / fmt.min_subnormal
+            reach = 448 * 448 / 2 if codec.name == "released" else fmt.max / fmt.min_subnormal
             k = np.log(reach) / spread
             if codec.floor_k:
                 k = np.floor(k * 16) / 16
@@ -66,7 +69,7 @@ def test_codes_are_the_nearest_ones_of_the_formula(name: str, second: bool, grid
         nearest = torch.from_numpy(grid.nearest(codes, fmt))[: 1000 - 128 * i].view(fmt.dtype)
         stored = moment[0][128 * i : 128 * i + 128]
         assert int((code_steps(stored, nearest) > 0).sum()) <= 1  # ties, in FP32
-    decoded = decode_moment(moment, name)
+    decoded = decode_moment(moment, codec)
     assert decoded.abs().amax() == x.abs().amax()
     assert relative_rms(decoded, x) < (0.04 if fmt.name == "e4m3" else 0.05)
 
@@ -74,6 +77,15 @@ def test_codes_are_the_nearest_ones_of_the_formula(name: str, second: bool, grid
 def test_there_is_no_other_codec():
     with pytest.raises(ValueError, match=r"no codec 'fp4' of moments; use one of dre_e4m3"):
         encode_moment(torch.zeros(3), "fp4")
+
+
+@pytest.mark.parametrize("codec", STUDIED, ids=lambda codec: codec.name)
+def test_codecs_of_studies_have_no_kernel(codec: Codec):
+    assert codec.name in REMOVED_CODECS
+    with pytest.raises(ValueError, match=f"codec '{codec.name}' .* removed .* with dre_e4m3 or"):
+        codec_called(codec.name)
+    with pytest.raises(ValueError, match=f"codec '{codec.name}' .* no kernel; use one of dre_e4m3"):
+        AdamwTable(torch.device("cpu"), codec)
 
 
 def test_a_bf16_parameter_and_its_remainder_are_the_fp32_master():

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from coat_bench.check import assert_same_bits, results
 from coat_kernels import OPS, new_moment
-from coat_kernels.testing import assert_same_bits, results
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies

@@ -21,7 +21,6 @@ from coat_kernels import (
     norm_fwd,
     norm_recompute,
     quantize_group,
-    quantize_group_transposed,
     quantize_layouts,
     quantize_rows,
     quantize_tensor,
@@ -43,7 +42,6 @@ MATRIX_FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "quantize_transposed": lambda x: quantize_transposed([x], torch.ones(())),
     "quantize_rows": quantize_rows,
     "quantize_group": lambda x: quantize_group(x, 16),
-    "quantize_group_transposed": lambda x: quantize_group_transposed(x, 16),
     "norm_fwd": lambda x: norm_fwd(x, WEIGHT, None, 1e-6, centered=False, group_size=16),
     "norm_bwd": lambda dy: norm_bwd(dy, saved_norm(), WEIGHT),
     "activation_fwd": lambda a: activation_fwd(a, "gelu", group_size=16),
@@ -93,7 +91,6 @@ def test_a_bad_group_size_names_the_allowed_ones(channels: int, size: int, remed
     x = torch.ones(4, channels)
     for name, call in {
         "quantize_group": lambda: quantize_group(x, size),
-        "quantize_group_transposed": lambda: quantize_group_transposed(x, size),
         "norm_fwd": lambda: norm_fwd(
             x, torch.ones(channels), None, 1e-6, centered=True, group_size=size
         ),

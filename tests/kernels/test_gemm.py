@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coat_bench.check import TOLERANCE, relative_rms
 from coat_kernels import (
     E4M3,
     E5M2,
@@ -16,7 +17,6 @@ from coat_kernels import (
     quantize_tensor,
     scaled_mm,
 )
-from coat_kernels.testing import TOLERANCE, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 

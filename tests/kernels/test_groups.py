@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coat_bench.check import assert_same_bits, results
 from coat_kernels import (
     E4M3,
     E5M2,
@@ -15,23 +16,11 @@ from coat_kernels import (
     Format,
     dequantize_group,
     quantize_group,
-    quantize_group_transposed,
 )
-from coat_kernels.formats import padded
-from coat_kernels.testing import assert_same_bits, results
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-LAYOUTS = pytest.mark.parametrize("transposed", [False, True], ids=["rows", "transposed"])
-
-
-def by_rows(x: Tensor, rows: int, transposed: bool) -> Tensor:
-    """Codes or exponents with one row per token; transposed ones come with padding."""
-    if not transposed:
-        return x
-    assert x.shape[1] == padded(rows)
-    return x[:, :rows].t().contiguous()
 
 
 def smallest_exponent(amax: float, fmt: Format) -> int:
@@ -41,10 +30,9 @@ def smallest_exponent(amax: float, fmt: Format) -> int:
 
 @FORMATS
 @DTYPES
-@LAYOUTS
 @pytest.mark.parametrize("size", GROUP_SIZES)
 def test_exponents_and_codes_by_definition(
-    fmt: Format, dtype: torch.dtype, transposed: bool, size: int, run: Run, grid
+    fmt: Format, dtype: torch.dtype, size: int, run: Run, grid
 ):
     generator = torch.Generator().manual_seed(size)
     magnitude = torch.exp2(torch.randint(-150, 126, (40, 128 // size, 1), generator=generator))
@@ -58,11 +46,7 @@ def test_exponents_and_codes_by_definition(
                 x[row, group, 3] = -peak.to(dtype)
     x[5, 0] = 0.0
     x = torch.where(x.isfinite(), x, 1.0).flatten(1)
-    q, exponents = run("quantize_group", (x, size, fmt.name, transposed))
-    if transposed:  # 40 rows are padded to 48: zeros, at the smallest exponent
-        assert not q[:, 40:].float().any()
-        assert (exponents[:, 40:] == 1).all()
-    q, exponents = (by_rows(part, 40, transposed) for part in (q, exponents))
+    q, exponents = run("quantize_group", (x, size, fmt.name))
 
     peaks = x.double().abs().view(40, -1, size).amax(-1)
     expected = [[smallest_exponent(peak, fmt) for peak in row] for row in peaks.tolist()]
@@ -74,16 +58,15 @@ def test_exponents_and_codes_by_definition(
 
 
 @FORMATS
-@LAYOUTS
 @pytest.mark.parametrize("size", GROUP_SIZES)
 def test_kernel_quantizes_special_groups_as_the_reference(
-    fmt: Format, transposed: bool, size: int, run: Run, special_values
+    fmt: Format, size: int, run: Run, special_values
 ):
     x = special_values(fmt)
     for scale in (1.0, 2.0**-130, 2.0**100):
         scaled = (x * scale).contiguous()
         scaled[0, 0], scaled[1, 200], scaled[2, 100] = float("nan"), float("inf"), -float("inf")
-        args = (scaled, size, fmt.name, transposed)
+        args = (scaled, size, fmt.name)
         for actual, expected in zip(
             run("quantize_group", args),
             results("", OPS["quantize_group"].reference, args),
@@ -110,7 +93,7 @@ def test_one_bad_element_spoils_its_group_only(fmt: Format, bad: float, run: Run
     x = torch.randn(3, 64)
     x[1, 20] = bad
     x[2] = 0.0
-    q, exponents = run("quantize_group", (x, 16, fmt.name, False))
+    q, exponents = run("quantize_group", (x, 16, fmt.name))
     (decoded,) = run("dequantize_group", (q, exponents, torch.bfloat16))
     assert decoded[1, 16:32].isnan().all()
     assert decoded.isnan().sum() == 16
@@ -125,19 +108,8 @@ def test_public_functions_round_trip_representable_values(dtype: torch.dtype):
     assert_same_bits("values", dequantize_group(again, dtype), x)
 
 
-@FORMATS
-def test_both_layouts_hold_the_same_codes(fmt: Format):
-    x = torch.randn(63, 96)
-    plain, transposed = quantize_group(x, 32, fmt), quantize_group_transposed(x, 32, fmt)
-    assert_same_bits("codes", by_rows(transposed.q, 63, True), plain.q)
-    assert_same_bits("exponents", by_rows(transposed.exponents, 63, True), plain.exponents)
-
-
 @pytest.mark.parametrize("shape", [(0, 32), (3, 0)])
 def test_empty_matrices(shape: tuple[int, int], run: Run):
     tokens, channels = shape
-    rows = run("quantize_group", (torch.ones(shape), 16, "e4m3", False))
+    rows = run("quantize_group", (torch.ones(shape), 16, "e4m3"))
     assert [part.shape for part in rows] == [shape, (tokens, channels // 16)]
-    columns = run("quantize_group", (torch.ones(shape), 16, "e4m3", True))
-    expected = [(channels, padded(tokens)), (channels // 16, padded(tokens))]
-    assert [part.shape for part in columns] == expected

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coat_bench.check import TOLERANCE, assert_same_bits, relative_rms
 from coat_kernels import (
     E4M3,
     GroupScaled,
@@ -20,7 +21,6 @@ from coat_kernels import (
     quantize_group,
     reference,
 )
-from coat_kernels.testing import TOLERANCE, assert_same_bits, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 EPS = 1e-2

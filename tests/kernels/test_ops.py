@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from op_examples import examples
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coat_bench.check import FP8, assert_matches, assert_same_bits, mapped, results
 from coat_kernels import OPS, Op, norm_fwd, quantize_tensor, use_reference
-from coat_kernels.examples import examples
-from coat_kernels.testing import FP8, assert_matches, assert_same_bits, mapped, results
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coat_bench.check import assert_same_bits, code_steps, results
 from coat_kernels import ACTIVATIONS, OPS, GroupScaled, dequantize_group, quantize_group
-from coat_kernels.testing import assert_same_bits, code_steps, results
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
@@ -85,8 +85,9 @@ def norm(
 
 
 def activation_gradient(body: Run, dh: Tensor, a: GroupScaled, kind: str) -> tuple[Tensor, Tensor]:
-    """``activation_bwd``: da decoded, and how far its rounding may move each element."""
-    q, _, scale, _ = body("activation_bwd", (dh, *a, kind, "e5m2", True, False, False, None))
+    """Both passes backward: da decoded, and how far its rounding may move each element."""
+    scale, _ = body("activation_bwd_stats", (dh, *a, kind, None, "e4m3", "e5m2"))
+    q, _, _ = body("activation_bwd", (dh, *a, kind, "e5m2", True, False, False, scale))
     da = q.float() * scale
     return da, torch.maximum(da.abs() * 2.0**-3, scale * 2.0**-17)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coat_bench.check import assert_same_bits, results
 from coat_kernels import (
     E4M3,
     E5M2,
@@ -21,7 +22,6 @@ from coat_kernels import (
     transpose_codes,
 )
 from coat_kernels.formats import MIN_SCALE
-from coat_kernels.testing import assert_same_bits, results
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)

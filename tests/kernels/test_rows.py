@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from coat_bench.check import TOLERANCE, assert_same_bits, relative_rms
 from coat_kernels import (
     E4M3,
     E5M2,
@@ -22,7 +23,6 @@ from coat_kernels import (
 from coat_kernels.formats import MIN_SCALE, padded
 from coat_kernels.launch import Tile, forced_tile
 from coat_kernels.quantize_groups import ROW_ELEMENTS, TRANSPOSED_TILE
-from coat_kernels.testing import TOLERANCE, assert_same_bits, relative_rms
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)

@@ -7,13 +7,13 @@ import weakref
 
 import pytest
 import torch
+from op_examples import examples
 from torch import Tensor
 
+from coat_bench.check import mapped
 from coat_kernels import OPS, quantize_tensor, scales
-from coat_kernels.examples import examples
 from coat_kernels.formats import MIN_SCALE
 from coat_kernels.scales import CHUNK, memory_of_their_own, new_scale
-from coat_kernels.testing import mapped
 
 CPU = torch.device("cpu")
 

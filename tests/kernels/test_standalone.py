@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 
 def test_importing_the_kernels_loads_no_other_room():
@@ -21,12 +22,13 @@ def test_ops_on_cpu_tensors_launch_no_kernel():
     """So they work without a GPU and without Triton's interpreter."""
     program = (
         "from coat_kernels import OPS\n"
-        "from coat_kernels.examples import examples\n"
+        "from op_examples import examples\n"
         "for op in OPS:\n"
         "    for args in examples(op, rows=2, columns=16).values():\n"
         "        OPS[op](*args)\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent)
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=environment,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from coat_kernels.testing import assert_same_bits
+from coat_bench.check import assert_same_bits
 from coat_vlm.optim import CoatAdamW
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from coat_kernels.codecs import REMOVED_CODECS
 from coat_vlm.checkpoint.contents import Contents, SavedParameter, read_contents, write_contents
 from coat_vlm.checkpoint.partitions import Piece
 from coat_vlm.checkpoint.shards import Shards, ShardWriter
@@ -37,8 +38,8 @@ def with_head(**changes: object) -> Contents:
         (contents(parameters={}), "only the checkpoint has a parameter head.weight"),
         (contents(groups=[]), "1 parameter groups were saved, this run has 0"),
         (
-            contents(groups=[{"lr": 0.1, "codec": "CoatAdamW e4m3"}]),
-            "states of head.weight .* CoatAdamW dre_e4m3's, this run has CoatAdamW e4m3",
+            contents(groups=[{"lr": 0.1, "codec": "CoatAdamW released"}]),
+            "states of head.weight .* CoatAdamW dre_e4m3's, this run has CoatAdamW released",
         ),
     ],
 )
@@ -66,6 +67,21 @@ def test_another_rounding_of_the_second_moment_names_its_setting(
         one.check(other, "step-1")
     setting = "the run's own recipe.yaml" if words is None else f"fp8.second_moment{words}"
     assert f"resume with {setting}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", REMOVED_CODECS)
+def test_states_of_a_codec_that_was_removed_say_so(name: str) -> None:
+    saved = contents(groups=[{"lr": 0.1, "codec": f"CoatAdamW {name} fp32"}])
+    with pytest.raises(ValueError, match=rf"step-1: .* codec '{name}' was removed .* its weights"):
+        saved.check(contents(), "step-1")
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match=f"codec '{name}' of moments was removed from training"):
+        CoatAdamW([parameter], codec=name)
+    optimizer = CoatAdamW([parameter])
+    state = optimizer.state_dict()
+    state["param_groups"][0]["codec"] = name
+    with pytest.raises(ValueError, match=f"codec '{name}' of moments was removed from training"):
+        optimizer.load_state_dict(state)
 
 
 def test_contents_are_read_as_written(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Numerics of the loss in plain PyTorch: what ``cross_entropy.py`` computes, in FP32."""
+"""Losses of rows of logits and their gradient, in FP32: numerics of ``cross_entropy.py``."""
 
 import math
 

@@ -1,7 +1,7 @@
 """Example arguments of every op, written once for all kinds of tests.
 
 ``examples`` serves the tests in the interpreter and on a GPU, ``opcheck``, and the compilation
-without a GPU. Nothing outside of tests imports this module.
+without a GPU.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_kernels import reference, reference_adamw
-from coat_kernels.codecs import CODECS, new_moment
+from coat_kernels import reference
+from coat_kernels.codecs import new_moment
 from coat_kernels.cross_entropy import MOST_COLUMNS
 from coat_kernels.formats import FORMATS, GROUP_SIZES
 from coat_kernels.quantize_groups import ROW_ELEMENTS, TRANSPOSED_TILE
@@ -77,20 +77,13 @@ def _quantize_gradient(i: _Inputs) -> Examples:
 
 def _quantize_group(i: _Inputs) -> Examples:
     sizes = [size for size in GROUP_SIZES if i.columns % size == 0]
-    layouts = {"": False, "-transposed": True}
-    return {
-        f"{fmt}-{size}{layout}": (i.matrix(), size, fmt, transposed)
-        for fmt in FORMATS
-        for size in sizes
-        for layout, transposed in layouts.items()
-    }
+    return {f"{fmt}-{size}": (i.matrix(), size, fmt) for fmt in FORMATS for size in sizes}
 
 
 def _dequantize_group(i: _Inputs) -> Examples:
     return {
         name: (*reference.quantize_group(*args), i.dtype)
         for name, args in _quantize_group(i).items()
-        if not args[-1]
     }
 
 
@@ -192,13 +185,16 @@ def _activation_bwd(i: _Inputs) -> Examples:
     examples: Examples = {}
     for kind in reference.ACTIVATIONS:
         q, exponents = reference.quantize_group(_activation_input(i, kind), i.group, "e4m3")
-        bias = kind in ("silu_mul", "gelu")
-        examples[kind] = (i.matrix(), q, exponents, kind, "e5m2", True, True, bias, None)
-    examples["rows"] = (*examples["gelu_tanh"][:5], True, False, False, None)
-    examples["transposed"] = (*examples["silu_mul"][:5], False, True, False, None)
-    dh, q, exponents, kind, *rest, _ = examples["silu_mul"]
-    scale, _ = reference.activation_bwd_stats(dh, q, exponents, kind, None, "e4m3", "e5m2")
-    return examples | {"scaled": (dh, q, exponents, kind, *rest, scale)}
+        dh, bias = i.matrix(), kind in ("silu_mul", "gelu")
+        scale, _ = reference.activation_bwd_stats(dh, q, exponents, kind, None, "e4m3", "e5m2")
+        examples[kind] = (dh, q, exponents, kind, "e5m2", True, True, bias, scale)
+    for name, kind, layout in (
+        ("rows", "gelu_tanh", (True, False, False)),
+        ("transposed", "silu_mul", (False, True, False)),
+    ):
+        *given, _, _, _, scale = examples[kind]
+        examples[name] = (*given, *layout, scale)
+    return examples
 
 
 def _activation_bwd_stats(i: _Inputs) -> Examples:
@@ -231,21 +227,24 @@ def _scaled_mm(i: _Inputs) -> Examples:
 def _adamw_step(i: _Inputs) -> Examples:
     examples: Examples = {}
     is_bf16 = i.dtype == torch.bfloat16
-    for codec in CODECS:
+    for name, codec in (
+        ("paper", "dre_e4m3"),
+        ("released", "released"),
+        ("remainder", "dre_e4m3"),  # in BF16
+        ("dre_e4m3_chance", "dre_e4m3_chance"),
+        ("stochastic", "dre_e4m3"),  # likewise
+    ):
         p, g = i.matrix(), i.matrix()
-        # Without expansion there is no k.
-        no_k = (p.new_empty(0, dtype=torch.float16),)
-        first, second = (new_moment(p, codec, second=second) for second in (False, True))
-        moments = [tensor for moment in (first, second) for tensor in (*moment, *no_k)[:3]]
+        moments = [*new_moment(p, codec), *new_moment(p, codec, second=True)]
         settings = (1e-3, 0.9, 0.999, 1e-8, 0.1)
-        # In BF16, one codec each with a remainder, by chance and to nearest.
-        remainder = torch.zeros_like(p, dtype=torch.int16) if is_bf16 and codec == "e4m3" else None
-        seed = 7 if is_bf16 and codec == "released" else None
+        has_remainder = is_bf16 and name == "remainder"
+        remainder = torch.zeros_like(p, dtype=torch.int16) if has_remainder else None
+        seed = 7 if is_bf16 and name == "stochastic" else None
         how = (codec, remainder, torch.tensor(0.5), seed, 0)
         if p.numel():  # moments as the first step leaves them
-            step: Any = reference_adamw.adamw_step
+            step: Any = reference.adamw_step
             step(p, i.matrix(), *moments, *settings, 1, *how)
-        examples["paper" if codec == "dre_e4m3" else codec] = (p, g, *moments, *settings, 2, *how)
+        examples[name] = (p, g, *moments, *settings, 2, *how)
     return examples
 
 
@@ -329,5 +328,5 @@ def examples(
         ValueError: the op has no examples.
     """
     if op not in _EXAMPLES:
-        raise ValueError(f"op {op!r} has no examples; add them to {__name__} ({sorted(OPS)})")
+        raise ValueError(f"op {op!r} has no examples; add them to op_examples.py ({sorted(OPS)})")
     return _EXAMPLES[op](_Inputs(rows, columns, dtype))

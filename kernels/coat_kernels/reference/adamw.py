@@ -1,7 +1,7 @@
-"""AdamW with FP8 moments in plain PyTorch: what runs on a CPU. See ``adamw_kernel.py``.
+"""AdamW with FP8 moments: numerics of ``adamw.py``, and of every codec of moments.
 
-All in FP32. What the kernels compute with the special function unit (``special.py``) is computed
-here with the CPU's functions: before its rounding a code differs by some 2^-20 of itself.
+What the kernels compute with the special function unit (``tile.py``) is computed here with the
+CPU's functions: before its rounding a code differs by some 2^-20 of itself.
 """
 
 import math
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from coat_kernels.codecs import GROUP, K_MAX, SMALLEST_RATIO, Moment, codec_called
+from coat_kernels.codecs import GROUP, K_MAX, SMALLEST_RATIO, Codec, Moment, codec_called
 from coat_kernels.formats import E4M3, E5M2
 from coat_kernels.master_weights import (
     CODE_SALT,
@@ -55,13 +55,17 @@ def _round_by_chance(code: Tensor, k: Tensor, key: int) -> Tensor:
 
 
 def encode_moment(
-    values: Tensor, codec: str = "dre_e4m3", *, second: bool = False, key: int | None = None
+    values: Tensor,
+    codec: str | Codec = "dre_e4m3",
+    *,
+    second: bool = False,
+    key: int | None = None,
 ) -> Moment:
     """A moment as it is stored, from its values.
 
     Args:
         values: FP32, BF16 or FP16, any shape; non-negative for a second moment.
-        codec: a name in :data:`coat_kernels.CODECS`.
+        codec: a name in :data:`coat_kernels.CODECS`, or another codec.
         second: the second moment; a codec may store it otherwise than the first.
         key: 32 bits by which a second moment is rounded up or down where its codec rounds by
             chance; without one it is rounded to nearest. Nothing else hangs on it.
@@ -72,7 +76,7 @@ def encode_moment(
     Raises:
         ValueError: there is no such codec.
     """
-    how = codec_called(codec)
+    how = codec if isinstance(codec, Codec) else codec_called(codec)
     fmt = how.format(second)
     groups = _grouped(values.float())
     magnitudes = groups.abs()
@@ -111,17 +115,17 @@ def encode_moment(
     return (q, amax) if k is None else (q, amax, k)
 
 
-def decode_moment(moment: Moment, codec: str = "dre_e4m3") -> Tensor:
+def decode_moment(moment: Moment, codec: str | Codec = "dre_e4m3") -> Tensor:
     """Values of a stored moment, FP32 of its codes' shape.
 
     Args:
         moment: from :func:`encode_moment`, or of an optimizer's state: codes, then metadata.
-        codec: a name in :data:`coat_kernels.CODECS`.
+        codec: a name in :data:`coat_kernels.CODECS`, or the codec that encoded it.
 
     Raises:
         ValueError: there is no such codec.
     """
-    expand = codec_called(codec).expand
+    expand = (codec if isinstance(codec, Codec) else codec_called(codec)).expand
     q, amax = moment[:2]
     codes = _grouped(q.view(torch.int8))
     index = (codes & 0x7F).view(-1).int()
@@ -141,8 +145,6 @@ def adamw_step(
 ) -> None:  # fmt: skip
     """One step in place; see :func:`coat_kernels.adamw.adamw_step`."""
     moments = ((m, m_amax, m_k), (v, v_amax, v_k))
-    if not codec_called(codec).expand:
-        moments = ((m, m_amax), (v, v_amax))
     g32 = g.float() if grad_scale is None else g.float() * grad_scale
     m32, v32 = (decode_moment(moment, codec) for moment in moments)
     m32.add_((1.0 - beta1) * (g32 - m32))

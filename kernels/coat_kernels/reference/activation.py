@@ -1,0 +1,102 @@
+"""SwiGLU and GELU to FP8, and their gradients: numerics of ``activation.py``."""
+
+import torch
+from torch import Tensor
+
+from coat_kernels.formats import format_of
+from coat_kernels.reference.quantize import (
+    dequantize_group,
+    layouts,
+    quantize_group,
+    tensor_scale,
+)
+
+ACTIVATIONS = ("silu_mul", "gelu", "gelu_tanh", "quick_gelu")
+"""``silu_mul`` takes [gate | up], the others one matrix."""
+
+
+_TANH_SLOPE = 1.5957691216057308
+"""2 sqrt(2 / pi)."""
+
+
+def _gate(a: Tensor, kind: str) -> Tensor:
+    """What the input is multiplied with: Phi(a) or a sigmoid."""
+    if kind == "gelu":
+        return 0.5 * (1.0 + torch.erf(a * 0.7071067811865476))
+    if kind == "gelu_tanh":
+        # 0.5 * (1 + tanh(u)) = sigmoid(2u)
+        return torch.sigmoid(_TANH_SLOPE * (a + 0.044715 * a * a * a))
+    return torch.sigmoid(1.702 * a if kind == "quick_gelu" else a)
+
+
+def _slope(a: Tensor, gate: Tensor, kind: str) -> Tensor:
+    """d(a * gate) / da."""
+    if kind == "gelu":
+        return gate + a * torch.exp(-0.5 * a * a) * 0.3989422804014327
+    inner = 1.702 if kind == "quick_gelu" else 1.0
+    if kind == "gelu_tanh":
+        inner = _TANH_SLOPE * (1.0 + 0.134145 * a * a)
+    return gate + a * gate * (1.0 - gate) * inner
+
+
+def activation_values(a: Tensor, kind: str) -> Tensor:
+    """FP32 [M, F] of a [M, 2F] (``silu_mul``) or [M, F]."""
+    if kind == "silu_mul":
+        a, up = a.float().chunk(2, -1)
+        return _gate(a, kind).mul_(a).mul_(up)
+    a = a.float()
+    return _gate(a, kind).mul_(a)
+
+
+def activation_stats(
+    a: Tensor, kind: str, group_size: int, fmt: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """First pass: a's group-scaled codes and exponents (kept for backward), and h's scale []."""
+    q, exponents = quantize_group(a, group_size, fmt)
+    return q, exponents, tensor_scale([activation_values(a, kind)], fmt)
+
+
+def activation_apply(
+    a: Tensor, exponents: Tensor | None, kind: str, scale: Tensor, fmt: str, rows: bool,
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Second pass: h's per-tensor codes, [M, F] and/or [F, M']."""
+    a32 = a.float() if exponents is None else dequantize_group(a, exponents, torch.float32)
+    return layouts(activation_values(a32, kind), scale, format_of(fmt), rows, transposed)
+
+
+def activation_gradient(dh: Tensor, a: Tensor, kind: str) -> Tensor:
+    """FP32 gradient of :func:`activation_values`'s input, of a's shape."""
+    a, dh = a.float(), dh.float()
+    if kind != "silu_mul":
+        return dh * _slope(a, _gate(a, kind), kind)
+    a, up = a.chunk(2, -1)
+    gate = _gate(a, kind)
+    return torch.cat([dh * up * _slope(a, gate, kind), dh * (a * gate)], -1)
+
+
+def activation_bwd_stats(
+    dh: Tensor, a: Tensor, exponents: Tensor, kind: str, output_scale: Tensor | None,
+    output_fmt: str, fmt: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """First pass: da's scale [] in ``fmt``; with h's scale, h's codes [F, M'] in ``output_fmt``."""
+    ht = a.new_empty(0, dtype=format_of(output_fmt).dtype)
+    if output_scale is not None:
+        _, ht = activation_apply(a, exponents, kind, output_scale, output_fmt, False, True)
+    da = activation_gradient(dh, dequantize_group(a, exponents, torch.float32), kind)
+    return tensor_scale([da], fmt), ht
+
+
+def activation_bwd(
+    dh: Tensor, a: Tensor, exponents: Tensor, kind: str, fmt: str, rows: bool, transposed: bool,
+    bias: bool, scale: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradient of the activation's input from its group-scaled copy, in FP8.
+
+    Returns:
+        da's per-tensor codes [M, W] and/or [W, M'], and with ``bias`` the sum of da over the
+        tokens, FP32 [W].
+    """
+    da = activation_gradient(dh, dequantize_group(a, exponents, torch.float32), kind)
+    sums = da.sum(0) if bias else da.new_empty(0)
+    return *layouts(da, scale, format_of(fmt), rows, transposed), sums

@@ -1,0 +1,21 @@
+"""The FP8 GEMM: what cuBLASLt computes on a GPU, in FP32."""
+
+import torch
+from torch import Tensor
+
+from coat_kernels.reference.quantize import to_float
+
+
+def scaled_mm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
+    dtype: torch.dtype, _fast: bool = False,
+) -> Tensor:  # fmt: skip
+    """(a [M, K] @ b [N, K]^T) * (a_scale * b_scale) + bias [N], FP32 inside, rounded to dtype.
+
+    Scales are one per tensor, [], or one per row, [M, 1] and [1, N]. The bias is rounded to
+    ``dtype`` before it is added. Fast accumulation is a GPU's.
+    """
+    y = (to_float(a) @ to_float(b).t()).mul_(a_scale * b_scale)
+    if bias is not None:
+        y.add_(bias.to(dtype).float())
+    return y.to(dtype)

@@ -1,0 +1,88 @@
+"""RMSNorm and LayerNorm to FP8, and their gradients: numerics of ``norm.py``."""
+
+import torch
+from torch import Tensor
+
+from coat_kernels.formats import format_of
+from coat_kernels.reference.quantize import (
+    dequantize_group,
+    layouts,
+    quantize_group,
+    tensor_scale,
+)
+
+
+def _normalized(x: Tensor, rstd: Tensor, mean: Tensor | None) -> Tensor:
+    return (x if mean is None else x - mean[:, None]) * rstd[:, None]
+
+
+def norm_stats(
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+    centered: bool, group_size: int, fmt: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """First pass of RMSNorm, or of LayerNorm when ``centered``, of x + delta.
+
+    Returns:
+        x + delta in x's dtype (empty without a delta), its group-scaled codes [M, N] and exponents
+        [M, N / G] (kept for backward), rstd FP32 [M], mean FP32 [M] (empty without centering), and
+        the per-tensor scale of y FP32 [].
+    """
+    total = x.new_empty(0) if delta is None else (x.float() + delta.float()).to(x.dtype)
+    source = x if delta is None else total
+    x32 = source.float()
+    mean = x32.mean(-1) if centered else None
+    middle = x32 if mean is None else x32 - mean[:, None]
+    rstd = torch.rsqrt(middle.square().mean(-1) + eps)
+    y = norm_values(x32, weight, bias, rstd, mean)
+    q, exponents = quantize_group(source, group_size, fmt)
+    mean = x32.new_empty(0) if mean is None else mean
+    return total, q, exponents, rstd, mean, tensor_scale([y], fmt)
+
+
+def norm_values(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor, mean: Tensor | None
+) -> Tensor:
+    """FP32 [M, N]: (x - mean) * rstd * weight + bias."""
+    y = _normalized(x, rstd, mean).mul_(weight.float())
+    return y if bias is None else y.add_(bias.float())
+
+
+def norm_apply(
+    x: Tensor, exponents: Tensor | None, weight: Tensor, bias: Tensor | None, rstd: Tensor,
+    mean: Tensor, scale: Tensor, fmt: str, rows: bool, transposed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Second pass: y's per-tensor codes, [M, N] and/or [N, M'].
+
+    ``x`` is the input itself, or its group-scaled codes together with ``exponents``.
+    """
+    x32 = x.float() if exponents is None else dequantize_group(x, exponents, torch.float32)
+    y = norm_values(x32, weight, bias, rstd, mean if mean.numel() else None)
+    return layouts(y, scale, format_of(fmt), rows, transposed)
+
+
+def norm_bwd(
+    dy: Tensor, x: Tensor, exponents: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of a norm from its group-scaled input.
+
+    With xhat = (x - mean) * rstd and g = dy * weight, averages over the channels:
+    dx = rstd * (g - [centered] avg(g) - xhat * avg(g * xhat)) + residual,
+    dweight = sum over tokens of dy * xhat, dbias = sum over tokens of dy.
+
+    Returns:
+        dx [M, N] in dy's dtype, dweight FP32 [N], dbias FP32 [N] (empty for RMSNorm).
+    """
+    centered = mean.numel() > 0
+    x32 = dequantize_group(x, exponents, torch.float32)
+    xhat = _normalized(x32, rstd, mean if centered else None)
+    dy32 = dy.float()
+    g = dy32 * weight.float()
+    dx = g - xhat * (g * xhat).mean(-1, keepdim=True)
+    if centered:
+        dx = dx - g.mean(-1, keepdim=True)
+    dx = dx * rstd[:, None]
+    if residual is not None:
+        dx += residual.float()
+    dbias = dy32.sum(0) if centered else dy32.new_empty(0)
+    return dx.to(dy.dtype), (dy32 * xhat).sum(0), dbias
