@@ -49,6 +49,7 @@ def build_trainer(out: Path, steps: int) -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=8, save_steps=20,
         logging_steps=1, lr_scheduler_type="constant", report_to=[], seed=0,
+        dataloader_pin_memory=torch.cuda.is_available(),
     )  # fmt: skip
     # The scheduler is the Trainer's own, made for this optimizer.
     return Trainer(model, arguments, train_dataset=Counting(), optimizers=(optimizer, None))

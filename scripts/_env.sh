@@ -2,6 +2,9 @@
 # the virtual environment and puts it first on PATH; a second call with nothing to do is instant.
 # COAT_VLM_VENV names another folder than .venv. The caller has changed to the repository root.
 
+# The versions that make_environment installs.
+constraints=constraints.txt
+
 find_python() {
   local candidate
   for candidate in python3.13 python3.12 python3.11 python3; do
@@ -21,9 +24,9 @@ has_gpu() {
   [[ "$(nvidia-smi --list-gpus 2>/dev/null)" == *GPU* ]]
 }
 
-# pinned NAME: the version constraints.txt gives the package NAME.
+# pinned NAME: the version that $constraints gives the package NAME.
 pinned() {
-  sed -n "s/^$1==\([^ #]*\).*/\1/p" constraints.txt
+  sed -n "s/^$1==\([^ #]*\).*/\1/p" "$constraints"
 }
 
 has_package() {
@@ -53,12 +56,17 @@ install_cpu_torch() {
     return
   fi
   echo "torch $torch: installing the CPU build from PyTorch's index"
-  if ! python -m pip install --index-url https://download.pytorch.org/whl/cpu \
+  if python -m pip install --index-url https://download.pytorch.org/whl/cpu \
     "torch==$torch" "torchvision==$torchvision"; then
+    return
+  fi
+  if [ "$constraints" = constraints.txt ]; then
     echo "The CPU build of torch could not be fetched. Check the network, or put its wheel into a" >&2
     echo "folder, set PIP_FIND_LINKS to that folder and run this again." >&2
     return 1
   fi
+  echo "torch $torch: installing the build for GPUs (5 GB), which runs on a CPU as well"
+  python -m pip install --quiet "torch==$torch" "torchvision==$torchvision"
 }
 
 refuse_cuda_torch() {
@@ -87,7 +95,7 @@ make_environment() {
   export PATH="$VIRTUAL_ENV/bin:$PATH"
   unset PYTHONHOME
   hash -r
-  wanted="$device $PWD $(cat pyproject.toml constraints.txt | cksum)"
+  wanted="$device $PWD $(cat pyproject.toml "$constraints" | cksum)"
   if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     return
   fi
@@ -95,8 +103,8 @@ make_environment() {
   if [ "$device" = cpu ]; then
     install_cpu_torch
   fi
-  python -m pip install --quiet -c constraints.txt -e ".[dev]"
-  if [ "$device" = cpu ]; then
+  python -m pip install --quiet -c "$constraints" -e ".[dev]"
+  if [ "$device" = cpu ] && [ "$constraints" = constraints.txt ]; then
     refuse_cuda_torch
   fi
   echo "$wanted" >"$stamp"

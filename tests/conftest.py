@@ -1,7 +1,11 @@
 """Without a GPU, kernels run in Triton's interpreter: set up before any test module is imported."""
 
+import itertools
 import os
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -12,3 +16,22 @@ if not torch.cuda.is_available():
     from exact_interpreter import exact_interpreter
 
     exact_interpreter()
+
+
+@pytest.fixture(scope="session")
+def in_own_memory() -> Callable[[Any], Any]:
+    """A function that copies the weights of a model out of the file they were loaded from.
+
+    Tensors of a safetensors file are views of the mapped file, at the addresses that its header's
+    length gives them (multiples of 8 bytes for most); torch's own memory begins at multiples of 64.
+    A product on a CPU takes the elements before the first aligned address apart, so the order of
+    its sums, and with it the last bits, depends on the address and on the width of the CPU's
+    vectors. Two models give the same bits only when both have their weights in torch's memory.
+    """
+
+    def copied(model: Any) -> Any:
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            tensor.data = tensor.data.clone()
+        return model
+
+    return copied

@@ -24,7 +24,7 @@ PACKAGES = (
     "scripts/coat_lab",
 )
 ROOMS = ("kernels", "data", "eval", "scripts", "tests")
-NOT_OURS = {".git", ".venv", "runs", "build", "dist"}
+NOT_OURS = {".git", ".venv", ".venv-lowest", "runs", "build", "dist"}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

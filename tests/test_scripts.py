@@ -1,12 +1,17 @@
 """The shell scripts, run with stand-ins for the programs they start."""
 
 import os
+import platform
 import re
 import subprocess
+import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts"
@@ -60,11 +65,95 @@ def test_a_gpu_is_recognised(body: str, found: bool, tmp_path: Path):
     assert (done.returncode == 0) == found
 
 
-def test_the_pinned_versions_are_read_from_constraints(tmp_path: Path):
-    done = run_bash("source scripts/_env.sh; pinned torch; pinned torchvision", tmp_path, {})
-    expected = re.findall(r"^torch(?:vision)?==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)
-    assert done.stdout.split() == expected
-    assert len(expected) == 2
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-lowest.txt"])
+def test_the_pinned_versions_are_read_from_constraints(file: str, tmp_path: Path):
+    command = f"source scripts/_env.sh; constraints={file}; pinned torch; pinned torchvision"
+    versions = pins(file)
+    found = run_bash(command, tmp_path, {}).stdout.split()
+    assert found == [versions["torch"], versions["torchvision"]]
+
+
+def pins(file: str) -> dict[str, str]:
+    """Version by name of package."""
+    return dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / file).read_text(), re.M))
+
+
+def test_the_lowest_versions_are_those_that_are_allowed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lowest, tools = pins("constraints-lowest.txt"), pins("constraints.txt")
+    for text in project["dependencies"] + project["optional-dependencies"]["lora"]:
+        requirement = Requirement(text)
+        bounds = [s.version for s in requirement.specifier if s.operator == ">="]
+        for bound in bounds:
+            assert Version(lowest[requirement.name]) == Version(bound), text
+    for text in project["optional-dependencies"]["dev"]:
+        requirement = Requirement(text)
+        if requirement.name in lowest:
+            version = lowest[requirement.name]
+            assert version in requirement.specifier, text
+            assert version == tools[requirement.name] or any(
+                Version(version) == Version(s.version) for s in requirement.specifier
+            ), text
+
+
+SETTINGS = ["ATEN_CPU_CAPABILITY=avx2", "ATEN_CPU_CAPABILITY=default", "ONEDNN_MAX_CPU_ISA=AVX2"]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other vectors than x86-64's")
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_settings_of_shorter_vectors_do_what_they_say(setting: str):
+    name, value = setting.split("=")
+    code = """
+import torch
+print(torch.backends.cpu.get_cpu_capability())
+torch.nn.functional.conv2d(torch.ones(2, 8, 32, 32), torch.ones(8, 8, 3, 3))"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, name: value, "ONEDNN_VERBOSE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    capability, *lines = done.stdout.splitlines()
+    if name == "ATEN_CPU_CAPABILITY":
+        assert capability == value.upper()
+    else:
+        assert any("cpu,isa:" in line and line.endswith("AVX2") for line in lines)
+
+
+def run_the_tests(arguments: str, folder: Path) -> list[str]:
+    """What ``scripts/test`` starts Python with: settings, environment, arguments."""
+    calls = folder / "calls"
+    said = 'echo "${ATEN_CPU_CAPABILITY:-}${ONEDNN_MAX_CPU_ISA:-} $constraints $*"'
+    programs = dict.fromkeys(["ruff", "codespell", "basedpyright", "lint-imports"], "exit 0")
+    programs["python"] = f"{said} >>{calls}; exit 1"
+    # make_environment is replaced: this test is about what follows it.
+    script = (SCRIPTS / "test").read_text().replace("make_environment\n", "export constraints\n")
+    script = script.replace('cd "$(dirname "${BASH_SOURCE[0]}")/.."', f"cd {ROOT}")
+    script = script.replace("./scripts/test --lowest", f"bash {folder}/test --lowest", 2)
+    (folder / "test").write_text(script)
+    done = run_bash(f"bash {folder}/test {arguments}", folder, programs)
+    assert done.returncode == 1
+    return calls.read_text().splitlines()
+
+
+def test_a_part_of_the_tests_runs_again_for_each_setting_and_the_lowest_versions(tmp_path: Path):
+    whole, *parts = run_the_tests("", tmp_path)
+    assert whole.startswith(" constraints.txt -m pytest --numprocesses auto")
+    assert "tests/" not in whole
+    *settings, lowest = parts
+    assert [part.split()[0] for part in settings] == [s.split("=")[1] for s in SETTINGS]
+    assert lowest.startswith(" constraints-lowest.txt -m pytest")
+    for part in parts:
+        paths = [word for word in part.split() if word.startswith("tests/")]
+        assert paths
+        assert all((ROOT / path).exists() for path in paths)
+
+
+@pytest.mark.parametrize("arguments", ["-k chat", "--lowest"])
+def test_tests_that_are_asked_for_run_once(arguments: str, tmp_path: Path):
+    (call,) = run_the_tests(arguments, tmp_path)
+    assert call.split()[0] == f"constraints{'-lowest' if '--lowest' in arguments else ''}.txt"
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,7 @@ def test_an_image_that_training_refuses_by_its_size_is_found(
     Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
     path = tmp_path / "a.json"
     path.write_text(json.dumps([talk("<image>q", image="a.png")]))
-    summary, found = problems(path)
+    with pytest.warns(Image.DecompressionBombWarning):
+        summary, found = problems(path)
     assert summary.bad == 1
     assert "larger than allowed: 30 x 20 pixels" in found[0].problem

@@ -99,6 +99,19 @@ def exact_activation() -> Callable[[Tensor, str], Tensor]:
     return exact
 
 
+@pytest.fixture(scope="session")
+def exact_loss() -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+    """torch's cross-entropy in FP64: the losses [M], and the gradient of their sum / divisor."""
+
+    def exact(logits: Tensor, targets: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
+        x = logits.detach().double().requires_grad_()
+        losses = F.cross_entropy(x, targets, reduction="none")
+        (gradient,) = torch.autograd.grad(losses.sum() / divisor, x)
+        return losses.detach(), gradient
+
+    return exact
+
+
 class Grid:
     """The values of both FP8 formats, written down from their definition (arXiv 2209.05433)."""
 

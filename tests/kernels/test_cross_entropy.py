@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from coat_bench.check import assert_same_bits, relative_rms
@@ -15,6 +14,7 @@ from coat_kernels import OPS, cross_entropy_, reference
 from coat_kernels.cross_entropy import MOST_COLUMNS
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
+ExactLoss = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Largest relative RMS error of a gradient: that of one rounding."""
@@ -29,24 +29,18 @@ def targets_of(rows: int, columns: int) -> Tensor:
     return torch.randint(columns, (rows,), generator=torch.Generator().manual_seed(rows))
 
 
-def exact(logits: Tensor, targets: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
-    """FP64 losses [M], and the gradient of their sum over the divisor."""
-    x = logits.detach().double().requires_grad_()
-    losses = F.cross_entropy(x, targets, reduction="none")
-    (gradient,) = torch.autograd.grad(losses.sum() / divisor, x)
-    return losses.detach(), gradient
-
-
 # One logit, less than a tile, one tile, a tile and one, several and a part.
 WIDTHS = (1, 100, 256, MOST_COLUMNS + 1, 2 * MOST_COLUMNS + 4000)
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-def test_losses_and_gradient_are_torchs(run: Run, dtype: torch.dtype, columns: int) -> None:
+def test_losses_and_gradient_are_torchs(
+    run: Run, exact_loss: ExactLoss, dtype: torch.dtype, columns: int
+) -> None:
     x, targets = logits_of(4, columns, dtype), targets_of(4, columns)
     losses, gradient = run("cross_entropy_", (x, targets, torch.tensor(7.0)))
-    of_losses, of_logits = exact(x, targets, 7.0)
+    of_losses, of_logits = exact_loss(x, targets, 7.0)
     assert losses.dtype == torch.float32
     assert gradient.dtype == dtype
     torch.testing.assert_close(losses.double(), of_losses, rtol=1e-6, atol=1e-6)
@@ -54,6 +48,22 @@ def test_losses_and_gradient_are_torchs(run: Run, dtype: torch.dtype, columns: i
         assert not gradient.any()
     else:
         assert relative_rms(gradient, of_logits) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_the_reference_loses_what_torchs_sum_does(exact_loss: ExactLoss, columns: int) -> None:
+    """log_softmax adds a row's exponentials one after the other in each lane of a vector register.
+
+    Of n positive numbers so added the sum is off by up to n u of itself, u = 2^-24 (Higham,
+    Accuracy and Stability of Numerical Algorithms, section 4.2); a register has 4 lanes or more.
+    The logarithm is off by as much absolutely, and so is each probability relatively.
+    """
+    x, targets = logits_of(4, columns), targets_of(4, columns)
+    of_losses, of_logits = exact_loss(x, targets, 7.0)
+    losses = reference_loss.cross_entropy_(x, targets, torch.tensor(7.0))
+    lost = columns / 4 * 2.0**-24
+    torch.testing.assert_close(losses.double(), of_losses, rtol=1e-6, atol=1e-6 + lost)
+    assert columns == 1 or relative_rms(x, of_logits) < 1e-6 + lost
 
 
 def test_without_a_divisor_the_logits_stay(run: Run) -> None:
@@ -65,16 +75,16 @@ def test_without_a_divisor_the_logits_stay(run: Run) -> None:
 
 
 @pytest.mark.parametrize("shift", [-1e30, -30000.0, 30000.0, 1e30])
-def test_large_logits(run: Run, shift: float) -> None:
+def test_large_logits(run: Run, exact_loss: ExactLoss, shift: float) -> None:
     x, targets = logits_of(3, 500) + shift, targets_of(3, 500)
     losses, gradient = run("cross_entropy_", (x, targets, torch.tensor(7.0)))
-    of_losses, of_logits = exact(x, targets, 7.0)
+    of_losses, of_logits = exact_loss(x, targets, 7.0)
     torch.testing.assert_close(losses.double(), of_losses, rtol=1e-6, atol=1e-6)
     assert relative_rms(gradient, of_logits) < 1e-6
 
 
 @pytest.mark.parametrize("columns", [500, 2 * MOST_COLUMNS + 100])
-def test_tokens_that_are_ruled_out(run: Run, columns: int) -> None:
+def test_tokens_that_are_ruled_out(run: Run, exact_loss: ExactLoss, columns: int) -> None:
     """With -inf for a whole first tile, for all but the target, and for a target."""
     x = logits_of(4, columns)
     targets = torch.full((4,), columns - 1)
@@ -83,7 +93,7 @@ def test_tokens_that_are_ruled_out(run: Run, columns: int) -> None:
     x[2, -1] = -math.inf
     x[3] = -math.inf
     losses, gradient = run("cross_entropy_", (x, targets, torch.tensor(7.0)))
-    of_losses, of_logits = exact(x, targets, 7.0)
+    of_losses, of_logits = exact_loss(x, targets, 7.0)
     torch.testing.assert_close(losses[:3].double(), of_losses[:3], rtol=1e-6, atol=1e-6)
     assert losses[2] == math.inf
     assert losses[1] == 0
@@ -114,14 +124,14 @@ def test_a_target_that_is_no_token_spoils_its_row_alone(run: Run, target: int) -
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("body", ["reference", "triton"])
-def test_rows_may_be_apart(place: str, body: str) -> None:
+def test_rows_may_be_apart(exact_loss: ExactLoss, place: str, body: str) -> None:
     if (place == "cpu" and body == "triton") and torch.cuda.is_available():
         pytest.skip("the kernels take CUDA tensors here")
     memory = torch.full((4, 560), 5.0)
     memory[:, :500] = logits_of(4, 500)
     memory, targets = memory.to(place), targets_of(4, 500).to(place)
     x = memory[:, :500]
-    of_losses, of_logits = exact(x, targets, 7.0)
+    of_losses, of_logits = exact_loss(x, targets, 7.0)
     losses = getattr(OPS["cross_entropy_"], body)(x, targets, torch.tensor(7.0, device=place))
     torch.testing.assert_close(losses.double(), of_losses, rtol=1e-6, atol=1e-6)
     assert relative_rms(x.cpu(), of_logits.cpu()) < 1e-6
@@ -170,7 +180,7 @@ def test_what_does_not_fit_is_refused(args: Any, words: str) -> None:
 
 
 @pytest.mark.gpu
-def test_more_logits_than_32_bits_count() -> None:
+def test_more_logits_than_32_bits_count(exact_loss: ExactLoss) -> None:
     rows, columns = 17000, 131072
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
@@ -178,7 +188,7 @@ def test_more_logits_than_32_bits_count() -> None:
     targets = torch.randint(columns, (rows,), generator=generator, device="cuda")
     assert x.numel() > 2**31
     sample = torch.tensor([0, 1, 8000, 16383, 16384, 16999], device="cuda")
-    of_losses, of_logits = exact(x[sample], targets[sample], 7.0)
+    of_losses, of_logits = exact_loss(x[sample], targets[sample], 7.0)
     losses = cross_entropy_(x, targets, torch.tensor(7.0, device="cuda"))
     torch.testing.assert_close(losses[sample].double(), of_losses, rtol=1e-6, atol=1e-6)
     for row, wanted in zip(sample, of_logits, strict=True):
