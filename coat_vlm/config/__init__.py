@@ -6,14 +6,11 @@ overrides such as ``stages.sft.max_steps=10`` and returns a :class:`Recipe`. Thi
 other package of the project.
 """
 
-from coat_vlm.config.data import SourceConfig
-from coat_vlm.config.eval import EvalSchedule, EvalSetConfig
 from coat_vlm.config.fp8 import (
     FP8_PRECISIONS,
     BlockPrecision,
     Fp8Config,
     Fp8Precision,
-    LinearPrecision,
     MonitorConfig,
     Precision,
 )
@@ -26,18 +23,15 @@ from coat_vlm.config.model import (
     VideoConfig,
     VisionConfig,
 )
-from coat_vlm.config.recipe import Recipe, TrackingConfig
+from coat_vlm.config.recipe import EvalSetConfig, Recipe, TrackingConfig
 from coat_vlm.config.stage import (
     MODULES,
     STAGES,
-    Fraction,
     LoraTraining,
     ModuleName,
     ModuleTraining,
-    NonNegative,
-    Packing,
     PackingConfig,
-    Positive,
+    SourceConfig,
     StageConfig,
     StageName,
 )
@@ -47,23 +41,17 @@ __all__ = [
     "MODULES",
     "STAGES",
     "BlockPrecision",
-    "EvalSchedule",
     "EvalSetConfig",
     "Fp8Config",
     "Fp8Precision",
-    "Fraction",
     "ImageConfig",
     "LanguageConfig",
-    "LinearPrecision",
     "LoraTraining",
     "ModelConfig",
     "ModuleName",
     "ModuleTraining",
     "MonitorConfig",
-    "NonNegative",
-    "Packing",
     "PackingConfig",
-    "Positive",
     "Precision",
     "ProjectorConfig",
     "Recipe",

@@ -3,16 +3,15 @@
 import dataclasses
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-_STRICT = ConfigDict(extra="forbid")
+from coat_vlm.config.model import STRICT, NonNegative, Positive
 
 Precision = Literal["fp32", "bf16", "fp8_linear", "coat", "coat_lean"]
 Fp8Precision = Literal["fp8_linear", "coat", "coat_lean"]
 BlockPrecision = Literal["bf16", "fp8_linear", "coat", "coat_lean"]
 LinearPrecision = Literal["bf16", "fp8_linear"]
-NonNegative = Annotated[int, Field(ge=0)]
 FP8_PRECISIONS: tuple[Fp8Precision, ...] = ("fp8_linear", "coat", "coat_lean")
 
 ROUNDINGS = {"nearest": "dre_e4m3", "chance": "dre_e4m3_chance"}
@@ -36,7 +35,7 @@ def rounding_of(states: str) -> str | None:
     return next((rounding for rounding, codec in ROUNDINGS.items() if codec in words), None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class Fp8Config:
     """What becomes FP8 under the precisions ``fp8_linear``, ``coat`` and ``coat_lean``."""
 
@@ -120,12 +119,8 @@ class Fp8Config:
 
     def _refuse_moments(self, why: str) -> None:
         """Refuse settings of FP8 moments, which have no effect for the reason given."""
-        given = {
-            "released_constants": self.released_constants,
-            "second_moment": self.second_moment == "chance",
-        }
-        for name, is_given in given.items():
-            if is_given:
+        for name, value in {"released_constants": True, "second_moment": "chance"}.items():
+            if getattr(self, name) == value:
                 raise ValueError(
                     f"fp8.{name} has no effect with {why}; remove it, or set fp8.optimizer: coat"
                 )
@@ -156,13 +151,9 @@ class Fp8Config:
             ValueError: a setting has no effect in it.
         """
         vision, language = self.vision or precision, self.language or precision
-        given = {
-            "group_size": self.group_size != 16,
-            "cuda_graphs": self.cuda_graphs,
-            "bf16_forward_first": self.bf16_forward_first is not None,
-        }
-        for name, is_given in given.items():
-            if is_given and not {vision, language} & {"coat", "coat_lean"}:
+        unset = {"group_size": 16, "cuda_graphs": False, "bf16_forward_first": None}
+        for name, value in unset.items():
+            if getattr(self, name) != value and not {vision, language} & {"coat", "coat_lean"}:
                 raise ValueError(
                     f"fp8.{name} has no effect with vision in {vision} and language in "
                     f"{language}: it is about FP8 blocks; remove it, or use coat or coat_lean"
@@ -177,14 +168,14 @@ Limit = Annotated[float, Field(gt=0.0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class MonitorConfig:
     """Every so many steps a few FP8 blocks run once more, in FP8 and in BF16, on a live input.
 
     What is measured: :mod:`coat_vlm.fp8.measure`. Other steps are as without a monitor.
     """
 
-    every: Annotated[int, Field(gt=0)]
+    every: Positive
     """Steps between two measurements."""
     layers: tuple[str, ...] = ("first", "middle", "last")
     """Which of the tower's and of the language model's FP8 blocks: these words, ``all``, or names

@@ -115,23 +115,23 @@ def _override(data: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"override {override!r}: the value is not YAML: {error}") from error
-    if isinstance(place, list):
-        place[_index(place, last, dotted)] = value
-    else:
-        place[last] = value
+    place[_key(place, last, dotted)] = value
 
 
 def _enter(place: Any, key: str, dotted: str) -> Any:
-    if isinstance(place, list):
-        return place[_index(place, key, dotted)]
-    if place.get(key) is None:
-        place[key] = {}
-    if not isinstance(place[key], dict | list):
-        raise ValueError(f"override {dotted}: {place[key]!r} is a value, it has no keys below it")
-    return place[key]
+    """The mapping or list at a key of another one; made where a mapping has none."""
+    where = _key(place, key, dotted)
+    if isinstance(place, dict) and place.get(where) is None:
+        place[where] = {}
+    if not isinstance(place[where], dict | list):
+        raise ValueError(f"override {dotted}: {place[where]!r} is a value, it has no keys below it")
+    return place[where]
 
 
-def _index(place: list[Any], key: str, dotted: str) -> int:
+def _key(place: Any, key: str, dotted: str) -> str | int:
+    """A key of a mapping, or an index of a list."""
+    if isinstance(place, dict):
+        return key
     if not key.isdigit() or int(key) >= len(place):
         raise ValueError(f"override {dotted}: expected an index below {len(place)}, got {key!r}")
     return int(key)
@@ -179,25 +179,15 @@ def _explain(problem: Any) -> str:
 def _known_keys(keys: Sequence[str]) -> list[str]:
     """The keys allowed below ``keys``."""
     kind: Any = Recipe
-    for key in keys:
-        kind = _below(_plain(kind), key)
-    kind = _plain(kind)
+    for key in [*keys, None]:
+        if get_origin(kind) in (Union, types.UnionType):  # X of X | None
+            kind = next((arg for arg in get_args(kind) if arg is not type(None)), None)
+        if key is None:
+            break
+        is_section = dataclasses.is_dataclass(kind)
+        kind = (
+            get_type_hints(kind).get(key) if is_section else next(iter(get_args(kind)[-1:]), None)
+        )
     if dataclasses.is_dataclass(kind):
         return [field.name for field in dataclasses.fields(kind)]
-    if get_origin(kind) is dict:
-        return [str(name) for name in get_args(get_args(kind)[0])]
-    return []
-
-
-def _below(kind: Any, key: str) -> Any:
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return get_type_hints(kind).get(key)
-    arguments = get_args(kind)
-    return arguments[-1] if arguments else None
-
-
-def _plain(kind: Any) -> Any:
-    """``X`` of ``X | None``."""
-    if get_origin(kind) in (Union, types.UnionType):
-        return next((arg for arg in get_args(kind) if arg is not type(None)), None)
-    return kind
+    return [str(n) for n in get_args(get_args(kind)[0])] if get_origin(kind) is dict else []

@@ -1,7 +1,4 @@
-"""A recipe's ``model``: vision tower, projector, language model and tokenizer.
-
-What a recipe says of images and videos: ``model.image`` and ``model.video``.
-"""
+"""A recipe's ``model``: vision tower, projector, language model, tokenizer, images and videos."""
 
 from dataclasses import field
 from typing import Annotated, Any, Literal
@@ -9,12 +6,14 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-_STRICT = ConfigDict(extra="forbid")
+STRICT = ConfigDict(extra="forbid")
+"""Of all of a recipe's dataclasses: an unknown key is an error."""
 
 Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ImageConfig:
     """How an image becomes the tower's input."""
 
@@ -55,7 +54,7 @@ class ImageConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class VideoConfig:
     """Which frames of a video are shown, and what reads them; each frame is one tile."""
 
@@ -99,7 +98,7 @@ class VideoConfig:
 ProjectorType = Literal["linear", "mlp2x_gelu", "mlp_downsample", "mlp_downsample_3x3_fix"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class VisionConfig:
     """The vision tower: pretrained by name or folder, or from scratch by its own config."""
 
@@ -118,7 +117,7 @@ class VisionConfig:
         exactly_one("model.vision", name_or_path=self.name_or_path, config=self.config)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ProjectorConfig:
     """The map from vision features to the language model's embedding space."""
 
@@ -126,7 +125,7 @@ class ProjectorConfig:
     """VILA's projector names."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class LanguageConfig:
     """The causal language model: pretrained by name or folder, or from scratch by its config."""
 
@@ -139,7 +138,7 @@ class LanguageConfig:
         exactly_one("model.language", name_or_path=self.name_or_path, config=self.config)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class TokenizerConfig:
     """The tokenizer: an existing one, or a byte-level BPE trained on the recipe's own texts."""
 
@@ -149,7 +148,7 @@ class TokenizerConfig:
     """Train a byte-level BPE of this size on the texts of all stages (from-scratch models)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ModelConfig:
     """The composed model; with ``vision: null`` a language model alone, trained on text."""
 

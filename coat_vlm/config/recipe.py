@@ -4,18 +4,14 @@ import dataclasses
 from dataclasses import field
 from typing import Any, Literal
 
-from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from coat_vlm.config.eval import EvalSchedule
 from coat_vlm.config.fp8 import FP8_PRECISIONS, Fp8Config, MonitorConfig, Precision
-from coat_vlm.config.model import ModelConfig
-from coat_vlm.config.stage import STAGES, NonNegative, Positive, StageConfig, StageName
-
-_STRICT = ConfigDict(extra="forbid")
+from coat_vlm.config.model import STRICT, ModelConfig, NonNegative, Positive
+from coat_vlm.config.stage import STAGES, StageConfig, StageName
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class TrackingConfig:
     """Where metrics go besides metrics.jsonl, which is always written."""
 
@@ -25,8 +21,22 @@ class TrackingConfig:
     """Weights & Biases project; needs the wandb extra."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
-class Recipe(EvalSchedule):
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class EvalSetConfig:
+    """One evaluation set, run by ``coat-vlm eval --run``."""
+
+    task: Literal["yes_no", "multiple_choice", "short_answer"]
+    """How answers are extracted and scored."""
+    path: str
+    """Folder with questions.jsonl (and, usually, the images)."""
+    media_root: str | None = None
+    """Folder or address that relative image paths start from; defaults to ``path``."""
+    require: dict[str, float] = field(default_factory=dict)
+    """Smallest allowed value of a metric, in percent; ``coat-vlm eval --run`` fails below it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class Recipe:
     """A whole run: model, stages in order, evaluation sets."""
 
     name: str
@@ -67,9 +77,17 @@ class Recipe(EvalSchedule):
     """Time the phases of every step of the main process: data, copy, forward, backward, optimizer
     (``phases`` in metrics.jsonl)."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
+    """Evaluation sets by name."""
+    eval_every: NonNegative = 0
+    """Steps after which the live weights answer ``eval_samples`` questions of every set (and at the
+    end of a stage); 0 asks nothing in training. A stage's ``eval_every_steps`` is about losses."""
+    eval_samples: Positive = 64
+    """Questions per set asked in training: the same ones each time, at even distances."""
 
     def __post_init__(self) -> None:
-        EvalSchedule.__post_init__(self)
+        if self.eval_every and not self.eval_sets:
+            raise ValueError("eval_every has no effect without eval_sets; add one, or remove it")
         if not self.stages:
             raise ValueError(f"recipe {self.name!r} has no stages; add at least one of {STAGES}")
         if self.model.vision is None:
@@ -88,11 +106,12 @@ class Recipe(EvalSchedule):
                 )
         if self.fp8 is not None and self.precision in FP8_PRECISIONS:
             self.fp8.resolved(self.precision)  # complains before anything is touched
-            if self.fp8.cuda_graphs:
-                self._check_graphs()
+            self._check_graphs(self.fp8.cuda_graphs)
 
-    def _check_graphs(self) -> None:
-        """Refuse what moves weights, or runs blocks again."""
+    def _check_graphs(self, used: bool) -> None:
+        """Refuse what moves weights, or runs blocks again, where CUDA graphs are used."""
+        if not used:
+            return
         if self.zero_stage == 3:
             raise ValueError(
                 "fp8.cuda_graphs needs weights that stay in their place, and zero_stage: 3 moves "
@@ -120,7 +139,5 @@ class Recipe(EvalSchedule):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as plain YAML-ready data, evaluation last as in a recipe's file."""
-        data = dataclasses.asdict(self)
-        last = {each.name: data.pop(each.name) for each in dataclasses.fields(EvalSchedule)}
-        return data | last
+        """The recipe as plain YAML-ready data."""
+        return dataclasses.asdict(self)

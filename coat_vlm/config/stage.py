@@ -3,25 +3,59 @@
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from coat_vlm.config.data import SourceConfig
-from coat_vlm.config.model import exactly_one
-
-_STRICT = ConfigDict(extra="forbid")
+from coat_vlm.config.model import STRICT, NonNegative, Positive, exactly_one
 
 ModuleName = Literal["vision", "projector", "language"]
 StageName = Literal["align", "pretrain", "sft"]
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 MODULES: tuple[ModuleName, ...] = ("vision", "projector", "language")
 STAGES: tuple[StageName, ...] = ("align", "pretrain", "sft")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class SourceConfig:
+    """One data source of a mixture."""
+
+    name: str
+    """Name in logs, tables and validation losses."""
+    path: str
+    """Data file, folder, pattern or address of shards, or list of sources; see data/README.md."""
+    media_root: str | None = None
+    """Folder or address that relative media paths start from; defaults to ``path``'s folder."""
+    format: str | None = None
+    """How to read a row, by a name that ``coat-vlm data lint`` shows; by content when absent."""
+    follow_links: bool = False
+    """Allow links below the media root that lead out of it."""
+    repeat: Annotated[float, Field(gt=0.0)] | None = None
+    """Passes over this source per epoch (default 1); fractions allowed. Exclusive with weight."""
+    weight: Annotated[float, Field(gt=0.0)] | None = None
+    """Share of the samples of an epoch, relative to the other sources' weights."""
+    select: Annotated[str, Field(pattern=r"^(first|last|random) \d+(\.\d+)?%?$")] | None = None
+    """Rows that take part: ``first 1000``, ``last 5%``, ``random 10%``; all when absent. ``repeat``
+    and ``weight`` are about these."""
+    seed: NonNegative | None = None
+    """Seed of a random ``select``; the recipe's when absent."""
+    exclude: str | None = None
+    """A ``bad_samples.jsonl`` of an earlier run, whose rows of this source are left out."""
+
+    def __post_init__(self) -> None:
+        if self.seed is not None and not (self.select or "").startswith("random"):
+            raise ValueError(
+                f"source {self.name!r}: seed={self.seed} has no effect without select: random ...; "
+                "remove one of them"
+            )
+        if self.repeat is not None and self.weight is not None:
+            raise ValueError(
+                f"source {self.name!r}: both repeat={self.repeat} and weight={self.weight} are "
+                "set; keep repeat (passes per epoch) or weight (share of an epoch)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ModuleTraining:
     """Whether and how fast one module of the model learns in a stage."""
 
@@ -39,7 +73,7 @@ class ModuleTraining:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class LoraTraining:
     """LoRA (Hu et al. 2021, arXiv:2106.09685): y = W x + alpha / rank * B A x, W frozen.
 
@@ -66,7 +100,7 @@ class LoraTraining:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class PackingConfig:
     """Several samples in one row, none cut, none seeing another; ``true`` takes the defaults."""
 
@@ -114,7 +148,7 @@ Packing = Annotated[PackingConfig | None, BeforeValidator(_switch)]
 """A stage's ``packing`` key."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class StageConfig:
     """One training stage."""
 

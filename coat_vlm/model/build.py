@@ -1,7 +1,7 @@
 """Builds the composed model of a recipe, from scratch or from pretrained parts.
 
-:func:`build_model` has its weights; :func:`model_frame` and :func:`saved_frame` are the same model
-on torch's ``meta`` device: shapes and names without memory or weights.
+:func:`build_model` has its weights; :func:`model_frame` is the same model on torch's ``meta``
+device: shapes and names without memory or weights.
 """
 
 import copy
@@ -24,10 +24,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from coat_vlm.config import LanguageConfig, ModelConfig, VisionConfig
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig
-from coat_vlm.model.open_clip_tower import build_open_clip, load_open_clip
 from coat_vlm.model.pretrained import load_weights, read_config
 from coat_vlm.model.projector import Projector, build_projector
-from coat_vlm.model.vision import VisionTower
+from coat_vlm.model.vision import VisionTower, build_open_clip, load_open_clip
 from coat_vlm.model.vlm import CoatVlm
 
 VISION_MODELS = {"siglip_vision_model": SiglipVisionModel, "clip_vision_model": CLIPVisionModel}
@@ -59,31 +58,29 @@ def build_model(
         ValueError: a checkpoint or configuration is of another kind, incomplete or contradictory.
     """
     dtype = dtype or torch.float32
-    if model.vision is None:
-        language = _language(model.language, tokenizer, dtype, model.attention)
-        config = _composed_config(model, None, language.config, dtype=dtype)
-        return _compose(config, None, None, language, tokenizer)
-    image_token_id = tokenizer.get_vocab().get(IMAGE_TOKEN)
-    if image_token_id is None:
-        raise ValueError(
-            f"the tokenizer has no {IMAGE_TOKEN} token; add it with "
-            "coat_vlm.model.processor.prepare_tokenizer before building the model"
-        )
-    vision_config, backbone = _vision(model.vision, dtype, model.attention)
-    vision_config.dtype = dtype
+    vision_config = backbone = tower = projector = image_token_id = scales = None
+    if model.vision is not None:
+        image_token_id = tokenizer.get_vocab().get(IMAGE_TOKEN)
+        if image_token_id is None:
+            raise ValueError(
+                f"the tokenizer has no {IMAGE_TOKEN} token; add it with "
+                "coat_vlm.model.processor.prepare_tokenizer before building the model"
+            )
+        vision_config, backbone = _vision(model.vision, dtype, model.attention)
+        vision_config.dtype = dtype
+        if model.image.mode == "dynamic_s2":  # VILA's are one, two and three times the tower's
+            size = vision_config.image_size
+            scales = list(model.image.s2_scales or (size, 2 * size, 3 * size))
     language = _language(model.language, tokenizer, dtype, model.attention)
+    text = language.config
     config = _composed_config(
-        model,
-        vision_config,
-        language.config,
-        image_token_id=image_token_id,
-        s2_scales=_scales(model, vision_config),
-        dtype=dtype,
+        model, vision_config, text, image_token_id=image_token_id, s2_scales=scales, dtype=dtype
     )
-    tower = VisionTower(config, backbone).to(dtype)
-    width = language.config.hidden_size
-    projector = build_projector(model.projector.type, config.feature_size, width)
-    return _compose(config, tower, projector.to(dtype), language, tokenizer)
+    if backbone is not None:
+        tower = VisionTower(config, backbone).to(dtype)
+        kind = model.projector.type
+        projector = build_projector(kind, config.feature_size, text.hidden_size).to(dtype)
+    return _compose(config, tower, projector, language, tokenizer)
 
 
 def _composed_config(
@@ -100,14 +97,6 @@ def _composed_config(
             "select_feature": model.vision.select_feature,
         }
     return CoatVlmConfig(text_config=text, attn_implementation=model.attention, **kwargs)
-
-
-def _scales(model: ModelConfig, vision: PretrainedConfig) -> list[int] | None:
-    """The scales of the recipe's image mode; VILA's are one, two and three times the tower's."""
-    if model.image.mode != "dynamic_s2":
-        return None
-    size = vision.image_size
-    return list(model.image.s2_scales or (size, 2 * size, 3 * size))
 
 
 def _compose(
@@ -150,7 +139,7 @@ def _vision(
             kind, where, vision.name_or_path, dtype=dtype, attn_implementation=attention
         )
         return tower.config, tower
-    config = config_from("model.vision.config", vision.config or {}, tuple(VISION_MODELS))
+    config = _vision_config(vision)
     model_class = VISION_MODELS[config.model_type]
     tower = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
     return config, tower
@@ -255,22 +244,6 @@ def model_frame(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> Coat
     with torch.device("meta"):
         tower = None if model.vision is None else _vision_config(model.vision)
         config = _composed_config(model, tower, _text_config(model.language, vocab_size))
-    return frame_of(config, dtype)
-
-
-def saved_frame(path: str, attention: str, dtype: torch.dtype) -> CoatVlm:
-    """The model of a composed checkpoint, on ``meta``.
-
-    Args:
-        path: the checkpoint's folder.
-        attention: attention implementation.
-        dtype: dtype of all weights.
-
-    Raises:
-        ValueError: there is no configuration of a composed model.
-    """
-    config = CoatVlmConfig.from_pretrained(path)
-    config._attn_implementation = attention
     return frame_of(config, dtype)
 
 

@@ -118,8 +118,10 @@ def scheme_of(config: dict[str, Any], where: str) -> Scheme:
         if (
             found == (METHOD, scheme.file_format)
             and len(groups) == 1
-            and _says(groups[0].get("weights") or {}, wanted["weights"])
-            and _says(groups[0].get("input_activations") or {}, wanted["input_activations"])
+            and all(
+                wanted[part].items() <= (groups[0].get(part) or {}).items()
+                for part in ("weights", "input_activations")
+            )
         ):
             return scheme
     raise ValueError(
@@ -127,10 +129,6 @@ def scheme_of(config: dict[str, Any], where: str) -> Scheme:
         f"those that coat-vlm export --weights writes ({', '.join(SCHEMES)}); export the folder "
         "again from weights that are not quantized"
     )
-
-
-def _says(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    return all(found.get(key) == value for key, value in wanted.items())
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
@@ -226,7 +224,10 @@ def compression_of(folder: str | Path) -> Scheme | None:
 
 def compressed_layers(folder: Path) -> list[str]:
     """Names of the modules whose weights are compressed."""
-    names = (name for file in _files(folder) for name in _names(file))
+    names: list[str] = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(str(path), "pt") as file:
+            names += file.keys()
     return sorted(name.removesuffix(_SCALE) for name in names if name.endswith(_SCALE))
 
 
@@ -258,7 +259,7 @@ def _decompressed(folder: Path, scheme: Scheme, dtype: torch.dtype) -> Iterator[
     with ExitStack() as stack:
         opened = {
             name: file
-            for path in _files(folder)
+            for path in sorted(folder.glob("*.safetensors"))
             for file in [stack.enter_context(safe_open(str(path), "pt"))]
             for name in file.keys()  # noqa: SIM118 - an open file is no mapping
         }
@@ -270,15 +271,6 @@ def _decompressed(folder: Path, scheme: Scheme, dtype: torch.dtype) -> Iterator[
             if scale in opened:
                 tensor = dequantize(tensor, opened[scale].get_tensor(scale), scheme).to(dtype)
             yield name, tensor
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
-
-
-def _names(path: Path) -> list[str]:
-    with safe_open(str(path), "pt") as file:
-        return list(file.keys())
 
 
 class RoundedInputLinear(nn.Linear):

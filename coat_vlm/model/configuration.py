@@ -38,29 +38,15 @@ class OpenClipVisionConfig(PretrainedConfig):
     model_type = "coat_open_clip_vision"
     base_config_key = "vision_config"
 
-    def __init__(
-        self,
-        vision_cfg: dict[str, Any] | None = None,
-        quick_gelu: bool = False,
-        hidden_size: int = 768,
-        image_size: int = 224,
-        patch_size: int = 16,
-        num_hidden_layers: int = 12,
-        num_prefix_tokens: int = 1,
-        image_mean: list[float] | None = None,
-        image_std: list[float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.vision_cfg = vision_cfg
-        self.quick_gelu = quick_gelu
-        self.hidden_size = hidden_size
-        self.image_size = image_size
-        self.patch_size = patch_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_prefix_tokens = num_prefix_tokens
-        self.image_mean = image_mean
-        self.image_std = image_std
-        super().__init__(**kwargs)
+    vision_cfg: dict[str, Any] | None = None
+    quick_gelu: bool = False
+    hidden_size: int = 768
+    image_size: int = 224
+    patch_size: int = 16
+    num_hidden_layers: int = 12
+    num_prefix_tokens: int = 1
+    image_mean: list[float] | None = None
+    image_std: list[float] | None = None
 
 
 class CoatVlmConfig(PretrainedConfig):
@@ -80,7 +66,7 @@ class CoatVlmConfig(PretrainedConfig):
         image_token_id: id of the placeholder that image features replace; None for a language
             model alone.
         s2_scales: sides of the scales in pixels at which an image is seen
-            (:mod:`coat_vlm.model.scales`), the tower's own first; None for one scale.
+            (:mod:`coat_vlm.model.projector`), the tower's own first; None for one scale.
         **kwargs: fields of ``PretrainedConfig``.
 
     Raises:

@@ -37,7 +37,6 @@ from transformers import PreTrainedModel
 from coat_vlm.config import ModuleName
 from coat_vlm.model.configuration import kept_layers
 from coat_vlm.model.loss import why_logits_are_needed
-from coat_vlm.model.vision import VisionTower
 from coat_vlm.model.vlm import CoatVlm
 
 _WINDOWED = {"sliding_attention": True, "full_attention": False}
@@ -88,10 +87,11 @@ class ModelFlops:
         made = work.vision_tokens
         if self.projected_per_tile is not None:
             made = work.tiles * self.projected_per_tile  # before pooling in time
-        pairs = sum(
-            layers * sum(_pairs(length, window) for length in work.lengths)
-            for window, layers in self.windows.items()
-        )
+        pairs = 0  # of a query and a key that it sees in a causal sequence
+        for window, layers in self.windows.items():
+            for length in work.lengths:
+                seen = length if window is None else min(length, window)
+                pairs += layers * (seen * (seen + 1) // 2 + (length - seen) * seen)
         read = tokens if self.output_reads_all else work.trained_tokens
         return {
             "vision": self.tile * work.tiles,
@@ -123,7 +123,12 @@ def model_flops(model: CoatVlm) -> ModelFlops:
     tile = projected = 0
     trains = False
     if model.vision_tower is not None:
-        tile, trains = _tower(model.vision_tower, config)
+        vision = config.vision_config
+        patches = (vision.image_size // vision.patch_size) ** 2
+        positions = patches + config.num_prefix_tokens
+        tile, trains = _products(model.vision_tower, False, positions=positions, patches=patches)
+        layers = kept_layers(vision.num_hidden_layers, config.select_layer)
+        tile += layers * _attention(positions**2, vision.hidden_size, trains)
     if model.projector is not None:
         projected, trains = _products(model.projector, trains)
     language = model.language_model
@@ -154,16 +159,6 @@ def why_not_counted(language_model: PreTrainedModel) -> str | None:
     if other:
         return f"it has layers of the types {', '.join(sorted(other))}"
     return None
-
-
-def _tower(tower: VisionTower, config: Any) -> tuple[int, bool]:
-    """FLOPs per tile, and whether something trains."""
-    vision = config.vision_config
-    patches = (vision.image_size // vision.patch_size) ** 2
-    positions = patches + config.num_prefix_tokens
-    flops, trains = _products(tower, False, positions=positions, patches=patches)
-    layers = kept_layers(vision.num_hidden_layers, config.select_layer)
-    return flops + layers * _attention(positions**2, vision.hidden_size, trains), trains
 
 
 def _attention(pairs: int, width: int, trains: bool) -> int:
@@ -211,9 +206,3 @@ def _windows(config: Any) -> list[int | None]:
     if types is None:
         return [window] * config.num_hidden_layers
     return [window if _WINDOWED[kind] else None for kind in types]
-
-
-def _pairs(length: int, window: int | None) -> int:
-    """Pairs of a query and a key that it sees in a causal sequence."""
-    seen = length if window is None else min(length, window)
-    return seen * (seen + 1) // 2 + (length - seen) * seen

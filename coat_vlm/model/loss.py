@@ -167,7 +167,12 @@ class _ByAutograd:
 
     def __init__(self, layer: nn.Linear, divisor: Tensor, is_whole: bool) -> None:
         """is_whole: there is one chunk, and nothing to add."""
-        self._twin = _detached(layer)
+        # Over detached parameters, so that hooks on the layer's own see one gradient, the whole.
+        self._twin = copy.copy(layer)
+        vars(self._twin)["_parameters"] = {
+            name: None if p is None else p.detach().requires_grad_(p.requires_grad)
+            for name, p in layer._parameters.items()
+        }
         self._divisor = divisor
         self._leaves = [p for p in self._twin.parameters(recurse=False) if p.requires_grad]
         self._sums = [
@@ -288,16 +293,6 @@ class _ChunkedLoss(torch.autograd.Function):
             for s, dtype in zip(sums, ctx.dtypes, strict=True)
         ]
         return hidden, None, None, None, None, None, *gradients
-
-
-def _detached(layer: nn.Linear) -> nn.Linear:
-    """The layer over detached parameters, so that hooks on its own see one gradient, the whole."""
-    twin = copy.copy(layer)
-    vars(twin)["_parameters"] = {
-        name: None if p is None else p.detach().requires_grad_(p.requires_grad)
-        for name, p in layer._parameters.items()
-    }
-    return twin
 
 
 def _sum_dtype(parameter: Tensor) -> torch.dtype:

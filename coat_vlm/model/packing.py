@@ -134,7 +134,10 @@ def packing_of(
             "packed sequences take no mask; leave out attention_mask, and give position_ids that "
             "start again with each sequence"
         )
-    if longest_key not in (None, longest) or _differ(bounds, keys):
+    differ = keys is not None and keys is not bounds and keys.shape != bounds.shape
+    if keys is not None and not differ and keys.device.type == bounds.device.type == "cpu":
+        differ = not torch.equal(bounds, keys)
+    if longest_key not in (None, longest) or differ:
         raise ValueError("queries and keys are the same tokens; give equal bounds and lengths")
     if bounds.dtype != torch.int32 or bounds.ndim != 1:
         raise ValueError(
@@ -144,15 +147,6 @@ def packing_of(
     if bounds.device.type == "cpu":
         _check_bounds(bounds, tokens, int(longest))
     return Packing(copy_to_device(bounds, device), int(longest), bounds)
-
-
-def _differ(bounds: Tensor, keys: Tensor | None) -> bool:
-    if keys is None or keys is bounds:
-        return False
-    if keys.shape != bounds.shape:
-        return True
-    on_cpu = keys.device.type == bounds.device.type == "cpu"
-    return on_cpu and not torch.equal(bounds, keys)
 
 
 def _check_bounds(bounds: Tensor, tokens: int, longest: int) -> None:
@@ -287,37 +281,21 @@ def packed_attention(
     if kernel_for(query, key, value, causal, dropout) == "flash":
         out = flash_forward(query, key, value, packing, causal, scaling, dropout, window)[0]
         return out[None], None
-    outs = [
-        _attend_alone(q, k, v, causal, scaling, dropout, window)
-        for q, k, v in packing.split(query, key, value)
-    ]
+    outs = []
+    for q, k, v in packing.split(query, key, value):
+        mask = None
+        if window is not None:
+            index = torch.arange(q.shape[2], device=q.device)
+            distance = index[:, None] - index
+            mask = (distance < window) & (distance >= 0)
+        grouped = q.shape[1] != k.shape[1]
+        alone = causal and mask is None
+        outs.append(
+            F.scaled_dot_product_attention(
+                q, k, v, mask, dropout, alone, scale=scaling, enable_gqa=grouped
+            )
+        )
     return torch.cat(outs, 2).transpose(1, 2), None
-
-
-def _attend_alone(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-    scale: float | None,
-    dropout: float,
-    window: int | None,
-) -> Tensor:
-    mask = None
-    if window is not None:
-        index = torch.arange(query.shape[2], device=query.device)
-        distance = index[:, None] - index
-        mask = (distance < window) & (distance >= 0)
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        mask,
-        dropout,
-        causal and mask is None,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
 
 
 def no_mask(tokens: int, device: torch.device) -> Tensor:
@@ -329,8 +307,6 @@ def packed_mask(
     *,
     q_length: int,
     attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
@@ -339,16 +315,10 @@ def packed_mask(
     Where positions start again within a row, transformers has a mask made of blocks in mind and
     allows no other: then it is :func:`no_mask`, without which attention would not know.
     """
-    if attention_mask is None and not allow_is_causal_skip and not use_vmap and q_length > 1:
+    other = kwargs.get("allow_is_causal_skip", True) or kwargs.get("use_vmap", False)
+    if attention_mask is None and q_length > 1 and not other:
         return no_mask(q_length, torch.device(device))
-    return sdpa_mask(
-        q_length=q_length,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=allow_is_causal_skip,
-        use_vmap=use_vmap,
-        device=device,
-        **kwargs,
-    )
+    return sdpa_mask(q_length=q_length, attention_mask=attention_mask, device=device, **kwargs)
 
 
 def register() -> None:

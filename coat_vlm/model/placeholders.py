@@ -63,7 +63,12 @@ def placeholder_positions(is_image: Tensor, given: Tensor | None) -> Tensor:
             "[placeholders]"
         )
     positions = copy_to_device(given, is_image.device)
-    right = _are_all(positions, is_image.flatten())
+    # Right if each is such a place, they ascend, and there are as many of them.
+    flat = is_image.flatten()
+    inside = positions.clamp(0, len(flat) - 1)
+    hit = flat.index_select(0, inside) & (inside == positions)
+    ascending = positions[1:] > positions[:-1]
+    right = hit.all() & ascending.all() & (flat.sum() == len(positions))
     message = (
         f"image_positions ({len(given)}) are not the places of the image placeholders in the "
         "flattened input_ids, ascending; pass both from one batch, or leave image_positions out"
@@ -73,17 +78,6 @@ def placeholder_positions(is_image: Tensor, given: Tensor | None) -> Tensor:
     elif not right:
         raise ValueError(message)
     return positions
-
-
-def _are_all(positions: Tensor, is_image: Tensor) -> Tensor:
-    """[] bool: whether ``positions`` [P] are the places of True in ``is_image`` [B * T], in order.
-
-    They are if each is such a place, they ascend, and there are as many of them.
-    """
-    inside = positions.clamp(0, len(is_image) - 1)
-    hit = is_image.index_select(0, inside) & (inside == positions)
-    ascending = positions[1:] > positions[:-1]
-    return hit.all() & ascending.all() & (is_image.sum() == len(positions))
 
 
 def place_features(embeds: Tensor, positions: Tensor, features: Tensor) -> Tensor:

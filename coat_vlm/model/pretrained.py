@@ -1,6 +1,6 @@
 """Reads configurations and weights of transformers checkpoints, with errors that say what to do."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -65,12 +65,14 @@ def load_weights(
         ValueError: files are missing or damaged, or weights are missing or of another shape.
     """
     name = f"{where}={path!r}"
-    with _errors_only(), readable_errors(name):
-        model, info = model_class.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, weights_only=True, **kwargs
-        )
-    check_complete(info, name)
-    return model
+    # What matters in transformers' load report is checked here.
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        load = model_class.from_pretrained
+        return load_complete(name, load, path, dtype=dtype, weights_only=True, **kwargs)[0]
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 @contextmanager
@@ -92,30 +94,26 @@ def readable_errors(name: str) -> Iterator[None]:
         ) from error
 
 
-def check_complete(loading_info: Mapping[str, Any], name: str) -> None:
-    """Refuse a model of which some weights did not come from its checkpoint.
+def load_complete(
+    name: str, from_pretrained: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A model, all of whose weights come from its checkpoint, and transformers' loading info.
 
     Args:
-        loading_info: what ``from_pretrained(output_loading_info=True)`` returns.
         name: the checkpoint, for the error.
+        from_pretrained: of a transformers model class or Auto class.
+        *args: passed to it.
+        **kwargs: likewise.
 
     Raises:
-        ValueError: weights are missing or have another shape.
+        ValueError: files could not be read, or weights are missing or have another shape.
     """
-    wrong = sorted(map(str, [*loading_info["missing_keys"], *loading_info["mismatched_keys"]]))
+    with readable_errors(name):
+        model, info = from_pretrained(*args, output_loading_info=True, **kwargs)
+    wrong = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if wrong:
         raise ValueError(
             f"{name}: {len(wrong)} weights are missing or of another shape, first {wrong[0]}; they "
             "would be random: use a checkpoint that holds the whole model"
         )
-
-
-@contextmanager
-def _errors_only() -> Iterator[None]:
-    """Keep transformers' load report quiet; what matters in it is checked here."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
+    return model, info

@@ -1,15 +1,24 @@
 """The processor: all that turns images and text into a model's inputs, saved beside the model.
 
 It holds the settings; the work is done by ``coat_data``, the same code in training and inference.
+Its tokenizer is one trained on the recipe's own texts, or any other with the tokens that it needs.
 """
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, cycle
+from typing import Any, cast
 
 from PIL import Image
-from transformers import AutoProcessor, BatchFeature, PretrainedConfig, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoProcessor,
+    BatchFeature,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils.constants import (
@@ -28,20 +37,22 @@ from coat_data.sample import Sample
 from coat_data.text.chat import get_template
 from coat_data.text.messages import Message, Picture, messages_to_sample, question_to_sample
 from coat_data.text.tokens import TokenizerLike
-from coat_vlm.config import ModelConfig, VideoConfig, VisionConfig
+from coat_vlm.config import ModelConfig, VisionConfig
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig
-from coat_vlm.model.tokenizer import prepare_tokenizer, train_tokenizer
-
-__all__ = [
-    "IMAGE_TOKEN",
-    "CoatVlmProcessor",
-    "build_processor",
-    "continued_processor",
-    "prepare_tokenizer",
-    "train_tokenizer",
-]
 
 logger = logging.getLogger(__name__)
+
+PAD_TOKEN = "<|endoftext|>"
+START_TOKEN = "<|im_start|>"
+END_TOKEN = "<|im_end|>"
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""ChatML as a Jinja template; the same layout as ``coat_data.text.chat``'s chatml."""
 
 # SigLIP was trained on values in [-1, 1]; CLIP and open_clip's towers on OpenAI's statistics.
 _SIGLIP = (IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD)
@@ -127,28 +138,27 @@ class CoatVlmProcessor(ProcessorMixin):
                 f"the tokenizer {tokenizer.name_or_path!r} has no {IMAGE_TOKEN} token; add it with "
                 "coat_vlm.model.processor.prepare_tokenizer"
             )
+        resample = Image.Resampling(self.image_resample)
+        basic = (self.image_size, self.image_mean, self.image_std, self.image_mode, resample)
+        if self.image_mode in TiledTransform.modes:
+            transform = TiledTransform(
+                *basic,
+                min_tiles=self.image_min_tiles,
+                max_tiles=self.image_max_tiles,
+                scales=self.image_s2_scales or (),
+            )
+        else:
+            transform = ImageTransform(*basic, augment=self.image_augment if train else "none")
         return Encoder(
             tokenizer,
             get_template(template or self.template, tokenizer),
-            self._transform(augmented=train),
+            transform,
             tokens_per_image=self.tokens_per_image,
             image_token_id=image_token_id if self.tokens_per_image else None,
             video=VideoSettings(num_frames=self.num_video_frames, **self.video),
             max_length=self.max_length,
             max_pixels=self.image_max_pixels,
         )
-
-    def _transform(self, *, augmented: bool) -> ImageTransform:
-        resample = Image.Resampling(self.image_resample)
-        basic = (self.image_size, self.image_mean, self.image_std, self.image_mode, resample)
-        if self.image_mode in TiledTransform.modes:
-            return TiledTransform(
-                *basic,
-                min_tiles=self.image_min_tiles,
-                max_tiles=self.image_max_tiles,
-                scales=self.image_s2_scales or (),
-            )
-        return ImageTransform(*basic, augment=self.image_augment if augmented else "none")
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -278,6 +288,8 @@ def _processor(
     image_settings: Mapping[str, Any],
 ) -> CoatVlmProcessor:
     image, tower = recipe_model.image, model_config.vision_config
+    video = dataclasses.asdict(recipe_model.video)
+    num_frames = video.pop("num_frames")
     return CoatVlmProcessor(
         tokenizer,
         image_size=1 if tower is None else tower.image_size,
@@ -288,24 +300,15 @@ def _processor(
         image_s2_scales=model_config.s2_scales,
         image_max_pixels=image.max_pixels,
         tokens_per_image=model_config.tokens_per_image,
-        num_video_frames=recipe_model.video.num_frames or image.num_video_frames or 8,
-        video=_video_settings(recipe_model.video),
+        num_video_frames=num_frames or image.num_video_frames or 8,
+        video={n: value for n, value in video.items() if value is not None},
         max_length=recipe_model.max_length,
         template=recipe_model.template,
         **image_settings,
     )
 
 
-def _video_settings(video: VideoConfig) -> dict[str, Any]:
-    """What a recipe says of videos, besides the number of frames."""
-    given = dataclasses.asdict(video)
-    del given["num_frames"]
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _image_settings(
-    recipe: VisionConfig, tower: PretrainedConfig
-) -> dict[Literal["image_mean", "image_std", "image_resample"], Any]:
+def _image_settings(recipe: VisionConfig, tower: PretrainedConfig) -> dict[str, Any]:
     mean, std = _SIGLIP if tower.model_type == "siglip_vision_model" else _CLIP
     mean, std = getattr(tower, "image_mean", None) or mean, getattr(tower, "image_std", None) or std
     found: dict[str, Any] = {}
@@ -326,6 +329,84 @@ def _image_settings(
         "image_std": found.get("image_std", std),
         "image_resample": found.get("resample", Image.Resampling.BICUBIC),
     }
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer (GPT-2's) with ChatML's tokens and template.
+
+    The same texts in the same order give the same tokenizer. Every string can be written, as the
+    256 bytes are always in the vocabulary.
+
+    Args:
+        texts: what to learn from; read once.
+        vocab_size: tokens at most, bytes and special tokens included; fewer for few texts.
+
+    Raises:
+        ValueError: ``vocab_size`` leaves no room for the bytes and the special tokens.
+    """
+    special = [PAD_TOKEN, START_TOKEN, END_TOKEN, IMAGE_TOKEN]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + len(special):
+        raise ValueError(
+            f"train_vocab_size={vocab_size} is too small: {len(alphabet)} bytes and {len(special)} "
+            f"special tokens need {len(alphabet) + len(special)}"
+        )
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    # The template writes a role before each text, so the roles count among what is written.
+    roles = cycle(("user", "assistant"))
+    backend.train_from_iterator(chain.from_iterable(zip(texts, roles, strict=False)), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=PAD_TOKEN, eos_token=END_TOKEN
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def tokenizer_name(model: ModelConfig) -> str:
+    """Where a recipe's tokenizer comes from, if it is not to be trained.
+
+    Raises:
+        ValueError: the recipe does not say.
+    """
+    name = model.tokenizer.name_or_path or model.language.name_or_path
+    if name is None:
+        raise ValueError(
+            "no tokenizer: set model.tokenizer.name_or_path, or model.tokenizer.train_vocab_size "
+            "to train one on the recipe's texts"
+        )
+    return name
+
+
+def prepare_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, *, images: bool = True
+) -> PreTrainedTokenizerBase:
+    """Add ``<image>``, and ``<pad>`` if there is no pad token; returns the same tokenizer.
+
+    New tokens make the vocabulary larger; ``build_model`` grows the embeddings to it.
+
+    Args:
+        tokenizer: changed in place.
+        images: False for a language model alone, whose vocabulary stays as it is: no ``<image>``,
+            and where there is no pad token, the end token pads (labels and attention leave padding
+            out).
+    """
+    if not images:
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+    if all(str(token) != IMAGE_TOKEN for token in tokenizer.added_tokens_decoder.values()):
+        tokenizer.add_tokens(IMAGE_TOKEN, special_tokens=True)
+    if tokenizer.pad_token_id is None:
+        tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    return tokenizer
 
 
 AutoProcessor.register(CoatVlmConfig, CoatVlmProcessor, exist_ok=True)

@@ -5,7 +5,7 @@ Tower and projector may be absent: a language model alone trains, saves and load
 A sequence holds ``config.tokens_per_image`` placeholders (``config.image_token_id``) per image or
 tile; their embeddings are replaced by its projected features, in order (LLaVA, Liu et al. 2023,
 arXiv:2304.08485, section 4.1). Everything after that is the language model's own forward. Images of
-several scales: :mod:`coat_vlm.model.scales`.
+several scales: :mod:`coat_vlm.model.projector`.
 """
 
 import logging
@@ -33,9 +33,14 @@ from coat_vlm.model.placeholders import (
     placeholder_positions,
     pool_frames,
 )
-from coat_vlm.model.pretrained import check_complete, readable_errors
-from coat_vlm.model.projector import Projector, build_projector
-from coat_vlm.model.scales import Grid, project_scales, tiles_per_row
+from coat_vlm.model.pretrained import load_complete, readable_errors
+from coat_vlm.model.projector import (
+    Grid,
+    Projector,
+    build_projector,
+    project_scales,
+    tiles_per_row,
+)
 from coat_vlm.model.vision import VisionTower
 
 logger = logging.getLogger(__name__)
@@ -99,9 +104,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
                 config = kwargs.get("config") or CoatVlmConfig.from_pretrained(name)
                 kwargs |= arguments_of(Path(name), scheme, config, kwargs.get("dtype"))
                 source = None  # what is read is in the arguments
-            loaded: Any = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
-        model, info = loaded
-        check_complete(info, name)
+        model, info = load_complete(name, super().from_pretrained, source, *args, **kwargs)
         return (model, info) if output_loading_info else model
 
     def get_input_embeddings(self) -> nn.Module:
@@ -343,24 +346,20 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         **model_kwargs: Any,
     ) -> tuple[torch.LongTensor, dict[str, Any]]:
         # transformers would repeat each image; a row's images must be repeated together.
-        images = model_kwargs.pop("pixel_values", None)
-        grids = model_kwargs.pop("image_grids", None)
-        groups = model_kwargs.pop("frame_groups", None)
-        if _count(images) and expand_size > 1 and input_ids is not None:
-            counts = self.images_per_row(input_ids, grids, groups)
-            rows = images.split([tiles for _, tiles in counts])
-            images = torch.cat([row.repeat(expand_size, 1, 1, 1) for row in rows])
-            if grids is not None:
-                rows = grids.split([own for own, _ in counts])
-                grids = torch.cat([row.repeat(expand_size, 1) for row in rows])
-            if groups is not None:
-                rows = groups.split([own for own, _ in counts])
-                groups = torch.cat([row.repeat(expand_size) for row in rows])
+        names = ("pixel_values", "image_grids", "frame_groups")
+        media = {name: model_kwargs.pop(name, None) for name in names}
+        if _count(media["pixel_values"]) and expand_size > 1 and input_ids is not None:
+            counts = self.images_per_row(input_ids, media["image_grids"], media["frame_groups"])
+            for name, tensor in media.items():
+                if tensor is not None:
+                    sizes = [tiles if name == "pixel_values" else own for own, tiles in counts]
+                    once = [1] * (tensor.ndim - 1)
+                    rows = [row.repeat(expand_size, *once) for row in tensor.split(sizes)]
+                    media[name] = torch.cat(rows)
         expanded_ids, model_kwargs = super()._expand_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             expand_size, is_encoder_decoder, input_ids, **model_kwargs
         )
-        model_kwargs |= {"pixel_values": images, "image_grids": grids, "frame_groups": groups}
-        return expanded_ids, model_kwargs
+        return expanded_ids, model_kwargs | media
 
     def images_per_row(
         self,

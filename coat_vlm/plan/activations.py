@@ -7,9 +7,10 @@ themselves; :func:`trace` runs a micro-batch and says where the peaks are.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -78,10 +79,12 @@ class LiveMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run one operation, or say what cannot be known without its values."""
-        kwargs = kwargs or {}
-        result = self._unknowable(func, args, kwargs)
-        if result is None:
-            result = func(*args, **kwargs)
+        if func is _ATEN._fused_sdp_choice.default and args[0].device.type == "meta":
+            result = _FLASH
+        elif func is _ATEN.addmm.dtype_out and args[0].device.type == "meta":
+            result = (kwargs or {})["out"]  # torch 2.11 itself takes the dtype for a factor
+        else:
+            result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type == self._device:
                 self._watch(leaf)
@@ -92,15 +95,6 @@ class LiveMemory(TorchDispatchMode):
             self.attention_workspace = max(self.attention_workspace, workspace)
             self.peak = max(self.peak, self.live + workspace)
         return result
-
-    def _unknowable(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not args or not isinstance(args[0], Tensor) or args[0].device.type != "meta":
-            return None
-        if func is _ATEN._fused_sdp_choice.default:
-            return _FLASH
-        if func is _ATEN.addmm.dtype_out:  # on meta, torch 2.11 takes the dtype for a factor
-            return kwargs["out"]
-        return None
 
     def _watch(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -123,37 +117,34 @@ def flash_attention() -> Iterator[None]:
     """
     plain = F.scaled_dot_product_attention
 
-    def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        function = _flash if query.device.type == "meta" else plain
-        return function(query, *args, **kwargs)
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if query.device.type != "meta":
+            how = {"scale": scale, "enable_gqa": enable_gqa}
+            return plain(query, key, value, attn_mask, dropout_p, is_causal, **how)
+        # A sliding window comes with a mask; the kernel that takes it keeps the same tensors.
+        channels = query.shape[-1]
+        if missing := -channels % 8:  # SDPA pads such heads before it calls the kernel
+            scale = scale or channels**-0.5
+            query, key, value = (F.pad(x, (0, missing)) for x in (query, key, value))
+        out = _ATEN._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return out[..., :channels] if missing else out
 
     F.scaled_dot_product_attention = attention
     try:
         yield
     finally:
         F.scaled_dot_product_attention = plain
-
-
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    # A sliding window comes with a mask; the kernel that takes it keeps the same tensors.
-    del attn_mask, enable_gqa
-    channels = query.shape[-1]
-    if missing := -channels % 8:  # SDPA pads such heads before it calls the kernel
-        scale = scale or channels**-0.5
-        query, key, value = (F.pad(x, (0, missing)) for x in (query, key, value))
-    out = _ATEN._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p, is_causal, False, scale=scale
-    )[0]
-    return out[..., :channels] if missing else out
 
 
 def flash_workspace(query: torch.Size, key_heads: int, element_size: int) -> int:
@@ -205,39 +196,30 @@ class Activations:
 
     def peak(self, bytes_per_gradient: float = 0.0) -> float:
         """Highest memory of both passes, if finished gradients stay at this size per element."""
-        return max(self.forward_peak, self.backward_peak(bytes_per_gradient))
-
-    def backward_peak(self, bytes_per_gradient: float = 0.0) -> float:
-        """Highest memory of the backward pass alone; see :meth:`peak`."""
-        return max(live + bytes_per_gradient * finished for finished, live in self.backward)
+        backward = (live + bytes_per_gradient * finished for finished, live in self.backward)
+        return max(self.forward_peak, *backward)
 
     def scaled(self, factor: float) -> "Activations":
         """Of a micro-batch of another size, if all of it grew with the rows: about right."""
-        return Activations(
-            {part: factor * size for part, size in self.kept.items()},
-            factor * self.forward_peak,
-            tuple((finished, factor * live) for finished, live in self.backward),
-            factor * self.attention_workspace,
-            self.weight_copies,
-        )
+        return self._combined(self, lambda size, _: factor * size)
 
     def towards(self, other: "Activations", amount: float) -> "Activations":
         """On the line through both: this one at 0, the other at 1.
 
         Memory grows by the same bytes with every sample, so two micro-batches tell all sizes.
         """
+        return self._combined(other, lambda a, b: a + amount * (b - a))
 
-        def between(a: float, b: float) -> float:
-            return a + amount * (b - a)
-
+    def _combined(self, other: "Activations", of: Callable[[float, float], float]) -> "Activations":
+        """Each size made of both ones, but for the copies of weights, which stay."""
         return Activations(
-            {part: between(size, other.kept[part]) for part, size in self.kept.items()},
-            between(self.forward_peak, other.forward_peak),
+            {part: of(size, other.kept[part]) for part, size in self.kept.items()},
+            of(self.forward_peak, other.forward_peak),
             tuple(
-                (finished, between(a, b))
+                (finished, of(a, b))
                 for (finished, a), (_, b) in zip(self.backward, other.backward, strict=True)
             ),
-            between(self.attention_workspace, other.attention_workspace),
+            of(self.attention_workspace, other.attention_workspace),
             self.weight_copies,
         )
 
@@ -339,23 +321,20 @@ def _growth(model: CoatVlm, memory: LiveMemory) -> Iterator[dict[str, int]]:
     parts: dict[str, nn.Module] = {**module_parameters(model)}
     parts["output"] = model.get_output_embeddings()
     kept = dict.fromkeys(parts, 0)
-    handles = []
-    for name, module in parts.items():
 
-        def enter(*_: object, name: str = name) -> None:
-            kept[name] -= memory.live
+    def enter(name: str, *_: object) -> None:
+        kept[name] -= memory.live
 
-        def leave(*_: object, name: str = name) -> None:
-            kept[name] += memory.live
-            if name == "output":
-                kept["language"] -= kept["output"]
+    def leave(name: str, *_: object) -> None:
+        kept[name] += memory.live
+        if name == "output":
+            kept["language"] -= kept["output"]
 
-        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-    try:
+    with ExitStack() as hooks:
+        for name, module in parts.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
+            hooks.enter_context(module.register_forward_hook(partial(leave, name)))
         yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -375,11 +354,9 @@ def _finished_gradients(
         parameter.grad = None
         memory.peak = memory.live
 
-    trained = [p for p in model.parameters() if p.requires_grad]
-    handles = [p.register_post_accumulate_grad_hook(note) for p in trained]
-    try:
+    with ExitStack() as hooks:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(note))
         yield
         finished.append((elements, memory.peak))
-    finally:
-        for handle in handles:
-            handle.remove()

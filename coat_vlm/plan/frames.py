@@ -18,16 +18,16 @@ from coat_vlm.config import (
     BlockPrecision,
     Fp8Config,
     LanguageConfig,
-    ModelConfig,
     Precision,
     Recipe,
     StageConfig,
 )
 from coat_vlm.config.model import TokenizerConfig
 from coat_vlm.fp8 import Arithmetic, convert
-from coat_vlm.model.build import model_frame, saved_frame
+from coat_vlm.model.build import frame_of, model_frame
+from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.pretrained import composed_folder
-from coat_vlm.model.tokenizer import prepare_tokenizer, tokenizer_name
+from coat_vlm.model.processor import prepare_tokenizer, tokenizer_name
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.train.engine import set_train_mode, set_trainable
 
@@ -103,7 +103,8 @@ def with_published_shapes(recipe: Recipe) -> Recipe:
     if tokenizer.train_vocab_size is None:
         tokens = _known(tokenizer.name_or_path or language.name_or_path, TOKENIZERS)
         if tokens is not None:
-            changes["tokenizer"] = TokenizerConfig(train_vocab_size=tokens + _image_tokens(model))
+            tokens += vision is not None  # <image>, which every model with a tower gets
+            changes["tokenizer"] = TokenizerConfig(train_vocab_size=tokens)
         elif tokenizer.name_or_path is None:
             # The name of the language model, which may be gone now, is its tokenizer's, too.
             changes["tokenizer"] = TokenizerConfig(name_or_path=language.name_or_path)
@@ -112,11 +113,6 @@ def with_published_shapes(recipe: Recipe) -> Recipe:
 
 def _known(name: str | None, table: Mapping[str, Any]) -> Any:
     return None if name is None or Path(name).exists() else table.get(name)
-
-
-def _image_tokens(model: ModelConfig) -> int:
-    """``<image>``, which every model with a tower gets."""
-    return int(model.vision is not None)
 
 
 BLOCK_PRECISIONS: tuple[BlockPrecision, ...] = ("bf16", "fp8_linear", "coat", "coat_lean")
@@ -161,9 +157,9 @@ def stage_frame(
     """
     if vocab_size is None:
         assert recipe.init_from is not None
-        frame = saved_frame(
-            composed_folder(recipe.init_from), recipe.model.attention, arithmetic.dtype
-        )
+        config = CoatVlmConfig.from_pretrained(composed_folder(recipe.init_from))
+        config._attn_implementation = recipe.model.attention
+        frame = frame_of(config, arithmetic.dtype)
     else:
         frame = model_frame(recipe.model, vocab_size, arithmetic.dtype)
     set_trainable(frame, stage)

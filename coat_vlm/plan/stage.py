@@ -1,12 +1,14 @@
 """Plans the stages of a recipe: memory per rank under ZeRO 0 to 3, and what would fit.
 
-How many images, tiles and frames go through the vision tower for a row of a batch.
+:func:`images_per_row` counts the images, tiles and frames that go through the vision tower for a
+row of a batch.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import cast
 
 import torch
@@ -122,37 +124,52 @@ class StagePlan:
     patches: int
     """The tower computes for an image."""
     sizes: Sizes
-    activations: Activations
-    """Of the recipe's micro-batch."""
-    doubled: Activations
-    """Of twice as many rows."""
-    fourfold: Activations
-    """Of four times as many."""
+    traced: list[Activations]
+    """Of the recipe's micro-batch, and of twice and four times as many rows."""
     recipe_zero: ZeroStage
-    memory: dict[ZeroStage, RankMemory]
+    zero_stages: list[ZeroStage]
+    """Those to compare, the recipe's among them."""
     kept: dict[tuple[BlockPrecision, bool], Activations]
     """Activations of the recipe's micro-batch by precision of all blocks, and checkpointing."""
+
+    @property
+    def activations(self) -> Activations:
+        """Of the recipe's micro-batch."""
+        return self.traced[0]
 
     @property
     def usable_bytes(self) -> float:
         """What tensors may take of a GPU."""
         return USABLE * self.gpu_bytes
 
+    @property
+    def memory(self) -> dict[ZeroStage, RankMemory]:
+        """By ZeRO stage, of the recipe's micro-batch."""
+        size = self.stage.micro_batch_size
+        return {zero: self.with_micro_batch(zero, size) for zero in self.zero_stages}
+
     def rows(self, micro_batch: int) -> Activations:
         """Activations of another micro-batch."""
         times = micro_batch / self.stage.micro_batch_size
+        exact, doubled, fourfold = self.traced
         if times <= 2:
-            return self.activations.towards(self.doubled, times - 1)
+            return exact.towards(doubled, times - 1)
         # Small batches have their logits in one chunk, whose gradient needs no FP32 sum.
-        return self.doubled.towards(self.fourfold, times / 2 - 1)
+        return doubled.towards(fourfold, times / 2 - 1)
 
-    def with_micro_batch(self, zero_stage: ZeroStage, micro_batch: int) -> RankMemory:
+    def with_micro_batch(
+        self,
+        zero_stage: ZeroStage,
+        micro_batch: int,
+        sizes: Sizes | None = None,
+        activations: Activations | None = None,
+    ) -> RankMemory:
         """Memory under a ZeRO stage with another micro-batch and the recipe's batch."""
         return rank_memory(
             zero_stage,
-            self.sizes,
+            sizes or self.sizes,
             self.ranks,
-            self.rows(micro_batch),
+            activations or self.rows(micro_batch),
             accumulates=self.stage.batch_size > micro_batch * self.ranks,
         )
 
@@ -196,11 +213,52 @@ def plan_recipe(
         stage = recipe.stages[name]
         check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, ranks)
     vocab_size = None if recipe.init_from is not None else vocabulary(recipe)
-    zeros: list[ZeroStage] = sorted({*zero_stages, recipe.zero_stage})
-    return [
-        _plan_stage(recipe, name, vocab_size, ranks, gpu_bytes, zeros, images, tokens)
-        for name in chosen
-    ]
+    arithmetic = gpu_arithmetic(recipe.precision, recipe.fp8)
+    coat = arithmetic.fp8 is not None and arithmetic.fp8.optimizer == "coat"
+    optimizer = CoatAdamW if coat else torch.optim.AdamW
+    cached = arithmetic.fp8 is not None and arithmetic.fp8.weights == "cache"
+    plans = []
+    for name in chosen:
+        stage = recipe.stages[name]
+        length = tokens or row_tokens(recipe, stage)
+        frame = stage_frame(recipe, stage, arithmetic, vocab_size)
+        tiles, why = images, "--images"
+        if tiles is None:
+            config = cast(CoatVlmConfig, frame.config)
+            tiles, why = images_per_row(recipe, stage, length, config)
+        sizes = sizes_of(frame, stage, state_bytes_per_parameter(optimizer))
+        frames = recipe.model.video.pool_frames or 1
+        traced = [
+            trace(
+                frame,
+                factor * stage.micro_batch_size,
+                length,
+                tiles,
+                pool_frames=frames,
+                reuse_weights=cached,
+            )
+            for factor in (1, 2, 4)
+        ]
+        tower = frame.vision_tower
+        plan = StagePlan(
+            name=name,
+            stage=stage,
+            precision=recipe.precision,
+            optimizer=optimizer.__name__,
+            ranks=ranks,
+            gpu_bytes=gpu_bytes,
+            tokens=length,
+            images=tiles,
+            images_why=why,
+            patches=0 if tower is None else (tower.image_size // tower.patch_size) ** 2,
+            sizes=sizes,
+            traced=traced,
+            recipe_zero=recipe.zero_stage,
+            zero_stages=sorted({*zero_stages, recipe.zero_stage}),
+            kept=_by_precision(recipe, stage, vocab_size, length, tiles),
+        )
+        plans.append(plan)
+    return plans
 
 
 def row_tokens(recipe: Recipe, stage: StageConfig) -> int:
@@ -213,83 +271,25 @@ def row_tokens(recipe: Recipe, stage: StageConfig) -> int:
     return longest if stage.packing is None else stage.packing.row_tokens(longest)
 
 
-def _plan_stage(
-    recipe: Recipe,
-    name: StageName,
-    vocab_size: int | None,
-    ranks: int,
-    gpu_bytes: float,
-    zero_stages: Sequence[ZeroStage],
-    images: int | None,
-    tokens: int | None,
-) -> StagePlan:
-    stage = recipe.stages[name]
-    length = tokens or row_tokens(recipe, stage)
-    arithmetic = gpu_arithmetic(recipe.precision, recipe.fp8)
-    coat = arithmetic.fp8 is not None and arithmetic.fp8.optimizer == "coat"
-    optimizer = CoatAdamW if coat else torch.optim.AdamW
-    frame = stage_frame(recipe, stage, arithmetic, vocab_size)
-    why = "--images"
-    if images is None:
-        config = cast(CoatVlmConfig, frame.config)
-        images, why = images_per_row(recipe, stage, length, config)
-    cached = arithmetic.fp8 is not None and arithmetic.fp8.weights == "cache"
-    sizes = sizes_of(frame, stage, state_bytes_per_parameter(optimizer))
-    exact, doubled, fourfold = (
-        trace(
-            frame,
-            factor * stage.micro_batch_size,
-            length,
-            images,
-            pool_frames=recipe.model.video.pool_frames or 1,
-            reuse_weights=cached,
-        )
-        for factor in (1, 2, 4)
-    )
-    accumulates = stage.batch_size > stage.micro_batch_size * ranks
-    tower = frame.vision_tower
-    grid = 0 if tower is None else tower.image_size // tower.patch_size
-    return StagePlan(
-        name=name,
-        stage=stage,
-        precision=recipe.precision,
-        optimizer=optimizer.__name__,
-        ranks=ranks,
-        gpu_bytes=gpu_bytes,
-        tokens=length,
-        images=images,
-        images_why=why,
-        patches=grid * grid,
-        sizes=sizes,
-        activations=exact,
-        doubled=doubled,
-        fourfold=fourfold,
-        recipe_zero=recipe.zero_stage,
-        memory={
-            zero: rank_memory(zero, sizes, ranks, exact, accumulates=accumulates)
-            for zero in zero_stages
-        },
-        kept=_by_precision(recipe, stage, vocab_size, length, images),
-    )
-
-
 def _by_precision(
     recipe: Recipe, stage: StageConfig, vocab_size: int | None, tokens: int, images: int
 ) -> dict[tuple[BlockPrecision, bool], Activations]:
     """Activations in every precision that the model allows, without and with checkpointing."""
     found: dict[tuple[BlockPrecision, bool], Activations] = {}
-    cases: list[tuple[BlockPrecision, bool]] = [
-        (precision, flag) for precision in BLOCK_PRECISIONS for flag in (False, True)
-    ]
-    bar = tqdm(cases, desc="precisions", leave=False)
-    for precision, checkpointing in bar:
-        fp8 = recipe.fp8 or Fp8Config()
-        fp8 = dataclasses.replace(fp8, vision=None, language=None, group_size=16, optimizer=None)
+    cases = list(product(BLOCK_PRECISIONS, (False, True)))
+    for precision, checkpointing in tqdm(cases, desc="precisions", leave=False):
+        given = recipe.fp8 or Fp8Config()
         fp8 = dataclasses.replace(
-            fp8, released_constants=False, second_moment="auto", cuda_graphs=False
+            given,
+            vision=None,
+            language=None,
+            group_size=16,
+            optimizer=None,
+            released_constants=False,
+            second_moment="auto",
+            cuda_graphs=False,
+            bf16_forward_first=None if precision == "fp8_linear" else given.bf16_forward_first,
         )
-        if precision == "fp8_linear":
-            fp8 = dataclasses.replace(fp8, bf16_forward_first=None)
         arithmetic = gpu_arithmetic(precision, None if precision == "bf16" else fp8)
         changed = dataclasses.replace(stage, gradient_checkpointing=checkpointing)
         try:

@@ -1,6 +1,6 @@
-"""Prints a plan.
+"""Prints a plan: its tables, and one sentence of advice.
 
-One sentence about a plan: whether it fits, and the smallest change that makes it fit.
+The advice says whether the plan fits, and the smallest change that makes it fit.
 """
 
 import dataclasses
@@ -9,14 +9,12 @@ from dataclasses import dataclass
 
 from coat_vlm.config import BlockPrecision
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.plan.activations import PARTS, Activations
+from coat_vlm.plan.activations import PARTS
 from coat_vlm.plan.frames import BLOCK_PRECISIONS
 from coat_vlm.plan.stage import USABLE, StagePlan
 from coat_vlm.plan.zero import (
     ZERO_STAGES,
-    RankMemory,
     ZeroStage,
-    rank_memory,
     state_bytes_per_parameter,
 )
 
@@ -35,16 +33,15 @@ class _Change:
     def overrides(self, plan: StagePlan) -> list[str]:
         """What to write behind the recipe's name."""
         stage = f"stages.{plan.name}"
-        words = []
-        if self.zero_stage != plan.recipe_zero:
-            words.append(f"zero_stage={self.zero_stage}")
-        if self.precision is not None:
-            words.append(f"precision={self.precision}")
-        if self.micro_batch != plan.stage.micro_batch_size:
-            words.append(f"{stage}.micro_batch_size={self.micro_batch}")
-        if self.checkpointing:
-            words.append(f"{stage}.gradient_checkpointing=true")
-        return words
+        words = {
+            f"zero_stage={self.zero_stage}": self.zero_stage != plan.recipe_zero,
+            f"precision={self.precision}": self.precision is not None,
+            f"{stage}.micro_batch_size={self.micro_batch}": (
+                self.micro_batch != plan.stage.micro_batch_size
+            ),
+            f"{stage}.gradient_checkpointing=true": self.checkpointing,
+        }
+        return [word for word, differs in words.items() if differs]
 
 
 def advice(plan: StagePlan) -> str:
@@ -54,7 +51,8 @@ def advice(plan: StagePlan) -> str:
     numbers = f"{needed / GB:.1f} GB of the {usable / GB:.1f} GB that tensors may take"
     if needed <= usable:
         largest = plan.largest_micro_batch(plan.recipe_zero)
-        best = _largest_divisor(plan, largest)
+        per_rank = plan.stage.batch_size // plan.ranks
+        best = max((n for n in range(1, largest + 1) if per_rank % n == 0), default=1)
         more = f"; the largest micro-batch that fits is {largest}"
         if best > plan.stage.micro_batch_size:
             more += f" (stages.{plan.name}.micro_batch_size={best} divides the batch)"
@@ -73,11 +71,6 @@ def advice(plan: StagePlan) -> str:
     )
 
 
-def _largest_divisor(plan: StagePlan, at_most: int) -> int:
-    per_rank = plan.stage.batch_size // plan.ranks
-    return max((n for n in range(1, at_most + 1) if per_rank % n == 0), default=1)
-
-
 def _changes(plan: StagePlan) -> Iterator[_Change]:
     """In the order of what they cost: nothing, communication, accuracy, time."""
     micro_batches = dict.fromkeys((plan.stage.micro_batch_size, 1))
@@ -93,22 +86,16 @@ def _changes(plan: StagePlan) -> Iterator[_Change]:
 
 
 def _peak(plan: StagePlan, change: _Change) -> float:
-    sizes, precision = plan.sizes, change.precision or plan.precision
-    checkpointing = change.checkpointing or plan.stage.gradient_checkpointing
+    sizes, activations, rows = plan.sizes, None, change.micro_batch
     if change.precision is not None:
-        states = state_bytes_per_parameter(CoatAdamW)
-        sizes = dataclasses.replace(sizes, state_bytes=states)
-    changed = change.precision is not None or change.checkpointing
-    activations: Activations = plan.rows(change.micro_batch)
-    if changed and (precision, checkpointing) in plan.kept:
-        of_recipe = plan.kept[precision, checkpointing]  # pyright: ignore[reportArgumentType]
-        activations = of_recipe.scaled(change.micro_batch / plan.stage.micro_batch_size)
-    elif changed:
-        return float("inf")
-    accumulates = plan.stage.batch_size > change.micro_batch * plan.ranks
-    return rank_memory(
-        change.zero_stage, sizes, plan.ranks, activations, accumulates=accumulates
-    ).peak
+        sizes = dataclasses.replace(sizes, state_bytes=state_bytes_per_parameter(CoatAdamW))
+    if change.precision is not None or change.checkpointing:
+        checkpointing = change.checkpointing or plan.stage.gradient_checkpointing
+        of_recipe = plan.kept.get((change.precision or plan.precision, checkpointing))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        if of_recipe is None:
+            return float("inf")
+        activations = of_recipe.scaled(rows / plan.stage.micro_batch_size)
+    return plan.with_micro_batch(change.zero_stage, rows, sizes, activations).peak
 
 
 _LABEL, _CELL = 26, 12
@@ -154,7 +141,8 @@ def _stage(plan: StagePlan) -> str:
     lines += [
         _row(label, [_gb(getattr(memory, name)) for memory in memories]) for label, name in _LINES
     ]
-    lines.append(_row("fits", [_fits(plan, memory) for memory in memories]))
+    fits = [memory.peak <= plan.usable_bytes for memory in memories]
+    lines.append(_row("fits", ["yes" if fit else "no" for fit in fits]))
     largest = [str(plan.largest_micro_batch(zero) or "none") for zero in plan.memory]
     lines += [_row("largest micro-batch", largest), "", *_activations(plan), ""]
     return "\n".join([*lines, advice(plan)])
@@ -181,10 +169,6 @@ def _activations(plan: StagePlan) -> list[str]:
     copies = plan.activations.weight_copies
     note = f"  in the peak: attention's backward workspace {_gb(workspace)} GB"
     return [*lines, note + (f", kept FP8 weights {_gb(copies)} GB" if copies else "")]
-
-
-def _fits(plan: StagePlan, memory: RankMemory) -> str:
-    return "yes" if memory.peak <= plan.usable_bytes else "no"
 
 
 def _row(label: str, cells: Sequence[str]) -> str:

@@ -146,39 +146,35 @@ def rank_memory(
     e = sizes.weight_bytes
     settings = _settings(zero_stage)
     share = 1.0 if zero_stage == 0 else 1 / ranks
-    gradients = e * sizes.trained * (share if zero_stage >= 2 else 1.0)
+    all_gradients = e * sizes.trained
+    gradients = all_gradients * (share if zero_stage >= 2 else 1.0)
     # Under ZeRO 1 to 3 an FP32 run has masters as well: the flat copy that is partitioned.
     masters = (4 if zero_stage else sizes.master_bytes) * sizes.trained * share
     weights = e * sizes.parameters * (share if zero_stage == 3 else 1.0)
     states = sizes.state_bytes * sizes.trained * share
-    case = _Case(
-        base=weights + masters + states,
-        gradients=gradients,
-        all_gradients=e * sizes.trained,
-        bucket=float(e * (settings.reduce_bucket_size if bucket is None else bucket)),
-        copy_bytes=activations.weight_copies,
-        element=e,
-        ranks=ranks,
-        accumulates=accumulates,
-        # coat_vlm/train/engine.py spares a single rank in BF16 the reduction.
-        averages=ranks > 1 or not sizes.master_bytes,
-        activations=activations,
-    )
+    base = weights + masters + states
+    filled = float(e * (settings.reduce_bucket_size if bucket is None else bucket))
     group = sizes.largest_group * share
     if zero_stage == 0:
-        backward, buffers = case.stage_0(), 0.0
-        step = case.base + gradients + sizes.master_bytes * sizes.trained
+        # coat_vlm/train/engine.py spares a single rank in BF16 the reduction.
+        averages = ranks > 1 or not sizes.master_bytes
+        backward, buffers = _stage_0(activations, all_gradients, e, accumulates, averages), 0.0
+        step = base + gradients + sizes.master_bytes * sizes.trained
     elif zero_stage == 3:
         several = ranks > 1
         gathered = e * min(sizes.parameters, settings.max_live_parameters) if several else 0
         persistent = e * sizes.persistent if several else 0
-        backward = case.stage_3(max(gathered, persistent), persistent)
-        buffers = case.bucket + max(gathered, persistent)
+        gathered = max(gathered, persistent)
+        backward = _stage_3(activations, all_gradients, e, filled, gathered, persistent)
+        backward += gradients
+        buffers = filled + gathered
         group = min(group, settings.sub_group_size)
-        step = case.base + gradients + case.bucket + (e + sizes.master_bytes) * group
+        step = base + gradients + filled + (e + sizes.master_bytes) * group
     else:
-        backward, buffers = case.stage_1_or_2(zero_stage), case.bucket
-        step = case.base + e * sizes.trained * share + (e + sizes.master_bytes) * group
+        first = zero_stage == 1
+        backward = _stage_1_or_2(activations, all_gradients, e, filled, ranks, accumulates, first)
+        buffers = filled
+        step = base + all_gradients * share + (e + sizes.master_bytes) * group
     return RankMemory(
         weights=weights,
         masters=masters,
@@ -186,82 +182,71 @@ def rank_memory(
         gradients=gradients if accumulates or zero_stage == 3 else 0.0,
         buffers=buffers,
         activations=activations.total_kept,
-        backward_peak=backward,
+        backward_peak=base + activations.weight_copies + backward,
         step_peak=step,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
-    """What the peak of the backward pass follows from, in bytes."""
+# Peaks of the backward pass besides weights, masters and states; ``gradients`` is e T in bytes.
 
-    base: float
-    """Weights, masters and states of this rank."""
-    gradients: float
-    """Reduced gradients of this rank, all of them."""
-    all_gradients: float
-    """e T."""
-    bucket: float
-    """e K."""
-    copy_bytes: float
-    """FP8 copies of weights."""
-    element: int
-    """e."""
-    ranks: int
-    accumulates: bool
-    averages: bool
-    """Whether stage 0 reduces gradients."""
-    activations: Activations
 
-    def stage_0(self) -> float:
-        """DeepSpeed averages gradients in flat copies of up to 500M, after the backward pass."""
-        before = self.all_gradients if self.accumulates else 0.0
-        peak = self.activations.peak(0 if self.accumulates else self.element)
-        flat = min(self.all_gradients, self.element * MEMORY_OPT_ALLREDUCE_SIZE)
-        at_the_end = self.all_gradients + (flat if self.averages else 0.0)
-        return self.base + self.copy_bytes + max(before + peak, at_the_end)
+def _stage_0(
+    activations: Activations, gradients: float, element: int, accumulates: bool, averages: bool
+) -> float:
+    """DeepSpeed averages gradients in flat copies of up to 500M, after the backward pass."""
+    before = gradients if accumulates else 0.0
+    peak = activations.peak(0 if accumulates else element)
+    flat = min(gradients, element * MEMORY_OPT_ALLREDUCE_SIZE)
+    return max(before + peak, gradients + (flat if averages else 0.0))
 
-    def stage_1_or_2(self, zero_stage: ZeroStage) -> float:
-        """Gradients go through the bucket, whose first flush makes room for those of this rank.
 
-        Stage 1 fills it in the last micro-batch only, and keeps all gradients until then.
-        """
-        partition = self.all_gradients / self.ranks
-        flat = min(self.bucket, self.all_gradients) if self.ranks > 1 else 0.0
-        overflows = self.all_gradients > self.bucket
-        flush = flat + partition if overflows else max(flat, partition)
-        before = 0.0
-        if self.accumulates:
-            before = self.all_gradients if zero_stage == 1 else partition
-        seen = []
-        for elements, live in self.activations.backward:
-            finished = self.element * elements
-            more = 0.0
-            if overflows and finished >= self.bucket:
-                more = flat + (partition if zero_stage == 2 else 0.0)  # stage 1: at the end only
-            if zero_stage == 1 and not self.accumulates:
-                more += max(0.0, finished - self.bucket)
-            seen.append(live + more)
-        at_end = flush
-        if zero_stage == 1:
-            beyond = max(0.0, self.all_gradients - self.bucket)
-            at_end += beyond - before  # those in the bucket are nowhere else
-        early = self.bucket if zero_stage == 1 and self.accumulates else 0.0
-        forward = early + self.activations.forward_peak
-        peak = max(forward, self.bucket + max(*seen, at_end))
-        return self.base + self.copy_bytes + before + peak
+def _stage_1_or_2(
+    activations: Activations,
+    gradients: float,
+    element: int,
+    bucket: float,
+    ranks: int,
+    accumulates: bool,
+    first: bool,
+) -> float:
+    """Gradients go through the bucket, whose first flush makes room for those of this rank.
 
-    def stage_3(self, gathered: float, persistent: float) -> float:
-        """A flush of the bucket takes two copies of what is in it.
+    Stage 1 (``first``) fills it in the last micro-batch only, and keeps all gradients until then.
+    """
+    partition = gradients / ranks
+    flat = min(bucket, gradients) if ranks > 1 else 0.0
+    overflows = gradients > bucket
+    at_end = flat + partition if overflows else max(flat, partition)
+    before = 0.0
+    if accumulates:
+        before = gradients if first else partition
+    if first:
+        at_end += max(0.0, gradients - bucket) - before  # those in the bucket are nowhere else
+    seen = []
+    for elements, live in activations.backward:
+        finished = element * elements
+        more = 0.0
+        if overflows and finished >= bucket:
+            more = flat + (0.0 if first else partition)  # stage 1: at the end only
+        if first and not accumulates:
+            more += max(0.0, finished - bucket)
+        seen.append(live + more)
+    forward = activations.forward_peak + (bucket if first and accumulates else 0.0)
+    return before + max(forward, bucket + max(*seen, at_end))
 
-        Args:
-            gathered: whole weights that exist at the same time.
-            persistent: those of them that stay.
-        """
-        seen = [
-            live + min(2 * self.bucket, self.element * elements)
-            for elements, live in self.activations.backward
-        ]
-        at_end = persistent + 2 * min(self.bucket, self.all_gradients)
-        peak = max(gathered + max(self.activations.forward_peak, *seen), at_end)
-        return self.base + self.copy_bytes + self.gradients + self.bucket + peak
+
+def _stage_3(
+    activations: Activations,
+    gradients: float,
+    element: int,
+    bucket: float,
+    gathered: float,
+    persistent: float,
+) -> float:
+    """A flush of the bucket takes two copies of what is in it.
+
+    ``gathered`` are whole weights that exist at the same time, ``persistent`` those that stay.
+    """
+    seen = [live + min(2 * bucket, element * elements) for elements, live in activations.backward]
+    at_end = persistent + 2 * min(bucket, gradients)
+    return bucket + max(gathered + max(activations.forward_peak, *seen), at_end)

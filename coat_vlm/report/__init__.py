@@ -10,10 +10,14 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from coat_vlm.report.evaluation import category_tables, evaluation_rows, percent_text
+from coat_vlm.report.evaluation import (
+    category_tables,
+    evaluation_rows,
+    percent_text,
+    sample_cards,
+)
 from coat_vlm.report.plots import stage_plots
-from coat_vlm.report.run_folder import RunFolder, read_run_folder
-from coat_vlm.report.samples import sample_cards
+from coat_vlm.report.run_folder import read_run_folder
 from coat_vlm.report.stages import fp8_sections, header_facts, stage_columns
 
 __all__ = ["write_report"]
@@ -38,7 +42,22 @@ def write_report(run_dir: str | Path) -> Path:
         lstrip_blocks=True,
     )
     environment.filters["percent"] = percent_text
-    html = environment.get_template("report.html.jinja").render(**_content(run))
+    sets = run.recipe.get("eval_sets") or {}
+    headlines = {name: report["headline"] for name, report in run.reports.items()}
+    html = environment.get_template("report.html.jinja").render(
+        name=str(run.recipe.get("name") or run.folder.resolve().name),
+        folder=str(run.folder.resolve()),
+        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        facts=header_facts(run),
+        missing=run.missing,
+        recipe_text=run.recipe_text,
+        stages=stage_columns(run),
+        fp8=fp8_sections(run),
+        plots=[(stage.name, stage_plots(stage)) for stage in run.stages if stage.steps],
+        results=evaluation_rows(run.eval_json, sets, headlines),
+        categories=category_tables(run.reports),
+        samples=[(name, sample_cards(run.folder / "eval" / name)) for name in run.reports],
+    )
     path = run.folder / "report.html"
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -47,22 +66,3 @@ def write_report(run_dir: str | Path) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
-
-
-def _content(run: RunFolder) -> dict[str, object]:
-    """What the template shows, by name."""
-    headlines = {name: report["headline"] for name, report in run.reports.items()}
-    return {
-        "name": run.name,
-        "folder": str(run.folder.resolve()),
-        "written": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        "facts": header_facts(run),
-        "missing": run.missing,
-        "recipe_text": run.recipe_text,
-        "stages": stage_columns(run),
-        "fp8": fp8_sections(run),
-        "plots": [(stage.name, stage_plots(stage)) for stage in run.stages if stage.steps],
-        "results": evaluation_rows(run.eval_json, run.eval_sets, headlines),
-        "categories": category_tables(run.reports),
-        "samples": [(name, sample_cards(run.folder / "eval" / name)) for name in run.reports],
-    }

@@ -1,10 +1,28 @@
-"""Evaluation results as rows: value, baselines and the required value of each metric shown."""
+"""Evaluation results as rows, and questions as sample cards.
 
-from collections.abc import Mapping
+A row has the value, the baselines and the required value of a metric. A card has a question with
+its images, the reference and the prediction, right or wrong.
+"""
+
+import base64
+import io
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
+from coat_data.media.image import open_image
+from coat_data.sample import DataError, Media
+
 BASELINES = ("chance", "majority")
+
+CARDS_PER_SET = 12
+LONGEST_SIDE = 256
+"""Pixels; larger images are shrunk before they go into the file."""
+MEDIA_PER_CARD = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,26 +97,18 @@ def category_tables(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, 
         reports: content of RUN/eval/<set>/report.json by set.
 
     Returns:
-        Tables ``{"name", "task", "n_unparsed", "columns", "rows"}`` with rows
-        ``(category, n, values)``.
+        Tables ``{"name", "n_unparsed", "columns", "rows"}`` with rows ``(category, n, values)``.
     """
     tables = []
     for name, report in reports.items():
         values = report["metrics"]
-        columns = [metric for metric in values if "." not in metric and not _is_baseline(metric)]
+        columns = [m for m in values if "." not in m and not m.endswith(BASELINES)]
         columns = [metric for metric in columns if metric != "mean_f1"] + list(BASELINES)
         rows = [("all", report["n"], [values.get(metric) for metric in columns])]
         for category, n in (report.get("categories") or {}).items():
             rows.append((category, n, [values.get(f"{category}.{metric}") for metric in columns]))
-        tables.append(
-            {
-                "name": name,
-                "task": report["task"],
-                "n_unparsed": report["n_unparsed"],
-                "columns": columns,
-                "rows": rows,
-            }
-        )
+        table = {"name": name, "n_unparsed": report["n_unparsed"], "columns": columns, "rows": rows}
+        tables.append(table)
     return tables
 
 
@@ -107,5 +117,76 @@ def percent_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _is_baseline(metric: str) -> bool:
-    return metric.endswith(BASELINES)
+def sample_cards(folder: Path, number: int = CARDS_PER_SET) -> list[dict[str, Any]]:
+    """At most ``number`` cards of ``folder/items.jsonl``: half wrong and half right if there are.
+
+    Both halves are taken at even distances over the file, so the same run gives the same cards. An
+    absent file gives no card.
+
+    Returns:
+        Rows of the file with ``images`` and ``problems`` of :func:`shown_media`.
+    """
+    path = folder / "items.jsonl"
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file if line.strip()]
+    cards = []
+    for index in choose([row["correct"] for row in rows], number):
+        images, problems = shown_media(rows[index]["media"])
+        cards.append(rows[index] | {"images": images, "problems": problems})
+    return cards
+
+
+def choose(correct: Sequence[bool], number: int) -> list[int]:
+    """Indices of ``number`` items, half of them wrong where possible, in ascending order."""
+    right = [index for index, value in enumerate(correct) if value]
+    wrong = [index for index, value in enumerate(correct) if not value]
+    num_wrong = min(len(wrong), max(number // 2, number - len(right)))
+    return sorted(spread(wrong, num_wrong) + spread(right, number - num_wrong))
+
+
+def shown_media(entries: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """Images and frames of videos as ``data:`` addresses, made small, at most MEDIA_PER_CARD.
+
+    Args:
+        entries: rows with ``kind`` and ``path``.
+
+    Returns:
+        The addresses, and what cannot be shown and why.
+    """
+    images: list[str] = []
+    problems: list[str] = []
+    for entry in entries:
+        try:
+            media = Media(**entry)
+            read = [open_image(media)] if media.kind == "image" else _frames(media)
+            images += [_data_address(picture) for picture in read]
+        except (DataError, OSError) as error:
+            problems.append(str(error))
+    hidden = len(images) - MEDIA_PER_CARD
+    if hidden > 0:
+        problems.append(f"{hidden} more images are not shown")
+    return images[:MEDIA_PER_CARD], problems
+
+
+def spread(indices: Sequence[int], number: int) -> list[int]:
+    """At most ``number`` of the indices, at even distances, so the same ones each time."""
+    number = min(number, len(indices))
+    return [indices[position * len(indices) // number] for position in range(number)]
+
+
+def _frames(media: Media) -> list[Image.Image]:
+    from coat_data.media.video import read_frames  # reports without videos need no decoder
+
+    return read_frames(media, MEDIA_PER_CARD)
+
+
+def _data_address(picture: Image.Image) -> str:
+    """The picture, at most LONGEST_SIDE pixels long, as a ``data:`` address."""
+    picture.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+    buffer = io.BytesIO()
+    # JPEG blurs small pictures (CIFAR has 32 x 32 pixels) and saves nothing there.
+    kind = "PNG" if max(picture.size) <= 96 else "JPEG"
+    picture.convert("RGB").save(buffer, kind, **({} if kind == "PNG" else {"quality": 85}))
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"

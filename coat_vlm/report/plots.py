@@ -9,6 +9,7 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import matplotlib as mpl
@@ -73,25 +74,17 @@ def stage_plots(stage: StageLog) -> list[Plot]:
 def _draw_loss(axes: Axes, stage: StageLog) -> None:
     _plot_noisy(axes, *_series(stage.steps, _at("loss")))
     sources = dict.fromkeys(name for row in stage.validations for name in row.get("losses") or {})
-    for number, source in enumerate(sources):
-        points, values = _series(stage.validations, _at("losses", source))
-        colour = COLOURS[1 + number % (len(COLOURS) - 1)]
-        axes.plot(
-            points, values, "o-", color=colour, markersize=4, linewidth=1, label=f"val {source}"
-        )
-    axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
+    curves = {f"val {source}": _at("losses", source) for source in sources}
+    _plot_points(axes, stage.validations, curves, COLOURS[1:])
 
 
 def _draw_evaluations(axes: Axes, stage: StageLog) -> None:
     """The headline metric of every set."""
     sets = dict.fromkeys(name for row in stage.evaluations for name in row["headline"])
-    for number, name in enumerate(sets):
-        steps, values = _series(stage.evaluations, _headline_of(name))
-        metric = stage.evaluations[-1]["headline"].get(name, "")
-        colour, label = COLOURS[number % len(COLOURS)], f"{name} {metric}"
-        axes.plot(steps, values, "o-", color=colour, markersize=4, linewidth=1, label=label)
+    last = stage.evaluations[-1]["headline"]
+    curves = {f"{name} {last.get(name, '')}": _headline_of(name) for name in sets}
+    _plot_points(axes, stage.evaluations, curves, COLOURS)
     axes.set_ylim(0, 105)
-    axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
 
 
 def _draw_lr(axes: Axes, stage: StageLog) -> None:
@@ -159,6 +152,18 @@ def _plot_noisy(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
     axes.plot(steps, values, color=COLOURS[0], linewidth=0.8, alpha=0.35)
     window = max(1, len(values) // SMOOTHING_SHARE)
     axes.plot(steps, _smooth(values, window), color=COLOURS[0], linewidth=1.6, label="train")
+
+
+def _plot_points(
+    axes: Axes,
+    rows: Sequence[Mapping[str, Any]],
+    curves: Mapping[str, Value],
+    colours: Sequence[str],
+) -> None:
+    """Curves of few values, each with a marker, by their labels; and the legend."""
+    for (label, value), colour in zip(curves.items(), cycle(colours), strict=False):
+        axes.plot(*_series(rows, value), "o-", color=colour, markersize=4, linewidth=1, label=label)
+    axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
 
 
 def _at(*keys: str) -> Value:

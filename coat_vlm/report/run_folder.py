@@ -46,16 +46,6 @@ class RunFolder:
     """training.json of the last model folder there is."""
     missing: list[str]
 
-    @property
-    def name(self) -> str:
-        """The recipe's name, else the folder's."""
-        return str(self.recipe.get("name") or self.folder.resolve().name)
-
-    @property
-    def eval_sets(self) -> dict[str, Any]:
-        """The recipe's evaluation sets."""
-        return self.recipe.get("eval_sets") or {}
-
 
 def read_run_folder(folder: Path) -> RunFolder:
     """Read ``folder``; raise FileNotFoundError if it holds no trace of a run."""
@@ -67,7 +57,9 @@ def read_run_folder(folder: Path) -> RunFolder:
     missing: list[str] = []
     recipe, recipe_text = _read_recipe(folder / "recipe.yaml", missing)
     stages = _read_metrics(folder / "metrics.jsonl", recipe, missing)
-    eval_json = _read_eval(folder, missing)
+    if not (folder / "eval.json").is_file():
+        missing.append("eval.json is not there: not evaluated yet (coat-vlm eval --run RUN_DIR)")
+    eval_json = _read_json(folder / "eval.json", missing) or {}
     sets: dict[str, Any] = {**(recipe.get("eval_sets") or {}), **eval_json}
     sets.pop("precision", None)
     reports = {
@@ -75,6 +67,8 @@ def read_run_folder(folder: Path) -> RunFolder:
         for name in sets
         if (report := _read_json(folder / "eval" / name / "report.json", missing)) is not None
     }
+    trained = [folder / stage / "model" / "training.json" for stage in STAGES]
+    trained = [path for path in trained if path.is_file()]
     return RunFolder(
         folder=folder,
         recipe=recipe,
@@ -82,7 +76,7 @@ def read_run_folder(folder: Path) -> RunFolder:
         stages=stages,
         eval_json=eval_json,
         reports=reports,
-        training=_read_training(folder, missing),
+        training=(_read_json(trained[-1], missing) if trained else None) or {},
         missing=missing,
     )
 
@@ -131,12 +125,12 @@ def _read_metrics(path: Path, recipe: Mapping[str, Any], missing: list[str]) -> 
 
 
 def _note_progress(log: StageLog, missing: list[str]) -> None:
+    last = log.steps[-1] if log.steps else {"step": 0}
     if not log.start and not log.steps:
         missing.append(f"stage {log.name} has not started")
     elif log.end is None:
-        done = log.steps[-1]["step"] if log.steps else 0
-        total = log.steps[-1].get("total_steps", "?") if log.steps else "?"
-        missing.append(f"stage {log.name} is not finished: step {done} of {total} is the last one")
+        done = f"step {last['step']} of {last.get('total_steps', '?')}"
+        missing.append(f"stage {log.name} is not finished: {done} is the last one")
 
 
 def _read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -152,19 +146,6 @@ def _read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
         elif line.strip():
             unreadable += 1
     return rows, unreadable
-
-
-def _read_eval(folder: Path, missing: list[str]) -> dict[str, Any]:
-    if not (folder / "eval.json").is_file():
-        missing.append("eval.json is not there: not evaluated yet (coat-vlm eval --run RUN_DIR)")
-        return {}
-    return _read_json(folder / "eval.json", missing) or {}
-
-
-def _read_training(folder: Path, missing: list[str]) -> dict[str, Any]:
-    paths = [folder / stage / "model" / "training.json" for stage in STAGES]
-    there = [path for path in paths if path.is_file()]
-    return (_read_json(there[-1], missing) or {}) if there else {}
 
 
 def _read_json(path: Path, missing: list[str]) -> dict[str, Any] | None:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from statistics import median
 from typing import Any
@@ -192,51 +191,45 @@ KINDS = {
 """What each kind of tensor is quantized to (docs/design.md has the picture)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Section:
-    """What one stage says of its FP8."""
+def fp8_sections(run: RunFolder) -> list[dict[str, Any]]:
+    """What the stages say of their FP8: one section per stage that ran in it.
 
-    stage: str
-    converted: list[tuple[str, str]]
-    """(module, what it is now)."""
-    skipped: list[tuple[str, str]]
-    """(module, why it stays)."""
-    blocks: list[tuple[str, str, str, str]]
-    """(block, FP8 bytes per token, original bytes per token, their ratio)."""
-    states: str
-    """The optimizer's bytes per parameter in a sentence; empty before the first step."""
-    rates: list[tuple[str, str, str, str, str]]
-    """(kind, format, values, saturated, underflowed), at the last step that was counted."""
-    rates_step: int | None
-    compared: list[tuple[str, str, str, str]]
-    """(block, largest output error, largest input gradient error, where it computes now), of all
-    steps in which the monitor looked."""
-    warnings: list[str]
-    """What the monitor found, with its step."""
+    Returns:
+        For each of these stages its name in ``stage``; ``converted`` and ``skipped``, rows
+        ``(module, what it is now or why it stays)``; ``blocks``, rows ``(block, FP8 bytes per
+        token, original bytes per token, their ratio)``; ``states``, the optimizer's bytes per
+        parameter in a sentence, empty before the first step; ``rates``, rows ``(kind, format,
+        values, saturated, underflowed)`` at the last step that was counted, ``rates_step`` or None;
+        ``compared``, rows ``(block, largest output error, largest input gradient error, where it
+        computes now)`` of all steps in which the monitor looked; ``warnings``, what the monitor
+        found, with its step.
+    """
+    return [_fp8_section(stage) for stage in run.stages if stage.fp8]
 
 
-def fp8_sections(run: RunFolder) -> list[Fp8Section]:
-    """One section per stage that ran in FP8; empty for BF16 and FP32 runs."""
-    return [_section(stage) for stage in run.stages if stage.fp8]
-
-
-def _section(stage: StageLog) -> Fp8Section:
+def _fp8_section(stage: StageLog) -> dict[str, Any]:
     last: dict[str, Mapping[str, Any]] = {row["status"]: row for row in stage.fp8}
-    blocks = last.get("blocks", {})
-    rates = last.get("rates", {})
-    return Fp8Section(
-        stage=stage.name,
-        converted=list(blocks.get("converted", {}).items()),
-        skipped=list(blocks.get("skipped", {}).items()),
-        blocks=[_block(block) for block in last.get("footprint", {}).get("blocks", [])],
-        states=_states(last.get("states", {})),
-        rates=_rates(rates.get("rates", {})),
-        rates_step=rates.get("step"),
-        compared=_compared(stage.monitor),
-        warnings=[
-            f"step {row['step']}: {text}" for row in stage.monitor for text in row["warnings"]
+    modules, rates = last.get("blocks", {}), last.get("rates", {})
+    return {
+        "stage": stage.name,
+        "converted": list(modules.get("converted", {}).items()),
+        "skipped": list(modules.get("skipped", {}).items()),
+        "blocks": [_block(block) for block in last.get("footprint", {}).get("blocks", [])],
+        "states": _states(last.get("states", {})),
+        "rates": [
+            (
+                kind,
+                KINDS.get(kind, ""),
+                f"{row['values']:,.0f}",
+                f"{100 * row['saturated']:.4f}",
+                f"{100 * row['underflowed']:.4f}",
+            )
+            for kind, row in sorted(rates.get("rates", {}).items())
         ],
-    )
+        "rates_step": rates.get("step"),
+        "compared": _compared(stage.monitor),
+        "warnings": [f"step {r['step']}: {text}" for r in stage.monitor for text in r["warnings"]],
+    }
 
 
 def _compared(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
@@ -277,16 +270,3 @@ def _states(row: Mapping[str, Any]) -> str:
         f"{measured}, against {original:.3f} of torch.optim.AdamW in BF16 runs (measured), "
         f"{original / each:.2f}x"
     )
-
-
-def _rates(rates: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, str, str, str]]:
-    return [
-        (
-            kind,
-            KINDS.get(kind, ""),
-            f"{row['values']:,.0f}",
-            f"{100 * row['saturated']:.4f}",
-            f"{100 * row['underflowed']:.4f}",
-        )
-        for kind, row in sorted(rates.items())
-    ]

@@ -31,9 +31,9 @@ from coat_vlm.model.processor import (
     build_processor,
     continued_processor,
     prepare_tokenizer,
+    tokenizer_name,
     train_tokenizer,
 )
-from coat_vlm.model.tokenizer import tokenizer_name
 from coat_vlm.train.bad_samples import BAD_SAMPLES, BadSamples
 from coat_vlm.train.data import StageData, open_data
 from coat_vlm.train.engine import build_engine, clips_itself, prepare_model

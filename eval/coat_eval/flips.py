@@ -16,7 +16,7 @@ from coat_eval.data_folder import ShownCell
 from coat_eval.differences import Comparison, only_right
 from coat_eval.files import write_text
 from coat_eval.scored_set import ScoredSet
-from coat_vlm.report.samples import shown_media, spread
+from coat_vlm.report.evaluation import shown_media, spread
 
 FLIPS_PER_SET = 40
 LONGEST_TEXT = 1000

@@ -44,8 +44,7 @@ from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import ALONE, World
 from coat_vlm.generate import load
-from coat_vlm.report.evaluation import evaluation_rows, percent_text
-from coat_vlm.report.samples import spread
+from coat_vlm.report.evaluation import evaluation_rows, percent_text, spread
 from coat_vlm.train.evaluation import EvalSubset
 
 PROBLEMS_FILE = "media_problems.jsonl"

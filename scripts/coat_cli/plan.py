@@ -1,6 +1,7 @@
 """``coat-vlm plan``."""
 
 import argparse
+from collections.abc import Callable
 
 from coat_cli.command import PRECISIONS, Commands, command, say
 
@@ -29,7 +30,7 @@ seconds to minutes (long rows with recomputation) and no memory.
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="change a key of the recipe, dotted"
     )
-    parser.add_argument("--gpus", type=_positive, default=1, metavar="N", help="GPUs; default 1")
+    parser.add_argument("--gpus", type=_at_least(1), default=1, metavar="N", help="GPUs; default 1")
     parser.add_argument(
         "--gpu-memory", type=_positive_number, metavar="GB",
         help="memory of each, in 10^9 bytes; default: this machine's GPU, else "
@@ -40,11 +41,11 @@ seconds to minutes (long rows with recomputation) and no memory.
         help="ZeRO stages to compare, beside the recipe's; default all",
     )  # fmt: skip
     parser.add_argument(
-        "--images", type=_not_negative, metavar="N",
+        "--images", type=_at_least(0), metavar="N",
         help="tiles of images and frames of a row; default: counted in the stage's data, else 1",
     )  # fmt: skip
     parser.add_argument(
-        "--tokens", type=_positive, metavar="T",
+        "--tokens", type=_at_least(1), metavar="T",
         help="tokens of a row, images included; default model.max_length, or packing.tokens",
     )  # fmt: skip
     parser.add_argument("--stage", help="plan this stage only: align, pretrain or sft")
@@ -86,17 +87,12 @@ def _local_gpu_gb() -> float:
     return torch.cuda.get_device_properties(0).total_memory / 1e9
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least 1 is needed")
-    return number
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: at least {least} is needed")
+        return int(text)
 
-
-def _not_negative(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text}: at least 0 is needed")
     return number
 
 

@@ -9,14 +9,6 @@ from coat_cli.command import Commands, command, say
 
 def add(commands: Commands) -> None:
     """Declare ``recipes``, ``report`` and ``doctor``."""
-    _add_recipes(commands)
-    _add_report(commands)
-    command(
-        commands, "doctor", _doctor, "tell what runs on this machine, and what to do for the rest"
-    )
-
-
-def _add_recipes(commands: Commands) -> None:
     parser = command(
         commands,
         "recipes",
@@ -28,6 +20,17 @@ def _add_recipes(commands: Commands) -> None:
 """,
     )
     parser.add_argument("name", nargs="?", help="print this recipe's YAML")
+    parser = command(
+        commands,
+        "report",
+        _report,
+        "write one self-contained HTML file about a run",
+        "  coat-vlm report runs/quickstart\n",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="run folder")
+    command(
+        commands, "doctor", _doctor, "tell what runs on this machine, and what to do for the rest"
+    )
 
 
 def _recipes(args: argparse.Namespace) -> int:
@@ -46,17 +49,6 @@ def _recipes(args: argparse.Namespace) -> int:
 
 def _text(recipe: str) -> str:
     return (files("coat_vlm") / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8")
-
-
-def _add_report(commands: Commands) -> None:
-    parser = command(
-        commands,
-        "report",
-        _report,
-        "write one self-contained HTML file about a run",
-        "  coat-vlm report runs/quickstart\n",
-    )
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="run folder")
 
 
 def _report(args: argparse.Namespace) -> int:

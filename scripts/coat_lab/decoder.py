@@ -28,7 +28,7 @@ from coat_bench.rows import origin, read_rows, replace_csv, table
 from coat_lab.curves import DecoderCurve, read_curves, write_curves
 from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Precision
 from coat_vlm.fp8 import Arithmetic, arithmetic_of, graph_blocks
-from coat_vlm.model.tokenizer import train_tokenizer
+from coat_vlm.model.processor import train_tokenizer
 from coat_vlm.optim import CoatAdamW, lr_factor
 
 HELD_OUT = 0.1

@@ -29,7 +29,7 @@ from coat_vlm.distributed import World, joined_world
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, build_model, count_parameters
 from coat_vlm.model.build import model_frame
-from coat_vlm.model.tokenizer import prepare_tokenizer, train_tokenizer
+from coat_vlm.model.processor import prepare_tokenizer, train_tokenizer
 from coat_vlm.plan import trace
 from coat_vlm.plan.frames import LANGUAGES, with_published_shapes
 from coat_vlm.train.engine import set_trainable

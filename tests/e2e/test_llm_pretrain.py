@@ -19,7 +19,7 @@ from coat_cli.main import main
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.prepare import DocumentPieces
 from coat_vlm.generate import load
-from coat_vlm.model.tokenizer import train_tokenizer
+from coat_vlm.model.processor import train_tokenizer
 
 WORDS = ("the", "red", "square", "stands", "beside", "a", "blue", "circle", "and", "nobody")
 CONTEXT = 64

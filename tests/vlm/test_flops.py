@@ -21,7 +21,7 @@ from coat_vlm.distributed import ALONE, World
 from coat_vlm.model import build_model
 from coat_vlm.model.flops import ModelFlops, Work, model_flops
 from coat_vlm.model.packing import PACKED
-from coat_vlm.model.scales import project_scales
+from coat_vlm.model.projector import project_scales
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.train import throughput
 from coat_vlm.train.engine import set_train_mode, set_trainable

@@ -336,7 +336,7 @@ def test_trained_tokenizer(tokenizer: PreTrainedTokenizerFast):
 def test_training_a_tokenizer_is_deterministic():
     """In another process, whose hashes of strings differ."""
     code = (
-        "import sys; from coat_vlm.model.tokenizer import train_tokenizer;"
+        "import sys; from coat_vlm.model.processor import train_tokenizer;"
         f"sys.stdout.write(train_tokenizer({SHAPES!r}, 400).backend_tokenizer.to_str())"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "12"}

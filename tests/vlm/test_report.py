@@ -12,10 +12,9 @@ import pytest
 from PIL import Image
 
 from coat_vlm.report import write_report
-from coat_vlm.report.evaluation import baseline, evaluation_rows
+from coat_vlm.report.evaluation import baseline, choose, evaluation_rows, sample_cards
 from coat_vlm.report.plots import stage_plots
 from coat_vlm.report.run_folder import StageLog, read_run_folder
-from coat_vlm.report.samples import choose, sample_cards
 from coat_vlm.report.stages import count, duration
 
 RECIPE = """\
@@ -200,9 +199,9 @@ def test_questions_answered_in_training_are_drawn_and_the_last_are_named(run: Pa
 
 def test_samples_are_small_pictures_half_of_them_wrong(run: Path):
     cards = sample_cards(run / "eval" / "presence")
-    assert [card.correct for card in cards].count(False) == 6
+    assert [card["correct"] for card in cards].count(False) == 6
     assert len(cards) == 12
-    picture = base64.b64decode(cards[0].images[0].partition(",")[2])
+    picture = base64.b64decode(cards[0]["images"][0].partition(",")[2])
     assert Image.open(io.BytesIO(picture)).size == (256, 128)
     tags = re.findall(r'class="card sample (\w+)"', write_report(run).read_text())
     assert sorted(tags) == ["right"] * 6 + ["wrong"] * 6

@@ -18,7 +18,7 @@ from coat_vlm.generate import generate
 from coat_vlm.model import build_model
 from coat_vlm.model.packing import PACKED
 from coat_vlm.model.processor import CoatVlmProcessor, build_processor, train_tokenizer
-from coat_vlm.model.scales import area_average, num_tiles, project_scales, tiles_per_row
+from coat_vlm.model.projector import area_average, num_tiles, project_scales, tiles_per_row
 from coat_vlm.model.vlm import CoatVlm
 
 SCALES = [28, 56, 84]

@@ -27,8 +27,12 @@ from coat_vlm.generate import generate
 from coat_vlm.model import CoatVlm, build_model, module_parameters
 from coat_vlm.model.build import model_frame
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.model.processor import CoatVlmProcessor, build_processor, continued_processor
-from coat_vlm.model.tokenizer import prepare_tokenizer
+from coat_vlm.model.processor import (
+    CoatVlmProcessor,
+    build_processor,
+    continued_processor,
+    prepare_tokenizer,
+)
 
 TRAIN = ModuleTraining(train=True, lr=1e-3)
 

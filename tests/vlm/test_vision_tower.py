@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
 
 from coat_vlm.model.configuration import CoatVlmConfig, kept_layers
-from coat_vlm.model.open_clip_tower import build_open_clip, load_open_clip
-from coat_vlm.model.vision import VisionTower
+from coat_vlm.model.vision import VisionTower, build_open_clip, load_open_clip
 
 CLASSES = {
     "siglip": (SiglipVisionConfig, SiglipVisionModel),

@@ -11,7 +11,7 @@ model, with a line break between them, as in VILA's prompts.
 image at several scales. All but the largest are squares of 1, 4, ... tiles. The largest is the
 closest grid of at least as many tiles as its square would have, and at most ``max_tiles``. The
 model puts the features of each scale together again and concatenates the scales by channels, so
-that only the largest grid becomes tokens (:mod:`coat_vlm.model.scales`).
+that only the largest grid becomes tokens (:mod:`coat_vlm.model.projector`).
 
 Frames of a video are one tile each in both modes.
 """
