@@ -29,7 +29,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "interpreter":
         if torch.cuda.is_available():
             pytest.skip("the kernels run on the GPU here: pytest -m gpu")
-        monkeypatch.setattr(cross_entropy, "_cross_entropy", OPS["cross_entropy_"].triton)
+        monkeypatch.setattr(cross_entropy, "_cross_entropy_", OPS["cross_entropy_"].triton)
     monkeypatch.setattr(loss_module, "_kernel_fits", lambda *_: True)
     return "cpu"
 
