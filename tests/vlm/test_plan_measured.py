@@ -30,16 +30,20 @@ def rows_of(name: str) -> list[Row]:
     "row", rows_of("recipe"), ids=lambda row: f"{row['recipe']}-{row['stage']}"
 )
 def test_recipes(row: Row) -> None:
-    """Within 0.6%, but for two whose layers are recomputed."""
+    """Within 0.6%, but for two whose layers are recomputed.
+
+    Since a row was measured the code may have come to keep less, by at most 0.5%, but never more.
+    """
     name, *changes = row["recipe"].split()
     recipe = load_recipe(name, changes, unset_variables=True)
     bench = RecipeBench(recipe=recipe, only_stage=row["stage"], images=int(row["images"]))
     world: Any = SimpleNamespace(size=int(row["gpus"]), rank=0, device=torch.device("cpu"))
     (case,) = stage_cases(bench, world)
     peak = planned_peak(case, bench, kept=False, ranks=world.size)
-    assert peak == pytest.approx(float(row["plan_gb"]), rel=1e-4)
+    planned, measured = float(row["plan_gb"]), float(row["peak_gb"])
     recomputed = row["checkpointing"] == "True"
-    assert peak == pytest.approx(float(row["peak_gb"]), rel=0.03 if recomputed else 0.006)
+    assert planned == pytest.approx(measured, rel=0.03 if recomputed else 0.006)
+    assert 0.995 * planned < peak < 1.0001 * planned
 
 
 @pytest.mark.parametrize(
