@@ -3,10 +3,12 @@
 import subprocess
 from pathlib import Path
 
+from coat_data.moved import announce_moves
 from coat_vlm.torchvision_ops import ensure_torchvision_later
 
 # transformers, timm and open_clip import torchvision: this must come before any of them.
 ensure_torchvision_later()
+announce_moves("coat_vlm")  # of coat_kernels, too, which imports nothing of this project
 
 
 def commit() -> str | None:

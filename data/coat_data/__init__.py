@@ -6,6 +6,7 @@ Names are imported on first use, so that ``import coat_data`` does not load torc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from coat_data.moved import announce_moves
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ _NAMES_BY_MODULE = {
     "mixture.selection": "SelectedRows select_rows shards_of",
     "text.chat": "ChatTemplate Segment get_template",
 }
+
+announce_moves("coat_data")
 
 
 def __getattr__(name: str) -> Any:

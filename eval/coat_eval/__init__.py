@@ -6,6 +6,8 @@ Names are imported on first use, so that scoring a file loads neither torch nor 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from coat_data.moved import announce_moves
+
 if TYPE_CHECKING:
     from coat_eval.benchmark import Benchmark, Question, Scored, Settings
     from coat_eval.generation import Generation
@@ -48,6 +50,8 @@ _MODULES = {
     **dict.fromkeys(("score_official", "score_set"), "report"),
     "Generation": "generation",
 }
+
+announce_moves("coat_eval")
 
 
 def __getattr__(name: str) -> Any:
