@@ -212,6 +212,39 @@ def test_paths_of_the_readmes_table_exist():
         assert (ROOT / path).exists(), path
 
 
+WALKS = re.findall(
+    r"^\*\*(A batch|An activation|An answer)\*\*[^|]*?\n\n((?:\|[^\n]*\n)+)",
+    (ROOT / "docs" / "design.md").read_text(encoding="utf-8"),
+    flags=re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(("walk", "rows"), WALKS, ids=lambda text: text[:12])
+def test_the_walks_name_files_and_functions_that_are_there(walk: str, rows: str):
+    folders = {
+        "A batch": ("data/coat_data", "coat_vlm"),
+        "An activation": ("coat_vlm/fp8", ""),
+        "An answer": ("eval/coat_eval",),
+    }[walk]
+    for row in rows.splitlines()[2:]:
+        files, names = row.split("|")[1:3]
+        found = [
+            path.read_text(encoding="utf-8")
+            for name in re.findall(r"`([\w/]+\.py)`", files)
+            for path in [ROOT / folder / name for folder in folders]
+            if path.is_file()
+        ]
+        wanted = [] if "<name>" in files or "kernels" in files else re.findall(r"`([\w.]+)`", names)
+        assert "kernels" in files or "<name>" in files or found, row
+        for name in wanted:
+            last = name.rpartition(".")[2]
+            assert any(re.search(rf"(def|class) {last}\b", text) for text in found), (row, name)
+
+
+def test_there_are_three_walks():
+    assert [walk for walk, _ in WALKS] == ["A batch", "An activation", "An answer"]
+
+
 @pytest.mark.parametrize("name", builtin_recipes())
 def test_builtin_recipes_load(name: str, monkeypatch: pytest.MonkeyPatch):
     text = (ROOT / "coat_vlm" / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
