@@ -16,14 +16,14 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from coat_vlm.checkpoint.contents import (
+from coat_vlm.checkpoint.atomic_folder import problem_inside, read_json
+from coat_vlm.checkpoint.metadata import (
     Progress,
     contents_of,
     read_contents,
     read_progress,
     set_random_state,
 )
-from coat_vlm.checkpoint.manifest import problem_inside, read_json
 from coat_vlm.checkpoint.partitions import (
     Partition,
     after_reading,

@@ -1,4 +1,4 @@
-"""Saving: engine to checkpoint."""
+"""Saves a checkpoint: what the engine holds, into an atomic folder; old checkpoints are deleted."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -7,9 +7,9 @@ from typing import Any
 
 from deepspeed import DeepSpeedEngine
 
-from coat_vlm.checkpoint.contents import Progress, contents_of, random_state, write_contents
+from coat_vlm.checkpoint.atomic_folder import remove_folder, write_folder, write_json
 from coat_vlm.checkpoint.load import checkpoints_in
-from coat_vlm.checkpoint.manifest import remove_folder, write_folder, write_json
+from coat_vlm.checkpoint.metadata import Progress, contents_of, random_state, write_contents
 from coat_vlm.checkpoint.partitions import Piece, frozen_piece, partitions, persistent_buffers
 from coat_vlm.checkpoint.shards import ShardWriter
 from coat_vlm.distributed import World

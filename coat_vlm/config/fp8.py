@@ -172,7 +172,7 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 class MonitorConfig:
     """Every so many steps a few FP8 blocks run once more, in FP8 and in BF16, on a live input.
 
-    What is measured: :mod:`coat_vlm.fp8.measure`. Other steps are as without a monitor.
+    What is measured: :mod:`coat_vlm.fp8.block_error`. Other steps are as without a monitor.
     """
 
     every: Positive

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from coat_vlm.checkpoint.manifest import read_json
+from coat_vlm.checkpoint.atomic_folder import read_json
 from coat_vlm.checkpoint.shards import save_tensors
 from coat_vlm.model.lora import adapter_config
 from coat_vlm.model.vlm import CoatVlm

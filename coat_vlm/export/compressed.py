@@ -16,9 +16,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from coat_vlm.checkpoint.manifest import read_json
+from coat_vlm.checkpoint.atomic_folder import read_json
 from coat_vlm.checkpoint.shards import SHARD_BYTES, save_tensors
-from coat_vlm.export.stock import LANGUAGE, write_config
+from coat_vlm.export.transformers_parts import LANGUAGE, write_config
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.compressed import SCHEMES, Scheme, dequantize, quantize, sqnr_db
 

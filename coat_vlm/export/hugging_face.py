@@ -1,4 +1,4 @@
-"""Plain Hugging Face folders: the model at the end of a stage, and exports on one CPU process.
+"""Writes model folders: the model at the end of a stage, and ``coat-vlm export`` in every layout.
 
 A checkpoint has everything that an export needs: master weights of what trained, the weights of
 what was frozen, and in its ``model`` folder the configuration, the tokenizer and the processor.
@@ -18,8 +18,8 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from coat_vlm import commit
-from coat_vlm.checkpoint.contents import Contents, read_contents
-from coat_vlm.checkpoint.manifest import MANIFEST, problem_inside, write_folder, write_json
+from coat_vlm.checkpoint.atomic_folder import MANIFEST, problem_inside, write_folder, write_json
+from coat_vlm.checkpoint.metadata import Contents, read_contents
 from coat_vlm.checkpoint.shards import Shards
 from coat_vlm.config import Recipe
 from coat_vlm.distributed import ALONE, World
@@ -33,7 +33,7 @@ from coat_vlm.export.adapter import (
 )
 from coat_vlm.export.compressed import compress_folder
 from coat_vlm.export.llava import save_llava
-from coat_vlm.export.stock import LANGUAGE, save_language
+from coat_vlm.export.transformers_parts import LANGUAGE, save_language
 from coat_vlm.export.vila import is_vila, load_vila, save_vila
 from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.model.compressed import SCHEMES, WeightFormat, compression_of
@@ -169,7 +169,7 @@ def export(
         layout: ``coat`` is read by coat_vlm; ``llava`` by stock transformers
             (:mod:`coat_vlm.export.llava`); ``vila`` by VILA
             (:mod:`coat_vlm.export.vila`); ``language`` is the language model alone, read by
-            stock transformers (:mod:`coat_vlm.export.stock`).
+            stock transformers (:mod:`coat_vlm.export.transformers_parts`).
         weights: compress the language model's linear layers so
             (:mod:`coat_vlm.export.compressed`); plain weights when absent.
 

@@ -22,8 +22,8 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from coat_vlm.checkpoint.manifest import read_json
-from coat_vlm.export.stock import (
+from coat_vlm.checkpoint.atomic_folder import read_json
+from coat_vlm.export.transformers_parts import (
     LANGUAGE,
     PROJECTOR,
     part_of,

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from coat_vlm.config import ImageConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from coat_vlm.export.llava import image_processor
-from coat_vlm.export.stock import (
+from coat_vlm.export.transformers_parts import (
     LANGUAGE,
     PROJECTOR,
     older_dtype,

@@ -75,7 +75,7 @@ from coat_vlm.fp8.convert import Arithmetic, ConversionReport, arithmetic_of, co
 from coat_vlm.fp8.graphs import BlockGraphs, captured_bytes, graph_blocks, live_graphs
 from coat_vlm.fp8.linear import Fp8Linear, linear
 from coat_vlm.fp8.mlp import norm_mlp
-from coat_vlm.fp8.monitor import Counts, watching
+from coat_vlm.fp8.saturation import Counts, watching
 from coat_vlm.fp8.weights import WeightReuse, kept_bytes, reused_weights
 
 __all__ = [

@@ -35,7 +35,7 @@ from coat_kernels import (
     quantize_tensor,
     transpose_codes,
 )
-from coat_vlm.fp8 import gemm, monitor, sdpa
+from coat_vlm.fp8 import gemm, saturation, sdpa
 from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
 from coat_vlm.fp8.linear import linear
 from coat_vlm.model.packing import PACKED, packing_of
@@ -169,7 +169,7 @@ class _Fp8SavedAttention(torch.autograd.Function):
             copies = tuple(_copy(x) for x in (q, k, v))
             q, k, v = dequantized(copies, ctx.shapes, query.dtype)
             for copy, x in zip(copies, (query, key, value), strict=True):
-                monitor.observe("attention input", copy.q, partial(_tokens, x))
+                saturation.observe("attention input", copy.q, partial(_tokens, x))
         statistics = sdpa.Statistics(())
         if kernel is None:
             out = attend(q, k, v)
@@ -178,7 +178,7 @@ class _Fp8SavedAttention(torch.autograd.Function):
         del q, k, v
         out = matrix(out)
         o8 = quantize_tensor(out)
-        monitor.observe("linear input", o8.q, out)
+        saturation.observe("linear input", o8.q, out)
         y, of_layer = gemm.forward(o8, fused, (weight, bias), query.dtype)
         saved = [tensor for copy in copies for tensor in copy]
         ctx.save_for_backward(*o8, *of_layer, *saved, *statistics.tensors)

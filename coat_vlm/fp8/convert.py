@@ -1,4 +1,4 @@
-"""What a recipe's ``precision`` means: the dtype of weights, and which layers become FP8.
+"""What ``precision`` means: dtype of weights, and which layers become FP8 (families: blocks.py).
 
     report = convert(model, Fp8Config())
     print(report)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from coat_kernels import E5M2, Format, GradientCodes, TensorScaled, quantize_gradient, scaled_mm
 from coat_kernels.formats import FORMATS
-from coat_vlm.fp8 import monitor, weights
+from coat_vlm.fp8 import saturation, weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def quantize_grad(parts: Sequence[Tensor], fused: FusedLinear, needs: Needs) -> 
     quantized = quantize_gradient(
         parts, fused.grad_format, rows=needs.input, transposed=needs.weight, bias=needs.bias
     )
-    monitor.observe_gradient(quantized, lambda: torch.cat([*parts], 1))
+    saturation.observe_gradient(quantized, lambda: torch.cat([*parts], 1))
     return quantized
 
 

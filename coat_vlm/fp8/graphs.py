@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from coat_vlm.fp8 import monitor, weights
+from coat_vlm.fp8 import saturation, weights
 from coat_vlm.fp8.convert import fp8_blocks
 
 logger = logging.getLogger(__name__)
@@ -369,7 +369,7 @@ class BlockGraphs:
             hidden.is_cuda
             and block.training
             and torch.is_grad_enabled()
-            and not monitor.is_watching()
+            and not saturation.is_watching()
             and not weights.are_reused()
             and not getattr(block, "gradient_checkpointing", False)
             and (hidden.requires_grad or any(p.requires_grad for p in block.parameters()))

@@ -1,4 +1,4 @@
-"""From the residual stream to the heads of attention: norm, fused QKV projection, rotation.
+"""Fused norm, QKV projection and RoPE: the residual stream to the attention heads' q, k and v.
 
     q | k | v = norm(x) W_qkv^T + b_qkv,   q, k = rotate(q), rotate(k)
 
@@ -25,7 +25,7 @@ from coat_kernels import (
     rope_quantize,
 )
 from coat_kernels.reference import rope_gradient_values
-from coat_vlm.fp8 import gemm, monitor
+from coat_vlm.fp8 import gemm, saturation
 from coat_vlm.fp8 import norm as norms
 from coat_vlm.fp8.attention import Copies, as_heads, modeling_of, paired
 from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
@@ -145,7 +145,7 @@ def _heads_forward(y: Tensor, heads: HeadSettings) -> tuple[Sequence[Tensor], Co
     if heads.copied:  # one copy of all three, of which they are views
         group_size = max(size for size in GROUP_SIZES if not any(n % size for n in heads.sizes))
         copies = (quantize_group(y, group_size),)
-        monitor.observe("attention input", copies[0].q, lambda: y)
+        saturation.observe("attention input", copies[0].q, lambda: y)
         y = dequantize_group(copies[0], y.dtype)
     return y.split(heads.sizes, 1), copies
 
@@ -170,7 +170,7 @@ def _heads_backward(
         transposed=needs.weight,
         bias=needs.bias,
     )
-    monitor.observe_gradient(quantized, lambda: rope_gradient_values(*back))
+    saturation.observe_gradient(quantized, lambda: rope_gradient_values(*back))
     return quantized
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from coat_kernels import TensorScaled, quantize_tensor, transpose_codes
-from coat_vlm.fp8 import gemm, monitor
+from coat_vlm.fp8 import gemm, saturation
 from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
 
 
@@ -39,7 +39,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, fused: FusedLinear, *stacked: Tensor | None) -> Tensor:
         rows = matrix(x)
         x8 = quantize_tensor(rows)
-        monitor.observe("linear input", x8.q, rows)
+        saturation.observe("linear input", x8.q, rows)
         y, saved = gemm.forward(x8, fused, stacked, x.dtype, rows if fused.bf16_forward else None)
         ctx.save_for_backward(x8.q if ctx.needs_input_grad[2] else None, x8.scale, *saved)
         ctx.fused, ctx.shape, ctx.dtype = fused, x.shape, x.dtype

@@ -28,7 +28,7 @@ from coat_kernels import (
     dequantize_group,
 )
 from coat_kernels.reference import activation_gradient, activation_values
-from coat_vlm.fp8 import gemm, monitor
+from coat_vlm.fp8 import gemm, saturation
 from coat_vlm.fp8 import norm as norms
 from coat_vlm.fp8.gemm import FusedLinear, Needs
 from coat_vlm.fp8.norm import NormSettings
@@ -87,8 +87,8 @@ class _NormMlp(torch.autograd.Function):
             x, delta, norm_weight, norm_bias, norm, fused_in, stacked_in
         )
         act, saved = activation_fwd(h, activation, group_size=norm.group_size)
-        monitor.observe("activation input", saved.a.q, h)
-        monitor.observe("activation output", act.q, partial(activation_values, h, activation))
+        saturation.observe("activation input", saved.a.q, h)
+        saturation.observe("activation output", act.q, partial(activation_values, h, activation))
         hp = _HIGH_PRECISION[activation](h) if fused_out.bf16_forward else None
         del h  # the GEMM below needs its memory
         y, saved_out = gemm.forward(act, fused_out, (weight_out, bias_out), x.dtype, hp)
@@ -136,7 +136,7 @@ class _NormMlp(torch.autograd.Function):
                 fmt=fused_in.grad_format,
                 scale=grad_scale,
             )
-            monitor.observe_gradient(
+            saturation.observe_gradient(
                 quantized,
                 lambda: activation_gradient(grad, dequantize_group(saved.a), ctx.activation),
             )

@@ -26,7 +26,7 @@ from coat_kernels import (
     norm_recompute,
 )
 from coat_kernels.reference import norm_values
-from coat_vlm.fp8 import gemm, monitor
+from coat_vlm.fp8 import gemm, saturation
 from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
 
 
@@ -97,8 +97,8 @@ def forward(
         mean = saved.mean if saved.mean.numel() else None
         return norm_values(residual.float(), weight, bias, saved.rstd, mean)
 
-    monitor.observe("norm input", saved.x.q, residual)
-    monitor.observe("norm output", a.q, values)
+    saturation.observe("norm input", saved.x.q, residual)
+    saturation.observe("norm output", a.q, values)
     hp = _high_precision(residual, weight, bias, settings) if fused.bf16_forward else None
     y, of_layers = gemm.forward(a, fused, stacked, x.dtype, hp)
     # Without a delta x itself goes on, not a view of it: autograd then knows that it is the input.

@@ -1,4 +1,4 @@
-"""FP8 copies of weights: made when a GEMM needs them, or once for all micro-batches of a step.
+"""FP8 weights, and whether they are cached: made when a GEMM needs them, or once for a step.
 
 Outside of :func:`reused_weights` nothing is saved: the forward pass quantizes a weight row-major,
 the backward pass quantizes it again, transposed, at the forward's scale (at its own where the
@@ -18,7 +18,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.profiler import record_function
 
 from coat_kernels import TensorScaled, quantize_layouts, quantize_transposed
-from coat_vlm.fp8 import monitor
+from coat_vlm.fp8 import saturation
 
 ROOM = 0.8
 """Share of the free memory that FP8 weights may take: steps differ, and memory fragments."""
@@ -105,7 +105,7 @@ def key_of(layers: Sequence[nn.Linear]) -> Key:
 def codes(key: Key, parts: Sequence[Tensor]) -> TensorScaled:
     """E4M3 [N, K] of weights [n_i, K], one below the other."""
     rows, _ = _quantize(parts, rows=True, transposed=False) if _kept is None else _both(key, parts)
-    monitor.observe("weight", rows.q, lambda: torch.cat([part.detach() for part in parts]))
+    saturation.observe("weight", rows.q, lambda: torch.cat([part.detach() for part in parts]))
     return rows
 
 

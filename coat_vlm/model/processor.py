@@ -35,7 +35,7 @@ from coat_data.media.sampling import VideoSettings
 from coat_data.media.tiling import TiledTransform
 from coat_data.sample import Sample
 from coat_data.text.chat import get_template
-from coat_data.text.messages import Message, Picture, messages_to_sample, question_to_sample
+from coat_data.text.from_messages import Message, Picture, messages_to_sample, question_to_sample
 from coat_data.text.tokens import TokenizerLike
 from coat_vlm.config import ModelConfig, VisionConfig
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig

@@ -57,9 +57,9 @@ class CoatAdamW(torch.optim.Optimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         codec: how moments are stored: a name in ``coat_kernels.CODECS``, see
-            ``coat_kernels/codecs.py``. ``dre_e4m3_chance`` rounds v stochastically: it follows
-            beta2 near 1 (0.999), where v changes by less in a step than codes are apart; recipes
-            take it above 0.99.
+            ``coat_kernels/moment_formats.py``. ``dre_e4m3_chance`` rounds v stochastically: it
+            follows beta2 near 1 (0.999), where v changes by less in a step than neighbouring FP8
+            values are apart; recipes take it above 0.99.
         released: short for ``codec="released"``, the constants of the paper's released kernel.
         master: what BF16 parameters have beside them. ``fp32``: nothing, they are rounded to
             nearest; ``bf16_remainder``: the low 16 bits of FP32 master weights;

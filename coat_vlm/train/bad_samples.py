@@ -9,7 +9,7 @@ import numpy as np
 
 from coat_data.load.loader import BadSample, LoadedBatch
 from coat_vlm.config import SourceConfig, StageConfig
-from coat_vlm.train.metrics import read_rows
+from coat_vlm.train.tracking import read_rows
 
 BAD_SAMPLES = "bad_samples.jsonl"
 """File in a run folder."""

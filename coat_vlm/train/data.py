@@ -1,4 +1,4 @@
-"""A stage's data: the training mixture and the validation sources, ready to be loaded.
+"""A stage's data: training mixture, number of steps and validation sources, ready to be loaded.
 
 What needs a look at every row is found once per run and saved in the stage's folder, so that a run
 that continues has the same: the sizes of rows for packing, and the places where documents are cut
@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from coat_data.load.check_labels import dropped_question, verify_rows, verify_template
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import Encoder
-from coat_data.load.loader import LoadedBatch, TrainLoader, val_batches
-from coat_data.load.prepare import (
+from coat_data.load.lengths import (
     DocumentPieces,
     cut_rows,
     holds_documents,
     measure_rows,
     row_kinds,
 )
-from coat_data.load.verify import dropped_question, verify_rows, verify_template
+from coat_data.load.loader import LoadedBatch, TrainLoader, val_batches
 from coat_data.mixture.packing import Budget, Lengths, Outlook, PackedOrder
 from coat_data.mixture.sampler import Mixture, SourceShare
 from coat_data.mixture.selection import (

@@ -1,4 +1,4 @@
-"""DeepSpeed around the model: ZeRO, BF16 with FP32 master weights, accumulation and clipping.
+"""Builds what a stage trains: trainable parts, optimizer, DeepSpeed engine; its faster BF16 step.
 
 Two methods of DeepSpeed's optimizers are replaced, both for the time of a BF16 step:
 

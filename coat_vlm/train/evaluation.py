@@ -1,4 +1,4 @@
-"""Questions that the live weights answer in training (``eval_every``).
+"""Evaluation in training: questions that the current weights answer (``eval_every``).
 
 This package cannot import what scores answers, which is above it. It gets each set's questions with
 a function that scores their answers, and does what belongs to training: it spreads the questions

@@ -11,9 +11,9 @@ from coat_data.mixture.sampler import Cursor
 from coat_vlm.train.data import StageData
 from coat_vlm.train.evaluation import LiveEvaluation
 from coat_vlm.train.interrupt import Interrupts
-from coat_vlm.train.metrics import StepLine
 from coat_vlm.train.step import TrainStep
 from coat_vlm.train.throughput import trained_tokens
+from coat_vlm.train.tracking import StepLine
 
 
 class Stopped(SystemExit):

@@ -1,4 +1,4 @@
-"""The sources of a stage, those of lists one by one, and their rows that take part.
+"""Resolves a stage's data sources: expands lists, selects and excludes rows, shares out weights.
 
 A recipe's source may be a list of sources. Each of its entries is then a source with its own share.
 """

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoTokenizer
 
 from coat_data.mixture.sampler import Cursor
-from coat_vlm.checkpoint.contents import Progress
+from coat_vlm.checkpoint.atomic_folder import problem_inside, problem_with, remove_folder, settle
 from coat_vlm.checkpoint.load import checkpoints_in, latest_checkpoint, load_checkpoint
-from coat_vlm.checkpoint.manifest import problem_inside, problem_with, remove_folder, settle
+from coat_vlm.checkpoint.metadata import Progress
 from coat_vlm.checkpoint.save import save_checkpoint
 from coat_vlm.config import STAGES, Fp8Config, Recipe, StageConfig, StageName
 from coat_vlm.config.load import load_recipe, save_recipe
@@ -38,12 +38,12 @@ from coat_vlm.train.bad_samples import BAD_SAMPLES, BadSamples
 from coat_vlm.train.data import StageData, open_data
 from coat_vlm.train.engine import build_engine, clips_itself, prepare_model
 from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
+from coat_vlm.train.fp8_monitor import BlockMonitor, Fp8Record
 from coat_vlm.train.loop import StageLoop
-from coat_vlm.train.metrics import METRICS, Metrics, rewind, say
-from coat_vlm.train.monitor import BlockMonitor, Fp8Record
 from coat_vlm.train.sources import SourceRecord, texts
 from coat_vlm.train.step import TrainStep
 from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
+from coat_vlm.train.tracking import METRICS, Metrics, rewind, say
 
 _MAY_CHANGE = {
     "num_workers",

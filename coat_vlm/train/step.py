@@ -1,4 +1,4 @@
-"""One optimizer step: forward, backward, clip, optimizer, log.
+"""One optimizer step: learning rates, forward, backward, clip, optimizer, log.
 
 The loss of a micro-batch is a sum over its tokens, divided by the number of supervised tokens of
 all micro-batches and ranks. So the gradient is that of the mean loss per supervised token of the
@@ -28,9 +28,9 @@ from coat_vlm.model.vlm import CoatVlm, module_parameters
 from coat_vlm.optim import lr_factor
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.engine import set_train_mode
-from coat_vlm.train.metrics import Metrics
-from coat_vlm.train.monitor import BlockMonitor, Fp8Record
+from coat_vlm.train.fp8_monitor import BlockMonitor, Fp8Record
 from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
+from coat_vlm.train.tracking import Metrics
 
 _ON_CPU = frozenset(
     ("attention_mask", "labels", "image_grids", "frame_groups", "cu_seq_lens_q", "max_length_q")
@@ -104,30 +104,14 @@ class TrainStep:
         with ExitStack() as observers:
             observed = self._observe(observers)
             counts = self._count(micro_batches, stop_requested)
+            _, self.cursor = self.order.step(self.cursor)
             bad = self.bad_samples.row(counts, lambda: self.order.met(self.cursor))
             lr = self._set_lr()
             set_train_mode(self.model, self.stage)
             loss, norm = self._update(micro_batches, counts["trained_tokens"])
             self.finished += 1
             self._check_finite(loss, norm, micro_batches, counts["trained_tokens"])
-        if observed:
-            self.memory.reset()
-        row = {
-            "kind": "step",
-            "stage": self.name,
-            "step": self.finished,
-            "total_steps": self.total_steps,
-            "loss": loss if math.isfinite(loss) else None,
-            "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
-            "lr": lr,
-            **self.throughput.row(counts),
-            **bad,
-            # Measuring FP8 takes memory too, which is no part of what training needs.
-            "peak_memory_mb": None if observed else self.memory.read(),
-        }
-        if self.row_tokens is not None:
-            budget = self.stage.batch_size * self.row_tokens
-            row["packing_fill"] = round(row["tokens"] / budget, 4)
+        row = self._row(loss, norm, lr, counts, bad, observed)
         seconds = time.perf_counter() - started
         row |= {
             **self.throughput.rates(row, seconds),
@@ -140,35 +124,30 @@ class TrainStep:
         self.metrics.write(row)
         return row, counts["stop"] > 0
 
-    def loss(self, batch: Batch, divisor: float) -> Tensor:
-        """The forward pass: a batch's loss, summed over its tokens, divided by ``divisor``."""
-        with self.phases.during("to_device"):
-            inputs = inputs_on(batch, self.world.device)
-        with self.phases.during("forward"):
-            # In validation the model would return logits, too.
-            return self.engine(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
-
-    def _observe(self, observers: ExitStack) -> bool:
-        """Start what measures this step, if anything does; returns whether it does."""
-        step = self.finished + 1
-        monitored = self.monitor is not None and self.monitor.due(step)
-        if self.monitor is not None and monitored:
-            observers.enter_context(self.monitor.watch(self.name, step, self.metrics.write))
-        recorded = self.fp8 is not None and step in (1, self.total_steps)
-        if self.fp8 is not None and recorded:
-            observers.enter_context(self.fp8.watch(step, self.engine.client_optimizer))
-        return monitored or recorded
-
     def _count(self, micro_batches: list[LoadedBatch], stop_requested: bool) -> dict[str, float]:
-        """What the step holds on all ranks, by name, in one sum; moves the cursor."""
+        """What the step holds on all ranks, by name, in the one sum over the ranks that it has."""
         own = {
             **self.throughput.count(micro_batches),
             **self.bad_samples.note(micro_batches, self.finished + 1),
             "stop": float(stop_requested),
         }
-        counts = dict(zip(own, self.world.sum([*own.values()]), strict=True))
-        _, self.cursor = self.order.step(self.cursor)
-        return counts
+        return dict(zip(own, self.world.sum([*own.values()]), strict=True))
+
+    def _set_lr(self) -> dict[str, float]:
+        """Set this step's learning rates; returns them by module."""
+        factor = lr_factor(
+            self.finished,
+            self.total_steps,
+            round(self.stage.warmup_ratio * self.total_steps),
+            self.stage.schedule,
+            self.stage.min_lr_ratio,
+        )
+        rates = {}
+        optimizer: Any = self.engine.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+            rates[group["module"]] = group["lr"]
+        return rates
 
     def _update(
         self, micro_batches: list[LoadedBatch], tokens: float
@@ -196,27 +175,19 @@ class TrainStep:
                     if last:
                         norm = self._clip() if self.clip_here else None
                         shared_weights.close()  # weights move now, and the step may need the memory
-                    self.engine.step()
+                    self.engine.step()  # does nothing before the last micro-batch
         self.reuse.after_step()
         if not self.clip_here:
             norm = self.engine.get_global_grad_norm()
         return self.world.sum([total.item()])[0], None if norm is None else float(norm)
 
-    @contextmanager
-    def _all_modules_reached(self) -> Iterator[None]:
-        """Check that a backward pass reaches a parameter of each module that should train."""
-        parts = module_parameters(self.model)
-        trained = {name: parts[name] for name in parts if self.stage.module(name).train}
-        reached: set[str] = set()
-        parameters = ((name, p) for name, part in trained.items() for p in part.parameters())
-        with _gradient_hooks(parameters, lambda name, _: reached.add(name)):
-            yield
-        missed = [name for name in trained if name not in reached]
-        if missed:
-            raise ValueError(
-                f"stage {self.name}: {', '.join(missed)} should train but got no gradient in the "
-                "first step; check that the data has images and that nothing detaches them"
-            )
+    def loss(self, batch: Batch, divisor: float) -> Tensor:
+        """The forward pass: a batch's loss, summed over its tokens, divided by ``divisor``."""
+        with self.phases.during("to_device"):
+            inputs = inputs_on(batch, self.world.device)
+        with self.phases.during("forward"):
+            # In validation the model would return logits, too.
+            return self.engine(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
 
     def _clip(self) -> float:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
@@ -261,21 +232,62 @@ class TrainStep:
             "raise warmup_ratio or raise max_skipped_steps, and continue with --resume auto"
         )
 
-    def _set_lr(self) -> dict[str, float]:
-        """Set this step's learning rates; returns them by module."""
-        factor = lr_factor(
-            self.finished,
-            self.total_steps,
-            round(self.stage.warmup_ratio * self.total_steps),
-            self.stage.schedule,
-            self.stage.min_lr_ratio,
-        )
-        rates = {}
-        optimizer: Any = self.engine.optimizer
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
-            rates[group["module"]] = group["lr"]
-        return rates
+    def _row(
+        self,
+        loss: float,
+        norm: float | None,
+        lr: dict[str, float],
+        counts: dict[str, float],
+        bad: dict[str, Any],
+        observed: bool,
+    ) -> dict[str, Any]:
+        """The step's row of metrics.jsonl, but for its times."""
+        if observed:
+            self.memory.reset()
+        row = {
+            "kind": "step",
+            "stage": self.name,
+            "step": self.finished,
+            "total_steps": self.total_steps,
+            "loss": loss if math.isfinite(loss) else None,
+            "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
+            "lr": lr,
+            **self.throughput.row(counts),
+            **bad,
+            # Measuring FP8 takes memory too, which is no part of what training needs.
+            "peak_memory_mb": None if observed else self.memory.read(),
+        }
+        if self.row_tokens is not None:
+            budget = self.stage.batch_size * self.row_tokens
+            row["packing_fill"] = round(row["tokens"] / budget, 4)
+        return row
+
+    def _observe(self, observers: ExitStack) -> bool:
+        """Start what measures this step, if anything does; returns whether it does."""
+        step = self.finished + 1
+        monitored = self.monitor is not None and self.monitor.due(step)
+        if self.monitor is not None and monitored:
+            observers.enter_context(self.monitor.watch(self.name, step, self.metrics.write))
+        recorded = self.fp8 is not None and step in (1, self.total_steps)
+        if self.fp8 is not None and recorded:
+            observers.enter_context(self.fp8.watch(step, self.engine.client_optimizer))
+        return monitored or recorded
+
+    @contextmanager
+    def _all_modules_reached(self) -> Iterator[None]:
+        """Check that a backward pass reaches a parameter of each module that should train."""
+        parts = module_parameters(self.model)
+        trained = {name: parts[name] for name in parts if self.stage.module(name).train}
+        reached: set[str] = set()
+        parameters = ((name, p) for name, part in trained.items() for p in part.parameters())
+        with _gradient_hooks(parameters, lambda name, _: reached.add(name)):
+            yield
+        missed = [name for name in trained if name not in reached]
+        if missed:
+            raise ValueError(
+                f"stage {self.name}: {', '.join(missed)} should train but got no gradient in the "
+                "first step; check that the data has images and that nothing detaches them"
+            )
 
 
 def inputs_on(batch: Batch, device: torch.device) -> dict[str, Any]:

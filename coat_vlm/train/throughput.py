@@ -28,7 +28,7 @@ from coat_vlm.distributed import World
 from coat_vlm.fp8 import captured_bytes
 from coat_vlm.model.flops import ModelFlops, Work, model_flops, why_not_counted
 from coat_vlm.model.vlm import CoatVlm
-from coat_vlm.train.metrics import say
+from coat_vlm.train.tracking import say
 
 _COUNTS = ("trained_tokens", "tokens", "samples", "tiles", "vision_tokens")
 

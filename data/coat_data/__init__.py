@@ -1,5 +1,9 @@
 """Data of vision-language models: readers, ingestion, mixtures, encoding and loading of samples.
 
+A new format of rows is a reader (``readers/``, listed in ``readers/catalogue.py``); a new kind of
+file is a container (``containers/``, found by ``containers/open.py``); a new list of data sets is a
+form in ``lists/formats.py``.
+
 Names are imported on first use, so that ``import coat_data`` does not load torch or a decoder.
 """
 
@@ -12,11 +16,11 @@ from coat_data.sample import DataError, Media, Part, Sample, Turn
 if TYPE_CHECKING:
     from coat_data.containers.ingested import Manifest
     from coat_data.containers.rows import Shards
+    from coat_data.load.check_labels import verify_rows, verify_template
     from coat_data.load.collate import Batch
     from coat_data.load.dataset import SampleDataset
     from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder
     from coat_data.load.loader import BadSample, LoadedBatch, TrainLoader, val_batches
-    from coat_data.load.verify import verify_rows, verify_template
     from coat_data.media.image import ImageTransform, image_size, open_image
     from coat_data.media.sampling import VideoSettings
     from coat_data.media.tiling import TiledTransform
@@ -74,7 +78,7 @@ _NAMES_BY_MODULE = {
     "load.dataset": "SampleDataset",
     "load.encode": "IGNORE_INDEX EncodedSample Encoder",
     "load.loader": "BadSample LoadedBatch TrainLoader val_batches",
-    "load.verify": "verify_rows verify_template",
+    "load.check_labels": "verify_rows verify_template",
     "media.image": "ImageTransform image_size open_image",
     "media.sampling": "VideoSettings",
     "media.tiling": "TiledTransform",

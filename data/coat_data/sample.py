@@ -93,7 +93,7 @@ class Sample:
     """Row in that file, counted from 0 (JSONL: line - 1, blank lines not counted)."""
     continues: bool = False
     """A piece of a document whose text goes on in the next piece: it is trained without an end
-    (:mod:`coat_data.load.prepare`)."""
+    (:mod:`coat_data.load.lengths`)."""
 
     @property
     def is_document(self) -> bool:

@@ -1,11 +1,12 @@
 """What a benchmark is: its files in; prompts, extracted answers, item scores and percentages out.
 
-A benchmark is one class in one file of ``coat_eval/tasks``. It says how its references and
-predictions are recognised and read, and has three layers that are tested apart: ``extract``
-(text -> canonical answer), ``score`` (one answer against its reference) and ``aggregate`` (scored
-items -> percentages). ``layouts`` and ``prompts`` say what a model is asked, and are only needed to
-generate answers (:mod:`coat_eval.runner`). Joining, bad input, the report and the command line are
-done once, in :mod:`coat_eval.report`. docs/evaluation.md shows a complete example.
+A benchmark is one class in one file of ``coat_eval/tasks``, listed in ``tasks/__init__.py``. It
+says how its references and predictions are recognised and read, and has three layers that are
+tested apart: ``extract`` (text -> canonical answer), ``score`` (one answer against its reference)
+and ``aggregate`` (scored items -> percentages). ``layouts`` and ``prompts`` say what a model is
+asked, and are only needed to generate answers (:mod:`coat_eval.runner`). Joining, bad input, the
+report and the command line are done once, in :mod:`coat_eval.report`. docs/evaluation.md shows a
+complete example.
 
 The texts of prompts are those behind published numbers: LLaVA's question files (haotian-liu/LLaVA,
 docs/Evaluation.md and scripts/v1_5/eval), which VILA uses unchanged, and the benchmarks' own.

@@ -12,8 +12,8 @@ from tqdm import tqdm
 from coat_data.containers.remote_file import is_url
 from coat_data.media.root import MediaRoot
 from coat_data.sample import DataError
+from coat_eval.compare_models import Comparison, only_right
 from coat_eval.data_folder import ShownCell
-from coat_eval.differences import Comparison, only_right
 from coat_eval.files import write_text
 from coat_eval.scored_set import ScoredSet
 from coat_vlm.report.evaluation import shown_media, spread

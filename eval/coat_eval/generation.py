@@ -1,4 +1,4 @@
-"""Asks a model questions: in batches of like length, on any number of ranks; answers go to disk.
+"""Asks a model questions: in length-bucketed batches, on any number of ranks; answers go to disk.
 
 The order is decided before anything is decoded, and is the same on every rank: questions with the
 same number of media first by where their media stand (a row group of a Parquet file can only be

@@ -13,7 +13,6 @@ from coat_kernels.activation import (
     activation_recompute,
 )
 from coat_kernels.adamw import AdamwItem, AdamwTable, adamw_step
-from coat_kernels.codecs import CODECS, GROUP, Codec, Moment, codec_called, groups_of, new_moment
 from coat_kernels.cross_entropy import cross_entropy_
 from coat_kernels.formats import (
     E4M3,
@@ -34,6 +33,15 @@ from coat_kernels.master_weights import (
     rounding_key,
     split_master,
 )
+from coat_kernels.moment_formats import (
+    CODECS,
+    GROUP,
+    Codec,
+    Moment,
+    codec_called,
+    groups_of,
+    new_moment,
+)
 from coat_kernels.norm import NormSaved, norm_bwd, norm_fwd, norm_recompute
 from coat_kernels.quantize import (
     dequantize_tensor,
@@ -43,7 +51,7 @@ from coat_kernels.quantize import (
     quantize_transposed,
     transpose_codes,
 )
-from coat_kernels.quantize_groups import (
+from coat_kernels.quantize_blockwise import (
     dequantize_group,
     dequantize_rows,
     quantize_group,

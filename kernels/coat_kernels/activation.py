@@ -31,6 +31,19 @@ import triton.language as tl
 from torch import Tensor
 
 from coat_kernels import reference
+from coat_kernels.device import (
+    block_amax_bits,
+    inverse_scale,
+    load_grouped,
+    load_tile,
+    magnitude_bits,
+    publish_scale,
+    row_offsets,
+    sigmoid_base2,
+    store_codes,
+    store_grouped,
+    word_offsets,
+)
 from coat_kernels.formats import (
     E4M3,
     E5M2,
@@ -45,22 +58,9 @@ from coat_kernels.formats import (
 )
 from coat_kernels.launch import NUM_WARPS, TOKENS, Tile, launch, tiled
 from coat_kernels.quantize import as_codes, empty_layouts, gradient_room
-from coat_kernels.quantize_groups import empty_grouped
+from coat_kernels.quantize_blockwise import empty_grouped
 from coat_kernels.registry import register
-from coat_kernels.scales import new_scale
-from coat_kernels.tile import (
-    block_amax_bits,
-    inverse_scale,
-    load_grouped,
-    load_tile,
-    magnitude_bits,
-    publish_scale,
-    row_offsets,
-    sigmoid_base2,
-    store_codes,
-    store_grouped,
-    word_offsets,
-)
+from coat_kernels.scale_pool import new_scale
 
 ACTIVATIONS = reference.ACTIVATIONS
 

@@ -33,16 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_kernels.codecs import CODECS, Codec, Moment, codec_called, groups_of
-from coat_kernels.codecs import GROUP as _GROUP
-from coat_kernels.codecs import K_MAX as _K_MAX
-from coat_kernels.codecs import SMALLEST_RATIO as _SMALLEST_RATIO
-from coat_kernels.formats import E4M3, check_dtype
-from coat_kernels.launch import cdiv, launch
-from coat_kernels.master_weights import CODE_SALT as _CODE_SALT
-from coat_kernels.master_weights import QUIET_NAN as _QUIET_NAN
-from coat_kernels.registry import register
-from coat_kernels.tile import (
+from coat_kernels.device import (
     INTERPRETED,
     exp2_fast,
     log2_fast,
@@ -50,6 +41,15 @@ from coat_kernels.tile import (
     reciprocal_fast,
     sqrt_fast,
 )
+from coat_kernels.formats import E4M3, check_dtype
+from coat_kernels.launch import cdiv, launch
+from coat_kernels.master_weights import CODE_SALT as _CODE_SALT
+from coat_kernels.master_weights import QUIET_NAN as _QUIET_NAN
+from coat_kernels.moment_formats import CODECS, Codec, Moment, codec_called, groups_of
+from coat_kernels.moment_formats import GROUP as _GROUP
+from coat_kernels.moment_formats import K_MAX as _K_MAX
+from coat_kernels.moment_formats import SMALLEST_RATIO as _SMALLEST_RATIO
+from coat_kernels.registry import register
 
 GROUP = tl.constexpr(_GROUP)
 K_MAX = tl.constexpr(_K_MAX)

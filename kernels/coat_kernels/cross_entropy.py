@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coat_kernels.device import exp2_fast
 from coat_kernels.formats import check_dtype
 from coat_kernels.launch import Tile, chosen, launch
 from coat_kernels.registry import register
-from coat_kernels.tile import exp2_fast
 
 MOST_COLUMNS = 16384
 """Logits that a program works on at a time, at most."""

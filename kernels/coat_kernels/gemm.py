@@ -1,4 +1,6 @@
-"""FP8 GEMM: y = (a @ b^T) * (a_scale * b_scale) + bias, both operands with rows along K.
+"""FP8 GEMM through ``torch._scaled_mm``, without Triton; both operands have rows along K.
+
+    y = (a @ b^T) * (a_scale * b_scale) + bias
 
 Hopper's FP8 tensor cores take both operands with K contiguous, hence the transposed copies that the
 quantize functions write: forward ``x [M, K], w [N, K]``; input gradient ``dy [M, N], w^T [K, N]``;

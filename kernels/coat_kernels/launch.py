@@ -1,4 +1,7 @@
-"""How kernels are launched: tile sizes, warps, grids. Device code is in ``tile.py``.
+"""Launches kernels from a cache, without Triton's checks of every argument: tiles, warps, grids.
+
+Device code is in ``device.py``. The versions of torch and Triton whose private parts were tested
+stand here, too (``TESTED``).
 
 Triton looks at every argument of every launch to find the compiled kernel, which takes a CPU
 several times as long as the launch itself. So the compiled kernel is kept here for arguments that

@@ -1,4 +1,4 @@
-"""Master weights beside BF16 parameters: 16 more bits that make them FP32, or rounding by chance.
+"""Master weights beside BF16 parameters: 16 more bits that make them FP32, or stochastic rounding.
 
     bf16_remainder    p = bf16(b + 0x8000 >> 16), remainder = b - (bits of p << 16), b the FP32 bits
     bf16_stochastic   p = bf16(b + r >> 16), r uniform in [0, 65536): p's mean is the FP32 value

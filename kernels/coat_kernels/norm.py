@@ -32,6 +32,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coat_kernels.device import (
+    inverse_scale,
+    load_grouped,
+    load_tile,
+    magnitude_bits,
+    publish_scale,
+    spread_exponents,
+    store_codes,
+    store_grouped,
+    word_offsets,
+)
 from coat_kernels.formats import (
     E4M3,
     Format,
@@ -46,20 +57,9 @@ from coat_kernels.formats import (
 )
 from coat_kernels.launch import COUNTS, TILE, TOKENS, Tile, chosen, launch, tiled, transposing_tile
 from coat_kernels.quantize import empty_layouts
-from coat_kernels.quantize_groups import empty_grouped
+from coat_kernels.quantize_blockwise import empty_grouped
 from coat_kernels.registry import register
-from coat_kernels.scales import new_scale
-from coat_kernels.tile import (
-    inverse_scale,
-    load_grouped,
-    load_tile,
-    magnitude_bits,
-    publish_scale,
-    spread_exponents,
-    store_codes,
-    store_grouped,
-    word_offsets,
-)
+from coat_kernels.scale_pool import new_scale
 
 MULTIPROCESSORS = 132
 """Of an H200. The kernels have as many programs as these hold; each takes every n-th row, so

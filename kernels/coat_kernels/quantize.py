@@ -29,6 +29,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coat_kernels.device import (
+    inverse_scale,
+    load_tile,
+    magnitude_bits,
+    publish_scale,
+    store_codes,
+    word_offsets,
+)
 from coat_kernels.formats import (
     E4M3,
     E5M2,
@@ -53,15 +61,7 @@ from coat_kernels.launch import (
     transposing_tile,
 )
 from coat_kernels.registry import register
-from coat_kernels.scales import new_scale
-from coat_kernels.tile import (
-    inverse_scale,
-    load_tile,
-    magnitude_bits,
-    publish_scale,
-    store_codes,
-    word_offsets,
-)
+from coat_kernels.scale_pool import new_scale
 
 ELEMENTS = 4096
 """Elements that a program reads at a time where rows and columns do not matter."""

@@ -14,7 +14,7 @@ import torch
 
 from coat_kernels import reference
 from coat_kernels.launch import is_tested
-from coat_kernels.scales import memory_of_their_own
+from coat_kernels.scale_pool import memory_of_their_own
 
 OPS: dict[str, "Op"] = {}
 """Every registered op by name."""

@@ -1,4 +1,4 @@
-"""Rotary position embedding of a joint q, k, v projection, which it splits on the way.
+"""RoPE on a fused QKV projection, split into q, k, v; its gradient goes to FP8 for the GEMMs.
 
 Per head, with the two halves of its D channels (x1, x2) and of the embedding (c1, c2), (s1, s2):
 
@@ -26,6 +26,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coat_kernels.device import (
+    exponent_inverse,
+    exponent_of,
+    exponent_scale,
+    inverse_scale,
+    magnitude_bits,
+    publish_scale,
+    row_offsets,
+    store_codes,
+    word_offsets,
+)
 from coat_kernels.formats import (
     E4M3,
     E5M2,
@@ -40,18 +51,7 @@ from coat_kernels.formats import (
 from coat_kernels.launch import TOKENS, cdiv, launch, one_or_two_passes
 from coat_kernels.quantize import as_codes, empty_gradient, gradient_room
 from coat_kernels.registry import register
-from coat_kernels.scales import new_scale
-from coat_kernels.tile import (
-    exponent_inverse,
-    exponent_of,
-    exponent_scale,
-    inverse_scale,
-    magnitude_bits,
-    publish_scale,
-    row_offsets,
-    store_codes,
-    word_offsets,
-)
+from coat_kernels.scale_pool import new_scale
 
 BLOCK_ROWS = 16
 """Tokens per program."""

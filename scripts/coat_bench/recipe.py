@@ -43,10 +43,10 @@ from coat_vlm.plan.frames import gpu_arithmetic, stage_frame, vocabulary, with_p
 from coat_vlm.plan.stage import images_per_row, row_tokens
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.engine import build_engine, clips_itself, prepare_model
-from coat_vlm.train.metrics import Metrics
 from coat_vlm.train.stages import stage_names
 from coat_vlm.train.step import TrainStep
 from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
+from coat_vlm.train.tracking import Metrics
 
 _NO_RUN = Path("no run folder")
 """What would be written or read there is not: nothing is recorded."""

@@ -53,7 +53,7 @@ the mean and spread over seeds as well. Benchmarks stand beside published figure
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from coat_eval.compare import compare_runs, draw_curves, format_comparison
+    from coat_eval.compare_seeds import compare_runs, draw_curves, format_comparison
 
     paths = [*args.runs, *args.other]
     if args.html is None and (args.flips is not None or args.media_root is not None):
@@ -81,7 +81,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _compare_items(args: argparse.Namespace, paths: list[Path]) -> None:
-    from coat_eval.differences import compare_items, format_differences
+    from coat_eval.compare_models import compare_items, format_differences
     from coat_eval.files import write_json
     from coat_eval.flips import FLIPS_PER_SET, write_flips
 

@@ -60,7 +60,7 @@ def _eval_text(args: argparse.Namespace) -> int:
     if not (tasks or args.text):
         raise ValueError("nothing to do: give --text FILE ..., --tasks A,B or both")
     from coat_eval.files import file_sha256, write_json
-    from coat_eval.language import load_language_model, measure_perplexity, read_documents
+    from coat_eval.perplexity import load_language_model, measure_perplexity, read_documents
     from coat_eval.text_suite import run_text_suite
 
     files = _files(args.file)

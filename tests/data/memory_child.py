@@ -9,7 +9,7 @@ from typing import Any
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import ImageTransform
-from coat_data.media.loader import MediaLoader
+from coat_data.media.sample_media import MediaLoader
 from coat_data.media.sampling import VideoSettings
 from coat_data.sample import Media
 

@@ -12,9 +12,10 @@ from datasets import Dataset
 from coat_data.containers.json_file import JsonRows
 from coat_data.containers.open import open_rows
 from coat_data.containers.text_file import BLOCK_BYTES, TextRows
+from coat_data.load.check_labels import check_labels, verify_template
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import IGNORE_INDEX, Encoder
-from coat_data.load.prepare import (
+from coat_data.load.lengths import (
     DocumentPieces,
     RowKinds,
     cut,
@@ -23,7 +24,6 @@ from coat_data.load.prepare import (
     piece_of,
     row_kinds,
 )
-from coat_data.load.verify import check_labels, verify_template
 from coat_data.media.image import ImageTransform
 from coat_data.mixture.selection import SelectedRows, original_row, shards_of
 from coat_data.sample import DataError, Media, Part, Sample, Turn

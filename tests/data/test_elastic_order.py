@@ -11,8 +11,8 @@ import torch
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import EncodedSample, Size
+from coat_data.load.lengths import measure_rows
 from coat_data.load.loader import LoadedBatch, TrainLoader
-from coat_data.load.prepare import measure_rows
 from coat_data.mixture.packing import Budget, Lengths, PackedOrder
 from coat_data.mixture.sampler import Bin, Cursor, Mixture, deal
 from coat_data.sample import DataError, Sample

@@ -16,7 +16,7 @@ from coat_data.media.image import ImageTransform
 from coat_data.media.sampling import VideoSettings
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.chat import get_template
-from coat_data.text.messages import to_media
+from coat_data.text.from_messages import to_media
 from coat_data.text.tokens import PieceTokenizer
 
 TRANSFORM = ImageTransform(8, (0.5,) * 3, (0.5,) * 3)

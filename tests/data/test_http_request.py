@@ -4,7 +4,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 
-from coat_data.media.remote import fetched
+from coat_data.media.remote_media import fetched
 from coat_data.sample import Media
 
 

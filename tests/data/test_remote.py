@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from coat_data.containers.remote import WINDOW_ROWS
+from coat_data.containers.remote_shards import WINDOW_ROWS
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import EncodedSample
 from coat_data.load.loader import TrainLoader

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from coat_data.containers import remote, remote_file
+from coat_data.containers import remote_file, remote_shards
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError
 
@@ -113,17 +113,17 @@ def test_row_groups_are_kept_by_their_bytes(
     opened = SampleDataset(put("groups.parquet", parquet(tmp_path, 6).read_bytes()))
     dataset = pickle.loads(pickle.dumps(opened))  # as workers get it: without what was read
     read: list[int] = []
-    original = remote._row_group  # pyright: ignore[reportPrivateUsage]
+    original = remote_shards._row_group  # pyright: ignore[reportPrivateUsage]
 
     def counted(file: Any, group: int) -> Any:
         read.append(group)
         return original(file, group)
 
-    monkeypatch.setattr(remote, "_row_group", counted)
+    monkeypatch.setattr(remote_shards, "_row_group", counted)
     order = [10 * group + row for row in range(10) for group in range(6)]
     assert [int(dataset[row].id) for row in order] == order
     assert read == [0, 1, 2, 3, 4, 5]
-    monkeypatch.setattr(remote, "_GROUPS_BYTES", 1)
+    monkeypatch.setattr(remote_shards, "_GROUPS_BYTES", 1)
     read.clear()
     assert [int(dataset[row].id) for row in (0, 1, 10, 11, 2)] == [0, 1, 10, 11, 2]
     assert read == [1, 0]

@@ -18,11 +18,11 @@ from PIL import Image
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import EncodedSample, Encoder
+from coat_data.load.lengths import measure_rows
 from coat_data.load.loader import TrainLoader
-from coat_data.load.prepare import measure_rows
-from coat_data.media import remote
+from coat_data.media import remote_media
 from coat_data.media.image import ImageTransform, image_size, open_image
-from coat_data.media.loader import MediaLoader
+from coat_data.media.sample_media import MediaLoader
 from coat_data.media.sampling import VideoSettings
 from coat_data.media.tiling import TiledTransform
 from coat_data.mixture.sampler import Cursor, Mixture
@@ -38,7 +38,7 @@ HALF = (0.5, 0.5, 0.5)
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "WAITS_S", (0.0,))
+    monkeypatch.setattr(remote_media, "WAITS_S", (0.0,))
 
 
 def noise(seed: int, width: int, height: int) -> Image.Image:
@@ -218,16 +218,16 @@ def test_an_outage_stops_measuring_and_a_missing_file_does_not(
 def test_a_server_has_so_much_time(
     folder: Path, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(remote_media, "TIMEOUT_S", 0.2)
     silent = Media(kind="image", path=f"{serve(folder, pause_s=2.0).url}/turned.jpg")
     for read in (image_size, open_image):
         with pytest.raises(DataError, match=r"turned\.jpg: cannot be read: .*timed out"):
             read(silent)
-    monkeypatch.setattr(remote, "LIMIT_S", 0.3)
+    monkeypatch.setattr(remote_media, "LIMIT_S", 0.3)
     slow = serve(folder, piece=8, pause_s=0.05)
     with pytest.raises(DataError, match=r"not read within 0\.3 s"):
         open_image(f"{slow.url}/turned.jpg")
-    monkeypatch.setattr(remote, "LARGEST_BYTES", 1000)
+    monkeypatch.setattr(remote_media, "LARGEST_BYTES", 1000)
     with pytest.raises(DataError, match="is larger than 1000 bytes"):
         open_image(f"{serve(folder).url}/large.jpg")
 

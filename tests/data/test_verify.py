@@ -8,14 +8,14 @@ from typing import cast
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from coat_data.load.dataset import SampleDataset
-from coat_data.load.encode import IGNORE_INDEX, Encoder
-from coat_data.load.verify import (
+from coat_data.load.check_labels import (
     check_labels,
     synthetic_conversations,
     verify_rows,
     verify_template,
 )
+from coat_data.load.dataset import SampleDataset
+from coat_data.load.encode import IGNORE_INDEX, Encoder
 from coat_data.media.image import ImageTransform
 from coat_data.sample import DataError, Part, Sample, Turn
 from coat_data.text.chat import get_template

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from coat_vlm.checkpoint import manifest
-from coat_vlm.checkpoint.contents import Progress, read_progress
+from coat_vlm.checkpoint import atomic_folder
+from coat_vlm.checkpoint.atomic_folder import settle
 from coat_vlm.checkpoint.load import latest_checkpoint
-from coat_vlm.checkpoint.manifest import settle
+from coat_vlm.checkpoint.metadata import Progress, read_progress
 from coat_vlm.checkpoint.save import save_checkpoint
 from coat_vlm.checkpoint.shards import Shards
 from coat_vlm.distributed import ALONE
@@ -106,7 +106,7 @@ def check(folder: Path, expected: set[int]) -> int:
 def main() -> None:
     folder, times, draw = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
     if "--no-swap" in sys.argv:
-        manifest._swap = lambda *_: False  # as on a file system that cannot
+        atomic_folder._swap = lambda *_: False  # as on a file system that cannot
     folder.mkdir()
     left: dict[str, int] = {"inside a save": 0}
     saved, inside, step_s = kill_one(folder, 0, None)

@@ -20,8 +20,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 from coat_kernels import decode_moment
-from coat_vlm.checkpoint.contents import Progress
 from coat_vlm.checkpoint.load import load_checkpoint
+from coat_vlm.checkpoint.metadata import Progress
 from coat_vlm.checkpoint.save import save_checkpoint
 from coat_vlm.distributed import World
 from coat_vlm.optim import CoatAdamW

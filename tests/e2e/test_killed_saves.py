@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from coat_vlm.checkpoint.atomic_folder import problem_inside, settle, write_folder
 from coat_vlm.checkpoint.load import latest_checkpoint
-from coat_vlm.checkpoint.manifest import problem_inside, settle, write_folder
 from coat_vlm.distributed import ALONE
 
 

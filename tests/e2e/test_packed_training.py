@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from coat_vlm.checkpoint.contents import read_progress
 from coat_vlm.checkpoint.load import latest_checkpoint
+from coat_vlm.checkpoint.metadata import read_progress
 
 training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
 train = training["train"]

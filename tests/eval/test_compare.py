@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from coat_cli.main import main
-from coat_eval.compare import compare_runs, draw_curves, format_comparison
+from coat_eval.compare_seeds import compare_runs, draw_curves, format_comparison
 
 RECIPE: dict[str, Any] = {
     "name": "tiny",

@@ -19,10 +19,10 @@ import pytest
 from PIL import Image
 
 from coat_cli.main import main
-from coat_eval.differences import compare_items, format_differences, own_figures
-from coat_eval.figures import Figure, bootstrap_intervals, figures, mcnemar
+from coat_eval.compare_models import compare_items, format_differences, own_figures
 from coat_eval.report import score_official, score_set
 from coat_eval.scored_set import read_sets
+from coat_eval.significance import Figure, bootstrap_intervals, figures, mcnemar
 from coat_eval.tasks import get_benchmark, get_task
 
 SPLITS = ("random", "popular", "adversarial")

@@ -12,7 +12,7 @@ import yaml
 
 from coat_cli.main import main
 from coat_data.sample import DataError
-from coat_eval.language import load_language_model, measure_perplexity, read_documents
+from coat_eval.perplexity import load_language_model, measure_perplexity, read_documents
 from coat_eval.text_suite import numbers, run_text_suite, word_problems
 from coat_vlm.config import LanguageConfig, ModelConfig, TokenizerConfig, VisionConfig
 from coat_vlm.model.build import build_model

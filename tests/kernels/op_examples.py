@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from coat_kernels import reference
-from coat_kernels.codecs import new_moment
 from coat_kernels.cross_entropy import MOST_COLUMNS
 from coat_kernels.formats import FORMATS, GROUP_SIZES
-from coat_kernels.quantize_groups import ROW_ELEMENTS, TRANSPOSED_TILE
+from coat_kernels.moment_formats import new_moment
+from coat_kernels.quantize_blockwise import ROW_ELEMENTS, TRANSPOSED_TILE
 from coat_kernels.registry import OPS
 
 

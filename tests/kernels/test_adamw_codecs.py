@@ -25,7 +25,7 @@ from coat_kernels import (
     rounding_key,
     split_master,
 )
-from coat_kernels.codecs import REMOVED_CODECS
+from coat_kernels.moment_formats import REMOVED_CODECS
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 SETTINGS: dict[str, Any] = {

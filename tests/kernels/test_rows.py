@@ -22,7 +22,7 @@ from coat_kernels import (
 )
 from coat_kernels.formats import MIN_SCALE, padded
 from coat_kernels.launch import Tile, forced_tile
-from coat_kernels.quantize_groups import ROW_ELEMENTS, TRANSPOSED_TILE
+from coat_kernels.quantize_blockwise import ROW_ELEMENTS, TRANSPOSED_TILE
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)

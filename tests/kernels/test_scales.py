@@ -11,9 +11,9 @@ from op_examples import examples
 from torch import Tensor
 
 from coat_bench.check import mapped
-from coat_kernels import OPS, quantize_tensor, scales
+from coat_kernels import OPS, quantize_tensor, scale_pool
 from coat_kernels.formats import MIN_SCALE
-from coat_kernels.scales import CHUNK, memory_of_their_own, new_scale
+from coat_kernels.scale_pool import CHUNK, memory_of_their_own, new_scale
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """No scale is left of what ran before."""
-    monkeypatch.setattr(scales, "_free", {})
+    monkeypatch.setattr(scale_pool, "_free", {})
 
 
 def at(tensor: Tensor) -> int:
@@ -101,7 +101,7 @@ class Stream:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Stream:
     stream = Stream()
     full = torch.full
-    monkeypatch.setattr(scales, "current_stream", stream.get_current_stream)
+    monkeypatch.setattr(scale_pool, "current_stream", stream.get_current_stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: stream.capturing)
     monkeypatch.setattr(torch, "full", lambda *a, **k: full(*a, **{**k, "device": CPU}))
     return stream

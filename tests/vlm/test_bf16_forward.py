@@ -21,8 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from coat_vlm.config import Fp8Config, Fp8Precision
 from coat_vlm.fp8 import convert, fp8_blocks, linear, norm_mlp, reused_weights
+from coat_vlm.fp8.block_error import measure_footprint
 from coat_vlm.fp8.convert import back_to_bf16
-from coat_vlm.fp8.measure import measure_footprint
 
 WHOLE: tuple[Fp8Precision, ...] = ("coat", "coat_lean")
 

@@ -16,11 +16,11 @@ from coat_vlm.config.fp8 import MonitorConfig
 from coat_vlm.config.load import load_recipe, save_recipe
 from coat_vlm.distributed import ALONE
 from coat_vlm.fp8 import Arithmetic, convert, fp8_blocks, graph_blocks
+from coat_vlm.fp8.block_error import BlockError, LiveInput, block_error
 from coat_vlm.fp8.convert import Bf16RoundedLinear, back_to_bf16
-from coat_vlm.fp8.measure import BlockError, LiveInput, block_error
 from coat_vlm.generate import load
 from coat_vlm.model.processor import CoatVlmProcessor
-from coat_vlm.train.monitor import BlockMonitor, chosen
+from coat_vlm.train.fp8_monitor import BlockMonitor, chosen
 
 LAYERS = 5
 CPU = Arithmetic(torch.float32, Fp8Config().resolved("coat"), round_linears=True)
@@ -106,7 +106,7 @@ def test_a_block_with_huge_weights_is_named() -> None:
 def test_nan_of_fp8_alone_is_beyond_every_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     model, monitor = watched(MonitorConfig(every=1, layers=("last",)))
     nan = BlockError(output=[torch.nan, 1.0])
-    monkeypatch.setattr("coat_vlm.train.monitor.block_error", lambda *_: nan)
+    monkeypatch.setattr("coat_vlm.train.fp8_monitor.block_error", lambda *_: nan)
     row = measured(model, monitor)
     assert row["layers"]["model.layers.4"]["output_error"] is None
     assert "output error is not finite" in row["warnings"][0]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from coat_kernels.codecs import REMOVED_CODECS
-from coat_vlm.checkpoint.contents import Contents, SavedParameter, read_contents, write_contents
+from coat_kernels.moment_formats import REMOVED_CODECS
+from coat_vlm.checkpoint.metadata import Contents, SavedParameter, read_contents, write_contents
 from coat_vlm.checkpoint.partitions import Piece
 from coat_vlm.checkpoint.shards import Shards, ShardWriter
 from coat_vlm.optim import CoatAdamW, state

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, SiglipVi
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_cli.command import PRECISIONS
 from coat_vlm.config import FP8_PRECISIONS, BlockPrecision, Fp8Config, Fp8Precision, Precision
-from coat_vlm.fp8 import Arithmetic, arithmetic_of, convert, fp8_blocks, monitor
+from coat_vlm.fp8 import Arithmetic, arithmetic_of, convert, fp8_blocks, saturation
 from coat_vlm.fp8.convert import check_capability
 
 
@@ -305,7 +305,7 @@ def test_every_gradient_has_the_format_that_was_asked_for(
 
     model = llama(num_hidden_layers=1)
     convert(model, Fp8Config(**settings))
-    monkeypatch.setattr(monitor, "observe_gradient", observe)
+    monkeypatch.setattr(saturation, "observe_gradient", observe)
     ids = torch.arange(16)[None]
     model(input_ids=ids, labels=ids).loss.backward()
     assert set(seen) == {dtype}

@@ -8,7 +8,7 @@ from torch import nn
 
 from coat_vlm.fp8 import ConversionReport
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.train.monitor import Fp8Record
+from coat_vlm.train.fp8_monitor import Fp8Record
 
 
 def written(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

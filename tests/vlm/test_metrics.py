@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from coat_vlm.config import TrackingConfig
-from coat_vlm.train.metrics import Metrics
+from coat_vlm.train.tracking import Metrics
 
 ROWS: list[dict[str, Any]] = [
     {"kind": "stage", "stage": "sft", "status": "start"},

@@ -10,7 +10,7 @@ from PIL import Image
 
 from coat_data.load.collate import collate, collate_packed
 from coat_data.media.image import ONE_TILE
-from coat_data.media.loader import MediaPlan
+from coat_data.media.sample_media import MediaPlan
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import ModelConfig
 from coat_vlm.config.model import ImageConfig, VideoConfig

@@ -20,8 +20,8 @@ from coat_vlm.distributed import ALONE
 from coat_vlm.model.processor import build_processor
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.data import open_data
-from coat_vlm.train.metrics import rewind
 from coat_vlm.train.sources import open_source, open_sources
+from coat_vlm.train.tracking import rewind
 
 TALK = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 

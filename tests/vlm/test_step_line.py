@@ -9,8 +9,8 @@ import torch
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.distributed import World
-from coat_vlm.train.metrics import StepLine
 from coat_vlm.train.throughput import PHASES, PhaseClock
+from coat_vlm.train.tracking import StepLine
 
 TWO = World(rank=0, size=2, device=torch.device("cpu"))
 

@@ -15,8 +15,8 @@ from coat_data.containers.folder import FolderRows
 from coat_data.containers.ingested import MANIFEST_NAME, ShardRows
 from coat_data.containers.json_file import JsonRows, has_rows
 from coat_data.containers.pickle_file import PickleRows
-from coat_data.containers.remote import RemoteRows
 from coat_data.containers.remote_file import expand_braces
+from coat_data.containers.remote_shards import RemoteRows
 from coat_data.containers.rows import Rows
 from coat_data.containers.table import TableRows
 from coat_data.containers.tar import TarRows, is_compressed

@@ -1,4 +1,4 @@
-"""What every container of raw rows offers, and files whose rows are found by byte offsets."""
+"""Base classes of containers: raw rows by number, and files whose rows are at byte offsets."""
 
 import os
 from array import array

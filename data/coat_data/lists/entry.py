@@ -1,4 +1,4 @@
-"""One source of a list, in the words of a recipe's ``data`` entries."""
+"""``SourceEntry``: what every list is read into, in the words of a recipe's ``data`` entries."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -43,8 +43,8 @@ class SampleDataset:
             for all files below it. Media that rows name by path are not among them.
 
     Args:
-        path: the file or folder, an address of shards (:mod:`coat_data.containers.remote`), or a
-            list of sources (:mod:`coat_data.lists.read`).
+        path: the file or folder, an address of shards (:mod:`coat_data.containers.remote_shards`),
+            or a list of sources (:mod:`coat_data.lists.read`).
         media_root: folder or address; defaults to the file's folder, or to what the manifest or
             list says.
         name: see above.

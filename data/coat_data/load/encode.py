@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from coat_data.media.image import ONE_TILE, ImageTransform
-from coat_data.media.loader import MediaLoader, MediaPlan
+from coat_data.media.sample_media import MediaLoader, MediaPlan
 from coat_data.media.sampling import VideoSettings
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.chat import ChatTemplate, Segment
@@ -210,7 +210,7 @@ class Encoder:
         """What an image or video becomes and its number of tokens, from its header alone.
 
         Exact for images; for videos the most that reading can give, but for the digits of times
-        (:meth:`coat_data.media.loader.MediaLoader.plan`).
+        (:meth:`coat_data.media.sample_media.MediaLoader.plan`).
 
         Raises:
             DataError: the header cannot be read.

@@ -17,7 +17,7 @@ import torch
 
 from coat_data.load.collate import Batch, collate, collate_packed
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
-from coat_data.load.prepare import in_workers
+from coat_data.load.lengths import in_workers
 from coat_data.mixture.packing import MAX_DRAWS, PackedOrder, replacement
 from coat_data.mixture.sampler import (
     Bin,

@@ -27,7 +27,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from coat_data.containers.folder import IMAGE_FORMATS, image_suffixes
 from coat_data.containers.remote_file import is_url
-from coat_data.media.remote import fetched, header_of
+from coat_data.media.remote_media import fetched, header_of
 from coat_data.sample import DataError, Media
 
 ImageMode = Literal["resize", "pad", "dynamic", "dynamic_s2"]

@@ -21,7 +21,7 @@ from av.video.stream import VideoStream
 from PIL import Image
 
 from coat_data.containers.remote_file import is_url
-from coat_data.media.remote import header_of
+from coat_data.media.remote_media import header_of
 from coat_data.sample import Media
 
 _SEEK_SECONDS = 60.0

@@ -25,7 +25,7 @@ from coat_data.containers.remote_file import is_url
 from coat_data.media.decord_reader import DecordError, DecordReader
 from coat_data.media.image import list_frames, open_image
 from coat_data.media.pyav_reader import PyavVideo, TimeSpan
-from coat_data.media.remote import fetched
+from coat_data.media.remote_media import fetched
 from coat_data.media.sampling import VideoSettings, middles
 from coat_data.sample import DataError, Media
 

@@ -1,4 +1,4 @@
-"""The order of training: which row of which source stands at each position, and in which step.
+"""Which samples each optimizer step holds: the seeded, resumable order over a mixture of sources.
 
 Positions 0, 1, 2, ... run through epoch after epoch. Everything is a pure function of the seed and
 the position, so a run can start anywhere, on any number of ranks, and see what it would have seen.

@@ -1,4 +1,4 @@
-"""Which rows of a source take part: the first, the last or random ones, without excluded ones."""
+"""Which rows of a source take part: first, last or random ones, less those of bad_samples.jsonl."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What a reader is, and what readers share: checks of fields, media of a row, turns of a sample.
+"""The base of all readers, and what they share: checks of fields, media of a row, turns.
 
 A medium is a path, a struct of bytes, a ``data:`` address or base64 text. In a text, ``<image>``
 and ``<video>`` stand where the media of the row belong.

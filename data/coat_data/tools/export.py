@@ -24,7 +24,7 @@ from coat_data.containers.remote_file import is_url
 from coat_data.containers.tar import KEY
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import IMAGE_FORMATS, image_suffixes
-from coat_data.media.remote import fetched
+from coat_data.media.remote_media import fetched
 from coat_data.media.root import MediaRoot
 from coat_data.readers import llava, messages, webdataset
 from coat_data.readers.reader import Place

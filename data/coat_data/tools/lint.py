@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import image_size
-from coat_data.media.remote import check_video
+from coat_data.media.remote_media import check_video
 from coat_data.sample import DataError, Media, UnreachableError
 from coat_data.tools.source import decode, walk
 

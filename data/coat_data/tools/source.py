@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import open_image
-from coat_data.media.remote import fetched
+from coat_data.media.remote_media import fetched
 from coat_data.media.video import read_frames
 from coat_data.sample import DataError, Media, Sample
 

@@ -1,5 +1,7 @@
 """SEED-Bench (v1): four-way choices about images (types 1 to 9) and videos (10 to 12).
 
+A video is shown as its middle frame.
+
 Source: Li et al., "SEED-Bench: Benchmarking Multimodal LLMs with Generative Comprehension";
 AILab-CVC/SEED-Bench eval.py (likelihood ranking) and LLaVA scripts/convert_seed_for_submission.py
 (the generated letter must equal the answer). Papers print the accuracy over questions; the

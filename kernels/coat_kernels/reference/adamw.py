@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from coat_kernels.codecs import GROUP, K_MAX, SMALLEST_RATIO, Codec, Moment, codec_called
 from coat_kernels.formats import E4M3, E5M2
 from coat_kernels.master_weights import (
     CODE_SALT,
@@ -20,6 +19,7 @@ from coat_kernels.master_weights import (
     rounding_key,
     split_master,
 )
+from coat_kernels.moment_formats import GROUP, K_MAX, SMALLEST_RATIO, Codec, Moment, codec_called
 
 _CODES = torch.arange(128, dtype=torch.uint8, device="cpu")
 _RATIO = {fmt.dtype: _CODES.view(fmt.dtype).float() * (1.0 / fmt.max) for fmt in (E4M3, E5M2)}

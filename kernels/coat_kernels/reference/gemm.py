@@ -1,4 +1,4 @@
-"""The FP8 GEMM: what cuBLASLt computes on a GPU, in FP32."""
+"""Reference of the FP8 GEMM: dequantizes to FP32, multiplies, rounds."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What is done with the rows of sources before training: sizes measured, documents cut.
+"""Measures the lengths of samples for packing, and splits long documents, in worker processes.
 
 Both run in worker processes (:func:`in_workers`), which :mod:`coat_data.load.loader` loads with
 too. A row is measured without decoding a medium.

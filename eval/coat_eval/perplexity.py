@@ -1,4 +1,4 @@
-"""The language model of a checkpoint, by itself, and its perplexity on text by a sliding window.
+"""Sliding-window perplexity of a checkpoint's language model on text.
 
 A document is the token sequence x_1 .. x_T behind one start token (the tokenizer's BOS, or its end
 token where it has no BOS, as lm-eval does), so every token is predicted exactly once. Window k

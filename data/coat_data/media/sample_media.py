@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from coat_data.media.image import ONE_TILE, ImageTransform, TilePlan, image_size, open_image
-from coat_data.media.remote import fetched
+from coat_data.media.remote_media import fetched
 from coat_data.media.sampling import VideoSettings
 from coat_data.sample import DataError, Media
 

@@ -1,4 +1,4 @@
-"""Device functions that all kernels share: scales, casts and FP8 tiles, each written once.
+"""Shared ``@triton.jit`` functions of all kernels: scales, casts and FP8 tiles, each written once.
 
 Everything is computed in FP32. Casts to FP8 are the hardware's: to nearest even, saturating. Maxima
 of magnitudes are taken on the bits of ``|x|`` as integers: for non-negative floats the integer

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from coat_vlm.fp8.convert import back_to_bf16, fp8_blocks, original_class
 from coat_vlm.fp8.graphs import FORWARD
-from coat_vlm.fp8.monitor import watching
+from coat_vlm.fp8.saturation import watching
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class BlockError:
     gradient: list[float] = field(default_factory=lambda: [0.0, 0.0])
     """The same of the input's gradient; zeros where there was none."""
     counts: dict[str, list[float]] = field(default_factory=dict)
-    """Kind of tensor -> values, saturated, underflowed (:mod:`coat_vlm.fp8.monitor`)."""
+    """Kind of tensor -> values, saturated, underflowed (:mod:`coat_vlm.fp8.saturation`)."""
 
     def add(self, other: "BlockError") -> None:
         """Add the sums of other inputs."""

@@ -21,6 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coat_kernels.device import (
+    load_grouped,
+    load_tile,
+    magnitude_bits,
+    row_offsets,
+    store_codes,
+    store_grouped,
+    word_offsets,
+)
 from coat_kernels.formats import (
     E4M3,
     MIN_SCALE,
@@ -36,15 +45,6 @@ from coat_kernels.formats import (
 )
 from coat_kernels.launch import TOKENS, Tile, cdiv, chosen, launch, tiled
 from coat_kernels.registry import register
-from coat_kernels.tile import (
-    load_grouped,
-    load_tile,
-    magnitude_bits,
-    row_offsets,
-    store_codes,
-    store_grouped,
-    word_offsets,
-)
 
 ROW_ELEMENTS = 8192
 """Elements of a tile of whole rows: what is longer is read in chunks."""

@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint: how far a stage had got, what it trained, random generators."""
+"""Checkpoint metadata: progress, what was trained and whether that fits, RNG state."""
 
 import random
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 
-from coat_kernels.codecs import REMOVED_CODECS
-from coat_vlm.checkpoint.manifest import read_json, write_json
+from coat_kernels.moment_formats import REMOVED_CODECS
+from coat_vlm.checkpoint.atomic_folder import read_json, write_json
 from coat_vlm.checkpoint.partitions import full_shape, groups_by_name, persistent_buffers
 from coat_vlm.config.fp8 import rounding_of
 from coat_vlm.optim.state import codec

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, TensorBoard, Weights & Biases, and what is printed.
+"""Metric loggers (metrics.jsonl, TensorBoard, Weights & Biases) and the printed progress line.
 
 A user reads a line of numbers while a stage trains: behind a bar, or in a log file.
 """

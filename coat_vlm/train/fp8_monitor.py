@@ -1,9 +1,9 @@
-"""What a run measures about its FP8, and writes to metrics.jsonl.
+"""Measures FP8 in a run: errors of blocks (which it may turn to BF16), memory, saturation.
 
 :class:`BlockMonitor` is the recipe's ``monitor``: it compares FP8 blocks with BF16 in training,
 warns, and lets them compute in BF16. In a step that is due, hooks keep the first input of each
 chosen block and the gradient of its output. After the step, with the new weights,
-:mod:`coat_vlm.fp8.measure` runs each block twice. All ranks measure and add up what they found,
+:mod:`coat_vlm.fp8.block_error` runs each block twice. All ranks measure and add up what they found,
 so all decide alike. In other steps nothing is hooked.
 
 :class:`Fp8Record` notes once per stage what was converted, and at the first and last step what FP8
@@ -23,8 +23,8 @@ from coat_data.load.collate import Batch
 from coat_vlm.config.fp8 import MonitorConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, ConversionReport, fp8_blocks, watching
+from coat_vlm.fp8.block_error import BlockError, LiveInput, block_error, measure_footprint
 from coat_vlm.fp8.convert import back_to_bf16
-from coat_vlm.fp8.measure import BlockError, LiveInput, block_error, measure_footprint
 from coat_vlm.model.vlm import CoatVlm
 
 PER_TENSOR = ("weight", "linear input", "norm output", "activation output", "gradient")

@@ -1,4 +1,4 @@
-"""Compares two groups of runs of one recipe: figures, their spread, and a paired interval.
+"""Compares two groups of runs of one recipe: metrics, spread over seeds, intervals, loss curves.
 
 Runs of a group differ by their seed. For every evaluation set the difference of the groups' mean
 headline figure comes with a 95% interval *paired by item*: items are drawn again with replacement
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from coat_eval.differences import markdown_table
-from coat_eval.figures import bootstrap_intervals, figures
+from coat_eval.compare_models import markdown_table
 from coat_eval.files import read_json_lines
 from coat_eval.scored_set import ScoredSet, read_sets, same_items
+from coat_eval.significance import bootstrap_intervals, figures
 from coat_eval.tasks import get_task
 from coat_vlm.config.load import load_recipe
 

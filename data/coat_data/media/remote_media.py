@@ -1,4 +1,4 @@
-"""Images and videos by address: whole, or as much as their header needs.
+"""Images and videos by URL: whole, or as much as their header needs.
 
 A medium's address comes from a row (``https://...``), or from a path below a media root that is an
 address. It is read anew each time: nothing is kept on this machine. Whatever fails is a

@@ -1,4 +1,4 @@
-"""Compares models item by item: differences, what they are worth, and which items flipped.
+"""Compares models on the same items: metric differences, their intervals, and flipped items.
 
 Whole benchmarks stand beside the figures that papers and repositories publish (published.yaml).
 """
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from coat_eval.figures import bootstrap_intervals, figures, mcnemar, scores
 from coat_eval.scored_set import ScoredSet, read_sets, same_items
+from coat_eval.significance import bootstrap_intervals, figures, mcnemar, scores
 
 RIGHT = 0.5
 """A graded item (VQA's accuracy) counts as right from this score on, where items are counted."""

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from coat_data.text.chat import VICUNA_SYSTEM
-from coat_vlm.checkpoint.manifest import read_json
+from coat_vlm.checkpoint.atomic_folder import read_json
 from coat_vlm.generate import PromptEncoder
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.configuration import kept_layers

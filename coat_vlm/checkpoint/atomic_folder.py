@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, with a manifest that tells whether they are whole.
+"""Atomic folders: written beside their place, synced, renamed; a manifest with SHA-256 per file.
 
 A folder is written beside its place, under a name that starts with ``.tmp-``; synced; listed in its
 manifest.json with sizes and SHA-256; and only then put in its place, in one step where the file

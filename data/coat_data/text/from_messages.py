@@ -1,4 +1,4 @@
-"""Samples from chat messages in Hugging Face's form, and from a question with images.
+"""Builds a sample from chat messages or a question in memory; rows of files: readers.messages.
 
     {"role": "user",
      "content": [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": "What is it?"}]}

@@ -1,4 +1,4 @@
-"""Metrics as sums over items, which can be drawn again: what a difference of two models is worth.
+"""Bootstrap confidence intervals and McNemar's test for differences of headline metrics.
 
 :func:`figures` has the headline metrics of a scored set, but for those that are no sums over items
 (GQA's distribution, SEED-Bench's macro averages): they keep their value without an interval.

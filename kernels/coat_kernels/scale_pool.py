@@ -1,4 +1,4 @@
-"""New scales of tensors: many are set in one launch, then handed out one by one.
+"""A pool of FP32 scale buffers, preset to the smallest scale by one launch for many of them.
 
 A kernel raises the scale that it finds from the least one (``tile.publish_scale``). To set each in
 a launch of its own takes a CPU as long as the kernel's launch, so a chunk of them is set at a time.
@@ -51,7 +51,7 @@ def memory_of_their_own() -> Iterator[None]:
 def new_scale(device: torch.device) -> Tensor:
     """A scale [], FP32, that of zeros, for the programs of a launch to raise together.
 
-    See :func:`coat_kernels.tile.publish_scale`. To be used on the current stream of ``device``,
+    See :func:`coat_kernels.device.publish_scale`. To be used on the current stream of ``device``,
     which is the current device.
     """
     stream = 0

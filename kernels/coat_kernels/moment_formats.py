@@ -1,4 +1,6 @@
-"""How the moments of AdamW are stored in 8 bits: groups, formats, expansion, metadata.
+"""Storage formats of AdamW's 8-bit moments: groups, formats, dynamic range expansion, metadata.
+
+Encoding and decoding are in ``adamw.py`` (``_store_moment``) and ``reference/adamw.py``.
 
 A moment is cut into groups of 128, each with its largest magnitude amax. With amin its smallest
 non-zero magnitude, R = amax / amin its dynamic range and R_fp8 that of the format:

@@ -1,4 +1,4 @@
-"""Proves on conversations that exactly the answers and their end tokens are trained.
+"""Checks the label mask: a loss on exactly the assistant's tokens and their end tokens.
 
 The labels are read back into text and compared with what the row says, so that nothing of how they
 were made is taken for granted. Media are not opened.
