@@ -1,5 +1,5 @@
 # Shortcuts for people; CI and the README call scripts/ directly. No logic here.
-.PHONY: help checks test gpu quickstart format doctor clean
+.PHONY: help checks test gpu quickstart docs format doctor clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile
@@ -14,6 +14,10 @@ gpu:             ## the tests that need a GPU, in the environment that is active
 
 quickstart:      ## the whole main job on generated data
 	./scripts/quickstart
+
+docs:            ## the documentation as a site, at http://localhost:8000
+	.venv/bin/python docs/make_reference.py
+	.venv/bin/zensical serve
 
 format:          ## rewrite the files as ruff wants them
 	.venv/bin/ruff check --fix .

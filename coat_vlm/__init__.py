@@ -1,4 +1,4 @@
-"""coat-vlm: train vision-language models, and know from evaluation that nothing was lost."""
+"""coat-vlm: trains vision-language models in FP8 and evaluates them."""
 
 import subprocess
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 from coat_data.moved import announce_moves
 from coat_vlm.torchvision_ops import ensure_torchvision_later
 
-# transformers, timm and open_clip import torchvision: this must come before any of them.
+# Must run before the first import of transformers, timm or open_clip: they import torchvision.
 ensure_torchvision_later()
-announce_moves("coat_vlm")  # of coat_kernels, too, which imports nothing of this project
+announce_moves("coat_vlm")  # also for coat_kernels, which imports nothing of this project
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this package lies in, with ``-dirty`` after changes.
+    """Return the git commit of this checkout, with ``-dirty`` after local changes.
 
-    None for an installed copy, or without git.
+    Returns None for an installed copy, or without git.
     """
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:

@@ -1,6 +1,6 @@
-"""The processes of a run: their ranks, their device, and sums over them.
+"""Joins the processes of a run: ranks, device and small collectives.
 
-Tells the C library to keep freed memory, which speeds up training on a CPU.
+On a CPU this module also configures malloc to keep freed memory, which speeds up training.
 """
 
 import ctypes
@@ -9,9 +9,10 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -20,25 +21,21 @@ import torch.distributed as dist
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """Parameters of mallopt (glibc, malloc/malloc.h)."""
 
-_MIB = 2**20
 
+def keep_freed_memory() -> None:
+    """Make glibc reuse freed blocks of up to 32 MiB.
 
-def keep_freed_memory() -> bool:
-    """Make glibc reuse freed blocks of up to 32 MiB; returns whether it took the settings.
-
-    By default glibc returns memory to the system when much of it is free, as it is after every
-    backward pass, and the next forward pass pays for a page fault per 4 KiB of its results: about
-    a third of the time of a small model's step (docs/results.md). Kept memory serves later tensors
-    of the process; up to 1 GiB of it may lie idle. Larger blocks are mapped one by one as before.
-    Without glibc (macOS, musl) nothing happens.
+    By default glibc returns memory to the system when much of it is free, as after every backward
+    pass, and the next forward pass causes a page fault per 4 KiB of results: about a third of the
+    step time of a small model (docs/lab/2026-11.md). Up to 1 GiB of free memory may be kept. Blocks
+    larger than 32 MiB are mapped one by one, as by default. Does nothing without glibc (macOS,
+    musl).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None:
-        return False
-    # 32 MiB is the largest threshold that mallopt's manual allows.
-    settings = ((_MMAP_THRESHOLD, 32), (_TRIM_THRESHOLD, 1024), (_TOP_PAD, 64))
-    taken = [mallopt(parameter, mib * _MIB) for parameter, mib in settings]
-    return all(taken)
+    if mallopt is not None:
+        # 32 MiB is the largest threshold that mallopt's manual allows.
+        for parameter, mib in ((_MMAP_THRESHOLD, 32), (_TRIM_THRESHOLD, 1024), (_TOP_PAD, 64)):
+            mallopt(parameter, mib * 2**20)
 
 
 _T = TypeVar("_T")
@@ -46,7 +43,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among the data parallel processes."""
+    """Rank and device of this process, and collectives over the data parallel processes."""
 
     rank: int
     size: int
@@ -66,83 +63,129 @@ class World:
         return total.tolist()
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Return whether the flag is set on any rank."""
         return self.sum([float(flag)])[0] > 0
 
     def gather(self, value: _T) -> list[_T]:
-        """The values of all ranks in order; small ones, as they are pickled on the way."""
+        """Return the values of all ranks in order; for small values, since they are pickled."""
         if self.size == 1:
             return [value]
         values: list[_T] = [value] * self.size
         dist.all_gather_object(values, value)
         return values
 
+    def broadcast(self, value: _T) -> _T:
+        """Return rank 0's value on every rank; it is pickled."""
+        if self.size == 1:
+            return value
+        values: list[_T] = [value]
+        dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
+
+    def decide(self, function: Callable[[], _T]) -> _T:
+        """Call a function on rank 0 only, and return its result on every rank.
+
+        Raises:
+            Exception: the function raised it. The other ranks raise an OSError or ValueError with
+                the same text, or RuntimeError for an exception that is neither.
+        """
+        if self.size == 1:
+            return function()
+        outcome: tuple[_T | None, tuple[type[Exception], str] | None] = (None, None)
+        failure: Exception | None = None
+        if self.is_main:
+            try:
+                outcome = (function(), None)
+            except Exception as error:
+                failure = error
+                kinds = (kind for kind in (OSError, ValueError) if isinstance(error, kind))
+                outcome = (None, (next(kinds, RuntimeError), f"{error}"))
+        value, raised = self.broadcast(outcome)
+        if failure is not None:
+            raise failure
+        if raised is not None:
+            raise raised[0](raised[1])
+        return value  # pyright: ignore[reportReturnType]
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.sum([0.0])
 
 
+class Stopped(SystemExit):
+    """Raised on all ranks after a signal, when the checkpoint is saved, with the exit status."""
+
+
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
-"""One process that was not launched as a rank: no process group is needed."""
+"""A single process without a process group."""
 
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Where processes meet: what a launcher sets, and one process alone sets for itself."""
+"""Environment variables of the rendezvous, set by a launcher or by :func:`_start`."""
 
 
 @contextmanager
-def joined_world() -> Iterator[World]:
-    """Join the processes that torchrun, deepspeed or SLURM started; one process needs no launcher.
+def join_world(timeout_s: float | None = None) -> Iterator[World]:
+    """Initialize the process group of torchrun, deepspeed or SLURM, or of a single process.
 
-    On a CPU also sets how the process keeps memory and how many threads it takes.
+    On a CPU this also configures malloc and the number of threads.
 
-    The processes are left again at the end: a thread of gloo that lets go of a tensor while the
-    interpreter shuts down aborts the process (status -6 where a launcher waits for 0 or 75). After
-    an error NCCL's are not: it would wait for ranks that may still work.
+    The process group is destroyed at the end: otherwise a gloo thread that frees a tensor while the
+    interpreter shuts down aborts the process (status -6 instead of 0 or 75). After an error,
+    and when a signal stopped this rank alone, NCCL's group is not destroyed, since that would wait
+    for ranks that may still be working.
+
+    Args:
+        timeout_s: time limit of a collective operation in seconds; DeepSpeed's by default.
 
     Raises:
-        ValueError: a rank has no GPU of its own.
+        ValueError: there is no GPU for this rank.
     """
     joined_before = dist.is_initialized()
     environment = {name: os.environ.get(name) for name in _RENDEZVOUS}
-    world = _start()
+    world = _start(timeout_s)
     orderly = False
     try:
         yield world
         orderly = True
     except BaseException as error:
-        orderly = isinstance(error, SystemExit)
-        # The engine, which holds process groups, lives on in the frames that the error keeps.
+        orderly = isinstance(error, Stopped)
+        # The frames of the error refer to the engine, which refers to process groups.
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
         if not joined_before and (orderly or world.device.type == "cpu"):
+            from deepspeed import comm
+
             gc.collect()
-            _leave()
-        # Processes that this one starts later must not meet at a port that it may still hold.
+            comm.destroy_process_group()
+        # Child processes that start later must not use a port that this one may still hold.
         for name in _RENDEZVOUS:
             if environment[name] is None:
                 os.environ.pop(name, None)
 
 
-def _start() -> World:
+def _start(timeout_s: float | None) -> World:
     import deepspeed
+    from deepspeed.constants import default_pg_timeout
     from deepspeed.ops import __compatible_ops__
 
-    # On a CPU DeepSpeed compiles a shared-memory all-reduce at every first start (20 to 50 s, and
-    # an error without a compiler); plain gloo does.
+    # On a CPU DeepSpeed compiles a shared-memory all-reduce at the first start (20 to 50 s, and an
+    # error without a compiler); gloo is sufficient.
     __compatible_ops__["deepspeed_shm_comm"] = False
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(_free_port())
+        with socket.socket() as probe:  # finds a free port
+            probe.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
     local_rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise ValueError(
-                f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()}; start "
-                "as many processes per node as there are GPUs"
+                f"no GPU for local rank {local_rank}: this node has {torch.cuda.device_count()}; "
+                "start at most one process per GPU"
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -153,17 +196,8 @@ def _start() -> World:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+        limit = default_pg_timeout if timeout_s is None else timedelta(seconds=timeout_s)
+        deepspeed.init_distributed(
+            dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=limit
+        )
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
-
-
-def _leave() -> None:
-    from deepspeed import comm
-
-    comm.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,13 +1,11 @@
-"""``coat-vlm doctor``: what is installed, what will run here, what will not, and what to do.
+"""``coat-vlm doctor``: reports what is installed, what runs on this machine, and remedies.
 
-Every line is found out by asking the machine: codecs are looked up in the libraries, an image and a
-video are written and read back through the functions that training uses. A line is ``ok``, ``note``
-(works, with a limit worth knowing) or ``BROKEN`` (something that training or evaluation needs).
-Everything but torch is imported inside the check that needs it, so that a broken library is a line
-of the report and not its end.
+The report tests the machine: it looks up codecs in the libraries, and writes an image and a video
+and reads them with the functions that training uses. A line is ``ok``, ``note`` (works, with a
+limitation) or ``BROKEN`` (needed for training or evaluation). All packages but torch are imported
+inside the check that needs them, so that a broken library is reported as a line.
 """
 
-import io
 import logging
 import os
 import platform
@@ -47,13 +45,13 @@ OPTIONAL = (
         "pip install -e '.[wandb]' if you set tracking.wandb_project",
     ),
 )
-"""Packages of extras: what each is for, what goes without it, and how to get it."""
+"""Packages of extras: name, subject of the line, what works without it, remedy."""
 VIDEO_CODECS = ("h264", "hevc", "vp9", "av1")
 IMAGE_FORMATS = {"jpg": "JPEG", "zlib": "PNG", "webp": "WebP"}
 SMALL_SHARED_MEMORY = 1 << 30
 FP8_CAPABILITY = (8, 9)
 BF16_CAPABILITY = (8, 0)
-_REINSTALL = "make the environment anew as the README's section Install says"
+_REINSTALL = "create the environment again, see section Install of the README"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +64,13 @@ class Finding:
     remedy: str = ""
 
     def __str__(self) -> str:
-        """The line as printed, the remedy below it."""
+        """Format the line, with the remedy below it."""
         line = f"  {self.state:<7} {self.subject:<22} {self.detail}"
         return f"{line}\n{'':33}-> {self.remedy}" if self.remedy else line
 
 
-def versions() -> Iterator[Finding]:
-    """Python and the libraries that decide what runs."""
+def check_versions() -> Iterator[Finding]:
+    """Report the versions of Python and of the libraries."""
     yield Finding("ok", "python", f"{platform.python_version()} on {platform.platform()}")
     for name in PACKAGES:
         try:
@@ -82,39 +80,47 @@ def versions() -> Iterator[Finding]:
                 yield Finding("note", name, "not installed")
             else:
                 yield Finding("BROKEN", name, "not installed", _REINSTALL)
-    cuda = torch.version.cuda
-    yield Finding("ok", "torch built for", "CPU" if cuda is None else f"CUDA {cuda}")
+    yield Finding("ok", "torch built for", _describe_build())
 
 
-def hardware() -> Iterator[Finding]:
-    """GPUs with compute capability, cores, memory, shared memory."""
+def check_hardware() -> Iterator[Finding]:
+    """Report GPUs with compute capability, cores, memory and shared memory."""
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        detail = f"{gpu.name}, sm{gpu.major}{gpu.minor}, {_gib(gpu.total_memory)}"
+        detail = f"{gpu.name}, sm{gpu.major}{gpu.minor}, {_format_gib(gpu.total_memory)}"
         yield Finding("ok", f"GPU {index}", detail)
     if not torch.cuda.is_available():
-        yield _no_gpu()
+        detail, remedy = "none; everything runs on the CPU", ""
+        if torch.version.cuda is not None:
+            detail = f"none found by torch for CUDA {torch.version.cuda}"
+            remedy = "if there is one, compare the driver's CUDA version in nvidia-smi with torch's"
+        elif shutil.which("nvidia-smi"):
+            detail = "not usable by this CPU build of torch"
+            remedy = (
+                "reinstall torch for CUDA: pip install --force-reinstall -c constraints.txt torch"
+            )
+        yield Finding("note", "GPU", detail, remedy)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield Finding("ok", "CPU", f"{cores} cores, {_gib(memory)} of memory")
+    yield Finding("ok", "CPU", f"{cores} cores, {_format_gib(memory)} of memory")
     if Path("/dev/shm").is_dir():
-        yield shared_memory(shutil.disk_usage("/dev/shm").total)
+        yield check_shared_memory(shutil.disk_usage("/dev/shm").total)
 
 
-def shared_memory(size: int) -> Finding:
-    """Whether ``size`` bytes of /dev/shm suffice for data loading processes."""
+def check_shared_memory(size: int) -> Finding:
+    """Report whether ``size`` bytes of /dev/shm are enough for data loading processes."""
     if size >= SMALL_SHARED_MEMORY:
-        return Finding("ok", "shared memory", _gib(size))
+        return Finding("ok", "shared memory", _format_gib(size))
     return Finding(
         "note",
         "shared memory",
-        f"{_gib(size)}: data loading processes may die with a bus error",
+        f"{_format_gib(size)}: data loading processes may crash with a bus error",
         "start the container with --shm-size=8g, or train with num_workers=0",
     )
 
 
-def decoders() -> Iterator[Finding]:
-    """Image formats of Pillow, video codecs of PyAV, and one file of each kind read back."""
+def check_decoders() -> Iterator[Finding]:
+    """Report image formats of Pillow and video codecs of PyAV, and decode one file of each kind."""
     try:
         import av
         from PIL import features
@@ -123,39 +129,48 @@ def decoders() -> Iterator[Finding]:
         return
     for key, name in IMAGE_FORMATS.items():
         remedy = f"install a Pillow built with {name}, or convert such images"
-        yield _present(f"{name} images", bool(features.check(key)), "note", remedy)
+        yield _report_available(f"{name} images", bool(features.check(key)), "note", remedy)
     for codec in VIDEO_CODECS:
         remedy = "install PyAV from PyPI: pip install --force-reinstall av"
-        yield _present(f"{codec} video", codec in av.codecs_available, "note", remedy)
+        yield _report_available(f"{codec} video", codec in av.codecs_available, "note", remedy)
     with tempfile.TemporaryDirectory() as folder:
-        yield _attempt("reading an image", lambda: _read_image_back(Path(folder)))
-        yield _attempt("reading a video", lambda: _read_video_back(Path(folder)))
+        yield _report_result("reading an image", lambda: _round_trip_image(Path(folder)))
+        yield _report_result("reading a video", lambda: _round_trip_video(Path(folder)))
 
 
-def distributed() -> Iterator[Finding]:
-    """Communication backends of torch.distributed."""
+def check_distributed() -> Iterator[Finding]:
+    """Report the communication backends of torch.distributed."""
     if not torch.distributed.is_available():
-        yield Finding("BROKEN", "torch.distributed", "missing from this torch", "install it anew")
+        yield Finding("BROKEN", "torch.distributed", "missing from this torch", "reinstall torch")
         return
-    yield _present("gloo (CPU processes)", torch.distributed.is_gloo_available(), "BROKEN")
+    yield _report_available("gloo (CPU processes)", torch.distributed.is_gloo_available(), "BROKEN")
     if torch.version.cuda is not None:
         nccl, remedy = torch.distributed.is_nccl_available(), "install torch's CUDA build for Linux"
-        yield _present("NCCL (GPUs)", nccl, "BROKEN", remedy)
+        yield _report_available("NCCL (GPUs)", nccl, "BROKEN", remedy)
 
 
-def abilities() -> Iterator[Finding]:
-    """What will run on this machine and what will not."""
-    if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-        yield bf16_on_gpu(capability)
-        yield fp8(capability)
+def check_features() -> Iterator[Finding]:
+    """Report which precisions and libraries work on this machine."""
+    if torch.version.hip is not None and torch.cuda.is_available():
+        detail = "an AMD GPU: the Triton kernels of FP8 and of the loss contain NVIDIA's assembly"
+        remedy = "train on an NVIDIA GPU, or on the CPU (HIP_VISIBLE_DEVICES=-1)"
+        yield Finding("BROKEN", "training on this GPU", detail, remedy)
+    elif torch.cuda.is_available():
+        yield from check_gpu_precisions(torch.cuda.get_device_capability())
     else:
         yield Finding("ok", "FP32 training", "on the CPU; small models only")
-        detail = "on the CPU with FP32 storage, rounded in the linear layers; slower than FP32"
-        yield Finding("ok", "BF16 and FP8 training", detail)  # coat_vlm/fp8/convert.py
-    yield _attempt("transformers models", _import_transformers)
-    yield _attempt("open_clip towers", _import_open_clip)
-    yield _attempt("DeepSpeed", _import_deepspeed)
+        yield Finding(
+            "note",
+            "BF16 and FP8 training",
+            "emulated on the CPU: FP32 storage, values rounded in the linear layers; slower than "
+            "FP32 and no smaller",  # coat_vlm/fp8/convert.py
+            "train with precision=fp32 here; FP8 needs an NVIDIA GPU of sm89 or newer",
+        )
+    yield _report_result("transformers models", _import_transformers)
+    yield check_torchvision()
+    yield _report_result("open_clip towers", _import_open_clip)
+    yield _report_result("DeepSpeed", _import_deepspeed)
+    yield _report_result("training's modules", _import_training)
     for package, subject, without, remedy in OPTIONAL:
         try:
             yield Finding("ok", subject, version(package))
@@ -163,72 +178,87 @@ def abilities() -> Iterator[Finding]:
             yield Finding("note", subject, f"not installed; {without}", remedy)
 
 
-def bf16_on_gpu(capability: tuple[int, int]) -> Finding:
-    """Whether a GPU of this compute capability computes in BF16."""
-    if capability >= BF16_CAPABILITY:
-        return Finding("ok", "BF16 training", "native on this GPU")
-    detail = f"sm{capability[0]}{capability[1]} has no BF16 units"
-    return Finding("note", "BF16 training", detail, "train with precision=fp32")
+def check_torchvision() -> Finding:
+    """Report whether torchvision's compiled operators load beside this torch.
+
+    coat_vlm works without them (:mod:`coat_vlm.torchvision_ops`); programs that import torchvision,
+    or a transformers model with images, without coat_vlm do not.
+    """
+    try:
+        import torchvision
+    except Exception as error:  # any failure is reported as a line
+        return Finding("BROKEN", "torchvision", f"{type(error).__name__}: {error}", _REINSTALL)
+    try:
+        torch.ops.torchvision.roi_pool  # noqa: B018 - the lookup is the test
+    except AttributeError:
+        return Finding(
+            "note",
+            "torchvision",
+            f"its compiled operators (of {torchvision.__version__}) do not load beside torch "
+            f"{torch.__version__} for {_describe_build()}; in programs that do not import coat_vlm "
+            "first, from transformers import SiglipModel fails (torchvision::nms does not exist)",
+            "install both for the same device, here: pip install --force-reinstall torchvision "
+            "--index-url https://download.pytorch.org/whl/cpu",
+        )
+    return Finding("ok", "torchvision", "its compiled operators load")
 
 
-def fp8(capability: tuple[int, int]) -> Finding:
-    """Whether a GPU of this compute capability multiplies FP8 matrices."""
+def check_gpu_precisions(capability: tuple[int, int]) -> Iterator[Finding]:
+    """Report whether a GPU of this compute capability has BF16 and FP8 units."""
     name = f"sm{capability[0]}{capability[1]}"
+    if capability >= BF16_CAPABILITY:
+        yield Finding("ok", "BF16 training", "native on this GPU")
+    else:
+        remedy = "train with precision=fp32"
+        yield Finding("note", "BF16 training", f"{name} has no BF16 units", remedy)
     if capability >= FP8_CAPABILITY:
-        return Finding("ok", "FP8 training", f"native on this GPU ({name})")
-    remedy = "train with precision=bf16, or fp8.reference=true for the slow reference arithmetic"
-    return Finding("note", "FP8 training", f"{name} has no FP8 units, sm89 has", remedy)
+        yield Finding("ok", "FP8 training", f"native on this GPU ({name})")
+    else:
+        remedy = (
+            "train with precision=bf16, or fp8.reference=true for the slow reference arithmetic"
+        )
+        yield Finding("note", "FP8 training", f"{name} has no FP8 units (sm89 or newer)", remedy)
 
 
 def run_doctor() -> int:
     """Print the report.
 
     Returns:
-        0, or 1 when something that training or evaluation needs is broken.
+        0, or 1 if something that training or evaluation needs is broken.
     """
     sections: dict[str, Callable[[], Iterator[Finding]]] = {
-        "Versions": versions,
-        "Hardware": hardware,
-        "Decoders": decoders,
-        "Processes": distributed,
-        "What will run": abilities,
+        "Versions": check_versions,
+        "Hardware": check_hardware,
+        "Decoders": check_decoders,
+        "Processes": check_distributed,
+        "Features": check_features,
     }
-    broken = 0
+    broken = notes = 0
     for title, findings in sections.items():
         print(title)
         for finding in findings():
             broken += finding.state == "BROKEN"
+            notes += finding.state == "note"
             print(finding)
-    print(f"{broken} broken" if broken else "Nothing is broken.")
+    ending = f"; {notes} note{'s' if notes > 1 else ''} above" if notes else ""
+    print(f"{broken} broken" if broken else f"Nothing that coat-vlm needs is broken{ending}.")
     return 1 if broken else 0
 
 
-def _no_gpu() -> Finding:
-    detail, remedy = "none; everything runs on the CPU", ""
-    if torch.version.cuda is not None:
-        detail = f"none found by torch for CUDA {torch.version.cuda}"
-        remedy = "if there is one, compare the driver's CUDA version in nvidia-smi with torch's"
-    elif shutil.which("nvidia-smi"):
-        detail = "this torch is a CPU build, it can use none"
-        remedy = "reinstall torch for CUDA: pip install --force-reinstall -c constraints.txt torch"
-    return Finding("note", "GPU", detail, remedy)
-
-
-def _present(
+def _report_available(
     subject: str, found: bool, otherwise: Literal["note", "BROKEN"], remedy: str = ""
 ) -> Finding:
     return Finding("ok", subject, "yes") if found else Finding(otherwise, subject, "no", remedy)
 
 
-def _attempt(subject: str, action: Callable[[], str], remedy: str = _REINSTALL) -> Finding:
+def _report_result(subject: str, action: Callable[[], str]) -> Finding:
     try:
         return Finding("ok", subject, action())
-    except Exception as error:  # whatever fails is the finding
-        detail = f"{type(error).__name__}: {error}"
-        return Finding("BROKEN", subject, detail, remedy)
+    except Exception as error:  # any failure is reported as a line
+        return Finding("BROKEN", subject, f"{type(error).__name__}: {error}", _REINSTALL)
 
 
-def _read_image_back(folder: Path) -> str:
+def _round_trip_image(folder: Path) -> str:
     from PIL import Image
 
     from coat_data.media.image import open_image
@@ -238,59 +268,65 @@ def _read_image_back(folder: Path) -> str:
     image = open_image(path)
     if image.size != (32, 24):
         raise ValueError(f"wrote an image of 32 x 24, read {image.size}")
-    return "a JPEG written and read back"
+    return "wrote and read a JPEG"
 
 
-def _read_video_back(folder: Path) -> str:
+def _round_trip_video(folder: Path) -> str:
+    import av
+    import numpy as np
+    from PIL import Image
+
     from coat_data.media.video import read_frames
     from coat_data.sample import Media
 
     path = folder / "video.mp4"
-    path.write_bytes(encode_video(num_frames=10))
-    frames = read_frames(Media(kind="video", path=str(path)), 4)
-    if len(frames) != 4 or frames[0].size != (64, 48):
-        raise ValueError(f"wrote 10 frames of 64 x 48, read {[frame.size for frame in frames]}")
-    return "an H.264 clip written, 4 frames read back"
-
-
-def encode_video(num_frames: int) -> bytes:
-    """An H.264 MP4 of grey frames of 64 x 48 that grow brighter, at 10 per second."""
-    import av
-    from PIL import Image
-
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as container:
+    with av.open(path, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=10)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for index in range(num_frames):
-            level = 255 * index // num_frames
-            frame = av.VideoFrame.from_image(Image.new("RGB", (64, 48), (level, level, level)))
-            container.mux(stream.encode(frame))
+        for index in range(10):
+            grey = Image.new("RGB", (64, 48), (25 * index,) * 3)
+            container.mux(stream.encode(av.VideoFrame.from_image(grey)))
         container.mux(stream.encode())
-    return buffer.getvalue()
+    frames = read_frames(Media(kind="video", path=str(path)), 4)
+    levels = [float(np.asarray(frame).mean()) for frame in frames]
+    if len(frames) != 4 or frames[0].size != (64, 48) or levels != sorted(levels):
+        raise ValueError(
+            "wrote 10 frames of 64 x 48, each brighter than the one before, read "
+            f"{[frame.size for frame in frames]} of brightness {levels}"
+        )
+    return "wrote an H.264 clip and read 4 frames"
 
 
 def _import_open_clip() -> str:
     import open_clip
-    import torchvision
 
-    name = f"open_clip {open_clip.__version__} with torchvision {torchvision.__version__}"
-    try:
-        torch.ops.torchvision.roi_pool  # noqa: B018 - the lookup is the test
-    except AttributeError:
-        # The wheel's compiled half needs CUDA; coat_vlm.torchvision_ops declares what is missing.
-        return f"{name}, without its compiled ops (none is needed)"
-    return name
+    return f"open_clip {open_clip.__version__} imports"
 
 
 def _import_transformers() -> str:
-    from transformers import Qwen2ForCausalLM, SiglipVisionModel
+    # The image processors that come with these models import torchvision.
+    from transformers import CLIPModel, Qwen2ForCausalLM, SiglipModel
 
-    return f"{Qwen2ForCausalLM.__name__} and {SiglipVisionModel.__name__} import"
+    names = [model.__name__ for model in (SiglipModel, CLIPModel, Qwen2ForCausalLM)]
+    return f"{', '.join(names)} import"
+
+
+def _import_training() -> str:
+    import coat_vlm.generate
+    import coat_vlm.train.stages  # noqa: F401 - the import is the test
+
+    return "import"
+
+
+def _describe_build() -> str:
+    """Return the device that this torch was built for."""
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    return "CPU" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
 
 
 def _import_deepspeed() -> str:
-    # On a machine without a GPU DeepSpeed warns of that, in the middle of this report.
+    # Without a GPU DeepSpeed logs a warning, which would interrupt the report.
     logging.disable(logging.WARNING)
     try:
         from deepspeed.accelerator import get_accelerator
@@ -298,8 +334,8 @@ def _import_deepspeed() -> str:
         accelerator = get_accelerator()
     finally:
         logging.disable(logging.NOTSET)
-    return f"imports; it will use: {accelerator.device_name() if accelerator else 'nothing'}"
+    return f"imports; accelerator: {accelerator.device_name() if accelerator else 'none'}"
 
 
-def _gib(size: int) -> str:
+def _format_gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"

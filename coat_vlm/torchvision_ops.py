@@ -1,10 +1,11 @@
-"""Lets torchvision import beside a CPU build of torch.
+"""Makes torchvision importable with a CPU build of torch.
 
-torchvision's Linux wheels on PyPI are CUDA builds. Beside a CPU torch their C++ extension cannot
-load, and ``import torchvision`` fails with "operator torchvision::nms does not exist", because it
-registers shape functions for two operators that only the extension declares. transformers, timm and
-open_clip import torchvision and fail with it. Declaring the two operators is enough for everything
-this project uses; calling them (or decoding images through torchvision) still raises.
+torchvision's Linux wheels on PyPI are CUDA builds. With a CPU build of torch their C++ extension
+does not load, and ``import torchvision`` fails with "operator torchvision::nms does not exist",
+because it registers shape functions for two operators that only the extension declares.
+transformers, timm and open_clip import torchvision and fail, too. Declaring the two operators is
+enough for everything that this project uses; calling them, or decoding images with torchvision,
+still raises.
 """
 
 import importlib.util
@@ -18,12 +19,12 @@ _SCHEMAS = (
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 
-# The declarations live as long as this list does.
+# torch drops the declarations when the Library object is freed.
 _libraries: list[Any] = []
 
 
 class _BeforeTorchvision(MetaPathFinder):
-    """Declares the operators when torchvision is about to be imported, and finds nothing itself."""
+    """An import hook that declares the operators before the first import of torchvision."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:  # noqa: ARG002
         if fullname == "torchvision":
@@ -32,38 +33,34 @@ class _BeforeTorchvision(MetaPathFinder):
 
 
 def ensure_torchvision_later() -> None:
-    """Call :func:`ensure_torchvision` at the first import of torchvision, whoever imports it.
+    """Call :func:`ensure_torchvision` at the first import of torchvision.
 
-    Importing torch takes seconds, and half of the commands do without it.
+    Importing torch takes seconds, and half of the commands do not need it.
     """
     if not any(isinstance(finder, _BeforeTorchvision) for finder in sys.meta_path):
         sys.meta_path.insert(0, _BeforeTorchvision())
 
 
 def ensure_torchvision() -> None:
-    """Declare torchvision's operators where its extension cannot load; call it before importing it.
+    """Declare torchvision's operators if the extension does not load, before importing torchvision.
 
-    Does nothing on a CUDA build of torch, without torchvision, beside a working torchvision, or
-    when called again. torchvision itself is not imported.
+    Does nothing with a CUDA build of torch, without torchvision, with a working torchvision, or
+    when called again. Does not import torchvision.
     """
     import torch
 
     if torch.version.cuda is not None or _libraries:
         return
     spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None or _extension_loads(Path(spec.origin).parent / "_C.so"):
+    if spec is None or spec.origin is None:
+        return
+    try:
+        torch.ops.load_library(str(Path(spec.origin).parent / "_C.so"))
+    except OSError:  # the file or a CUDA library is missing
+        pass
+    else:
         return
     library = torch.library.Library("torchvision", "FRAGMENT")
     for schema in _SCHEMAS:
         library.define(schema)
     _libraries.append(library)
-
-
-def _extension_loads(path: Path) -> bool:
-    import torch
-
-    try:
-        torch.ops.load_library(str(path))
-    except OSError:  # what a missing file or a missing CUDA library raises
-        return False
-    return True

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2.py         # two processes, GPUs or none
 
-The order matters: convert, then shard block by block (a block reads its parts' weights itself, so
-it is gathered as a whole), then make the optimizer. Weights are saved so that any number of ranks
-can load them; a rank's FP8 states go into its own file, for the same number.
+The order matters: convert the model, shard it block by block (a block reads the weights of its
+submodules, so it must be gathered as a whole), then create the optimizer. Any number of ranks can
+load the saved weights; FP8 states are saved per rank, for the same number of ranks.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from coat_vlm.optim import CoatAdamW
 
 
 def shard(model: nn.Module) -> CoatAdamW:
-    """Shard the model's blocks and the rest, and make the optimizer of the shards."""
+    """Shard the model's blocks and the rest; returns the optimizer of the shards."""
     for block in model.get_submodule("model.layers").children():
         fully_shard(block)
     fully_shard(model)
@@ -34,7 +34,7 @@ def shard(model: nn.Module) -> CoatAdamW:
 
 
 def train(model: nn.Module, optimizer: CoatAdamW, start: int, end: int) -> list[float]:
-    """Steps ``start`` to ``end``; every rank takes its part of each batch."""
+    """Take the steps from ``start`` to ``end``; every rank trains on its part of each batch."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     losses = []
     for number, ids in enumerate(batches(end)):

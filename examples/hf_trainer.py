@@ -1,10 +1,10 @@
-"""FP8 training in transformers' ``Trainer``: convert the model, hand over the optimizer.
+"""FP8 training in transformers' ``Trainer``: convert the model, pass the optimizer.
 
     python examples/hf_trainer.py --out /tmp/trainer      # a random Qwen2 on generated text
     python examples/hf_trainer.py --out /tmp/trainer --resume
 
-Nothing of the Trainer is patched. Its checkpoints hold the FP8 states, and ``--resume`` continues
-with the losses that an uninterrupted run would have had.
+The Trainer is not patched. Its checkpoints contain the FP8 states, and ``--resume`` continues with
+the losses of an uninterrupted run.
 """
 
 import argparse
@@ -26,7 +26,7 @@ VOCABULARY, TOKENS = 64, 32
 
 
 class Counting(Dataset[dict[str, Any]]):
-    """Rows of tokens, each the one before plus the row's step of 1 to 3."""
+    """Rows of tokens; each row counts up by 1, 2 or 3."""
 
     def __len__(self) -> int:
         return 512
@@ -37,7 +37,7 @@ class Counting(Dataset[dict[str, Any]]):
 
 
 def build_trainer(out: Path, steps: int) -> Trainer:
-    """A Trainer of a Qwen2 of 0.2M parameters with FP8 blocks."""
+    """Build a Trainer for a Qwen2 with 0.2M parameters and FP8 blocks."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,

@@ -4,8 +4,8 @@
     python examples/plain_loop.py --precision bf16
 
 ``convert`` replaces the decoder blocks by FP8 blocks in place; parameters, their names and
-``save_pretrained`` stay. On a GPU with FP8 tensor cores the kernels run; elsewhere the same
-arithmetic runs in plain PyTorch, so that results can be looked at without one.
+``save_pretrained`` stay. A GPU with FP8 tensor cores runs the Triton kernels; other machines
+run the same arithmetic in plain PyTorch.
 """
 
 import argparse
@@ -26,7 +26,7 @@ VOCABULARY, TOKENS, BATCH = 64, 32, 8
 
 
 def build_model(precision: str) -> nn.Module:
-    """A Llama of 0.2M parameters from random weights, the same for every precision."""
+    """Build a Llama with 0.2M random parameters, the same for every precision."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -39,7 +39,7 @@ def build_model(precision: str) -> nn.Module:
 
 
 def batches(steps: int, batch: int = BATCH) -> Iterator[Tensor]:
-    """Token ids [batch, TOKENS] of counting: each is the one before plus 1 to 3."""
+    """Yield token ids [batch, TOKENS]; each row counts up by 1, 2 or 3."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         start = torch.randint(VOCABULARY, (batch, 1), generator=generator)
@@ -48,11 +48,11 @@ def batches(steps: int, batch: int = BATCH) -> Iterator[Tensor]:
 
 
 def train(model: nn.Module, steps: int) -> list[float]:
-    """Train; returns the loss of every step."""
+    """Train the model; returns the loss of every step."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device).train()
-    # Any group of torch's AdamW will do: lr, betas, eps, weight_decay. The states take 2.1 bytes
-    # per parameter instead of 8.
+    # Parameter groups are those of torch's AdamW: lr, betas, eps, weight_decay. The states take 2.1
+    # bytes per parameter instead of 8.
     optimizer = CoatAdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     losses = []
     for ids in batches(steps):

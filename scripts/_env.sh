@@ -1,6 +1,6 @@
-# Sourced by scripts/quickstart and scripts/test, never run. `make_environment` creates or updates
-# the virtual environment and puts it first on PATH; a second call with nothing to do is instant.
-# COAT_VLM_VENV names another folder than .venv. The caller has changed to the repository root.
+# Sourced by scripts/quickstart and scripts/test. `make_environment` creates or updates the virtual
+# environment and prepends it to PATH; it returns immediately if nothing has changed. COAT_VLM_VENV
+# overrides the folder (.venv). The working directory must be the repository root.
 
 # The versions that make_environment installs.
 constraints=constraints.txt
@@ -8,7 +8,7 @@ constraints=constraints.txt
 find_python() {
   local candidate
   for candidate in python3.13 python3.12 python3.11 python3; do
-    # Asked, not looked up: a version manager's shim may exist for a Python that is not installed.
+    # Run it: a version manager's shim may exist for a Python that is not installed.
     if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
       >/dev/null 2>&1; then
       echo "$candidate"
@@ -24,8 +24,8 @@ has_gpu() {
   [[ "$(nvidia-smi --list-gpus 2>/dev/null)" == *GPU* ]]
 }
 
-# pinned NAME: the version that $constraints gives the package NAME.
-pinned() {
+# pinned_version NAME: prints the version of package NAME in $constraints.
+pinned_version() {
   sed -n "s/^$1==\([^ #]*\).*/\1/p" "$constraints"
 }
 
@@ -42,15 +42,15 @@ except PackageNotFoundError:
 PY
 }
 
-# The CPU build has to be there first: with torch missing, pip would take PyPI's CUDA build.
+# Installs the CPU build before coat-vlm; otherwise pip would install PyPI's CUDA build.
 install_cpu_torch() {
   local torch torchvision
-  torch=$(pinned torch)
-  torchvision=$(pinned torchvision)
+  torch=$(pinned_version torch)
+  torchvision=$(pinned_version torchvision)
   if has_package torch "$torch"; then
     return
   fi
-  # A wheel in the folders of PIP_FIND_LINKS or pip.conf saves the download.
+  # Use a wheel in the folders of PIP_FIND_LINKS or pip.conf, if there is one.
   if python -m pip install --quiet --no-index --no-deps "torch==$torch" >/dev/null 2>&1; then
     echo "torch $torch: installed from a local wheel"
     return
@@ -65,14 +65,14 @@ install_cpu_torch() {
     echo "folder, set PIP_FIND_LINKS to that folder and run this again." >&2
     return 1
   fi
-  echo "torch $torch: installing the build for GPUs (5 GB), which runs on a CPU as well"
+  echo "torch $torch: installing the CUDA build (5 GB), which also runs on a CPU"
   python -m pip install --quiet "torch==$torch" "torchvision==$torchvision"
 }
 
 refuse_cuda_torch() {
   if ! python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
     echo "This machine has no GPU but $VIRTUAL_ENV holds a CUDA build of torch (or one that does" >&2
-    echo "not import). Remove that folder and run this again to get the CPU build." >&2
+    echo "not import). Remove that folder and run this again to install the CPU build." >&2
     return 1
   fi
 }
@@ -83,11 +83,11 @@ make_environment() {
   if has_gpu; then
     device=gpu
   fi
-  # venv puts pip in last: without it, the folder is new or its making was interrupted.
+  # venv installs pip last: without pip the folder is new or incomplete.
   if [ ! -x "$VIRTUAL_ENV/bin/pip" ]; then
     local base
     base=$(find_python)
-    echo "Making the environment $VIRTUAL_ENV with $("$base" --version)"
+    echo "Creating the environment $VIRTUAL_ENV with $("$base" --version)"
     "$base" -m venv "$VIRTUAL_ENV"
   fi
   VIRTUAL_ENV=$(cd "$VIRTUAL_ENV" && pwd)

@@ -63,6 +63,8 @@ MAY_DIFFER = ("help", "rows", "files")
 """Groups of values that do not decide the exit status."""
 MEASURED = re.compile(r"time|phases|.*(_s|_mb|_per_gpu)")
 """Keys of metrics.jsonl that differ from run to run; the unit is in the name."""
+RENAMED = {"trained_tokens": "supervised_tokens"}
+"""Deprecated keys of metrics.jsonl -> their names."""
 UNREPEATABLE = re.compile(r"(metrics|manifest|made|random-\d+)\.jsonl?|lengths.*\.npz")
 """Files with times, hashes of other files or of the code, or states of unseeded generators."""
 
@@ -192,7 +194,11 @@ class Side:
             row = json.loads(line)
             group = "losses" if row["kind"] in ("step", "val") else "rows"
             place = [str(row[key]) for key in ("stage", "kind", "status", "step") if key in row]
-            kept = {key: value for key, value in row.items() if not MEASURED.fullmatch(key)}
+            kept = {
+                RENAMED.get(key, key): value
+                for key, value in row.items()
+                if not MEASURED.fullmatch(key)
+            }
             result[group] |= flat(kept, " ".join(place))
         for name, digest in file_hashes(folder / "run"):
             result["weights" if name.endswith(".safetensors") else "files"][name] = digest

@@ -1,4 +1,4 @@
-"""The house rules that no other tool checks: sizes, rooms, words, docstrings, and the README."""
+"""The house rules that no other tool checks: sizes, rooms, words, docstrings, and the documents."""
 
 import ast
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coat_cli.main import build_parser, parse
-from coat_vlm.config.load import builtin_recipes, load_recipe
+from coat_vlm.config.load import list_builtin_recipes, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
@@ -24,8 +24,7 @@ PACKAGES = (
     "scripts/coat_lab",
 )
 ROOMS = ("kernels", "data", "eval", "scripts", "tests")
-NOT_OURS = {".git", ".venv", ".venv-lowest", "runs", "build", "dist"}
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+NOT_OURS = {".git", ".cache", ".venv", ".venv-lowest", "runs", "build", "dist"}
 
 
 def our_files() -> list[Path]:
@@ -155,9 +154,9 @@ def test_a_missing_docstring_is_found():
     assert undocumented(ast.parse("class A:\n    'doc'\n    def b(self): pass"), "m") == ["m.A.b"]
 
 
-def code_lines(language: str) -> list[str]:
-    """Lines of the README's code blocks, comments and continuation joined away."""
-    blocks = re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def code_lines(page: Path) -> list[str]:
+    """Lines of the page's shell blocks, with continued lines joined."""
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line]
 
 
@@ -168,35 +167,52 @@ def test_commands_are_executable(script: str):
 
 
 def test_ci_runs_the_readmes_test_command():
-    assert "./scripts/test" in code_lines("bash")
-    assert "./scripts/quickstart" in code_lines("bash")
+    assert "./scripts/test" in code_lines(ROOT / "README.md")
+    assert "./scripts/quickstart" in code_lines(ROOT / "README.md")
     assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "./scripts/test </dev/null"
 
 
-README_COMMANDS = [
-    shlex.split(line[line.index("coat-vlm ") :], comments=True)[1:]
-    for line in code_lines("bash")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+DOCUMENTED = {
+    words: None
+    for page in PAGES
+    for line in code_lines(page)
     if "coat-vlm " in line and not line.startswith(("conda ", "pip "))
-]
+    for words in [tuple(shlex.split(line[line.index("coat-vlm ") :], comments=True)[1:])]
+}
 
 
-def test_the_readme_shows_every_command():
-    shown = {words[0] for words in README_COMMANDS}
+def test_readme_and_guides_show_every_command():
+    shown = {words[0] for words in DOCUMENTED}
     running = {"train", "plan", "export", "bench", "recipes", "data", "doctor"}
     assert shown == {*running, "eval", "eval-text", "score", "compare", "generate", "report"}
 
 
-@pytest.mark.parametrize("words", README_COMMANDS, ids=" ".join)
-def test_readme_commands_parse(words: list[str]):
-    assert callable(parse(words).handler)
+@pytest.mark.parametrize("words", DOCUMENTED, ids=" ".join)
+def test_documented_commands_parse(words: tuple[str, ...]):
+    """Also those that tests/e2e/test_documents.py cannot run."""
+    command = words[: words.index(">")] if ">" in words else words
+    assert callable(parse(command).handler)
 
 
-@pytest.mark.parametrize("words", sorted({tuple(w[:1]) for w in README_COMMANDS}), ids=" ".join)
+@pytest.mark.parametrize("words", sorted({words[:1] for words in DOCUMENTED}), ids=" ".join)
 def test_every_command_has_help(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit_info:
         build_parser().parse_args([*words, "--help"])
     assert exit_info.value.code == 0
     assert "usage: coat-vlm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("page", "most"),
+    [
+        *(("README.md", 150), ("CONTRIBUTING.md", 120)),
+        *(("docs/design.md", 150), ("docs/results.md", 150)),
+        *((f"docs/guides/{page.name}", 200) for page in PAGES[1:]),
+    ],
+)
+def test_documents_keep_their_lengths(page: str, most: int):
+    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= most
 
 
 def test_links_of_the_documents_lead_somewhere():
@@ -206,9 +222,12 @@ def test_links_of_the_documents_lead_somewhere():
                 assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
-def test_paths_of_the_readmes_table_exist():
-    table = README[README.index("### Where to change what") : README.index("## Troubleshooting")]
-    for path in re.findall(r"`((?:coat_vlm|kernels|data|eval|tests)/[\w/.]*)`", table):
+def test_paths_of_the_table_of_changes_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text[text.index("## Where to change what") : text.index("## Rules")]
+    paths = re.findall(r"`((?:coat_vlm|kernels|data|eval|scripts|tests)/[\w/.]*)`", table)
+    assert len(paths) > 20
+    for path in paths:
         assert (ROOT / path).exists(), path
 
 
@@ -245,16 +264,9 @@ def test_there_are_three_walks():
     assert [walk for walk, _ in WALKS] == ["A batch", "An activation", "An answer"]
 
 
-@pytest.mark.parametrize("name", builtin_recipes())
+@pytest.mark.parametrize("name", list_builtin_recipes())
 def test_builtin_recipes_load(name: str, monkeypatch: pytest.MonkeyPatch):
     text = (ROOT / "coat_vlm" / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
     for variable in re.findall(r"\$\{(\w+)\}", text):
         monkeypatch.setenv(variable, "data")
     assert load_recipe(name).name == name
-
-
-def test_the_readmes_recipe_loads(tmp_path: Path):
-    path = tmp_path / "my_recipe.yaml"
-    path.write_text("\n".join(code_lines("yaml")))
-    recipe = load_recipe(str(path))
-    assert list(recipe.stages) == ["align", "sft"]

@@ -1,13 +1,13 @@
-"""Checkpoints of a stage that continue exactly, at any number of ranks and any ZeRO stage.
+"""Checkpoints of a stage, for bit-exact resume and for resume with other ranks and ZeRO stages.
 
-``RUN/<stage>/checkpoints/step-00000100/`` holds
+``RUN/<stage>/checkpoints/step-00000100/`` contains
 
-- ``trainer.json``: how far the stage had got (:class:`.contents.Progress`);
-- ``contents.json``: names, shapes and dtypes of all parameters, settings of the parameter groups
-  (:class:`.contents.Contents`), compared before anything is loaded;
+- ``trainer.json``: the progress of the stage (:class:`.metadata.Progress`);
+- ``contents.json``: names, shapes and dtypes of all parameters, and settings of the parameter
+  groups (:class:`.metadata.Contents`), compared before anything is loaded;
 - ``rank-*.json`` and ``rank-*.safetensors``: weights and optimizer states (:mod:`.shards`), as the
-  pieces of parameters that a rank updates (:mod:`.partitions`);
-- ``random-*.json``: each rank's random generators;
+  fragments of parameters that a rank updates (:mod:`.partitions`);
+- ``random-*.json``: the states of each rank's random generators;
 - ``model/``: configuration, tokenizer and processor, for ``coat-vlm export``;
-- ``manifest.json``: the size and SHA-256 of each of these files (:mod:`.manifest`).
+- ``manifest.json``: the size and SHA-256 of each of these files (:mod:`.atomic_folder`).
 """

@@ -1,74 +1,120 @@
-"""Atomic folders: written beside their place, synced, renamed; a manifest with SHA-256 per file.
+"""Writes folders atomically: temporary name, sync, manifest with SHA-256 per file, rename.
 
-A folder is written beside its place, under a name that starts with ``.tmp-``; synced; listed in its
-manifest.json with sizes and SHA-256; and only then put in its place, in one step where the file
-system can swap two folders. Where it cannot, the earlier folder is called ``.old-...`` for a
-moment: :func:`settle` puts it back if the process was killed in that moment.
+A folder is written under a temporary name that starts with ``.tmp-``, synced, listed in its
+manifest.json with sizes and SHA-256, and then renamed. A previous folder of that name is renamed to
+``.old-...`` before and deleted afterwards; if the process is killed in between,
+:func:`recover_folders` restores it.
 """
 
-import ctypes
-import hashlib
 import json
-import os
+import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+from safetensors import SafetensorError
 
-from coat_vlm.distributed import ALONE, World
-
-MANIFEST = "manifest.json"
+from coat_data.saved_files import sync
+from coat_vlm.checkpoint.folder_writer import FolderWriter, name_failed_file
+from coat_vlm.checkpoint.manifest import Entry, write_manifest
+from coat_vlm.distributed import World
 
 _TEMPORARY = ".tmp-"
 _OLD = ".old-"
-_CHUNK = 1 << 24
-_Entry = dict[str, Any]
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+Check = Callable[[], None]
+"""Raises an exception if this process may no longer write, as after the loss of a lock."""
 
 
-def write_folder(target: Path, world: World, write: Callable[[Path], None]) -> None:
-    """Let all ranks write into a temporary folder, then put it in the place of ``target``.
+def write_folder(
+    target: Path, world: World, write: Callable[[Path], None], check: Check | None = None
+) -> None:
+    """Write a folder on the main process, and replace ``target`` with it atomically.
 
-    A failure on any rank, or the death of any process at any moment, leaves an earlier ``target``
-    as it was (see :func:`settle`).
+    If writing fails or a process is killed at any time, an existing ``target`` stays unchanged (see
+    :func:`recover_folders`).
 
     Args:
-        target: the folder; on a file system that all ranks see.
-        world: the processes of the run.
-        write: writes the files of this rank into the folder it is given.
+        target: the folder.
+        world: the processes of the run; all must call this, and all raise an error if it failed.
+        write: writes the files into the given folder; called on the main process only.
+        check: called before writing and before the rename.
 
     Raises:
-        OSError: a rank could not write, because the disk is full, say.
+        OSError: the folder could not be written, for example because the disk is full.
     """
-    temporary = target.with_name(f"{_TEMPORARY}{target.name}")
-    failure: Exception | None = None
-    entries: dict[str, _Entry] = {}
-    for step in (
-        lambda: _make_empty(temporary, world),
-        lambda: write(temporary),
-        lambda: entries.update(_sync_files(temporary, world)),
-        lambda: _finish(temporary, target, world.gather(entries), world),
-    ):
+
+    def write_alone() -> None:
+        if check is not None:
+            check()
+        temporary = make_temporary(target)
         try:
-            step()
-        except Exception as error:
-            failure = error
-        if world.any(failure is not None):
-            break
+            writer = FolderWriter(temporary)
+            try:
+                write(temporary)
+                writer.add_written()
+            except Exception as error:
+                raise name_failed_file(error, temporary) from error
+            writer.sync_folders()
+            commit_folder(temporary, target, writer.entries, check)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            # Some writers raise RuntimeError if the disk is full.
+            raise save_error(target, error) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # made here, and renamed after success
+
+    world.decide(write_alone)
+
+
+def save_error(target: Path, reason: object) -> OSError:
+    """Return the error of a folder that could not be written."""
+    return OSError(
+        f"{target} could not be saved: {reason}; free disk space or write elsewhere; earlier "
+        "checkpoints are unchanged, and --resume auto continues from the last one"
+    )
+
+
+def make_temporary(target: Path) -> Path:
+    """Create an empty folder beside ``target``, of a name that no other process uses.
+
+    Raises:
+        OSError: the folder could not be created.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f"{_TEMPORARY}{target.name}.{secrets.token_hex(4)}")
+        temporary.mkdir()
+    except OSError as error:
+        raise save_error(target, error) from error
+    return temporary
+
+
+def commit_folder(
+    temporary: Path, target: Path, entries: Mapping[str, Entry], check: Check | None = None
+) -> None:
+    """Write the manifest of a folder whose files are synced, and rename the folder to ``target``.
+
+    Args:
+        temporary: the folder; see :func:`make_temporary`.
+        target: its new name; an existing folder is replaced.
+        entries: the files for the manifest.
+        check: called before the rename.
+    """
+    write_manifest(temporary, entries)
+    sync(temporary)
+    if check is not None:
+        check()
+    if not target.exists():
+        temporary.rename(target)
     else:
-        return
-    if world.is_main:
-        shutil.rmtree(temporary, ignore_errors=True)
-    # Some writers turn a full disk into a RuntimeError.
-    if failure is not None and not isinstance(failure, OSError | RuntimeError):
-        raise failure
-    reason = failure or "another rank failed"
-    raise OSError(
-        f"{target} could not be saved: {reason}; free disk space or write elsewhere; what was "
-        "saved before is untouched, and training continues from it with --resume auto"
-    ) from failure
+        old = target.with_name(f"{_OLD}{target.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+        temporary.rename(target)
+        sync(target.parent)
+        shutil.rmtree(old)
+    sync(target.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -77,159 +123,31 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file."""
+    """Read the value of a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder; killed on the way, nothing that looks like it is left under its name."""
+    """Delete a folder; a killed process leaves no partial folder under this name."""
     temporary = folder.with_name(f"{_TEMPORARY}{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     folder.rename(temporary)
     shutil.rmtree(temporary)
 
 
-def settle(parent: Path) -> None:
-    """Clear up what a killed process left in ``parent``: for one process, before anything is read.
+def recover_folders(parent: Path) -> None:
+    """Clean up after killed processes in ``parent``; call on one process before reading.
 
-    Folders half written or half deleted go; one that was moved away for a new one that did not
-    come is put back.
+    Deletes partially written and partially deleted folders and files, and restores a folder that
+    was renamed for a replacement that was not completed.
     """
     for old in parent.glob(f"{_OLD}*"):
-        place = old.with_name(old.name.removeprefix(_OLD))
-        if place.exists():
+        target = old.with_name(old.name.removeprefix(_OLD))
+        if target.exists():
             shutil.rmtree(old)
         else:
-            old.rename(place)
+            old.rename(target)
     for temporary in parent.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(temporary)
-
-
-def problem_with(folder: Path) -> str | None:
-    """Why a folder is not whole, or None if it is: every file there with the size it had."""
-    try:
-        listed = _read_manifest(folder)
-    except ValueError as error:
-        return str(error)
-    for name, entry in listed.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != entry["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, not {entry['bytes']}"
-    return None
-
-
-def problem_inside(folder: Path, world: World = ALONE) -> str | None:
-    """Like :func:`problem_with`, but reads every file and compares its SHA-256, too.
-
-    Args:
-        folder: the folder; on a file system that all ranks see.
-        world: the processes that share the reading; all must call this, and all get the answer.
-    """
-    problem = problem_with(folder)
-    if problem is None:
-        listed = _read_manifest(folder)
-        mine = list(listed)[world.rank :: world.size]
-        total = sum(listed[name]["bytes"] for name in mine)
-        with _bar(f"checking {folder.name}", total, world) as bar:
-            for name in mine:
-                try:
-                    if _sha256(folder / name, bar) != listed[name]["sha256"]:
-                        problem = f"{name} is damaged: its SHA-256 is not that of what was written"
-                except OSError as error:
-                    problem = f"{name} cannot be read: {error}"
-    return next((found for found in world.gather(problem) if found is not None), None)
-
-
-def _read_manifest(folder: Path) -> dict[str, _Entry]:
-    manifest = folder / MANIFEST
-    if not manifest.is_file():
-        raise ValueError(f"it has no {MANIFEST}")
-    try:
-        files = read_json(manifest)["files"]
-        keys = ("bytes", "sha256")
-        return {name: {key: entry[key] for key in keys} for name, entry in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # bits may flip anywhere
-        raise ValueError(f"its {MANIFEST} cannot be read") from error
-
-
-def _sync_files(temporary: Path, world: World) -> dict[str, _Entry]:
-    """Sync this rank's share of the files; their entries in the manifest."""
-    paths = sorted(path for path in temporary.rglob("*") if path.is_file())
-    mine = paths[world.rank :: world.size]
-    entries: dict[str, _Entry] = {}
-    with _bar("syncing", sum(path.stat().st_size for path in mine), world) as bar:
-        for path in mine:
-            _sync(path)
-            entry = {"bytes": path.stat().st_size, "sha256": _sha256(path, bar)}
-            entries[path.relative_to(temporary).as_posix()] = entry
-    return entries
-
-
-def _make_empty(folder: Path, world: World) -> None:
-    if world.is_main:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-
-
-def _finish(temporary: Path, target: Path, shares: list[dict[str, _Entry]], world: World) -> None:
-    """Write the manifest, sync it and the folders, and put the new folder in its place."""
-    if not world.is_main:
-        return
-    files = dict(sorted(item for share in shares for item in share.items()))
-    write_json(temporary / MANIFEST, {"files": files})
-    _sync(temporary / MANIFEST)
-    for folder in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:
-        _sync(folder)
-    if not target.exists():
-        temporary.rename(target)
-    else:
-        old = temporary  # what the swap leaves there
-        if not _swap(temporary, target):
-            old = target.with_name(f"{_OLD}{target.name}")
-            shutil.rmtree(old, ignore_errors=True)
-            target.rename(old)
-            temporary.rename(target)
-        _sync(target.parent)
-        shutil.rmtree(old)
-    _sync(target.parent)
-
-
-def _swap(a: Path, b: Path) -> bool:
-    """Swap two folders in one step, with Linux's renameat2; False where that is not possible."""
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    if renameat2 is None:
-        return False
-    names = os.fsencode(a), os.fsencode(b)
-    return renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
-
-
-def _sha256(path: Path, bar: "tqdm[Any]") -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            bar.update(len(chunk))
-    return digest.hexdigest()
-
-
-def _bar(title: str, total: int, world: World) -> "tqdm[Any]":
-    """A progress bar in bytes, for what takes longer than two seconds."""
-    return tqdm(
-        desc=title,
-        total=total,
-        unit="B",
-        unit_scale=True,
-        delay=2.0,
-        leave=False,
-        disable=None if world.is_main else True,
-    )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    for file in parent.glob(".*.tmp"):
+        file.unlink()

@@ -1,13 +1,14 @@
-"""Loading: the newest whole checkpoint, into an engine of any number of ranks and ZeRO stage.
+"""Loads the newest complete checkpoint into an engine of any number of ranks and ZeRO stage.
 
-At the same number of ranks and ZeRO stage a run continues bit for bit: a partition that was saved
-with the same pieces gets its weights and states back as they were. Any other is put together from
-the saved partitions that overlap it: weights and FP32 states exactly, FP8 moments decoded and
-encoded again in the groups of the new partition. Of the order of data only the cursor is saved; it
-follows from the seed and holds for any number of ranks.
+With the same number of ranks and ZeRO stage a run continues bit for bit: a partition that was saved
+with the same fragments is copied. Any other partition is assembled from the saved partitions that
+overlap it: weights and FP32 states exactly, FP8 moments requantized in the groups of the new
+partition. The order of samples is a function of the seed and of the sampler state, which is saved
+and does not depend on the number of ranks.
 """
 
 import logging
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,56 +17,72 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
-from coat_vlm.checkpoint.atomic_folder import problem_inside, read_json
+from coat_vlm.checkpoint.atomic_folder import read_json
+from coat_vlm.checkpoint.manifest import read_manifest
 from coat_vlm.checkpoint.metadata import (
     Progress,
-    contents_of,
+    describe_contents,
     read_contents,
     read_progress,
-    set_random_state,
+    restore_random_state,
 )
 from coat_vlm.checkpoint.partitions import (
     Partition,
-    after_reading,
-    before_reading,
-    frozen_piece,
-    is_split,
-    partitions,
-    persistent_buffers,
+    finish_load,
+    get_frozen_fragment,
+    get_persistent_buffers,
+    is_partitioned,
+    list_partitions,
 )
 from coat_vlm.checkpoint.shards import WEIGHT, SavedPartition, Shards
+from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.distributed import ALONE, World
-from coat_vlm.optim.state import decoded, encoded
+from coat_vlm.optim.state import decode, encode
 
 logger = logging.getLogger(__name__)
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a stage, newest first; some may be damaged."""
-    return sorted(folder.glob("step-*"), reverse=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCheckpoint:
+    """The newest complete checkpoint of a stage, and what is wrong with newer ones."""
+
+    path: Path | None = None
+    """None if no checkpoint was saved yet."""
+    damaged: tuple[str, ...] = ()
+    """Names of the damaged checkpoints that are newer."""
 
 
-def latest_checkpoint(folder: Path, world: World = ALONE) -> Path | None:
-    """The newest whole checkpoint of a stage; damaged ones are passed over with a warning.
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a stage, newest first; some may be damaged."""
+    return sorted(filter(path_step, folder.glob("step-*")), key=path_step, reverse=True)
 
-    Every file of it is read and compared with its SHA-256.
+
+def path_step(checkpoint: Path) -> int:
+    """Return the step in the name of a checkpoint; 0 if it is not a checkpoint's name."""
+    number = checkpoint.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else 0
+
+
+def find_checkpoint(folder: Path, world: World = ALONE) -> FoundCheckpoint:
+    """Find the newest complete checkpoint of a stage; damaged ones are skipped with a warning.
+
+    Rank 0 lists the checkpoints. Every file of a checkpoint is read and its SHA-256 compared.
 
     Args:
         folder: the stage's checkpoints folder.
-        world: the processes that share the reading; all must call this.
-
-    Returns:
-        None where no checkpoint was saved yet.
+        world: the processes that share the work; all must call this.
 
     Raises:
-        ValueError: there are checkpoints, but all are damaged.
+        ValueError: there are checkpoints, but all are damaged; a rank does not see the files that
+            rank 0 sees; or a checkpoint was written by a newer version.
     """
-    problems = []
-    for path in checkpoints_in(folder):
-        problem = problem_inside(path, world)
+    problems: dict[str, str] = {}
+    for name in world.decide(lambda: [path.name for path in list_checkpoints(folder)]):
+        path = folder / name
+        problem = find_damage(path, world)
         if problem is None:
-            return path
-        problems.append(f"{path.name}: {problem}")
+            return FoundCheckpoint(path=path, damaged=tuple(problems))
+        problems[name] = problem
         if world.is_main:
             logger.warning(
                 "checkpoint %s is not used: %s; it is deleted when the next one is saved",
@@ -73,35 +90,41 @@ def latest_checkpoint(folder: Path, world: World = ALONE) -> Path | None:
                 problem,
             )
     if problems:
+        details = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
         raise ValueError(
-            f"no checkpoint in {folder} is whole: {'; '.join(problems)}; put whole copies there, "
-            "or delete the folder to start the stage again"
+            f"no checkpoint in {folder} is complete: {details}; restore complete copies, or delete "
+            "the folder to start the stage again"
         )
-    return None
+    return FoundCheckpoint()
+
+
+def find_latest_checkpoint(folder: Path, world: World = ALONE) -> Path | None:
+    """Return the newest complete checkpoint of a stage; see :func:`find_checkpoint`."""
+    return find_checkpoint(folder, world).path
 
 
 def load_checkpoint(
     checkpoint: Path, engine: DeepSpeedEngine, expected: Progress, world: World
 ) -> Progress:
-    """Put engine and random generators into the checkpoint's state.
+    """Load weights, optimizer states and random generator states of a checkpoint.
 
-    The number of ranks and the ZeRO stage may be others than those that saved: then FP8 moments are
-    rounded once more, to the groups of the new partitions; weights and FP32 moments stay exact.
+    The number of ranks and the ZeRO stage may differ from those of the checkpoint. FP8 moments are
+    then requantized in the groups of the new partitions; weights and FP32 moments stay exact.
 
     Args:
-        checkpoint: a whole checkpoint.
+        checkpoint: a complete checkpoint.
         engine: built for the same stage of the same recipe, before its first step.
-        expected: what this run is; only stage and precision are compared.
+        expected: stage and precision of this run; other fields are not used.
         world: the processes of the run.
 
     Returns:
-        How far the stage had got.
+        The progress of the stage.
 
     Raises:
         ValueError: the checkpoint is of another stage, precision, model or optimizer.
     """
-    contents = read_contents(checkpoint)  # first: it says so if an earlier version wrote this
-    progress = read_progress(checkpoint)
+    contents = read_contents(checkpoint)  # first: its error names checkpoints of early versions
+    progress = world.decide(lambda: read_progress(checkpoint))
     for name in ("stage", "precision"):
         saved, wanted = getattr(progress, name), getattr(expected, name)
         if saved != wanted:
@@ -109,24 +132,24 @@ def load_checkpoint(
                 f"{checkpoint} was saved with {name}={saved}, this run has {name}={wanted}; resume "
                 f"with {name}={saved}, or start a new run with init_from"
             )
-    contents.check(contents_of(engine), str(checkpoint))
-    load_engine(engine, Shards(checkpoint))
+    contents.check(describe_contents(engine), str(checkpoint))
+    load_engine_state(engine, Shards(checkpoint))
     optimizer: Any = engine.basic_optimizer
     for group, settings in zip(optimizer.param_groups, contents.groups, strict=True):
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(settings["lr"])  # a CUDA graph of the optimizer keeps its tensor
+            group["lr"].fill_(settings["lr"])  # a CUDA graph of the optimizer refers to the tensor
         else:
             group["lr"] = settings["lr"]
-    path = checkpoint / f"random-{world.rank:05d}.json"
-    if path.is_file():
-        set_random_state(read_json(path))
-    else:  # more ranks than saved: dropout must not repeat what it drew in the first steps
+    random_state = f"random-{world.rank:05d}.json"
+    if random_state in read_manifest(checkpoint):
+        restore_random_state(read_json(checkpoint / random_state))
+    else:  # more ranks than saved: dropout must not repeat the masks of the first steps
         torch.manual_seed(torch.initial_seed() + 1_000_003 * progress.step)
     return progress
 
 
 @torch.no_grad()
-def load_engine(engine: DeepSpeedEngine, shards: Shards) -> None:
+def load_engine_state(engine: DeepSpeedEngine, shards: Shards) -> None:
     """Load weights and optimizer states.
 
     Args:
@@ -138,51 +161,59 @@ def load_engine(engine: DeepSpeedEngine, shards: Shards) -> None:
     """
     model: Any = engine.module
     optimizer: Any = engine.basic_optimizer
-    before_reading(engine)
-    for partition in partitions(engine):
+    if engine.zero_optimization_stage() == 3:  # discard gathered copies of parameters
+        zero3: Any = engine.optimizer
+        zero3.checkpoint_event_prologue()
+    for partition in list_partitions(engine):
         group = optimizer.param_groups[partition.group]
-        saved = shards.same(partition.pieces, partition.tensor.numel())
+        saved = shards.find_identical(partition.fragments, partition.tensor.numel())
         if saved is not None:
-            state = _copied(partition, saved, group)
+            state = _copy_state(partition, saved, group)
         else:
-            state = _assembled(partition, shards, group)
+            state = _assemble_state(partition, shards, group)
         if state:
             optimizer.state[partition.tensor] = state
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            _fill_frozen(name, parameter, shards)
-    for name, buffer in persistent_buffers(model).items():
-        buffer.copy_(shards.weight(name, tuple(buffer.shape)))
-    after_reading(engine)
+        part = None if parameter.requires_grad else get_frozen_fragment(name, parameter, owner=True)
+        if part is not None:
+            own, fragment = part
+            # The parameter itself may be non-contiguous, so that `own` is a copy.
+            target = own if is_partitioned(parameter) else parameter
+            target.copy_(shards.read_values(fragment).view(target.shape))
+    for name, buffer in get_persistent_buffers(model).items():
+        buffer.copy_(shards.read_parameter(name, tuple(buffer.shape)))
+    finish_load(engine)
 
 
-def _copied(partition: Partition, saved: SavedPartition, group: dict[str, Any]) -> dict[str, Any]:
-    """Fill the weights and return the state, as they were saved."""
+def _copy_state(
+    partition: Partition, saved: SavedPartition, group: dict[str, Any]
+) -> dict[str, Any]:
+    """Copy the saved weights into a partition and return the saved state."""
     master = partition.tensor
     master.copy_(saved.tensor(WEIGHT).view(master.shape))
     state: dict[str, Any] = dict(saved.numbers)
     for key in saved.elements:
         state[key] = saved.tensor(key).view(master.shape).to(master.device)
     for key in saved.others:
-        state[key] = _placed(saved.tensor(key), key in saved.on_cpu, master, group)
+        state[key] = _move_to_device(saved.tensor(key), key in saved.on_cpu, master, group)
     return state
 
 
-def _assembled(partition: Partition, shards: Shards, group: dict[str, Any]) -> dict[str, Any]:
-    """Fill the weights and return the state, from all saved partitions that overlap."""
+def _assemble_state(partition: Partition, shards: Shards, group: dict[str, Any]) -> dict[str, Any]:
+    """Assemble weights and state from all saved partitions that overlap; return the state."""
     master = partition.tensor
     weights = master.new_zeros(master.numel())  # padding is zero
     values: dict[str, Tensor] = {}
     sources: list[SavedPartition] = []
-    for piece in partition.pieces:
-        for saved, first, place, count in shards.overlaps(piece):
-            here = slice(piece.offset + place, piece.offset + place + count)
+    for fragment in partition.fragments:
+        for saved, first, position, count in shards.find_overlaps(fragment):
+            here = slice(fragment.offset + position, fragment.offset + position + count)
             weights[here] = saved.read(WEIGHT, first, first + count).to(master.device)
             if not saved.keys:
-                continue  # its parameters had no gradient yet: zeros
+                continue  # no gradient yet, so the state is zero
             sources.append(saved)
-            read = partial(saved.read, device=master.device)  # a GPU decodes faster
-            parts = decoded(saved.keys, saved.elements, read, first, first + count, group)
+            read = partial(saved.read, device=master.device)  # dequantizing is faster on a GPU
+            parts = decode(saved.keys, saved.elements, read, first, first + count, group)
             for key, part in parts.items():
                 if key not in values:
                     values[key] = torch.zeros(
@@ -192,33 +223,19 @@ def _assembled(partition: Partition, shards: Shards, group: dict[str, Any]) -> d
     master.copy_(weights.view(master.shape))
     if not sources:
         return {}
-    # Parameters that had no gradient at first may have counted fewer steps than others.
+    # Step counts differ if some parameters had no gradient at first.
     state = {key: max(s.numbers[key] for s in sources) for key in sources[0].numbers}
-    for key, value in encoded(values, sources[0].keys, group).items():
+    for key, value in encode(values, sources[0].keys, group).items():
         state[key] = value.view(master.shape) if key in values else value
     for key in sources[0].others - state.keys():
         newest = torch.stack([s.tensor(key) for s in sources]).amax(0)
-        state[key] = _placed(newest, key in sources[0].on_cpu, master, group)
+        state[key] = _move_to_device(newest, key in sources[0].on_cpu, master, group)
     return state
 
 
-def _placed(tensor: Tensor, on_cpu: bool, master: Tensor, group: dict[str, Any]) -> Tensor:
-    """A state without an entry per element, where the optimizer wants it."""
+def _move_to_device(tensor: Tensor, on_cpu: bool, master: Tensor, group: dict[str, Any]) -> Tensor:
+    """Move a state that is not per element, such as a step count, to the optimizer's device."""
     # CoatAdamW and torch's fused and capturable optimizers count steps on the device, others on the
     # CPU.
     counts_on_device = group.get("fused") or group.get("capturable") or group.get("codec")
     return tensor if on_cpu and not counts_on_device else tensor.to(master.device)
-
-
-def _fill_frozen(name: str, parameter: Tensor, shards: Shards) -> None:
-    part = frozen_piece(name, parameter, owner=True)
-    if part is None:
-        return
-    held, wanted = part
-    values = torch.empty_like(held)
-    for saved, first, place, count in shards.overlaps(wanted):
-        values[place : place + count] = saved.read(WEIGHT, first, first + count).to(held.device)
-    if is_split(parameter):
-        held.copy_(values)
-    else:
-        parameter.copy_(values.view(parameter.shape))  # also where it is not contiguous

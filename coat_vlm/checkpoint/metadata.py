@@ -1,4 +1,4 @@
-"""Checkpoint metadata: progress, what was trained and whether that fits, RNG state."""
+"""Checkpoint metadata: progress, parameters and parameter groups, states of random generators."""
 
 import random
 from collections.abc import Mapping
@@ -9,21 +9,26 @@ from typing import Any
 import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
+from pydantic import TypeAdapter
 
-from coat_kernels.moment_formats import REMOVED_CODECS
-from coat_vlm.checkpoint.atomic_folder import read_json, write_json
-from coat_vlm.checkpoint.partitions import full_shape, groups_by_name, persistent_buffers
+from coat_data.saved_files import check_version
+from coat_kernels.moment_formats import OLD_NAMES, REMOVED_CODECS
+from coat_vlm.checkpoint.atomic_folder import read_json
+from coat_vlm.checkpoint.partitions import get_persistent_buffers, map_parameter_groups
 from coat_vlm.config.fp8 import rounding_of
 from coat_vlm.optim.state import codec
 
-_NAME = "contents.json"
-FORMAT = 2
-"""1 was DeepSpeed's own layout, which could not be read at another number of ranks."""
+CONTENTS = "contents.json"
+TRAINER = "trainer.json"
+FORMAT = 3
+"""Version of the layout. 1 was DeepSpeed's own, which required the same number of ranks; 2, that of
+commit 6626d5c, is read as 3 without ``spike`` in trainer.json."""
+_OLDEST = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a stage has got; trainer.json."""
+    """The progress of a stage; saved as trainer.json."""
 
     stage: str
     step: int
@@ -31,15 +36,33 @@ class Progress:
     zero_stage: int
     precision: str
     bad_samples: int
-    cursor: tuple[int, int]
-    """How far the order of data is used: :class:`coat_data.mixture.sampler.Cursor`."""
+    sampler_state: tuple[int, int]
+    """A :class:`coat_data.mixture.sampler.SamplerState`."""
     bf16_blocks: list[str] = field(default_factory=list)
-    """FP8 blocks that the monitor sent back to BF16."""
+    """FP8 blocks that the monitor switched to BF16."""
+    spike: bool = False
+    """Whether loss or gradient norm had diverged; such a checkpoint takes no other's place."""
+
+
+def progress_values(progress: Progress) -> dict[str, Any]:
+    """Return the content of trainer.json."""
+    values = asdict(progress)
+    values["cursor"] = values.pop("sampler_state")  # deprecated name, used on disk
+    return values
 
 
 def read_progress(checkpoint: Path) -> Progress:
-    """trainer.json of a checkpoint."""
-    return Progress(**read_json(checkpoint / "trainer.json"))
+    """Read trainer.json of a checkpoint."""
+    values = read_json(checkpoint / TRAINER)
+    return Progress(sampler_state=values.pop("cursor"), **values)  # deprecated name, used on disk
+
+
+def is_spike(checkpoint: Path) -> bool:
+    """Return whether a checkpoint is marked as one of a spike; False if it cannot be read."""
+    try:
+        return bool(read_json(checkpoint / TRAINER).get("spike", False))
+    except (OSError, ValueError, AttributeError):  # it is damaged, or of another process
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +71,12 @@ class SavedParameter:
 
     shape: tuple[int, ...]
     dtype: str
-    """Of the weights in training, ``bfloat16``; master weights may be FP32."""
+    """Dtype of the model's weight, such as ``bfloat16``; the master weight may be FP32."""
     group: int | None
-    """The parameter group that trains it; None where it is frozen."""
+    """Index of the parameter group; None if the parameter is frozen."""
 
-    def place(self) -> str:
-        """Where it is, in words."""
+    def describe_group(self) -> str:
+        """Describe the parameter group for an error message."""
         return "frozen" if self.group is None else f"in parameter group {self.group}"
 
 
@@ -63,19 +86,19 @@ class Contents:
 
     parameters: dict[str, SavedParameter]
     buffers: dict[str, tuple[int, ...]]
-    """Shapes of the buffers that belong to the model's state."""
+    """Shapes of the persistent buffers."""
     groups: list[dict[str, Any]]
-    """Per parameter group its ``lr`` and the ``codec`` of its states."""
+    """For each parameter group ``lr`` and the ``codec`` of the optimizer states."""
 
     def check(self, model: "Contents", where: str) -> None:
-        """Refuse a checkpoint that does not fit.
+        """Check that the checkpoint fits the model and the optimizer of a run.
 
         Args:
-            model: what the run has.
-            where: the checkpoint, for the error.
+            model: the contents of the run.
+            where: the checkpoint, for the error message.
 
         Raises:
-            ValueError: it names the first parameter that differs.
+            ValueError: something differs; the message names the first parameter.
         """
         remedy = (
             "resume with the run's own recipe.yaml, or start a new run from exported weights "
@@ -92,81 +115,69 @@ class Contents:
                 )
             if saved.group != ours.group:
                 raise ValueError(
-                    f"{where}: {name} is {saved.place()} in the checkpoint and {ours.place()} in "
-                    f"this run; {remedy}"
+                    f"{where}: {name} is {saved.describe_group()} in the checkpoint and "
+                    f"{ours.describe_group()} in this run; {remedy}"
                 )
-        self._check_groups(model, where, remedy)
-
-    def _check_groups(self, model: "Contents", where: str, remedy: str) -> None:
         if len(self.groups) != len(model.groups):
             raise ValueError(
                 f"{where}: {len(self.groups)} parameter groups were saved, this run has "
                 f"{len(model.groups)}; {remedy}"
             )
         for number, (saved, ours) in enumerate(zip(self.groups, model.groups, strict=True)):
-            gone = set(REMOVED_CODECS) & set(saved["codec"].split())
+            words = [OLD_NAMES.get(word, word) for word in str(saved["codec"]).split()]
+            states, gone = " ".join(words), set(REMOVED_CODECS) & set(words)
             if gone:
                 raise ValueError(
-                    f"{where}: its optimizer states are {saved['codec']}'s, and codec "
+                    f"{where}: the optimizer states were saved by {states}, and codec "
                     f"{gone.pop()!r} was removed from training: finish the stage with the version "
-                    "that wrote it, or start a stage from its weights"
+                    "that wrote the checkpoint, or start a stage from its weights"
                 )
-            if saved["codec"] != ours["codec"]:
+            if states != ours["codec"]:
                 first = next(n for n, p in model.parameters.items() if p.group == number)
-                rounding = rounding_of(saved["codec"])
+                rounding = rounding_of(states)
                 if rounding and rounding_of(ours["codec"]) not in (None, rounding):
                     remedy = f"resume with fp8.second_moment={rounding}, as this stage began"
                 raise ValueError(
-                    f"{where}: the optimizer states of {first} and its parameter group are "
-                    f"{saved['codec']}'s, this run has {ours['codec']}; {remedy}"
+                    f"{where}: the optimizer states of {first} and its parameter group were saved "
+                    f"by {states}, this run has {ours['codec']}; {remedy}"
                 )
 
 
-def write_contents(checkpoint: Path, contents: Contents) -> None:
-    """Write contents.json."""
-    write_json(checkpoint / _NAME, {"format": FORMAT, **asdict(contents)})
-
-
 def read_contents(checkpoint: Path) -> Contents:
-    """contents.json of a checkpoint.
+    """Read contents.json of a checkpoint.
 
     Raises:
-        ValueError: it is no checkpoint of this layout.
+        ValueError: the checkpoint has another layout.
     """
-    path = checkpoint / _NAME
+    path = checkpoint / CONTENTS
     if not path.is_file():
         raise ValueError(
-            f"{checkpoint} is no checkpoint that this version reads: it has no {_NAME}; finish its "
-            "stage with the version that wrote it, or start the stage again"
+            f"{checkpoint} has no {CONTENTS}, so this version cannot read it; finish the stage "
+            "with the version that wrote the checkpoint, or start the stage again"
         )
     values = read_json(path)
-    if values["format"] != FORMAT:
+    if check_version(values["format"], FORMAT, str(path)) < _OLDEST:
         raise ValueError(
-            f"{path} has format {values['format']}, this version reads {FORMAT}; finish the stage "
-            "with the version that wrote it"
+            f"{path} has format {values['format']}, this version reads {_OLDEST} to {FORMAT}; "
+            "finish the stage with the version that wrote it"
         )
-    parameters = {
-        name: SavedParameter(**{**entry, "shape": tuple(entry["shape"])})
-        for name, entry in values["parameters"].items()
-    }
-    buffers = {name: tuple(shape) for name, shape in values["buffers"].items()}
-    return Contents(parameters=parameters, buffers=buffers, groups=values["groups"])
+    return TypeAdapter(Contents).validate_python(values)
 
 
-def contents_of(engine: DeepSpeedEngine) -> Contents:
-    """What a checkpoint of an engine holds."""
+def describe_contents(engine: DeepSpeedEngine) -> Contents:
+    """Describe the parameters and parameter groups of an engine."""
     model: Any = engine.module
     optimizer: Any = engine.basic_optimizer
-    groups = groups_by_name(engine)
+    groups = map_parameter_groups(engine)
     parameters = {
         name: SavedParameter(
-            shape=full_shape(parameter),
+            shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),  # stage 3: partitioned
             dtype=str(parameter.dtype).removeprefix("torch."),
             group=groups.get(name),
         )
         for name, parameter in model.named_parameters()
     }
-    buffers = persistent_buffers(model)
+    buffers = get_persistent_buffers(model)
     return Contents(
         parameters=parameters,
         buffers={name: tuple(buffer.shape) for name, buffer in buffers.items()},
@@ -177,8 +188,8 @@ def contents_of(engine: DeepSpeedEngine) -> Contents:
     )
 
 
-def random_state() -> dict[str, Any]:
-    """The state of Python's, NumPy's and torch's generators, ready for JSON."""
+def capture_random_state() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and torch's random generators, ready for JSON."""
     version, keys, gauss = random.getstate()
     numpy_state: Mapping[str, Any] = np.random.get_state(legacy=False)
     state = numpy_state["state"]
@@ -186,13 +197,13 @@ def random_state() -> dict[str, Any]:
     return {
         "python": [version, list(keys), gauss],
         "numpy": [state["key"].tolist(), int(state["pos"])],
-        "torch": _hex(torch.get_rng_state()),
-        "cuda": None if cuda is None else _hex(cuda),
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": None if cuda is None else cuda.numpy().tobytes().hex(),
     }
 
 
-def set_random_state(saved: Mapping[str, Any]) -> None:
-    """Put the generators into a state from :func:`random_state`."""
+def restore_random_state(saved: Mapping[str, Any]) -> None:
+    """Restore the states that :func:`capture_random_state` returned."""
     version, keys, gauss = saved["python"]
     random.setstate((version, tuple(keys), gauss))
     keys, position = saved["numpy"]
@@ -200,10 +211,6 @@ def set_random_state(saved: Mapping[str, Any]) -> None:
     torch.set_rng_state(_bytes(saved["torch"]))
     if saved["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(_bytes(saved["cuda"]))
-
-
-def _hex(state: torch.Tensor) -> str:
-    return state.numpy().tobytes().hex()
 
 
 def _bytes(text: str) -> torch.Tensor:

@@ -1,12 +1,13 @@
-"""The tensors of a checkpoint: safetensors files, and per rank an index that says what they hold.
+"""Reads and writes the tensors of a checkpoint: safetensors files with a JSON index per rank.
 
-``rank-00000.json`` lists the partitions that the rank saved: the pieces of parameters in them, the
-optimizer's state, and the files. So any number of ranks at any ZeRO stage can read what any other
-saved, and nothing in a checkpoint is a pickle.
+``rank-00000.json`` lists the partitions that the rank saved, with the fragments of parameters, the
+optimizer's state, and the files. Any number of ranks at any ZeRO stage can read the files of any
+other, and no file of a checkpoint is a pickle.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,95 +17,94 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from coat_vlm.checkpoint.partitions import Piece
+from coat_vlm.checkpoint.folder_writer import FolderWriter
+from coat_vlm.checkpoint.manifest import read_manifest
+from coat_vlm.checkpoint.partitions import Fragment
 from coat_vlm.optim.state import by_element
 
 WEIGHT = "weight"
 """The key of a partition's weights; the other keys are those of the optimizer's state."""
 
 SHARD_BYTES = 1 << 31
-"""A file is closed when it holds this much: what a rank copies to its memory at a time."""
+"""Size from which the next tensors are written to another file."""
+
+_INDEX = re.compile(r"rank-\d+\.json")
+_Tensors = dict[str, Tensor]
 
 
 class ShardWriter:
-    """Writes what one rank saves.
+    """Collects the tensors of one rank, then writes them.
 
     Args:
-        folder: the checkpoint.
-        rank: names the files.
+        rank: the rank, which is part of the file names.
+        copy: returns the tensor to write, given its name in the files; for example a copy, so that
+            training may go on before it is written. Default: the tensor itself.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder = folder
+    def __init__(self, rank: int, copy: Callable[[str, Tensor], Tensor] | None = None) -> None:
         self._name = f"rank-{rank:05d}"
+        self._copy = copy
         self._partitions: list[dict[str, Any]] = []
-        self._pending: dict[str, Tensor] = {}
-        self._num_files = 0
+        self._files: list[_Tensors] = [{}]
 
     def add(
         self,
-        pieces: tuple[Piece, ...],
+        fragments: tuple[Fragment, ...],
         weight: Tensor,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save a partition.
+        """Add a partition.
 
         Args:
-            pieces: which elements of which parameters.
-            weight: their values; a padded tensor, or the parameter itself.
-            state: the optimizer's state; none before its first step, and for what is frozen.
-
-        Raises:
-            OSError: a file could not be written.
+            fragments: the elements of parameters in ``weight``.
+            weight: the values; a padded tensor, or the parameter itself.
+            state: the optimizer's state; None before the first step and for frozen parameters.
         """
         number, state = len(self._partitions), state or {}
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         elements = by_element(tensors, weight.numel())
         tensors[WEIGHT] = weight
+        if sum(t.numel() * t.element_size() for t in self._files[-1].values()) >= SHARD_BYTES:
+            self._files.append({})
         for key, tensor in tensors.items():
-            flat = tensor.detach().to("cpu", copy=True).contiguous()
-            self._pending[f"{number}.{key}"] = (
-                flat.view(-1) if tensor.ndim or key == WEIGHT else flat
-            )
+            name = f"{number}.{key}"
+            copied = tensor.detach() if self._copy is None else self._copy(name, tensor.detach())
+            self._files[-1][name] = copied.reshape(-1) if tensor.ndim or key == WEIGHT else copied
         self._partitions.append(
             {
-                "pieces": pieces,
+                "pieces": fragments,
                 "size": weight.numel(),
                 "elements": sorted(elements),
                 "others": sorted(tensors.keys() - elements - {WEIGHT}),
                 "on_cpu": sorted(k for k, v in tensors.items() if not v.ndim and not v.is_cuda),
                 "numbers": {k: v for k, v in state.items() if not isinstance(v, Tensor)},
-                "file": f"{self._name}-{self._num_files:03d}.safetensors",
+                "file": self._file_name(len(self._files) - 1),
             }
         )
-        if sum(t.numel() * t.element_size() for t in self._pending.values()) >= SHARD_BYTES:
-            self._flush()
 
-    def close(self) -> None:
-        """Write what is left, and the index.
+    def write(self, folder: FolderWriter) -> None:
+        """Write the tensors and the index into a checkpoint.
 
         Raises:
             OSError: a file could not be written.
         """
-        if self._pending:
-            self._flush()
-        text = json.dumps({"partitions": self._partitions})
-        (self._folder / f"{self._name}.json").write_text(text, encoding="utf-8")
+        for number, tensors in enumerate(self._files):
+            if tensors:
+                folder.write_tensors(self._file_name(number), tensors)
+        index = json.dumps({"partitions": self._partitions})
+        folder.write(f"{self._name}.json", [index.encode()])
 
-    def _flush(self) -> None:
-        path = self._folder / f"{self._name}-{self._num_files:03d}.safetensors"
-        save_tensors(self._pending, path)
-        self._pending = {}
-        self._num_files += 1
+    def _file_name(self, number: int) -> str:
+        return f"{self._name}-{number:03d}.safetensors"
 
 
 def save_tensors(
     tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file; OSError also where safetensors says it otherwise."""
+    """Write a safetensors file; raises OSError for every failure."""
     try:
         save_file(tensors, path, metadata)
-    except SafetensorError as error:  # also for a full disk
+    except SafetensorError as error:  # raised if the disk is full
         raise OSError(f"{path.name}: {error}") from error
 
 
@@ -113,17 +113,17 @@ class SavedPartition:
     """A partition in a checkpoint."""
 
     number: int
-    pieces: tuple[Piece, ...]
+    fragments: tuple[Fragment, ...]
     size: int
-    """Elements of its weights, with padding."""
+    """Number of elements of the weights, including padding."""
     elements: frozenset[str]
-    """Keys of the state with one entry per element."""
+    """Keys of the state's tensors with one entry per element."""
     others: frozenset[str]
-    """Its other tensors."""
+    """Keys of the state's other tensors."""
     on_cpu: frozenset[str]
-    """Those without dimensions that were on the CPU."""
+    """Keys of zero-dimensional tensors that were on the CPU."""
     numbers: Mapping[str, Any]
-    """What is no tensor."""
+    """Entries of the state that are not tensors."""
     file: Any = field(repr=False)
     """The open safetensors file."""
 
@@ -133,34 +133,37 @@ class SavedPartition:
         return self.elements | self.others
 
     def tensor(self, key: str) -> Tensor:
-        """A whole tensor, as it was saved: flat, or without dimensions."""
+        """Read a whole tensor as saved: flat, or zero-dimensional."""
         return self.file.get_tensor(f"{self.number}.{key}")
 
     def read(self, key: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        """Some entries of a flat tensor."""
+        """Read a range of a flat tensor."""
         return self.file.get_slice(f"{self.number}.{key}")[start:stop].to(device=device)
 
 
 class Shards:
-    """All partitions of a checkpoint, read where they are needed.
+    """All partitions of a checkpoint; tensors are read on demand.
 
     Args:
-        checkpoint: the folder; its files are trusted to be whole.
+        checkpoint: the folder; the files are not verified.
     """
 
     def __init__(self, checkpoint: Path) -> None:
         files: dict[str, Any] = {}
-        self._by_pieces: dict[tuple[Piece, ...], SavedPartition] = {}
-        self._by_name: dict[str, list[tuple[Piece, SavedPartition]]] = {}
-        for index in sorted(checkpoint.glob("rank-*.json")):
-            listed = json.loads(index.read_text(encoding="utf-8"))["partitions"]
+        self._by_fragments: dict[tuple[Fragment, ...], SavedPartition] = {}
+        self._by_name: dict[str, list[tuple[Fragment, SavedPartition]]] = {}
+        # The manifest, not a listing of the folder: every rank must read the same files.
+        indices = [name for name in read_manifest(checkpoint) if _INDEX.fullmatch(name)]
+        for index in sorted(indices):
+            text = (checkpoint / index).read_text(encoding="utf-8")
+            listed = json.loads(text)["partitions"]
             for number, entry in enumerate(listed):
                 name = entry["file"]
                 if name not in files:
                     files[name] = safe_open(str(checkpoint / name), "pt")
                 partition = SavedPartition(
                     number=number,
-                    pieces=tuple(Piece(*piece) for piece in entry["pieces"]),
+                    fragments=tuple(Fragment(*fragment) for fragment in entry["pieces"]),
                     size=entry["size"],
                     elements=frozenset(entry["elements"]),
                     others=frozenset(entry["others"]),
@@ -168,43 +171,52 @@ class Shards:
                     numbers=entry["numbers"],
                     file=files[name],
                 )
-                if partition.pieces:
-                    self._by_pieces[partition.pieces] = partition
-                for piece in partition.pieces:
-                    self._by_name.setdefault(piece.name, []).append((piece, partition))
+                if partition.fragments:
+                    self._by_fragments[partition.fragments] = partition
+                for fragment in partition.fragments:
+                    self._by_name.setdefault(fragment.name, []).append((fragment, partition))
 
-    def same(self, pieces: tuple[Piece, ...], size: int) -> SavedPartition | None:
-        """The saved partition of this size with exactly these pieces at the same places."""
-        found = self._by_pieces.get(pieces)
+    def find_identical(self, fragments: tuple[Fragment, ...], size: int) -> SavedPartition | None:
+        """Return the saved partition with this size and exactly these fragments, or None."""
+        found = self._by_fragments.get(fragments)
         return found if found is not None and found.size == size else None
 
-    def overlaps(self, wanted: Piece) -> Iterator[tuple[SavedPartition, int, int, int]]:
-        """Where the elements of a piece are saved.
+    def find_overlaps(self, wanted: Fragment) -> Iterator[tuple[SavedPartition, int, int, int]]:
+        """Find the saved partitions that contain elements of a fragment.
 
         Yields:
-            A saved partition, the first element in it, the first in ``wanted``, and how many.
+            A saved partition, the index of the first element in it, the index of that element in
+            ``wanted``, and the number of elements.
 
         Raises:
-            ValueError: some are not saved.
+            ValueError: elements are missing.
         """
         left = wanted.size
-        for piece, partition in self._by_name.get(wanted.name, []):
-            first = max(piece.start, wanted.start)
-            count = min(piece.start + piece.size, wanted.start + wanted.size) - first
+        for fragment, partition in self._by_name.get(wanted.name, []):
+            first = max(fragment.start, wanted.start)
+            count = min(fragment.start + fragment.size, wanted.start + wanted.size) - first
             if count > 0:
                 left -= count
-                yield partition, piece.offset + first - piece.start, first - wanted.start, count
+                yield (
+                    partition,
+                    fragment.offset + first - fragment.start,
+                    first - wanted.start,
+                    count,
+                )
         if left:
             raise ValueError(
-                f"the checkpoint lacks {left} of {wanted.size} elements of {wanted.name}; take an "
-                "earlier one: delete or move this one away"
+                f"the checkpoint lacks {left} of {wanted.size} elements of {wanted.name}; delete "
+                "or move the checkpoint to resume from an earlier one"
             )
 
-    def weight(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A whole parameter as it was saved: where it trains, its master weights."""
-        size = torch.Size(shape).numel()
+    def read_values(self, wanted: Fragment) -> Tensor:
+        """Read the saved elements of a fragment, flat: master weights for trained parameters."""
         parts = {
-            place: partition.read(WEIGHT, first, first + count)
-            for partition, first, place, count in self.overlaps(Piece(name, 0, size, 0))
+            position: partition.read(WEIGHT, first, first + count)
+            for partition, first, position, count in self.find_overlaps(wanted)
         }
-        return torch.cat([parts[place] for place in sorted(parts)]).view(shape)
+        return torch.cat([parts[position] for position in sorted(parts)])
+
+    def read_parameter(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Read a whole parameter: master weights for trained parameters."""
+        return self.read_values(Fragment(name, 0, torch.Size(shape).numel(), 0)).view(shape)

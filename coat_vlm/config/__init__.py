@@ -1,6 +1,6 @@
 """Recipes: one YAML file, read into frozen dataclasses; unknown keys are errors.
 
-A recipe names the model, the data of each stage and how each stage trains.
+A recipe contains the model, the data of each stage and the training settings of each stage.
 :func:`coat_vlm.config.load.load_recipe` reads a file (or a built-in recipe by name), applies dotted
 overrides such as ``stages.sft.max_steps=10`` and returns a :class:`Recipe`. This package imports no
 other package of the project.
@@ -11,7 +11,6 @@ from coat_vlm.config.fp8 import (
     BlockPrecision,
     Fp8Config,
     Fp8Precision,
-    MonitorConfig,
     Precision,
 )
 from coat_vlm.config.model import (
@@ -23,14 +22,12 @@ from coat_vlm.config.model import (
     VideoConfig,
     VisionConfig,
 )
-from coat_vlm.config.recipe import EvalSetConfig, Recipe, TrackingConfig
+from coat_vlm.config.recipe import Recipe, TrackingConfig
 from coat_vlm.config.stage import (
     MODULES,
     STAGES,
-    LoraTraining,
     ModuleName,
     ModuleTraining,
-    PackingConfig,
     SourceConfig,
     StageConfig,
     StageName,
@@ -41,17 +38,13 @@ __all__ = [
     "MODULES",
     "STAGES",
     "BlockPrecision",
-    "EvalSetConfig",
     "Fp8Config",
     "Fp8Precision",
     "ImageConfig",
     "LanguageConfig",
-    "LoraTraining",
     "ModelConfig",
     "ModuleName",
     "ModuleTraining",
-    "MonitorConfig",
-    "PackingConfig",
     "Precision",
     "ProjectorConfig",
     "Recipe",

@@ -1,9 +1,9 @@
-"""A recipe's ``fp8`` and ``monitor`` sections: what becomes FP8, and what watches it."""
+"""A recipe's ``fp8`` and ``monitor`` sections: what is converted to FP8, and its monitoring."""
 
 import dataclasses
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from coat_vlm.config.model import STRICT, NonNegative, Positive
@@ -14,22 +14,24 @@ BlockPrecision = Literal["bf16", "fp8_linear", "coat", "coat_lean"]
 LinearPrecision = Literal["bf16", "fp8_linear"]
 FP8_PRECISIONS: tuple[Fp8Precision, ...] = ("fp8_linear", "coat", "coat_lean")
 
-ROUNDINGS = {"nearest": "dre_e4m3", "chance": "dre_e4m3_chance"}
-"""What ``fp8.second_moment`` may be but for ``auto`` -> its codec in ``coat_kernels.CODECS``."""
+ROUNDINGS = {"nearest": "dre_e4m3", "stochastic": "dre_e4m3_stochastic"}
+"""``fp8.second_moment`` other than ``auto``, which is stochastic -> name of a codec of
+``coat_kernels``."""
 
-NEAREST_UP_TO = 0.99
-"""The largest beta2 with which ``auto`` rounds to nearest. At 0.95 runs
-with it end near BF16, at 0.999 they are behind (docs/results.md); between, none was compared."""
+SecondMoment = Annotated[
+    Literal["auto", "nearest", "stochastic"],
+    BeforeValidator(lambda value: "stochastic" if value == "chance" else value),  # deprecated name
+]
 
 
 def rounding_of(states: str) -> str | None:
-    """The ``fp8.second_moment`` that made optimizer states.
+    """Return the ``fp8.second_moment`` that optimizer states were written with.
 
     Args:
-        states: name of optimizer and codec, as checkpoints record it.
+        states: names of optimizer and codec, as checkpoints record them.
 
     Returns:
-        ``nearest``, ``chance``, or None for states that this setting does not make.
+        ``nearest``, ``stochastic``, or None for states that do not depend on the setting.
     """
     words = states.split()
     return next((rounding for rounding, codec in ROUNDINGS.items() if codec in words), None)
@@ -42,55 +44,57 @@ class Fp8Config:
     vision: BlockPrecision | None = None
     """Encoder blocks of the vision tower (SigLIP and CLIP); the run's precision when absent."""
     projector: LinearPrecision = "bf16"
-    """Linear layers of the projector: few, and all image features pass through them."""
+    """Linear layers of the projector: there are few, and all image features pass through them."""
     language: BlockPrecision | None = None
-    """Decoder blocks of the language model (Llama, Mistral, Qwen2/2.5, Qwen3), likewise."""
+    """Decoder blocks of the language model (Llama, Mistral, Qwen2/2.5, Qwen3); the run's precision
+    when absent."""
     lm_head: LinearPrecision = "bf16"
     """The output layer."""
     skip_first: NonNegative = 0
-    """Blocks at the beginning of the tower and of the language model that stay as they are."""
+    """Blocks at the beginning of the tower and of the language model that are not converted."""
     skip_last: NonNegative = 0
-    """Blocks at the end of the tower and of the language model that stay as they are."""
+    """Blocks at the end of the tower and of the language model that are not converted."""
     bf16_forward_first: NonNegative | None = None
     """Blocks at the beginning of the tower and of the language model, under ``coat`` and
-    ``coat_lean``, whose forward products are BF16 (FP32 on a CPU): their rounding reaches all later
-    blocks and is more than half of what FP8 costs in training loss (docs/results.md). What they
-    keep and their gradients are FP8 as elsewhere, attention's as under ``coat``. When absent a
-    sixth of the blocks, at most two; ``skip_first`` counts from the same block. Blocks with LoRA
-    adapters are none."""
+    ``coat_lean``, whose forward GEMMs run in BF16 (FP32 on a CPU): their rounding error reaches all
+    later blocks and is more than half of what FP8 costs in training loss (docs/results.md). Their
+    saved activations and gradients are FP8 as in other blocks, and attention saves what it saves
+    under ``coat``. When absent, a sixth of the blocks, at most two. ``skip_first`` counts from the
+    same block. Does not apply to blocks with LoRA adapters."""
     group_size: Literal[16, 32, 64, 128] = 16
-    """Channels that share a scale in the FP8 copies that norms and activations keep. (Those of
-    attention under ``coat_lean`` have one scale per head and token, or the largest group.)"""
+    """Channels per scale in the quantized activations that norms and activation functions save.
+    (Attention under ``coat_lean`` has one scale per head and token, or the largest group.)"""
     gradients: Literal["e5m2", "e4m3"] | None = None
-    """Format of gradients in FP8: ``e4m3`` halves their rounding, ``e5m2`` reaches smaller ones.
+    """FP8 format of gradients: ``e4m3`` halves the rounding error, ``e5m2`` has a wider range.
     When absent, ``e4m3`` in blocks under ``coat_lean`` and ``e5m2`` elsewhere."""
     weights: Literal["auto", "cache", "recompute"] = "auto"
-    """Whether FP8 weights stay for all micro-batches of a step (2 bytes per parameter):
-    ``auto`` keeps them where gradients are accumulated and the GPU's memory has room."""
+    """Whether all micro-batches of a step share FP8 weights (2 bytes per parameter: row-major for
+    the forward GEMM and transposed for the grad-input GEMM, one byte each): ``auto`` caches them if
+    gradients are accumulated and they fit into the GPU's free memory."""
     cuda_graphs: bool = False
-    """Launch each block as one CUDA graph, for models so small that the GPU waits for the CPU;
-    activations then keep their memory between steps, and packed rows are filled up
+    """Launch each block as one CUDA graph, for models so small that the GPU waits for the CPU.
+    Activations then have statically allocated memory, and packed rows are padded
     (coat_vlm/fp8/graphs.py). ZeRO 0 to 2; no effect on a CPU and on frozen parts."""
     optimizer: Literal["coat", "adamw"] | None = None
     """``coat``: AdamW with FP8 moments; ``adamw``: torch's, with FP32 moments. When absent,
     ``adamw`` under ``fp8_linear`` and ``coat`` otherwise."""
     released_constants: bool = False
     """Dynamic range expansion with the constants of the paper's released kernel."""
-    second_moment: Literal["auto", "nearest", "chance"] = "auto"
-    """How FP8 codes of AdamW's second moment v are rounded: ``nearest``, or up or down by
-    ``chance``. ``auto`` takes ``chance`` in a stage whose beta2 is above 0.99: at 0.999 a step
-    moves v by 0.1%, codes are up to 12.5% apart, and to nearest v stays where it is (0.95 and
-    0.999 were measured, nothing between them)."""
+    second_moment: SecondMoment = "auto"
+    """Rounding of AdamW's second moment v to FP8: ``nearest`` or ``stochastic``. ``auto`` is
+    ``stochastic``: a step reduces v by at most a share of 1 - beta2, E4M3 values are up to 12.5%
+    apart, and v rounded to nearest stays too large where gradients shrink. ``nearest`` is the
+    paper's."""
     reference: bool = False
     """Run the plain PyTorch arithmetic on a GPU without FP8 tensor cores (slow)."""
 
     def __post_init__(self) -> None:
         if self.optimizer == "adamw":
             self._refuse_moments("fp8.optimizer: adamw")
-        if self.released_constants and self.second_moment == "chance":
+        if self.released_constants and self.second_moment == "stochastic":
             raise ValueError(
-                "fp8.second_moment: chance has no effect with fp8.released_constants, whose kernel "
-                "rounds to nearest; remove one of them"
+                "fp8.second_moment: stochastic has no effect with fp8.released_constants, whose "
+                "kernel rounds to nearest; remove one of them"
             )
         if self.cuda_graphs and self.weights == "cache":
             raise ValueError(
@@ -118,37 +122,28 @@ class Fp8Config:
             )
 
     def _refuse_moments(self, why: str) -> None:
-        """Refuse settings of FP8 moments, which have no effect for the reason given."""
-        for name, value in {"released_constants": True, "second_moment": "chance"}.items():
+        """Raise an error if FP8 moments are configured although they have no effect."""
+        for name, value in {"released_constants": True, "second_moment": "stochastic"}.items():
             if getattr(self, name) == value:
                 raise ValueError(
                     f"fp8.{name} has no effect with {why}; remove it, or set fp8.optimizer: coat"
                 )
 
-    def codec(self, beta2: float) -> str:
-        """The codec of AdamW's FP8 moments in a stage: a name in ``coat_kernels.CODECS``.
+    @property
+    def codec(self) -> str:
+        """Codec of AdamW's FP8 moments: a name in ``coat_kernels.CODECS``.
 
-        A step moves the second moment v by up to 1 - beta2 of itself where gradients shrink: 0.1%
-        at 0.999. Neighbouring E4M3 values are up to 12.5% apart, so rounding to nearest puts v back
-        where it was, and it stays too large (kernels/README.md). Stochastic rounding is right on
-        average, at the price of more variance, which costs where beta2 is small. So ``auto``
-        chooses by beta2. The codec of ``released_constants`` rounds to nearest.
-
-        Args:
-            beta2: the stage's second decay rate.
+        The codec of ``released_constants`` rounds to nearest.
         """
         if self.released_constants:
             return "released"
-        rounding = self.second_moment
-        if rounding == "auto":
-            rounding = "chance" if beta2 > NEAREST_UP_TO else "nearest"
-        return ROUNDINGS[rounding]
+        return ROUNDINGS["stochastic" if self.second_moment == "auto" else self.second_moment]
 
     def resolved(self, precision: Fp8Precision) -> "Fp8Config":
-        """The same with nothing absent, for a run in this precision.
+        """Return a copy with the defaults of ``precision`` in place of absent values.
 
         Raises:
-            ValueError: a setting has no effect in it.
+            ValueError: a setting has no effect in this precision.
         """
         vision, language = self.vision or precision, self.language or precision
         unset = {"group_size": 16, "cuda_graphs": False, "bf16_forward_first": None}
@@ -170,36 +165,37 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class MonitorConfig:
-    """Every so many steps a few FP8 blocks run once more, in FP8 and in BF16, on a live input.
+    """Compares FP8 blocks with BF16 every ``every`` steps, on the inputs of training.
 
-    What is measured: :mod:`coat_vlm.fp8.block_error`. Other steps are as without a monitor.
+    The metrics are in :mod:`coat_vlm.fp8.block_error`. Other steps are not affected.
     """
 
     every: Positive
     """Steps between two measurements."""
     layers: tuple[str, ...] = ("first", "middle", "last")
-    """Which of the tower's and of the language model's FP8 blocks: these words, ``all``, or names
-    of modules such as ``language_model.model.layers.3``. Of each, the input and the output's
-    gradient are kept until the step is over, and both runs take the memory of a whole block."""
+    """FP8 blocks of the tower and of the language model to compare: these words, ``all``, or names
+    of modules such as ``language_model.model.layers.3``. The input and the output gradient of each
+    are saved until the step is over, and both runs take the memory of a whole block."""
     max_error: Limit = 0.25
-    """Largest relative error of what a block adds to the residual stream. Where the stream is some
-    hundred times larger than that, BF16's own rounding reaches this limit."""
+    """Largest relative error of what a block adds to the residual stream. If the stream is some
+    hundred times larger than what the block adds, BF16's own rounding reaches this limit."""
     max_gradient_error: Limit = 0.5
     """Largest relative error of what a block adds to the gradient of its input."""
     max_saturated: Share = 0.1
-    """Largest share of the values of a tensor that may be at the format's largest value; of kinds
+    """Largest share of a tensor's values that may be at the format's largest value, for tensors
     with one scale per tensor."""
     max_underflowed: Share = 0.25
-    """Largest share of the values of a tensor that may become zero, likewise."""
+    """Largest share of a tensor's values that may become zero, for tensors with one scale per
+    tensor."""
     action: Literal["warn", "bf16"] = "warn"
-    """What follows from a value beyond its limit: a warning, or also that the block computes in
-    BF16 from the next step on: in this stage, where it is resumed, and where its model is
-    evaluated. Such a block keeps its activations in BF16 and takes their memory. A later stage
+    """Action when a value exceeds its limit: ``warn``, or ``bf16``, which also runs the block in
+    BF16 from the next step on: in this stage, after a resume, and when the stage's model is
+    evaluated. A block in BF16 saves its activations in BF16 and needs their memory. A later stage
     starts with all blocks in FP8 again."""
 
     def __post_init__(self) -> None:
         if not self.layers or len(set(self.layers)) != len(self.layers):
             raise ValueError(
-                f"monitor.layers is {list(self.layers)}; allowed: different ones of first, middle, "
-                "last, all and names of modules, one at least"
+                f"monitor.layers is {list(self.layers)}; it must have at least one entry and no "
+                "duplicates: first, middle, last, all, or names of modules"
             )

@@ -1,29 +1,35 @@
-"""Reads and writes recipes: YAML with dotted overrides, checked key by key.
+"""Reads and writes recipes: YAML with dotted overrides; every key is checked.
 
-Values may name environment variables as ``${NAME}`` (a path to the user's data, say). Relative
-paths stay relative to the working directory.
+Values may contain environment variables, written ``${NAME}``, for example in paths to data.
+Relative paths stay relative to the working directory.
 """
 
-import dataclasses
 import difflib
+import logging
 import os
 import re
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from coat_data.saved_files import FORMAT_VERSION, check_version, write_text
 from coat_vlm.config import Recipe
+from coat_vlm.config.keys import list_allowed_keys, suggest_keys
+
+logger = logging.getLogger(__name__)
+
+VERSION = 2
+"""Format version of a run's recipe.yaml. 1, that of commit 6626d5c, has no version in the file."""
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
-def builtin_recipes() -> list[str]:
-    """Names of the recipes that come with the package."""
+def list_builtin_recipes() -> list[str]:
+    """Return the names of the recipes in the package."""
     folder = files("coat_vlm") / "recipes"
     return sorted(
         entry.name.removesuffix(".yaml")
@@ -33,51 +39,76 @@ def builtin_recipes() -> list[str]:
 
 
 def load_recipe(
-    path_or_name: str, overrides: Sequence[str] = (), *, unset_variables: bool = False
+    path_or_name: str,
+    overrides: Sequence[str] = (),
+    *,
+    unset_variables: bool = False,
+    say: Callable[[str], None] = logger.warning,
 ) -> Recipe:
     """Read a recipe.
 
     Args:
         path_or_name: a YAML file, or the name of a built-in recipe.
-        overrides: ``dotted.key=value`` texts, the value in YAML; applied in order.
-        unset_variables: let ``${NAME}`` of a variable that is not set stand as it is in ``stages``
-            and ``eval_sets``: for a command that needs no data.
+        overrides: strings ``dotted.key=value`` with the value in YAML; applied in order. One of a
+            stage's ``epochs`` and ``max_steps`` clears the other one of the file.
+        unset_variables: accept variables that are not set in ``stages`` and ``eval_sets`` and leave
+            ``${NAME}`` unchanged there, for commands that need no data.
+        say: receives a sentence for each key of the file that an override clears.
 
     Raises:
-        ValueError: no such recipe, YAML that does not parse, an unknown or repeated key (the
-            nearest valid one is named), a value that is not allowed, an unset variable.
+        ValueError: the recipe does not exist, the YAML does not parse, a key is unknown (the
+            message suggests the nearest valid key) or repeated, a value is not allowed, or a
+            variable is not set.
     """
-    where, text = _find(path_or_name)
+    where, text = _read_text(path_or_name)
     try:
         data = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
-        raise ValueError(f"{where}: this YAML does not parse: {error}") from error
+        raise ValueError(f"{where}: the YAML does not parse: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{where}: a recipe is a mapping of keys, got {type(data).__name__}")
+    version = check_version(data.pop(FORMAT_VERSION, None), VERSION, where)
+    for migrate in _MIGRATIONS[version - 1 :]:
+        data = migrate(data)
+    data = _copy(data)
     for override in overrides:
-        _override(data, override)
+        _apply_override(data, override)
+    _clear_other_length(data, overrides, say)
     data = {
-        key: _expand(value, where, unset_variables and key in ("stages", "eval_sets"))
+        key: _expand_variables(value, where, unset_variables and key in ("stages", "eval_sets"))
         for key, value in data.items()
     }
     try:
         return TypeAdapter(Recipe).validate_python(data)
     except ValidationError as error:
-        lines = [_explain(problem) for problem in error.errors()]
+        lines = [_format_problem(problem) for problem in error.errors()]
         raise ValueError("\n".join([f"{where}: {len(lines)} problem(s):", *lines])) from None
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
-    """Write the resolved recipe as YAML; ``load_recipe`` reads it back."""
-    text = yaml.safe_dump(TypeAdapter(Recipe).dump_python(recipe, mode="json"), sort_keys=False)
-    path.write_text(text, encoding="utf-8")
+    """Write the resolved recipe as YAML, readable by ``load_recipe``."""
+    values = TypeAdapter(Recipe).dump_python(recipe, mode="json")
+    write_text(path, yaml.safe_dump({FORMAT_VERSION: VERSION, **values}, sort_keys=False))
 
 
-def _find(path_or_name: str) -> tuple[str, str]:
+def _migrate_1(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a recipe of version 1 in version 2.
+
+    Version 2 has the same keys; words that were renamed are still read where they are used.
+    """
+    return data
+
+
+_MIGRATIONS = (_migrate_1,)
+"""Functions that return the data of a recipe in the next version; the first for version 1."""
+
+
+def _read_text(path_or_name: str) -> tuple[str, str]:
+    """Return how messages call the recipe, and its text."""
     path = Path(path_or_name)
     if path.is_file():
         return str(path), path.read_text(encoding="utf-8")
-    names = builtin_recipes()
+    names = list_builtin_recipes()
     if path_or_name in names:
         resource = files("coat_vlm") / "recipes" / f"{path_or_name}.yaml"
         return f"recipe {path_or_name}", resource.read_text(encoding="utf-8")
@@ -89,60 +120,85 @@ def _find(path_or_name: str) -> tuple[str, str]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping; plain YAML silently keeps the later."""
+    """Rejects repeated keys in a mapping; plain PyYAML silently uses the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"the key {key_node.value!r} stands twice",
+                    problem=f"the key {key_node.value!r} is repeated",
                     problem_mark=key_node.start_mark,
                 )
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
 
-def _override(data: dict[str, Any], override: str) -> None:
+def _copy(value: Any) -> Any:
+    """Copy nested mappings and lists; places that share one by a YAML alias get one each."""
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    """Set a value in nested mappings and lists; mappings that do not exist are created."""
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         raise ValueError(f"override {override!r}: expected key=value, such as seed=1")
-    *parents, last = dotted.split(".")
-    place: Any = data
-    for number, key in enumerate(parents):
-        place = _enter(place, key, ".".join(parents[: number + 1]))
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"override {override!r}: the value is not YAML: {error}") from error
-    place[_key(place, last, dotted)] = value
+    keys = dotted.split(".")
+    parent: Any = data
+    for number, name in enumerate(keys, start=1):
+        path = ".".join(keys[:number])
+        key: Any = name
+        if isinstance(parent, list):
+            if not name.isdigit() or int(name) >= len(parent):
+                raise ValueError(
+                    f"override {path}: expected an index below {len(parent)}, got {name!r}"
+                )
+            key = int(name)
+        if number == len(keys):
+            parent[key] = value
+            return
+        if isinstance(parent, dict) and parent.get(key) is None:
+            parent[key] = {}
+        parent = parent[key]
+        if not isinstance(parent, dict | list):
+            raise ValueError(f"override {path}: {parent!r} is a value, it has no keys below it")
 
 
-def _enter(place: Any, key: str, dotted: str) -> Any:
-    """The mapping or list at a key of another one; made where a mapping has none."""
-    where = _key(place, key, dotted)
-    if isinstance(place, dict) and place.get(where) is None:
-        place[where] = {}
-    if not isinstance(place[where], dict | list):
-        raise ValueError(f"override {dotted}: {place[where]!r} is a value, it has no keys below it")
-    return place[where]
+_LENGTHS = {"epochs": "max_steps", "max_steps": "epochs"}
 
 
-def _key(place: Any, key: str, dotted: str) -> str | int:
-    """A key of a mapping, or an index of a list."""
-    if isinstance(place, dict):
-        return key
-    if not key.isdigit() or int(key) >= len(place):
-        raise ValueError(f"override {dotted}: expected an index below {len(place)}, got {key!r}")
-    return int(key)
+def _clear_other_length(
+    data: dict[str, Any], overrides: Sequence[str], say: Callable[[str], None]
+) -> None:
+    """Clear ``epochs`` of a stage if an override set ``max_steps``, and the reverse."""
+    given = [override.partition("=")[0].split(".") for override in overrides]
+    for keys in given:
+        if len(keys) != 3 or keys[0] != "stages" or keys[2] not in _LENGTHS:
+            continue
+        stage, other = data["stages"][keys[1]], _LENGTHS[keys[2]]
+        if None in (stage[keys[2]], stage.get(other)) or [*keys[:2], other] in given:
+            continue
+        dotted = ".".join(keys)
+        say(
+            f"{dotted}={stage[keys[2]]} replaces {'.'.join([*keys[:2], other])}={stage[other]} of "
+            "the recipe: a stage has one of them"
+        )
+        stage[other] = None
 
 
-def _expand(value: Any, where: str, unset_variables: bool) -> Any:
-    """``value`` with ${NAME} replaced in all its strings."""
+def _expand_variables(value: Any, where: str, unset_variables: bool) -> Any:
+    """Replace ${NAME} in all strings of nested mappings and lists."""
     if isinstance(value, Mapping):
-        return {key: _expand(item, where, unset_variables) for key, item in value.items()}
+        return {key: _expand_variables(item, where, unset_variables) for key, item in value.items()}
     if isinstance(value, list):
-        return [_expand(item, where, unset_variables) for item in value]
+        return [_expand_variables(item, where, unset_variables) for item in value]
     if not isinstance(value, str):
         return value
     for name in _VARIABLE.findall(value):
@@ -154,19 +210,20 @@ def _expand(value: Any, where: str, unset_variables: bool) -> Any:
     return _VARIABLE.sub(lambda match: os.environ.get(match[1], match[0]), value)
 
 
-def _explain(problem: Any) -> str:
-    """One line for one of pydantic's errors."""
+def _format_problem(problem: Any) -> str:
+    """Format one pydantic error as one line."""
     keys = [str(key) for key in problem["loc"] if key != "[key]"]
     dotted = ".".join(keys)
     if problem["type"] == "unexpected_keyword_argument" or "[key]" in problem["loc"]:
-        known = _known_keys(keys[:-1])
+        known = list_allowed_keys(keys[:-1])
         if "offload" in dotted:
             return (
-                f"  {dotted}: optimizer states and weights are not offloaded: DeepSpeed's CPU Adam "
-                "would step instead of the FP8 optimizer; raise zero_stage, or use precision coat"
+                f"  {dotted}: offloading of optimizer states and weights is not supported: "
+                "DeepSpeed's CPU Adam would replace the FP8 optimizer; raise zero_stage, or use "
+                "precision coat"
             )
-        close = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.4)
-        did_you_mean = f"did you mean {'.'.join([*keys[:-1], close[0]])}? " if close else ""
+        close = suggest_keys(keys)
+        did_you_mean = f"did you mean {' or '.join(close)}? " if close else ""
         return f"  {dotted}: unknown key; {did_you_mean}(allowed: {', '.join(known)})"
     if problem["type"] in {"missing", "missing_argument"}:
         return f"  {dotted}: this key is missing"
@@ -174,20 +231,3 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "value_error":
         return f"  {dotted}: {message}" if dotted else f"  {message}"
     return f"  {dotted}: {message[0].lower()}{message[1:]}, got {problem['input']!r}"
-
-
-def _known_keys(keys: Sequence[str]) -> list[str]:
-    """The keys allowed below ``keys``."""
-    kind: Any = Recipe
-    for key in [*keys, None]:
-        if get_origin(kind) in (Union, types.UnionType):  # X of X | None
-            kind = next((arg for arg in get_args(kind) if arg is not type(None)), None)
-        if key is None:
-            break
-        is_section = dataclasses.is_dataclass(kind)
-        kind = (
-            get_type_hints(kind).get(key) if is_section else next(iter(get_args(kind)[-1:]), None)
-        )
-    if dataclasses.is_dataclass(kind):
-        return [field.name for field in dataclasses.fields(kind)]
-    return [str(n) for n in get_args(get_args(kind)[0])] if get_origin(kind) is dict else []

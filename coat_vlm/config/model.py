@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 STRICT = ConfigDict(extra="forbid")
-"""Of all of a recipe's dataclasses: an unknown key is an error."""
+"""Configuration of every dataclass of a recipe: an unknown key is an error."""
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -15,82 +15,77 @@ NonNegative = Annotated[int, Field(ge=0)]
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ImageConfig:
-    """How an image becomes the tower's input."""
+    """Preprocessing of images for the vision tower."""
 
     mode: Literal["resize", "pad", "dynamic", "dynamic_s2"] = "resize"
-    """VILA's names. ``resize`` to a square; ``pad`` to a square with the mean colour first;
-    ``dynamic``: tiles in a grid of the image's shape, and a thumbnail; ``dynamic_s2``: tiles at
-    several scales, whose features are concatenated (coat_data/tiling.py)."""
+    """VILA's names. ``resize`` resizes to a square; ``pad`` first pads to a square with the mean
+    color; ``dynamic`` cuts a grid of tiles that fits the image's shape, and adds a thumbnail;
+    ``dynamic_s2`` cuts tiles at several scales and concatenates their features
+    (coat_data/media/tiling.py)."""
     augment: Literal["none", "crop_flip"] = "none"
-    """Training only: a random crop of the image padded by 1/8, and a horizontal flip."""
+    """Augmentation in training: ``crop_flip`` pads the image by 1/8, crops randomly and flips
+    horizontally at random."""
     min_tiles: Positive | None = None
-    """``dynamic``: fewest tiles of the grid; default 1."""
+    """``dynamic``: minimum number of tiles of the grid; default 1."""
     max_tiles: Positive | None = None
-    """``dynamic`` and ``dynamic_s2``: most tiles of the (largest) grid; default 12."""
+    """``dynamic`` and ``dynamic_s2``: maximum number of tiles of the (largest) grid; default 12."""
     s2_scales: tuple[Positive, ...] | None = None
-    """``dynamic_s2``: sides of the scales in pixels; default one, two and three times the tower's
-    (448, 896 and 1344 for a tower of 448)."""
+    """``dynamic_s2``: side lengths of the scales in pixels; default one, two and three times the
+    tower's (448, 896 and 1344 for a tower of 448)."""
     max_pixels: Positive | None = None
-    """Most pixels of an image file, against decompression bombs; default 89 million (Pillow's)."""
+    """Maximum number of pixels of an image file, against decompression bombs; default 89 million
+    (Pillow's)."""
     num_video_frames: Positive | None = None
-    """The older name of ``model.video.num_frames``."""
+    """Deprecated name of ``model.video.num_frames``."""
 
     def __post_init__(self) -> None:
-        effects = {
-            "min_tiles": ("dynamic",),
-            "max_tiles": ("dynamic", "dynamic_s2"),
-            "s2_scales": ("dynamic_s2",),
-        }
-        for name, modes in effects.items():
-            if getattr(self, name) is not None and self.mode not in modes:
-                raise ValueError(
-                    f"model.image.{name} has no effect with mode: {self.mode}; remove it, or set "
-                    f"mode: {' or '.join(modes)}"
-                )
+        require_value("model.image", self, "mode", "min_tiles", "dynamic")
+        require_value("model.image", self, "mode", "max_tiles", "dynamic", "dynamic_s2")
+        require_value("model.image", self, "mode", "s2_scales", "dynamic_s2")
         if self.mode in ("dynamic", "dynamic_s2") and self.augment != "none":
             raise ValueError(
-                f"model.image.augment: {self.augment} has no effect with mode: {self.mode}, whose "
-                "tiles are not augmented; remove it"
+                f"model.image.augment: {self.augment} has no effect with mode: {self.mode}: tiles "
+                "are not augmented; remove it"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class VideoConfig:
-    """Which frames of a video are shown, and what reads them; each frame is one tile."""
+    """Sampling and decoding of video frames; each sampled frame is one tile."""
 
     backend: Literal["auto", "decord", "pyav"] = "auto"
-    """``pyav``; ``decord`` in a child process with a time limit, and PyAV for what it does not read
-    exactly (needs the decord extra); ``auto``: PyAV, measured to be as fast."""
+    """``pyav``; ``decord`` in a child process with a time limit, with PyAV for videos that decord
+    does not read exactly (needs the decord extra); ``auto``: PyAV, measured to be as fast."""
     sampling: Literal["uniform", "fps", "all"] = "uniform"
-    """``uniform`` in time; ``fps`` frames per second, or fewer; ``all`` frames."""
+    """``uniform``: ``num_frames`` frames evenly spaced in time; ``fps``: at most ``fps`` frames per
+    second; ``all``: every frame."""
     num_frames: Positive | None = None
     """``uniform``: frames per video; default 8. A shorter video gives fewer."""
     fps: Annotated[float, Field(gt=0.0)] | None = None
     """``fps``: frames per second."""
     max_frames: Positive | None = None
-    """``fps`` and ``all``: most frames, from there on uniform in time; default 64."""
+    """``fps`` and ``all``: maximum number of frames; longer videos are sampled uniformly in time;
+    default 64."""
+    max_frame_pixels: Positive | None = None
+    """Maximum number of pixels of a frame in the file; default 33,554,432 (room for 8K)."""
+    max_total_pixels: Positive | None = None
+    """Maximum number of pixels of all sampled frames, in the size in which they are held (training
+    holds squares of the tower's size); default 268,435,456."""
     timeout_s: Annotated[float, Field(gt=0.0)] | None = None
-    """``decord``: seconds after which a video is given to PyAV; default 30."""
+    """``decord``: seconds after which PyAV decodes the video instead; default 30."""
     time_tokens: bool = False
-    """Write before each frame when it is shown, as text such as ``<1.5 seconds>``; with
-    ``pool_frames`` the mean time of each group."""
+    """Insert each frame's timestamp before it, as text such as ``<1.5 seconds>``; with
+    ``pool_frames`` the mean timestamp of each group."""
     pool_frames: Annotated[int, Field(gt=1)] | None = None
-    """Average the projected features of so many consecutive frames, as NVILA does by 8: a group
-    takes the tokens of one frame. The last group of a video may be shorter. Not with image mode
+    """Number of consecutive frames whose projected features are averaged (NVILA: 8): a group takes
+    the tokens of one frame. The last group of a video may be shorter. Not supported with image mode
     ``dynamic_s2``."""
 
     def __post_init__(self) -> None:
-        effects = {
-            "num_frames": ("sampling", self.sampling, self.sampling == "uniform"),
-            "fps": ("sampling", self.sampling, self.sampling == "fps"),
-            "max_frames": ("sampling", self.sampling, self.sampling != "uniform"),
-            "timeout_s": ("backend", self.backend, self.backend == "decord"),
-        }
-        for name, (option, value, has_effect) in effects.items():
-            if getattr(self, name) is not None and not has_effect:
-                raise ValueError(
-                    f"model.video.{name} has no effect with {option}: {value}; remove one of them"
-                )
+        require_value("model.video", self, "sampling", "num_frames", "uniform")
+        require_value("model.video", self, "sampling", "fps", "fps")
+        require_value("model.video", self, "sampling", "max_frames", "fps", "all")
+        require_value("model.video", self, "backend", "timeout_s", "decord")
         if self.sampling == "fps" and self.fps is None:
             raise ValueError("model.video.sampling: fps needs model.video.fps, frames per second")
 
@@ -100,21 +95,22 @@ ProjectorType = Literal["linear", "mlp2x_gelu", "mlp_downsample", "mlp_downsampl
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class VisionConfig:
-    """The vision tower: pretrained by name or folder, or from scratch by its own config."""
+    """The vision tower: pretrained (``name_or_path``) or randomly initialized (``config``)."""
 
     library: Literal["transformers", "open_clip"] = "transformers"
-    """Which library builds the tower."""
+    """Library that builds the tower."""
     name_or_path: str | None = None
-    """Hub id or local folder; its pretrained weights are kept. Exclusive with ``config``."""
+    """Hub id or local folder of a pretrained tower. Exclusive with ``config``."""
     config: dict[str, Any] | None = None
-    """A from-scratch tower: keys of the library's config, with ``model_type`` for transformers."""
+    """Configuration of a randomly initialized tower: keys of the library's config, with
+    ``model_type`` for transformers."""
     select_layer: int = -2
-    """Which hidden state feeds the projector; -1 is the last layer's output, -2 the one before."""
+    """Hidden state that feeds the projector; -1 is the last layer's output, -2 the one before."""
     select_feature: Literal["patch", "cls_patch"] = "patch"
-    """``patch`` drops a class token, ``cls_patch`` keeps everything the tower returns."""
+    """``patch`` drops a class token, ``cls_patch`` uses all tokens of the tower."""
 
     def __post_init__(self) -> None:
-        exactly_one("model.vision", name_or_path=self.name_or_path, config=self.config)
+        require_exactly_one("model.vision", name_or_path=self.name_or_path, config=self.config)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -127,30 +123,32 @@ class ProjectorConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class LanguageConfig:
-    """The causal language model: pretrained by name or folder, or from scratch by its config."""
+    """The causal language model: pretrained, or randomly initialized from ``config``."""
 
     name_or_path: str | None = None
-    """Hub id or local folder; its pretrained weights are kept. Exclusive with ``config``."""
+    """Hub id or local folder of a pretrained model. Exclusive with ``config``."""
     config: dict[str, Any] | None = None
-    """A from-scratch model: ``model_type`` (llama, mistral, qwen2, qwen3, ...) and config keys."""
+    """Configuration of a randomly initialized model: ``model_type`` (llama, mistral, qwen2, qwen3,
+    ...) and config keys."""
 
     def __post_init__(self) -> None:
-        exactly_one("model.language", name_or_path=self.name_or_path, config=self.config)
+        require_exactly_one("model.language", name_or_path=self.name_or_path, config=self.config)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class TokenizerConfig:
-    """The tokenizer: an existing one, or a byte-level BPE trained on the recipe's own texts."""
+    """The tokenizer: a pretrained one, or a byte-level BPE trained on the recipe's texts."""
 
     name_or_path: str | None = None
     """Hub id or folder; defaults to ``model.language.name_or_path``."""
     train_vocab_size: Positive | None = None
-    """Train a byte-level BPE of this size on the texts of all stages (from-scratch models)."""
+    """Train a byte-level BPE of this size on the texts of all stages, for randomly initialized
+    models."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ModelConfig:
-    """The composed model; with ``vision: null`` a language model alone, trained on text."""
+    """The composed model; with ``vision: null`` only a language model, trained on text."""
 
     vision: VisionConfig | None
     language: LanguageConfig
@@ -159,9 +157,10 @@ class ModelConfig:
     image: ImageConfig = field(default_factory=ImageConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] = "chatml"
-    """Chat template of the model (a stage may use another, e.g. ``plain`` for align)."""
+    """Chat template of the model; a stage may override it, for example with ``plain`` in align."""
     max_length: Positive = 2048
-    """Longest sequence in tokens, image tokens included; a longer sample is a bad sample."""
+    """Maximum sequence length in tokens, including image tokens; a longer sample is a bad
+    sample."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation passed to transformers."""
 
@@ -175,26 +174,36 @@ class ModelConfig:
             for name, given in idle.items():
                 if given:
                     raise ValueError(
-                        f"model.{name} has no effect with model.vision: null, a language model "
-                        "alone; remove it, or give model.vision a tower"
+                        f"model.{name} has no effect without a vision tower (model.vision: null); "
+                        "remove it, or set model.vision"
                     )
         if self.video.pool_frames is not None and self.image.mode == "dynamic_s2":
             raise ValueError(
-                f"model.video.pool_frames={self.video.pool_frames} does not go with model.image."
-                "mode: dynamic_s2; remove it, or use resize, pad or dynamic"
+                f"model.video.pool_frames={self.video.pool_frames} is not supported with model."
+                "image.mode: dynamic_s2; remove it, or use resize, pad or dynamic"
             )
         older = self.image.num_video_frames
         if older is not None and (self.video.num_frames or self.video.sampling != "uniform"):
             raise ValueError(
-                f"model.image.num_video_frames={older} has no effect beside model.video."
-                "num_frames or another sampling than uniform; remove it"
+                f"model.image.num_video_frames={older} has no effect with model.video.num_frames "
+                "or with a sampling other than uniform; remove it"
             )
 
 
-def exactly_one(where: str, **options: object) -> None:
-    """Raise ValueError unless one of the options is given; ``where`` is the recipe key."""
+def require_value(where: str, settings: object, option: str, key: str, *values: str) -> None:
+    """Raise ValueError if ``key`` is set and ``option`` is none of the values that use it."""
+    value = getattr(settings, option)
+    if getattr(settings, key) is not None and value not in values:
+        raise ValueError(
+            f"{where}.{key} has no effect with {option}: {value}; remove it, or set {option}: "
+            f"{' or '.join(values)}"
+        )
+
+
+def require_exactly_one(where: str, **options: object) -> None:
+    """Raise ValueError unless exactly one option is given; ``where`` is the recipe key."""
     given = [name for name, value in options.items() if value is not None]
     if len(given) != 1:
         names = " or ".join(options)
         got = " and ".join(given) if given else "neither"
-        raise ValueError(f"{where}: exactly one of {names} is needed, got {got}")
+        raise ValueError(f"{where}: exactly one of {names} is required, got {got}")

@@ -1,19 +1,21 @@
-"""A whole recipe: the model, the stages in order, evaluation sets, and how the run behaves."""
+"""A whole recipe: model, stages, evaluation sets, and settings of the run."""
 
 import dataclasses
 from dataclasses import field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from coat_vlm.config.fp8 import FP8_PRECISIONS, Fp8Config, MonitorConfig, Precision
+from coat_vlm.config.limits import LimitsConfig, NetworkConfig
 from coat_vlm.config.model import STRICT, ModelConfig, NonNegative, Positive
 from coat_vlm.config.stage import STAGES, StageConfig, StageName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class TrackingConfig:
-    """Where metrics go besides metrics.jsonl, which is always written."""
+    """Loggers in addition to metrics.jsonl, which is always written."""
 
     tensorboard: bool = True
     """Write event files to RUN/tensorboard."""
@@ -22,17 +24,36 @@ class TrackingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class DivergenceConfig:
+    """What happens when loss or gradient norm leave their usual range, or are not finite."""
+
+    action: Literal["warn", "stop", "rollback"] = "warn"
+    """``warn``: print a warning and mark checkpoints, which then do not push out good ones.
+    ``stop``: end the run. ``rollback``: go back to the last checkpoint from before the spike and
+    skip the batches in between. With the last two, ``--resume auto`` also continues from before a
+    spike."""
+    window: Annotated[int, Field(ge=16)] = 128
+    """Number of past steps that define the usual range."""
+    threshold: Annotated[float, Field(gt=0.0)] = 10.0
+    """Robust standard deviations above the median of the window at which a step is out of range."""
+    patience: Positive = 5
+    """Consecutive steps out of range after which ``stop`` and ``rollback`` act."""
+    max_rollbacks: Positive = 3
+    """Rollbacks per stage after which ``rollback`` stops."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class EvalSetConfig:
     """One evaluation set, run by ``coat-vlm eval --run``."""
 
     task: Literal["yes_no", "multiple_choice", "short_answer"]
-    """How answers are extracted and scored."""
+    """Extraction and scoring of answers."""
     path: str
     """Folder with questions.jsonl (and, usually, the images)."""
     media_root: str | None = None
-    """Folder or address that relative image paths start from; defaults to ``path``."""
+    """Folder or URL to which relative image paths are relative; defaults to ``path``."""
     require: dict[str, float] = field(default_factory=dict)
-    """Smallest allowed value of a metric, in percent; ``coat-vlm eval --run`` fails below it."""
+    """Minimum value of a metric, in percent; ``coat-vlm eval --run`` fails below it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -40,50 +61,77 @@ class Recipe:
     """A whole run: model, stages in order, evaluation sets."""
 
     name: str
-    """Name in the report and of the default output folder."""
+    """Name of the run in the report and in Weights & Biases."""
     output_dir: str
     """The run folder."""
     model: ModelConfig
     stages: dict[StageName, StageConfig]
     """The stages to run; they always run in the order align, pretrain, sft."""
     init_from: str | None = None
-    """Composed checkpoint folder to start from instead of ``model``'s initial weights: its weights,
-    tokenizer and pixel statistics. Images, videos, template and length are the recipe's."""
+    """Folder of a composed model that provides the initial weights, tokenizer and pixel statistics
+    instead of ``model``. Settings of images and videos, template and length are the recipe's."""
     seed: int = 0
-    """Seed of initialisation, data order and augmentation."""
+    """Seed of initialization, data order and augmentation."""
     precision: Precision = "bf16"
     """``fp32``: all FP32; ``bf16``: BF16 weights and arithmetic with FP32 master weights;
-    ``fp8_linear``: the blocks' GEMMs in FP8; ``coat``: also kept activations and optimizer states;
-    ``coat_lean``: also what attention keeps (docs/design.md). On a CPU all but the first keep FP32
-    weights and round in the linear layers (coat_vlm/fp8/convert.py)."""
+    ``fp8_linear``: GEMMs of the blocks in FP8; ``coat``: also saved activations and optimizer
+    states; ``coat_lean``: also the tensors that attention saves (guides/fp8.md). On a CPU, all but
+    ``fp32`` use FP32 weights and round in the linear layers (coat_vlm/fp8/convert.py)."""
     fp8: Fp8Config | None = None
-    """What an FP8 precision makes FP8; its defaults when absent."""
+    """Settings of an FP8 precision; the defaults of that precision when absent."""
     monitor: MonitorConfig | None = None
-    """Compare FP8 blocks with BF16 every so many steps; nothing is compared when absent."""
+    """Periodic comparison of FP8 blocks with BF16; off when absent."""
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
+    export_formats: list[Literal["llava"]] = field(default_factory=list)
+    """Formats in which the finished model will be exported (``coat-vlm export --format``): a model
+    that they cannot hold is an error before training, not after it."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage."""
     cudnn_attention: bool = False
-    """Let cuDNN's attention run where torch prefers it: on Hopper, for rows that are not packed; it
-    is faster than the flash kernel (``coat-vlm bench step --attention`` tells by how much). It gave
-    NaN gradients once, in rows of 64 tokens (docs/results.md); steps with such gradients change
-    nothing and are counted."""
+    """Allow cuDNN attention where torch prefers it: on Hopper, for rows that are not packed. It is
+    faster than the flash kernel (``coat-vlm bench recipe`` measures both). It returned NaN
+    gradients once, in rows of 64 tokens (docs/lab/2026-11.md); steps with non-finite gradients are
+    skipped and counted."""
     num_workers: NonNegative = 2
     """Data loading processes per rank; 0 loads in the training process."""
+    data_timeout_s: NonNegative = 600
+    """Seconds that a step may wait for a loader process, after which training stops and names the
+    rows; 0 waits without limit. Without loader processes (``num_workers: 0``) there is no limit."""
+    collective_timeout_s: Positive = 1800
+    """Seconds that a rank waits for the others in a collective operation before it ends. The main
+    process prints after one minute which rank is missing (``coat-vlm status RUN`` does at any
+    time). Longer than any work that one rank does alone, such as saving the model."""
     save_total_limit: Positive = 2
-    """Checkpoints kept per stage; older ones are deleted after a new one is complete."""
+    """Checkpoints per stage; older ones are deleted after a new one is complete."""
+    keep_every_steps: NonNegative = 0
+    """Checkpoints whose step is a multiple of this are never deleted; 0 turns this off."""
+    keep_best: str | None = None
+    """Name of a source in ``val_data``: of the checkpoints at whose step it was validated
+    (``eval_every_steps``), the one with its lowest loss is not deleted."""
+    async_save: bool = True
+    """Train on while a checkpoint is written. The copy needs as much host memory per rank as the
+    rank's files of a checkpoint: with FP32 master weights and FP32 moments 12 bytes per trained
+    parameter, with FP8 moments about 6, and the weights of frozen modules, divided by the ranks."""
     log_every_steps: Positive = 10
-    """Interval of the printed log line; metrics.jsonl has every step."""
+    """Steps between two printed log lines; metrics.jsonl has every step."""
     log_phases: bool = False
-    """Time the phases of every step of the main process: data, copy, forward, backward, optimizer
+    """Time the phases of every step on the main process: data, copy, forward, backward, optimizer
     (``phases`` in metrics.jsonl)."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    network: NetworkConfig = "allow"
+    """Hosts that rows may name in addresses of images and videos. ``allow``: every public host;
+    ``deny``: none, nor a source or media root by address; ``{hosts: [...]}``: these, which may be
+    private. The host of a source's own ``path`` or ``media_root`` may be asked with ``allow`` and
+    ``hosts``."""
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
     """Evaluation sets by name."""
     eval_every: NonNegative = 0
-    """Steps after which the live weights answer ``eval_samples`` questions of every set (and at the
-    end of a stage); 0 asks nothing in training. A stage's ``eval_every_steps`` is about losses."""
+    """Steps between two evaluations during training, on ``eval_samples`` questions of every set
+    (also at the end of each stage); 0 turns them off. For validation losses see
+    ``eval_every_steps`` of a stage."""
     eval_samples: Positive = 64
-    """Questions per set asked in training: the same ones each time, at even distances."""
+    """Questions per set in an evaluation during training: evenly spaced, the same each time."""
 
     def __post_init__(self) -> None:
         if self.eval_every and not self.eval_sets:
@@ -98,6 +146,7 @@ class Recipe:
                     stage.packing.row_tokens(self.model.max_length)
                 except ValueError as error:
                     raise ValueError(f"stages.{name}: {error}") from None
+        self._check_keep_best()
         for key in ("fp8", "monitor"):
             if getattr(self, key) is not None and self.precision not in FP8_PRECISIONS:
                 raise ValueError(
@@ -105,17 +154,26 @@ class Recipe:
                     f"of {', '.join(FP8_PRECISIONS)}, or remove {key}"
                 )
         if self.fp8 is not None and self.precision in FP8_PRECISIONS:
-            self.fp8.resolved(self.precision)  # complains before anything is touched
-            self._check_graphs(self.fp8.cuda_graphs)
+            self.fp8.resolved(self.precision)  # raises if the settings contradict the precision
+            self._check_graphs(self.fp8)
 
-    def _check_graphs(self, used: bool) -> None:
-        """Refuse what moves weights, or runs blocks again, where CUDA graphs are used."""
-        if not used:
+    def _check_keep_best(self) -> None:
+        """Reject a source that no stage validates."""
+        validated = {source.name for stage in self.stages.values() for source in stage.val_data}
+        if self.keep_best is not None and self.keep_best not in validated:
+            raise ValueError(
+                f"keep_best: {self.keep_best!r} is not the name of a source in val_data "
+                f"({', '.join(sorted(validated)) or 'there are none'}); name one, or remove it"
+            )
+
+    def _check_graphs(self, fp8: Fp8Config) -> None:
+        """Reject CUDA graphs with settings under which weights move or blocks are recomputed."""
+        if not fp8.cuda_graphs:
             return
         if self.zero_stage == 3:
             raise ValueError(
-                "fp8.cuda_graphs needs weights that stay in their place, and zero_stage: 3 moves "
-                "them; set zero_stage to 0, 1 or 2, or remove fp8.cuda_graphs"
+                "fp8.cuda_graphs needs weights at fixed addresses, which zero_stage: 3 does not "
+                "give; set zero_stage to 0, 1 or 2, or remove fp8.cuda_graphs"
             )
         for name, stage in self.stages.items():
             if stage.gradient_checkpointing:
@@ -125,13 +183,13 @@ class Recipe:
                 )
 
     def _check_text_only(self) -> None:
-        """Refuse what would train or convert a tower or projector that is not there."""
+        """Reject settings that train or convert a vision tower or projector."""
         for name, stage in self.stages.items():
             for part in ("vision", "projector"):
                 if stage.module(part).train:
                     raise ValueError(
                         f"stages.{name}.{part} trains, but the model has none (model.vision: "
-                        "null); remove it, or give model.vision a tower"
+                        "null); remove it, or set model.vision"
                     )
         if self.fp8 is not None and (self.fp8.vision or self.fp8.projector != "bf16"):
             raise ValueError(
@@ -139,5 +197,5 @@ class Recipe:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as plain YAML-ready data."""
+        """Return the recipe as dicts, lists and scalars."""
         return dataclasses.asdict(self)

@@ -1,4 +1,4 @@
-"""One training stage of a recipe: what trains and how fast, its data, LoRA, packed rows, steps."""
+"""One training stage of a recipe: data, trainable modules, LoRA, packing, optimizer, length."""
 
 from dataclasses import field
 from typing import Annotated, Any, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from coat_vlm.config.model import STRICT, NonNegative, Positive, exactly_one
+from coat_vlm.config.model import STRICT, NonNegative, Positive, require_exactly_one
 
 ModuleName = Literal["vision", "projector", "language"]
 StageName = Literal["align", "pretrain", "sft"]
@@ -23,24 +23,34 @@ class SourceConfig:
     name: str
     """Name in logs, tables and validation losses."""
     path: str
-    """Data file, folder, pattern or address of shards, or list of sources; see data/README.md."""
+    """Data file, folder, glob pattern or URL of shards, or list of sources; see data/README.md."""
     media_root: str | None = None
-    """Folder or address that relative media paths start from; defaults to ``path``'s folder."""
+    """Folder or URL to which relative media paths are relative; defaults to ``path``'s folder."""
     format: str | None = None
-    """How to read a row, by a name that ``coat-vlm data lint`` shows; by content when absent."""
+    """Name of the row format, as ``coat-vlm data lint`` prints it; recognized by content when
+    absent."""
     follow_links: bool = False
-    """Allow links below the media root that lead out of it."""
+    """Allow symbolic links below the media root that point outside it."""
     repeat: Annotated[float, Field(gt=0.0)] | None = None
     """Passes over this source per epoch (default 1); fractions allowed. Exclusive with weight."""
     weight: Annotated[float, Field(gt=0.0)] | None = None
-    """Share of the samples of an epoch, relative to the other sources' weights."""
+    """Share of the samples of an epoch, relative to the weights of the other sources."""
     select: Annotated[str, Field(pattern=r"^(first|last|random) \d+(\.\d+)?%?$")] | None = None
-    """Rows that take part: ``first 1000``, ``last 5%``, ``random 10%``; all when absent. ``repeat``
-    and ``weight`` are about these."""
+    """Rows to use: ``first 1000``, ``last 5%``, ``random 10%``; all when absent. ``repeat`` and
+    ``weight`` apply to the selected rows."""
     seed: NonNegative | None = None
-    """Seed of a random ``select``; the recipe's when absent."""
+    """Seed of ``select: random``; the recipe's seed when absent."""
     exclude: str | None = None
-    """A ``bad_samples.jsonl`` of an earlier run, whose rows of this source are left out."""
+    """A ``bad_samples.jsonl`` of an earlier run, or the list of ``coat-vlm data overlap``; the rows
+    of this source in it are skipped."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Columns of the rows under other names, for example ``{image: img_path, question: q, answer:
+    a}``; see docs/guides/data.md."""
+    ignore_fields: list[str] = field(default_factory=list)
+    """Fields of the rows to leave out. Other fields that look like media or weights of the loss are
+    an error if the row format does not use them."""
+    supervise: Literal["all", "last"] = "all"
+    """Answers of a conversation that are supervised: ``all``, or ``last`` for the last one."""
 
     def __post_init__(self) -> None:
         if self.seed is not None and not (self.select or "").startswith("random"):
@@ -57,16 +67,16 @@ class SourceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ModuleTraining:
-    """Whether and how fast one module of the model learns in a stage."""
+    """Training settings of one module of the model in a stage."""
 
     train: bool
-    """False freezes the module (it is also put in evaluation mode)."""
+    """False freezes the module and puts it in evaluation mode."""
     lr: Annotated[float, Field(gt=0.0)] | None = None
-    """Peak learning rate; required when ``train`` is true, refused when it is false."""
+    """Peak learning rate; required if ``train`` is true, an error otherwise."""
 
     def __post_init__(self) -> None:
         if self.train and self.lr is None:
-            raise ValueError("train is true but lr is missing; give this module a peak lr")
+            raise ValueError("train is true but lr is missing; set lr, the peak learning rate")
         if not self.train and self.lr is not None:
             raise ValueError(
                 f"lr={self.lr} has no effect because train is false; remove one of them"
@@ -78,8 +88,8 @@ class LoraTraining:
     """LoRA (Hu et al. 2021, arXiv:2106.09685): y = W x + alpha / rank * B A x, W frozen.
 
     The defaults are those of LLaVA-1.5's LoRA script (haotian-liu/LLaVA,
-    scripts/v1_5/finetune_lora.sh), which trains with a learning rate of 2e-4 for the adapters and
-    2e-5 for the projector.
+    scripts/v1_5/finetune_lora.sh), which uses a learning rate of 2e-4 for the adapters and 2e-5 for
+    the projector.
     """
 
     rank: Annotated[int, Field(gt=0)] = 128
@@ -87,65 +97,62 @@ class LoraTraining:
     alpha: Annotated[int, Field(gt=0)] = 256
     """Numerator of the scale (``lora_alpha``)."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
-    """Probability that an entry of an adapter's input is dropped in training (``lora_dropout``)."""
+    """Dropout probability of an adapter's input (``lora_dropout``)."""
     targets: list[str] | None = None
-    """Last parts of the names of the linear layers that get an adapter, ``[q_proj, v_proj]`` say;
-    all of the language model but its output layer when absent."""
+    """Linear layers that get an adapter, by the last part of the name, for example ``[q_proj,
+    v_proj]``; when absent, all of the language model except the output layer."""
 
     def __post_init__(self) -> None:
         if self.targets is not None and not self.targets:
             raise ValueError(
-                "targets is empty, so nothing would get an adapter; name linear layers, or leave "
-                "targets out for all of them"
+                "targets is empty, so no layer would get an adapter; name linear layers, or remove "
+                "targets for all of them"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class PackingConfig:
-    """Several samples in one row, none cut, none seeing another; ``true`` takes the defaults."""
+    """Several whole samples per row, without attention between them; ``true``: the defaults."""
 
     tokens: Positive | None = None
-    """Tokens of a row, image tokens included: a multiple of ``align`` and at least
-    ``model.max_length``, which is the default (rounded up)."""
+    """Tokens per row, including image tokens: a multiple of ``align``, at least
+    ``model.max_length``; defaults to ``model.max_length`` rounded up to such a multiple."""
     images: Positive | None = None
-    """Images and frames of a row, which limit the vision tower's memory; any number when absent.
-    A sample with more is a bad sample."""
+    """Maximum number of images and frames per row, to limit the vision tower's memory; unlimited
+    when absent. A sample with more is a bad sample."""
     buffer: Annotated[int, Field(ge=1, le=1000)] = 1000
-    """Samples that are looked at together, in the order of training, to fill rows."""
+    """Number of consecutive samples, in training order, from which rows are filled."""
     align: Positive = 128
-    """Rows are filled up to a multiple of this many tokens (128 suits FP8 kernels)."""
+    """Rows are padded to a multiple of this number of tokens (128 suits the FP8 kernels)."""
 
     def row_tokens(self, max_length: int) -> int:
-        """Tokens of a row for a model of this ``max_length``.
+        """Return the tokens per row for a model with this ``max_length``.
 
         Raises:
-            ValueError: the longest sample would not fit, or ``tokens`` is no multiple of ``align``.
+            ValueError: the longest sample does not fit, or ``tokens`` is not a multiple of
+                ``align``.
         """
         aligned = -(-max_length // self.align) * self.align
         if self.tokens is None:
             return aligned
         if self.tokens < max_length:
             raise ValueError(
-                f"packing.tokens={self.tokens} is less than model.max_length={max_length}, and no "
-                "sample is ever cut; raise packing.tokens or lower model.max_length"
+                f"packing.tokens={self.tokens} is less than model.max_length={max_length}, and "
+                "samples are not truncated; raise packing.tokens or lower model.max_length"
             )
         if self.tokens % self.align:
             raise ValueError(
                 f"packing.tokens={self.tokens} is not a multiple of packing.align={self.align}; "
-                f"choose {self.tokens // self.align * self.align + self.align}, say"
+                f"for example use {self.tokens // self.align * self.align + self.align}"
             )
         return self.tokens
 
 
-def _switch(value: Any) -> Any:
-    """``packing: true`` and ``false`` for the defaults and for none."""
+def _read_packing(value: Any) -> Any:
+    """Convert ``packing: true`` to the default settings and ``false`` to None."""
     if isinstance(value, bool):
         return {} if value else None
     return value
-
-
-Packing = Annotated[PackingConfig | None, BeforeValidator(_switch)]
-"""A stage's ``packing`` key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -155,55 +162,57 @@ class StageConfig:
     data: list[SourceConfig]
     """The training mixture."""
     val_data: list[SourceConfig] = field(default_factory=list)
-    """Validation sources; each one's loss is reported at the end and every eval_every_steps."""
+    """Validation sources; the loss of each is reported every eval_every_steps and at the end."""
     vision: ModuleTraining = field(default_factory=lambda: ModuleTraining(train=False))
     projector: ModuleTraining = field(default_factory=lambda: ModuleTraining(train=False))
     language: ModuleTraining = field(default_factory=lambda: ModuleTraining(train=False))
     lora: LoraTraining | None = None
-    """Train the language model by LoRA adapters on its frozen weights, at ``language``'s lr."""
+    """Train LoRA adapters on the frozen language model, with the lr of ``language``."""
     template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] | None = None
     """Chat template of this stage; the model's when absent."""
     batch_size: Positive
     """Samples (packed: rows) per optimizer step, over all ranks and micro-batches."""
     micro_batch_size: Positive
     """Samples (packed: rows) per forward pass on one rank; must divide batch_size / world size."""
-    packing: Packing = None
-    """Fill rows with several samples; ``true``, or settings. Validation is not packed."""
+    packing: Annotated[PackingConfig | None, BeforeValidator(_read_packing)] = None
+    """Pack several samples into a row: ``true``, or settings. Validation is not packed."""
     epochs: Annotated[float, Field(gt=0.0)] | None = None
-    """Length in passes over the mixture. Exclusive with max_steps."""
+    """Number of passes over the mixture. Exclusive with max_steps."""
     max_steps: Positive | None = None
-    """Length in optimizer steps. Exclusive with epochs."""
+    """Number of optimizer steps. Exclusive with epochs."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after warmup; cosine and linear end at min_lr_ratio."""
+    """Learning rate schedule after warmup; cosine and linear end at min_lr_ratio."""
     warmup_ratio: Fraction = 0.03
-    """Share of the steps in which the learning rate rises linearly from zero."""
+    """Fraction of the steps in which the learning rate rises linearly from zero."""
     min_lr_ratio: Fraction = 0.0
-    """Final learning rate over the peak."""
+    """Final learning rate divided by the peak."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    """Decoupled weight decay of matrices; norms, biases and embeddings have none."""
+    """Decoupled weight decay of matrices; norms, biases and embeddings are not decayed."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates."""
+    """AdamW's betas."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     """AdamW's epsilon."""
     grad_clip: Annotated[float, Field(ge=0.0)] = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Maximum global gradient norm; 0 turns clipping off."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     eval_every_steps: NonNegative = 0
-    """Validation interval; 0 validates at the end only."""
+    """Steps between two validations; 0 validates only at the end."""
     save_every_steps: NonNegative = 0
-    """Checkpoint interval; 0 saves at the end only."""
+    """Steps between two checkpoints; 0 saves only at the end and after a signal, so that a crash
+    loses the stage."""
     max_bad_samples: NonNegative = 0
-    """Bad samples that may be replaced and listed before the run stops; and as many, counted by
-    themselves, that a network or server failed to give."""
+    """Number of bad samples that are replaced and logged before the run stops. Samples that could
+    not be read because of a transient I/O error are counted separately, with the same limit."""
     max_skipped_steps: NonNegative = 0
-    """Steps that may be skipped because a gradient is NaN or infinite before the run stops;
-    counted anew when a run is resumed."""
+    """Number of steps that may be skipped because of NaN or infinite gradients before the run
+    stops; the count restarts when a run is resumed."""
     max_bad_fraction: Fraction | None = None
-    """Beyond max_bad_samples: bad samples allowed as a share of all samples met so far."""
+    """Allowed bad samples as a fraction of the samples read so far; the larger of this limit and
+    max_bad_samples applies."""
 
     def __post_init__(self) -> None:
-        exactly_one("stage", epochs=self.epochs, max_steps=self.max_steps)
+        require_exactly_one("stage", epochs=self.epochs, max_steps=self.max_steps)
         if not any(self.module(name).train for name in MODULES):
             raise ValueError("no module trains; set train: true and lr for at least one module")
         if self.lora is not None and not self.language.train:
@@ -219,10 +228,10 @@ class StageConfig:
             raise ValueError("eval_every_steps has no effect without val_data; add val_data")
         if self.max_bad_fraction is not None and not self.max_bad_samples:
             raise ValueError(
-                "max_bad_fraction needs max_bad_samples, the number that is allowed while too few "
-                "samples are met for a share to say anything; add it"
+                "max_bad_fraction needs max_bad_samples, the number of bad samples that is allowed "
+                "at the start, when few samples have been read; add it"
             )
 
     def module(self, name: ModuleName) -> ModuleTraining:
-        """The training settings of module ``name``."""
-        return {"vision": self.vision, "projector": self.projector, "language": self.language}[name]
+        """Return the training settings of module ``name``."""
+        return getattr(self, name)

@@ -1,1 +1,1 @@
-"""Model folders that other programs read: transformers, LLaVA, VILA, peft, compressed-tensors."""
+"""Writes model folders for other programs: transformers, LLaVA, VILA, peft, compressed-tensors."""

@@ -1,50 +1,66 @@
 """Writes model folders: the model at the end of a stage, and ``coat-vlm export`` in every layout.
 
-A checkpoint has everything that an export needs: master weights of what trained, the weights of
-what was frozen, and in its ``model`` folder the configuration, the tokenizer and the processor.
-Neither the number of ranks nor the ZeRO stage that saved it matters.
+A checkpoint contains everything that an export needs: the master weights of trained modules, the
+weights of frozen modules, and in its ``model`` folder the configuration, the tokenizer and the
+processor. The number of ranks and the ZeRO stage of the run do not matter.
+
+LoRA adapters are written as a peft folder with adapter_config.json and adapter_model.safetensors:
+
+    PeftModel.from_pretrained(CoatVlm.from_pretrained(BASE), FOLDER)
+
+loads the model of the end of the stage. FOLDER contains the adapters of the language model and the
+full weights of the other trained modules (peft's ``modules_to_save``). BASE is the folder that the
+stage started from; adapter_config.json names it.
 """
 
+import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import GenerationConfig
 
 from coat_vlm import commit
-from coat_vlm.checkpoint.atomic_folder import MANIFEST, problem_inside, write_folder, write_json
+from coat_vlm.checkpoint.atomic_folder import read_json, write_folder, write_json
+from coat_vlm.checkpoint.manifest import MANIFEST
 from coat_vlm.checkpoint.metadata import Contents, read_contents
-from coat_vlm.checkpoint.shards import Shards
+from coat_vlm.checkpoint.shards import Shards, save_tensors
+from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config import Recipe
 from coat_vlm.distributed import ALONE, World
-from coat_vlm.export.adapter import (
-    ADAPTER,
-    adapter_weights,
-    read_adapter,
-    read_adapter_weights,
-    save_adapter,
-    save_adapter_config,
-)
-from coat_vlm.export.compressed import compress_folder
-from coat_vlm.export.llava import save_llava
-from coat_vlm.export.transformers_parts import LANGUAGE, save_language
+from coat_vlm.export.transformers_parts import LANGUAGE, save_language, save_llava
 from coat_vlm.export.vila import is_vila, load_vila, save_vila
 from coat_vlm.model import CoatVlm, CoatVlmConfig
-from coat_vlm.model.compressed import SCHEMES, WeightFormat, compression_of
-from coat_vlm.model.lora import has_adapters, merge, separated
+from coat_vlm.model.build import create_meta_model
+from coat_vlm.model.compressed import (
+    SCHEMES,
+    WeightFormat,
+    compress,
+    describe_compression,
+    read_compression,
+)
+from coat_vlm.model.lora import adapter_config, has_adapters, merge, split_adapters
 from coat_vlm.model.processor import CoatVlmProcessor
+from coat_vlm.run.lock import LOCK, lock_folder
+from coat_vlm.run.signals import SIGNALS
 
 _DESCRIPTION = "model"
 _BASE = "base"
+_ADAPTER = "adapter"
+"""Name of the adapter folder next to a model's config.json."""
+_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
+"""Prefix of all names in peft's files."""
 
 Layout = Literal["coat", "llava", "vila", "language"]
-"""What a folder looks like, and so who can read it."""
+"""Layout of a model folder; determines the programs that can read it."""
 
 
 def save_model(
@@ -56,48 +72,47 @@ def save_model(
     step: int,
     world: World,
     bf16_blocks: Sequence[str] = (),
+    check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Save weights, tokenizer, processor and training.json, whole or not at all.
+    """Save weights, tokenizer, processor and training.json atomically.
 
-    Weights have the dtype of training (on a GPU BF16, unless ``precision: fp32``), frozen ones too.
-    LoRA adapters are merged into them, and saved in the folder ``adapter`` as they are.
+    All weights have the dtype of training (on a GPU BF16, unless ``precision: fp32``). LoRA
+    adapters are merged into the weights, and also saved separately in the folder ``adapter``.
 
     Args:
         target: the folder.
-        model: the engine's module, split over ranks at ZeRO stage 3.
-        processor: saved beside the model.
-        recipe: named in training.json.
-        stage: the stage that ends here.
-        step: its last step.
+        model: the engine's module, partitioned over ranks at ZeRO stage 3.
+        processor: the processor to save with the model.
+        recipe: the recipe that training.json names.
+        stage: the finished stage.
+        step: the last step of the stage.
         world: the processes of the run.
-        bf16_blocks: FP8 blocks that the monitor sent back to BF16: :func:`coat_vlm.generate.load`
-            leaves them in BF16, too.
+        bf16_blocks: FP8 blocks with BF16 fallback; :func:`coat_vlm.generate.load` also runs them
+            in BF16.
+        check: see :func:`coat_vlm.checkpoint.atomic_folder.write_folder`.
 
     Raises:
-        OSError: the folder could not be written; an earlier one is untouched.
+        OSError: the folder could not be written; an earlier folder is unchanged.
     """
     split = recipe.zero_stage == 3
     parameters = list(model.parameters())
     with GatheredParameters(parameters) if split else nullcontext():
-        state = None
-        if world.is_main:
-            # Copies: at stage 3 the gathered weights are gone when the context ends.
-            state = {
-                name: tensor.detach().to("cpu", copy=split)
-                for name, tensor in model.state_dict().items()
-            }
+        # Copies, because the gathered weights of stage 3 are freed when the context ends.
+        state = {
+            name: tensor.detach().to("cpu", copy=split)
+            for name, tensor in (model.state_dict() if world.is_main else {}).items()
+        }
 
     def write(temporary: Path) -> None:
-        if not world.is_main:
-            return
-        assert state is not None
         weights = state
         if has_adapters(model):
-            weights, adapters = separated(state)
-            saved = save_adapter_config(temporary / ADAPTER, model)
-            own = adapter_weights(saved, weights, adapters)
-            save_adapter(temporary / ADAPTER, saved, own)
-            merge(weights, adapters, saved.scaling)
+            weights, adapters = split_adapters(state)
+            adapter_config(model).save_pretrained(temporary / _ADAPTER)
+            config = _read_adapter(temporary)
+            assert config is not None, "adapter_config.json was just written"
+            own = _collect_adapter_weights(config, weights, adapters)
+            _save_adapter(temporary / _ADAPTER, config, own)
+            merge(weights, adapters, config["lora_alpha"] / config["r"])
         save_coat(temporary, model, share_tied(weights, model), processor)
         training: dict[str, Any] = {
             "recipe": recipe.name,
@@ -112,41 +127,41 @@ def save_model(
         }
         write_json(temporary / "training.json", training)
 
-    write_folder(target, world, write)
+    write_folder(target, world, write, check)
 
 
 def save_description(folder: Path, model: CoatVlm, processor: CoatVlmProcessor) -> None:
-    """Write all but the weights of a Hugging Face folder.
+    """Write a Hugging Face folder without the weights.
 
     Args:
         folder: an existing folder.
-        model: gives its configurations; its weights may be anywhere.
-        processor: written with its tokenizer.
+        model: provides the configurations; its weights may be on any device.
+        processor: the processor to save with its tokenizer.
     """
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     processor.save_pretrained(folder)
     if has_adapters(model):
-        save_adapter_config(folder / ADAPTER, model)
+        adapter_config(model).save_pretrained(folder / _ADAPTER)
 
 
 def save_coat(
     folder: Path, model: CoatVlm, state: dict[str, Tensor], processor: CoatVlmProcessor
 ) -> None:
-    """Write configuration, weights, tokenizer and processor as coat_vlm reads them.
+    """Write configuration, weights, tokenizer and processor in the layout ``coat``.
 
     Args:
-        folder: an existing, empty folder, or one that is not there.
-        model: gives the configuration; its weights may be on ``meta``.
-        state: the weights by the model's names.
-        processor: written with its tokenizer.
+        folder: an empty or new folder.
+        model: provides the configuration; its weights may be on ``meta``.
+        state: the weights by the model's parameter names.
+        processor: the processor to save with its tokenizer.
     """
     model.save_pretrained(folder, state_dict=state)
     processor.save_pretrained(folder)
 
 
 _WRITERS = {"coat": save_coat, "llava": save_llava, "vila": save_vila, "language": save_language}
-"""What writes a layout, all with the same arguments."""
+"""Writer of each layout; all have the same signature."""
 
 
 def export(
@@ -156,115 +171,177 @@ def export(
     layout: Layout = "coat",
     weights: WeightFormat | None = None,
 ) -> Path:
-    """Write the model of a checkpoint or of a stage as a plain Hugging Face folder.
+    """Write the model of a checkpoint or of a stage as a Hugging Face folder.
 
     LoRA adapters are merged into the weights.
 
     Args:
-        source: ``RUN/<stage>/checkpoints/step-...`` or ``RUN/<stage>/model``; it is read whole, and
-            every file compared with its SHA-256. Or a VILA checkpoint with its three folders.
-        target: the new folder; it must not exist yet, or be empty.
-        dtype: dtype of the written weights; by default that of the weights in training, to which
-            the master weights are rounded; BF16 beside compressed weights.
-        layout: ``coat`` is read by coat_vlm; ``llava`` by stock transformers
-            (:mod:`coat_vlm.export.llava`); ``vila`` by VILA
-            (:mod:`coat_vlm.export.vila`); ``language`` is the language model alone, read by
-            stock transformers (:mod:`coat_vlm.export.transformers_parts`).
-        weights: compress the language model's linear layers so
-            (:mod:`coat_vlm.export.compressed`); plain weights when absent.
+        source: ``RUN/<stage>/checkpoints/step-...`` or ``RUN/<stage>/model``, whose files are
+            compared with their SHA-256; or a VILA checkpoint with its three folders.
+        target: the new folder; it must not exist or must be empty.
+        dtype: dtype of the written weights; master weights are rounded to it. Default: the dtype of
+            the weights in training, or BF16 with compressed weights.
+        layout: ``coat`` for coat_vlm; ``llava`` for stock transformers, and
+            ``language`` for the language model alone in stock transformers
+            (:mod:`coat_vlm.export.transformers_parts`); ``vila`` for VILA
+            (:mod:`coat_vlm.export.vila`).
+        weights: compression of the language model's linear layers
+            (:mod:`coat_vlm.model.compressed`). Default: no compression.
 
     Returns:
         ``target``.
 
     Raises:
-        ValueError: the source is no checkpoint, or damaged, the target is in use, or the layout
-            has no place for the model.
-        OSError: something could not be written.
+        ValueError: the source is not a checkpoint or is damaged, the target is not empty, or the
+            layout cannot represent the model.
+        LockError: another process exports to the same folder.
+        OSError: a file could not be written.
     """
     if weights is not None:
-        _check_compressible(source, layout)
+        if layout == "vila":
+            raise ValueError(
+                "--weights does not support --format vila: the config.json of VILA's folders names "
+                "one dtype (model_dtype), and VILA's loader cannot read compressed-tensors; "
+                "allowed: --format coat, llava or language"
+            )
+        if read_compression(source) is not None:
+            raise ValueError(
+                f"{source} is already compressed; export --weights from the checkpoint that it was "
+                "made from, or remove --weights to decompress it"
+            )
         dtype = dtype or torch.bfloat16
-    described = _checked(source, target)
-    model, state, processor = _read(source, described, dtype)
-    if layout in ("llava", "vila") and not model.config.has_vision:
-        raise ValueError(
-            f"--format {layout}: the model has no vision tower (model.vision: null); allowed: "
-            "language, which stock transformers loads, and coat"
-        )
-    is_checkpoint = described != source
-    origin = source / ("trainer.json" if is_checkpoint else "training.json")
+    with lock_folder(_lock_path(target), "export") as lock:
+        described = _check_folders(source, target)
+        model, state, processor = _read(source, described, dtype)
+        if layout in ("llava", "vila") and not model.config.has_vision:
+            raise ValueError(
+                f"--format {layout}: the model has no vision tower (model.vision: null); allowed: "
+                "language, which stock transformers loads, and coat"
+            )
+        is_checkpoint = described != source
+        origin = source / ("trainer.json" if is_checkpoint else "training.json")
 
-    def write(temporary: Path) -> None:
-        _WRITERS[layout](temporary, model, share_tied(dict(state), model), processor)
-        if weights is not None:
-            prefix = "" if layout == "language" else LANGUAGE
-            compress_folder(temporary, model, SCHEMES[weights], prefix)
-        if origin.is_file():
-            shutil.copyfile(origin, temporary / "training.json")
+        def write(temporary: Path) -> None:
+            tensors = share_tied(dict(state), model)
+            record, prefix = None, "" if layout == "language" else LANGUAGE
+            if weights is not None:
+                scheme = SCHEMES[weights]
+                record = compress(tensors, model.language_model, scheme, LANGUAGE, prefix)
+            _WRITERS[layout](temporary, model, tensors, processor)
+            if record is not None:
+                describe_compression(temporary, record, prefix)
+            if origin.is_file():
+                shutil.copyfile(origin, temporary / "training.json")
 
-    return _write(target, write)
+        return _write(target, write, lock.check)
 
 
 def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
-    """Write what a stage with ``lora`` trained as a folder of peft (:mod:`.adapter`).
+    """Write the trained weights of a stage with ``lora`` as a peft folder.
 
-    Where the stage began from no folder, or it is gone, a checkpoint's frozen weights are written
-    as ``target/base``, and the adapter names that.
+    If the folder that the stage started from does not exist, the frozen weights of a checkpoint are
+    written to ``target/base``, and the adapter names this folder as its base.
 
     Args:
         source: as in :func:`export`.
-        target: likewise.
-        dtype: of the written weights; that of training when absent.
+        target: as in :func:`export`.
+        dtype: dtype of the written weights. Default: the dtype of training.
 
     Returns:
         ``target``.
 
     Raises:
-        ValueError: as in :func:`export`, or the source has no adapters, or its base is not there.
-        OSError: something could not be written.
+        ValueError: as in :func:`export`, or the source has no adapters, or its base is missing.
+        OSError: a file could not be written.
     """
-    described = _checked(source, target)
-    saved = read_adapter(described)
-    if saved is None:
-        raise ValueError(
-            f"{source} has no LoRA adapters: its stage had no lora section, or it was exported "
-            "with the adapters merged; export the run's own folder, or leave --adapter out"
-        )
-    if source == described:
-        if saved.base is None:
+    with lock_folder(_lock_path(target), "export") as lock:
+        described = _check_folders(source, target)
+        config = _read_adapter(described)
+        if config is None:
             raise ValueError(
-                f"{source}: the adapters belong to weights that are in no folder "
-                f"({saved.config['base_model_name_or_path']}); export one of the stage's "
-                "checkpoints, which hold them (RUN/sft/checkpoints/step-...)"
+                f"{source} has no LoRA adapters: its stage had no lora section, or it was exported "
+                "with the adapters merged; export the run's own folder, or remove --adapter"
             )
-        stored = read_adapter_weights(described)
-        weights = {name: tensor.to(dtype or tensor.dtype) for name, tensor in stored.items()}
-        return _write(target, lambda temporary: save_adapter(temporary, saved, weights))
-    contents = read_contents(source)
-    base, adapters = separated(_weights(source, contents, dtype))
-    own = adapter_weights(saved, base, adapters)
+        base_folder = config["base_model_name_or_path"]
+        missing = not base_folder or not (Path(base_folder) / "config.json").is_file()
+        if source == described:
+            if missing:
+                raise ValueError(
+                    f"{source}: the base weights of the adapters are not in a folder "
+                    f"({base_folder}); export a checkpoint of the stage, "
+                    "which contains them (RUN/sft/checkpoints/step-...)"
+                )
+            stored = load_file(described / _ADAPTER / _ADAPTER_WEIGHTS)
+            weights = {name: tensor.to(dtype or tensor.dtype) for name, tensor in stored.items()}
+            return _write(
+                target, lambda temporary: _save_adapter(temporary, config, weights), lock.check
+            )
+        contents = read_contents(source)
+        base, adapters = split_adapters(_read_weights(source, contents, dtype))
+        own = _collect_adapter_weights(config, base, adapters)
 
-    def write(temporary: Path) -> None:
-        missing = saved.base is None
-        save_adapter(temporary, saved, own, target / _BASE if missing else None)
-        if missing:
-            model = _without_weights(described, contents, dtype)
-            processor = CoatVlmProcessor.from_pretrained(described)
-            save_coat(temporary / _BASE, model, share_tied(base, model), processor)
+        def write(temporary: Path) -> None:
+            named = {"base_model_name_or_path": str(target / _BASE)} if missing else {}
+            _save_adapter(temporary, config | named, own)
+            if missing:
+                model = _build_without_weights(described, contents, dtype)
+                processor = CoatVlmProcessor.from_pretrained(described)
+                save_coat(temporary / _BASE, model, share_tied(base, model), processor)
 
-    return _write(target, write)
+        return _write(target, write, lock.check)
 
 
-def _checked(source: Path, target: Path) -> Path:
-    """The folder with the source's config.json, when both folders are fit for use."""
+def _read_adapter(described: Path) -> dict[str, Any] | None:
+    """Read adapter_config.json of a model folder; None without adapters."""
+    path = described / _ADAPTER / _ADAPTER_CONFIG
+    return read_json(path) if path.is_file() else None
+
+
+def _collect_adapter_weights(
+    config: Mapping[str, Any], base: Mapping[str, Tensor], adapters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Collect the tensors of adapter_model.safetensors by peft's names.
+
+    Args:
+        config: adapter_config.json, which names the other trained modules.
+        base: base weights from :func:`coat_vlm.model.lora.split_adapters`.
+        adapters: adapter weights from the same function.
+    """
+    whole = tuple(f"{name}." for name in config["modules_to_save"] or ())
+    others = {name: tensor for name, tensor in base.items() if name.startswith(whole)}
+    return {_PEFT_PREFIX + name: tensor for name, tensor in {**adapters, **others}.items()}
+
+
+def _save_adapter(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Write the configuration and the weights of adapters to a folder.
+
+    Raises:
+        OSError: the folder could not be written.
+    """
+    folder.mkdir(exist_ok=True)
+    text = json.dumps(config, indent=2, sort_keys=True)
+    (folder / _ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_tensors(tensors, folder / _ADAPTER_WEIGHTS, {"format": "pt"})
+
+
+def _check_folders(source: Path, target: Path) -> Path:
+    """Check both folders; return the folder with the source's config.json."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not empty; give a new folder with --to")
     is_checkpoint = (source / "trainer.json").is_file()
     if not (is_checkpoint or (source / "config.json").is_file()):
-        raise ValueError(_not_a_source(source))
-    # An exported folder has no manifest: its owner may have changed it.
+        patterns = ("*/checkpoints/step-*", "checkpoints/step-*", "step-*")
+        found = [path for p in patterns for path in sorted(source.glob(f"{p}/trainer.json"))]
+        hint = f"; did you mean {found[-1].parent}?" if found else ""
+        wrong = "has neither trainer.json nor config.json" if source.exists() else "does not exist"
+        raise ValueError(
+            f"{source} {wrong}: give a checkpoint (RUN/sft/checkpoints/step-00000100) or a stage's "
+            f"model (RUN/sft/model){hint}"
+        )
+    # An exported folder has no manifest, because its owner may change it.
     listed = is_checkpoint or (source / MANIFEST).is_file()
-    problem = problem_inside(source) if listed else None
+    problem = find_damage(source) if listed else None
     if problem is not None:
         raise ValueError(
             f"{source} is damaged: {problem}; export another checkpoint, or copy this one again"
@@ -272,39 +349,31 @@ def _checked(source: Path, target: Path) -> Path:
     described = source / _DESCRIPTION if is_checkpoint else source
     if not (described / "config.json").is_file():
         raise ValueError(
-            f"{source} has no {_DESCRIPTION}/config.json: it was saved without a description of "
-            "the model; save it with coat-vlm train"
+            f"{source} has no {_DESCRIPTION}/config.json; only checkpoints written by coat-vlm "
+            "train can be exported"
         )
     return described
 
 
-def _write(target: Path, write: Callable[[Path], None]) -> Path:
-    """Let ``write`` fill the target, whole or not at all."""
-    if target.exists():
-        target.rmdir()
-    write_folder(target, ALONE, write)
-    (target / MANIFEST).unlink()
+def _lock_path(target: Path) -> Path:
+    """Return the lock of an export: beside its folder, which is renamed when it is complete."""
+    return target.with_name(f".{target.name}{LOCK}")
+
+
+def _write(target: Path, write: Callable[[Path], None], check: Callable[[], None]) -> Path:
+    """Write the target atomically with ``write``; the caller holds the lock."""
+    with SIGNALS.hold(f"when {target} is complete"):
+        if target.exists():
+            target.rmdir()
+        write_folder(target, ALONE, write, check)
+        (target / MANIFEST).unlink()
     return target
-
-
-def _check_compressible(source: Path, layout: Layout) -> None:
-    if layout == "vila":
-        raise ValueError(
-            "--weights is not for --format vila: the config.json of VILA's folders names one dtype "
-            "(model_dtype) for all three, and its loader knows no compressed-tensors; allowed: "
-            "--format coat, llava or language"
-        )
-    if compression_of(source) is not None:
-        raise ValueError(
-            f"{source} is compressed already, and what was lost stays lost; export --weights from "
-            "the checkpoint that it came from, or leave --weights out to decompress it"
-        )
 
 
 def _read(
     source: Path, described: Path, dtype: torch.dtype | None
 ) -> tuple[CoatVlm, dict[str, Tensor], CoatVlmProcessor]:
-    """The model of a source, its weights and its processor."""
+    """Read the model of a source, its weights and its processor."""
     if is_vila(source):
         model, processor = load_vila(source, dtype)
         return model, model.state_dict(), processor
@@ -313,28 +382,28 @@ def _read(
         model = CoatVlm.from_pretrained(source, dtype=dtype or "auto", local_files_only=True)
         return model, model.state_dict(), processor
     contents = read_contents(source)
-    model = _without_weights(described, contents, dtype)
-    state = _weights(source, contents, dtype)
-    saved = read_adapter(described)
-    if saved is not None:
-        state, adapters = separated(state)
-        merge(state, adapters, saved.scaling)
+    model = _build_without_weights(described, contents, dtype)
+    state = _read_weights(source, contents, dtype)
+    adapter = _read_adapter(described)
+    if adapter is not None:
+        state, adapters = split_adapters(state)
+        merge(state, adapters, adapter["lora_alpha"] / adapter["r"])
     absent = sorted(dict(model.named_parameters()).keys() - state.keys())
     if absent:
         raise ValueError(
-            f"{source}: its {_DESCRIPTION}/config.json describes a model with {absent[0]}, which "
-            "the checkpoint lacks; export with the version of coat_vlm and transformers that "
+            f"{source}: {_DESCRIPTION}/config.json describes a model with {absent[0]}, which is "
+            "missing in the checkpoint; export with the versions of coat_vlm and transformers that "
             "trained it"
         )
     return model, state, processor
 
 
 def share_tied(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Let names of one parameter (tied embeddings) share one tensor, so that it is saved once.
+    """Share one tensor among all names of a tied parameter, so that it is saved once.
 
     Args:
-        state: tensors by name; at least the first name of each parameter.
-        model: says which names are one parameter.
+        state: tensors by name; contains at least the first name of each parameter.
+        model: defines which names belong to one parameter.
     """
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -344,34 +413,27 @@ def share_tied(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _without_weights(described: Path, contents: Contents, dtype: torch.dtype | None) -> CoatVlm:
-    """The model of a checkpoint on ``meta``; its dtype is what config.json will name."""
-    config = CoatVlmConfig.from_pretrained(described)
-    with torch.device("meta"):
-        model = CoatVlm(config)
-    model.generation_config = GenerationConfig.from_pretrained(described)
+def _build_without_weights(
+    described: Path, contents: Contents, dtype: torch.dtype | None
+) -> CoatVlm:
+    """Build the model of a checkpoint on ``meta``, in the dtype for config.json."""
     trained = getattr(torch, next(iter(contents.parameters.values())).dtype)
-    nn.Module.to(model, dtype or trained)
+    model = create_meta_model(CoatVlmConfig.from_pretrained(described), dtype or trained)
+    model.generation_config = GenerationConfig.from_pretrained(described)
     return model
 
 
-def _weights(checkpoint: Path, contents: Contents, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """All of a checkpoint, by the names of training."""
+def _read_weights(
+    checkpoint: Path, contents: Contents, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Read all weights and buffers of a checkpoint by their names in training."""
     shards = Shards(checkpoint)
     state: dict[str, Tensor] = {}
     parameters = contents.parameters.items()
     for name, saved in tqdm(parameters, desc="reading", unit="tensor", delay=2.0, leave=False):
-        state[name] = shards.weight(name, saved.shape).to(dtype or getattr(torch, saved.dtype))
-    return state | {name: shards.weight(name, shape) for name, shape in contents.buffers.items()}
-
-
-def _not_a_source(source: Path) -> str:
-    """What is wrong with a folder, and what was probably meant."""
-    patterns = ("*/checkpoints/step-*", "checkpoints/step-*", "step-*")
-    found = [path for p in patterns for path in sorted(source.glob(f"{p}/trainer.json"))]
-    hint = f"; did you mean {found[-1].parent}?" if found else ""
-    missing = "has neither trainer.json nor config.json" if source.exists() else "does not exist"
-    return (
-        f"{source} {missing}: give a checkpoint (RUN/sft/checkpoints/step-00000100) or a stage's "
-        f"model (RUN/sft/model){hint}"
-    )
+        state[name] = shards.read_parameter(name, saved.shape).to(
+            dtype or getattr(torch, saved.dtype)
+        )
+    return state | {
+        name: shards.read_parameter(name, shape) for name, shape in contents.buffers.items()
+    }

@@ -1,12 +1,23 @@
-"""Parts of a composed model as stock transformers models, for folders that other programs read.
+"""Converts parts of a composed model to stock transformers models, for other programs.
 
-A cut tower has fewer blocks than its checkpoint and no final norm. It is written as a complete
-tower of that many blocks, whose last hidden state is the one that the projector reads; the norm
-after it, which no reader of hidden states calls, gets torch's initial values (ones and zeros).
+A truncated tower has fewer blocks than its checkpoint and no final norm. It is written as a
+complete tower with this number of blocks; its last hidden state is the input of the projector. The
+final norm, which readers of hidden states never call, has torch's initial values (ones and zeros).
 
-The language model alone is a folder that ``AutoModelForCausalLM`` loads. Of a model without a
-vision tower that is all there is. Of a composed one it is the part that a recipe's
-``model.language`` named, as training left it; its tokenizer still has ``<image>``.
+The layout ``language`` is a folder for ``AutoModelForCausalLM``: the whole model if it has no
+vision tower, otherwise the trained language model of a composed model. Its tokenizer keeps
+``<image>``.
+
+The layout ``llava`` is ``LlavaForConditionalGeneration``. Weights have the names of the published
+llava-hf checkpoints, which vLLM and SGLang read:
+
+    vision_tower.vision_model.*           the tower, up to the selected hidden state
+    multi_modal_projector.linear_1, _2    Linear(C, H), GELU, Linear(H, H)
+    language_model.model.*, .lm_head      the language model; no lm_head with tied embeddings
+
+The tower has only the blocks up to the selected layer, so ``vision_feature_layer`` is -1.
+``vision_feature_select_strategy`` ``default`` drops the first token; SigLIP has no class token, so
+its value is always ``full``.
 """
 
 import copy
@@ -17,46 +28,32 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    CLIPVisionModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
     PretrainedConfig,
     PreTrainedModel,
-    SiglipVisionModel,
 )
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from coat_data.text.chat import VICUNA_SYSTEM
 from coat_vlm.checkpoint.atomic_folder import read_json
 from coat_vlm.generate import PromptEncoder
-from coat_vlm.model import CoatVlm
-from coat_vlm.model.configuration import kept_layers
+from coat_vlm.model import IMAGE_TOKEN, CoatVlm
+from coat_vlm.model.chat_templates import JINJA_TEMPLATES
+from coat_vlm.model.configuration import count_needed_layers
+from coat_vlm.model.loss import why_logits_are_needed
 from coat_vlm.model.processor import CoatVlmProcessor
+from coat_vlm.model.vision import VISION_MODELS
 
 TOWER, PROJECTOR, LANGUAGE = "vision_tower.model.", "projector.layers.", "language_model."
-
-_CONTENT = (
-    "{% macro content(message) %}{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<image>{% elif part['type'] == 'text' %}"
-    "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endmacro %}"
-)
-_CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + content(message) "
-    "+ '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-_VICUNA = (
-    "{% if messages[0]['role'] == 'system' %}{{ content(messages[0]) }}"
-    "{% set turns = messages[1:] %}{% else %}"
-    + VICUNA_SYSTEM
-    + "{% set turns = messages %}{% endif %}{% for turn in turns %}"
-    "{% if turn['role'] == 'assistant' %}{{ ' ASSISTANT: ' + content(turn) + eos_token }}"
-    "{% else %}{{ (' USER: ' if loop.first else 'USER: ') + content(turn) }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ ' ASSISTANT: ' }}{% endif %}"
-)
-_TEMPLATES = {"chatml": _CONTENT + _CHATML, "vicuna_v1": _CONTENT + _VICUNA}
+_LAYERS = {"0.": "linear_1.", "2.": "linear_2."}  # the projector's layers; layer 1 is GELU
+_LAYOUT = "LlavaForConditionalGeneration"
 
 
-def part_of(state: dict[str, Tensor], prefix: str, new: str = "") -> dict[str, Tensor]:
-    """The tensors whose names begin with ``prefix``, named with ``new`` in its place."""
+def select_weights(state: dict[str, Tensor], prefix: str, new: str = "") -> dict[str, Tensor]:
+    """Select the tensors whose names start with ``prefix``, and replace the prefix by ``new``."""
     return {
         new + name.removeprefix(prefix): tensor
         for name, tensor in state.items()
@@ -64,56 +61,58 @@ def part_of(state: dict[str, Tensor], prefix: str, new: str = "") -> dict[str, T
     }
 
 
-def plain_tower(model: CoatVlm, target: str) -> PreTrainedModel:
-    """The tower as a complete one of transformers with the blocks that are left; on ``meta``.
+def build_plain_tower(model: CoatVlm, target: str) -> PreTrainedModel:
+    """Build a complete transformers tower with the remaining blocks, on ``meta``.
 
     Args:
         model: the composed model.
-        target: the format that is written, for the error.
+        target: name of the written format, for the error.
 
     Raises:
-        ValueError: the tower is one of open_clip.
+        ValueError: the tower is an open_clip tower.
     """
     vision = model.config.vision_config
-    classes = {"siglip_vision_model": SiglipVisionModel, "clip_vision_model": CLIPVisionModel}
-    if vision.model_type not in classes:
+    if vision.model_type not in VISION_MODELS:
         raise ValueError(
             f"--format {target} cannot hold a vision tower of type {vision.model_type!r}; allowed: "
-            f"{', '.join(classes)}; export with --format coat"
+            f"{', '.join(VISION_MODELS)}; export with --format coat"
         )
     config = copy.deepcopy(vision)
-    config.num_hidden_layers = kept_layers(vision.num_hidden_layers, model.config.select_layer)
+    config.num_hidden_layers = count_needed_layers(
+        vision.num_hidden_layers, model.config.select_layer
+    )
     if vision.model_type == "siglip_vision_model":
         config.vision_use_head = False  # the pooling head
     with torch.device("meta"):
-        return classes[vision.model_type](config).to(model.dtype)
+        return VISION_MODELS[vision.model_type](config).to(model.dtype)
 
 
-def tower_weights(
-    model: CoatVlm, tower: PreTrainedModel, state: dict[str, Tensor], prefix: str
+def rename_tower_weights(
+    tower: PreTrainedModel, state: dict[str, Tensor], prefix: str
 ) -> dict[str, Tensor]:
-    """The tower's weights by the names of published checkpoints, the final norm among them.
+    """Rename the tower's weights to the names of published checkpoints, and add the final norm.
 
-    Published CLIP and SigLIP checkpoints have ``vision_model.`` before every name; transformers 5
-    has it no longer in memory and reads both.
+    All names in published CLIP and SigLIP checkpoints start with ``vision_model.``; transformers 5
+    reads names with and without this prefix.
 
     Args:
-        model: gives the dtype of what is filled in.
-        tower: :func:`plain_tower`.
+        tower: the result of :func:`build_plain_tower`.
         state: the composed model's weights.
-        prefix: put before every name.
+        prefix: prefix of every new name.
     """
-    found = {name.removeprefix("vision_model."): w for name, w in part_of(state, TOWER).items()}
-    norm = torch.nn.LayerNorm(tower.config.hidden_size, dtype=model.dtype).state_dict()
+    found = {
+        name.removeprefix("vision_model."): w for name, w in select_weights(state, TOWER).items()
+    }
+    norm = torch.nn.LayerNorm(tower.config.hidden_size, dtype=tower.dtype).state_dict()
     found |= {f"post_layernorm.{name}": value for name, value in norm.items()}
     return {f"{prefix}vision_model.{name}": value for name, value in found.items()}
 
 
-def with_older_names(config: dict[str, Any]) -> dict[str, Any]:
-    """A language model's configuration that transformers 4 understands, too.
+def add_legacy_names(config: dict[str, Any]) -> dict[str, Any]:
+    """Add transformers 4's names of RoPE settings to a language model's configuration.
 
-    transformers 5 writes ``rope_parameters``, of which version 4 knows nothing: it would compute
-    with a RoPE base of 10,000 without a word. Version 5 reads the older names as well.
+    transformers 5 writes ``rope_parameters``. Version 4 ignores it and silently uses a RoPE base of
+    10,000. Version 5 also reads the old names.
     """
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:
@@ -126,26 +125,10 @@ def with_older_names(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def older_dtype(config: PretrainedConfig) -> dict[str, Any]:
-    """``to_dict`` with ``torch_dtype``, version 4's name of ``dtype``."""
+def to_legacy_dict(config: PretrainedConfig) -> dict[str, Any]:
+    """Convert to a dict, and add ``torch_dtype``, version 4's name of ``dtype``."""
     values = config.to_dict()
     return values | {"torch_dtype": values["dtype"]} if values.get("dtype") else values
-
-
-def chat_template(processor: CoatVlmProcessor) -> str | None:
-    """The model's chat template in Jinja, for messages of text and of parts.
-
-    Args:
-        processor: gives the template's name and the tokenizer.
-
-    Returns:
-        None for ``plain``, whose prompt is the image alone. A begin-of-text token is left to the
-        tokenizer, which puts it before every text.
-    """
-    tokenizer: Any = processor.tokenizer
-    if processor.template == "tokenizer":
-        return tokenizer.chat_template
-    return _TEMPLATES.get(processor.template)
 
 
 def save_language(
@@ -155,14 +138,14 @@ def save_language(
 
     Args:
         folder: an existing, empty folder.
-        model: gives the configuration; its weights may be on ``meta``.
+        model: provides the configuration; its weights may be on ``meta``.
         state: the weights by the composed model's names.
-        processor: gives the tokenizer and the chat template.
+        processor: provides the tokenizer and the chat template.
     """
-    save_stock(folder, model, model.language_model, part_of(state, LANGUAGE), processor)
-    config = with_older_names(read_json(folder / "config.json"))
+    save_stock(folder, model, model.language_model, select_weights(state, LANGUAGE), processor)
+    config = add_legacy_names(read_json(folder / "config.json"))
     write_config(folder / "config.json", config)
-    tokenizer_with_template(processor).save_pretrained(folder)
+    make_tokenizer(processor).save_pretrained(folder)
 
 
 def save_stock(
@@ -172,14 +155,14 @@ def save_stock(
     weights: dict[str, Tensor],
     processor: CoatVlmProcessor | None = None,
 ) -> None:
-    """Write a stock model that generates as a composed one does.
+    """Write a stock model with the generation settings of a composed model.
 
     Args:
         folder: an existing, empty folder.
-        model: gives the settings of generation.
-        stock: its weights may be on ``meta``.
-        weights: by the stock model's names.
-        processor: gives the tokens that end an answer; those of the settings when absent.
+        model: provides the generation settings.
+        stock: the stock model; its weights may be on ``meta``.
+        weights: the weights by the stock model's names.
+        processor: provides the stop tokens. Default: those of the generation settings.
     """
     stock.generation_config = copy.deepcopy(model.generation_config)
     if processor is not None:
@@ -190,13 +173,134 @@ def save_stock(
     stock.save_pretrained(folder, state_dict=weights, save_original_format=False)
 
 
-def tokenizer_with_template(processor: CoatVlmProcessor) -> Any:
-    """A copy of the tokenizer, with the model's chat template."""
-    tokenizer = copy.deepcopy(processor.tokenizer)
-    tokenizer.chat_template = chat_template(processor)
+def make_tokenizer(processor: CoatVlmProcessor) -> Any:
+    """Copy the tokenizer, and set the model's chat template in Jinja, for text and for parts.
+
+    ``plain``, whose prompt is only the image, has no template. The template contains no
+    begin-of-text token, because the tokenizer adds it to every text.
+
+    Args:
+        processor: provides the template's name and the tokenizer.
+    """
+    tokenizer: Any = copy.deepcopy(processor.tokenizer)
+    if processor.template != "tokenizer":
+        tokenizer.chat_template = JINJA_TEMPLATES.get(processor.template)
     return tokenizer
 
 
 def write_config(path: Path, values: dict[str, Any]) -> None:
-    """Write a config.json as transformers does."""
+    """Write a config.json in transformers' format."""
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def save_llava(
+    folder: Path, model: CoatVlm, state: dict[str, Tensor], processor: CoatVlmProcessor
+) -> None:
+    """Write configuration, weights, tokenizer and processor.
+
+    Args:
+        folder: an existing, empty folder.
+        model: provides the configuration; its weights may be on ``meta``.
+        state: the weights by the composed model's names.
+        processor: provides the tokenizer and the image settings.
+
+    Raises:
+        ValueError: the layout cannot represent the model's projector, tower, language model or
+            image mode.
+    """
+    check_llava(model, processor)
+    tower = build_plain_tower(model, "llava")
+    config = model.config
+    vision, language = tower.config, copy.deepcopy(config.text_config)
+    drops_class_token = config.select_feature == "patch" and config.num_prefix_tokens > 0
+    strategy = "default" if drops_class_token else "full"
+    llava = LlavaConfig(
+        vision_config=vision,
+        text_config=language,
+        image_token_index=config.image_token_id,
+        image_seq_length=config.tokens_per_image,
+        projector_hidden_act="gelu",
+        vision_feature_select_strategy=strategy,
+        vision_feature_layer=-1,
+        tie_word_embeddings=bool(language.tie_word_embeddings),
+    )
+    with torch.device("meta"):
+        stock: Any = LlavaForConditionalGeneration(llava)
+    stock.to(model.dtype)
+    weights = rename_tower_weights(tower, state, "vision_tower.")
+    for old, new in _LAYERS.items():
+        weights |= select_weights(state, PROJECTOR + old, f"multi_modal_projector.{new}")
+    weights |= select_weights(state, LANGUAGE, LANGUAGE)
+    save_stock(folder, model, stock, weights, processor)
+    saved = read_json(folder / "config.json")
+    saved["text_config"] = add_legacy_names(saved["text_config"])
+    saved["torch_dtype"] = saved["dtype"]
+    write_config(folder / "config.json", saved)
+    tokenizer = make_tokenizer(processor)
+    tokenizer.padding_side = "left"  # for generation
+    LlavaProcessor(
+        image_processor=build_image_processor(processor, model, pad=processor.image_mode == "pad"),
+        tokenizer=tokenizer,
+        patch_size=config.vision_config.patch_size,
+        vision_feature_select_strategy=strategy,
+        chat_template=tokenizer.chat_template,
+        image_token=IMAGE_TOKEN,
+        num_additional_image_tokens=config.num_prefix_tokens,
+    ).save_pretrained(folder)
+
+
+def check_llava(model: CoatVlm, processor: CoatVlmProcessor) -> None:
+    """Raise ValueError if the layout cannot represent the model, before anything is written."""
+    config = model.config
+    if config.projector_type != "mlp2x_gelu":
+        raise ValueError(
+            f"--format llava: the model's projector is {config.projector_type}, and {_LAYOUT} "
+            "supports only mlp2x_gelu (Linear, GELU, Linear); allowed: mlp2x_gelu; export with "
+            "--format coat or vila"
+        )
+    if processor.image_mode not in ("resize", "pad"):
+        raise ValueError(
+            f"--format llava: the image mode is {processor.image_mode} with several tiles per "
+            f"image, and {_LAYOUT} supports one square; allowed: resize, pad; export with --format "
+            "coat or vila"
+        )
+    if "pool_frames" in processor.video:
+        raise ValueError(
+            "--format llava: the model was trained with model.video.pool_frames="
+            f"{processor.video['pool_frames']}, and {_LAYOUT} has separate tokens for each "
+            "frame of a video; allowed: --format coat"
+        )
+    why = why_logits_are_needed(model.language_model)
+    if why is not None or model.language_model.base_model_prefix != "model":
+        name = type(model.language_model).__name__
+        raise ValueError(
+            f"--format llava: {_LAYOUT} applies a plain output layer to the decoder's output, and "
+            f"{name} does not: {why or 'its decoder has another name'}; allowed: models such as "
+            "llama, mistral, qwen2, qwen3; export with --format coat"
+        )
+
+
+def build_image_processor(processor: CoatVlmProcessor, model: CoatVlm, *, pad: bool) -> Any:
+    """Build transformers' image processor with the same settings and the Pillow backend.
+
+    If the folder is loaded without ``backend="pil"``, transformers uses torchvision, whose resizing
+    differs by 1/255 in some pixels.
+
+    Args:
+        processor: provides the settings of one square image.
+        model: provides the type of the tower.
+        pad: pad images to a square first, as LLaVA does.
+    """
+    size = {"height": processor.image_size, "width": processor.image_size}
+    settings: dict[str, Any] = {
+        "size": size,
+        "image_mean": processor.image_mean,
+        "image_std": processor.image_std,
+        "resample": processor.image_resample,
+        "do_convert_rgb": True,
+    }
+    if pad:
+        return LlavaImageProcessorPil(**settings, do_pad=True, do_center_crop=False, crop_size=size)
+    if model.config.vision_config.model_type == "siglip_vision_model":
+        return SiglipImageProcessorPil(**settings)
+    return CLIPImageProcessorPil(**settings, do_center_crop=False, crop_size=size)

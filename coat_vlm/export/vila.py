@@ -1,16 +1,16 @@
-"""VILA's three folders: ``llm/``, ``vision_tower/`` and ``mm_projector/``, written and read.
+"""Writes and reads VILA's three folders: ``llm/``, ``vision_tower/`` and ``mm_projector/``.
 
-Layout and fields are those of NVlabs/VILA, ``llava/model/llava_arch.py`` (``save_pretrained``),
+Layout and fields follow NVlabs/VILA, ``llava/model/llava_arch.py`` (``save_pretrained``),
 ``configuration_llava.py`` and ``multimodal_projector/base_projector.py``:
 
-    config.json       model_type llava_llama (of every language model), llm_cfg, vision_tower_cfg,
+    config.json       model_type llava_llama (for every language model), llm_cfg, vision_tower_cfg,
                       mm_projector_cfg, mm_vision_select_layer and _feature, image_aspect_ratio, ...
     llm/              the language model, its weights without a prefix, and the tokenizer
     vision_tower/     vision_model.*, and preprocessor_config.json
     mm_projector/     layers.*, and config.json with mm_projector_type
 
-VILA's ``patch`` drops the first feature of every tower; for SigLIP, which has no class token, that
-is a patch, so VILA's recipes say ``cls_patch``, and so does a folder written here.
+VILA's ``patch`` drops the first feature of every tower. SigLIP has no class token, so ``patch``
+would drop a patch; VILA's recipes and the folders written here use ``cls_patch`` for SigLIP.
 """
 
 import json
@@ -23,17 +23,17 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from coat_vlm.config import ImageConfig, LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from coat_vlm.export.llava import image_processor
 from coat_vlm.export.transformers_parts import (
     LANGUAGE,
     PROJECTOR,
-    older_dtype,
-    part_of,
-    plain_tower,
+    add_legacy_names,
+    build_image_processor,
+    build_plain_tower,
+    make_tokenizer,
+    rename_tower_weights,
     save_stock,
-    tokenizer_with_template,
-    tower_weights,
-    with_older_names,
+    select_weights,
+    to_legacy_dict,
     write_config,
 )
 from coat_vlm.model import CoatVlm, build_model
@@ -50,59 +50,53 @@ _WEIGHTS = "model.safetensors"
 def save_vila(
     folder: Path, model: CoatVlm, state: dict[str, Tensor], processor: CoatVlmProcessor
 ) -> None:
-    """Write the three folders and the configuration above them.
+    """Write the three folders and the top-level config.json.
 
     Args:
         folder: an existing, empty folder.
-        model: gives the configuration; its weights may be on ``meta``.
+        model: provides the configuration; its weights may be on ``meta``.
         state: the weights by the composed model's names.
-        processor: gives the tokenizer and the image settings.
+        processor: provides the tokenizer and the image settings.
 
     Raises:
-        ValueError: the vision tower is of another kind than VILA reads, or the model was trained
-            on groups of frames.
+        ValueError: VILA does not support the type of the vision tower, or the model was trained
+            with ``pool_frames``.
     """
     if "pool_frames" in processor.video:
         raise ValueError(
             "--format vila: the model was trained with model.video.pool_frames="
-            f"{processor.video['pool_frames']}, and VILA shows each frame of a video by its own "
-            "tokens; allowed: --format coat"
+            f"{processor.video['pool_frames']}, and VILA has separate tokens for each frame of a "
+            "video; allowed: --format coat"
         )
-    tower = plain_tower(model, "vila")
+    tower = build_plain_tower(model, "vila")
     llm, vision, projector = (folder / part for part in PARTS)
     language: Any = model.language_model
-    save_stock(llm, model, language, part_of(state, LANGUAGE))
-    tokenizer_with_template(processor).save_pretrained(llm)
+    save_stock(llm, model, language, select_weights(state, LANGUAGE))
+    make_tokenizer(processor).save_pretrained(llm)
     tower.save_pretrained(
-        vision, state_dict=tower_weights(model, tower, state, ""), save_original_format=False
+        vision, state_dict=rename_tower_weights(tower, state, ""), save_original_format=False
     )
-    image_processor(processor, model, pad=False).save_pretrained(vision)
+    build_image_processor(processor, model, pad=False).save_pretrained(vision)
     projector.mkdir()
-    layers = part_of(state, PROJECTOR, "layers.")
+    layers = select_weights(state, PROJECTOR, "layers.")
     layers = {name: tensor.contiguous() for name, tensor in layers.items()}
     save_file(layers, projector / _WEIGHTS, metadata={"format": "pt"})
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype, config = str(model.dtype).removeprefix("torch."), model.config
     described = {
-        "llm_cfg": with_older_names(older_dtype(language.config)),
-        "vision_tower_cfg": older_dtype(tower.config),
+        "llm_cfg": add_legacy_names(to_legacy_dict(language.config)),
+        "vision_tower_cfg": to_legacy_dict(tower.config),
         "mm_projector_cfg": {
             "architectures": ["MultimodalProjector"],
-            "mm_projector_type": model.config.projector_type,
+            "mm_projector_type": config.projector_type,
             "model_type": "v2l_projector",
             "torch_dtype": dtype,
         },
     }
     for part, values in zip((llm, vision, projector), described.values(), strict=True):
         write_config(part / "config.json", values)
-    write_config(folder / "config.json", _top(model, processor, dtype) | described)
-
-
-def _top(model: CoatVlm, processor: CoatVlmProcessor, dtype: str) -> dict[str, Any]:
-    """The fields of VILA's LlavaConfig besides the parts' own configurations."""
-    config = model.config
     scales = config.s2_scales
     keeps_all = config.select_feature == "cls_patch" or config.num_prefix_tokens == 0
-    return {
+    top = {
         "architectures": ["LlavaLlamaModel"],
         "model_type": "llava_llama",
         "model_dtype": f"torch.{dtype}",
@@ -123,45 +117,48 @@ def _top(model: CoatVlm, processor: CoatVlmProcessor, dtype: str) -> dict[str, A
         "mm_use_im_patch_token": False,
         "resume_path": None,
     }
+    write_config(folder / "config.json", top | described)
 
 
 def is_vila(folder: Path) -> bool:
-    """Whether a folder is a VILA checkpoint: it has VILA's three folders."""
+    """Return whether a folder is a VILA checkpoint, that is, has VILA's three folders."""
     return all((folder / part / "config.json").is_file() for part in PARTS)
 
 
 def load_vila(folder: Path, dtype: torch.dtype | None = None) -> tuple[CoatVlm, CoatVlmProcessor]:
-    """The composed model and its processor from VILA's three folders, on the CPU.
+    """Load the composed model and its processor from VILA's three folders, on the CPU.
 
-    The embeddings grow where the tokenizer has no row for ``<image>``, as in VILA's own
-    checkpoints, whose media tokens are never embedded. Without a chat template the tokenizer is
-    one of VILA 1.5, which was trained with Vicuna's.
+    The embeddings are extended if they have no row for ``<image>``, as in VILA's own checkpoints,
+    which never embed media tokens. A tokenizer without a chat template is one of VILA 1.5, which
+    was trained with Vicuna's template.
 
     Args:
-        folder: holds ``llm/``, ``vision_tower/``, ``mm_projector/`` and config.json.
-        dtype: dtype of the weights; that which config.json names when absent.
+        folder: contains ``llm/``, ``vision_tower/``, ``mm_projector/`` and config.json.
+        dtype: dtype of the weights. Default: the dtype in config.json.
 
     Raises:
-        ValueError: files are missing or damaged, or the checkpoint is of a kind that the composed
-            model cannot be.
+        ValueError: files are missing or damaged, or the composed model does not support the
+            checkpoint.
     """
     top = _read(folder / "config.json")
     tokenizer = prepare_tokenizer(AutoTokenizer.from_pretrained(folder / "llm"))
-    recipe = _recipe(folder, top, "tokenizer" if tokenizer.chat_template else "vicuna_v1")
+    recipe = _read_model_config(
+        folder, top, "tokenizer" if tokenizer.chat_template else "vicuna_v1"
+    )
     dtype = dtype or getattr(torch, str(top.get("model_dtype", "float16")).removeprefix("torch."))
     model = build_model(recipe, tokenizer, dtype)
     config: Any = model.config
     projector = folder / "mm_projector"
-    assert model.projector is not None, "the recipe made above has a tower"
+    assert model.projector is not None, "the recipe above has a tower"
     with readable_errors(str(projector)):
         model.projector.load_state_dict(load_file(projector / _WEIGHTS))
     return model, build_processor(recipe, tokenizer, config)
 
 
-def _recipe(
+def _read_model_config(
     folder: Path, top: dict[str, Any], template: Literal["tokenizer", "vicuna_v1"]
 ) -> ModelConfig:
-    """What a recipe would say of the checkpoint."""
+    """Translate the checkpoint's configuration to a recipe's model section."""
     vision = _read(folder / "vision_tower" / "config.json")
     has_class_token = vision.get("model_type") in ("clip_vision_model", "clip")
     feature = top.get("mm_vision_select_feature") or "patch"
@@ -169,7 +166,7 @@ def _recipe(
         raise ValueError(
             f"{folder}/config.json: mm_vision_select_feature is patch, with which VILA drops the "
             f"first patch of a tower without a class token ({vision.get('model_type')}); allowed "
-            "for such a tower: cls_patch; set it, if the model was not trained so"
+            "for such a tower: cls_patch; set it if the model was trained with all patches"
         )
     found = _read(folder / "mm_projector" / "config.json").get("mm_projector_type")
     projector: Any = _SAME_PROJECTORS.get(str(found), found)
@@ -186,16 +183,16 @@ def _recipe(
         ),
         language=LanguageConfig(name_or_path=str(folder / "llm")),
         projector=ProjectorConfig(type=projector),
-        image=_images(folder, top),
+        image=_read_image_config(folder, top),
         template=template,
     )
 
 
-def _images(folder: Path, top: dict[str, Any]) -> ImageConfig:
+def _read_image_config(folder: Path, top: dict[str, Any]) -> ImageConfig:
     mode: Any = top.get("image_aspect_ratio") or "resize"
     if top.get("s2"):
         raise ValueError(
-            f"{folder}/config.json: s2 is true, scales of the whole image; allowed: false, or "
+            f"{folder}/config.json: s2 is true (scales of the whole image); allowed: false, or "
             "dynamic_s2"
         )
     if mode not in ("resize", "pad", "dynamic", "dynamic_s2"):
@@ -218,6 +215,6 @@ def _read(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"{path} cannot be read: {error}; needed is a VILA checkpoint with config.json, "
+            f"{path} cannot be read: {error}; required: a VILA checkpoint with config.json, "
             f"{', '.join(f'{part}/' for part in PARTS)}"
         ) from error

@@ -18,7 +18,7 @@ nearest (the optimizer alone knows stochastic rounding). Parameters stay in the 
 forward pass quantizes a weight as [N, K], the backward pass again as [K, N] with the same scale; or
 both are made once for all micro-batches of an optimizer step (``fp8.weights``).
 
-The three precisions differ in what becomes FP8, and in what is saved for backward, per token:
+The three precisions differ in what is quantized, and in what is saved for backward, per token:
 
 ``fp8_linear``: Every linear layer of a block alone (``linear.py``). Saves x in E4M3: K bytes.
     Norms, activations, attention and residual sums are the model's own, in high precision.
@@ -37,10 +37,10 @@ The three precisions differ in what becomes FP8, and in what is saved for backwa
     saved ones, and recomputes the GEMM inputs from them, transposed, for the grad-weight GEMMs.
     Attention saves q, k, v and its output in the model's dtype.
 
-``coat_lean``: Also quantizes q, k and v, before attention, which works on the dequantized copies.
+``coat_lean``: Also quantizes q, k and v, before attention, which reads the dequantized values.
     One Function from there through the output projection saves q, k, v (one power-of-two scale per
     head and token, or per largest fitting group) and o8 in E4M3, and the log-sum-exp. Backward
-    calls torch's fused kernel on the dequantized copies; with a mask or another attention
+    calls torch's fused kernel on the dequantized values; with a mask or another attention
     implementation it runs attention again.
 
 The residual stream, rotary embedding and attention's arithmetic are never FP8. The first blocks of
@@ -51,7 +51,7 @@ What differs from torchao's float8 (``Float8Linear``): it converts single linear
 their input in high precision, to quantize it again in backward; its layers that read the same input
 do so separately; it offers one scale per row as well. What differs from the paper and its released
 code: group scales are powers of two (theirs are BF16); in the forward pass norms and activations
-read their exact inputs, not the FP8 copies; their outputs are recomputed, not saved; QKV and
+read their exact inputs, not the saved FP8 data; their outputs are recomputed, not saved; QKV and
 gate-up weights are fused; ``coat_lean``.
 
 An activation's way through the files:
@@ -61,39 +61,43 @@ An activation's way through the files:
     attention.py   transformers' attention, output projection   (Function under coat_lean; sdpa.py:
                    torch's fused kernels, forward and backward apart)
     mlp.py         norm -> GEMM -> activation -> GEMM           (autograd Function)
-    norm.py        the norm and the GEMM that reads it, both passes; heads and mlp begin so
+    norm.py        the norm and the GEMM that reads it, both passes; used by heads and mlp
     linear.py      one linear layer                             (autograd Function)
     gemm.py        the three GEMMs;  weights.py: where the FP8 weights come from
     coat_kernels   one op per step: norm_fwd, scaled_mm, activation_fwd, rope_quantize, ...
 
-``convert.py`` puts it into a model and says what a precision means on a device, ``graphs.py``
-launches blocks as CUDA graphs, ``monitor.py`` counts saturation, ``measure.py`` compares blocks
-with BF16.
+``convert.py`` converts models and applies a precision on a device, ``graphs.py``
+launches blocks as CUDA graphs, ``saturation.py`` counts saturation, ``block_error.py`` compares
+blocks with BF16.
 """
 
-from coat_vlm.fp8.convert import Arithmetic, ConversionReport, arithmetic_of, convert, fp8_blocks
-from coat_vlm.fp8.graphs import BlockGraphs, captured_bytes, graph_blocks, live_graphs
-from coat_vlm.fp8.linear import Fp8Linear, linear
+from coat_vlm.fp8.convert import (
+    Arithmetic,
+    ConversionReport,
+    arithmetic_of,
+    convert,
+    find_gpu_problem,
+    fp8_blocks,
+)
+from coat_vlm.fp8.graphs import captured_bytes, graph_blocks
+from coat_vlm.fp8.linear import linear
 from coat_vlm.fp8.mlp import norm_mlp
-from coat_vlm.fp8.saturation import Counts, watching
-from coat_vlm.fp8.weights import WeightReuse, kept_bytes, reused_weights
+from coat_vlm.fp8.saturation import watching
+from coat_vlm.fp8.weights import WeightReuse, reused_weights, saved_bytes
 
 __all__ = [
     "Arithmetic",
-    "BlockGraphs",
     "ConversionReport",
-    "Counts",
-    "Fp8Linear",
     "WeightReuse",
     "arithmetic_of",
     "captured_bytes",
     "convert",
+    "find_gpu_problem",
     "fp8_blocks",
     "graph_blocks",
-    "kept_bytes",
     "linear",
-    "live_graphs",
     "norm_mlp",
     "reused_weights",
+    "saved_bytes",
     "watching",
 ]

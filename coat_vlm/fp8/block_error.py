@@ -1,12 +1,12 @@
-"""Measures FP8 blocks against the same blocks in BF16: their error, and the bytes they save.
+"""Compares FP8 blocks with the same blocks in BF16: errors, and bytes saved for backward.
 
-A block returns x + f(x), and mostly x. Its error is measured on what it adds, and the error of its
-input's gradient g + (df/dx)^T g, where g is the gradient of its output, on what it adds to g:
+A block returns x + f(x), which is mostly x. The error is relative to f(x). The input's gradient is
+g + (df/dx)^T g with the output's gradient g, and its error is relative to what the block adds to g:
 
     output error         = |y_fp8 - y_bf16| / |y_bf16 - x|
     input gradient error = |grad_x_fp8 - grad_x_bf16| / |grad_x_bf16 - g|
 
-Both run on copies without hooks, in evaluation mode: no dropout, no weight gradient, no collective.
+Copies of the block without hooks run in evaluation mode: no dropout, weight gradient or collective.
 """
 
 import copy
@@ -28,35 +28,35 @@ from coat_vlm.fp8.saturation import watching
 
 @dataclass(slots=True)
 class BlockError:
-    """Sums over one or more inputs, from which the errors follow."""
+    """Sums over one or more inputs, and the errors computed from them."""
 
     output: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """Squares of the difference, and of what the block adds in BF16."""
+    """Squared norms of the difference, and of what the block adds in BF16."""
     gradient: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """The same of the input's gradient; zeros where there was none."""
+    """The same for the input's gradient; zeros without a gradient."""
     counts: dict[str, list[float]] = field(default_factory=dict)
     """Kind of tensor -> values, saturated, underflowed (:mod:`coat_vlm.fp8.saturation`)."""
 
     def add(self, other: "BlockError") -> None:
         """Add the sums of other inputs."""
-        self.output = _added(self.output, other.output)
-        self.gradient = _added(self.gradient, other.gradient)
+        self.output = _add(self.output, other.output)
+        self.gradient = _add(self.gradient, other.gradient)
         for kind, row in other.counts.items():
-            self.counts[kind] = _added(self.counts.get(kind, [0.0] * 3), row)
+            self.counts[kind] = _add(self.counts.get(kind, [0.0] * 3), row)
 
     @property
     def output_error(self) -> float | None:
-        """Relative error of the output; None where nothing was compared, NaN where FP8 gave it."""
+        """Relative error of the output; None if nothing was compared, NaN if FP8 returned NaN."""
         return _relative(self.output)
 
     @property
     def input_gradient_error(self) -> float | None:
-        """Relative error of the input's gradient; None where no gradient reached the block."""
+        """Relative error of the input's gradient; None if no gradient reached the block."""
         return _relative(self.gradient)
 
     @property
     def rates(self) -> dict[str, dict[str, float]]:
-        """Per kind of tensor the shares that saturated and that underflowed."""
+        """Shares that saturated and underflowed, per kind of tensor."""
         return {
             kind: {"saturated": saturated / values, "underflowed": underflowed / values}
             for kind, (values, saturated, underflowed) in sorted(self.counts.items())
@@ -71,31 +71,31 @@ def _relative(squares: list[float]) -> float | None:
     return math.sqrt(difference / reference)
 
 
-def _added(a: list[float], b: list[float]) -> list[float]:
+def _add(a: list[float], b: list[float]) -> list[float]:
     return [x + y for x, y in zip(a, b, strict=True)]
 
 
 @dataclass(slots=True)
 class LiveInput:
-    """What a block got in a training step."""
+    """Input of a block in a training step."""
 
     args: tuple[Any, ...]
     """Positional arguments, the hidden states [B, T, hidden] first."""
     kwargs: dict[str, Any]
     gradient: Tensor | None = None
-    """Of the block's output, like the hidden states; None where nothing before it trains."""
+    """Gradient of the block's output, like the hidden states; None if no preceding layer trains."""
 
 
 def block_error(block: nn.Module, live: LiveInput, round_linears: bool) -> BlockError:
-    """Run a block in FP8 and in BF16; the block, its gradients and random states stay untouched.
+    """Run a block in FP8 and in BF16 without changing the block, gradients or random states.
 
     Args:
-        block: a block that :func:`coat_vlm.fp8.convert.convert` converted, its weights whole.
+        block: a block that :func:`coat_vlm.fp8.convert.convert` converted, with gathered weights.
         live: its input.
         round_linears: on a CPU, compute BF16 by rounding (:class:`coat_vlm.fp8.Arithmetic`).
 
     Returns:
-        Sums; none where BF16 is not finite either, so that FP8 is not to blame.
+        Sums; empty if BF16 is not finite either, so that FP8 is not the cause.
     """
     plain = _bare_copy(block)
     back_to_bf16(plain, round_linears)
@@ -112,7 +112,7 @@ def block_error(block: nn.Module, live: LiveInput, round_linears: bool) -> Block
 
 
 def _bare_copy(module: nn.Module) -> nn.Module:
-    """The module with the same weights, detached, and without hooks, in evaluation mode."""
+    """Copy a module with detached shared weights, without hooks, in evaluation mode."""
     clone = copy.copy(module)
     for name, value in vars(module).items():
         if "_hooks" in name and isinstance(value, Mapping):
@@ -122,7 +122,7 @@ def _bare_copy(module: nn.Module) -> nn.Module:
         for name, parameter in module._parameters.items()
     }
     vars(clone).pop(FORWARD, None)
-    # ZeRO-3 has a dictionary of its own here, which gathers a weight that is asked for.
+    # ZeRO-3 replaces this dictionary with one that gathers weights on access.
     vars(clone).update(
         _parameters=parameters,
         _buffers=dict(module._buffers),
@@ -136,7 +136,7 @@ def _bare_copy(module: nn.Module) -> nn.Module:
 
 
 def _run(block: nn.Module, live: LiveInput) -> tuple[Tensor, Tensor | None]:
-    """Output, and gradient of the hidden states."""
+    """Return the output and the gradient of the hidden states."""
     wanted = live.gradient is not None
     with torch.set_grad_enabled(wanted):
         x = live.args[0].detach().requires_grad_(wanted)
@@ -154,15 +154,15 @@ def _squares(fp8: Tensor, bf16: Tensor, through: Tensor) -> list[float]:
 def measure_footprint(
     model: nn.Module, forward: Callable[[], object]
 ) -> list[tuple[str, float, float]]:
-    """Run a forward pass with the FP8 blocks, and one with the original classes; no backward pass.
+    """Measure saved bytes in a forward pass with FP8 blocks and one with the original classes.
 
     Args:
-        model: a converted model, in training mode. It is left as it was.
+        model: a converted model, in training mode; unchanged afterwards.
         forward: runs the model on a batch (a small one is enough: bytes grow with the tokens).
 
     Returns:
-        Per block that ran: its name, and the bytes per token that autograd saves for the backward
-        pass of the FP8 block and of the original one: distinct storages, parameters not counted.
+        For each block that ran: name, and bytes per token that autograd saves for backward, in FP8
+        and in the original class: distinct storages without parameters.
     """
     blocks = fp8_blocks(model)
     classes = [type(block) for _, block in blocks]
@@ -181,10 +181,10 @@ def measure_footprint(
 def _saved_bytes(
     blocks: list[tuple[str, nn.Module]], forward: Callable[[], object]
 ) -> dict[str, float]:
-    """Per block that ran, the bytes per token of the storages that autograd saves."""
+    """Return bytes per token of the storages that autograd saves, for each block that ran."""
     tokens, total = Counter[str](), Counter[str]()
     storages: dict[int, int] = {}
-    saved: list[Tensor] = []  # alive until counted: a freed storage's address is used again
+    saved: list[Tensor] = []  # alive until counted: addresses of freed storages are reused
     inside = ExitStack()
 
     def save(tensor: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def _saved_bytes(
 
     def leave(name: str, block: nn.Module, *_: object) -> None:
         inside.close()
-        # Looked up here: ZeRO-3 gathers the weights for the block and releases them after it.
+        # ZeRO-3 gathers weights before the block and releases them afterwards.
         parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
         total[name] += sum(size for at, size in storages.items() if at not in parameters)
         storages.clear()

@@ -1,4 +1,4 @@
-"""Layers of transformers with the FP8 flow; parameters stay theirs.
+"""Forward passes in FP8 for layers of transformers, with the original parameters.
 
 Decoder layers of Llama, Mistral, Qwen2/2.5 and Qwen3:
 
@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from coat_vlm.fp8.attention import attention_output, rounded_heads
+from coat_vlm.fp8.attention import attention_output, round_heads
 from coat_vlm.fp8.heads import norm_heads
 from coat_vlm.fp8.mlp import norm_mlp
 
 
 class Fp8DecoderLayer:
-    """Mixed into a decoder layer's class in front of it; see :mod:`coat_vlm.fp8.convert`."""
+    """Mixin in front of a decoder layer's class; see :mod:`coat_vlm.fp8.convert`."""
 
     ORIGINALS = (
         "LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"
@@ -38,12 +38,12 @@ class Fp8DecoderLayer:
     )
     """The linear layers whose weights the forward pass reads."""
     ACTIVATIONS: ClassVar = {"silu": "silu_mul", "swish": "silu_mul"}
-    """transformers' names (``ACT2FN``) -> the kernels'."""
+    """Names in transformers (``ACT2FN``) -> names in coat_kernels."""
 
     fp8_group_size: int
-    """Groups of the saved FP8 copies."""
+    """Groups of the saved FP8 quantized."""
     fp8_lean: bool
-    """Whether attention saves FP8 copies, too."""
+    """Whether attention saves FP8 quantized, too."""
 
     def forward(
         self: Any,
@@ -55,11 +55,11 @@ class Fp8DecoderLayer:
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """[B, T, hidden] to the same, as the layer it replaces; attention weights are not returned.
+        """Map [B, T, hidden] to the same shape like the original; returns no attention weights.
 
         Args:
             hidden_states: the residual stream.
-            attention_mask: as the model makes it for its attention implementation.
+            attention_mask: the model's mask for its attention implementation.
             position_ids: passed to the attention implementation (packed sequences need them).
             past_key_values: the cache of generation, updated in place.
             use_cache: passed to the attention implementation.
@@ -68,7 +68,7 @@ class Fp8DecoderLayer:
         """
         attention = self.self_attn
         assert position_embeddings is not None
-        (query, key, value), copies, residual = norm_heads(
+        (query, key, value), quantized, residual = norm_heads(
             hidden_states,
             self.input_layernorm,
             attention,
@@ -77,13 +77,13 @@ class Fp8DecoderLayer:
             position_embeddings,
         )
         dropout = attention.attention_dropout if attention.training else 0.0
-        # A cache saves what attention works on. Dropout cannot be repeated by the backward pass.
+        # A cache saves attention's inputs. The backward pass cannot repeat dropout.
         lean = self.fp8_lean and past_key_values is None and not dropout
-        if self.fp8_lean and not lean and copies is None:
-            query, key, value = map(rounded_heads, (query, key, value))
+        if self.fp8_lean and not lean and quantized is None:
+            query, key, value = map(round_heads, (query, key, value))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, attention.layer_idx)
-        # Mistral keeps its window in the configuration, Qwen in the module, Llama has none.
+        # Mistral has its window in the configuration, Qwen in the module, Llama has none.
         window = getattr(attention.config, "sliding_window", None)
         delta = attention_output(
             attention,
@@ -91,7 +91,7 @@ class Fp8DecoderLayer:
             attention_mask,
             attention.o_proj,
             lean,
-            copies,
+            quantized,
             dropout=dropout,
             scaling=attention.scaling,
             sliding_window=getattr(attention, "sliding_window", window),
@@ -99,7 +99,7 @@ class Fp8DecoderLayer:
             use_cache=use_cache,
             **kwargs,
         )
-        del query, key, value, copies  # what no name holds is freed before the MLP needs memory
+        del query, key, value, quantized  # frees memory before the MLP
         mlp = self.mlp
         y, residual = norm_mlp(
             residual,
@@ -114,7 +114,7 @@ class Fp8DecoderLayer:
 
 
 class Fp8EncoderLayer:
-    """Mixed into an encoder layer's class in front of it; see :mod:`coat_vlm.fp8.convert`."""
+    """Mixin in front of an encoder layer's class; see :mod:`coat_vlm.fp8.convert`."""
 
     ORIGINALS = ("SiglipEncoderLayer", "CLIPEncoderLayer")
     LINEARS = (
@@ -134,15 +134,15 @@ class Fp8EncoderLayer:
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """[B, T, hidden] to the same, as the layer it replaces; attention weights are not returned.
+        """Map [B, T, hidden] to the same shape like the original; returns no attention weights.
 
         Args:
             hidden_states: the residual stream.
-            attention_mask: as the model makes it for its attention implementation.
+            attention_mask: the model's mask for its attention implementation.
             **kwargs: passed to the attention implementation.
         """
         attention = self.self_attn
-        parts, copies, residual = norm_heads(
+        parts, quantized, residual = norm_heads(
             hidden_states, self.layer_norm1, attention, self.fp8_group_size, self.fp8_lean
         )
         dropout = attention.dropout if attention.training else 0.0
@@ -152,13 +152,13 @@ class Fp8EncoderLayer:
             attention_mask,
             attention.out_proj,
             self.fp8_lean and not dropout,  # the backward pass cannot repeat dropout
-            copies,
+            quantized,
             is_causal=attention.is_causal,
             scaling=attention.scale,
             dropout=dropout,
             **kwargs,
         )
-        del parts, copies  # what no name holds is freed before the MLP needs memory
+        del parts, quantized  # frees memory before the MLP
         mlp = self.mlp
         y, residual = norm_mlp(
             residual,
@@ -175,4 +175,4 @@ class Fp8EncoderLayer:
 FP8_LAYERS: dict[str, type[Fp8DecoderLayer] | type[Fp8EncoderLayer]] = {
     name: layer for layer in (Fp8DecoderLayer, Fp8EncoderLayer) for name in layer.ORIGINALS
 }
-"""Name of a class of transformers -> what replaces its forward pass."""
+"""Name of a class of transformers -> mixin that replaces its forward pass."""

@@ -1,19 +1,19 @@
-"""What ``precision`` means: dtype of weights, and which layers become FP8 (families: blocks.py).
+"""Applies a ``precision``: dtype of weights, and conversion to FP8 (families: ``blocks.py``).
 
     report = convert(model, Fp8Config())
     print(report)
 
-:func:`convert` replaces the class of a block by a subclass with another forward pass, in place, so
-``state_dict``, ``save_pretrained``, ``generate`` and gradient checkpointing are those of the
-original model. :func:`back_to_bf16` undoes it for a block.
+:func:`convert` replaces the class of a block in place with a subclass that has another forward
+pass, so ``state_dict``, ``save_pretrained``, ``generate`` and gradient checkpointing work as in the
+original model. :func:`back_to_bf16` reverts a block.
 
-:class:`Arithmetic` is a precision on a device. On a GPU, all precisions but ``fp32`` keep weights
-in BF16 (DeepSpeed holds FP32 master weights). Most CPUs have no BF16 arithmetic, and emulating it
-for every operation makes training ten times as slow. There all keep FP32 weights and put the
-roundings where the precision shows: ``bf16`` rounds the operands and the result of every linear
-layer to BF16, with the sum in FP32; the FP8 precisions run the reference arithmetic of the FP8
-blocks and round the other linear layers as ``bf16`` does. (The forward GEMMs of the first blocks,
-BF16 on a GPU, are FP32 there: ``fp8.bf16_forward_first``.)
+:class:`Arithmetic` is a precision on a device. On a GPU, all precisions except ``fp32`` have BF16
+weights (DeepSpeed holds FP32 master weights). Most CPUs have no BF16 arithmetic, and emulating it
+for every operation makes training ten times slower. On a CPU weights are FP32, and only linear
+layers round: ``bf16`` rounds the operands and the result of every linear layer to BF16, with the
+sum in FP32; the FP8 precisions run the reference arithmetic of the FP8 blocks and round other
+linear layers like ``bf16``. (The forward GEMMs of the first blocks, BF16 on a GPU, are FP32 on a
+CPU: ``fp8.bf16_forward_first``.)
 """
 
 import re
@@ -42,22 +42,22 @@ FP8_CAPABILITY = (8, 9)
 
 @dataclass(slots=True)
 class ConversionReport:
-    """What :func:`convert` did."""
+    """Result of :func:`convert`."""
 
     converted: dict[str, str] = field(default_factory=dict)
-    """Module name -> what it is now."""
+    """Module name -> description of the conversion."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Module name -> why it stays."""
+    """Module name -> why it was not converted."""
 
     def __str__(self) -> str:
         lines = [f"FP8: {len(self.converted)} modules converted, {len(self.skipped)} left"]
-        lines += _summed(self.converted, "")
-        lines += _summed(self.skipped, "left, ")
+        lines += _summarize(self.converted, "")
+        lines += _summarize(self.skipped, "left, ")
         return "\n".join(lines)
 
 
-def _summed(entries: dict[str, str], prefix: str) -> list[str]:
-    """One line per run of numbered modules with the same text: ``layers.0-7``."""
+def _summarize(entries: dict[str, str], prefix: str) -> list[str]:
+    """Return one line per run of numbered modules with the same text: ``layers.0-7``."""
     runs: dict[tuple[str, str], list[str]] = {}
     for name, text in entries.items():
         number = re.search(r"(?<=\.)\d+(?=\.|$)", name)
@@ -75,15 +75,14 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
     Args:
         model: a CoatVlm, or any transformers model with blocks of a known family: Llama, Mistral,
             Qwen2/2.5, Qwen3 decoders, SigLIP and CLIP encoders.
-        config: which parts in which precision (``coat`` where it says nothing), which layers,
-            which group size.
+        config: precisions of the parts (``coat`` by default), layers, group size.
 
     Returns:
-        What was converted, what was skipped and why.
+        The converted and the skipped modules, with reasons.
 
     Raises:
         ValueError: a selected part has no block of a known family, a shape does not fit an FP8
-            GEMM, or the group size does not divide. The model is unchanged then.
+            GEMM, or the group size does not divide. The model is then unchanged.
     """
     config = config.resolved("coat")
     report = ConversionReport()
@@ -107,25 +106,25 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
             layer.fp8_bf16_forward = bf16_forward
         block.__class__ = _fp8_class(type(block))
         block.fp8_group_size = config.group_size
-        block.fp8_lean = lean and not bf16_forward  # lean attention works on rounded heads
+        block.fp8_lean = lean and not bf16_forward  # FP8-saved attention rounds the heads
     for layer in linears:
         layer.__class__ = Fp8Linear
         layer.fp8_gradients = config.gradients or "e5m2"
         layer.fp8_bf16_forward = False
-        layer.fp8_key = object()  # shared by shallow copies (the loss makes them), not by deep ones
+        layer.fp8_key = object()  # shared by shallow copies (in the loss), not by deep copies
     return report
 
 
 def _choose(
     part: Part, blocks: Sequence[tuple[str, Any]], config: Fp8Config, report: ConversionReport
 ) -> Iterator[tuple[Any, str, bool]]:
-    """Blocks to convert, the precision of each, and whether its forward GEMMs are BF16."""
+    """Yield blocks to convert, their precision, and whether their forward GEMMs are BF16."""
     wanted: str = getattr(config, part)
     bf16_first = config.bf16_forward_first
     if bf16_first is None:
         bf16_first = min(len(blocks) // 6, 2)
     for number, (name, block) in enumerate(blocks):
-        why = _left(config, part, number, len(blocks))
+        why = _skip_reason(config, part, number, len(blocks))
         if why is not None:
             report.skipped[name] = why
             continue
@@ -139,7 +138,7 @@ def _choose(
         else:
             text = f"FP8 {'encoder' if part == 'vision' else 'decoder'} block"
             if bf16_forward:
-                text += ", forward products in BF16"
+                text += ", forward GEMMs in BF16"
             elif wanted == "coat_lean":
                 text += ", lean"
         _check_block(name, block, None if precision == "fp8_linear" else config)
@@ -148,13 +147,13 @@ def _choose(
 
 
 def _linears_of(block: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers of a block by name; of those with LoRA adapters the frozen layer."""
+    """Return the linear layers of a block by name; for LoRA adapters, the frozen base layer."""
     names = FP8_LAYERS[type(block).__name__].LINEARS
     return {name: base_layer(block.get_submodule(name)) for name in names}
 
 
-def _left(config: Fp8Config, part: Part, number: int, total: int) -> str | None:
-    """Why block ``number`` of ``total`` stays as it is; None if it does not."""
+def _skip_reason(config: Fp8Config, part: Part, number: int, total: int) -> str | None:
+    """Return why block ``number`` of ``total`` is not converted; None if it is."""
     if getattr(config, part) == "bf16":
         return f"fp8.{part} is bf16"
     if number < config.skip_first:
@@ -167,7 +166,7 @@ def _left(config: Fp8Config, part: Part, number: int, total: int) -> str | None:
 def _choose_linears(
     model: nn.Module, config: Fp8Config, report: ConversionReport
 ) -> Iterator[nn.Linear]:
-    """Single linear layers to convert: the projector's and the output layer."""
+    """Yield single linear layers to convert: the projector's and the output layer."""
     for name, module in model.named_modules():
         *holders, last = name.split(".")
         if type(module) is not nn.Linear or ("projector" not in holders and last != "lm_head"):
@@ -187,12 +186,12 @@ def _check_found(
     found: dict[Part, list[tuple[str, nn.Module]]],
     chosen: Mapping[Part, Sequence[Any]],
 ) -> None:
-    """Complain where the policy selects a part that has nothing to convert."""
+    """Raise an error if ``config`` selects a part that has nothing to convert."""
     attributes = {"vision": "vision_tower", "language": "language_model"}
     composed = all(hasattr(model, name) for name in attributes.values())
-    known = f"block that FP8 knows; it knows {', '.join(FP8_LAYERS)}"
+    known = f"block that FP8 supports; supported: {', '.join(FP8_LAYERS)}"
     for part, blocks in found.items():
-        # A composed model has None where it was built without a tower.
+        # A composed model without a tower has None.
         expected = composed and getattr(model, attributes[part]) is not None
         if chosen[part] or getattr(config, part) == "bf16" or not (expected or blocks):
             continue
@@ -209,15 +208,15 @@ def _check_found(
 
 
 def _check_block(name: str, block: nn.Module, config: Fp8Config | None) -> None:
-    """Refuse shapes and activations without a kernel.
+    """Check that kernels support a block's shapes and activation.
 
-    Without a configuration only the linear layers are looked at: they alone become FP8.
+    Without a configuration only linear layers are checked, as only they become FP8.
     """
     for child, layer in _linears_of(block).items():
         if type(layer) is not nn.Linear:
             raise ValueError(
                 f"{name}.{child} is a {type(layer).__name__}; an FP8 block reads the weights of "
-                "plain nn.Linear layers itself and would pass this one by: convert before wrapping "
+                "plain nn.Linear layers and would bypass this layer: convert before wrapping "
                 "layers in anything but peft's LoRA, or leave this part out"
             )
         _check_linear(f"{name}.{child}", layer)
@@ -246,24 +245,24 @@ def _check_linear(name: str, layer: nn.Linear) -> None:
 
 @cache
 def _fp8_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The FP8 subclass; made once, so that equal layers have equal classes."""
+    """Return the FP8 subclass, cached so that equal layers have equal classes."""
     bases = (FP8_LAYERS[original.__name__], original)
     return type(f"Fp8{original.__name__}", bases, {"__module__": original.__module__})
 
 
 def original_class(block: nn.Module) -> type[nn.Module]:
-    """The class a converted block had before."""
-    return type(block).__mro__[2]  # after the FP8 class come the FP8 forward pass and the original
+    """Return the class of a converted block before the conversion."""
+    return type(block).__mro__[2]  # the FP8 class, the mixin, the original class
 
 
 def fp8_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The converted blocks of a model, by name."""
+    """Return the converted blocks of a model with their names."""
     kinds: Any = (Fp8DecoderLayer, Fp8EncoderLayer)
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def back_to_bf16(block: nn.Module, round_linears: bool) -> None:
-    """Undo a block's conversion in place, as if ``fp8.skip_first`` had left it.
+    """Revert a block's conversion in place, as if ``fp8.skip_first`` had skipped it.
 
     Args:
         block: a block that :func:`convert` converted.
@@ -278,25 +277,25 @@ def back_to_bf16(block: nn.Module, round_linears: bool) -> None:
 
 
 class Bf16RoundedLinear(nn.Linear):
-    """A linear layer that rounds its operands and its result to BF16, and so their gradients."""
+    """A linear layer that rounds operands, result and their gradients to BF16."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., K] to [..., N], in the input's dtype."""
-        return _rounded(F.linear(_rounded(input), _rounded(self.weight), self.bias))
+        """Map [..., K] to [..., N], in the input's dtype."""
+        return _round(F.linear(_round(input), _round(self.weight), self.bias))
 
 
-def _rounded(x: Tensor) -> Tensor:
+def _round(x: Tensor) -> Tensor:
     return x.bfloat16().to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How a model computes."""
+    """A precision on a device."""
 
     dtype: torch.dtype
     """Dtype of the weights."""
     fp8: Fp8Config | None = None
-    """What becomes FP8."""
+    """What is converted to FP8."""
     round_linears: bool = False
     """Round the operands of the remaining linear layers to BF16 (on a CPU)."""
 
@@ -306,7 +305,7 @@ class Arithmetic:
         return self.dtype == torch.bfloat16
 
     def apply(self, model: nn.Module) -> ConversionReport | None:
-        """Convert the model's layers in place; what became FP8, or None without FP8.
+        """Convert the model's layers in place; returns the report, or None without FP8.
 
         Raises:
             ValueError: see :func:`convert`.
@@ -321,50 +320,62 @@ class Arithmetic:
         return report
 
     def weight_reuse(self, model: nn.Module, device: torch.device) -> WeightReuse:
-        """How micro-batches share the FP8 weights of ``model``, converted by :meth:`apply`."""
-        graphs = self.fp8 is not None and self.fp8.cuda_graphs  # they quantize in every pass
+        """Return how micro-batches share FP8 weights of ``model``, converted by :meth:`apply`."""
+        graphs = self.fp8 is not None and self.fp8.cuda_graphs  # graphs quantize in every pass
         policy = "recompute" if self.fp8 is None or graphs else self.fp8.weights
         linears = {id(m): m for m in model.modules() if isinstance(m, Fp8Linear)}
         for _, block in fp8_blocks(model):
             linears |= {id(m): m for m in block.modules() if isinstance(m, nn.Linear)}
-        # Row-major and transposed; under ZeRO-3 a rank holds a part of a weight.
+        # Row-major and transposed; under ZeRO-3 a rank holds a shard of a weight.
         sizes = (getattr(m.weight, "ds_numel", m.weight.numel()) for m in linears.values())
         return WeightReuse(policy, 2 * sum(sizes), device)
 
 
-def arithmetic_of(precision: Precision, fp8: Fp8Config | None, device: torch.device) -> Arithmetic:
-    """The arithmetic of a recipe on a device.
+def find_gpu_problem(reaches_kernels: bool = True) -> str | None:
+    """Return why this machine's GPU cannot run the project's Triton kernels, or None if it can.
 
     Args:
-        precision: the recipe's.
-        fp8: the recipe's; its defaults when absent.
-        device: where the model will run.
+        reaches_kernels: whether the work launches kernels: all FP8 precisions do, except with
+            ``fp8.reference``; in BF16 and FP32 the loss does, for most language models.
+    """
+    if not reaches_kernels or torch.version.hip is None or not torch.cuda.is_available():
+        return None
+    return (
+        f"this is an AMD GPU (torch for ROCm {torch.version.hip}), and the Triton kernels of FP8 "
+        "and of the loss contain NVIDIA's assembly (PTX), which would abort the process: train on "
+        "an NVIDIA GPU, or on the CPU (HIP_VISIBLE_DEVICES=-1)"
+    )
+
+
+def arithmetic_of(precision: Precision, fp8: Fp8Config | None, device: torch.device) -> Arithmetic:
+    """Return the arithmetic of a recipe on a device.
+
+    Args:
+        precision: the recipe's precision.
+        fp8: the recipe's section; defaults when absent.
+        device: where the model will run; ``meta`` stands for a GPU with FP8 tensor cores.
 
     Raises:
-        ValueError: the GPU has no FP8 tensor cores and ``fp8.reference`` is not set.
+        ValueError: the GPU has no FP8 tensor cores and ``fp8.reference`` is not set; the message
+            names alternatives.
     """
     if precision == "fp32":
         return Arithmetic(torch.float32)
-    on_gpu = device.type == "cuda"
+    on_gpu = device.type in ("cuda", "meta")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     if precision == "bf16":
         return Arithmetic(dtype, round_linears=not on_gpu)
     settings = (fp8 or Fp8Config()).resolved(precision)
-    if on_gpu and not settings.reference:
-        check_capability(torch.cuda.get_device_capability(device))
+    if device.type == "cuda" and not settings.reference:
+        problem = find_gpu_problem()
+        if problem is not None:
+            raise ValueError(problem)
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FP8_CAPABILITY:
+            needed, found = ("{}.{}".format(*version) for version in (FP8_CAPABILITY, capability))
+            raise ValueError(
+                f"an FP8 precision needs FP8 tensor cores, compute capability {needed} or newer "
+                f"(Ada, Hopper); this GPU has {found}: train with precision=bf16, or set "
+                "fp8.reference=true for the plain PyTorch arithmetic, which is slow"
+            )
     return Arithmetic(dtype, settings, round_linears=not on_gpu)
-
-
-def check_capability(capability: tuple[int, int]) -> None:
-    """Refuse a GPU without FP8 tensor cores.
-
-    Raises:
-        ValueError: it says what to do instead.
-    """
-    if capability < FP8_CAPABILITY:
-        needed, found = ("{}.{}".format(*version) for version in (FP8_CAPABILITY, capability))
-        raise ValueError(
-            f"an FP8 precision needs FP8 tensor cores, compute capability {needed} or newer (Ada, "
-            f"Hopper); this GPU has {found}: train with precision=bf16, or set fp8.reference=true "
-            "for the plain PyTorch arithmetic, which is slow"
-        )

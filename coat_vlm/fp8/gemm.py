@@ -4,14 +4,14 @@
     grad-input   grad_x [M, K]      = grad_y [M, N]       @ W^T [K, N]^T
     grad-weight  grad_W [N, K]      = grad_y^T [N, M']    @ x^T [K, M']^T
 
-x and W are E4M3, grad_y is E5M2 or E4M3 (``fp8.gradients`` of a recipe). Every operand is row-major
-along the dimension that is summed over, has one scale per tensor (arXiv 2410.19313, section 4.1),
-and M' is the number of tokens M padded with zeros to a multiple of 16. The forward GEMM accumulates
-fast, the other two do not, as in torchao and TransformerEngine by default.
+x and W are E4M3, grad_y is E5M2 or E4M3 (``fp8.gradients`` of a recipe). Operands are contiguous
+along the summed dimension. Each has one scale per tensor (arXiv 2410.19313, section 4.1),
+and M' is the number of tokens M padded with zeros to a multiple of 16. The forward GEMM uses
+fast accumulation, the other two do not, as in torchao and TransformerEngine by default.
 
-Layers that read the same input (q, k, v; gate, up) are one GEMM: their weights are quantized
-together, under one scale. Where the FP8 weights come from, and whether they are saved, is up to
-``weights.py``. In the first blocks the forward GEMM is not FP8 (``fp8.bf16_forward_first``).
+Layers that read the same input (q, k, v; gate, up) are one GEMM with a fused weight and one scale.
+``weights.py`` provides FP8 weights and caches them. In the first blocks the forward GEMM is not FP8
+(``fp8.bf16_forward_first``).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,25 +22,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coat_kernels import E5M2, Format, GradientCodes, TensorScaled, quantize_gradient, scaled_mm
+from coat_kernels import E5M2, Format, QuantizedGradient, TensorScaled, quantize_gradient, scaled_mm
 from coat_kernels.formats import FORMATS
 from coat_vlm.fp8 import saturation, weights
 
 
 @dataclass(frozen=True, slots=True)
 class FusedLinear:
-    """What a GEMM has to know of the layers, with the same input, that it is one for."""
+    """Settings of linear layers with the same input, computed by one GEMM."""
 
     key: weights.Key
-    """Says which weights they are, to ``weights.py``."""
+    """Key of the fused weight in ``weights.py``."""
     grad_format: Format
-    """Format of the quantized gradient of their output."""
+    """FP8 format of the output's gradient."""
     bf16_forward: bool
-    """Whether the forward GEMM is that of the layers themselves, in the model's dtype."""
+    """Whether the forward GEMM runs in the model's dtype."""
 
 
 class Needs(NamedTuple):
-    """Which gradients of a fused linear layer are wanted."""
+    """Which gradients of a fused linear layer to compute."""
 
     input: bool
     weight: bool
@@ -48,20 +48,20 @@ class Needs(NamedTuple):
 
     @classmethod
     def of(cls, upstream: Sequence[bool], stacked: Sequence[bool]) -> "Needs":
-        """From ``ctx.needs_input_grad``: what comes before the layers, and their own tensors."""
+        """Create from ``ctx.needs_input_grad`` of the preceding inputs and of ``stacked``."""
         half = len(stacked) // 2
         return cls(any(upstream), any(stacked[:half]), any(stacked[half:]))
 
 
 def arguments(layers: Sequence[nn.Linear]) -> tuple[Any, ...]:
-    """What an autograd Function takes of layers that read the same input.
+    """Return an autograd Function's arguments for layers that read the same input.
 
     The first layer's attributes ``fp8_gradients``, the name of a format, and ``fp8_bf16_forward``
-    hold for all.
+    apply to all layers.
 
     Returns:
-        Their :class:`FusedLinear`; their weights [n_i, K]; their biases [n_i] or None. The tensors
-        are called ``stacked`` below.
+        A :class:`FusedLinear`; the weights [n_i, K]; the biases [n_i] or None. The tensors are
+        called ``stacked`` below.
     """
     settings = vars(layers[0])
     fused = FusedLinear(
@@ -79,18 +79,18 @@ def forward(
     dtype: torch.dtype,
     hp: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The forward GEMM.
+    """Run the forward GEMM.
 
     Args:
         x: E4M3 [M, K].
         fused: the layers.
         stacked: their weights and biases.
-        dtype: of the result.
-        hp: x in high precision, [M, K], if the GEMM is to be the layers' own.
+        dtype: dtype of the result.
+        hp: x in high precision, [M, K], to run the GEMM in the model's dtype.
 
     Returns:
-        [M, N], the layers side by side; what to save for backward: the scale [] that the weights
-        got, None if they got none, and ``stacked``.
+        [M, N], the layers' outputs concatenated; tensors to save for backward: the scale [] of the
+        fused weight (None without FP8), and ``stacked``.
     """
     parts = _weights(stacked)
     biases = stacked[len(parts) :]
@@ -104,18 +104,18 @@ def forward(
     if hp is not None:
         weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
         y = F.linear(hp.to(dtype), weight, None if bias is None else bias.to(dtype))
-        return y.to(dtype), (None, *stacked)  # under autocast it may have another
-    quantized = weights.codes(fused.key, parts)
+        return y.to(dtype), (None, *stacked)  # autocast may return another dtype
+    quantized = weights.quantize_weight(fused.key, parts)
     return scaled_mm(x, quantized, dtype, bias, fast=True), (quantized.scale, *stacked)
 
 
-def quantize_grad(parts: Sequence[Tensor], fused: FusedLinear, needs: Needs) -> GradientCodes:
-    """The gradient of the layers' output, in the layouts that its GEMMs need.
+def quantize_grad(parts: Sequence[Tensor], fused: FusedLinear, needs: Needs) -> QuantizedGradient:
+    """Quantize the gradient of the layers' output in the layouts that the GEMMs need.
 
     Args:
-        parts: the gradient, as matrices [M, n_i] that lie side by side.
+        parts: the gradient, as matrices [M, n_i] to be concatenated by columns.
         fused: the layers.
-        needs: the gradients that are wanted.
+        needs: the gradients to compute.
     """
     quantized = quantize_gradient(
         parts, fused.grad_format, rows=needs.input, transposed=needs.weight, bias=needs.bias
@@ -125,27 +125,27 @@ def quantize_grad(parts: Sequence[Tensor], fused: FusedLinear, needs: Needs) -> 
 
 
 def backward(
-    grad_output: Tensor | Callable[[], GradientCodes],
+    grad_output: Tensor | Callable[[], QuantizedGradient],
     fused: FusedLinear,
     saved: Sequence[Tensor | None],
     needs: Needs,
     dtype: torch.dtype,
     input_transposed: Callable[[Tensor | None], TensorScaled],
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The grad-input GEMM, then the grad-weight GEMM.
+    """Run the grad-input GEMM, then the grad-weight GEMM.
 
     Args:
         grad_output: gradient of :func:`forward`'s result, [..., N] in high precision; or a function
-            that gives it in FP8. Each layout is freed as soon as its GEMM is done.
+            that returns it in FP8. Each layout is freed after its GEMM.
         fused: the layers.
         saved: from :func:`forward`.
-        needs: the gradients that are wanted.
-        dtype: of the input's gradient.
-        input_transposed: gives x^T, E4M3 [K, M'], from the input's gradient; called only if the
-            weights' gradients are wanted.
+        needs: the gradients to compute.
+        dtype: dtype of the input's gradient.
+        input_transposed: returns x^T, E4M3 [K, M'], given the input's gradient; called only for
+            weight gradients.
 
     Returns:
-        The input's gradient [M, K] or None; and those of ``stacked``, in their dtypes, or None.
+        The input's gradient [M, K] or None; gradients of ``stacked`` in their dtypes, or None.
     """
     weight_scale, *stacked = saved
     parts = _weights(stacked)
@@ -156,7 +156,7 @@ def backward(
     grad_input = None
     if needs.input:
         grad_input = scaled_mm(
-            rows, weights.transposed_codes(fused.key, parts, weight_scale), dtype
+            rows, weights.quantize_weight_transposed(fused.key, parts, weight_scale), dtype
         )
     del rows
     grads: list[Tensor | None] = [None] * len(stacked)
@@ -172,7 +172,7 @@ def backward(
 
 
 def matrix(x: Tensor) -> Tensor:
-    """[..., K] as a contiguous matrix [M, K]."""
+    """Reshape [..., K] to a contiguous matrix [M, K]."""
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
@@ -181,5 +181,5 @@ def _weights(stacked: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def _split(grad: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The gradient of each layer, from that of all."""
+    """Split the fused gradient into the layers' gradients."""
     return [grad] if len(parts) == 1 else grad.split([weight.shape[0] for weight in parts])

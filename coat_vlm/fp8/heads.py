@@ -2,10 +2,10 @@
 
     q | k | v = norm(x) W_qkv^T + b_qkv,   q, k = rotate(q), rotate(k)
 
-One autograd Function from the residual stream to q, k and v. Saves for backward what the norm saves
-(``norm.py``). In the backward pass the gradients of q, k and v, as attention returns them, are
-rotated back and quantized where they are: their matrix [M, N] never exists in high precision. Where
-heads have norms of their own (Qwen3) the model's own functions normalize and rotate them.
+One autograd Function from the residual stream to q, k and v. Saves for backward the tensors of the
+norm (``norm.py``). Backward reads the gradients of q, k and v as attention returns them, rotates
+and quantizes them: the fused matrix [M, N] never exists in high precision. If heads have their own
+norms (Qwen3), the model's functions normalize and rotate them.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from coat_kernels import (
     GROUP_SIZES,
-    GradientCodes,
+    QuantizedGradient,
     dequantize_group,
     quantize_group,
     rope,
@@ -27,7 +27,7 @@ from coat_kernels import (
 from coat_kernels.reference import rope_gradient_values
 from coat_vlm.fp8 import gemm, saturation
 from coat_vlm.fp8 import norm as norms
-from coat_vlm.fp8.attention import Copies, as_heads, modeling_of, paired
+from coat_vlm.fp8.attention import QuantizedHeads, as_heads, modeling_of, pair_tensors
 from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
 from coat_vlm.fp8.norm import NormSettings
 
@@ -37,16 +37,15 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
-    """What is made of the output of the fused QKV projection."""
+    """How to process the output of the fused QKV projection."""
 
     head_dim: int
     sizes: list[int]
     """Channels of q, k and v."""
-    copied: bool
-    """Make FP8 copies of the heads; the heads are then the dequantized copies."""
+    quantize: bool
+    """Quantize the heads to FP8; the heads are then the dequantized values."""
     rotation: tuple[Tensor, Tensor] | None
-    """cos and sin [T or B * T, head_dim] of the rotary embedding; q and k stay as they are when
-    None."""
+    """cos and sin [T or B * T, head_dim] of the rotary embedding; None to skip rotation."""
 
 
 def norm_heads(
@@ -56,42 +55,41 @@ def norm_heads(
     group_size: int,
     lean: bool,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Heads, Copies | None, Tensor]:
-    """Query, key and value of the normalized residual stream.
+) -> tuple[Heads, QuantizedHeads | None, Tensor]:
+    """Compute query, key and value of the normalized residual stream.
 
     Args:
         x: the residual stream [B, T, hidden].
         norm: a LayerNorm, or an RMSNorm of a Llama, Mistral or Qwen model.
         attention: an attention module with ``q_proj``, ``k_proj``, ``v_proj`` and ``head_dim``.
-        group_size: groups of the FP8 copy of the norm's input.
-        lean: round the heads to FP8 copies, for attention that saves these.
+        group_size: group size of the norm's saved input.
+        lean: round the heads to FP8, for FP8-saved attention.
         position_embeddings: (cos, sin) [1 or B, T, rotary channels]; no rotation when absent.
 
     Returns:
-        The heads; their FP8 copies, where these were made: the heads are then the dequantized
-        copies; and x, from where the residual stream goes on: its gradient is added where the
-        norm's is computed.
+        The heads; the heads in FP8 if quantized here (the heads are then the dequantized values);
+        and x for the residual path, whose gradient is added in the norm's backward kernel.
     """
     layers = (attention.q_proj, attention.k_proj, attention.v_proj)
     D = attention.head_dim
-    rotation, by_model, copied = None, False, lean
+    rotation, by_model, quantize = None, False, lean
     if position_embeddings is not None:
         by_model = position_embeddings[0].shape[-1] != D or hasattr(attention, "q_norm")
-        copied = lean and D in GROUP_SIZES and not by_model
+        quantize = lean and D in GROUP_SIZES and not by_model
         if not by_model:
             cos, sin = (t.reshape(-1, D).contiguous() for t in position_embeddings)
             rotation = (cos, sin)
-    settings = HeadSettings(D, [layer.out_features for layer in layers], copied, rotation)
-    query, key, value, residual, *copies = _NormHeads.apply(
+    settings = HeadSettings(D, [layer.out_features for layer in layers], quantize, rotation)
+    query, key, value, residual, *quantized = _NormHeads.apply(
         x, None, *norms.arguments(norm, layers, group_size), settings
     )
     if by_model and position_embeddings is not None:
         query = _normalize(query, getattr(attention, "q_norm", None))
         key = _normalize(key, getattr(attention, "k_norm", None))
         query, key = modeling_of(attention).apply_rotary_pos_emb(query, key, *position_embeddings)
-        # Attention saves its value, and a view of it would hold all that the GEMM wrote.
+        # Attention saves the value, and a view would keep the GEMM's whole result alive.
         value = value.transpose(1, 2).clone().transpose(1, 2)
-    return (query, key, value), paired(copies) or None, residual
+    return (query, key, value), pair_tensors(quantized) or None, residual
 
 
 class _NormHeads(torch.autograd.Function):
@@ -110,11 +108,11 @@ class _NormHeads(torch.autograd.Function):
         y, residual, saved = norms.forward(x, delta, norm_weight, norm_bias, norm, fused, stacked)
         ctx.save_for_backward(*saved)
         ctx.fused, ctx.heads, ctx.shape, ctx.dtype = fused, heads, x.shape, x.dtype
-        parts, copies = _heads_forward(y, heads)
-        copies = [tensor for copy in copies for tensor in copy]
-        ctx.mark_non_differentiable(*copies)
+        parts, quantized = _heads_forward(y, heads)
+        quantized = [tensor for item in quantized for tensor in item]
+        ctx.mark_non_differentiable(*quantized)
         ctx.set_materialize_grads(False)
-        return *(as_heads(part, x.shape, heads.head_dim) for part in parts), residual, *copies
+        return *(as_heads(part, x.shape, heads.head_dim) for part in parts), residual, *quantized
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
@@ -134,26 +132,26 @@ class _NormHeads(torch.autograd.Function):
         return *of_norm, None, None, *grads, None
 
 
-def _heads_forward(y: Tensor, heads: HeadSettings) -> tuple[Sequence[Tensor], Copies]:
-    """q, k and v as matrices [M, n], and their FP8 copies."""
+def _heads_forward(y: Tensor, heads: HeadSettings) -> tuple[Sequence[Tensor], QuantizedHeads]:
+    """Return q, k and v as matrices [M, n], and in FP8."""
     if heads.rotation is not None:
         numbers = (heads.sizes[0] // heads.head_dim, heads.sizes[1] // heads.head_dim)
-        if heads.copied:
+        if heads.quantize:
             return rope_quantize(y, *heads.rotation, *numbers)
         return rope(y, *heads.rotation, *numbers), ()
-    copies: Copies = ()
-    if heads.copied:  # one copy of all three, of which they are views
+    quantized: QuantizedHeads = ()
+    if heads.quantize:  # one FP8 matrix for all three heads, which are views
         group_size = max(size for size in GROUP_SIZES if not any(n % size for n in heads.sizes))
-        copies = (quantize_group(y, group_size),)
-        saturation.observe("attention input", copies[0].q, lambda: y)
-        y = dequantize_group(copies[0], y.dtype)
-    return y.split(heads.sizes, 1), copies
+        quantized = (quantize_group(y, group_size),)
+        saturation.observe("attention input", quantized[0].q, lambda: y)
+        y = dequantize_group(quantized[0], y.dtype)
+    return y.split(heads.sizes, 1), quantized
 
 
 def _heads_backward(
     grad_heads: Sequence[Tensor | None], heads: HeadSettings, fused: FusedLinear, needs: Needs
-) -> GradientCodes:
-    """The gradient of the fused projection's output in FP8."""
+) -> QuantizedGradient:
+    """Compute the gradient of the fused projection's output in FP8."""
     like = next(grad for grad in grad_heads if grad is not None)
     tokens = like.shape[0] * like.shape[2]
     parts = [
@@ -175,5 +173,5 @@ def _heads_backward(
 
 
 def _normalize(x: Tensor, norm: nn.Module | None) -> Tensor:
-    """Heads [B, n, T, D], normalized one by one where the model does that."""
+    """Normalize heads [B, n, T, D] one by one if the model has a norm for them."""
     return x if norm is None else norm(x.transpose(1, 2)).transpose(1, 2)

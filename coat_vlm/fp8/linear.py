@@ -1,6 +1,6 @@
-"""One linear layer in FP8: what ``fp8_linear`` makes of every linear layer of a block.
+"""One linear layer in FP8: ``fp8_linear`` converts every linear layer of a block to it.
 
-It saves the E4M3 codes of its input for the grad-weight GEMM: K bytes per token.
+Saves its input in E4M3 for the grad-weight GEMM: K bytes per token.
 """
 
 from typing import Any
@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coat_kernels import TensorScaled, quantize_tensor, transpose_codes
+from coat_kernels import TensorScaled, quantize_tensor, transpose_quantized
 from coat_vlm.fp8 import gemm, saturation
 from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer whose GEMMs are FP8; its parameters are those of nn.Linear."""
+    """A linear layer with FP8 GEMMs and the parameters of nn.Linear."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., K] to [..., N] in the input's dtype."""
+        """Map [..., K] to [..., N] in the input's dtype."""
         return linear(input, self)
 
 
 def linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    """``layer(x)`` in FP8.
+    """Compute ``layer(x)`` in FP8.
 
     Args:
         x: [..., K], FP32, BF16 or FP16.
@@ -51,6 +51,6 @@ class _Linear(torch.autograd.Function):
         needs = Needs(ctx.needs_input_grad[0], *ctx.needs_input_grad[2:])
         x8 = TensorScaled(q, scale)
         grad_input, grads = gemm.backward(
-            grad_outputs[0], ctx.fused, saved, needs, ctx.dtype, lambda _: transpose_codes(x8)
+            grad_outputs[0], ctx.fused, saved, needs, ctx.dtype, lambda _: transpose_quantized(x8)
         )
         return None if grad_input is None else grad_input.view(ctx.shape), None, *grads

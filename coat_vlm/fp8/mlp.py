@@ -18,13 +18,12 @@ from torch.nn import functional as F
 
 from coat_kernels import (
     ActivationSaved,
-    GradientCodes,
     GroupScaled,
+    QuantizedGradient,
     TensorScaled,
     activation_bwd,
     activation_bwd_stats,
     activation_fwd,
-    activation_recompute,
     dequantize_group,
 )
 from coat_kernels.reference import activation_gradient, activation_values
@@ -39,7 +38,7 @@ _HIGH_PRECISION: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
     "quick_gelu": lambda h: h * torch.sigmoid(1.702 * h),
 }
-"""The activations as torch computes them, [M, W] to [M, F] in h's dtype."""
+"""Torch's activations, [M, W] to [M, F] in h's dtype."""
 
 
 def norm_mlp(
@@ -51,7 +50,7 @@ def norm_mlp(
     group_size: int,
     delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``layer_out(activation(layers_in(norm(x + delta))))`` in FP8.
+    """Compute ``layer_out(activation(layers_in(norm(x + delta))))`` in FP8.
 
     Args:
         x: the residual stream [..., K], FP32, BF16 or FP16.
@@ -59,12 +58,12 @@ def norm_mlp(
         layers_in: (gate, up) for ``silu_mul``, else one layer; weights [F, K].
         layer_out: weight [K, F].
         activation: one of ``coat_kernels.ACTIVATIONS``.
-        group_size: groups of the FP8 copies.
-        delta: like x, what is added to it first; nothing when absent.
+        group_size: group size of the saved activations.
+        delta: added to x first, of x's shape; nothing when absent.
 
     Returns:
-        [..., K] in x's dtype, and x + delta. What goes on from the residual stream must go on from
-        the latter: its gradient is added where the norm's is computed.
+        [..., K] in x's dtype, and x + delta. The residual path must continue from the returned
+        x + delta, whose gradient is added in the norm's backward kernel.
     """
     of_norm_and_in = norms.arguments(norm, layers_in, group_size)
     return _NormMlp.apply(x, delta, *of_norm_and_in, activation, *gemm.arguments([layer_out]))
@@ -114,15 +113,16 @@ class _NormMlp(torch.autograd.Function):
 
         def activation_transposed(grad_act: Tensor | None) -> TensorScaled:
             nonlocal grad_scale
-            if grad_act is None:
-                return activation_recompute(saved, ctx.activation)
-            # One read of grad_act and of the copy for both.
+            grad = grad_act
+            if grad is None:  # no preceding layer trains, and the scale is not used
+                grad = grad_y.new_zeros(len(q), saved_out[1].shape[1])
+            # Both results need one read of the gradient and of the saved input.
             grad_scale, transposed = activation_bwd_stats(
-                grad_act, saved, ctx.activation, fmt=fused_in.grad_format
+                grad, saved, ctx.activation, fmt=fused_in.grad_format
             )
             return transposed
 
-        def quantize_grad_h() -> GradientCodes:
+        def quantize_grad_h() -> QuantizedGradient:
             nonlocal grad_act
             grad, grad_act = grad_act, None  # the GEMMs need its memory
             assert grad is not None

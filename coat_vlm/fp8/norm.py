@@ -1,4 +1,4 @@
-"""A norm and the fused linear layers that read it: the first half of ``heads`` and ``mlp``.
+"""A norm and the fused linear layers that read its output: used by ``heads`` and ``mlp``.
 
     residual = x + delta,   a = norm(residual),   y = a W^T + b
 
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coat_kernels import (
-    GradientCodes,
     GroupScaled,
     NormSaved,
+    QuantizedGradient,
     norm_bwd,
     norm_fwd,
     norm_recompute,
@@ -32,24 +32,24 @@ from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
 
 @dataclass(frozen=True, slots=True)
 class NormSettings:
-    """What a norm does, besides its parameters."""
+    """Settings of a norm."""
 
     eps: float
     centered: bool
-    """LayerNorm; RMSNorm otherwise."""
+    """True for LayerNorm, False for RMSNorm."""
     group_size: int
-    """Groups of the FP8 copy of its input."""
+    """Group size of the saved input."""
 
 
 def arguments(
     norm: Any, layers: Sequence[nn.Linear], group_size: int
 ) -> tuple[Tensor | FusedLinear | NormSettings | None, ...]:
-    """What a Function takes of a norm and the layers that read it.
+    """Return an autograd Function's arguments for a norm and the layers that read its output.
 
     Args:
         norm: a LayerNorm, or an RMSNorm of a Llama, Mistral or Qwen model.
         layers: weights [n_i, K], biases [n_i] or None.
-        group_size: groups of the FP8 copy of the norm's input.
+        group_size: group size of the norm's saved input.
 
     Returns:
         The norm's weight, bias or None, and settings; :func:`coat_vlm.fp8.gemm.arguments`.
@@ -69,11 +69,11 @@ def forward(
     fused: FusedLinear,
     stacked: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """The layers' output for the norm of x + delta.
+    """Compute the layers' output for the norm of x + delta.
 
     Args:
         x: the residual stream [..., K], FP32, BF16 or FP16.
-        delta: like x, or None: what is added to it first.
+        delta: added to x first, of x's shape, or None.
         weight: the norm's, [K].
         bias: the norm's, [K] or None.
         settings: the norm's.
@@ -81,7 +81,7 @@ def forward(
         stacked: their weights and biases.
 
     Returns:
-        [M, N] in x's dtype, the layers side by side; x + delta, like x; what to save for backward.
+        [M, N] in x's dtype, the layers' outputs concatenated; x + delta; tensors to save.
     """
     residual, a, saved = norm_fwd(
         matrix(x),
@@ -101,7 +101,7 @@ def forward(
     saturation.observe("norm output", a.q, values)
     hp = _high_precision(residual, weight, bias, settings) if fused.bf16_forward else None
     y, of_layers = gemm.forward(a, fused, stacked, x.dtype, hp)
-    # Without a delta x itself goes on, not a view of it: autograd then knows that it is the input.
+    # Without a delta return x, not a view: autograd recognizes it as the input.
     result = x if delta is None else residual.view(x.shape)
     tensors = (*saved.x, saved.rstd, saved.mean, saved.scale)
     return y, result, (*tensors, weight, bias, *of_layers)
@@ -110,7 +110,7 @@ def forward(
 def _high_precision(
     x: Tensor, weight: Tensor, bias: Tensor | None, settings: NormSettings
 ) -> Tensor:
-    """The norm of x [M, K] as torch computes it, in x's dtype."""
+    """Compute torch's norm of x [M, K] in x's dtype."""
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if settings.centered:
         return F.layer_norm(x, x.shape[-1:], weight, bias, settings.eps)
@@ -118,26 +118,26 @@ def _high_precision(
 
 
 def backward(
-    quantize: Callable[[], GradientCodes],
+    quantize: Callable[[], QuantizedGradient],
     grad_residual: Tensor | None,
     saved: Sequence[Any],
     fused: FusedLinear,
     needs: Needs,
     ctx: Any,
 ) -> tuple[tuple[Tensor | None, ...], list[Tensor | None]]:
-    """Gradients from that of the layers' output and that of x + delta which comes past the norm.
+    """Compute gradients from those of the layers' output and of the residual path.
 
     Args:
-        quantize: gives the gradient of the layers' output in FP8.
-        grad_residual: like x, or None.
+        quantize: returns the gradient of the layers' output in FP8.
+        grad_residual: gradient of x + delta on the residual path, like x, or None.
         saved: from :func:`forward`.
         fused: the layers.
-        needs: the layers' gradients that are wanted.
-        ctx: of a Function whose first inputs are x, delta, the norm's weight and its bias; with
-            attributes ``shape`` and ``dtype`` of x.
+        needs: the layers' gradients to compute.
+        ctx: context of a Function whose first inputs are x, delta, the norm's weight and its bias,
+            with attributes ``shape`` and ``dtype`` of x.
 
     Returns:
-        Gradients of these four, and of ``stacked``, in their dtypes; None for what is not wanted.
+        Gradients of these four inputs, and of ``stacked``, in their dtypes; None if not needed.
     """
     q, exponents, rstd, mean, scale, weight, bias, *of_layers = saved
     of_norm = NormSaved(GroupScaled(q, exponents), rstd, mean, scale)
@@ -159,11 +159,11 @@ def backward(
 
 
 def grads_of_sum(grad: Tensor | None, ctx: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x and delta from that of their sum."""
+    """Return the gradients of x and delta, given the gradient of their sum."""
     wants_x, wants_delta = ctx.needs_input_grad[:2]
     return grad if wants_x else None, grad if wants_delta else None
 
 
 def residual_only(grad_residual: Tensor | None, ctx: Any) -> tuple[Tensor | None, ...]:
-    """All gradients of a Function of (x, delta, ...) of whose results only x + delta is used."""
+    """Return all gradients of a Function of (x, delta, ...) if only x + delta is used."""
     return *grads_of_sum(grad_residual, ctx), *(None for _ in ctx.needs_input_grad[2:])

@@ -1,6 +1,6 @@
 """Counts how many values saturate or underflow when they become FP8, per kind of tensor.
 
-Off except inside :func:`watching`, because the counts read every tensor again:
+Counting is off outside :func:`watching`, because it reads every tensor again:
 
     with watching() as counts:
         loss = model(**batch).loss
@@ -8,8 +8,8 @@ Off except inside :func:`watching`, because the counts read every tensor again:
     counts.rates()   # {"norm output": {"saturated": 0.0001, "underflowed": 0.002, ...}, ...}
 
 *Saturated*: the quantized value is the format's largest. With a scale from the tensor's own amax
-one value per scale is expected to be there, so the rate shows how much of a tensor sits at its
-maximum. *Underflowed*: the value is not zero and becomes zero.
+one value per scale is expected to saturate, so the rate is the share of a tensor at its maximum.
+*Underflowed*: the value is not zero and becomes zero.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from coat_kernels import E4M3, E5M2, GradientCodes
+from coat_kernels import E4M3, E5M2, QuantizedGradient
 
 
 @dataclass(slots=True)
@@ -27,23 +27,23 @@ class Counts:
     """Running sums per kind of tensor."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Kind -> FP64 [3]: values, saturated, underflowed (on their device, so nothing waits)."""
+    """Kind -> FP64 [3]: values, saturated, underflowed; on their device, without sync."""
 
     def add(self, kind: str, q: Tensor, x: Tensor) -> None:
         """Count quantized data ``q`` of values ``x``."""
         largest = E4M3.max if q.dtype == E4M3.dtype else E5M2.max
-        codes = q.float().abs()
+        magnitudes = q.float().abs()
         row = torch.stack(
             [
                 torch.full((), q.numel(), dtype=torch.float64, device=q.device),
-                (codes == largest).sum().double(),
-                ((codes == 0) & (x != 0)).sum().double(),
+                (magnitudes == largest).sum().double(),
+                ((magnitudes == 0) & (x != 0)).sum().double(),
             ]
         )
         self.sums[kind] = self.sums[kind] + row if kind in self.sums else row
 
     def rates(self) -> dict[str, dict[str, float]]:
-        """Per kind: number of values, and the shares that saturated and that underflowed."""
+        """Return per kind the number of values, and the shares that saturated and underflowed."""
         rates = {}
         for kind, row in sorted(self.sums.items()):
             values, saturated, underflowed = row.tolist()
@@ -60,7 +60,7 @@ _active: list[Counts] = []
 
 @contextmanager
 def watching() -> Iterator[Counts]:
-    """Count in all FP8 blocks until the block ends."""
+    """Count in all FP8 blocks inside the context."""
     counts = Counts()
     _active.append(counts)
     try:
@@ -70,20 +70,20 @@ def watching() -> Iterator[Counts]:
 
 
 def is_watching() -> bool:
-    """Whether somebody counts."""
+    """Return whether counting is on."""
     return bool(_active)
 
 
 def observe(kind: str, q: Tensor, values: Tensor | Callable[[], Tensor]) -> None:
-    """Count a tensor; a function that gives its values is called only when somebody counts."""
+    """Count a tensor; a function that returns its values is called only if counting is on."""
     if _active:
         x = values if isinstance(values, Tensor) else values()
         for counts in _active:
             counts.add(kind, q, x)
 
 
-def observe_gradient(quantized: GradientCodes, values: Callable[[], Tensor]) -> None:
-    """Count a gradient [M, N] in a layout that was written."""
+def observe_gradient(quantized: QuantizedGradient, values: Callable[[], Tensor]) -> None:
+    """Count a gradient [M, N] in one of its written layouts."""
     if not _active:
         return
     rows, transposed, _ = quantized

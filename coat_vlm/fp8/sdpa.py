@@ -1,9 +1,8 @@
-"""Torch's fused attention with its forward and backward pass apart.
+"""Torch's fused attention with separate forward and backward passes.
 
-Autograd's own record of attention saves q, k, v and the output as they are. Called apart, the
-backward pass takes them from wherever they were saved (``attention.py``: from FP8 copies).
-Sequences packed into one row are attended to by the variable-length flash kernel or, on a CPU, one
-by one.
+Autograd saves q, k, v and the output of attention in high precision. With separate calls, the
+caller provides them to the backward pass (``attention.py`` dequantizes saved FP8 data). Sequences
+packed into one row use the variable-length flash kernel or, on a CPU, separate calls.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from coat_vlm.model.packing import Packing, flash_forward, kernel_for, token_major
+from coat_vlm.model.packing import Packing, choose_kernel, flash_forward, to_token_major
 
 _ATEN: Any = torch.ops.aten
 _FLASH, _CUDNN = 1, 3
@@ -21,18 +20,18 @@ _FLASH, _CUDNN = 1, 3
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """One of torch's fused kernels, and how it is called."""
+    """One of torch's fused kernels and its arguments."""
 
     kernel: Literal["flash", "cudnn", "cpu"]
     causal: bool
     scale: float | None
-    """What q k^T is multiplied with; 1 / sqrt(D) when None."""
+    """Factor of q k^T; 1 / sqrt(D) when None."""
     packing: Packing | None = None
-    """Of the sequences in a single row; every row is one sequence when None."""
+    """Packing of the sequences in a single row; every row is one sequence when None."""
 
 
 class Statistics(NamedTuple):
-    """What a fused kernel saves for its backward pass besides q, k, v and the output."""
+    """Tensors and sizes that a fused kernel saves for backward besides q, k, v and the output."""
 
     tensors: tuple[Tensor | None, ...]
     sizes: tuple[int, ...] = ()
@@ -46,20 +45,20 @@ def choose(
     scale: float | None,
     packing: Packing | None = None,
 ) -> Fused | None:
-    """The kernel that torch would take for these heads without a mask; None if it is none of these.
+    """Return the kernel that torch selects for these heads without a mask, or None.
 
     Args:
         query: [B, H, T, D].
         key: [B, H_kv, T, D].
         value: like key.
-        causal: every token sees the tokens up to itself only.
+        causal: whether attention is causal.
         scale: see :class:`Fused`.
         packing: see :class:`Fused`.
     """
     if query.shape[-1] % 8:
         return None  # torch pads such heads before it calls a kernel
     if packing is not None:
-        kernel = kernel_for(query, key, value, causal, 0.0)
+        kernel = choose_kernel(query, key, value, causal, 0.0)
         if query.device.type == "cuda":
             return Fused("flash", causal, scale, packing) if kernel == "flash" else None
     grouped = query.shape[1] != key.shape[1]
@@ -74,10 +73,10 @@ def choose(
 
 
 def forward(how: Fused, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Statistics]:
-    """Attention, and what its backward pass needs.
+    """Run attention.
 
     Returns:
-        [B, T, H * D] in query's dtype, and the statistics.
+        [B, T, H * D] in query's dtype, and the statistics for backward.
     """
     if how.packing is not None:
         return _packed_forward(how, how.packing, query, key, value)
@@ -106,7 +105,7 @@ def backward(
     out: Tensor,
     statistics: Statistics,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; ``out`` and ``grad_out`` are [B, T, H * D]."""
+    """Compute gradients of query, key and value; ``out`` and ``grad_out`` are [B, T, H * D]."""
     if how.packing is not None:
         return _packed_backward(how, how.packing, grad_out, query, key, value, out, statistics)
     out, grad_out = (x.unflatten(-1, (query.shape[1], -1)).transpose(1, 2) for x in (out, grad_out))
@@ -150,7 +149,7 @@ def _packed_backward(
         lse, rng, unused = statistics.tensors
         out, grad_out = (x.squeeze(0).unflatten(-1, (query.shape[1], -1)) for x in (out, grad_out))
         grads = _ATEN._flash_attention_backward(
-            grad_out, *map(token_major, (query, key, value)), out, lse,
+            grad_out, *map(to_token_major, (query, key, value)), out, lse,
             packing.bounds, packing.bounds, packing.longest, packing.longest,
             0.0, how.causal, rng, unused, scale=how.scale,
         )  # fmt: skip

@@ -1,10 +1,10 @@
-"""FP8 weights, and whether they are cached: made when a GEMM needs them, or once for a step.
+"""FP8 weights: quantized for each GEMM, or cached for the micro-batches of a step.
 
-Outside of :func:`reused_weights` nothing is saved: the forward pass quantizes a weight row-major,
-the backward pass quantizes it again, transposed, at the forward's scale (at its own where the
-forward GEMM is BF16). Inside, both layouts are written at the first use and serve all later ones
-(2 bytes per parameter): the weights must not change until the scope ends. Several weights with the
-same input are one matrix under one scale.
+Outside of :func:`reused_weights` nothing is cached: the forward pass quantizes a weight row-major,
+and the backward pass quantizes it again, transposed, with the forward's scale (with a new scale if
+the forward GEMM is BF16). Inside, the first use writes both layouts, and later uses read them
+(2 bytes per parameter): the weights must not change until the scope ends. Weights with the same
+input are one fused matrix with one scale.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -20,19 +20,19 @@ from torch.profiler import record_function
 from coat_kernels import TensorScaled, quantize_layouts, quantize_transposed
 from coat_vlm.fp8 import saturation
 
-ROOM = 0.8
-"""Share of the free memory that FP8 weights may take: steps differ, and memory fragments."""
+MAX_SHARE = 0.8
+"""Largest share of the free memory for FP8 weights: steps differ, and memory fragments."""
 
 QUANTIZATION = "coat: quantization of weights"
-"""The name of that range in a profile: its kernels also quantize gradients and activations."""
+"""Name of the profiler range: kernels in it also quantize gradients and activations elsewhere."""
 
 Key = tuple[Hashable, ...]
-"""Says which weights are meant. Not an address: ZeRO-3 gathers one weight where another was. Nor
-the tensors that a backward pass unpacks: under checkpointing those are other objects."""
+"""Identifies weights. Addresses do not: ZeRO-3 gathers one weight where another was. Neither do the
+tensors that a backward pass unpacks: under checkpointing those are other objects."""
 
 
-_kept: dict[Key, tuple[TensorScaled, TensorScaled]] | None = None
-"""Both layouts of the weights of the current scope; None outside of one."""
+_cache: dict[Key, tuple[TensorScaled, TensorScaled]] | None = None
+"""Both layouts of the weights of the current scope; None outside of a scope."""
 
 _UNNAMED = nullcontext()
 
@@ -42,15 +42,15 @@ def reused_weights(enabled: bool = True) -> Iterator[None]:
     """Quantize every weight at most once until the scope ends.
 
     Args:
-        enabled: False changes nothing, so that callers need no second path.
+        enabled: if False, the context has no effect.
     """
-    global _kept
-    before = _kept
-    _kept = {} if enabled else before
+    global _cache
+    before = _cache
+    _cache = {} if enabled else before
     try:
         yield
     finally:
-        _kept = before
+        _cache = before
 
 
 @dataclass(slots=True)
@@ -59,83 +59,78 @@ class WeightReuse:
 
     policy: Literal["auto", "cache", "recompute"]
     nbytes: int
-    """What the copies of all FP8 weights take."""
+    """Bytes of both layouts of all FP8 weights."""
     device: torch.device
     fits: bool | None = None
-    """Whether the copies fit beside a step, as found after the first."""
+    """Whether the cache fits into the memory that a step leaves; None before the first step."""
 
     def scope(self, micro_batches: int) -> AbstractContextManager[None]:
-        """What the micro-batches of one step run in."""
+        """Return the context for the micro-batches of one step."""
         wanted = self.policy == "auto" and micro_batches > 1 and self.fits is True
         return reused_weights(self.policy == "cache" or wanted)
 
     def after_step(self) -> None:
-        """Look once at the highest memory of a step without copies, while it is known."""
-        if self.fits is None:
-            self.fits = 0 < self.nbytes < self._room()
-
-    def _room(self) -> float:
-        """Bytes that stay free at the highest point of a step; a CPU's are not counted."""
-        if self.device.type != "cuda":
-            return float("inf")
-        free, _ = torch.cuda.mem_get_info(self.device)
-        allocated = torch.cuda.max_memory_allocated(self.device)
-        idle = torch.cuda.memory_reserved(self.device) - allocated
-        return ROOM * (free + idle)
+        """After the first step, check whether the cache fits beside the step's peak memory."""
+        if self.fits is not None:
+            return
+        available = float("inf")  # on a CPU
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            allocated = torch.cuda.max_memory_allocated(self.device)
+            idle = torch.cuda.memory_reserved(self.device) - allocated
+            available = MAX_SHARE * (free + idle)
+        self.fits = 0 < self.nbytes < available
 
 
 def are_reused() -> bool:
     """Whether a scope of :func:`reused_weights` is open."""
-    return _kept is not None
+    return _cache is not None
 
 
-def kept_bytes() -> int:
-    """Bytes of FP8 copies that the current scope holds."""
-    return sum(rows.q.nbytes + other.q.nbytes for rows, other in (_kept or {}).values())
+def saved_bytes() -> int:
+    """Return the bytes of FP8 weights that the current scope has saved."""
+    return sum(rows.q.nbytes + other.q.nbytes for rows, other in (_cache or {}).values())
 
 
 def key_of(layers: Sequence[nn.Linear]) -> Key:
-    """The key of the layers' weights, valid as long as the layers live.
+    """Return the key of the layers' weights, valid during the lifetime of the layers.
 
-    A shallow copy of a layer has the key of the layer if that has an attribute ``fp8_key``.
+    A shallow copy has the key of its original if the original has an attribute ``fp8_key``.
     """
     return tuple(vars(layer).get("fp8_key", id(layer.weight)) for layer in layers)
 
 
-def codes(key: Key, parts: Sequence[Tensor]) -> TensorScaled:
-    """E4M3 [N, K] of weights [n_i, K], one below the other."""
-    rows, _ = _quantize(parts, rows=True, transposed=False) if _kept is None else _both(key, parts)
+def quantize_weight(key: Key, parts: Sequence[Tensor]) -> TensorScaled:
+    """Return E4M3 [N, K] of weights [n_i, K], concatenated along N."""
+    rows, _ = _quantize(key, parts, rows=True)
     saturation.observe("weight", rows.q, lambda: torch.cat([part.detach() for part in parts]))
     return rows
 
 
-def transposed_codes(key: Key, parts: Sequence[Tensor], scale: Tensor | None) -> TensorScaled:
-    """E4M3 [K, N] of the same matrix, at the scale that :func:`codes` gave it, if it did."""
-    if _kept is not None:
-        return _both(key, parts)[1]
-    if scale is None:
-        return _quantize(parts, rows=False, transposed=True)[1]
-    with _named():
+def quantize_weight_transposed(
+    key: Key, parts: Sequence[Tensor], scale: Tensor | None
+) -> TensorScaled:
+    """Return E4M3 [K, N] of the same matrix, with the scale of :func:`quantize_weight` if given."""
+    if _cache is not None or scale is None:
+        return _quantize(key, parts, rows=False)[1]
+    with _profiler_range():
         return quantize_transposed(_detached(parts), scale)
 
 
-def _both(key: Key, parts: Sequence[Tensor]) -> tuple[TensorScaled, TensorScaled]:
-    """Both layouts, quantized at the first call in a scope."""
-    assert _kept is not None
-    if key not in _kept:
-        _kept[key] = _quantize(parts, rows=True, transposed=True)
-    return _kept[key]
+def _quantize(key: Key, parts: Sequence[Tensor], rows: bool) -> tuple[TensorScaled, TensorScaled]:
+    """Return one layout, the other is empty; in a scope both, quantized by the first call."""
+    if _cache is not None and key in _cache:
+        return _cache[key]
+    both = _cache is not None
+    with _profiler_range():
+        found = quantize_layouts(_detached(parts), rows=rows or both, transposed=not rows or both)
+    if _cache is not None:
+        _cache[key] = found
+    return found
 
 
-def _quantize(
-    parts: Sequence[Tensor], rows: bool, transposed: bool
-) -> tuple[TensorScaled, TensorScaled]:
-    with _named():
-        return quantize_layouts(_detached(parts), rows=rows, transposed=transposed)
-
-
-def _named() -> AbstractContextManager[object]:
-    """A range for the profiler, if one runs: naming it costs as much as an op."""
+def _profiler_range() -> AbstractContextManager[object]:
+    """Return a named range if a profiler runs: naming costs as much as an op."""
     return record_function(QUANTIZATION) if autograd_profiler._is_profiler_enabled else _UNNAMED
 
 

@@ -1,25 +1,19 @@
-"""The composed vision-language model, and its registration with transformers' Auto classes."""
+"""The composed vision-language model, registered with transformers' Auto classes."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
 from coat_vlm.model import packing
 from coat_vlm.model.build import build_model
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig, OpenClipVisionConfig
-from coat_vlm.model.projector import build_projector, projected_tokens
-from coat_vlm.model.vision import VisionTower
 from coat_vlm.model.vlm import CoatVlm, count_parameters, module_parameters
 
 __all__ = [
     "IMAGE_TOKEN",
     "CoatVlm",
     "CoatVlmConfig",
-    "OpenClipVisionConfig",
-    "VisionTower",
     "build_model",
-    "build_projector",
     "count_parameters",
     "module_parameters",
-    "projected_tokens",
 ]
 
 AutoConfig.register(OpenClipVisionConfig.model_type, OpenClipVisionConfig, exist_ok=True)

@@ -1,7 +1,7 @@
 """Builds the composed model of a recipe, from scratch or from pretrained parts.
 
-:func:`build_model` has its weights; :func:`model_frame` is the same model on torch's ``meta``
-device: shapes and names without memory or weights.
+:func:`build_model` builds the model with weights; :func:`build_meta_model` builds the same model on
+torch's ``meta`` device, with shapes and names but without memory.
 """
 
 import copy
@@ -14,51 +14,45 @@ from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
-    CLIPVisionModel,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    SiglipVisionModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from coat_vlm.config import LanguageConfig, ModelConfig, VisionConfig
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig
 from coat_vlm.model.pretrained import load_weights, read_config
-from coat_vlm.model.projector import Projector, build_projector
-from coat_vlm.model.vision import VisionTower, build_open_clip, load_open_clip
+from coat_vlm.model.projector import build_projector
+from coat_vlm.model.vision import VISION_MODELS, VisionTower, build_open_clip, load_open_clip
 from coat_vlm.model.vlm import CoatVlm
 
-VISION_MODELS = {"siglip_vision_model": SiglipVisionModel, "clip_vision_model": CLIPVisionModel}
-"""Towers of transformers by model type; ``siglip`` and ``clip`` checkpoints contain one."""
-
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Older names of RoPE settings, which transformers' configurations still take.
+# Old names of RoPE settings that transformers' configurations still accept.
 _LEGACY_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 
 
 def build_model(
     model: ModelConfig, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | None = None
 ) -> CoatVlm:
-    """The model of a recipe: each part from its checkpoint or, by its config, from random weights.
+    """Build the model of a recipe, each part from its checkpoint or with random weights.
 
-    Random weights come from torch's global generator, in the order tower, language model,
-    projector: the same seed gives the same model. The embeddings grow to the tokenizer's size where
-    they are smaller (new rows drawn around the old ones' mean, as transformers does) and are never
-    cut: the padded vocabularies of published models stay.
+    Random weights are drawn from torch's global generator in the order tower, language model,
+    projector, so the same seed gives the same model. If the embeddings are smaller than the
+    tokenizer, they are extended as in transformers (new rows around the mean of the old rows). They
+    are never truncated: the padded vocabularies of published models stay. With ``vision: null`` the
+    model is a language model without tower and projector.
 
     Args:
         model: the recipe's model section.
-        tokenizer: the tokenizer, with ``<image>`` among its tokens.
-        dtype: dtype of all weights; FP32 when absent, whatever the checkpoints hold.
-
-    With ``vision: null`` in the recipe there is a language model alone.
+        tokenizer: a tokenizer that contains ``<image>``.
+        dtype: dtype of all weights. Default: FP32, independent of the checkpoints.
 
     Raises:
-        ValueError: a checkpoint or configuration is of another kind, incomplete or contradictory.
+        ValueError: a checkpoint or configuration is unsupported, incomplete or contradictory.
     """
     dtype = dtype or torch.float32
-    vision_config = backbone = tower = projector = image_token_id = scales = None
+    vision_config = backbone = tower = projector = image_token_id = None
     if model.vision is not None:
         image_token_id = tokenizer.get_vocab().get(IMAGE_TOKEN)
         if image_token_id is None:
@@ -66,30 +60,46 @@ def build_model(
                 f"the tokenizer has no {IMAGE_TOKEN} token; add it with "
                 "coat_vlm.model.processor.prepare_tokenizer before building the model"
             )
-        vision_config, backbone = _vision(model.vision, dtype, model.attention)
+        vision_config, backbone = _load_vision(model.vision, dtype, model.attention)
         vision_config.dtype = dtype
-        if model.image.mode == "dynamic_s2":  # VILA's are one, two and three times the tower's
-            size = vision_config.image_size
-            scales = list(model.image.s2_scales or (size, 2 * size, 3 * size))
-    language = _language(model.language, tokenizer, dtype, model.attention)
+    language = _load_language(model.language, tokenizer, dtype, model.attention)
     text = language.config
     config = _composed_config(
-        model, vision_config, text, image_token_id=image_token_id, s2_scales=scales, dtype=dtype
+        model, vision_config, text, image_token_id=image_token_id, dtype=dtype
     )
     if backbone is not None:
         tower = VisionTower(config, backbone).to(dtype)
         kind = model.projector.type
         projector = build_projector(kind, config.feature_size, text.hidden_size).to(dtype)
-    return _compose(config, tower, projector, language, tokenizer)
+    # On meta: no memory and no random numbers. The real parts replace its modules.
+    with torch.device("meta"):
+        composed = CoatVlm(config)
+    composed.vision_tower = tower
+    composed.projector = projector
+    composed.language_model = language
+    composed.config.text_config = text
+    suppressed = composed.generation_config.suppress_tokens
+    generation = copy.deepcopy(language.generation_config)
+    assert generation is not None
+    generation.suppress_tokens = suppressed
+    for name in _SPECIAL_IDS:
+        # Keep a published model's own setting: it may have several stop tokens.
+        if getattr(generation, name) is None:
+            setattr(generation, name, getattr(tokenizer, name))
+    composed.generation_config = generation
+    return composed
 
 
 def _composed_config(
     model: ModelConfig, vision: PretrainedConfig | None, text: PretrainedConfig, **kwargs: Any
 ) -> CoatVlmConfig:
-    """The configuration of a recipe's model; without a tower it is a language model alone."""
-    if model.vision is None:
+    """Return the configuration of a recipe's model; of a language model if it has no tower."""
+    if model.vision is None or vision is None:
         kwargs |= {"projector_type": None, "image_token_id": None}
     else:
+        if model.image.mode == "dynamic_s2":  # VILA's scales: 1, 2 and 3 times the tower's input
+            size = vision.image_size
+            kwargs["s2_scales"] = list(model.image.s2_scales or (size, 2 * size, 3 * size))
         kwargs |= {
             "vision_config": vision,
             "projector_type": model.projector.type,
@@ -99,71 +109,26 @@ def _composed_config(
     return CoatVlmConfig(text_config=text, attn_implementation=model.attention, **kwargs)
 
 
-def _compose(
-    config: CoatVlmConfig,
-    tower: VisionTower | None,
-    projector: Projector | None,
-    language: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-) -> CoatVlm:
-    # A frame without memory or random numbers, into which the real parts go.
-    with torch.device("meta"):
-        composed = CoatVlm(config)
-    composed.vision_tower = tower
-    composed.projector = projector
-    composed.language_model = language
-    composed.config.text_config = language.config
-    suppressed = composed.generation_config.suppress_tokens
-    generation = copy.deepcopy(language.generation_config)
-    assert generation is not None
-    generation.suppress_tokens = suppressed
-    for name in _SPECIAL_IDS:
-        # A published model's own choice stays: it may stop at several tokens.
-        if getattr(generation, name) is None:
-            setattr(generation, name, getattr(tokenizer, name))
-    composed.generation_config = generation
-    return composed
-
-
-def _vision(
+def _load_vision(
     vision: VisionConfig, dtype: torch.dtype, attention: str
 ) -> tuple[PretrainedConfig, nn.Module]:
-    """Configuration and complete tower."""
+    """Load or create the complete tower and its configuration."""
     if vision.library == "open_clip":
         if vision.name_or_path is not None:
             return load_open_clip(vision.name_or_path)
         return build_open_clip(vision.config or {})
-    if vision.name_or_path is not None:
-        kind, where = VISION_MODELS[tower_type(vision.name_or_path)], "model.vision.name_or_path"
-        tower: PreTrainedModel = load_weights(
-            kind, where, vision.name_or_path, dtype=dtype, attn_implementation=attention
-        )
-        return tower.config, tower
     config = _vision_config(vision)
-    model_class = VISION_MODELS[config.model_type]
-    tower = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
-    return config, tower
-
-
-def tower_type(path: str) -> str:
-    """The model type of the tower in a checkpoint of transformers, a key of VISION_MODELS.
-
-    Raises:
-        ValueError: there is none.
-    """
+    kind = VISION_MODELS[config.model_type]
+    if vision.name_or_path is None:
+        return config, kind._from_config(config, dtype=dtype, attn_implementation=attention)
     where = "model.vision.name_or_path"
-    found = read_config(where, path).model_type
-    wanted = {"siglip": "siglip_vision_model", "clip": "clip_vision_model"}.get(found, found)
-    if wanted not in VISION_MODELS:
-        raise ValueError(
-            f"{where}={path!r} is a checkpoint of model_type {found!r}; allowed: siglip, clip, "
-            f"{', '.join(VISION_MODELS)}; for an open_clip folder set "
-            "model.vision.library=open_clip"
-        )
-    return wanted
+    tower: PreTrainedModel = load_weights(
+        kind, where, vision.name_or_path, dtype=dtype, attn_implementation=attention
+    )
+    return tower.config, tower
 
 
-def _language(
+def _load_language(
     language: LanguageConfig,
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
@@ -188,7 +153,7 @@ def _language(
 
 
 def check_causal(where: str, path: str, config: PretrainedConfig) -> None:
-    """Refuse the configuration of what is not a causal language model, with ValueError."""
+    """Raise ValueError unless the configuration describes a causal language model."""
     expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     architectures = config.architectures or [expected]
     if expected not in architectures or getattr(config, "vision_config", None) is not None:
@@ -201,18 +166,18 @@ def check_causal(where: str, path: str, config: PretrainedConfig) -> None:
         )
 
 
-def config_from(
+def create_config(
     where: str, values: Mapping[str, Any], allowed: tuple[str, ...]
 ) -> PretrainedConfig:
-    """A transformers configuration from a recipe's keys, all of which must be known to it.
+    """Create a transformers configuration from a recipe's keys.
 
     Args:
         where: the recipe key, for the error.
         values: ``model_type`` and settings.
-        allowed: model types.
+        allowed: allowed model types.
 
     Raises:
-        ValueError: the type is not allowed or a setting unknown.
+        ValueError: the type is not allowed, or the configuration has no such setting.
     """
     values = dict(values)
     model_type = values.pop("model_type", None)
@@ -230,25 +195,32 @@ def config_from(
     return config_class(**values)
 
 
-def model_frame(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> CoatVlm:
-    """What :func:`coat_vlm.model.build_model` builds, on ``meta``: only configurations are read.
+def build_meta_model(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> CoatVlm:
+    """Build the model of :func:`build_model` on ``meta``, reading only configurations.
 
     Args:
         model: the recipe's model section.
-        vocab_size: tokens of the tokenizer, ``<image>`` included where there is a tower.
+        vocab_size: size of the tokenizer, including ``<image>`` if the model has a tower.
         dtype: dtype of all weights.
 
     Raises:
-        ValueError: as ``build_model``, for what configurations can tell.
+        ValueError: as in :func:`build_model`, for errors in configurations.
     """
+    where, path = "model.language.name_or_path", model.language.name_or_path
     with torch.device("meta"):
         tower = None if model.vision is None else _vision_config(model.vision)
-        config = _composed_config(model, tower, _text_config(model.language, vocab_size))
-    return frame_of(config, dtype)
+        if path is None:
+            text = _new_text_config(model.language, vocab_size, {})
+        else:
+            text = copy.deepcopy(read_config(where, path))
+            check_causal(where, path, text)
+            text.vocab_size = max(text.vocab_size, vocab_size)
+        config = _composed_config(model, tower, text)
+    return create_meta_model(config, dtype)
 
 
-def frame_of(config: CoatVlmConfig, dtype: torch.dtype) -> CoatVlm:
-    """A composed model on ``meta``, its embeddings tied where the configuration says so."""
+def create_meta_model(config: CoatVlmConfig, dtype: torch.dtype) -> CoatVlm:
+    """Create a composed model on ``meta``, with tied embeddings if configured."""
     with torch.device("meta"):
         frame = CoatVlm(config)
     frame.to(dtype)  # pyright: ignore[reportArgumentType] - transformers declares its own
@@ -260,31 +232,30 @@ def _vision_config(vision: VisionConfig) -> PretrainedConfig:
     path = vision.name_or_path
     if vision.library == "open_clip":
         if path is not None:
-            # open_clip describes a checkpoint by loading it.
+            # Only loading an open_clip checkpoint gives its configuration.
             with torch.device("cpu"):
                 return load_open_clip(path)[0]
         return build_open_clip(vision.config or {})[0]
-    if path is not None:
-        return VISION_MODELS[tower_type(path)].config_class.from_pretrained(path)
-    return config_from("model.vision.config", vision.config or {}, tuple(VISION_MODELS))
-
-
-def _text_config(language: LanguageConfig, vocab_size: int) -> PretrainedConfig:
-    path = language.name_or_path
     if path is None:
-        return _new_text_config(language, vocab_size, {})
-    where = "model.language.name_or_path"
-    config = copy.deepcopy(read_config(where, path))
-    check_causal(where, path, config)
-    config.vocab_size = max(config.vocab_size, vocab_size)
-    return config
+        return create_config("model.vision.config", vision.config or {}, tuple(VISION_MODELS))
+    where = "model.vision.name_or_path"
+    found = read_config(where, path).model_type
+    # ``siglip`` and ``clip`` checkpoints contain a tower.
+    wanted = {"siglip": "siglip_vision_model", "clip": "clip_vision_model"}.get(found, found)
+    if wanted not in VISION_MODELS:
+        raise ValueError(
+            f"{where}={path!r} is a checkpoint of model_type {found!r}; allowed: siglip, clip, "
+            f"{', '.join(VISION_MODELS)}; for an open_clip folder set "
+            "model.vision.library=open_clip"
+        )
+    return VISION_MODELS[wanted].config_class.from_pretrained(path)
 
 
 def _new_text_config(
     language: LanguageConfig, vocab_size: int, defaults: Mapping[str, Any]
 ) -> PretrainedConfig:
-    """The configuration of a language model from scratch, with at least ``vocab_size`` tokens."""
+    """Create the configuration of a new language model with at least ``vocab_size`` tokens."""
     values: dict[str, Any] = {**defaults, **(language.config or {})}
     values["vocab_size"] = max(values.get("vocab_size", 0), vocab_size)
     allowed = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    return config_from("model.language.config", values, allowed)
+    return create_config("model.language.config", values, allowed)

@@ -1,27 +1,30 @@
-"""Weights in eight bits as the compressed-tensors format stores them: writing and reading them.
+"""Writes and reads 8-bit weights in the compressed-tensors format.
 
-A linear layer's weight W [N, K] becomes quantized data of the same shape and scales, all in one
-symmetric rule (no zero points):
+A linear layer's weight W [N, K] becomes quantized data of the same shape and scales. Quantization
+is symmetric (no zero points):
 
     scale = amax(part of W) / largest value       data = round(W / scale)        W ~ data * scale
 
 ``fp8`` and ``int8`` have one scale per output channel, ``fp8_block`` one per block of 128 x 128.
-The inputs of such a layer are quantized while the model runs: per token, or per token and 128
-channels. Names, dtypes and shapes in files are those of compressed-tensors' ``float-quantized`` and
+The layer's inputs are quantized at run time, per token, or per token and 128 channels. Names,
+dtypes and shapes in files are those of compressed-tensors' ``float-quantized`` and
 ``int-quantized`` (presets FP8_DYNAMIC, FP8_BLOCK and INT8_W8A8 of its ``quant_scheme.py``), which
 vLLM and transformers read.
 
-A checkpoint is decompressed weight by weight while it is read, so the model in memory is an
-ordinary one: it can be trained, converted and saved, and compressed-tensors itself is not needed.
-Programs that serve such weights multiply quantized inputs by quantized weights. Here
-:func:`round_inputs` quantizes and dequantizes every input of such a layer, so that an evaluation
-shows what both roundings cost, on any machine; only the order of summation is another.
+An export compresses the linear layers of the language model (:func:`compress`). Embeddings, output
+layer, norms, projector and vision tower are not compressed: they have few parameters, and the last
+two process images.
+
+A checkpoint is decompressed weight by weight when it is read. The model in memory is an ordinary
+one, which can be trained, converted and saved; the package compressed-tensors is not required.
+Servers multiply quantized inputs by quantized weights. Here :func:`round_inputs` quantizes and
+dequantizes the inputs, so an evaluation measures the error of both roundings on any machine; only
+the order of summation differs.
 """
 
 import json
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,42 +32,43 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedModel
 
 WeightFormat = Literal["fp8", "fp8_block", "int8"]
 METHOD = "compressed-tensors"
 BLOCK = 128
+RECORD = "quantization.json"
+"""File with the result of compression: name, shape, SQNR in dB (null if exact), and bytes before
+and after of each layer; and the uncompressed layers with the reason."""
+IGNORE = ["re:.*lm_head", "re:.*vision_tower.*", "re:.*projector.*"]
+"""Patterns of uncompressed linear layers in the layouts ``coat`` and ``llava``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How weights and inputs of a linear layer are stored and quantized."""
+    """Quantization scheme of the weights and inputs of a linear layer."""
 
     name: WeightFormat
     dtype: torch.dtype
-    """Of the codes."""
+    """Dtype of the quantized data."""
     max: float
-    """The largest code."""
+    """Maximum of the quantized data."""
     block: int | None
-    """Side of the blocks that share a scale; None for one scale per output channel."""
+    """Side of the blocks with one scale each; None for one scale per output channel."""
 
     @property
     def file_format(self) -> str:
         """``format`` in config.json."""
         return "float-quantized" if self.dtype.is_floating_point else "int-quantized"
 
-    def why_not(self, in_features: int) -> str | None:
-        """Why a layer with K inputs cannot be run in this scheme; None if it can."""
-        if self.block is None or in_features % self.block == 0:
-            return None
-        return f"K = {in_features} is not a multiple of {self.block}, as groups of inputs are"
-
     def config(self, ignore: list[str]) -> dict[str, Any]:
         """``quantization_config`` of config.json.
 
         Args:
-            ignore: names of linear layers that stay as they are; ``re:`` begins a pattern.
+            ignore: names of uncompressed linear layers, or patterns that start with ``re:``.
         """
         common = {
             "num_bits": 8,
@@ -101,16 +105,205 @@ SCHEMES: dict[WeightFormat, Scheme] = {
 }
 
 
-def scheme_of(config: dict[str, Any], where: str) -> Scheme:
-    """The scheme that a ``quantization_config`` names.
+def quantize(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """Quantize a weight.
+
+    A channel or block of zeros has scale 1. If all values of a channel or block have the same
+    magnitude, they are quantized to the maximum, so dequantization is exact in any dtype with fewer
+    bits than FP32.
 
     Args:
-        config: from config.json.
-        where: the file, for the error.
+        weight: [N, K], FP32, BF16 or FP16, finite.
+        scheme: the quantization scheme.
+
+    Returns:
+        Quantized data [N, K] in the scheme's dtype, and FP32 scales [N, 1], or
+        [ceil(N / 128), ceil(K / 128)] for blocks; the last blocks may be smaller.
 
     Raises:
-        ValueError: it is none of those written here.
+        ValueError: a value is NaN or infinite.
     """
+    w = weight.float()
+    if not torch.isfinite(w).all():
+        raise ValueError(
+            "the weight has NaN or infinite values and cannot be quantized; export an earlier "
+            "checkpoint"
+        )
+    if scheme.block is None:
+        amax = w.abs().amax(1, keepdim=True)
+    else:
+        amax = F.max_pool2d(w.abs()[None], scheme.block, ceil_mode=True)[0]
+    scale = compute_scale(amax, scheme)
+    return quantize_with(w, expand_scale(scale, w.shape, scheme), scheme), scale
+
+
+def compute_scale(amax: Tensor, scheme: Scheme) -> Tensor:
+    """Compute FP32 scales from largest magnitudes; a scale is never zero or subnormal."""
+    scale = (amax.float() / scheme.max).clamp_min(torch.finfo(torch.float32).tiny)
+    return torch.where(amax == 0, 1.0, scale)
+
+
+def quantize_with(x: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
+    """Quantize ``x``, with round to nearest even; ``scale`` broadcasts to its shape."""
+    y = (x / scale).clamp(-scheme.max, scheme.max)
+    return (y if scheme.dtype.is_floating_point else y.round()).to(scheme.dtype)
+
+
+def expand_scale(scale: Tensor, shape: torch.Size, scheme: Scheme) -> Tensor:
+    """Expand the scales of a weight so that they broadcast to its shape [N, K]."""
+    if scheme.block is None:
+        return scale
+    rows = scale.repeat_interleave(scheme.block, 0)
+    return rows.repeat_interleave(scheme.block, 1)[: shape[0], : shape[1]]
+
+
+def dequantize(data: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
+    """Dequantize data [N, K] to FP32."""
+    return data.float() * expand_scale(scale.float(), data.shape, scheme)
+
+
+def sqnr_db(weight: Tensor, approximation: Tensor) -> float:
+    """Compute the signal-to-quantization-noise ratio of a weight in dB.
+
+        10 log10(sum w^2 / sum (w - q(w))^2)
+
+    Sums are in FP64. The ratio is infinite if quantization is exact, also for a weight of zeros.
+    """
+    w = weight.double()
+    noise = (w - approximation.double()).square().sum().item()
+    return math.inf if noise == 0 else 10 * math.log10(w.square().sum().item() / noise)
+
+
+def compress(
+    state: dict[str, Tensor], language: PreTrainedModel, scheme: Scheme, prefix: str, written: str
+) -> dict[str, Any]:
+    """Replace the weights of a language model's linear layers by data and scales, in place.
+
+    Args:
+        state: uncompressed weights; names of the language model start with ``prefix``.
+        language: defines the linear layers; its weights may be on any device.
+        scheme: the quantization scheme.
+        prefix: prefix of the language model's weights in ``state``.
+        written: prefix of the same weights in the folder, for the record.
+
+    Returns:
+        The content of :data:`RECORD`.
+
+    Raises:
+        ValueError: a weight is not finite, or no layer fits the scheme.
+    """
+    output = language.get_output_embeddings()
+    layers = {
+        name: module.in_features
+        for name, module in language.named_modules()
+        if isinstance(module, nn.Linear) and module is not output
+    }
+    left = {
+        written + name: f"K = {layers[name]} is not a multiple of {scheme.block}, the group "
+        "size of the inputs"
+        for name in sorted(layers, key=_natural_key)
+        if scheme.block is not None and layers[name] % scheme.block
+    }
+    if len(left) == len(layers):
+        first = next(iter(left.items()), ("", "the language model has no linear layer"))
+        raise ValueError(
+            f"--weights {scheme.name}: no layer is supported ({': '.join(first)}); allowed here: "
+            f"{', '.join(name for name, other in SCHEMES.items() if other.block is None)}"
+        )
+    rows: list[dict[str, Any]] = []
+    chosen = [name for name in sorted(layers, key=_natural_key) if written + name not in left]
+    for layer in tqdm(chosen, desc=scheme.name, unit="layer", delay=2.0, leave=False):
+        name = f"{prefix}{layer}.weight"
+        weight = state[name]
+        try:
+            data, scale = quantize(weight, scheme)
+        except ValueError as error:
+            raise ValueError(f"{written}{layer}.weight: {error}") from None
+        ratio = sqnr_db(weight, dequantize(data, scale, scheme))
+        rows.append(
+            {
+                "layer": written + layer,
+                "shape": list(weight.shape),
+                "sqnr_db": round(ratio, 3) if ratio != math.inf else None,
+                "bytes_before": weight.nbytes,
+                "bytes_after": data.nbytes + scale.nbytes,
+            }
+        )
+        state |= {name: data, f"{name}_scale": scale}
+    return {
+        "weights": scheme.name,
+        "formula": "sqnr_db = 10 log10(sum w^2 / sum (w - q(w))^2); null: exact",
+        "layers": rows,
+        "left": left,
+    }
+
+
+def _natural_key(name: str) -> list[tuple[int, str]]:
+    """Sort key that orders layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def describe_compression(folder: Path, record: dict[str, Any], prefix: str) -> None:
+    """Write quantization.json, and ``quantization_config`` in config.json.
+
+    Args:
+        folder: contains the weights and config.json.
+        record: the result of :func:`compress`.
+        prefix: prefix of the language model's weights in the folder.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    # Other programs use other prefixes of layer names.
+    ends = (name.removeprefix(prefix).removeprefix("model.") for name in record["left"])
+    ignore = [*IGNORE, *(f"re:.*{re.escape(end)}$" for end in ends)]
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["quantization_config"] = SCHEMES[record["weights"]].config(ignore)
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def table(folder: Path) -> str:
+    """Format the rows of a folder's quantization.json as text; the worst layer comes last."""
+    record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    rows = record["layers"]
+    width = max(len(row["layer"]) for row in rows)
+    lines = [f"{'layer':<{width}}  {'[N, K]':>16}  SQNR in dB ({record['weights']})"]
+    for row in rows:
+        lines.append(f"{row['layer']:<{width}}  {row['shape']!s:>16}  {_db(row)}")
+    worst = min(rows, key=lambda row: float("inf") if row["sqnr_db"] is None else row["sqnr_db"])
+    before, after = (sum(row[f"bytes_{when}"] for row in rows) for when in ("before", "after"))
+    lines.append(
+        f"lowest: {_db(worst).strip()} dB in {worst['layer']}; {len(rows)} layers, "
+        f"{before / 1e6:,.1f} MB -> {after / 1e6:,.1f} MB"
+    )
+    lines += [f"not compressed: {name}: {why}" for name, why in record["left"].items()]
+    return "\n".join(lines)
+
+
+def _db(row: dict[str, Any]) -> str:
+    return "exact" if row["sqnr_db"] is None else f"{row['sqnr_db']:.2f}"
+
+
+_SCALE = ".weight_scale"
+
+
+def read_compression(folder: str | Path) -> Scheme | None:
+    """Return the compression scheme of a folder; None for uncompressed weights or no config.json.
+
+    Raises:
+        ValueError: the weights are compressed with an unsupported scheme.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
+    except json.JSONDecodeError:
+        return None  # reading the configuration raises the error
+    if config is None:
+        return None
     found = config.get("quant_method"), config.get("format")
     groups = list((config.get("config_groups") or {}).values())
     for scheme in SCHEMES.values():
@@ -125,187 +318,68 @@ def scheme_of(config: dict[str, Any], where: str) -> Scheme:
         ):
             return scheme
     raise ValueError(
-        f"{where}: quantization_config (quant_method {found[0]!r}, format {found[1]!r}) is none of "
-        f"those that coat-vlm export --weights writes ({', '.join(SCHEMES)}); export the folder "
+        f"{path}: quantization_config (quant_method {found[0]!r}, format {found[1]!r}) is none of "
+        f"the schemes of coat-vlm export --weights ({', '.join(SCHEMES)}); export the folder "
         "again from weights that are not quantized"
     )
 
 
-def quantize(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a weight.
-
-    A part of zeros has scale 1. Where all values of a part have one magnitude, they are the largest
-    code, so they come back exactly in any dtype with fewer bits than FP32.
-
-    Args:
-        weight: [N, K], FP32, BF16 or FP16, finite.
-        scheme: how.
-
-    Returns:
-        Codes [N, K] in the scheme's dtype, and scales in FP32: [N, 1], or
-        [ceil(N / 128), ceil(K / 128)] of blocks, of which the last ones may be smaller.
-
-    Raises:
-        ValueError: a value is NaN or infinite.
-    """
-    w = weight.float()
-    if not torch.isfinite(w).all():
-        raise ValueError(
-            "the weight has NaN or infinite values, which no scale holds; export an earlier "
-            "checkpoint"
-        )
-    if scheme.block is None:
-        amax = w.abs().amax(1, keepdim=True)
-    else:
-        N, K = w.shape  # noqa: N806 - as in the formula
-        padded = F.pad(w.abs(), (0, -K % scheme.block, 0, -N % scheme.block))
-        amax = padded.unfold(0, scheme.block, scheme.block).unfold(1, scheme.block, scheme.block)
-        amax = amax.amax((2, 3))
-    scale = scale_of(amax, scheme)
-    return codes_of(w, spread(scale, w.shape, scheme), scheme), scale
-
-
-def scale_of(amax: Tensor, scheme: Scheme) -> Tensor:
-    """FP32 scales of parts with these largest magnitudes: never zero, never subnormal."""
-    scale = (amax.float() / scheme.max).clamp_min(torch.finfo(torch.float32).tiny)
-    return torch.where(amax == 0, 1.0, scale)
-
-
-def codes_of(x: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """Codes of ``x``, rounded to nearest even; ``scale`` has its shape or broadcasts to it."""
-    y = (x / scale).clamp(-scheme.max, scheme.max)
-    return (y if scheme.dtype.is_floating_point else y.round()).to(scheme.dtype)
-
-
-def spread(scale: Tensor, shape: torch.Size, scheme: Scheme) -> Tensor:
-    """Scales of a weight in a form that broadcasts to its shape [N, K]."""
-    if scheme.block is None:
-        return scale
-    rows, columns = (scale.repeat_interleave(scheme.block, 0), scheme.block)
-    return rows.repeat_interleave(columns, 1)[: shape[0], : shape[1]]
-
-
-def dequantize(codes: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """What codes [N, K] stand for, in FP32."""
-    return codes.float() * spread(scale.float(), codes.shape, scheme)
-
-
-def sqnr_db(weight: Tensor, approximation: Tensor) -> float:
-    """Signal to quantization noise ratio of a whole weight in dB.
-
-        10 log10(sum w^2 / sum (w - q(w))^2)
-
-    Sums are in FP64; infinite where nothing is lost, a weight of zeros among that.
-    """
-    w = weight.double()
-    noise = (w - approximation.double()).square().sum().item()
-    return math.inf if noise == 0 else 10 * math.log10(w.square().sum().item() / noise)
-
-
-_SCALE = ".weight_scale"
-
-
-def compression_of(folder: str | Path) -> Scheme | None:
-    """How the weights of a folder are compressed; None where they are not, or it is no folder.
-
-    Raises:
-        ValueError: they are, in a way that is not known here.
-    """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
-        return None  # whoever reads the configuration says so
-    found = config.get("quantization_config")
-    return None if found is None else scheme_of(found, str(path))
-
-
-def compressed_layers(folder: Path) -> list[str]:
-    """Names of the modules whose weights are compressed."""
-    names: list[str] = []
-    for path in folder.glob("*.safetensors"):
-        with safe_open(str(path), "pt") as file:
-            names += file.keys()
-    return sorted(name.removesuffix(_SCALE) for name in names if name.endswith(_SCALE))
-
-
-def arguments_of(
+def make_load_arguments(
     folder: Path, scheme: Scheme, config: Any, dtype: torch.dtype | str | None
 ) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that load the decompressed weights in place of a folder.
+    """Decompress the weights of a folder, and return them as arguments of ``from_pretrained``.
 
     Args:
         folder: the checkpoint.
-        scheme: how it is compressed.
-        config: the model's configuration; it is changed, so that what is saved later is plain.
-        dtype: of the weights; that of the other weights where ``auto`` or absent.
+        scheme: the compression scheme of the checkpoint.
+        config: the model's configuration; ``quantization_config`` is removed from it, so that the
+            model is later saved uncompressed.
+        dtype: dtype of the weights. ``auto`` or absent: the dtype of the uncompressed weights.
     """
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     chosen = dtype if isinstance(dtype, torch.dtype) else config.dtype
-    arguments: dict[str, Any] = {
-        "config": config,
-        "dtype": chosen,
-        "state_dict": dict(_decompressed(folder, scheme, chosen)),
-    }
+    state: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        state |= load_file(path)
+    for scale in [name for name in state if name.endswith(_SCALE)]:
+        name = scale.removesuffix("_scale")
+        state[name] = dequantize(state[name], state.pop(scale), scheme).to(chosen)
+    arguments: dict[str, Any] = {"config": config, "dtype": chosen, "state_dict": state}
     if (folder / "generation_config.json").is_file():
         arguments["generation_config"] = GenerationConfig.from_pretrained(folder)
     return arguments
 
 
-def _decompressed(folder: Path, scheme: Scheme, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    with ExitStack() as stack:
-        opened = {
-            name: file
-            for path in sorted(folder.glob("*.safetensors"))
-            for file in [stack.enter_context(safe_open(str(path), "pt"))]
-            for name in file.keys()  # noqa: SIM118 - an open file is no mapping
-        }
-        for name, file in opened.items():
-            if name.endswith(_SCALE):
-                continue
-            tensor: Tensor = file.get_tensor(name)
-            scale = f"{name.removesuffix('.weight')}{_SCALE}"
-            if scale in opened:
-                tensor = dequantize(tensor, opened[scale].get_tensor(scale), scheme).to(dtype)
-            yield name, tensor
-
-
 class RoundedInputLinear(nn.Linear):
-    """A linear layer that quantizes its input: one scale per token, or per token and 128 channels.
+    """Linear layer that rounds its input to the scheme, with scales per token, or token and block.
 
-    Its parameters are those of nn.Linear; :func:`round_inputs` makes it.
+    :func:`round_inputs` converts an nn.Linear to this class; the parameters are the same.
     """
 
     scheme: Scheme
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., K] to [..., N] in the input's dtype."""
-        return F.linear(rounded(input, self.scheme), self.weight, self.bias)
+        """Map [..., K] to [..., N] in the input's dtype."""
+        x = input.float().unflatten(-1, (-1, self.scheme.block or input.shape[-1]))
+        scale = compute_scale(x.abs().amax(-1, keepdim=True), self.scheme)
+        rounded = quantize_with(x, scale, self.scheme).float() * scale
+        return F.linear(rounded.flatten(-2).to(input.dtype), self.weight, self.bias)
 
 
-def rounded(x: Tensor, scheme: Scheme) -> Tensor:
-    """What the codes of inputs [..., K] stand for, in their dtype."""
-    values, channels = x.float(), x.shape[-1]
-    if scheme.block is not None:
-        values = F.pad(values, (0, -channels % scheme.block)).unflatten(-1, (-1, scheme.block))
-    scale = scale_of(values.abs().amax(-1, keepdim=True), scheme)
-    back = codes_of(values, scale, scheme).float() * scale
-    if scheme.block is not None:
-        back = back.flatten(-2)[..., :channels]
-    return back.to(x.dtype)
-
-
-def round_inputs(model: nn.Module, scheme: Scheme, layers: Iterable[str]) -> None:
-    """Let the named layers round their inputs, in place.
+def round_inputs(model: nn.Module, scheme: Scheme, folder: Path) -> None:
+    """Make the layers with compressed weights round their inputs, in place.
 
     Args:
-        model: has a plain linear layer of each name.
-        scheme: of their weights.
-        layers: names of modules.
+        model: a model with an nn.Linear for each compressed weight.
+        scheme: the compression scheme of the weights.
+        folder: the checkpoint from which ``model`` was loaded.
     """
+    names: list[str] = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(str(path), "pt") as file:
+            names += file.keys()
+    layers = (name.removesuffix(_SCALE) for name in names if name.endswith(_SCALE))
     for name in layers:
         layer: Any = model.get_submodule(name)
         layer.__class__ = RoundedInputLinear

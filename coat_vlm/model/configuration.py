@@ -1,4 +1,4 @@
-"""Configuration of the composed model: one config.json that holds the parts' own configurations."""
+"""Configuration of the composed model: one config.json that contains those of the parts."""
 
 import os
 from typing import Any
@@ -11,27 +11,27 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from coat_vlm.model.projector import block_size, projected_tokens
+from coat_vlm.model.projector import block_size, count_projected_tokens
 
 IMAGE_TOKEN = "<image>"
-"""Placeholder in the token sequence; an image has ``tokens_per_image`` of them."""
+"""Placeholder in the token sequence; ``tokens_per_image`` of them represent an image."""
 
 SELECT_FEATURES = ("patch", "cls_patch")
 
 
 class OpenClipVisionConfig(PretrainedConfig):
-    """Configuration of an open_clip tower: open_clip's own ``vision_cfg`` and what follows from it.
+    """Configuration of an open_clip tower: open_clip's ``vision_cfg`` and values derived from it.
 
     Args:
         vision_cfg: open_clip's configuration of the image tower.
-        quick_gelu: whether the tower uses QuickGELU (OpenAI's weights do).
+        quick_gelu: use QuickGELU, as OpenAI's weights do.
         hidden_size: width of the features.
         image_size: side of the square input in pixels.
         patch_size: side of a patch in pixels.
-        num_hidden_layers: blocks of the complete tower.
-        num_prefix_tokens: class and register tokens before the patches.
-        image_mean: mean per colour channel that the weights expect, of values in [0, 1].
-        image_std: standard deviation per colour channel.
+        num_hidden_layers: number of blocks of the complete tower.
+        num_prefix_tokens: number of class and register tokens before the patches.
+        image_mean: mean per color channel for normalization of values in [0, 1].
+        image_std: standard deviation per color channel.
         **kwargs: fields of ``PretrainedConfig``.
     """
 
@@ -55,22 +55,22 @@ class CoatVlmConfig(PretrainedConfig):
     Args:
         vision_config: the tower's configuration (transformers SigLIP or CLIP vision, or
             :class:`OpenClipVisionConfig`), as an object or a dict with ``model_type``. It describes
-            the complete tower; the layers after ``select_layer`` are not built. None, with no
-            ``projector_type``, for a language model alone.
-        text_config: the causal language model's configuration, likewise.
+            the complete tower; the layers after ``select_layer`` are not built. None, together with
+            ``projector_type`` None, for a language model without vision.
+        text_config: the causal language model's configuration, as an object or a dict.
         projector_type: one of ``coat_vlm.model.projector.PROJECTOR_TYPES``; None for a language
-            model alone, of which ``select_layer`` and ``select_feature`` say nothing.
-        select_layer: index into the tower's hidden states (0 is the embeddings' output, -1 the last
-            block's, before the final norm, -2 the one before).
+            model without vision, which ignores ``select_layer`` and ``select_feature``.
+        select_layer: index of the tower's hidden state: 0 is the output of the embeddings, -1 the
+            output of the last block before the final norm, -2 the output of the block before.
         select_feature: ``patch`` drops class and register tokens, ``cls_patch`` keeps them.
         image_token_id: id of the placeholder that image features replace; None for a language
-            model alone.
-        s2_scales: sides of the scales in pixels at which an image is seen
-            (:mod:`coat_vlm.model.projector`), the tower's own first; None for one scale.
+            model without vision.
+        s2_scales: sides of an image's scales in pixels (:mod:`coat_vlm.model.projector`), starting
+            with the tower's input size; None for one scale.
         **kwargs: fields of ``PretrainedConfig``.
 
     Raises:
-        ValueError: a value is not allowed, alone or with the others.
+        ValueError: a value is not allowed, or values contradict each other.
     """
 
     model_type = "coat_vlm"
@@ -88,12 +88,12 @@ class CoatVlmConfig(PretrainedConfig):
         s2_scales: list[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        # Given to the base class, an absent choice would erase that of the parts' configurations.
+        # The base class would overwrite the setting of the parts' configurations with None.
         attention = kwargs.pop("attn_implementation", None)
         super().__init__(**kwargs)
         self.vision_config: Any = None
         if vision_config is not None or projector_type is not None:
-            # transformers builds a configuration without arguments to find defaults.
+            # transformers creates a configuration without arguments to find the defaults.
             self.vision_config = _sub_config(vision_config or SiglipVisionConfig())
         self.text_config = _sub_config(text_config or Qwen2Config())
         self.projector_type = projector_type
@@ -102,17 +102,17 @@ class CoatVlmConfig(PretrainedConfig):
         self.image_token_id = image_token_id
         self.s2_scales = None if s2_scales is None else list(s2_scales)
         if attention is not None:
-            self._attn_implementation = attention  # reaches the parts' configurations too
+            self._attn_implementation = attention  # also sets it in the parts' configurations
         self._check()
 
     @property
     def has_vision(self) -> bool:
-        """Whether there are a tower and a projector; else this is a language model alone."""
+        """Whether the model has a tower and a projector."""
         return self.vision_config is not None
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Class and register tokens that the complete tower puts before the patches."""
+        """Number of class and register tokens before the patches in the complete tower."""
         vision = self.vision_config
         if vision.model_type == "clip_vision_model":
             return 1
@@ -120,16 +120,16 @@ class CoatVlmConfig(PretrainedConfig):
 
     @property
     def feature_size(self) -> int:
-        """Width of what the projector reads: the tower's features, of all scales."""
+        """Width of the projector's input: the tower's features of all scales."""
         return self.vision_config.hidden_size * len(self.s2_scales or (0,))
 
     @property
     def tokens_per_image(self) -> int:
-        """Placeholders and projected features of one tile of an image; 0 without a tower."""
+        """Number of placeholders and projected features per image tile; 0 without a tower."""
         if self.projector_type is None:
             return 0
         grid = self.vision_config.image_size // self.vision_config.patch_size
-        tokens = projected_tokens(self.projector_type, grid)
+        tokens = count_projected_tokens(self.projector_type, grid)
         return tokens + (self.num_prefix_tokens if self.select_feature == "cls_patch" else 0)
 
     @classmethod
@@ -139,7 +139,7 @@ class CoatVlmConfig(PretrainedConfig):
         """Read config.json of a composed checkpoint.
 
         Raises:
-            ValueError: there is none, or it is another kind of model's.
+            ValueError: the file does not exist, or describes another type of model.
         """
         name = os.fspath(pretrained_model_name_or_path)
         problem = None
@@ -148,14 +148,15 @@ class CoatVlmConfig(PretrainedConfig):
         except OSError as error:
             config, rest, problem = {}, {}, error
         if not config:
+            why = "" if problem is None else f": {problem}"
             raise ValueError(
                 f"no config.json of a coat_vlm checkpoint at {name!r}; give the folder that "
-                "training wrote (RUN/<stage>/model)"
+                f"training wrote (RUN/<stage>/model){why}"
             ) from problem
         if config.get("model_type") != cls.model_type:
             raise ValueError(
                 f"{name!r} is not a coat_vlm checkpoint: its model_type is "
-                f"{config.get('model_type')!r}, needed is {cls.model_type!r}; to start from a "
+                f"{config.get('model_type')!r}, required: {cls.model_type!r}; to start from a "
                 "vision tower or a language model, name it in the recipe "
                 "(model.vision.name_or_path, model.language.name_or_path)"
             )
@@ -169,11 +170,11 @@ class CoatVlmConfig(PretrainedConfig):
                     "vision_config, projector_type, image_token_id and s2_scales belong together; "
                     f"got model type {getattr(self.vision_config, 'model_type', None)!r}, "
                     f"{self.projector_type!r}, {self.image_token_id!r} and {self.s2_scales!r}; "
-                    "give none of them for a language model alone"
+                    "set all of them to None for a language model without vision"
                 )
             return
         block = block_size(self.projector_type)
-        kept_layers(self.vision_config.num_hidden_layers, self.select_layer)
+        count_needed_layers(self.vision_config.num_hidden_layers, self.select_layer)
         if self.select_feature not in SELECT_FEATURES:
             raise ValueError(
                 f"unknown select_feature {self.select_feature!r}; "
@@ -199,7 +200,7 @@ class CoatVlmConfig(PretrainedConfig):
         if len(scales) < 2 or scales[0] != size or not ascending:
             raise ValueError(
                 f"s2_scales={scales} do not fit a tower of {size} pixels; give two or more "
-                f"ascending multiples of {size} that begin with it, e.g. [{size}, {2 * size}, "
+                f"ascending multiples of {size} that start with {size}, e.g. [{size}, {2 * size}, "
                 f"{3 * size}]"
             )
         if self.select_feature == "cls_patch" and self.num_prefix_tokens:
@@ -209,14 +210,14 @@ class CoatVlmConfig(PretrainedConfig):
             )
 
 
-def kept_layers(num_layers: int, select_layer: int) -> int:
-    """Number of leading blocks needed for hidden state ``select_layer`` of ``num_layers`` blocks.
+def count_needed_layers(num_layers: int, select_layer: int) -> int:
+    """Count the leading blocks that hidden state ``select_layer`` of ``num_layers`` blocks needs.
 
-    Hidden states are counted as transformers does: index 0 is the embeddings' output, index i the
-    output of block i, and negative indices count from the end.
+    Hidden states have the indices of transformers: 0 is the output of the embeddings, i the output
+    of block i, and negative indices count from the end.
 
     Raises:
-        ValueError: there is no such block output.
+        ValueError: ``select_layer`` is not the output of a block.
     """
     index = select_layer if select_layer >= 0 else num_layers + 1 + select_layer
     if not 1 <= index <= num_layers:

@@ -1,29 +1,29 @@
-"""Model FLOPs: the work that a step's samples need, whoever does it and however.
+"""Model FLOPs: the work that a step's samples require, independent of the implementation.
 
-One multiply-add is 2 FLOPs; matrix products, the patches' convolution and attention are counted
-and nothing else (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B: 6 N + 12 L H Q T per
-token). For a weight [N, K] that reads R rows:
+One multiply-add is 2 FLOPs. Only matrix products, the patch convolution and attention are counted
+(Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B: 6 N + 12 L H Q T per token). For a
+weight [N, K] with an input of R rows:
 
     forward                                                        2 R N K
-    gradient of the weight, if it trains                           2 R N K
-    gradient of the rows, if something that trains made them       2 R N K
+    grad-weight, if the weight is trained                          2 R N K
+    grad-input, if a trained module computes the input             2 R N K
 
-and for attention of H heads of width D, over P pairs of a query and a key that it sees:
+and for attention with H heads of width D, over P pairs of a query and a visible key:
 
     forward  2 * 2 P H D    (q k^T and probabilities times v)
-    backward 2 * 4 P H D    (if anything in the part or below it trains)
+    backward 2 * 4 P H D    (if this module or one below it is trained)
 
     P of an image of L patches and class tokens                    L^2
     P of a sequence of L tokens (causal)                           L (L + 1) / 2
-    P of one where a token sees W at most, L > W                   W (W + 1) / 2 + (L - W) W
+    P with a sliding window of W tokens, L > W                     W (W + 1) / 2 + (L - W) W
 
-Unlike appendix B: a causal pair that is not seen is no work; embeddings are looked up, not
-multiplied; what is frozen has no gradient; and the output layer reads only the positions that are
-trained, as the loss does (:mod:`coat_vlm.model.loss`), or all where the loss needs all logits.
+Differences from appendix B: masked causal pairs do not count; embeddings are looked up, not
+multiplied; frozen modules have no gradients; the output layer reads only supervised positions, as
+in the loss (:mod:`coat_vlm.model.loss`), or all positions if the loss needs all logits.
 
-Not counted, as a leaner program would not do it: padding; what gradient checkpointing and flash
-attention compute twice; the zero image of a batch without images. Not counted, as it is small:
-pooling in time, resizing of scales, norms, activations, rotary angles, the optimizer.
+Not counted, because it is not required: padding, recomputation in gradient checkpointing and flash
+attention, the zero image of a batch without images. Not counted, because it is small: temporal
+pooling, resizing of scales, norms, activations, rotary angles, the optimizer.
 """
 
 from collections import Counter
@@ -35,64 +35,64 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coat_vlm.config import ModuleName
-from coat_vlm.model.configuration import kept_layers
+from coat_vlm.model.configuration import count_needed_layers
 from coat_vlm.model.loss import why_logits_are_needed
 from coat_vlm.model.vlm import CoatVlm
 
 _WINDOWED = {"sliding_attention": True, "full_attention": False}
-"""Kinds of layers, and whether they have a sliding window."""
+"""Layer types, and whether they have a sliding window."""
 
 _POSITIONS = "positional_embedding"
-"""open_clip's matrix that is added and not multiplied."""
+"""open_clip's position embedding: a matrix that is added, not multiplied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a batch holds, without padding."""
+    """The content of a batch, without padding."""
 
     tiles: int
-    """Tiles of images, and frames, that the tower sees."""
+    """Image tiles and frames that the tower reads."""
     vision_tokens: int
-    """Positions of the language model that their features fill."""
-    trained_tokens: int
+    """Positions of the language model that contain image features."""
+    supervised_tokens: int
     """Positions with a target."""
     lengths: Sequence[int]
-    """Tokens of each sequence; tokens of different ones do not see each other."""
+    """Tokens of each sequence; attention does not cross sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlops:
-    """FLOPs of one forward and backward pass, by what causes them; see :func:`model_flops`."""
+    """FLOPs of one forward and backward pass by source; see :func:`count_flops`."""
 
     tile: int
     """The vision tower, per tile."""
     projected: int
-    """The projector, per token that it makes."""
+    """The projector, per output token."""
     projected_per_tile: int | None
-    """Tokens that it makes of a tile; None with several scales, where it makes what is placed."""
+    """Projector outputs per tile; None with several scales (one output per vision token)."""
     token: int
-    """The language model's weights but the output layer's, per token."""
+    """The language model's weights without the output layer, per token."""
     pair: int
-    """Its attention, per layer and pair."""
+    """The language model's attention, per layer and pair."""
     windows: Counter[int | None]
-    """Its layers by the tokens that one sees in them; None for all of its sequence."""
+    """Number of layers by sliding window; None for full attention."""
     output: int
-    """The output layer, per position that it reads."""
+    """The output layer, per input position."""
     output_reads_all: bool
-    """Whether it reads all positions, and not the trained ones alone."""
+    """Whether the output layer reads all positions, not only the supervised ones."""
 
-    def of(self, work: Work) -> dict[ModuleName, int]:
-        """FLOPs of a batch by the part of the model; those that are not there have 0."""
+    def count(self, work: Work) -> dict[ModuleName, int]:
+        """Count the FLOPs of a batch by part of the model; 0 for absent parts."""
         tokens = sum(work.lengths)
         made = work.vision_tokens
         if self.projected_per_tile is not None:
-            made = work.tiles * self.projected_per_tile  # before pooling in time
-        pairs = 0  # of a query and a key that it sees in a causal sequence
+            made = work.tiles * self.projected_per_tile  # before temporal pooling
+        pairs = 0  # of a query and a visible key
         for window, layers in self.windows.items():
             for length in work.lengths:
                 seen = length if window is None else min(length, window)
                 pairs += layers * (seen * (seen + 1) // 2 + (length - seen) * seen)
-        read = tokens if self.output_reads_all else work.trained_tokens
+        read = tokens if self.output_reads_all else work.supervised_tokens
         return {
             "vision": self.tile * work.tiles,
             "projector": self.projected * made,
@@ -100,16 +100,16 @@ class ModelFlops:
         }
 
 
-def model_flops(model: CoatVlm) -> ModelFlops:
-    """FLOPs of a model as it trains now: what is frozen is told by ``requires_grad``.
+def count_flops(model: CoatVlm) -> ModelFlops:
+    """Count the FLOPs of a model with its current ``requires_grad`` flags.
 
-    Weights are counted from the parameters, so that every tower, projector and adapter is as it
-    is built; in the order in which they are registered, which decides what lies below what. That
-    order is wrong for LoRA on a language model under which nothing trains: the first block's k and
-    v are counted with a gradient of their input, which is not needed.
+    Weights are counted from the registered parameters of towers, projectors and adapters.
+    Registration order decides which modules are below others. For LoRA on a language model without
+    trained modules below, this order counts grad-input of the first block's k and v, which
+    training does not compute.
 
     Args:
-        model: before DeepSpeed gets it: ZeRO-3 takes the parameters' shapes away.
+        model: the model before DeepSpeed wraps it: ZeRO-3 removes the shapes of parameters.
 
     Raises:
         ValueError: the language model's FLOPs do not follow from its parameters and configuration
@@ -126,47 +126,49 @@ def model_flops(model: CoatVlm) -> ModelFlops:
         vision = config.vision_config
         patches = (vision.image_size // vision.patch_size) ** 2
         positions = patches + config.num_prefix_tokens
-        tile, trains = _products(model.vision_tower, False, positions=positions, patches=patches)
-        layers = kept_layers(vision.num_hidden_layers, config.select_layer)
-        tile += layers * _attention(positions**2, vision.hidden_size, trains)
+        tile, trains = _count_gemms(model.vision_tower, False, positions=positions, patches=patches)
+        layers = count_needed_layers(vision.num_hidden_layers, config.select_layer)
+        tile += layers * _count_attention(positions**2, vision.hidden_size, trains)
     if model.projector is not None:
-        projected, trains = _products(model.projector, trains)
+        projected, trains = _count_gemms(model.projector, trains)
     language = model.language_model
     output: Any = language.get_output_embeddings().weight
-    token, trains = _products(language, trains, without=output)
+    token, trains = _count_gemms(language, trains, without=output)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    window, types = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    windowed = [True] * text.num_hidden_layers if types is None else [_WINDOWED[t] for t in types]
     return ModelFlops(
         tile=tile,
         projected=projected,
         projected_per_tile=None if config.s2_scales else config.tokens_per_image,
         token=token,
-        pair=_attention(1, text.num_attention_heads * width, trains),
-        windows=Counter(_windows(text)),
+        pair=_count_attention(1, text.num_attention_heads * width, trains),
+        windows=Counter(window if has_window else None for has_window in windowed),
         output=2 * output.numel() * (1 + trains + output.requires_grad),
         output_reads_all=why_logits_are_needed(language) is not None,
     )
 
 
 def why_not_counted(language_model: PreTrainedModel) -> str | None:
-    """Why a language model's FLOPs are not those of :func:`model_flops`; None if they are."""
+    """Return why :func:`count_flops` does not support a language model; None if it does."""
     config: Any = language_model.config
     for name, parameter in language_model.named_parameters():
         if parameter.ndim > 2:
             return f"{name} has {parameter.ndim} dimensions (experts, or a convolution)"
     if not getattr(config, "num_attention_heads", None) or getattr(config, "kv_lora_rank", None):
-        return "its attention is not that of heads of one width"
+        return "its attention heads do not have one common width"
     other = set(getattr(config, "layer_types", None) or ()) - _WINDOWED.keys()
     if other:
         return f"it has layers of the types {', '.join(sorted(other))}"
     return None
 
 
-def _attention(pairs: int, width: int, trains: bool) -> int:
-    """FLOPs of a layer whose heads have this width together."""
+def _count_attention(pairs: int, width: int, trains: bool) -> int:
+    """Count the FLOPs of attention; ``width`` is the sum over all heads."""
     return 4 * pairs * width * (3 if trains else 1)
 
 
-def _products(
+def _count_gemms(
     part: nn.Module,
     below: bool,
     *,
@@ -174,17 +176,17 @@ def _products(
     patches: int = 1,
     without: Tensor | None = None,
 ) -> tuple[int, bool]:
-    """FLOPs of products with the weights of a part.
+    """Count the FLOPs of the GEMMs with the weights of a part.
 
     Args:
         part: a part of the model.
-        below: whether something trains that makes what it reads.
-        positions: rows that its matrices read.
-        patches: rows that its convolution reads, which are pixels: nothing below them trains.
-        without: a weight that is left out.
+        below: whether a trained module computes the input of the part.
+        positions: input rows of its matrices.
+        patches: input rows of its convolution, whose input is pixels and needs no gradient.
+        without: a weight to exclude.
 
     Returns:
-        FLOPs, and whether something trains in the part or below it.
+        FLOPs, and whether a module in the part or below it is trained.
     """
     flops = 0
     for owner in part.modules():
@@ -197,12 +199,3 @@ def _products(
                 flops += 2 * weight.numel() * passes * (patches if from_pixels else positions)
             below = below or weight.requires_grad
     return flops, below
-
-
-def _windows(config: Any) -> list[int | None]:
-    """The sliding window of each layer; None where a token sees its whole sequence."""
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return [window] * config.num_hidden_layers
-    return [window if _WINDOWED[kind] else None for kind in types]

@@ -1,11 +1,11 @@
-"""LoRA on the language model: peft's layers, and what their names and weights mean.
+"""LoRA on the language model with peft's layers.
 
-``add_adapters`` puts peft's layers around linear layers of the language model, in place. A layer
-``q_proj`` with ``q_proj.weight`` then has ``q_proj.base_layer.weight`` [N, K], frozen, and
-``q_proj.lora_A.default.weight`` [r, K] and ``q_proj.lora_B.default.weight`` [N, r], which train.
-``separated`` undoes the names and ``merge`` the split: W + alpha / r * B A.
+``add_adapters`` wraps linear layers of the language model in place. A layer ``q_proj`` with
+``q_proj.weight`` then has the frozen ``q_proj.base_layer.weight`` [N, K], and the trained
+``q_proj.lora_A.default.weight`` [r, K] and ``q_proj.lora_B.default.weight`` [N, r].
+``split_adapters`` restores the original names; ``merge`` computes W + alpha / r * B A.
 
-peft is imported where adapters are made: it is an extra, and a model without them needs none of it.
+peft is imported only to create adapters, because it is an optional dependency.
 """
 
 import dataclasses
@@ -21,21 +21,21 @@ from coat_vlm.model.vlm import CoatVlm, count_parameters
 
 _LANGUAGE = "language_model"
 _ADAPTER = "default"
-"""peft's name of a model's only adapter."""
+"""peft's default adapter name."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 def add_adapters(model: CoatVlm, settings: LoraTraining) -> None:
-    """Put adapters on the language model, in place; all other parameters are frozen.
+    """Add adapters to the language model in place, and freeze its other parameters.
 
-    A is drawn from torch's global generator and B is zero, so the model computes what it did.
+    A is drawn from torch's global generator and B is zero, so the model's output is unchanged.
 
     Args:
-        model: a model without adapters, not yet converted to FP8; on any device.
-        settings: rank, scale, dropout and which layers.
+        model: a model without adapters, not converted to FP8; on any device.
+        settings: rank, scale, dropout and target layers.
 
     Raises:
-        ValueError: a target is no linear layer of the language model, or peft is not installed.
+        ValueError: a target is not a linear layer of the language model, or peft is missing.
     """
     names = _targets(model, settings)
     try:
@@ -50,14 +50,14 @@ def add_adapters(model: CoatVlm, settings: LoraTraining) -> None:
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        # The tower has layers of the same names, and the output layer stays as it is.
+        # Excludes the tower, which has layers with the same names, and the output layer.
         target_modules=rf"{_LANGUAGE}\.(.*\.)?({'|'.join(map(re.escape, names))})",
     )
     peft.inject_adapter_in_model(config, model)
 
 
 def _targets(model: CoatVlm, settings: LoraTraining) -> list[str]:
-    """The last parts of the names of the layers that get an adapter."""
+    """Return the last name components of the layers to adapt."""
     output = model.get_output_embeddings()
     linears = {
         name.rpartition(".")[2]: None
@@ -67,15 +67,15 @@ def _targets(model: CoatVlm, settings: LoraTraining) -> list[str]:
     allowed = list(linears)
     if not allowed:
         raise ValueError(
-            f"lora: {type(model.language_model).__name__} has no nn.Linear layer that could get an "
-            "adapter; leave lora out of the stage"
+            f"lora: {type(model.language_model).__name__} has no nn.Linear layer for an adapter; "
+            "remove lora from the stage"
         )
     for target in settings.targets or ():
         if target not in linears:
             close = difflib.get_close_matches(target, allowed, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(
-                f"lora.targets: {target!r} is no linear layer of "
+                f"lora.targets: {target!r} is not a linear layer of "
                 f"{type(model.language_model).__name__}'s blocks; allowed: {', '.join(allowed)}"
                 f"{hint}"
             )
@@ -83,18 +83,18 @@ def _targets(model: CoatVlm, settings: LoraTraining) -> list[str]:
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether a layer in ``module`` has an adapter."""
+    """Return whether a layer in ``module`` has an adapter."""
     return any(base_layer(child) is not child for child in module.modules())
 
 
 def base_layer(layer: nn.Module) -> nn.Module:
-    """The layer that an adapter was put around; a layer without one itself."""
+    """Return the layer that an adapter wraps; a layer without an adapter is returned itself."""
     return getattr(layer, "base_layer", layer) if hasattr(layer, "lora_A") else layer
 
 
 def describe(model: CoatVlm) -> str:
-    """One line on the adapters of a model: where they are, and how many parameters they have."""
-    config = _config(model)
+    """Describe the adapters of a model in one line: layers and number of parameters."""
+    config = vars(model)["peft_config"][_ADAPTER]
     layers = [name for name, m in model.named_modules() if base_layer(m) is not m]
     kinds = dict.fromkeys(name.rpartition(".")[2] for name in layers)
     language = model.language_model
@@ -108,10 +108,10 @@ def describe(model: CoatVlm) -> str:
 
 
 def adapter_config(model: CoatVlm) -> Any:
-    """The configuration of a model's adapters for peft, as it is saved beside them.
+    """Create peft's configuration of a model's adapters, to save with the adapters.
 
-    It names the folder that the model was loaded from, if there is one, and the other modules that
-    train, which peft then keeps and loads whole (``modules_to_save``).
+    It names the folder from which the model was loaded, if any, and the other trained modules,
+    whose full weights peft saves and loads (``modules_to_save``).
     """
     parts = {"vision_tower": model.vision_tower, "projector": model.projector}
     trained = [
@@ -120,22 +120,18 @@ def adapter_config(model: CoatVlm) -> Any:
         if part is not None and count_parameters(part, trainable_only=True)
     ]
     return dataclasses.replace(
-        _config(model),
+        vars(model)["peft_config"][_ADAPTER],
         base_model_name_or_path=model.name_or_path or None,
         modules_to_save=trained or None,
         inference_mode=True,
     )
 
 
-def _config(model: CoatVlm) -> Any:
-    return vars(model)["peft_config"][_ADAPTER]
-
-
-def separated(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights of a model with adapters, by the names of the model without, and the adapters'.
+def split_adapters(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Split a state dict into base weights, by their names without adapters, and adapter weights.
 
     Args:
-        state: names and tensors of a model that :func:`add_adapters` changed.
+        state: state dict of a model that :func:`add_adapters` changed.
 
     Returns:
         The base weights (``....q_proj.weight``), and ``....q_proj.lora_A.weight`` [r, K] and
@@ -152,11 +148,12 @@ def separated(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def merge(base: dict[str, Tensor], adapters: Mapping[str, Tensor], scaling: float) -> None:
-    """Add adapters to their base weights, W + scaling * B A, in FP32 and rounded once.
+    """Add adapters to their base weights, W + scaling * B A, in FP32 with one rounding.
 
     Args:
-        base: of :func:`separated`; weights with an adapter are replaced by the sum, in their dtype.
-        adapters: likewise.
+        base: base weights from :func:`split_adapters`; weights with an adapter are replaced by the
+            sum, in their dtype.
+        adapters: adapter weights from :func:`split_adapters`.
         scaling: alpha / r.
     """
     for name, a in adapters.items():

@@ -1,21 +1,21 @@
-"""The next-token loss of a causal language model, from its logits and without them.
+"""The next-token loss of a causal language model, with and without storing the logits.
 
-    next_token_loss        from logits (B, T, V), where somebody wants to see these
-    hidden_loss            from what the output layer reads (B, T, H)
-    linear_cross_entropy   the same for supervised positions alone, (M, H): the fused one
-    loss_for_logits        lets the output layer's own call return the loss
+    next_token_loss        from logits (B, T, V), if the caller needs them
+    linear_cross_entropy   fused, from the input at supervised positions (M, H)
+    loss_for_logits        makes the output layer's call, with (B, T, H), return the loss
 
-The logits of a batch are its largest tensor by far: 16k trained tokens of a vocabulary of 152k are
-10 GB in FP32, and cross-entropy keeps several of that size for the backward pass. So the fused loss
-runs the output layer on a chunk of tokens, computes the chunk's loss and at once the gradients of
-its input and of the layer's parameters, and forgets the chunk's logits before it makes the next
-ones (arXiv:2410.10989, section 3.2). The backward pass only multiplies. On a GPU, the logits of a
-plain layer stay in its dtype, and a kernel puts their gradient in their place.
+The logits of a batch are by far its largest tensor: 16k supervised tokens with a vocabulary of 152k
+are 10 GB in FP32, and cross-entropy saves several tensors of this size for backward. The fused loss
+therefore processes chunks of tokens: it runs the output layer, computes the chunk's loss and the
+gradients of the layer's input and parameters, and frees the chunk's logits before the next chunk
+(arXiv:2410.10989, section 3.2). Backward only multiplies these gradients by the incoming gradient.
+On a GPU, the logits of a plain layer stay in the layer's dtype, and a kernel overwrites them with
+their gradient.
 
-How many tokens are trained decides on shapes: labels on a GPU make the CPU wait for it, labels on
-the CPU do not.
+The number of supervised tokens determines shapes, so labels on a GPU cause a synchronization;
+labels on the CPU do not.
 
-Where logits are not wanted, the output layer computes the loss in its own call
+If logits are not needed, the output layer computes the loss in its own call
 (:func:`loss_for_logits`): under ZeRO-3 the layer's weight exists only between the hooks before and
 after that call.
 """
@@ -37,72 +37,42 @@ from coat_vlm.model.placeholders import copy_to_device
 IGNORE_INDEX = -100
 
 CHUNK_BYTES = 256 * 2**20
-"""Bytes that the FP32 logits of one chunk may take (441 tokens of a vocabulary of 152k). At the
-peak about four tensors of that size exist: logits, log-probabilities and their gradients. Smaller
-chunks would read and write the weight's gradient more often; it costs that traffic per chunk."""
+"""Maximum bytes of the FP32 logits of one chunk (441 tokens with a vocabulary of 152k). At the peak
+about four tensors of this size exist: logits, log-probabilities and their gradients. Each chunk
+reads and writes the weight's gradient once, so smaller chunks cause more memory traffic."""
 
 IN_PLACE_BYTES = 1200 * 2**20
-"""The same for logits that their gradient replaces, in the layer's dtype: then there is no other
-tensor of that size (4,137 tokens of a vocabulary of 152k in BF16)."""
+"""Maximum bytes of the logits of one chunk that its gradient overwrites, in the layer's dtype
+(4,137 tokens with a vocabulary of 152k in BF16). No other tensor of this size exists."""
 
 
 def next_token_loss(
     logits: Tensor, labels: Tensor, num_items_in_batch: float | Tensor | None = None
 ) -> Tensor:
-    """Cross-entropy of the next token in FP32, summed and divided, as transformers' causal LM loss.
+    """Compute the next-token cross-entropy in FP32, sum / divisor, as transformers' causal LM loss.
 
-    Only logits at trained positions are converted to FP32. Without any trained token the loss is 0
-    with a graph, so that a rank without targets still takes part in the backward pass.
+    Only logits at supervised positions are converted to FP32. Without supervised tokens the loss is
+    0 with a graph, so that a rank without targets still takes part in backward.
 
     Args:
         logits: (B, T, V).
-        labels: (B, T), not shifted; -100 is not trained.
-        num_items_in_batch: divisor; the number of trained tokens when absent.
+        labels: (B, T), not shifted; -100 is ignored.
+        num_items_in_batch: divisor. Default: the number of supervised tokens.
 
     Returns:
         Scalar, FP32.
 
     Raises:
-        ValueError: logits and labels do not belong together.
+        ValueError: the shapes of logits and labels do not match.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"the loss got logits {tuple(logits.shape)} for labels of shape {tuple(labels.shape)}; "
-            "it needs (B, T, V) and (B, T): give every token a label, -100 where it is not trained"
+            "required: (B, T, V) and (B, T); give every token a label, -100 to ignore it"
         )
-    places, targets = _trained(labels, logits.device)
-    total = _cross_entropy(_rows(logits, places), targets)
-    return total / _divisor(targets, num_items_in_batch)
-
-
-def hidden_loss(
-    layer: nn.Linear,
-    hidden: Tensor,
-    labels: Tensor,
-    num_items_in_batch: float | Tensor | None = None,
-) -> Tensor:
-    """:func:`next_token_loss` of ``layer(hidden)``, whose logits are never all there.
-
-    Args:
-        layer: the output layer.
-        hidden: (B, T, H), what it would make logits of.
-        labels: (B, T), not shifted; -100 is not trained.
-        num_items_in_batch: divisor; the number of trained tokens when absent.
-
-    Returns:
-        Scalar, FP32; without any trained token 0, with a graph.
-
-    Raises:
-        ValueError: hidden and labels do not belong together.
-    """
-    if hidden.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"the output layer got hidden states {tuple(hidden.shape)} for labels of shape "
-            f"{tuple(labels.shape)}; it needs (B, T, H) and (B, T): pass skip_logits=False"
-        )
-    places, targets = _trained(labels, hidden.device)
-    divisor = _divisor(targets, num_items_in_batch)
-    return linear_cross_entropy(layer, _rows(hidden, places), targets, divisor)
+    places, targets = _select_targets(labels, logits.device)
+    total = _cross_entropy(_select_rows(logits, places), targets)
+    return total / _make_divisor(targets, num_items_in_batch)
 
 
 def linear_cross_entropy(
@@ -114,26 +84,27 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Summed cross-entropy of ``layer(hidden)`` over ``divisor``, a chunk of tokens at a time.
 
-    The layer's own ``forward`` runs, without its hooks, so that whatever arithmetic it has (BF16
-    roundings, FP8 GEMMs with scales of the chunk's tokens) is that of the loss. Gradients are
-    computed here, for what needs one, and kept until the backward pass: a tensor like ``hidden``
-    and one for each parameter, in FP32 where chunks are added, so that it is rounded once.
+    Calls the layer's ``forward`` without its hooks, so the loss has the layer's arithmetic (BF16
+    roundings, FP8 GEMMs with scales of the chunk's tokens). The forward pass computes the required
+    gradients and saves them for backward: one tensor like ``hidden`` and one per parameter. Sums
+    over chunks are in FP32, so that they are rounded once.
 
-    On a GPU, a plain ``nn.Linear`` in hidden's dtype and outside of autocast runs as matrix
-    products around ``coat_kernels.cross_entropy_``, and the CPU waits for nothing. In BF16 the one
-    rounding of the weight's gradient is a relative error of 0.0017 (RMS), and with those of the
-    logits and of their gradients it is 0.0021 (``tests/vlm/test_loss_in_place.py``).
+    On a GPU, a plain ``nn.Linear`` in hidden's dtype and outside of autocast runs as GEMMs around
+    ``coat_kernels.cross_entropy_``, without synchronization. In BF16 the single rounding of the
+    weight's gradient has a relative error of 0.0017 (RMS); with the roundings of the logits and
+    their gradients it is 0.0021 (``tests/vlm/test_loss_in_place.py``).
 
     Args:
-        layer: [H] to [V], with no layers inside.
+        layer: [H] to [V], without child modules.
         hidden: [M, H].
         targets: [M] int64, each in [0, V).
-        divisor: []; gradients are divided before they are rounded to their dtype. 1 when absent.
-        chunk_bytes: of a chunk's logits; :data:`CHUNK_BYTES` or :data:`IN_PLACE_BYTES` when absent.
+        divisor: []; gradients are divided before they are rounded to their dtype. Default: 1.
+        chunk_bytes: maximum bytes of a chunk's logits. Default: :data:`CHUNK_BYTES` or
+            :data:`IN_PLACE_BYTES`.
 
     Returns:
-        [] FP32; 0 with a graph where M is 0. A second backward pass is refused, unless there are
-        only FP32 sums to multiply, which stay as they are.
+        [] FP32; 0 with a graph if M is 0. A second backward pass raises an error if it would
+        multiply the saved gradients twice.
     """
     if divisor is None:
         divisor = torch.ones((), device=hidden.device)
@@ -147,27 +118,24 @@ def linear_cross_entropy(
     if differentiable:
         return _ChunkedLoss.apply(hidden, targets, divisor, layer, kind, size, *parameters)
     total = torch.zeros((), device=hidden.device)
-    for rows in _chunks(len(hidden), size):
+    for start in range(0, len(hidden), size):
+        rows = slice(start, start + size)
         total += kind.loss(layer, hidden[rows], targets[rows]) / divisor
     return total
 
 
 def chunk_tokens(tokens: int, vocabulary: int, chunk_bytes: int, item_bytes: int = 4) -> int:
-    """Tokens per chunk: as few chunks as ``chunk_bytes`` of logits allow, of equal size."""
+    """Return the tokens per chunk for the fewest equal chunks within ``chunk_bytes``."""
     most = max(1, chunk_bytes // (item_bytes * vocabulary))
     return max(1, math.ceil(tokens / max(1, math.ceil(tokens / most))))
 
 
-def _chunks(tokens: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, tokens, size))
-
-
 class _ByAutograd:
-    """A chunk through the layer's own forward, its gradients by torch; on any device."""
+    """Computes a chunk with the layer's forward and autograd; on any device."""
 
     def __init__(self, layer: nn.Linear, divisor: Tensor, is_whole: bool) -> None:
-        """is_whole: there is one chunk, and nothing to add."""
-        # Over detached parameters, so that hooks on the layer's own see one gradient, the whole.
+        """Create empty sums; ``is_whole`` means that there is only one chunk."""
+        # Detached parameters, so that hooks of the layer's parameters see only the full gradient.
         self._twin = copy.copy(layer)
         vars(self._twin)["_parameters"] = {
             name: None if p is None else p.detach().requires_grad_(p.requires_grad)
@@ -181,11 +149,11 @@ class _ByAutograd:
 
     @staticmethod
     def loss(layer: nn.Linear, rows: Tensor, targets: Tensor) -> Tensor:
-        """The sum over the rows [], FP32."""
+        """Return the summed loss [] of the rows in FP32."""
         return _cross_entropy(layer.forward(rows), targets)
 
     def add(self, rows: Tensor, targets: Tensor, rows_gradient: Tensor | None) -> Tensor:
-        """Loss of a chunk, divided; its gradients are added, that of rows written where wanted."""
+        """Return the divided loss of a chunk; add its gradients, write that of rows if given."""
         rows = rows.detach().requires_grad_(rows_gradient is not None)
         with torch.enable_grad():
             loss = self.loss(self._twin, rows, targets) / self._divisor
@@ -198,15 +166,15 @@ class _ByAutograd:
         return loss.detach()
 
     def gradients(self) -> list[Tensor]:
-        """Of the layer's trained parameters, in their order, in FP32 or their dtype."""
+        """Return the gradients of the trained parameters in order, in FP32 or their dtype."""
         return self._sums
 
 
 class _InPlace:
-    """The same for a plain layer, with the kernel that puts gradients in the logits' place."""
+    """Computes a chunk of a plain layer with the kernel that overwrites logits by gradients."""
 
     def __init__(self, layer: nn.Linear, divisor: Tensor, is_whole: bool) -> None:
-        """is_whole: there is one chunk, and nothing to add."""
+        """Create empty sums; ``is_whole`` means that there is only one chunk."""
         self._layer = layer
         self._divisor = divisor
         self._is_whole = is_whole
@@ -214,14 +182,14 @@ class _InPlace:
 
     @staticmethod
     def loss(layer: nn.Linear, rows: Tensor, targets: Tensor) -> Tensor:
-        """The sum over the rows [], FP32."""
-        return _losses(layer.forward(rows), targets, None).sum()
+        """Return the summed loss [] of the rows in FP32."""
+        return _token_losses(layer.forward(rows), targets, None).sum()
 
     def add(self, rows: Tensor, targets: Tensor, rows_gradient: Tensor | None) -> Tensor:
-        """Loss of a chunk, divided; its gradients are added, that of rows written where wanted."""
+        """Return the divided loss of a chunk; add its gradients, write that of rows if given."""
         layer, rows = self._layer, rows.detach()
         logits = layer.forward(rows)
-        loss = _losses(logits, targets, self._divisor).sum() / self._divisor
+        loss = _token_losses(logits, targets, self._divisor).sum() / self._divisor
         gradient = logits
         if rows_gradient is not None:
             torch.mm(gradient, layer.weight, out=rows_gradient)
@@ -233,10 +201,10 @@ class _InPlace:
         return loss
 
     def _add_to_weight(self, a: Tensor, b: Tensor) -> None:
-        """Adds the product [V, M] x [M, H], which a GPU makes in FP32 from 16 bits."""
+        """Add the GEMM [V, M] x [M, H], which a GPU computes from 16 bits to FP32."""
         total = self._sums.get("weight")
         dtype = a.dtype if self._is_whole else _sum_dtype(a)
-        if dtype == a.dtype or a.device.type == "cpu":  # which makes no other dtype than a's
+        if dtype == a.dtype or a.device.type == "cpu":  # a CPU GEMM has no out_dtype
             a, b = a.to(dtype), b.to(dtype)
             self._sums["weight"] = torch.mm(a, b) if total is None else total.addmm_(a, b)
         elif total is None:
@@ -245,7 +213,7 @@ class _InPlace:
             torch.addmm(total, a, b, out_dtype=dtype, out=total)
 
     def gradients(self) -> list[Tensor]:
-        """Of the layer's trained parameters, in their order, in FP32 or their dtype."""
+        """Return the gradients of the trained parameters in order, in FP32 or their dtype."""
         trained = {n: p for n, p in self._layer.named_parameters(recurse=False) if p.requires_grad}
         return [
             self._sums[n] if n in self._sums else torch.zeros_like(p) for n, p in trained.items()
@@ -253,7 +221,7 @@ class _InPlace:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The gradients of hidden and of the layer's trained parameters, found in the forward pass."""
+    """Computes the gradients of hidden and of the trained parameters in the forward pass."""
 
     @staticmethod
     def forward(
@@ -269,7 +237,8 @@ class _ChunkedLoss(torch.autograd.Function):
         work = kind(layer, divisor, is_whole=size >= len(hidden))
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         total = torch.zeros((), device=hidden.device)
-        for rows in _chunks(len(hidden), size):
+        for start in range(0, len(hidden), size):
+            rows = slice(start, start + size)
             into = None if hidden_gradient is None else hidden_gradient[rows]
             total += work.add(hidden[rows], targets[rows], into)
         ctx.dtypes = [p.dtype for p in parameters if p.requires_grad]
@@ -283,8 +252,8 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         (scale,) = grad_outputs
         hidden, *sums = ctx.saved_tensors
-        # In place: a weight's gradient is as large as the weight. A second pass through a kept
-        # graph finds the saved tensors changed, and torch refuses it.
+        # In place, because a weight's gradient is as large as the weight. In a second pass through
+        # a retained graph, torch finds the modified saved tensors and raises an error.
         hidden = None if hidden is None else hidden.mul_(scale)
         gradients = [
             s.mul_(scale)
@@ -303,30 +272,30 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
-def _trained(labels: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which of the flattened positions [B * T] predict a trained token [M], and these tokens."""
+def _select_targets(labels: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the flattened positions [M] that predict a supervised token, and these tokens [M]."""
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
     places = (targets != IGNORE_INDEX).nonzero().squeeze(1)
     return copy_to_device(places, device), copy_to_device(targets.index_select(0, places), device)
 
 
-def _rows(x: Tensor, places: Tensor) -> Tensor:
-    """[M, C], the rows of (B, T, C) at some of the flattened positions."""
+def _select_rows(x: Tensor, places: Tensor) -> Tensor:
+    """Select the rows [M, C] of (B, T, C) at flattened positions."""
     return x.flatten(0, 1).index_select(0, places)
 
 
-def _divisor(targets: Tensor, num_items_in_batch: float | Tensor | None) -> Tensor:
+def _make_divisor(targets: Tensor, num_items_in_batch: float | Tensor | None) -> Tensor:
     items = len(targets) if num_items_in_batch is None else num_items_in_batch
     if isinstance(items, Tensor):
         return copy_to_device(items.to(torch.float32), targets.device).clamp(min=1)
-    # A number that is filled in there is no copy from the CPU.
+    # torch.full writes the number on the device without a copy from the CPU.
     return torch.full((), max(1.0, items), dtype=torch.float32, device=targets.device)
 
 
 def _kernel_fits(layer: nn.Linear, hidden: Tensor) -> bool:
-    """Whether the kernel serves, and the layer's arithmetic is that of plain matrix products."""
+    """Return whether the kernel supports the tensors and the layer computes a plain GEMM."""
     return (
-        hidden.device.type in ("cuda", "meta")  # meta: a plan of the GPU's memory
+        hidden.device.type in ("cuda", "meta")  # meta: memory planning for a GPU
         and type(layer) is nn.Linear
         and "forward" not in vars(layer)
         and all(p.dtype == hidden.dtype for p in layer.parameters(recurse=False))
@@ -335,35 +304,46 @@ def _kernel_fits(layer: nn.Linear, hidden: Tensor) -> bool:
     )
 
 
-def _losses(logits: Tensor, targets: Tensor, divisor: Tensor | None) -> Tensor:
-    """Losses [M], FP32; with a divisor, gradients in the place of the logits."""
-    from coat_kernels.cross_entropy import cross_entropy_  # Triton, which is on Linux only
+def _token_losses(logits: Tensor, targets: Tensor, divisor: Tensor | None) -> Tensor:
+    """Return losses [M] in FP32; with a divisor, overwrite the logits by gradients."""
+    from coat_kernels.cross_entropy import cross_entropy_  # Triton, available on Linux only
 
     return cross_entropy_(logits, targets, divisor)
 
 
 _PROBE_DTYPE = torch.bfloat16
-"""Not FP32, which the loss has: a model that casts logits to its own dtype would round the loss."""
+"""Differs from FP32, the dtype of the loss, to detect models that cast logits to their dtype."""
 
 
 @contextmanager
 def loss_for_logits(
     layer: nn.Linear, labels: Tensor, num_items_in_batch: float | Tensor | None = None
 ) -> Iterator[None]:
-    """The layer's next call in this context returns the loss [] instead of logits.
+    """Make the layer's next call in this context return the loss [] instead of logits.
 
-    Only the instance's ``forward`` is replaced, and only until then: the layer's class, on which
-    conversion to FP8 decides, its parameters and the hooks around its call stay.
+    The loss is :func:`next_token_loss` of the logits, which are not stored; 0 with a graph without
+    supervised tokens. The call raises ValueError if the shape of its input (B, T, H) does not match
+    the labels.
+
+    Replaces only the instance's ``forward``, until that call. The layer's class, which conversion
+    to FP8 checks, its parameters and its hooks are unchanged.
 
     Args:
-        layer: the output layer of a model that :func:`why_logits_are_needed` has nothing against.
-        labels: (B, T), not shifted; -100 is not trained.
+        layer: the output layer of a model for which :func:`why_logits_are_needed` returns None.
+        labels: (B, T), not shifted; -100 is ignored.
         num_items_in_batch: see :func:`coat_vlm.model.loss.next_token_loss`.
     """
 
     def forward(input: Tensor) -> Tensor:
         del layer.forward
-        return hidden_loss(layer, input, labels, num_items_in_batch)
+        if input.shape[:-1] != labels.shape:
+            raise ValueError(
+                f"the output layer got hidden states {tuple(input.shape)} for labels of shape "
+                f"{tuple(labels.shape)}; required: (B, T, H) and (B, T); pass skip_logits=False"
+            )
+        places, targets = _select_targets(labels, input.device)
+        divisor = _make_divisor(targets, num_items_in_batch)
+        return linear_cross_entropy(layer, _select_rows(input, places), targets, divisor)
 
     layer.forward = forward
     try:
@@ -373,21 +353,21 @@ def loss_for_logits(
 
 
 def why_logits_are_needed(language_model: PreTrainedModel) -> str | None:
-    """Why the loss of this model takes its logits; None if the output layer can compute it alone.
+    """Return why the loss of this model needs logits; None if the output layer can compute it.
 
-    It can if the model returns what the layer returned, as it is: no soft cap, no scale. The
-    model's own forward pass tells, run between stand-ins for its decoder and its output layer; no
-    parameter and no hook is touched.
+    The output layer can compute the loss if the model returns its output unchanged, without soft
+    cap or scale. To find out, the model's forward pass runs with stubs for its decoder and its
+    output layer; no parameter or hook is used.
     """
     layer = language_model.get_output_embeddings()
     if not isinstance(layer, nn.Linear) or next(layer.children(), None) is not None:
         return f"its output layer is a {type(layer).__name__}, not a plain linear layer"
     if "forward" in vars(layer):
-        return "the forward of its output layer is replaced already"
+        return "the forward of its output layer is already replaced"
     names = {module: name for name, module in language_model.named_children()}
     decoder = names.get(language_model.base_model)
     if decoder is None or layer not in names:
-        return "its decoder and its output layer are not its direct parts"
+        return "its decoder and its output layer are not its direct children"
     sentinel = torch.tensor(0.75)
     output = _OutputLayer(sentinel)
     probe = copy.copy(language_model)
@@ -400,7 +380,7 @@ def why_logits_are_needed(language_model: PreTrainedModel) -> str | None:
         with torch.no_grad():
             inputs = torch.zeros(1, 3, layer.in_features, dtype=_PROBE_DTYPE)
             logits = probe.forward(inputs_embeds=inputs, logits_to_keep=0, return_dict=True).logits
-    except Exception as error:  # whatever an unknown model does with the stand-ins
+    except Exception as error:  # an unknown model may do anything with the stubs
         return f"its forward pass could not be followed ({type(error).__name__}: {error})"
     if output.shapes != [inputs.shape]:
         return f"its output layer is called with {output.shapes}, not once with all positions"
@@ -410,7 +390,7 @@ def why_logits_are_needed(language_model: PreTrainedModel) -> str | None:
 
 
 class _DecoderOutput:
-    """What decoders return: the hidden state is there, all else is None."""
+    """Output of the decoder stub: the last hidden state; all other attributes are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -423,7 +403,7 @@ class _DecoderOutput:
 
 
 class _Decoder(nn.Module):
-    """Stands for the decoder: its input is its last hidden state."""
+    """Decoder stub that returns its input as the last hidden state."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _DecoderOutput:
         del args, kwargs
@@ -431,11 +411,11 @@ class _Decoder(nn.Module):
 
 
 class _OutputLayer(nn.Module):
-    """Stands for the output layer: returns the loss's stand-in and notes what it was given."""
+    """Output-layer stub that returns a sentinel and records the shapes of its inputs."""
 
     def __init__(self, sentinel: Tensor) -> None:
         super().__init__()
-        self.weight = torch.zeros(1, 1, dtype=_PROBE_DTYPE)  # some models ask for its dtype
+        self.weight = torch.zeros(1, 1, dtype=_PROBE_DTYPE)  # some models read its dtype
         self.shapes: list[torch.Size] = []
         self._sentinel = sentinel
 

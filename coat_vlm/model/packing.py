@@ -1,22 +1,21 @@
 """Sequences packed into one row: positions, masks and attention of transformers' models.
 
-A row [1, T] holds several sequences, one after the other; a token sees only its own sequence. The
-model is told where they end by the arguments that transformers has for this
-(``FlashAttentionKwargs``):
+A row [1, T] contains several consecutive sequences, and attention does not cross sequences. The
+boundaries are passed in transformers' arguments (``FlashAttentionKwargs``):
 
     model.set_attn_implementation(PACKED)
     model(ids, position_ids=..., cu_seq_lens_q=bounds, cu_seq_lens_k=bounds,
           max_length_q=longest, max_length_k=longest)
 
-No mask [T, T] is made and no key or value is repeated for the query heads of its group. Without
-these arguments ``sdpa_packed`` is transformers' own ``sdpa``.
+No mask [T, T] is allocated, and keys and values are not repeated for the query heads of a group.
+Without these arguments ``sdpa_packed`` is transformers' ``sdpa``.
 
-Two more functions keep a batch that is not packed from masks and waits it does not need.
-:func:`mask_for_loss` drops the mask of rows padded on the right. :func:`counted_by_model` spares
-the search for packed sequences: without a mask, models of transformers look whether
-``position_ids`` start again within a row (``find_packed_sequence_indices``). The answer decides on
-the CPU, so it waits for the GPU, once in every forward pass, behind the vision tower. Positions
-that the model counted itself never start again.
+Two more functions remove unnecessary masks and synchronizations from unpacked batches.
+:func:`mask_for_loss` drops the mask of right-padded rows. :func:`skip_packing_search` skips the
+search for packed sequences: without a mask, transformers' models check whether ``position_ids``
+restart within a row (``find_packed_sequence_indices``). The CPU branches on the result, which
+synchronizes with the GPU once per forward pass, after the vision tower. Positions that the model
+itself creates never restart.
 """
 
 import logging
@@ -47,7 +46,7 @@ Kernel = Literal["flash", "sdpa"]
 """Torch's variable-length flash attention, or one call of SDPA for each sequence."""
 
 _UNKNOWN = ("softcap", "s_aux", "position_bias")
-"""What some models ask of attention and this one does not do."""
+"""Attention arguments of some models that packed attention does not support."""
 
 _NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments of ``FlashAttentionKwargs``."""
@@ -55,41 +54,41 @@ _NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where the sequences of a row lie."""
+    """The boundaries of the sequences of a row."""
 
     bounds: Tensor
-    """[N + 1] int32, increasing from 0 to T, on the device of what is attended to."""
+    """[N + 1] int32, increasing from 0 to T, on the device of the queries."""
     longest: int
     """Tokens of the longest sequence, or more."""
     given: Tensor | None = None
-    """``bounds`` as they came, perhaps on another device."""
+    """``bounds`` on their original device."""
 
     def spans(self) -> list[tuple[int, int]]:
-        """First token of each sequence and the one after its last; waits for a GPU."""
+        """Return (start, end) of each sequence; synchronizes with a GPU."""
         return list(pairwise(self.bounds.tolist()))
 
-    def arguments(self) -> dict[str, Any]:
-        """As transformers' models take them."""
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the keyword arguments of transformers' models."""
         return dict(
             zip(_NAMES, (self.bounds, self.bounds, self.longest, self.longest), strict=True)
         )
 
     def split(self, *heads: Tensor) -> list[tuple[Tensor, ...]]:
-        """Heads [1, H, T, D] sequence by sequence, as views."""
+        """Split heads [1, H, T, D] into views of each sequence."""
         return [tuple(x[:, :, start:end] for x in heads) for start, end in self.spans()]
 
-    def narrower(self, window: int | None) -> int | None:
-        """A sliding window of that many tokens, where a sequence may be longer."""
+    def limit_window(self, window: int | None) -> int | None:
+        """Return the sliding window, or None if no sequence is longer than the window."""
         return window if window is not None and window < self.longest else None
 
     def positions(self, tokens: int) -> Tensor:
-        """[1, T] int64, counted from 0 in each sequence."""
+        """Return positions [1, T] int64 that start from 0 in each sequence."""
         index = torch.arange(tokens, dtype=torch.int32, device=self.bounds.device)
         starts = self.bounds[torch.searchsorted(self.bounds, index, right=True) - 1]
         return (index - starts)[None].long()
 
-    def without_starts(self, labels: Tensor | None) -> Tensor | None:
-        """Labels (1, T), if there are any, of which none is the first token of a sequence."""
+    def ignore_first_tokens(self, labels: Tensor | None) -> Tensor | None:
+        """Set the labels (1, T) of first tokens to IGNORE_INDEX; None without labels."""
         if labels is None:
             return None
         bounds = self.bounds
@@ -98,25 +97,25 @@ class Packing:
         return labels.to(bounds.device).index_fill(1, bounds[:-1].long(), IGNORE_INDEX)
 
 
-def packing_of(
+def read_packing(
     batch: int,
     tokens: int,
     device: torch.device,
     mask: Tensor | None,
     arguments: Mapping[str, Any],
 ) -> Packing | None:
-    """The packing that a model's arguments describe; None if they describe none.
+    """Read the packing from a model's arguments; None if they contain none.
 
     Args:
-        batch: rows.
-        tokens: T, tokens of a row.
-        device: where the bounds are needed.
-        mask: what came as attention mask.
-        arguments: with ``cu_seq_lens_q`` and ``max_length_q``; those for keys may be left out.
+        batch: number of rows.
+        tokens: T, tokens per row.
+        device: target device of the bounds.
+        mask: the attention mask.
+        arguments: contain ``cu_seq_lens_q`` and ``max_length_q``; those of keys are optional.
 
     Raises:
-        ValueError: they do not describe the sequences of one row. Values of bounds on a GPU are
-            not looked at, which would wait for it.
+        ValueError: the arguments do not describe the sequences of one row. Values of bounds on a
+            GPU are not checked, to avoid a synchronization.
     """
     given = {name: arguments.get(name) for name in _NAMES}
     if all(value is None for value in given.values()):
@@ -128,11 +127,11 @@ def packing_of(
             f"{', '.join(name for name, value in given.items() if value is not None)}"
         )
     if batch != 1:
-        raise ValueError(f"packed sequences lie in one row, got {batch} rows; give [1, T]")
+        raise ValueError(f"packed sequences require one row, got {batch} rows; give [1, T]")
     if mask is not None and mask.numel():
         raise ValueError(
-            "packed sequences take no mask; leave out attention_mask, and give position_ids that "
-            "start again with each sequence"
+            "packed sequences take no mask; remove attention_mask, and give position_ids that "
+            "restart with each sequence"
         )
     differ = keys is not None and keys is not bounds and keys.shape != bounds.shape
     if keys is not None and not differ and keys.device.type == bounds.device.type == "cpu":
@@ -141,7 +140,7 @@ def packing_of(
         raise ValueError("queries and keys are the same tokens; give equal bounds and lengths")
     if bounds.dtype != torch.int32 or bounds.ndim != 1:
         raise ValueError(
-            f"cu_seq_lens_q is {bounds.dtype} of shape {tuple(bounds.shape)}; needed is int32, "
+            f"cu_seq_lens_q is {bounds.dtype} of shape {tuple(bounds.shape)}; required: int32, "
             "[sequences + 1]"
         )
     if bounds.device.type == "cpu":
@@ -154,7 +153,7 @@ def _check_bounds(bounds: Tensor, tokens: int, longest: int) -> None:
     lengths = [end - start for start, end in pairwise(values)]
     if not lengths or values[0] != 0 or values[-1] != tokens or min(lengths) < 1:
         raise ValueError(
-            f"cu_seq_lens_q = {values} does not cut a row of {tokens} tokens; it has to increase "
+            f"cu_seq_lens_q = {values} does not split a row of {tokens} tokens; it must increase "
             f"from 0 to {tokens}"
         )
     if max(lengths) > longest:
@@ -163,8 +162,10 @@ def _check_bounds(bounds: Tensor, tokens: int, longest: int) -> None:
         )
 
 
-def kernel_for(query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: float) -> Kernel:
-    """How these heads [1, H, T, D], [1, H_kv, T, D] are attended to; said in the log once."""
+def choose_kernel(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: float
+) -> Kernel:
+    """Choose the kernel for heads [1, H, T, D], [1, H_kv, T, D], and log the choice once."""
     kernel: Kernel = "sdpa"
     if query.device.type == "cuda" and query.shape[-1] % 8 == 0:
         grouped = query.shape[1] != key.shape[1]
@@ -173,17 +174,15 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout:
         )
         if torch.backends.cuda.can_use_flash_attention(parameters):
             kernel = "flash"
-    _say(kernel)
+    _log_kernel(kernel)
     return kernel
 
 
 @cache
-def _say(kernel: Kernel) -> None:
-    ways = {
-        "flash": "torch's variable-length flash attention",
-        "sdpa": "one call of torch's SDPA for each sequence",
-    }
-    logger.info("Packed sequences: attention by %s.", ways[kernel])
+def _log_kernel(kernel: Kernel) -> None:
+    sdpa = "one call of torch's SDPA per sequence"
+    name = "torch's variable-length flash attention" if kernel == "flash" else sdpa
+    logger.info("Packed sequences: attention uses %s.", name)
 
 
 def flash_forward(
@@ -196,20 +195,20 @@ def flash_forward(
     dropout: float = 0.0,
     window: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Torch's variable-length flash attention; autograd knows its gradient.
+    """Run torch's variable-length flash attention, which supports autograd.
 
     Args:
         query: [1, H, T, D], FP16 or BF16 on a GPU.
         key: [1, H_kv, T, D].
-        value: likewise.
-        packing: the sequences.
-        causal: a token sees the tokens of its sequence up to itself only.
-        scale: what q k^T is multiplied with; 1 / sqrt(D) when None.
-        dropout: of the probabilities.
-        window: a token sees this many tokens, with itself; all when None.
+        value: [1, H_kv, T, D].
+        packing: the boundaries of the sequences.
+        causal: use causal attention within each sequence.
+        scale: factor of q k^T; 1 / sqrt(D) if None.
+        dropout: dropout probability.
+        window: size of the sliding window in tokens, including the query; None for no window.
 
     Returns:
-        [T, H, D]; log-sum-exp [H, T]; two tensors of random state; an empty one.
+        Output [T, H, D]; log-sum-exp [H, T]; two tensors of random state; an empty tensor.
     """
     bounds, longest = packing.bounds, packing.longest
     windows: dict[str, Any] = {}
@@ -217,9 +216,9 @@ def flash_forward(
         windows = {"window_size_left": window - 1, "window_size_right": 0}
     flash: Any = torch.ops.aten._flash_attention_forward
     return flash(
-        token_major(query),
-        token_major(key),
-        token_major(value),
+        to_token_major(query),
+        to_token_major(key),
+        to_token_major(value),
         bounds,
         bounds,
         longest,
@@ -232,8 +231,8 @@ def flash_forward(
     )
 
 
-def token_major(heads: Tensor) -> Tensor:
-    """[1, H, T, D] as [T, H, D]."""
+def to_token_major(heads: Tensor) -> Tensor:
+    """View [1, H, T, D] as [T, H, D]."""
     return heads.squeeze(0).transpose(0, 1)
 
 
@@ -249,36 +248,36 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' models call it; see its ``AttentionInterface``.
+    """Compute attention, with the signature of transformers' ``AttentionInterface``.
 
     Returns:
         [B, T, H, D], and None for the probabilities.
 
     Raises:
-        ValueError: the arguments for packed sequences do not fit, are missing, or the model wants
-            something of attention that is not done for packed sequences.
+        ValueError: the arguments for packed sequences are wrong or missing, or the model uses an
+            attention feature that is not supported for packed sequences.
     """
     batch, _, tokens, _ = query.shape
-    packing = packing_of(batch, tokens, query.device, attention_mask, kwargs)
+    packing = read_packing(batch, tokens, query.device, attention_mask, kwargs)
     if packing is None:
         if attention_mask is not None and not attention_mask.numel():
             raise ValueError(
-                "position_ids start again within a row, or the model has a mask of its own; for "
-                "packed sequences give cu_seq_lens_q and max_length_q, else use attention sdpa"
+                "position_ids restart within a row, or the model makes its own mask; for packed "
+                "sequences give cu_seq_lens_q and max_length_q, otherwise use attention sdpa"
             )
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
     if key.shape[2] != tokens:
-        raise ValueError("packed sequences are attended to whole; set use_cache=False")
+        raise ValueError("packed sequences do not support a cache; set use_cache=False")
     wanted = [name for name in _UNKNOWN if kwargs.get(name) is not None]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    window = packing.narrower(sliding_window)
+    window = packing.limit_window(sliding_window)
     if window is not None and not causal:
         wanted.append("sliding window in both directions")
     if wanted:
-        raise ValueError(f"attention to packed sequences has no {', '.join(wanted)}; use eager")
-    if kernel_for(query, key, value, causal, dropout) == "flash":
+        raise ValueError(f"packed attention does not support {', '.join(wanted)}; use eager")
+    if choose_kernel(query, key, value, causal, dropout) == "flash":
         out = flash_forward(query, key, value, packing, causal, scaling, dropout, window)[0]
         return out[None], None
     outs = []
@@ -298,8 +297,8 @@ def packed_attention(
     return torch.cat(outs, 2).transpose(1, 2), None
 
 
-def no_mask(tokens: int, device: torch.device) -> Tensor:
-    """[1, 1, T, 0], which stands where a mask would for packed sequences; models pass it on."""
+def make_empty_mask(tokens: int, device: torch.device) -> Tensor:
+    """Create [1, 1, T, 0], a placeholder for the mask of packed sequences."""
     return torch.empty(1, 1, tokens, 0, dtype=torch.bool, device=device)
 
 
@@ -310,19 +309,19 @@ def packed_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask as transformers' models ask for it; see its ``AttentionMaskInterface``.
+    """Create the mask, with the signature of transformers' ``AttentionMaskInterface``.
 
-    Where positions start again within a row, transformers has a mask made of blocks in mind and
-    allows no other: then it is :func:`no_mask`, without which attention would not know.
+    If positions restart within a row, transformers requires a block-diagonal mask. The result is
+    then :func:`make_empty_mask`, from which :func:`packed_attention` detects this case.
     """
     other = kwargs.get("allow_is_causal_skip", True) or kwargs.get("use_vmap", False)
     if attention_mask is None and q_length > 1 and not other:
-        return no_mask(q_length, torch.device(device))
+        return make_empty_mask(q_length, torch.device(device))
     return sdpa_mask(q_length=q_length, attention_mask=attention_mask, device=device, **kwargs)
 
 
 def register() -> None:
-    """Tell transformers of the attention ``sdpa_packed``, and spare it the search (see above)."""
+    """Register ``sdpa_packed`` in transformers, and patch the search for packed sequences."""
     AttentionInterface.register(PACKED, packed_attention)
     AttentionMaskInterface.register(PACKED, packed_mask)
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
@@ -333,10 +332,10 @@ _here = threading.local()
 
 
 @contextmanager
-def counted_by_model(is_so: bool) -> Iterator[None]:
-    """In here, and in this thread, positions were counted by the model, if ``is_so``."""
+def skip_packing_search(skip: bool) -> Iterator[None]:
+    """Skip the search for packed sequences in this context and thread if ``skip``."""
     before = getattr(_here, "counted", False)
-    _here.counted = is_so
+    _here.counted = skip
     try:
         yield
     finally:
@@ -344,13 +343,13 @@ def counted_by_model(is_so: bool) -> Iterator[None]:
 
 
 def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-    """Transformers' function of that name, which is not asked where the answer is known.
+    """Call transformers' function of this name, except under :func:`skip_packing_search`.
 
     Args:
         position_ids: (B, T).
 
     Returns:
-        (B, T), a number for each sequence of a row; None where each row is one.
+        (B, T), the index of the sequence in its row; None if each row is one sequence.
     """
     if not torch.compiler.is_compiling() and getattr(_here, "counted", False):
         return None
@@ -358,17 +357,17 @@ def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
 
 
 def mask_for_loss(mask: Tensor | None, model: PreTrainedModel) -> Tensor | None:
-    """The attention mask that a language model needs where nothing but its loss is wanted.
+    """Return the attention mask that a language model needs to compute only its loss.
 
-    Under causal attention no token sees what stands to the right of it. With all padding there, a
-    mask changes nothing but what the padding itself computes, which no label reads; and it costs:
-    torch's fastest kernels take none, and ``coat_lean`` repeats attention in its backward pass. A
-    model that makes a mask of its own (a sliding window) still makes it.
+    Causal attention never reads tokens to the right. With right padding, a mask changes only the
+    outputs at padding, which no label reads. A mask is expensive: torch's fastest kernels do not
+    support it, and ``coat_lean`` recomputes attention in backward. A model that makes its own mask
+    (for a sliding window) still makes it.
 
     Args:
-        mask: (B, T), 1 for tokens, 0 for padding; or what the model takes. Only one on the CPU is
-            looked into: to read another would wait for the GPU.
-        model: the language model; without a cache.
+        mask: (B, T), 1 for tokens, 0 for padding; or another mask that the model supports. Only a
+            mask on the CPU is read; reading another would synchronize with the GPU.
+        model: the language model, used without a cache.
 
     Returns:
         None, or the mask on the model's device.
@@ -381,13 +380,13 @@ def mask_for_loss(mask: Tensor | None, model: PreTrainedModel) -> Tensor | None:
 
 
 def is_right_padded(mask: Tensor) -> bool:
-    """Whether every row of a mask (B, T) is ones followed by zeros, either of them perhaps none."""
+    """Return whether every row of a mask (B, T) consists of ones followed by zeros."""
     used = mask.bool()
     return bool(torch.all(used[:, 1:] <= used[:, :-1]))
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Whether all attention in a transformers model says that it is causal; not if none says so."""
+    """Return whether all attention modules of a transformers model declare to be causal."""
     config = getattr(model, "config", None)
-    said = [m.is_causal for m in model.modules() if hasattr(m, "is_causal")]
-    return bool(said) and all(said) and getattr(config, "is_causal", True)
+    flags = [m.is_causal for m in model.modules() if hasattr(m, "is_causal")]
+    return bool(flags) and all(flags) and getattr(config, "is_causal", True)

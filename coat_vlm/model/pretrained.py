@@ -1,4 +1,4 @@
-"""Reads configurations and weights of transformers checkpoints, with errors that say what to do."""
+"""Reads configurations and weights of transformers checkpoints, with actionable errors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,36 +12,57 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 
-def composed_folder(path: str) -> str:
-    """The folder of a recipe's ``init_from``, if it holds a model.
+def check_composed_folder(path: str) -> str:
+    """Return the folder of a recipe's ``init_from`` after checking that it contains a model.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the folder contains no model.
     """
     if not (Path(path) / "config.json").is_file():
         raise ValueError(
-            f"init_from={path!r} is no folder with a composed model (it has no config.json): "
-            "train the recipe that leaves it there first, name another one with "
+            f"init_from={path!r} is not a folder with a composed model (it has no config.json): "
+            "first train the recipe that writes it, name another folder with "
             "init_from=FOLDER, or start from model.vision and model.language with init_from=null"
         )
     return path
 
 
+def check_local_path(where: str, path: str) -> None:
+    """Raise ValueError if ``path`` can only be a local folder and there is none.
+
+    A Hub id is ``name`` or ``owner/name``.
+
+    Args:
+        where: the recipe key, for the error.
+        path: folder or Hub id.
+    """
+    is_local = Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
+    if is_local and not Path(path).is_dir():
+        absolute = Path(path).expanduser().absolute()
+        hint = f"; write {absolute}, since ~ is not expanded" if path.startswith("~") else ""
+        what = "is not a folder" if absolute.exists() else "does not exist"
+        raise ValueError(
+            f"{where}={path!r}: the folder {absolute} {what}; give a folder with config.json, or a "
+            f"Hub id (owner/name){hint}"
+        )
+
+
 def read_config(where: str, path: str) -> PretrainedConfig:
-    """The configuration of a checkpoint.
+    """Read the configuration of a checkpoint.
 
     Args:
         where: the recipe key, for the error.
         path: folder or Hub id.
 
     Raises:
-        ValueError: there is no config.json that transformers understands.
+        ValueError: the folder does not exist, or transformers cannot read a config.json there.
     """
+    check_local_path(where, path)
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"{where}={path!r} has no configuration that transformers can read: {error}; needed is "
+            f"{where}={path!r} has no configuration that transformers can read: {error}; required: "
             "a folder with config.json and weights, or a Hub id"
         ) from error
 
@@ -49,10 +70,10 @@ def read_config(where: str, path: str) -> PretrainedConfig:
 def load_weights(
     model_class: Any, where: str, path: str, *, dtype: torch.dtype, **kwargs: Any
 ) -> PreTrainedModel:
-    """A model with all its weights from a checkpoint, safetensors or ``weights_only`` pickles.
+    """Load a model with all its weights from safetensors or ``weights_only`` pickles.
 
-    Weights in the checkpoint that the model has no place for (a text tower beside the vision tower)
-    are left out in silence.
+    Weights in the checkpoint that the model does not have (such as a text tower) are ignored
+    silently.
 
     Args:
         model_class: a transformers model class or Auto class.
@@ -65,7 +86,7 @@ def load_weights(
         ValueError: files are missing or damaged, or weights are missing or of another shape.
     """
     name = f"{where}={path!r}"
-    # What matters in transformers' load report is checked here.
+    # load_complete checks the relevant parts of transformers' load report.
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -77,7 +98,7 @@ def load_weights(
 
 @contextmanager
 def readable_errors(name: str) -> Iterator[None]:
-    """Turn the errors of missing, damaged and misfitting files into one that names the checkpoint.
+    """Convert errors of missing, damaged and mismatched files to one that names the checkpoint.
 
     Args:
         name: the checkpoint, for the error.
@@ -90,20 +111,23 @@ def readable_errors(name: str) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise ValueError(
             f"{name}: the weights cannot be loaded: {error}; check that all files of the "
-            "checkpoint are there, complete, and hold nothing but weights"
+            "checkpoint exist, are complete, and contain only weights"
         ) from error
 
 
 def load_complete(
     name: str, from_pretrained: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """A model, all of whose weights come from its checkpoint, and transformers' loading info.
+    """Load a model and require that all its weights come from the checkpoint.
 
     Args:
         name: the checkpoint, for the error.
-        from_pretrained: of a transformers model class or Auto class.
-        *args: passed to it.
-        **kwargs: likewise.
+        from_pretrained: method of a transformers model class or Auto class.
+        *args: passed to ``from_pretrained``.
+        **kwargs: passed to ``from_pretrained``.
+
+    Returns:
+        The model, and transformers' loading info.
 
     Raises:
         ValueError: files could not be read, or weights are missing or have another shape.
@@ -113,7 +137,7 @@ def load_complete(
     wrong = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if wrong:
         raise ValueError(
-            f"{name}: {len(wrong)} weights are missing or of another shape, first {wrong[0]}; they "
-            "would be random: use a checkpoint that holds the whole model"
+            f"{name}: {len(wrong)} weights are missing or have another shape, first {wrong[0]}; "
+            "they would be random: use a checkpoint that contains the whole model"
         )
     return model, info

@@ -1,7 +1,8 @@
-"""The processor: all that turns images and text into a model's inputs, saved beside the model.
+"""The processor, which converts images and text into model inputs and is saved with the model.
 
-It holds the settings; the work is done by ``coat_data``, the same code in training and inference.
-Its tokenizer is one trained on the recipe's own texts, or any other with the tokens that it needs.
+The processor stores settings; ``coat_data`` does the conversion, with the same code in training and
+inference. The tokenizer is either trained on the recipe's texts or an existing one with the
+required tokens.
 """
 
 import dataclasses
@@ -14,8 +15,8 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoProcessor,
+    AutoTokenizer,
     BatchFeature,
-    PretrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
@@ -37,8 +38,10 @@ from coat_data.sample import Sample
 from coat_data.text.chat import get_template
 from coat_data.text.from_messages import Message, Picture, messages_to_sample, question_to_sample
 from coat_data.text.tokens import TokenizerLike
-from coat_vlm.config import ModelConfig, VisionConfig
+from coat_vlm.config import ModelConfig
+from coat_vlm.model.chat_templates import CHATML, find_jinja_template
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig
+from coat_vlm.model.pretrained import check_local_path
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +49,7 @@ PAD_TOKEN = "<|endoftext|>"
 START_TOKEN = "<|im_start|>"
 END_TOKEN = "<|im_end|>"
 
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""ChatML as a Jinja template; the same layout as ``coat_data.text.chat``'s chatml."""
-
-# SigLIP was trained on values in [-1, 1]; CLIP and open_clip's towers on OpenAI's statistics.
+# SigLIP expects values in [-1, 1]; CLIP and open_clip's towers expect OpenAI's normalization.
 _SIGLIP = (IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD)
 _CLIP = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
 
@@ -65,22 +60,22 @@ class CoatVlmProcessor(ProcessorMixin):
     ``save_pretrained``, ``from_pretrained`` and ``AutoProcessor`` work as in transformers.
 
     Attributes:
-        tokenizer: a fast tokenizer that knows ``<image>``.
+        tokenizer: a fast tokenizer that contains ``<image>``.
         image_size: side of the tower's input in pixels.
-        image_mean: mean of each colour channel, of values in 0..1.
-        image_std: standard deviation of each colour channel.
+        image_mean: mean of each color channel, of values in 0..1.
+        image_std: standard deviation of each color channel.
         image_mode: ``resize``, ``pad``, ``dynamic`` or ``dynamic_s2``.
         image_augment: ``none`` or ``crop_flip``; in training only.
         image_resample: a filter of ``PIL.Image.Resampling``.
-        image_min_tiles: fewest tiles of the grid in mode ``dynamic``.
-        image_max_tiles: most tiles of the (largest) grid in modes ``dynamic`` and ``dynamic_s2``.
+        image_min_tiles: minimum tiles of the grid in mode ``dynamic``.
+        image_max_tiles: maximum tiles of the (largest) grid in ``dynamic`` and ``dynamic_s2``.
         image_s2_scales: sides of the scales in pixels in mode ``dynamic_s2``, else None.
-        image_max_pixels: most pixels of an image file; Pillow's limit when None.
-        tokens_per_image: image tokens that stand for one tile of an image; 0 for a language model
-            alone, which takes no images and whose tokenizer needs no ``<image>``.
-        num_video_frames: frames taken from a video under uniform sampling.
+        image_max_pixels: maximum pixels of an image file; Pillow's limit if None.
+        tokens_per_image: image tokens per image tile; 0 for a language model without vision, whose
+            tokenizer needs no ``<image>``.
+        num_video_frames: number of sampled frames per video with uniform sampling.
         video: the other fields of :class:`coat_data.media.sampling.VideoSettings`.
-        max_length: longest allowed sequence in tokens.
+        max_length: maximum sequence length in tokens.
         template: name of the chat template (``coat_data.text.chat.get_template``).
     """
 
@@ -121,15 +116,31 @@ class CoatVlmProcessor(ProcessorMixin):
         self.image_max_pixels = image_max_pixels
         self.video = dict(video or {})
 
-    def encoder(self, *, train: bool, template: str | None = None) -> Encoder:
-        """What encodes samples for this model.
+    def adopt_template(self, name: str | None) -> None:
+        """Make the chat template that a stage trains the one of the model and of its tokenizer.
+
+        The tokenizer gets it as its ``chat_template``, which others read from the saved folder.
+        ``plain`` is no chat template, and changes nothing; ``tokenizer`` is the tokenizer's own.
 
         Args:
-            train: whether images are augmented (when the encoder is given a generator).
-            template: a chat template other than the model's.
+            name: the stage's template. Default: the model's.
+        """
+        if name not in (None, "plain"):
+            self.template = name
+        own = find_jinja_template(name or self.template, cast(TokenizerLike, self.tokenizer))
+        if own is not None:
+            self.tokenizer.chat_template = own
+
+    def encoder(self, *, train: bool, template: str | None = None) -> Encoder:
+        """Create the encoder of samples for this model.
+
+        Args:
+            train: augment images (if the encoder receives a generator).
+            template: chat template. Default: the model's.
 
         Raises:
-            ValueError: the template or an image setting is unknown, or the tokenizer lacks a token.
+            ValueError: the template or an image setting is unknown, or the tokenizer has no
+                ``<image>``.
         """
         tokenizer = cast(TokenizerLike, self.tokenizer)
         image_token_id = self.tokenizer.get_vocab().get(IMAGE_TOKEN)
@@ -166,17 +177,17 @@ class CoatVlmProcessor(ProcessorMixin):
         text: str | Sequence[str] | None = None,
         messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
     ) -> BatchFeature:
-        """Inputs for ``model.generate``: left-padded prompts and the pixels of their images.
+        """Create inputs of ``model.generate``: left-padded prompts and the pixels of their images.
 
         Args:
-            images: paths, PIL images or encoded bytes. For one text: one or several; for a list of
-                texts or conversations: as many entries, each one image or a list of them.
-            text: a question, or one per row; images stand where ``<image>`` is written, or first.
-            messages: instead of ``text``, a conversation in Hugging Face's form, or one per row.
+            images: paths, PIL images or encoded bytes. For one text: one image or several. For a
+                list of texts or conversations: one entry per row, an image or a list of images.
+            text: a question, or one per row; images appear at ``<image>``, or first.
+            messages: instead of ``text``, a conversation in Hugging Face's format, or one per row.
 
         Returns:
             input_ids and attention_mask (B, T) int64, pixel_values (N, 3, H, W) float32; in mode
-            ``dynamic_s2`` also image_grids (M, 2) int64, and with ``pool_frames`` of videos
+            ``dynamic_s2`` also image_grids (M, 2) int64, and for videos with ``pool_frames``
             frame_groups (G,) int64.
 
         Raises:
@@ -200,7 +211,7 @@ def _samples(images: Any, text: Any, messages: Any) -> list[Sample]:
     if text is not None:
         rows, one, convert = text, isinstance(text, str), question_to_sample
     else:
-        # A conversation is a list of messages; several are a list of lists.
+        # A conversation is a list of messages; several conversations are a list of lists.
         rows, convert = messages, messages_to_sample
         one = not messages or not isinstance(messages[0], Sequence)
     if one:
@@ -223,30 +234,50 @@ def _as_list(images: Any) -> list[Picture]:
 def build_processor(
     recipe_model: ModelConfig, tokenizer: PreTrainedTokenizerBase, model_config: CoatVlmConfig
 ) -> CoatVlmProcessor:
-    """The processor of a recipe's model.
+    """Build the processor of a recipe's model.
 
-    Mean, standard deviation and resampling are those that the tower's weights were trained with:
-    from its folder's preprocessor_config.json if it has one, else by the kind of tower. Images are
-    always scaled to the tower's square, without a crop.
+    Mean, standard deviation and resampling are those of the tower's training: from
+    preprocessor_config.json in the tower's folder, or else the defaults of the tower's type. Images
+    are always resized to the tower's square, without cropping.
 
     Args:
         recipe_model: the recipe's model section.
-        tokenizer: the tokenizer, prepared by :func:`prepare_tokenizer`.
+        tokenizer: a tokenizer from :func:`prepare_tokenizer`.
         model_config: configuration of the built model.
     """
-    settings: dict[str, Any] = {}
-    if recipe_model.vision is not None:
-        settings |= _image_settings(recipe_model.vision, model_config.vision_config)
+    vision, tower = recipe_model.vision, model_config.vision_config
+    if vision is None:
+        return _processor(recipe_model, tokenizer, model_config, {})
+    mean, std = _SIGLIP if tower.model_type == "siglip_vision_model" else _CLIP
+    mean, std = getattr(tower, "image_mean", None) or mean, getattr(tower, "image_std", None) or std
+    found: dict[str, Any] = {}
+    if vision.library == "transformers" and vision.name_or_path is not None:
+        try:
+            found, _ = ImageProcessingMixin.get_image_processor_dict(vision.name_or_path)
+        except OSError:
+            logger.warning(
+                "%s has no preprocessor_config.json; images are normalized with mean %s, std %s, "
+                "as for other towers of type %s",
+                vision.name_or_path,
+                mean,
+                std,
+                tower.model_type,
+            )
+    settings: dict[str, Any] = {
+        "image_mean": found.get("image_mean", mean),
+        "image_std": found.get("image_std", std),
+        "image_resample": found.get("resample", Image.Resampling.BICUBIC),
+    }
     return _processor(recipe_model, tokenizer, model_config, settings)
 
 
-def continued_processor(
+def continue_processor(
     recipe_model: ModelConfig, saved: CoatVlmProcessor, model_config: CoatVlmConfig
 ) -> CoatVlmProcessor:
-    """The processor of a recipe that starts from a composed checkpoint.
+    """Build the processor of a recipe that starts from a composed checkpoint.
 
-    Tokenizer, mean, standard deviation and resampling are the checkpoint's. The rest is the
-    recipe's: a run may have longer rows, other tiles or more frames than the one before it.
+    Tokenizer, mean, standard deviation and resampling come from the checkpoint. All other settings
+    come from the recipe: a run may use longer rows, other tiles or more frames.
 
     Args:
         recipe_model: the recipe's model section.
@@ -254,7 +285,7 @@ def continued_processor(
         model_config: the checkpoint's configuration.
 
     Raises:
-        ValueError: the recipe describes another model than the checkpoint's.
+        ValueError: the recipe and the checkpoint describe different models.
     """
     image, scales, vision = recipe_model.image, model_config.s2_scales, recipe_model.vision
     asked: dict[str, tuple[Any, Any]] = {
@@ -272,7 +303,7 @@ def continued_processor(
         if wanted != found:
             raise ValueError(
                 f"model.{name} is {wanted!r} in the recipe and {found!r} in the checkpoint of "
-                "init_from, whose weights are for that; change the recipe, or start without "
+                "init_from, whose weights require it; change the recipe, or start without "
                 "init_from (init_from=null)"
             )
     settings: dict[str, Any] = {
@@ -308,41 +339,18 @@ def _processor(
     )
 
 
-def _image_settings(recipe: VisionConfig, tower: PretrainedConfig) -> dict[str, Any]:
-    mean, std = _SIGLIP if tower.model_type == "siglip_vision_model" else _CLIP
-    mean, std = getattr(tower, "image_mean", None) or mean, getattr(tower, "image_std", None) or std
-    found: dict[str, Any] = {}
-    if recipe.library == "transformers" and recipe.name_or_path is not None:
-        try:
-            found, _ = ImageProcessingMixin.get_image_processor_dict(recipe.name_or_path)
-        except OSError:
-            logger.warning(
-                "%s has no preprocessor_config.json; images are normalized with mean %s, std %s, "
-                "as for other towers of type %s",
-                recipe.name_or_path,
-                mean,
-                std,
-                tower.model_type,
-            )
-    return {
-        "image_mean": found.get("image_mean", mean),
-        "image_std": found.get("image_std", std),
-        "image_resample": found.get("resample", Image.Resampling.BICUBIC),
-    }
-
-
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer (GPT-2's) with ChatML's tokens and template.
+    """Train a byte-level BPE tokenizer (GPT-2's) with ChatML's tokens and template.
 
-    The same texts in the same order give the same tokenizer. Every string can be written, as the
-    256 bytes are always in the vocabulary.
+    The same texts in the same order give the same tokenizer. The vocabulary contains all 256 bytes,
+    so every string can be encoded.
 
     Args:
-        texts: what to learn from; read once.
-        vocab_size: tokens at most, bytes and special tokens included; fewer for few texts.
+        texts: training texts; read once.
+        vocab_size: maximum number of tokens, including bytes and special tokens.
 
     Raises:
-        ValueError: ``vocab_size`` leaves no room for the bytes and the special tokens.
+        ValueError: ``vocab_size`` is smaller than the number of bytes and special tokens.
     """
     special = [PAD_TOKEN, START_TOKEN, END_TOKEN, IMAGE_TOKEN]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -360,7 +368,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    # The template writes a role before each text, so the roles count among what is written.
+    # The template writes a role before each text, so roles are part of the training texts.
     roles = cycle(("user", "assistant"))
     backend.train_from_iterator(chain.from_iterable(zip(texts, roles, strict=False)), trainer)
     tokenizer = PreTrainedTokenizerFast(
@@ -371,10 +379,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def tokenizer_name(model: ModelConfig) -> str:
-    """Where a recipe's tokenizer comes from, if it is not to be trained.
+    """Return the name or path of a recipe's tokenizer.
 
     Raises:
-        ValueError: the recipe does not say.
+        ValueError: the recipe names no tokenizer.
     """
     name = model.tokenizer.name_or_path or model.language.name_or_path
     if name is None:
@@ -385,18 +393,37 @@ def tokenizer_name(model: ModelConfig) -> str:
     return name
 
 
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that a recipe names, with the tokens of :func:`prepare_tokenizer`.
+
+    Raises:
+        ValueError: the recipe names no tokenizer, or it cannot be read.
+    """
+    own = model.tokenizer.name_or_path is not None
+    name, where = tokenizer_name(model), f"model.{'tokenizer' if own else 'language'}.name_or_path"
+    check_local_path(where, name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{where}={name!r} has no tokenizer that transformers can read: {error}; required: a "
+            "folder with tokenizer.json, or a Hub id"
+        ) from error
+    return prepare_tokenizer(tokenizer, images=model.vision is not None)
+
+
 def prepare_tokenizer(
     tokenizer: PreTrainedTokenizerBase, *, images: bool = True
 ) -> PreTrainedTokenizerBase:
-    """Add ``<image>``, and ``<pad>`` if there is no pad token; returns the same tokenizer.
+    """Add ``<image>``, and ``<pad>`` if there is no pad token; return the same tokenizer.
 
-    New tokens make the vocabulary larger; ``build_model`` grows the embeddings to it.
+    New tokens increase the vocabulary; ``build_model`` extends the embeddings.
 
     Args:
         tokenizer: changed in place.
-        images: False for a language model alone, whose vocabulary stays as it is: no ``<image>``,
-            and where there is no pad token, the end token pads (labels and attention leave padding
-            out).
+        images: False for a language model without vision. Its vocabulary is unchanged: no
+            ``<image>``, and without a pad token the end token pads (labels and attention ignore
+            padding).
     """
     if not images:
         if tokenizer.pad_token_id is None:

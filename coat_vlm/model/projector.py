@@ -1,7 +1,7 @@
-"""Projectors: from vision features to the language model's embedding space, as in VILA.
+"""Projectors that map vision features to the language model's embedding space, as in VILA.
 
-Layers, their order and their parameter names (``layers.1.weight``, ...) are those of NVlabs/VILA,
-``llava/model/multimodal_projector/base_projector.py``, so VILA's projector weights fit unchanged:
+Layers, order and parameter names (``layers.1.weight``, ...) are those of NVlabs/VILA,
+``llava/model/multimodal_projector/base_projector.py``, so VILA's projector weights load unchanged:
 
     linear                   Linear(C, H)
     mlp2x_gelu               Linear(C, H), GELU, Linear(H, H)
@@ -11,20 +11,19 @@ Layers, their order and their parameter names (``layers.1.weight``, ...) are tho
 
 C is the tower's width and H the language model's.
 
-:func:`project_scales` stitches the features of an image seen at several scales (S2) together as
-VILA does (Shi et al. 2024, arXiv:2403.13043, section 3.1; NVlabs/VILA,
-``llava/model/llava_arch.py``, ``merge_features_for_dynamic_s2``). An image comes as tiles of the
-tower's size: of each scale but the largest the square of ``(scale / size)^2`` tiles, then the grid
-of rows x columns tiles of the largest scale. The tiles of a scale are laid together to one map of
-features; the maps of the smaller scales are resized to the largest by averaging areas; all are
-concatenated by channels:
+:func:`project_scales` merges the features of an image at several scales (S2) as VILA does (Shi et
+al. 2024, arXiv:2403.13043, section 3.1; NVlabs/VILA, ``llava/model/llava_arch.py``,
+``merge_features_for_dynamic_s2``). An image consists of tiles of the tower's size: first
+``(scale / size)^2`` tiles of each smaller scale, then the grid of rows x columns tiles of the
+largest scale. The tiles of a scale are merged to one feature map. The maps of the smaller scales
+are resized to the largest by area averaging. All maps are concatenated along channels:
 
     map_k (C, h_k, w_k)  ->  area_average(map_k) (C, h, w)  ->  (K C, h, w),     K scales
 
-That map is cut into tiles again for the projector, so that its blocks of patches stay inside a
-tile, and the projected tiles are laid together and read row by row over the whole image: an image
-has rows * columns * ``tokens_per_image`` tokens. An image of grid (1, 1) is one tile; its features
-stand for all scales.
+This map is split into tiles again for the projector, so that its blocks of patches stay inside a
+tile. The projected tiles are merged and read row by row over the whole image: an image has
+rows * columns * ``tokens_per_image`` tokens. An image of grid (1, 1) is one tile, whose features
+represent all scales.
 """
 
 import math
@@ -39,10 +38,10 @@ PROJECTOR_TYPES = tuple(_BLOCK_SIZES)
 
 
 class SpaceToDepth(nn.Module):
-    """Concatenates each ``block_size`` x ``block_size`` block of patches into one token.
+    """Concatenates each ``block_size`` x ``block_size`` block of patches to one token.
 
-    The square grid is padded with zeros at the bottom and the right to a multiple of the block
-    size. Tokens stay in row-major order; inside a token the patches are row-major too.
+    The square grid is zero-padded at the bottom and the right to a multiple of the block size.
+    Tokens, and the patches inside a token, are in row-major order.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -77,7 +76,7 @@ class SpaceToDepth(nn.Module):
         return x.permute(0, 1, 3, 2, 4, 5).reshape(num_images, blocks * blocks, -1)
 
     def extra_repr(self) -> str:
-        """The block size, for ``print(model)``."""
+        """Return the block size for ``print(model)``."""
         return f"block_size={self.block_size}"
 
 
@@ -89,12 +88,12 @@ class Projector(nn.Module):
         self.layers = layers
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Map features (N, P, C) to embeddings (N, T, H), T as :func:`projected_tokens` says."""
+        """Map features (N, P, C) to embeddings (N, T, H); see :func:`count_projected_tokens`."""
         return self.layers(features)
 
 
 def build_projector(projector_type: str, vision_hidden: int, text_hidden: int) -> Projector:
-    """A projector with torch's default initialisation, as VILA's.
+    """Build a projector with torch's default initialization, as VILA does.
 
     Args:
         projector_type: one of ``PROJECTOR_TYPES``.
@@ -126,7 +125,7 @@ def build_projector(projector_type: str, vision_hidden: int, text_hidden: int) -
 
 
 def block_size(projector_type: str) -> int:
-    """Side of the block of patches that becomes one token; 1 for projectors without downsampling.
+    """Return the side of the block of patches per token; 1 without downsampling.
 
     Raises:
         ValueError: the type is unknown.
@@ -138,8 +137,8 @@ def block_size(projector_type: str) -> int:
     return _BLOCK_SIZES[projector_type]
 
 
-def projected_tokens(projector_type: str, grid: int) -> int:
-    """Tokens per image that a projector makes of a ``grid`` x ``grid`` map of patches.
+def count_projected_tokens(projector_type: str, grid: int) -> int:
+    """Count the tokens of an image with ``grid`` x ``grid`` patches.
 
     For example 1024 patches (448 pixels, patches of 14) become 256 tokens with 2x2 blocks and 121
     with 3x3 blocks.
@@ -160,102 +159,72 @@ def project_scales(
     scales: Sequence[int],
     project: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Embeddings of images whose tiles are of several scales.
+    """Compute the embeddings of images with tiles of several scales.
 
     Args:
         features: (N, P, C), the tower's features of all tiles of all images in order; P = g * g
             patches in row-major order.
         grids: the grid of each image.
-        scales: sides of the scales in pixels, ascending; the first is the tower's.
+        scales: sides of the scales in pixels, ascending; the first is the tower's input size.
         project: maps (n, P, K * C) to (n, T, H), T a square.
 
     Returns:
         (tokens, H): the embeddings of all images in order, row by row over each whole image.
 
     Raises:
-        ValueError: the number of tiles is not what the grids need.
+        ValueError: the number of tiles does not match the grids.
     """
-    counts = [num_tiles(grid, scales) for grid in grids]
+    counts = [count_tiles(grid, scales) for grid in grids]
     if sum(counts) != len(features):
         raise ValueError(
             f"image_grids {list(grids)} need {sum(counts)} tiles at the scales {list(scales)}, but "
-            f"pixel_values hold {len(features)}; pass both as the processor gives them"
+            f"pixel_values contain {len(features)}; pass both as the processor returns them"
         )
     tiles = [
-        _concatenated(image, grid, scales)
+        _concatenate_scales(image, grid, scales)
         for image, grid in zip(features.split(counts), grids, strict=True)
     ]
     projected = project(torch.cat(tiles))
     images = projected.split([rows * columns for rows, columns in grids])
     return torch.cat(
-        [
-            _laid_together(image, grid).flatten(0, 1)
-            for image, grid in zip(images, grids, strict=True)
-        ]
+        [_merge_tiles(image, grid).flatten(0, 1) for image, grid in zip(images, grids, strict=True)]
     )
 
 
-def num_tiles(grid: Grid, scales: Sequence[int]) -> int:
-    """Tiles that the tower sees of an image of this grid."""
+def count_tiles(grid: Grid, scales: Sequence[int]) -> int:
+    """Count the tiles of all scales of an image with this grid."""
     rows, columns = grid
     if grid == (1, 1):
         return 1
     return sum((scale // scales[0]) ** 2 for scale in scales[:-1]) + rows * columns
 
 
-def tiles_per_row(
-    num_placeholders: Sequence[int], grids: Sequence[Grid], scales: Sequence[int], tokens: int
-) -> list[tuple[int, int]]:
-    """Images and tiles that belong to each row of a batch.
-
-    Args:
-        num_placeholders: image placeholders of each row.
-        grids: the grids of all rows' images in order.
-        scales: the scales in pixels.
-        tokens: placeholders per tile of the largest scale.
-
-    Returns:
-        For each row the number of its images and of their tiles.
-    """
-    remaining = list(grids)
-    found: list[tuple[int, int]] = []
-    for wanted in num_placeholders:
-        images = tiles = 0
-        while wanted > 0 and remaining:
-            rows, columns = remaining.pop(0)
-            wanted -= rows * columns * tokens
-            images += 1
-            tiles += num_tiles((rows, columns), scales)
-        found.append((images, tiles))
-    return found
-
-
-def _concatenated(features: Tensor, grid: Grid, scales: Sequence[int]) -> Tensor:
-    """(tiles of all scales, P, C) of one image to (rows * columns, P, K * C)."""
+def _concatenate_scales(features: Tensor, grid: Grid, scales: Sequence[int]) -> Tensor:
+    """Concatenate the scales of one image: (all tiles, P, C) to (rows * columns, P, K * C)."""
     if grid == (1, 1):
         return features.repeat(1, 1, len(scales))
     sides = [scale // scales[0] for scale in scales[:-1]]
     counts = [side * side for side in sides]
     *smaller, largest = features.split([*counts, len(features) - sum(counts)])
-    whole = _laid_together(largest, grid)
+    whole = _merge_tiles(largest, grid)
     size = whole.shape[:2]
     maps = [
-        area_average(_laid_together(tiles, (side, side)), size)
+        area_average(_merge_tiles(tiles, (side, side)), size)
         for side, tiles in zip(sides, smaller, strict=True)
     ]
-    return _cut(torch.cat([*maps, whole], dim=-1), grid)
+    return _split_tiles(torch.cat([*maps, whole], dim=-1), grid)
 
 
-def _laid_together(tiles: Tensor, grid: Grid) -> Tensor:
-    """(rows * columns, g * g, C) to the map (rows * g, columns * g, C)."""
+def _merge_tiles(tiles: Tensor, grid: Grid) -> Tensor:
+    """Merge tiles (rows * columns, g * g, C) to a map (rows * g, columns * g, C)."""
     rows, columns = grid
     side = round(tiles.shape[1] ** 0.5)
     x = tiles.reshape(rows, columns, side, side, -1)
     return x.transpose(1, 2).reshape(rows * side, columns * side, -1)
 
 
-def _cut(whole: Tensor, grid: Grid) -> Tensor:
-    """The inverse of :func:`_laid_together`."""
+def _split_tiles(whole: Tensor, grid: Grid) -> Tensor:
+    """Split a map into tiles, the inverse of :func:`_merge_tiles`."""
     rows, columns = grid
     height, width = whole.shape[0] // rows, whole.shape[1] // columns
     x = whole.reshape(rows, height, columns, width, -1)
@@ -263,19 +232,19 @@ def _cut(whole: Tensor, grid: Grid) -> Tensor:
 
 
 def area_average(features: Tensor, size: Sequence[int]) -> Tensor:
-    """Resize a map (h, w, C) to (H, W, C) by averaging areas, in FP32.
+    """Resize a map (h, w, C) to (H, W, C) by area averaging in FP32.
 
-    Equals ``torch.nn.functional.interpolate(mode="area")``, which VILA uses. That one's gradient
-    adds up in an order that changes from run to run on a GPU; two matrix products do not.
+    Equals ``torch.nn.functional.interpolate(mode="area")``, which VILA uses. The gradient of
+    ``interpolate`` is nondeterministic on a GPU; that of two matrix products is deterministic.
     """
-    rows = _averages(features.shape[0], size[0], features)
-    columns = _averages(features.shape[1], size[1], features)
+    rows = _averaging_matrix(features.shape[0], size[0], features)
+    columns = _averaging_matrix(features.shape[1], size[1], features)
     resized = torch.einsum("Hh,Ww,hwc->HWc", rows, columns, features.float())
     return resized.to(features.dtype)
 
 
-def _averages(old: int, new: int, like: Tensor) -> Tensor:
-    """(new, old) FP32: row i averages places floor(i old / new) to ceil((i + 1) old / new) - 1."""
+def _averaging_matrix(old: int, new: int, like: Tensor) -> Tensor:
+    """Row i of (new, old) averages places floor(i old / new) to ceil((i + 1) old / new) - 1."""
     place = torch.arange(old, device=like.device)
     index = torch.arange(new, device=like.device).unsqueeze(1)
     first = index * old // new

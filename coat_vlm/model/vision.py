@@ -1,15 +1,14 @@
-"""The vision tower: SigLIP and CLIP of transformers, ViT towers of open_clip, behind one interface.
+"""The vision tower: one interface to transformers' SigLIP and CLIP and open_clip's ViT towers.
 
-A tower is cut at ``select_layer``: the blocks after it, the final norm and the pooling head are
-not built. They would cost memory and time and, worse, be trainable parameters that never get a
-gradient. The cut tower's last output therefore *is* hidden state ``select_layer``. transformers
-returns as ``hidden_states[-1]`` of SigLIP and CLIP the last block's output before
-``post_layernorm``, and VILA and LLaVA index these; ``select_layer`` means the same here for every
-library.
+A tower is truncated at ``select_layer``: the blocks after it, the final norm and the pooling head
+are not built. They would use memory and time, and would be trainable parameters without gradients.
+The output of the truncated tower is hidden state ``select_layer``. As in VILA and LLaVA, this is an
+index into transformers' ``hidden_states`` of SigLIP and CLIP, whose last entry is the output of the
+last block before ``post_layernorm``; ``select_layer`` has the same meaning for open_clip.
 
-Of open_clip two kinds are taken, built from its configuration or loaded by name, folder or Hub id:
-its own ViT (the CLIP towers) and timm's ViT (the SigLIP towers). It is imported when a tower is
-built, not before: that takes a second.
+Two types of open_clip towers are supported, built from a configuration or loaded by name, folder or
+Hub id: its own ViT (the CLIP towers) and timm's ViT (the SigLIP towers). open_clip is imported only
+to build a tower, because the import takes a second.
 """
 
 from collections.abc import Mapping
@@ -19,61 +18,70 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    PretrainedConfig,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-)
+from transformers import CLIPVisionModel, SiglipVisionModel
 
-from coat_vlm.model.configuration import CoatVlmConfig, OpenClipVisionConfig, kept_layers
+from coat_vlm.model.configuration import CoatVlmConfig, OpenClipVisionConfig, count_needed_layers
+
+VISION_MODELS = {"siglip_vision_model": SiglipVisionModel, "clip_vision_model": CLIPVisionModel}
+"""transformers' towers by model type; ``siglip`` and ``clip`` checkpoints contain one."""
 
 
 class VisionTower(nn.Module):
-    """Images to patch features: hidden state ``select_layer`` of a vision transformer.
+    """Vision transformer that maps images to hidden state ``select_layer``.
 
     Args:
         config: the composed configuration; its ``vision_config`` describes the complete tower.
-        model: a complete tower to cut (with pretrained weights, say), built from the configuration
-            when absent. It is changed in place.
+        model: a complete tower, which is truncated in place. Default: built from the configuration.
 
     Attributes:
-        hidden_size: width C of the features.
         image_size: side S of the square input in pixels.
-        patch_size: side of a patch in pixels.
-        num_patches: features P per image, with class and register tokens where they are kept.
     """
 
     def __init__(self, config: CoatVlmConfig, model: nn.Module | None = None) -> None:
         super().__init__()
         vision = config.vision_config
-        self.model = model if model is not None else _build(vision)
-        _cut(self.model, kept_layers(vision.num_hidden_layers, config.select_layer))
-        keep_prefix = config.select_feature == "cls_patch"
-        self._skipped_tokens = 0 if keep_prefix else config.num_prefix_tokens
-        self.hidden_size: int = vision.hidden_size
+        if model is None and isinstance(vision, OpenClipVisionConfig):
+            visual = _build_visual(dict(vision.vision_cfg or {}), vision.quick_gelu)
+            model = OpenClipBackbone(visual)
+        elif model is None:
+            if vision.model_type not in VISION_MODELS:
+                raise ValueError(
+                    f"vision_config has model_type {vision.model_type!r}; allowed: "
+                    f"{', '.join(VISION_MODELS)}, {OpenClipVisionConfig.model_type}"
+                )
+            model = VISION_MODELS[vision.model_type]._from_config(vision)
+        assert model is not None
+        self.model: nn.Module = model
+        layers = count_needed_layers(vision.num_hidden_layers, config.select_layer)
+        if isinstance(model, OpenClipBackbone):
+            model.truncate(layers)
+        else:
+            assert isinstance(model, SiglipVisionModel | CLIPVisionModel)
+            model.encoder.layers = model.encoder.layers[:layers]
+            setattr(model, "post_layernorm", nn.Identity())  # noqa: B010 - declared as a LayerNorm
+            if isinstance(model, SiglipVisionModel) and model.use_head:
+                model.use_head = False
+                del model.head
+        keeps_prefix = config.select_feature == "cls_patch"
+        self._skipped_tokens = 0 if keeps_prefix else config.num_prefix_tokens
         self.image_size: int = vision.image_size
-        self.patch_size: int = vision.patch_size
-        grid = self.image_size // self.patch_size
-        self.num_patches = grid * grid + (config.num_prefix_tokens if keep_prefix else 0)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Features of images.
+        """Compute the features of images.
 
         Args:
-            pixel_values: (N, 3, S, S), normalised for the tower; cast to its dtype.
+            pixel_values: (N, 3, S, S), normalized for the tower; cast to the tower's dtype.
 
         Returns:
             (N, P, C) in the tower's dtype; patches in row-major order.
 
         Raises:
-            ValueError: the images have another shape.
+            ValueError: ``pixel_values`` has another shape.
         """
         size = self.image_size
         if pixel_values.ndim != 4 or pixel_values.shape[1:] != (3, size, size):
             raise ValueError(
-                f"pixel_values have shape {tuple(pixel_values.shape)}, the tower takes "
+                f"pixel_values have shape {tuple(pixel_values.shape)}, the tower requires "
                 f"(N, 3, {size}, {size}); resize the images as the processor does"
             )
         pixel_values = pixel_values.to(next(self.model.parameters()).dtype)
@@ -84,54 +92,27 @@ class VisionTower(nn.Module):
         return tokens[:, self._skipped_tokens :]
 
 
-def _build(config: PretrainedConfig) -> nn.Module:
-    if isinstance(config, OpenClipVisionConfig):
-        visual = _build_visual(dict(config.vision_cfg or {}), config.quick_gelu)
-        return OpenClipBackbone(visual)
-    if isinstance(config, SiglipVisionConfig):
-        return SiglipVisionModel._from_config(config)
-    if isinstance(config, CLIPVisionConfig):
-        return CLIPVisionModel._from_config(config)
-    raise ValueError(
-        f"vision_config has model_type {config.model_type!r}; allowed: siglip_vision_model, "
-        f"clip_vision_model, {OpenClipVisionConfig.model_type}"
-    )
-
-
-def _cut(model: nn.Module, num_layers: int) -> None:
-    """Remove everything after block ``num_layers``, in place."""
-    if isinstance(model, OpenClipBackbone):
-        model.trim(num_layers)
-        return
-    assert isinstance(model, SiglipVisionModel | CLIPVisionModel)
-    model.encoder.layers = model.encoder.layers[:num_layers]
-    setattr(model, "post_layernorm", nn.Identity())  # noqa: B010 - declared as a LayerNorm
-    if isinstance(model, SiglipVisionModel) and model.use_head:
-        model.use_head = False
-        del model.head
-
-
 class OpenClipBackbone(nn.Module):
-    """An open_clip image tower whose forward returns the last block's tokens, before any norm.
+    """open_clip image tower whose forward returns the last block's tokens, before the final norm.
 
-    Final norm, pooling and projection are removed: nothing here uses them, and a trainable
-    parameter without gradient would be a trap. ``trim`` removes trailing blocks.
+    Final norm, pooling and projection are removed, because they would be trainable parameters
+    without gradients.
 
     Args:
         visual: open_clip's ``VisionTransformer``, or its ``TimmModel`` around timm's.
 
     Raises:
-        ValueError: the tower is of another architecture.
+        ValueError: the tower has another architecture.
     """
 
     def __init__(self, visual: nn.Module) -> None:
         super().__init__()
         self.visual = _token_model(visual)
-        # open_clip has initialised them; transformers must not do it again, its own way.
+        # open_clip has initialized the modules; transformers must not initialize them again.
         for module in self.visual.modules():
             module._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
 
-    def trim(self, num_layers: int) -> None:
+    def truncate(self, num_layers: int) -> None:
         """Keep the first ``num_layers`` blocks."""
         model: Any = self.visual
         if _is_timm(model):
@@ -140,12 +121,12 @@ class OpenClipBackbone(nn.Module):
             model.transformer.resblocks = model.transformer.resblocks[:num_layers]
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Tokens (N, prefix + patches, C) of images (N, 3, S, S)."""
+        """Compute the tokens (N, prefix + patches, C) of images (N, 3, S, S)."""
         return self.visual(pixel_values)
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Whether the blocks recompute activations; transformers' switch sets it by this name."""
+        """Whether the blocks recompute activations; transformers sets this attribute."""
         if _is_timm(self.visual):
             return bool(self.visual.grad_checkpointing)
         return bool(self.visual.transformer.grad_checkpointing)  # pyright: ignore[reportAttributeAccessIssue]
@@ -158,11 +139,11 @@ class OpenClipBackbone(nn.Module):
 def build_open_clip(
     model_config: Mapping[str, Any],
 ) -> tuple[OpenClipVisionConfig, OpenClipBackbone]:
-    """A tower with random weights.
+    """Build a tower with random weights.
 
     Args:
-        model_config: open_clip's model configuration (``vision_cfg``, ``quick_gelu``; the rest is
-            ignored), or ``{"model_name": NAME}`` for one of open_clip's own.
+        model_config: open_clip's model configuration (``vision_cfg``, ``quick_gelu``; other keys
+            are ignored), or ``{"model_name": NAME}`` for one of open_clip's models.
 
     Raises:
         ValueError: the name or a key is unknown, or the architecture is not a ViT.
@@ -186,15 +167,15 @@ def build_open_clip(
 
 
 def load_open_clip(name_or_path: str) -> tuple[OpenClipVisionConfig, OpenClipBackbone]:
-    """A tower with its pretrained weights.
+    """Load a tower with pretrained weights.
 
     Args:
-        name_or_path: a folder with open_clip_config.json and weights; a Hub id of such a folder,
-            with or without ``hf-hub:``; ``NAME/TAG`` of open_clip's list; or ``NAME`` alone where
-            it has exactly one tag.
+        name_or_path: a folder with open_clip_config.json and weights; the Hub id of such a folder,
+            with or without ``hf-hub:``; ``NAME/TAG`` of open_clip's list; or ``NAME`` if it has
+            exactly one tag.
 
     Raises:
-        ValueError: nothing is found there, the weights do not fit, or the tower is not a ViT.
+        ValueError: no model is found, the weights do not fit, or the tower is not a ViT.
     """
     import open_clip
 
@@ -212,11 +193,11 @@ def load_open_clip(name_or_path: str) -> tuple[OpenClipVisionConfig, OpenClipBac
             require_pretrained=True,
             weights_only=True,
         )
-    # open_clip raises RuntimeError for everything from a failed download to misfitting weights.
+    # open_clip raises RuntimeError for failed downloads, mismatched weights and other errors.
     except (OSError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
         raise ValueError(
             f"model.vision.name_or_path={name_or_path!r}: open_clip cannot load it: {error}; "
-            "needed is a folder with open_clip_config.json and matching weights, a Hub id of one, "
+            "required: a folder with open_clip_config.json and matching weights, a Hub id of one, "
             "or a name and tag of open_clip.list_pretrained()"
         ) from error
     vision_cfg = dict(model_config["vision_cfg"])
@@ -229,7 +210,7 @@ def load_open_clip(name_or_path: str) -> tuple[OpenClipVisionConfig, OpenClipBac
 
 
 def _resolve(name_or_path: str) -> tuple[str, str | None]:
-    """open_clip's model name and weight tag of a user's name."""
+    """Convert a user's name to open_clip's model name and weight tag."""
     from open_clip import list_models, list_pretrained_tags_by_model
 
     if Path(name_or_path).is_dir():
@@ -245,7 +226,7 @@ def _resolve(name_or_path: str) -> tuple[str, str | None]:
         return name, tags[0]
     if tag not in tags:
         raise ValueError(
-            f"model.vision.name_or_path={name_or_path!r} does not say which weights; "
+            f"model.vision.name_or_path={name_or_path!r} does not specify the weights; "
             f"allowed: {', '.join(f'{name}/{known}' for known in tags) or 'none'}; for random "
             f"weights set model.vision.config to {{model_name: {name}}} instead"
         )
@@ -259,8 +240,8 @@ def _unknown_name(name: str) -> str:
 
     close = ", ".join(get_close_matches(name, list_models(), n=3)) or "see open_clip.list_models()"
     return (
-        f"open_clip knows no model {name!r}, and it is no folder or Hub id (org/repo); "
-        f"perhaps: {close}"
+        f"open_clip has no model {name!r}, and it is not a folder or Hub id (org/repo); "
+        f"did you mean: {close}"
     )
 
 
@@ -268,25 +249,25 @@ def _build_visual(vision_cfg: dict[str, Any], quick_gelu: bool) -> nn.Module:
     from open_clip import CLIPVisionCfg
     from open_clip.model import _build_vision_tower
 
-    # Patch dropout would change the number of tokens; timm's own weights have no place here.
+    # Patch dropout would change the number of tokens; timm must not load its own weights.
     vision_cfg = vision_cfg | {"patch_dropout": 0.0, "timm_model_pretrained": False}
     try:
         cfg = CLIPVisionCfg(**vision_cfg)
     except TypeError as error:
         allowed = ", ".join(CLIPVisionCfg.__dataclass_fields__)
         raise ValueError(f"open_clip's vision_cfg: {error}; allowed keys: {allowed}") from error
-    # The projection to open_clip's embedding is removed, so its width does not matter.
+    # The width of the projection is arbitrary, because the projection is removed.
     visual = _build_vision_tower(1, cfg, quick_gelu)
     trunk = getattr(visual, "trunk", None)
     size = (cfg.image_size, cfg.image_size) if isinstance(cfg.image_size, int) else cfg.image_size
-    # timm builds the size of the model's name; open_clip notes the wanted one and does nothing.
+    # timm builds the input size of the model's name; open_clip ignores the configured size.
     if _is_timm(trunk) and tuple(trunk.patch_embed.img_size) != tuple(size):  # pyright: ignore
         trunk.set_input_size(tuple(size))  # pyright: ignore
     return visual
 
 
 def _token_model(visual: nn.Module) -> nn.Module:
-    """The tower, changed in place so that its forward returns all tokens of the last block."""
+    """Change the tower in place so that its forward returns all tokens of the last block."""
     from open_clip.transformer import VisionTransformer
 
     trunk = getattr(visual, "trunk", None)
@@ -296,8 +277,8 @@ def _token_model(visual: nn.Module) -> nn.Module:
     if not isinstance(visual, VisionTransformer):
         kind = type(trunk if isinstance(trunk, nn.Module) else visual).__name__
         raise ValueError(
-            f"open_clip tower of class {kind} has no sequence of patches and blocks to select "
-            "from; allowed: ViT towers (open_clip's VisionTransformer, timm's VisionTransformer)"
+            f"open_clip tower of class {kind} has no sequence of patches and blocks; "
+            "allowed: ViT towers (open_clip's VisionTransformer, timm's VisionTransformer)"
         )
     visual.ln_post = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
     visual.proj = None

@@ -1,11 +1,12 @@
 """The composed model: vision tower, projector and causal language model as one PreTrainedModel.
 
-Tower and projector may be absent: a language model alone trains, saves and loads likewise.
+Tower and projector are optional: training, saving and loading also support a language model without
+vision.
 
-A sequence holds ``config.tokens_per_image`` placeholders (``config.image_token_id``) per image or
-tile; their embeddings are replaced by its projected features, in order (LLaVA, Liu et al. 2023,
-arXiv:2304.08485, section 4.1). Everything after that is the language model's own forward. Images of
-several scales: :mod:`coat_vlm.model.projector`.
+A sequence contains ``config.tokens_per_image`` placeholders (``config.image_token_id``) per image
+or tile. The projected image features replace the placeholders' embeddings in order (LLaVA, Liu et
+al. 2023, arXiv:2304.08485, section 4.1), and the language model's forward follows. For images at
+several scales see :mod:`coat_vlm.model.projector`.
 """
 
 import logging
@@ -22,24 +23,24 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from coat_vlm.config import ModuleName
-from coat_vlm.model.compressed import arguments_of, compression_of
+from coat_vlm.model.compressed import make_load_arguments, read_compression
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.loss import loss_for_logits, next_token_loss, why_logits_are_needed
-from coat_vlm.model.packing import PACKED, counted_by_model, mask_for_loss, no_mask, packing_of
-from coat_vlm.model.placeholders import (
-    check_count,
-    groups_per_row,
-    place_features,
-    placeholder_positions,
-    pool_frames,
+from coat_vlm.model.packing import (
+    PACKED,
+    make_empty_mask,
+    mask_for_loss,
+    read_packing,
+    skip_packing_search,
 )
+from coat_vlm.model.placeholders import find_placeholders, place_features, pool_frames
 from coat_vlm.model.pretrained import load_complete, readable_errors
 from coat_vlm.model.projector import (
     Grid,
     Projector,
     build_projector,
+    count_tiles,
     project_scales,
-    tiles_per_row,
 )
 from coat_vlm.model.vision import VisionTower
 
@@ -61,7 +62,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    # The language model adds its own entries to both.
+    # The language model adds entries to both lists.
     _no_split_modules = ["VisionTower"]  # noqa: RUF012 - as transformers declares it
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
@@ -76,7 +77,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             )
         self.language_model = AutoModelForCausalLM.from_config(config.text_config)
         if config.has_vision:
-            # A generated placeholder would ask for an image that does not exist.
+            # A generated placeholder would have no image.
             self.generation_config.suppress_tokens = [config.image_token_id]
         self.post_init()
 
@@ -90,25 +91,25 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
     ) -> Any:
         """Load a composed checkpoint; arguments as in transformers.
 
-        Compressed weights (``coat-vlm export --weights``) are decompressed: the model is plain.
+        Compressed weights (``coat-vlm export --weights``) are decompressed to an ordinary model.
 
         Raises:
-            ValueError: it is another kind of model, files are missing or damaged, or weights are
-                missing or of another shape.
+            ValueError: the folder contains another type of model, files are missing or damaged, or
+                weights are missing or have another shape.
         """
         name = os.fspath(pretrained_model_name_or_path)
         source: str | None = name
-        scheme = compression_of(name)
+        scheme = read_compression(name)
         with readable_errors(name):
             if scheme is not None:
                 config = kwargs.get("config") or CoatVlmConfig.from_pretrained(name)
-                kwargs |= arguments_of(Path(name), scheme, config, kwargs.get("dtype"))
-                source = None  # what is read is in the arguments
+                kwargs |= make_load_arguments(Path(name), scheme, config, kwargs.get("dtype"))
+                source = None  # the weights are in the arguments
         model, info = load_complete(name, super().from_pretrained, source, *args, **kwargs)
         return (model, info) if output_loading_info else model
 
     def get_input_embeddings(self) -> nn.Module:
-        """The language model's token embeddings."""
+        """Return the language model's token embeddings."""
         return self.language_model.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
@@ -116,7 +117,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         self.language_model.set_input_embeddings(value)
 
     def get_output_embeddings(self) -> nn.Module:
-        """The language model's output layer."""
+        """Return the language model's output layer."""
         return self.language_model.get_output_embeddings()
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
@@ -140,74 +141,73 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         image_positions: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, or the loss when labels are given, or both.
+        """Compute logits, and the loss if labels are given.
 
         Args:
             input_ids: (B, T) token ids with image placeholders.
-            attention_mask: (B, T), 1 for tokens, 0 for padding; or what the language model takes.
-                One on the CPU is left out where the loss alone is computed and does not need it
-                (:func:`coat_vlm.model.packing.mask_for_loss`).
-            position_ids: (B, T) positions; counted by the language model when absent.
+            attention_mask: (B, T), 1 for tokens, 0 for padding; or another mask that the language
+                model supports. A mask on the CPU is dropped if only the loss is computed and does
+                not need it (:func:`coat_vlm.model.packing.mask_for_loss`).
+            position_ids: (B, T) positions. Default: created by the language model.
             pixel_values: (N, 3, S, S), the images of all rows in order; None or N = 0 for none.
             image_grids: (M, 2) integers with ``config.s2_scales``: rows and columns of each image's
-                largest scale; every image is one tile when absent.
-            frame_groups: (G,) integers: how many consecutive tiles of ``pixel_values`` are frames
-                that share the tokens of one (:mod:`coat_vlm.model.placeholders`); 1 each when
-                absent.
-            inputs_embeds: (B, T, H) instead of input_ids; then images must already be in them.
-            labels: (B, T) target ids, not shifted; -100 is not trained, and padding must have it.
-                From those on the CPU it is known which tokens the loss takes without a wait.
+                largest scale. Default: every image is one tile.
+            frame_groups: (G,) integers: the number of consecutive tiles of ``pixel_values`` that
+                share the tokens of one frame (:mod:`coat_vlm.model.placeholders`). Default: 1 each.
+            inputs_embeds: (B, T, H) instead of input_ids, with the image features inserted.
+            labels: (B, T) target ids, not shifted; -100 is ignored and is required for padding.
+                Labels on the CPU avoid a synchronization.
             past_key_values: the language model's cache.
-            num_items_in_batch: what the summed loss is divided by (the trained tokens of all
-                micro-batches and ranks); this batch's trained tokens when absent.
+            num_items_in_batch: divisor of the summed loss (the supervised tokens of all
+                micro-batches and ranks). Default: this batch's supervised tokens.
             logits_to_keep: compute only this many last logits (0: all); not with labels.
-            skip_logits: return the loss alone, computed without storing the logits, which are the
-                largest tensor of a batch; by default with labels in training mode. A language
-                model that scales or caps its logits stores them all the same.
-            image_positions: [P] int64, places of the placeholders in the flattened ``input_ids``,
-                ascending; looked for when absent, which waits for a GPU. Wrong ones fail an
-                assertion on a GPU, which does not say more; on a CPU the error does.
+            skip_logits: return only the loss, computed without storing the logits, which are the
+                largest tensor of a batch. Default: True with labels in training mode. A language
+                model that scales or caps its logits always stores them.
+            image_positions: [P] int64, positions of the placeholders in the flattened
+                ``input_ids``, ascending. Default: search for them, which synchronizes with a GPU.
+                Wrong positions raise ValueError on a CPU and fail a device-side assertion on a GPU.
             **kwargs: passed to the language model. With ``cu_seq_lens_q`` [N + 1] int32 and
                 ``max_length_q`` the batch is one row of N packed sequences
-                (:mod:`coat_vlm.model.packing`); positions then count from each one's
-                start, whose label is ignored.
+                (:mod:`coat_vlm.model.packing`). Positions then restart in each sequence, and the
+                label of each sequence's first token is ignored.
 
         Returns:
             loss (scalar, FP32) and logits (B, T, vocabulary) in the model's dtype, or None.
 
         Raises:
             ValueError: placeholders and images do not match, arguments contradict each other, or
-                packed sequences do not make up the row.
+                packed sequences do not fill the row.
         """
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError("the loss needs all logits; give labels or logits_to_keep, not both")
         if skip_logits and labels is None:
             raise ValueError("skip_logits leaves nothing to return without labels; give labels")
         media = (pixel_values, image_grids, frame_groups, image_positions)
-        hidden = self._embedded(input_ids, inputs_embeds, *media)
+        hidden = self._embed_inputs(input_ids, inputs_embeds, *media)
         skip = labels is not None and (self.training if skip_logits is None else skip_logits)
         if self.training or skip:
-            kwargs.setdefault("use_cache", False)  # a cache would only hold memory
+            kwargs.setdefault("use_cache", False)  # a cache would only use memory
         read = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
         if skip and past_key_values is None and kwargs["use_cache"] is False and not read:
             attention_mask = mask_for_loss(attention_mask, self.language_model)
         batch, tokens, _ = hidden.shape
-        packing = packing_of(batch, tokens, hidden.device, attention_mask, kwargs)
+        packing = read_packing(batch, tokens, hidden.device, attention_mask, kwargs)
         if packing is not None:
-            kwargs |= packing.arguments() | {"use_cache": False}
+            kwargs |= packing.to_kwargs() | {"use_cache": False}
             if position_ids is None:
                 position_ids = packing.positions(tokens)
-            labels = packing.without_starts(labels)
+            labels = packing.ignore_first_tokens(labels)
             if self.language_model.config._attn_implementation == PACKED:
-                attention_mask = no_mask(tokens, hidden.device)
+                attention_mask = make_empty_mask(tokens, hidden.device)
         kwargs["return_dict"] = True
         fused = skip and self._why_logits_are_needed is None
         loss_inside: AbstractContextManager[None] = nullcontext()
         if labels is not None and fused:
             layer: Any = self.get_output_embeddings()
             loss_inside = loss_for_logits(layer, labels, num_items_in_batch)
-        # Packed rows have positions by now, which start again.
-        with loss_inside, counted_by_model(position_ids is None):
+        # Packed rows have position_ids here, which restart.
+        with loss_inside, skip_packing_search(position_ids is None):
             outputs = self.language_model(
                 inputs_embeds=hidden,
                 attention_mask=attention_mask,
@@ -227,20 +227,20 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
-    def _embedded(
+    def _embed_inputs(
         self,
         input_ids: torch.LongTensor | None,
         inputs_embeds: torch.Tensor | None,
         pixel_values: torch.Tensor | None,
         *layout: torch.Tensor | None,
     ) -> torch.Tensor:
-        """What the language model reads (B, T, H)."""
+        """Return the input (B, T, H) of the language model."""
         if input_ids is not None and inputs_embeds is None:
             return self.embed(input_ids, pixel_values, *layout)
         if inputs_embeds is None or input_ids is not None:
             raise ValueError("give either input_ids or inputs_embeds, and not both")
-        if _count(pixel_values):
-            raise ValueError("pixel_values need input_ids to say where images go; pass input_ids")
+        if _count_images(pixel_values):
+            raise ValueError("pixel_values need input_ids to find the placeholders; pass input_ids")
         return inputs_embeds
 
     def embed(
@@ -251,49 +251,65 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         frame_groups: torch.Tensor | None = None,
         image_positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Token embeddings (B, T, H) with projected image features at the placeholders.
+        """Compute token embeddings (B, T, H) with projected image features at the placeholders.
 
-        Arguments are those of :meth:`forward`.
+        See :meth:`forward` for the arguments.
 
-        In training mode a batch without images sends a zero image through tower and projector and
-        adds it times zero: under data parallelism every rank must use the same parameters in every
-        step, and their gradients are then exact zeros.
+        In training mode, a batch without images runs a zero image through tower and projector and
+        adds the result times zero. Under data parallelism every rank must use the same parameters
+        in every step; the gradients of this image are exact zeros.
 
         Raises:
-            ValueError: the number of placeholders is not ``tokens_per_image`` times that of images
-                (with grids: of the tiles of their largest scales; of groups of frames), or these do
-                not match the tiles or the configuration, ``image_positions`` are others, or there
-                are images and no tower.
+            ValueError: the number of placeholders is not ``tokens_per_image`` times the number of
+                images (with grids: tiles of the largest scales; with groups: groups of frames),
+                grids or groups do not match the tiles or the configuration, ``image_positions``
+                are wrong, or there are images but no tower.
         """
-        num_images = _count(pixel_values)
+        num_images = _count_images(pixel_values)
         if self.vision_tower is None:
             if num_images:
                 raise ValueError(
-                    f"pixel_values hold {num_images} images, and the model has no vision tower "
-                    "(model.vision: null); give text alone"
+                    f"pixel_values contain {num_images} images, and the model has no vision tower "
+                    "(model.vision: null); give only text"
                 )
             return self.get_input_embeddings()(input_ids)
         is_image = input_ids == self.config.image_token_id
-        grids = self._grids(image_grids, num_images)
+        grids: list[Grid] = [(1, 1)] * num_images
+        if image_grids is not None:
+            if self.config.s2_scales is None:
+                raise ValueError(
+                    "image_grids are for a model with s2_scales, and this model has none; use the "
+                    "processor that was saved with the model"
+                )
+            grids = [(rows, columns) for rows, columns in image_grids.tolist()]
         groups = None if frame_groups is None else [int(size) for size in frame_groups.tolist()]
         placed = sum(rows * cols for rows, cols in grids) if groups is None else len(groups)
-        positions = placeholder_positions(is_image, image_positions)
-        check_count(len(positions), placed, self.config)
-        # Any valid id will do where image features go; the placeholder's own row stays untouched.
+        positions = find_placeholders(is_image, image_positions)
+        per_image = self.config.tokens_per_image
+        if len(positions) != placed * per_image:
+            raise ValueError(
+                f"input_ids contain {len(positions)} image placeholders (id "
+                f"{self.config.image_token_id}) but pixel_values contain {placed} images with "
+                f"{placed * per_image} features ({per_image} each); give {per_image} placeholders "
+                "per image, as the processor does, and check that no sequence was truncated"
+            )
+        # Features replace these embeddings, so any valid id works; id 0 is not the placeholder's.
         embeds = self.get_input_embeddings()(input_ids.masked_fill(is_image, 0))
         if num_images:
-            features = self._features(pixel_values, grids, groups)
+            features = self._project_images(pixel_values, grids, groups)
             return place_features(embeds, positions, features)
         if self.training:
             size = self.vision_tower.image_size
             zero_image = embeds.new_zeros(1, 3, size, size)
-            return embeds + self._features(zero_image, [(1, 1)], None).sum().to(embeds.dtype) * 0
+            return (
+                embeds + self._project_images(zero_image, [(1, 1)], None).sum().to(embeds.dtype) * 0
+            )
         return embeds
 
-    def _features(
+    def _project_images(
         self, pixel_values: torch.Tensor | None, grids: list[Grid], groups: list[int] | None
     ) -> torch.Tensor:
-        """Embeddings of all images: (N, T, H), or (tokens, H) where they have several scales."""
+        """Project all images to (N, T, H), or to (tokens, H) with several scales."""
         assert self.vision_tower is not None
         assert self.projector is not None
         features = self.vision_tower(pixel_values)
@@ -302,21 +318,10 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             return projected if groups is None else pool_frames(projected, groups)
         if groups is not None:
             raise ValueError(
-                "frame_groups are for a model with one scale, and this one has several; use the "
+                "frame_groups are for a model with one scale, and this model has several; use the "
                 "processor that was saved with the model"
             )
         return project_scales(features, grids, self.config.s2_scales, self.projector)
-
-    def _grids(self, image_grids: torch.Tensor | None, num_images: int) -> list[Grid]:
-        """The grid of each image; of single tiles where none are given."""
-        if image_grids is None:
-            return [(1, 1)] * num_images
-        if self.config.s2_scales is None:
-            raise ValueError(
-                "image_grids are for a model with s2_scales, and this one has none; use the "
-                "processor that was saved with the model"
-            )
-        return [(rows, columns) for rows, columns in image_grids.tolist()]
 
     def prepare_inputs_for_generation(
         self,
@@ -328,8 +333,8 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Inputs of one generation step: with a cache, images only in the first."""
-        kwargs.pop("image_positions", None)  # of rows as they were before they were repeated
+        """Prepare the inputs of a generation step; with a cache, only the first one has images."""
+        kwargs.pop("image_positions", None)  # invalid after rows are repeated
         inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids, *args, is_first_iteration=is_first_iteration, **kwargs
         )
@@ -345,11 +350,11 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         input_ids: torch.LongTensor | None = None,
         **model_kwargs: Any,
     ) -> tuple[torch.LongTensor, dict[str, Any]]:
-        # transformers would repeat each image; a row's images must be repeated together.
+        # transformers would repeat each image; all images of a row must be repeated together.
         names = ("pixel_values", "image_grids", "frame_groups")
         media = {name: model_kwargs.pop(name, None) for name in names}
-        if _count(media["pixel_values"]) and expand_size > 1 and input_ids is not None:
-            counts = self.images_per_row(input_ids, media["image_grids"], media["frame_groups"])
+        if _count_images(media["pixel_values"]) and expand_size > 1 and input_ids is not None:
+            counts = self.count_row_images(input_ids, media["image_grids"], media["frame_groups"])
             for name, tensor in media.items():
                 if tensor is not None:
                     sizes = [tiles if name == "pixel_values" else own for own, tiles in counts]
@@ -361,45 +366,61 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         )
         return expanded_ids, model_kwargs | media
 
-    def images_per_row(
+    def count_row_images(
         self,
         input_ids: torch.Tensor,
         image_grids: torch.Tensor | None = None,
         frame_groups: torch.Tensor | None = None,
     ) -> list[tuple[int, int]]:
-        """Images or groups, and tiles in ``pixel_values``, of each row of ``input_ids`` (B, T)."""
+        """Count images (or groups) and tiles in ``pixel_values`` per row of ``input_ids`` (B, T).
+
+        Args:
+            input_ids: all rows of a batch, or only the first ones.
+            image_grids: grids of the whole batch; see :meth:`forward`.
+            frame_groups: groups of the whole batch; see :meth:`forward`.
+        """
         if not self.config.has_vision:
             return [(0, 0)] * len(input_ids)
         placeholders = (input_ids == self.config.image_token_id).sum(1).tolist()
         tokens = self.config.tokens_per_image
+        scales = self.config.s2_scales
         if frame_groups is not None:
-            return groups_per_row([number // tokens for number in placeholders], frame_groups)
-        if self.config.s2_scales is None or image_grids is None:
+            sizes = [(tokens, tiles) for tiles in frame_groups.tolist()]
+        elif scales is not None and image_grids is not None:
+            sizes = [(r * c * tokens, count_tiles((r, c), scales)) for r, c in image_grids.tolist()]
+        else:
             return [(number // tokens, number // tokens) for number in placeholders]
-        grids = [(rows, columns) for rows, columns in image_grids.tolist()]
-        return tiles_per_row(placeholders, grids, self.config.s2_scales, tokens)
+        remaining = iter(sizes)
+        found: list[tuple[int, int]] = []
+        for wanted in placeholders:
+            left, own = wanted, []
+            while left > 0 and (size := next(remaining, None)) is not None:
+                left -= size[0]
+                own.append(size[1])
+            found.append((len(own), sum(own)))
+        return found
 
     @cached_property
     def _why_logits_are_needed(self) -> str | None:
-        """Found out, and said, once."""
+        """The reason, determined and logged once."""
         why = why_logits_are_needed(self.language_model)
         if why is not None:
             name = type(self.language_model).__name__
-            logger.warning("The loss of %s takes memory for all logits: %s.", name, why)
+            logger.warning("The loss of %s stores all logits: %s.", name, why)
         return why
 
     def _init_weights(self, module: nn.Module) -> None:
-        # Towers and language models initialise their own; the projector keeps torch's defaults, as
-        # VILA's does, where transformers would draw from N(0, 0.02).
+        # Towers and language models initialize themselves. The projector keeps torch's defaults, as
+        # in VILA; transformers would draw from N(0, 0.02).
         pass
 
 
-def _count(images: torch.Tensor | None) -> int:
+def _count_images(images: torch.Tensor | None) -> int:
     return 0 if images is None else images.shape[0]
 
 
 def module_parameters(model: CoatVlm) -> dict[ModuleName, nn.Module]:
-    """The model's parts by the names that recipes use, those that it has."""
+    """Return the model's existing parts by the names that recipes use."""
     parts: dict[ModuleName, nn.Module | None] = {
         "vision": model.vision_tower,
         "projector": model.projector,
@@ -409,6 +430,6 @@ def module_parameters(model: CoatVlm) -> dict[ModuleName, nn.Module]:
 
 
 def count_parameters(module: nn.Module, trainable_only: bool = False) -> int:
-    """Number of parameters, shared ones once; complete sizes also where ZeRO-3 has split them."""
+    """Count parameters, shared ones once, with complete sizes also under ZeRO-3."""
     parameters = (p for p in module.parameters() if p.requires_grad or not trainable_only)
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)

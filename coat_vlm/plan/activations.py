@@ -1,9 +1,9 @@
-"""What one micro-batch keeps for its backward pass, and its highest memory on the way.
+"""Measures the memory that one micro-batch saves for backward, and its peak memory.
 
-Nothing is computed. Tensors on torch's ``meta`` device have shapes and storages of a size, and no
-memory. Running the real model on them makes, keeps and frees the tensors that a GPU would, in the
-same order, in seconds. :class:`LiveMemory` adds up what is alive, and what attention's kernels take
-themselves; :func:`trace` runs a micro-batch and says where the peaks are.
+Nothing is computed. Tensors on torch's ``meta`` device have shapes and storage sizes, but no
+memory. The real model on ``meta`` allocates, saves and frees the same tensors as on a GPU, in the
+same order, within seconds. :class:`LiveMemory` sums the live storages and the workspaces of the
+attention kernels. :func:`trace` runs a micro-batch and records the peaks.
 """
 
 import weakref
@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from coat_vlm.config import MODULES
 from coat_vlm.fp8 import reused_weights
-from coat_vlm.fp8.weights import kept_bytes
+from coat_vlm.fp8.weights import saved_bytes
 from coat_vlm.model.loss import IGNORE_INDEX
+from coat_vlm.model.projector import Grid
 from coat_vlm.model.vlm import CoatVlm, module_parameters
 
 _ATEN: Any = torch.ops.aten
@@ -31,15 +32,15 @@ _FLASH = 1
 
 
 class LiveMemory(TorchDispatchMode):
-    """Bytes of the storages that were made inside of it and are alive.
+    """Counts the bytes of all live storages that were allocated in this context.
 
     Args:
-        device: the type of the device whose storages are counted.
-        ignore: tensors whose storages are not counted: the model's parameters, say.
+        device: type of the device whose storages are counted.
+        ignore: tensors whose storages are not counted, for example the model's parameters.
 
     Attributes:
-        live: bytes now.
-        peak: most bytes so far; may be set, to measure a part of a computation.
+        live: current bytes.
+        peak: maximum bytes so far; may be set, to measure a part of a computation.
     """
 
     def __init__(self, device: str, ignore: Iterable[Tensor] = ()) -> None:
@@ -48,13 +49,13 @@ class LiveMemory(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self.attention_workspace = 0
-        """Largest memory that one call of attention's backward kernel takes for itself."""
+        """Largest workspace of one call of the attention backward kernel."""
         self._sizes: dict[int, int] = {}
-        """Bytes of each storage that is counted, by its address."""
+        """Bytes of each counted storage, by its address."""
         self._ignored = {s._cdata: s for s in (tensor.untyped_storage() for tensor in ignore)}
 
     def __enter__(self) -> Self:
-        """Also follows storages that are resized: no operation tells of that."""
+        """Enter the mode, and track ``resize_`` of storages, which dispatches no operation."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -71,18 +72,18 @@ class LiveMemory(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Storages are resized by torch alone again."""
+        """Leave the mode and restore ``resize_``."""
         setattr(torch.UntypedStorage, "resize_", self._restore)  # noqa: B010
         super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run one operation, or say what cannot be known without its values."""
+        """Run one operation; replace the result of operations that need values."""
         if func is _ATEN._fused_sdp_choice.default and args[0].device.type == "meta":
             result = _FLASH
         elif func is _ATEN.addmm.dtype_out and args[0].device.type == "meta":
-            result = (kwargs or {})["out"]  # torch 2.11 itself takes the dtype for a factor
+            result = (kwargs or {})["out"]  # on meta, torch 2.11 takes the dtype for a factor
         else:
             result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
@@ -91,7 +92,7 @@ class LiveMemory(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
         if func is _ATEN._scaled_dot_product_flash_attention_backward.default:
             _, query, key = args[:3]
-            workspace = flash_workspace(query.shape, key.shape[1], query.element_size())
+            workspace = flash_workspace_bytes(query.shape, key.shape[1], query.element_size())
             self.attention_workspace = max(self.attention_workspace, workspace)
             self.peak = max(self.peak, self.live + workspace)
         return result
@@ -109,11 +110,12 @@ class LiveMemory(TorchDispatchMode):
 
 
 @contextmanager
-def flash_attention() -> Iterator[None]:
-    """Sends attention on ``meta`` to the flash kernel, as SDPA does on a GPU.
+def use_flash_attention() -> Iterator[None]:
+    """Run attention on ``meta`` through the flash kernel, as SDPA does on a GPU.
 
-    On ``meta`` SDPA would take its plain formula, which keeps all probabilities. The function of
-    torch is replaced, because checkpointed blocks run again where no function mode is active.
+    On ``meta``, SDPA would use the plain formula, which saves all probabilities. This context
+    replaces torch's function, because no function mode is active when checkpointed blocks are
+    recomputed.
     """
     plain = F.scaled_dot_product_attention
 
@@ -130,9 +132,9 @@ def flash_attention() -> Iterator[None]:
         if query.device.type != "meta":
             how = {"scale": scale, "enable_gqa": enable_gqa}
             return plain(query, key, value, attn_mask, dropout_p, is_causal, **how)
-        # A sliding window comes with a mask; the kernel that takes it keeps the same tensors.
+        # A sliding window comes as a mask; the kernel for masks saves the same tensors.
         channels = query.shape[-1]
-        if missing := -channels % 8:  # SDPA pads such heads before it calls the kernel
+        if missing := -channels % 8:  # SDPA pads the heads before it calls the kernel
             scale = scale or channels**-0.5
             query, key, value = (F.pad(x, (0, missing)) for x in (query, key, value))
         out = _ATEN._scaled_dot_product_flash_attention(
@@ -147,18 +149,18 @@ def flash_attention() -> Iterator[None]:
         F.scaled_dot_product_attention = plain
 
 
-def flash_workspace(query: torch.Size, key_heads: int, element_size: int) -> int:
-    """Bytes that flash attention's backward pass takes besides its gradients.
+def flash_workspace_bytes(query: torch.Size, key_heads: int, element_size: int) -> int:
+    """Return the bytes that the backward pass of flash attention allocates besides its gradients.
 
-    pytorch, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, ``mha_bwd``: row sums
-    and a query gradient in FP32, lengths rounded up to 128 and heads to 32 channels (above 128
-    channels, to 64); where query heads share keys, gradients of keys and values for every query
-    head.
+    ``mha_bwd`` in pytorch, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
+    allocates row sums and a query gradient in FP32, with lengths rounded up to 128 and head widths
+    to 32 (above 128, to 64). If query heads share keys, it also allocates gradients of keys and
+    values for every query head.
 
     Args:
         query: [B, H, T, D].
-        key_heads: heads of keys and values.
-        element_size: bytes of an element of the query.
+        key_heads: number of key-value heads.
+        element_size: bytes per element of the query.
     """
     batch, heads, length, channels = query
     length = -(-length // 128) * 128
@@ -170,50 +172,50 @@ def flash_workspace(query: torch.Size, key_heads: int, element_size: int) -> int
 
 
 PARTS = (*MODULES, "output")
-"""``output`` is the output layer with the loss; ``language`` is what comes before it."""
+"""``output`` is the output layer with the loss; ``language`` is the rest of the language model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Memory of a forward and a backward pass in bytes, parameters and their gradients left out."""
+    """Memory of a forward and a backward pass in bytes, without parameters and their gradients."""
 
-    kept: dict[str, float]
-    """At the end of the forward pass, by part (:data:`PARTS`). ``output`` holds the gradients that
-    the loss computes in the forward pass."""
+    saved: dict[str, float]
+    """Bytes saved at the end of the forward pass, by part (:data:`PARTS`). ``output`` contains the
+    gradients that the loss computes in the forward pass."""
     forward_peak: float
-    """Highest in the forward pass."""
+    """Peak of the forward pass."""
     backward: tuple[tuple[int, float], ...]
-    """(elements of gradients finished so far, highest memory since the last one)."""
+    """Pairs (gradient elements completed so far, peak since the previous gradient)."""
     attention_workspace: float
-    """What attention's backward kernel takes for itself, of the largest call."""
+    """Largest workspace of a call of the attention backward kernel."""
     weight_copies: float
-    """FP8 copies of weights that stay for the next micro-batch; in none of the others."""
+    """FP8 weights saved for the next micro-batch; the other fields do not contain them."""
 
     @property
-    def total_kept(self) -> float:
-        """At the start of the backward pass."""
-        return sum(self.kept.values())
+    def total_saved(self) -> float:
+        """Bytes saved at the start of the backward pass."""
+        return sum(self.saved.values())
 
     def peak(self, bytes_per_gradient: float = 0.0) -> float:
-        """Highest memory of both passes, if finished gradients stay at this size per element."""
+        """Return the peak of both passes if completed gradients stay, at this size per element."""
         backward = (live + bytes_per_gradient * finished for finished, live in self.backward)
         return max(self.forward_peak, *backward)
 
-    def scaled(self, factor: float) -> "Activations":
-        """Of a micro-batch of another size, if all of it grew with the rows: about right."""
+    def scale(self, factor: float) -> "Activations":
+        """Return an approximation for another micro-batch: all sizes times ``factor``."""
         return self._combined(self, lambda size, _: factor * size)
 
-    def towards(self, other: "Activations", amount: float) -> "Activations":
-        """On the line through both: this one at 0, the other at 1.
+    def extrapolate(self, other: "Activations", amount: float) -> "Activations":
+        """Extrapolate linearly: ``amount`` 0 gives this object, 1 gives the other.
 
-        Memory grows by the same bytes with every sample, so two micro-batches tell all sizes.
+        Memory is linear in the number of samples, so two micro-batches determine all sizes.
         """
         return self._combined(other, lambda a, b: a + amount * (b - a))
 
     def _combined(self, other: "Activations", of: Callable[[float, float], float]) -> "Activations":
-        """Each size made of both ones, but for the copies of weights, which stay."""
+        """Combine each size of both objects with ``of``; ``weight_copies`` is unchanged."""
         return Activations(
-            {part: of(size, other.kept[part]) for part, size in self.kept.items()},
+            {part: of(size, other.saved[part]) for part, size in self.saved.items()},
             of(self.forward_peak, other.forward_peak),
             tuple(
                 (finished, of(a, b))
@@ -234,17 +236,17 @@ def trace(
     trained: int | None = None,
     reuse_weights: bool = False,
 ) -> Activations:
-    """Run one micro-batch of full rows on ``meta`` and watch its memory.
+    """Run one micro-batch of full rows on ``meta`` and record its memory.
 
     Args:
-        model: a model on ``meta``, converted, with what trains and in which mode already set.
-        batch: rows.
-        length: tokens of a row, T.
-        images: images of a row.
-        pool_frames: if more than 1, the images are frames of one video, of which so many share the
-            tokens of one.
-        trained: trained tokens of a row; all but those of images, which is the most, when absent.
-        reuse_weights: keep FP8 weights, as ``fp8.weights: cache`` does.
+        model: a converted model on ``meta``, with ``requires_grad`` and train mode set.
+        batch: number of rows.
+        length: T, tokens per row.
+        images: images per row, in tiles.
+        pool_frames: if more than 1, the images are frames of one video, and this many consecutive
+            frames share the tokens of one frame.
+        trained: supervised tokens per row. Default: all text tokens, the maximum.
+        reuse_weights: save FP8 weights for the next micro-batch, as ``fp8.weights: cache`` does.
 
     Raises:
         ValueError: the images of a row have more tokens than the row.
@@ -264,26 +266,28 @@ def trace(
         inputs["pixel_values"] = torch.empty(shape, device="meta")
         if pool_frames > 1:
             inputs["frame_groups"] = torch.tensor(groups * batch)
+        if model.config.s2_scales is not None:
+            inputs["image_grids"] = torch.tensor(_image_grids(model, images) * batch)
     own = [*model.parameters(), *model.buffers()]
     memory = LiveMemory("meta", own)
     backward: list[tuple[int, float]] = []
     with (
-        flash_attention(),
+        use_flash_attention(),
         memory,
         reused_weights(reuse_weights),
-        _growth(model, memory) as kept,
-        _finished_gradients(model, memory, backward),
+        _measure_parts(model, memory) as saved,
+        _free_gradients(model, memory, backward),
     ):
         loss = model(**inputs, skip_logits=True).loss
-        copies, forward_peak = kept_bytes(), memory.peak
+        copies, forward_peak = saved_bytes(), memory.peak
         memory.peak = memory.live
         loss.backward()
         del loss
-        final_copies = kept_bytes()
+        final_copies = saved_bytes()
     backward.append((backward[-1][0] if backward else 0, memory.peak))
-    kept["language"] -= copies
+    saved["language"] -= copies
     return Activations(
-        {part: float(kept.get(part, 0)) for part in PARTS},
+        {part: float(saved.get(part, 0)) for part in PARTS},
         forward_peak - copies,
         tuple((finished, live - final_copies) for finished, live in backward),
         memory.attention_workspace,
@@ -292,12 +296,13 @@ def trace(
 
 
 def image_groups(model: CoatVlm, length: int, images: int, pool_frames: int = 1) -> list[int]:
-    """How many images of a row share the tokens of one, group by group.
+    """Return the number of images in each group that shares the tokens of one image.
 
     Args:
-        model: on any device.
-        length: tokens of a row.
-        images: of a row.
+        model: a model on any device.
+        length: tokens per row.
+        images: images per row, in tiles. Of a model with ``s2_scales`` only the tiles of the
+            largest scale have tokens.
         pool_frames: see :func:`trace`.
 
     Raises:
@@ -305,8 +310,10 @@ def image_groups(model: CoatVlm, length: int, images: int, pool_frames: int = 1)
     """
     per_image = model.config.tokens_per_image
     groups = [min(pool_frames, images - first) for first in range(0, images, pool_frames)]
+    if model.config.s2_scales is not None:
+        groups = [1] * sum(columns for _, columns in _image_grids(model, images))
     if model.vision_tower is None and images:
-        raise ValueError(f"--images {images}: the model has no vision tower; leave it out")
+        raise ValueError(f"--images {images}: the model has no vision tower; remove the option")
     if len(groups) * per_image >= length:
         raise ValueError(
             f"{len(groups)} images of {per_image} tokens leave no room for text in max_length="
@@ -315,35 +322,45 @@ def image_groups(model: CoatVlm, length: int, images: int, pool_frames: int = 1)
     return groups
 
 
+def _image_grids(model: CoatVlm, tiles: int) -> list[Grid]:
+    """Distribute tiles over images at all scales; single tiles if they do not fill one image."""
+    sides = [scale // model.config.s2_scales[0] for scale in model.config.s2_scales]
+    smaller, largest = sum(side * side for side in sides[:-1]), sides[-1] ** 2
+    full, rest = divmod(tiles, smaller + largest)
+    if full == 0:
+        return [(1, 1)] * tiles
+    return [(1, largest)] * (full - 1) + [(1, largest + rest)]
+
+
 @contextmanager
-def _growth(model: CoatVlm, memory: LiveMemory) -> Iterator[dict[str, int]]:
-    """By how many bytes each part's forward pass raises the live memory."""
+def _measure_parts(model: CoatVlm, memory: LiveMemory) -> Iterator[dict[str, int]]:
+    """Yield the bytes by which the forward pass of each part raises the live memory."""
     parts: dict[str, nn.Module] = {**module_parameters(model)}
     parts["output"] = model.get_output_embeddings()
-    kept = dict.fromkeys(parts, 0)
+    saved = dict.fromkeys(parts, 0)
 
     def enter(name: str, *_: object) -> None:
-        kept[name] -= memory.live
+        saved[name] -= memory.live
 
     def leave(name: str, *_: object) -> None:
-        kept[name] += memory.live
+        saved[name] += memory.live
         if name == "output":
-            kept["language"] -= kept["output"]
+            saved["language"] -= saved["output"]
 
     with ExitStack() as hooks:
         for name, module in parts.items():
             hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
             hooks.enter_context(module.register_forward_hook(partial(leave, name)))
-        yield kept
+        yield saved
 
 
 @contextmanager
-def _finished_gradients(
+def _free_gradients(
     model: nn.Module, memory: LiveMemory, finished: list[tuple[int, float]]
 ) -> Iterator[None]:
-    """Free every parameter's gradient when it is complete, and note how high memory was till then.
+    """Free the gradient of each parameter when it is complete, and record the peak up to then.
 
-    What becomes of gradients is up to ZeRO; :meth:`Activations.peak` adds them again.
+    :meth:`Activations.peak` adds the gradients again, because their lifetime depends on ZeRO.
     """
     elements = 0
 

@@ -1,15 +1,20 @@
-"""Plans the stages of a recipe: memory per rank under ZeRO 0 to 3, and what would fit.
+"""Plans the stages of a recipe: memory per rank under ZeRO 0 to 3, and the largest micro-batch.
 
-:func:`images_per_row` counts the images, tiles and frames that go through the vision tower for a
-row of a batch.
+:func:`count_images_per_row` counts the images, tiles and frames per row of a batch that the vision
+tower reads.
+
+Contains the shapes of the published models that built-in recipes name, so that planning needs no
+download. The values are from the models' ``config.json``; settings that are absent here have
+transformers' default for the model type.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from tqdm import tqdm
@@ -19,47 +24,94 @@ from coat_data.sample import DataError, Media
 from coat_vlm.config import (
     BlockPrecision,
     Fp8Config,
+    LanguageConfig,
     ModelConfig,
     Recipe,
     StageConfig,
     StageName,
 )
+from coat_vlm.config.model import TokenizerConfig
+from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.model.processor import load_tokenizer
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import Activations, trace
-from coat_vlm.plan.frames import (
-    BLOCK_PRECISIONS,
-    gpu_arithmetic,
-    stage_frame,
-    vocabulary,
-    with_published_shapes,
-)
 from coat_vlm.plan.zero import (
     RankMemory,
     Sizes,
     ZeroStage,
-    rank_memory,
-    sizes_of,
-    state_bytes_per_parameter,
+    count_sizes,
+    estimate_rank_memory,
+    measure_state_bytes,
 )
-from coat_vlm.train.sources import open_sources
-from coat_vlm.train.stages import stage_names
+from coat_vlm.train.prepare import build_planned_model, select_stages
+from coat_vlm.train.sources import access_of, open_sources
+
+BLOCK_PRECISIONS: tuple[BlockPrecision, ...] = ("bf16", "fp8_linear", "coat", "coat_lean")
+"""Precisions whose saved activations a plan compares."""
 
 _ROWS = 64
-"""Rows of each source that are looked at."""
+"""Rows of each source that are read to count images."""
+
+TOWERS: dict[str, Mapping[str, Any]] = {
+    "Efficient-Large-Model/paligemma-siglip-so400m-patch14-448": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+        "num_attention_heads": 16, "image_size": 448, "patch_size": 14,
+    },
+    "openai/clip-vit-large-patch14-336": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "image_size": 336, "patch_size": 14,
+    },
+}  # fmt: skip
+"""Configurations of vision towers by ``model.vision.name_or_path``."""
+
+_QWEN = {
+    "model_type": "qwen2",
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+
+LANGUAGES: dict[str, Mapping[str, Any]] = {
+    "Qwen/Qwen2.5-7B-Instruct": _QWEN | {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN | {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "lmsys/vicuna-7b-v1.5": {
+        "model_type": "llama",
+        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""Configurations of language models by ``model.language.name_or_path``."""
+
+TOKENIZERS = {
+    "Qwen/Qwen2.5-7B-Instruct": 151665,
+    "Qwen/Qwen2.5-1.5B-Instruct": 151665,
+    "lmsys/vicuna-7b-v1.5": 32000,
+}
+"""Vocabulary sizes without ``<image>`` by ``model.tokenizer.name_or_path``."""
 
 
-def images_per_row(
+def count_images_per_row(
     recipe: Recipe, stage: StageConfig, tokens: int, model: CoatVlmConfig
 ) -> tuple[int, str]:
-    """Tiles of a row, and how that was found.
+    """Count the tiles per row, and return the source of the number as text.
 
     Args:
-        recipe: says what an image and a video become.
-        stage: whose data; of each source the first rows are looked at. Packed rows are taken to
-            hold what they may at most.
-        tokens: of a row.
-        model: says how many tokens a tile has, and how large its scales are.
+        recipe: contains the image and video settings.
+        stage: the stage; the first rows of each of its sources are read. Packed rows are assumed
+            to contain as many tiles as possible.
+        tokens: tokens per row.
+        model: gives the tokens per tile and the scales.
     """
     if not model.has_vision:
         return 0, "no vision tower"
@@ -67,14 +119,14 @@ def images_per_row(
     if stage.packing is not None:
         if stage.packing.images is not None:
             return stage.packing.images, "packing.images"
-        # Of an image at several scales only the largest becomes tokens, all pass the tower.
-        tiles_per_tile = sum(side * side for side in sides) / sides[-1] ** 2
-        tiles_per_tile *= recipe.model.video.pool_frames or 1
-        most = math.ceil((tokens - 1) // model.tokens_per_image * tiles_per_tile)
-        return most, "as many as a packed row has room for"
+        # The tower reads the tiles of all scales; only tiles of the largest scale become tokens.
+        placed = (tokens - 1) // model.tokens_per_image
+        smaller = placed // sides[-1] ** 2 * sum(side * side for side in sides[:-1])
+        most = placed * (recipe.model.video.pool_frames or 1) + smaller
+        return most, "as many as fit into a packed row"
     counts: list[int] = []
     try:
-        for dataset in open_sources(stage.data, recipe.seed)[1]:
+        for dataset in open_sources(stage.data, recipe.seed, access_of(recipe))[1]:
             for row in range(min(_ROWS, len(dataset))):
                 media = dataset[row].media
                 counts.append(sum(_tiles(medium, recipe.model, sides) for medium in media))
@@ -86,7 +138,7 @@ def images_per_row(
 
 
 def _tiles(medium: Media, model: ModelConfig, sides: list[int]) -> int:
-    """Tiles of an image or frames of a video; at most, where that depends on the file."""
+    """Return the tiles of an image or frames of a video; the maximum if it depends on the file."""
     if medium.kind == "video":
         if model.video.sampling == "uniform":
             return model.video.num_frames or model.image.num_video_frames or 8
@@ -95,18 +147,18 @@ def _tiles(medium: Media, model: ModelConfig, sides: list[int]) -> int:
         return 1
     largest = model.image.max_tiles or 12
     if model.image.mode == "dynamic":
-        return largest + (largest > 1)  # and the thumbnail
+        return largest + (largest > 1)  # plus the thumbnail
     return max(largest, sides[-1] ** 2) + sum(side * side for side in sides[:-1])
 
 
 USABLE = 0.94
-"""Share of a GPU's memory that tensors may take. The rest is an allowance, not measured: CUDA's
-context and kernels, workspaces of cuBLAS and NCCL, and gaps between tensors."""
+"""Fraction of a GPU's memory that is usable for tensors. The rest is a reserve, not measured, for
+the CUDA context and kernels, workspaces of cuBLAS and NCCL, and fragmentation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """What one stage needs."""
+    """The memory that one stage needs."""
 
     name: StageName
     stage: StageConfig
@@ -116,69 +168,71 @@ class StagePlan:
     gpu_bytes: float
     """Memory of a GPU."""
     tokens: int
-    """Of a row."""
+    """Tokens per row."""
     images: int
-    """Of a row."""
-    images_why: str
-    """Where that number comes from."""
+    """Images per row, in tiles."""
+    images_reason: str
+    """Source of the number of images, as text."""
+    assumed: str
+    """Assumption about the model, as text; empty if none was needed."""
     patches: int
-    """The tower computes for an image."""
+    """Patches per image in the tower."""
     sizes: Sizes
     traced: list[Activations]
-    """Of the recipe's micro-batch, and of twice and four times as many rows."""
+    """Activations of micro-batches of 1, 2 and 4 times the recipe's rows."""
     recipe_zero: ZeroStage
     zero_stages: list[ZeroStage]
-    """Those to compare, the recipe's among them."""
-    kept: dict[tuple[BlockPrecision, bool], Activations]
-    """Activations of the recipe's micro-batch by precision of all blocks, and checkpointing."""
+    """ZeRO stages to compare, including the recipe's."""
+    saved: dict[tuple[BlockPrecision, bool], Activations]
+    """Activations of the recipe's micro-batch by (precision of all blocks, checkpointing)."""
 
     @property
     def activations(self) -> Activations:
-        """Of the recipe's micro-batch."""
+        """Activations of the recipe's micro-batch."""
         return self.traced[0]
 
     @property
     def usable_bytes(self) -> float:
-        """What tensors may take of a GPU."""
+        """Bytes of a GPU that are usable for tensors."""
         return USABLE * self.gpu_bytes
 
     @property
     def memory(self) -> dict[ZeroStage, RankMemory]:
-        """By ZeRO stage, of the recipe's micro-batch."""
+        """Memory with the recipe's micro-batch by ZeRO stage."""
         size = self.stage.micro_batch_size
-        return {zero: self.with_micro_batch(zero, size) for zero in self.zero_stages}
+        return {zero: self.estimate_memory(zero, size) for zero in self.zero_stages}
 
-    def rows(self, micro_batch: int) -> Activations:
-        """Activations of another micro-batch."""
+    def interpolate(self, micro_batch: int) -> Activations:
+        """Estimate the activations of another micro-batch."""
         times = micro_batch / self.stage.micro_batch_size
         exact, doubled, fourfold = self.traced
         if times <= 2:
-            return exact.towards(doubled, times - 1)
-        # Small batches have their logits in one chunk, whose gradient needs no FP32 sum.
-        return doubled.towards(fourfold, times / 2 - 1)
+            return exact.extrapolate(doubled, times - 1)
+        # The logits of small batches are one chunk, whose gradient needs no FP32 sum.
+        return doubled.extrapolate(fourfold, times / 2 - 1)
 
-    def with_micro_batch(
+    def estimate_memory(
         self,
         zero_stage: ZeroStage,
         micro_batch: int,
         sizes: Sizes | None = None,
         activations: Activations | None = None,
     ) -> RankMemory:
-        """Memory under a ZeRO stage with another micro-batch and the recipe's batch."""
-        return rank_memory(
+        """Estimate the memory under a ZeRO stage with another micro-batch and the same batch."""
+        return estimate_rank_memory(
             zero_stage,
             sizes or self.sizes,
             self.ranks,
-            activations or self.rows(micro_batch),
+            activations or self.interpolate(micro_batch),
             accumulates=self.stage.batch_size > micro_batch * self.ranks,
         )
 
     def largest_micro_batch(self, zero_stage: ZeroStage) -> int:
-        """Largest micro-batch that fits, at most the rank's part of the batch; 0 if none does."""
+        """Find the largest micro-batch that fits, up to the rank's part of the batch, or 0."""
         low, high = 0, max(1, self.stage.batch_size // self.ranks) + 1
         while high - low > 1:
             middle = (low + high) // 2
-            fits = self.with_micro_batch(zero_stage, middle).peak <= self.usable_bytes
+            fits = self.estimate_memory(zero_stage, middle).peak <= self.usable_bytes
             low, high = (middle, high) if fits else (low, middle)
         return low
 
@@ -196,24 +250,31 @@ def plan_recipe(
     """Plan the stages of a recipe in order.
 
     Args:
-        recipe: what would be trained.
-        ranks: GPUs, one process each.
-        gpu_bytes: memory of each.
-        zero_stages: those to compare; the recipe's own is always among them.
-        images: tiles of a row; counted in the data, or 1, when absent.
-        tokens: tokens of a row; ``model.max_length``, or a packed row's, when absent.
-        only_stage: this stage alone.
+        recipe: the recipe to plan.
+        ranks: number of GPUs, with one process each.
+        gpu_bytes: memory of each GPU.
+        zero_stages: ZeRO stages to compare; the recipe's stage is always added.
+        images: tiles per row. Default: counted in the data, or 1.
+        tokens: tokens per row. Default: ``model.max_length``, or the length of a packed row.
+        only_stage: plan only this stage.
 
     Raises:
-        ValueError: the recipe could not be trained on so many ranks: as training would say.
+        ValueError: training on this number of ranks would raise the same error.
     """
-    recipe = with_published_shapes(recipe)
-    chosen = stage_names(recipe, only_stage)
+    assumed = ""
+    if recipe.init_from is not None and not Path(recipe.init_from).exists():
+        assumed = (
+            f"init_from={recipe.init_from} does not exist yet; its shapes and vocabulary are "
+            "assumed to be those of the recipe's model section"
+        )
+        recipe = dataclasses.replace(recipe, init_from=None)
+    recipe = use_published_shapes(recipe)
+    chosen = select_stages(recipe, only_stage)
     for name in chosen:
         stage = recipe.stages[name]
         check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, ranks)
-    vocab_size = None if recipe.init_from is not None else vocabulary(recipe)
-    arithmetic = gpu_arithmetic(recipe.precision, recipe.fp8)
+    vocab_size = None if recipe.init_from is not None else find_vocab_size(recipe)
+    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, torch.device("meta"))
     coat = arithmetic.fp8 is not None and arithmetic.fp8.optimizer == "coat"
     optimizer = CoatAdamW if coat else torch.optim.AdamW
     cached = arithmetic.fp8 is not None and arithmetic.fp8.weights == "cache"
@@ -221,12 +282,12 @@ def plan_recipe(
     for name in chosen:
         stage = recipe.stages[name]
         length = tokens or row_tokens(recipe, stage)
-        frame = stage_frame(recipe, stage, arithmetic, vocab_size)
+        frame = build_planned_model(recipe, stage, arithmetic, vocab_size)
         tiles, why = images, "--images"
         if tiles is None:
             config = cast(CoatVlmConfig, frame.config)
-            tiles, why = images_per_row(recipe, stage, length, config)
-        sizes = sizes_of(frame, stage, state_bytes_per_parameter(optimizer))
+            tiles, why = count_images_per_row(recipe, stage, length, config)
+        sizes = count_sizes(frame, stage, measure_state_bytes(optimizer))
         frames = recipe.model.video.pool_frames or 1
         traced = [
             trace(
@@ -239,7 +300,7 @@ def plan_recipe(
             )
             for factor in (1, 2, 4)
         ]
-        tower = frame.vision_tower
+        vision = frame.config.vision_config
         plan = StagePlan(
             name=name,
             stage=stage,
@@ -249,20 +310,21 @@ def plan_recipe(
             gpu_bytes=gpu_bytes,
             tokens=length,
             images=tiles,
-            images_why=why,
-            patches=0 if tower is None else (tower.image_size // tower.patch_size) ** 2,
+            images_reason=why,
+            assumed=assumed,
+            patches=0 if vision is None else (vision.image_size // vision.patch_size) ** 2,
             sizes=sizes,
             traced=traced,
             recipe_zero=recipe.zero_stage,
             zero_stages=sorted({*zero_stages, recipe.zero_stage}),
-            kept=_by_precision(recipe, stage, vocab_size, length, tiles),
+            saved=_trace_precisions(recipe, stage, vocab_size, length, tiles),
         )
         plans.append(plan)
     return plans
 
 
 def row_tokens(recipe: Recipe, stage: StageConfig) -> int:
-    """Tokens of a full row of a stage: ``model.max_length``, or those of a packed row.
+    """Return the tokens of a full row of a stage: ``model.max_length``, or of a packed row.
 
     Raises:
         ValueError: ``packing.tokens`` does not fit ``model.max_length``.
@@ -271,10 +333,10 @@ def row_tokens(recipe: Recipe, stage: StageConfig) -> int:
     return longest if stage.packing is None else stage.packing.row_tokens(longest)
 
 
-def _by_precision(
+def _trace_precisions(
     recipe: Recipe, stage: StageConfig, vocab_size: int | None, tokens: int, images: int
 ) -> dict[tuple[BlockPrecision, bool], Activations]:
-    """Activations in every precision that the model allows, without and with checkpointing."""
+    """Trace every precision that the model supports, without and with checkpointing."""
     found: dict[tuple[BlockPrecision, bool], Activations] = {}
     cases = list(product(BLOCK_PRECISIONS, (False, True)))
     for precision, checkpointing in tqdm(cases, desc="precisions", leave=False):
@@ -290,14 +352,14 @@ def _by_precision(
             cuda_graphs=False,
             bf16_forward_first=None if precision == "fp8_linear" else given.bf16_forward_first,
         )
-        arithmetic = gpu_arithmetic(precision, None if precision == "bf16" else fp8)
+        arithmetic = arithmetic_of(precision, fp8, torch.device("meta"))
         changed = dataclasses.replace(stage, gradient_checkpointing=checkpointing)
         try:
-            frame = stage_frame(recipe, changed, arithmetic, vocab_size)
+            frame = build_planned_model(recipe, changed, arithmetic, vocab_size)
         except ValueError:
             if precision == recipe.precision:
                 raise
-            continue  # a model that has no FP8 blocks: the table then leaves a gap
+            continue  # a model without FP8 blocks has no such column
         found[precision, checkpointing] = trace(
             frame,
             stage.micro_batch_size,
@@ -306,3 +368,51 @@ def _by_precision(
             pool_frames=recipe.model.video.pool_frames or 1,
         )
     return found
+
+
+def use_published_shapes(recipe: Recipe) -> Recipe:
+    """Replace the names of published models in a recipe by their configurations.
+
+    Unknown names and local folders are unchanged: transformers reads their ``config.json``. Use the
+    result only for shapes, not for weights.
+
+    Args:
+        recipe: any recipe; a recipe with ``init_from`` is returned unchanged.
+    """
+    if recipe.init_from is not None:
+        return recipe
+    model = recipe.model
+    changes: dict[str, Any] = {}
+    vision, language, tokenizer = model.vision, model.language, model.tokenizer
+    if vision is not None and vision.library == "transformers":
+        tower = _find_published(vision.name_or_path, TOWERS)
+        if tower is not None:
+            changes["vision"] = dataclasses.replace(vision, name_or_path=None, config=dict(tower))
+    shape = _find_published(language.name_or_path, LANGUAGES)
+    if shape is not None:
+        changes["language"] = LanguageConfig(config=dict(shape))
+    if tokenizer.train_vocab_size is None:
+        tokens = _find_published(tokenizer.name_or_path or language.name_or_path, TOKENIZERS)
+        if tokens is not None:
+            tokens += vision is not None  # <image>, for every model with a tower
+            changes["tokenizer"] = TokenizerConfig(train_vocab_size=tokens)
+        elif tokenizer.name_or_path is None:
+            # The language model's name, which may be replaced above, also names its tokenizer.
+            changes["tokenizer"] = TokenizerConfig(name_or_path=language.name_or_path)
+    return dataclasses.replace(recipe, model=dataclasses.replace(model, **changes))
+
+
+def _find_published(name: str | None, table: Mapping[str, Any]) -> Any:
+    return None if name is None or Path(name).exists() else table.get(name)
+
+
+def find_vocab_size(recipe: Recipe) -> int:
+    """Return the size of the recipe's tokenizer; the maximum size if the run trains it.
+
+    Raises:
+        ValueError: the recipe names no tokenizer.
+        OSError: no tokenizer has this name.
+    """
+    if recipe.model.tokenizer.train_vocab_size is not None:
+        return recipe.model.tokenizer.train_vocab_size
+    return len(load_tokenizer(recipe.model))

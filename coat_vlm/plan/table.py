@@ -1,6 +1,6 @@
-"""Prints a plan: its tables, and one sentence of advice.
+"""Formats a plan as tables, and gives advice in one sentence.
 
-The advice says whether the plan fits, and the smallest change that makes it fit.
+The advice states whether the plan fits, and the smallest change that makes it fit.
 """
 
 import dataclasses
@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from coat_vlm.config import BlockPrecision
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import PARTS
-from coat_vlm.plan.frames import BLOCK_PRECISIONS
-from coat_vlm.plan.stage import USABLE, StagePlan
+from coat_vlm.plan.stage import BLOCK_PRECISIONS, USABLE, StagePlan
 from coat_vlm.plan.zero import (
     ZERO_STAGES,
     ZeroStage,
-    state_bytes_per_parameter,
+    measure_state_bytes,
 )
 
 GB = 1e9
@@ -31,7 +30,7 @@ class _Change:
     checkpointing: bool = False
 
     def overrides(self, plan: StagePlan) -> list[str]:
-        """What to write behind the recipe's name."""
+        """Return the command-line overrides of the recipe."""
         stage = f"stages.{plan.name}"
         words = {
             f"zero_stage={self.zero_stage}": self.zero_stage != plan.recipe_zero,
@@ -45,10 +44,10 @@ class _Change:
 
 
 def advice(plan: StagePlan) -> str:
-    """Whether the stage fits as the recipe has it, and what to change."""
+    """State whether the stage fits with the recipe's settings, and what to change."""
     needed, usable = plan.memory[plan.recipe_zero].peak, plan.usable_bytes
     written = f"ZeRO {plan.recipe_zero}, micro_batch_size {plan.stage.micro_batch_size}"
-    numbers = f"{needed / GB:.1f} GB of the {usable / GB:.1f} GB that tensors may take"
+    numbers = f"{needed / GB:.1f} GB of the {usable / GB:.1f} GB that tensors may use"
     if needed <= usable:
         largest = plan.largest_micro_batch(plan.recipe_zero)
         per_rank = plan.stage.batch_size // plan.ranks
@@ -66,18 +65,18 @@ def advice(plan: StagePlan) -> str:
     smallest = min(_peak(plan, change) for change in _changes(plan)) / GB
     return (
         f"{start} No ZeRO stage, precision, micro-batch or checkpointing makes it fit on "
-        f"{plan.ranks} GPU(s) (at least {smallest:.1f} GB): take more GPUs (--gpus), larger ones, "
+        f"{plan.ranks} GPU(s) (at least {smallest:.1f} GB): use more GPUs (--gpus), larger GPUs, "
         "or freeze modules."
     )
 
 
 def _changes(plan: StagePlan) -> Iterator[_Change]:
-    """In the order of what they cost: nothing, communication, accuracy, time."""
+    """Yield changes in the order of their cost: none, communication, accuracy, time."""
     micro_batches = dict.fromkeys((plan.stage.micro_batch_size, 1))
     lean = "coat_lean" if plan.precision not in ("coat_lean", "fp32") else None
     for checkpointing in dict.fromkeys((False, not plan.stage.gradient_checkpointing)):
         for precision in dict.fromkeys((None, lean)):
-            if precision is not None and (precision, checkpointing) not in plan.kept:
+            if precision is not None and (precision, checkpointing) not in plan.saved:
                 continue
             for micro_batch in micro_batches:
                 for zero_stage in ZERO_STAGES:
@@ -88,51 +87,53 @@ def _changes(plan: StagePlan) -> Iterator[_Change]:
 def _peak(plan: StagePlan, change: _Change) -> float:
     sizes, activations, rows = plan.sizes, None, change.micro_batch
     if change.precision is not None:
-        sizes = dataclasses.replace(sizes, state_bytes=state_bytes_per_parameter(CoatAdamW))
+        sizes = dataclasses.replace(sizes, state_bytes=measure_state_bytes(CoatAdamW))
     if change.precision is not None or change.checkpointing:
         checkpointing = change.checkpointing or plan.stage.gradient_checkpointing
-        of_recipe = plan.kept.get((change.precision or plan.precision, checkpointing))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        of_recipe = plan.saved.get((change.precision or plan.precision, checkpointing))  # pyright: ignore[reportArgumentType, reportCallIssue]
         if of_recipe is None:
             return float("inf")
-        activations = of_recipe.scaled(rows / plan.stage.micro_batch_size)
-    return plan.with_micro_batch(change.zero_stage, rows, sizes, activations).peak
+        activations = of_recipe.scale(rows / plan.stage.micro_batch_size)
+    return plan.estimate_memory(change.zero_stage, rows, sizes, activations).peak
 
 
 _LABEL, _CELL = 26, 12
 
 _LINES = (
     ("weights", "weights"),
-    ("FP32 master weights", "masters"),
+    ("FP32 master weights", "master_weights"),
     ("optimizer states", "states"),
     ("gradients", "gradients"),
     ("activations", "activations"),
     ("buckets, gathered weights", "buffers"),
-    ("peak of the passes", "backward_peak"),
-    ("peak of the step", "step_peak"),
+    ("peak, forward/backward", "backward_peak"),
+    ("peak, optimizer step", "step_peak"),
 )
 
 
 def format_plan(plans: Sequence[StagePlan]) -> str:
-    """The tables of all stages, each with its advice."""
+    """Format the tables of all stages, each with its advice."""
     return "\n\n".join(_stage(plan) for plan in plans)
 
 
 def _stage(plan: StagePlan) -> str:
     sizes, stage = plan.sizes, plan.stage
     micro_batches = stage.batch_size // (stage.micro_batch_size * plan.ranks)
+    assumed = [f"  assumed: {plan.assumed}"] if plan.assumed else []
     checkpointed = ", gradient checkpointing" if stage.gradient_checkpointing else ""
     lines = [
         f"stage {plan.name}: {sizes.parameters:,} parameters, {sizes.trained:,} trained; "
         f"{plan.precision}, {plan.optimizer}{checkpointed}",
-        f"  {plan.ranks} GPU(s) of {plan.gpu_bytes / GB:.1f} GB, of which tensors may take "
+        *assumed,
+        f"  {plan.ranks} GPU(s) of {plan.gpu_bytes / GB:.1f} GB, of which tensors may use "
         f"{USABLE:.0%} (the rest: CUDA, NCCL, gaps)",
         f"  a step: {stage.batch_size} rows = {plan.ranks} rank(s) x {micro_batches} "
         f"micro-batch(es) x {stage.micro_batch_size}",
         f"  a row: {plan.tokens:,} tokens, all filled; "
         + (
-            f"{plan.images} image(s) of {plan.patches:,} patches ({plan.images_why})"
+            f"{plan.images} image(s) of {plan.patches:,} patches ({plan.images_reason})"
             if plan.patches
-            else f"text alone ({plan.images_why})"
+            else f"only text ({plan.images_reason})"
         ),
         "",
         _row("GB per rank", [f"ZeRO {zero}" for zero in plan.memory]),
@@ -149,26 +150,28 @@ def _stage(plan: StagePlan) -> str:
 
 
 def _activations(plan: StagePlan) -> list[str]:
-    """What a micro-batch keeps, by precision."""
-    found: list[BlockPrecision] = [p for p in BLOCK_PRECISIONS if (p, False) in plan.kept]
-    lines = [_row("GB kept by a micro-batch", list(found))]
+    """Format the bytes that a micro-batch saves for backward, by precision."""
+    found: list[BlockPrecision] = [p for p in BLOCK_PRECISIONS if (p, False) in plan.saved]
+    lines = [_row("GB saved per micro-batch", list(found))]
     for part in PARTS:
-        cells = [_gb(plan.kept[name, False].kept[part]) for name in found]
+        cells = [_gb(plan.saved[name, False].saved[part]) for name in found]
         lines.append(_row(f"  {part}", cells))
     for label, checkpointing in (("all", False), ("all, with checkpointing", True)):
-        cells = [_gb(plan.kept[name, checkpointing].total_kept) for name in found]
+        cells = [_gb(plan.saved[name, checkpointing].total_saved) for name in found]
         lines.append(_row(f"  {label}", cells))
     tokens = plan.tokens * plan.stage.micro_batch_size
-    cells = [f"{plan.kept[name, False].kept['language'] / tokens / 1e3:,.1f}" for name in found]
+    cells = [f"{plan.saved[name, False].saved['language'] / tokens / 1e3:,.1f}" for name in found]
     lines.append(_row("kB per language token", cells))
     if plan.images:
         patches = plan.patches * plan.images * plan.stage.micro_batch_size
-        cells = [f"{plan.kept[name, False].kept['vision'] / patches / 1e3:,.1f}" for name in found]
+        cells = [
+            f"{plan.saved[name, False].saved['vision'] / patches / 1e3:,.1f}" for name in found
+        ]
         lines.append(_row("kB per patch", cells))
     workspace = plan.activations.attention_workspace
     copies = plan.activations.weight_copies
     note = f"  in the peak: attention's backward workspace {_gb(workspace)} GB"
-    return [*lines, note + (f", kept FP8 weights {_gb(copies)} GB" if copies else "")]
+    return [*lines, note + (f", cached FP8 weights {_gb(copies)} GB" if copies else "")]
 
 
 def _row(label: str, cells: Sequence[str]) -> str:

@@ -1,10 +1,11 @@
-"""Bytes that one rank holds under each stage of DeepSpeed's ZeRO, and the two peaks of a step.
+"""Computes the bytes of one rank under each stage of DeepSpeed's ZeRO, and the two peaks of a step.
 
-With P parameters, T of them trained, G those of the largest parameter group, N ranks, e bytes per
-weight, K elements of DeepSpeed's reduction bucket and 4 or 0 bytes of FP32 master weights:
+P is the number of parameters, T of trained parameters, G of parameters in the largest parameter
+group, N of ranks, e of bytes per weight, K of elements in DeepSpeed's reduction bucket. A BF16
+weight has an FP32 master weight of 4 bytes, an FP32 weight has none.
 
-    stage   weights  masters, states   gradients between     in the backward pass   in the step
-                                       micro-batches                                (beside these)
+    stage   weights  master weights,  gradients between    in the backward pass   in the step
+                     states           micro-batches                               (in addition)
     0       e P      T                 e T                   e min(K, T) at its end 4 T
                                                              (not on one rank in BF16)
     1       e P      T / N             e T                   e K                    (e + 4) G / N
@@ -12,15 +13,15 @@ weight, K elements of DeepSpeed's reduction bucket and 4 or 0 bytes of FP32 mast
     3       e P / N  T / N             e T / N, always       e K, always;           (e + 4) G / N
                                                              gathered weights
 
-The last column is the gradient that the optimizer is handed: stages 1 and 2 flatten a group's
-partition and convert it to FP32 (the 4 bytes are there in BF16 only), stage 3 a sub-group's, which
-has at most 1e9 elements. Stage 0 without masters hands over the gradients as they are. Read in
-deepspeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py, runtime/fp16/unfused_optimizer.py) and
-measured on its engines by ``tests/e2e/test_plan_zero.py``.
+The last column is the gradient that the optimizer reads. Stages 1 and 2 flatten the partition of a
+group and convert it to FP32 (the 4 bytes exist in BF16 only). Stage 3 does the same with a
+sub-group of at most 1e9 elements. Stage 0 without master weights passes the gradients unchanged.
+Source: deepspeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py,
+runtime/fp16/unfused_optimizer.py); ``tests/e2e/test_plan_zero.py`` measures its engines.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
@@ -38,68 +39,66 @@ ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of a model that a stage trains; in elements unless said otherwise."""
+    """Sizes of a model in a stage, in elements unless stated otherwise."""
 
     parameters: int
-    """P: all."""
+    """P, all parameters."""
     trained: int
-    """T."""
+    """T, trained parameters."""
     largest_group: int
-    """G: of the largest parameter group."""
+    """G, parameters in the largest parameter group."""
     persistent: int
-    """In parameters so small that stage 3 leaves them gathered."""
+    """Elements of small parameters that stage 3 never partitions."""
     weight_bytes: int
-    """e: per weight and per gradient."""
+    """e, bytes per weight and per gradient."""
     state_bytes: float
-    """Of the optimizer's states, per trained parameter."""
+    """Bytes of optimizer states per trained parameter."""
 
     @property
     def master_bytes(self) -> int:
-        """Per trained parameter: an FP32 copy of a BF16 weight."""
+        """Bytes of FP32 master weights per trained parameter."""
         return 4 if self.weight_bytes < 4 else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank; the parts that stand in a table, and the peaks."""
+    """Bytes of one rank: the rows of the table, and the peaks."""
 
     weights: float
-    masters: float
+    master_weights: float
     states: float
     gradients: float
-    """What is there of them when a backward pass starts that is not the step's first."""
+    """Gradients at the start of a step's second or later backward pass."""
     buffers: float
-    """Reduction bucket, and under stage 3 weights that are gathered at the same time."""
+    """Reduction bucket; under stage 3 also the weights that are gathered at the same time."""
     activations: float
-    """At the start of the backward pass."""
+    """Activations at the start of the backward pass."""
     backward_peak: float
-    """Highest of all forward and backward passes."""
+    """Peak of all forward and backward passes."""
     step_peak: float
-    """Highest of the optimizer's step."""
+    """Peak of the optimizer step."""
 
     @property
     def peak(self) -> float:
-        """The larger one."""
+        """The larger of both peaks."""
         return max(self.backward_peak, self.step_peak)
 
 
-def _settings(zero_stage: ZeroStage) -> Any:
-    """DeepSpeed's own defaults."""
-    settings: dict[str, Any] = {"stage": zero_stage}
-    return DeepSpeedZeroConfig(**settings)
+_DEFAULTS = DeepSpeedZeroConfig.model_validate({})
+"""DeepSpeed's defaults, which training does not change."""
 
 
-def sizes_of(model: CoatVlm, stage: StageConfig, state_bytes: float) -> Sizes:
+def count_sizes(model: CoatVlm, stage: StageConfig, state_bytes: float) -> Sizes:
     """Count a model's parameters.
 
     Args:
-        model: with ``requires_grad`` set for the stage; on any device.
-        stage: says which parameters are optimized together.
-        state_bytes: of the optimizer's states, per parameter.
+        model: a model with ``requires_grad`` set for the stage; on any device.
+        stage: defines the parameter groups.
+        state_bytes: bytes of optimizer states per parameter.
     """
     parameters = list(model.parameters())
     groups = param_groups(model, stage)
-    threshold = _settings(0).param_persistence_threshold
+    threshold = _DEFAULTS.param_persistence_threshold
     return Sizes(
         parameters=count_parameters(model),
         trained=count_parameters(model, trainable_only=True),
@@ -110,8 +109,8 @@ def sizes_of(model: CoatVlm, stage: StageConfig, state_bytes: float) -> Sizes:
     )
 
 
-def state_bytes_per_parameter(optimizer: type[torch.optim.Optimizer]) -> float:
-    """What an optimizer keeps for an FP32 parameter, measured on a small one.
+def measure_state_bytes(optimizer: type[torch.optim.Optimizer]) -> float:
+    """Measure the bytes of optimizer states per FP32 parameter on a small tensor.
 
     Args:
         optimizer: :class:`torch.optim.AdamW` or :class:`coat_vlm.optim.CoatAdamW`.
@@ -124,7 +123,7 @@ def state_bytes_per_parameter(optimizer: type[torch.optim.Optimizer]) -> float:
     return sum(t.nbytes for t in tensors if t.ndim) / parameter.numel()
 
 
-def rank_memory(
+def estimate_rank_memory(
     zero_stage: ZeroStage,
     sizes: Sizes,
     ranks: int,
@@ -133,120 +132,77 @@ def rank_memory(
     accumulates: bool,
     bucket: int | None = None,
 ) -> RankMemory:
-    """What a rank holds.
+    """Estimate the memory of one rank.
 
     Args:
-        zero_stage: of DeepSpeed.
-        sizes: of the model.
+        zero_stage: ZeRO stage of DeepSpeed.
+        sizes: sizes of the model.
         ranks: N.
-        activations: of one micro-batch.
+        activations: activations of one micro-batch.
         accumulates: whether a step has several micro-batches.
-        bucket: K, elements of the reduction bucket; DeepSpeed's default when absent.
+        bucket: K, elements of the reduction bucket. Default: DeepSpeed's.
     """
     e = sizes.weight_bytes
-    settings = _settings(zero_stage)
     share = 1.0 if zero_stage == 0 else 1 / ranks
     all_gradients = e * sizes.trained
     gradients = all_gradients * (share if zero_stage >= 2 else 1.0)
-    # Under ZeRO 1 to 3 an FP32 run has masters as well: the flat copy that is partitioned.
-    masters = (4 if zero_stage else sizes.master_bytes) * sizes.trained * share
+    # Under ZeRO 1 to 3 an FP32 run also has master weights: the flat partitioned copy.
+    master_weights = (4 if zero_stage else sizes.master_bytes) * sizes.trained * share
     weights = e * sizes.parameters * (share if zero_stage == 3 else 1.0)
     states = sizes.state_bytes * sizes.trained * share
-    base = weights + masters + states
-    filled = float(e * (settings.reduce_bucket_size if bucket is None else bucket))
+    base = weights + master_weights + states
+    filled = float(e * (_DEFAULTS.reduce_bucket_size if bucket is None else bucket))
     group = sizes.largest_group * share
+    # The peak of the backward pass excludes weights, master weights and states.
     if zero_stage == 0:
-        # coat_vlm/train/engine.py spares a single rank in BF16 the reduction.
+        # After the backward pass, DeepSpeed averages gradients in flat copies of up to 500M.
+        # coat_vlm/train/engine.py skips the reduction for a single rank in BF16.
         averages = ranks > 1 or not sizes.master_bytes
-        backward, buffers = _stage_0(activations, all_gradients, e, accumulates, averages), 0.0
+        flat = min(all_gradients, e * MEMORY_OPT_ALLREDUCE_SIZE) if averages else 0.0
+        before = all_gradients if accumulates else 0.0
+        peak = activations.peak(0 if accumulates else e)
+        backward, buffers = max(before + peak, all_gradients + flat), 0.0
         step = base + gradients + sizes.master_bytes * sizes.trained
     elif zero_stage == 3:
-        several = ranks > 1
-        gathered = e * min(sizes.parameters, settings.max_live_parameters) if several else 0
-        persistent = e * sizes.persistent if several else 0
-        gathered = max(gathered, persistent)
-        backward = _stage_3(activations, all_gradients, e, filled, gathered, persistent)
-        backward += gradients
+        # Gathered weights that exist at the same time, and weights that are never partitioned.
+        persistent = e * sizes.persistent if ranks > 1 else 0
+        whole = e * min(sizes.parameters, _DEFAULTS.max_live_parameters) if ranks > 1 else 0
+        gathered = max(whole, persistent)
+        # A flush of the bucket allocates two copies of its content.
+        seen = [live + min(2 * filled, e * elements) for elements, live in activations.backward]
+        at_end = persistent + 2 * min(filled, all_gradients)
+        backward = filled + max(gathered + max(activations.forward_peak, *seen), at_end) + gradients
         buffers = filled + gathered
-        group = min(group, settings.sub_group_size)
+        group = min(group, _DEFAULTS.sub_group_size)
         step = base + gradients + filled + (e + sizes.master_bytes) * group
     else:
-        first = zero_stage == 1
-        backward = _stage_1_or_2(activations, all_gradients, e, filled, ranks, accumulates, first)
+        # Gradients pass through the bucket; its first flush allocates this rank's partition.
+        # Stage 1 uses it in the last micro-batch only, and keeps all gradients until then.
+        first, partition = zero_stage == 1, all_gradients / ranks
+        flat = min(filled, all_gradients) if ranks > 1 else 0.0
+        overflows = all_gradients > filled
+        before = (all_gradients if first else partition) if accumulates else 0.0
+        at_end = flat + partition if overflows else max(flat, partition)
+        if first:  # gradients in the bucket have no other copy
+            at_end += max(0.0, all_gradients - filled) - before
+        seen = []
+        for elements, live in activations.backward:
+            if overflows and e * elements >= filled:
+                live += flat + (0.0 if first else partition)  # stage 1: at the end only
+            if first and not accumulates:
+                live += max(0.0, e * elements - filled)
+            seen.append(live)
+        forward = activations.forward_peak + (filled if first and accumulates else 0.0)
+        backward = before + max(forward, filled + max(*seen, at_end))
         buffers = filled
         step = base + all_gradients * share + (e + sizes.master_bytes) * group
     return RankMemory(
         weights=weights,
-        masters=masters,
+        master_weights=master_weights,
         states=states,
         gradients=gradients if accumulates or zero_stage == 3 else 0.0,
         buffers=buffers,
-        activations=activations.total_kept,
+        activations=activations.total_saved,
         backward_peak=base + activations.weight_copies + backward,
         step_peak=step,
     )
-
-
-# Peaks of the backward pass besides weights, masters and states; ``gradients`` is e T in bytes.
-
-
-def _stage_0(
-    activations: Activations, gradients: float, element: int, accumulates: bool, averages: bool
-) -> float:
-    """DeepSpeed averages gradients in flat copies of up to 500M, after the backward pass."""
-    before = gradients if accumulates else 0.0
-    peak = activations.peak(0 if accumulates else element)
-    flat = min(gradients, element * MEMORY_OPT_ALLREDUCE_SIZE)
-    return max(before + peak, gradients + (flat if averages else 0.0))
-
-
-def _stage_1_or_2(
-    activations: Activations,
-    gradients: float,
-    element: int,
-    bucket: float,
-    ranks: int,
-    accumulates: bool,
-    first: bool,
-) -> float:
-    """Gradients go through the bucket, whose first flush makes room for those of this rank.
-
-    Stage 1 (``first``) fills it in the last micro-batch only, and keeps all gradients until then.
-    """
-    partition = gradients / ranks
-    flat = min(bucket, gradients) if ranks > 1 else 0.0
-    overflows = gradients > bucket
-    at_end = flat + partition if overflows else max(flat, partition)
-    before = 0.0
-    if accumulates:
-        before = gradients if first else partition
-    if first:
-        at_end += max(0.0, gradients - bucket) - before  # those in the bucket are nowhere else
-    seen = []
-    for elements, live in activations.backward:
-        finished = element * elements
-        more = 0.0
-        if overflows and finished >= bucket:
-            more = flat + (0.0 if first else partition)  # stage 1: at the end only
-        if first and not accumulates:
-            more += max(0.0, finished - bucket)
-        seen.append(live + more)
-    forward = activations.forward_peak + (bucket if first and accumulates else 0.0)
-    return before + max(forward, bucket + max(*seen, at_end))
-
-
-def _stage_3(
-    activations: Activations,
-    gradients: float,
-    element: int,
-    bucket: float,
-    gathered: float,
-    persistent: float,
-) -> float:
-    """A flush of the bucket takes two copies of what is in it.
-
-    ``gathered`` are whole weights that exist at the same time, ``persistent`` those that stay.
-    """
-    seen = [live + min(2 * bucket, element * elements) for elements, live in activations.backward]
-    at_end = persistent + 2 * min(bucket, gradients)
-    return bucket + max(gathered + max(activations.forward_peak, *seen), at_end)

@@ -1,68 +1,95 @@
-"""The report of a run: one self-contained HTML file made from what the run folder holds.
+"""Writes the report of a run: one self-contained HTML file from the files of the run folder.
 
 Nothing is recomputed. The report reads recipe.yaml, metrics.jsonl, eval.json and eval/<set>/, and
-says at its head what of these is missing, so it also serves a run that is going on or has crashed.
+lists missing files at its top. It also works for a run that is in progress or has crashed.
 """
 
-import os
 from datetime import datetime
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
+from coat_data.tools.html_page import write_page
 from coat_vlm.report.evaluation import (
-    category_tables,
-    evaluation_rows,
-    percent_text,
-    sample_cards,
+    build_category_tables,
+    build_evaluation_rows,
+    build_sample_cards,
+    find_network,
+    format_interval,
+    format_percent,
+    read_items,
 )
-from coat_vlm.report.plots import stage_plots
+from coat_vlm.report.fp8_section import build_fp8_sections
+from coat_vlm.report.history import build_history, find_command, judge
+from coat_vlm.report.plots import plot_stage
+from coat_vlm.report.resources import (
+    Plan,
+    build_data_rows,
+    build_memory_rows,
+    build_throughput_rows,
+    list_shares,
+)
 from coat_vlm.report.run_folder import read_run_folder
-from coat_vlm.report.stages import fp8_sections, header_facts, stage_columns
+from coat_vlm.report.stages import build_stage_columns, list_header_facts
 
 __all__ = ["write_report"]
 
 
-def write_report(run_dir: str | Path) -> Path:
+def write_report(run_dir: str | Path, plan: Plan | None = None, no_plan: str = "") -> Path:
     """Write ``run_dir/report.html`` and return its path.
 
-    Styles, plots and sample images are inside the file; it loads nothing from anywhere. All texts
-    of the run (recipe, questions, predictions) are escaped.
+    The file contains its styles, plots and sample images and loads no other resource; it can be
+    read without its script, which filters the samples. All text from the run (recipe, questions,
+    predictions) is escaped.
+
+    Args:
+        run_dir: the run folder.
+        plan: planned memory, to compare with what was measured.
+        no_plan: why there is none.
 
     Raises:
-        FileNotFoundError: the folder does not exist, or is no run folder.
+        FileNotFoundError: the folder does not exist, or is not a run folder.
         OSError: the report cannot be written.
     """
     run = read_run_folder(Path(run_dir))
-    environment = Environment(
-        loader=PackageLoader("coat_vlm.report", package_path=""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["percent"] = percent_text
     sets = run.recipe.get("eval_sets") or {}
-    headlines = {name: report["headline"] for name, report in run.reports.items()}
-    html = environment.get_template("report.html.jinja").render(
+    items = {name: read_items(run.folder / "eval" / name) for name in run.reports}
+    headlines = {}
+    for name, report in run.reports.items():
+        headlines[name] = report["headline"]
+        empty = sum(not (one["prediction"] or "-").strip() for one in items[name])
+        report.setdefault("n_empty", empty)  # reports of early versions have no such number
+    results = build_evaluation_rows(run.eval_json, sets, headlines, run.reports)
+    verdict, notes = judge(run, results)
+    path = run.folder / "report.html"
+    write_page(
+        path,
+        "coat_vlm.report",
+        "report.html.jinja",
+        percent=format_percent,
+        interval=format_interval,
         name=str(run.recipe.get("name") or run.folder.resolve().name),
         folder=str(run.folder.resolve()),
+        here=str(Path.cwd()),
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        facts=header_facts(run),
-        missing=run.missing,
+        verdict=verdict,
+        notes=notes,
+        command=find_command(run),
+        facts=list_header_facts(run),
         recipe_text=run.recipe_text,
-        stages=stage_columns(run),
-        fp8=fp8_sections(run),
-        plots=[(stage.name, stage_plots(stage)) for stage in run.stages if stage.steps],
-        results=evaluation_rows(run.eval_json, sets, headlines),
-        categories=category_tables(run.reports),
-        samples=[(name, sample_cards(run.folder / "eval" / name)) for name in run.reports],
+        stages=build_stage_columns(run),
+        data=build_data_rows(run),
+        memory=build_memory_rows(run, plan or {}),
+        no_plan=no_plan,
+        on_gpu=any(stage.on_gpu for stage in run.stages),
+        throughput=build_throughput_rows(run),
+        shares=list_shares(run),
+        fp8=build_fp8_sections(run),
+        history=build_history(run),
+        plots=[(stage.name, plot_stage(stage)) for stage in run.stages if stage.steps],
+        results=results,
+        categories=build_category_tables(run.reports),
+        samples=[
+            (name, build_sample_cards(rows, network=find_network(run.recipe, name)))
+            for name, rows in items.items()
+        ],
     )
-    path = run.folder / "report.html"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(html, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path

@@ -1,33 +1,44 @@
-"""Evaluation results as rows, and questions as sample cards.
+"""Builds the rows of evaluation results, and the cards of sample questions.
 
-A row has the value, the baselines and the required value of a metric. A card has a question with
-its images, the reference and the prediction, right or wrong.
+A row contains the value with its 95% interval, the baselines and the required value of a metric,
+and the numbers of answers that could not be scored. A card contains a question with its images, the
+reference, the prediction, and whether the prediction is correct.
 """
 
-import base64
-import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
+from coat_data.limits import Network
 from coat_data.media.image import open_image
 from coat_data.sample import DataError, Media
+from coat_data.tools.html_page import data_address, sample_evenly
 
 BASELINES = ("chance", "majority")
 
 CARDS_PER_SET = 12
 LONGEST_SIDE = 256
-"""Pixels; larger images are shrunk before they go into the file."""
+"""Maximum side in pixels; larger images are resized before they are embedded."""
 MEDIA_PER_CARD = 4
+_PROBLEMS = {
+    "unparsed": "n_unparsed",
+    "empty": "n_empty",
+    "missing": "n_missing",
+    "not a text": "n_not_text",
+    "with unreadable media": "n_media_problems",
+    "random": "n_random_fallback",
+}
+"""Kind of answer and its number in report.json."""
+_Z = 1.96
+"""Standard normal quantile of a 95% interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRow:
-    """One metric of one evaluation set; percentages, None where there is no such number."""
+    """One metric of one evaluation set in percent; None for a missing number."""
 
     set_name: str
     task: str
@@ -36,6 +47,12 @@ class EvaluationRow:
     chance: float | None
     majority: float | None
     required: float | None
+    n: int | None = None
+    """Number of questions behind the value."""
+    interval: tuple[float, float] | None = None
+    """95% interval of the value over the choice of questions."""
+    problems: str = ""
+    """Numbers of unparsed, empty, missing and other answers that count as wrong."""
 
     @property
     def verdict(self) -> str:
@@ -46,18 +63,28 @@ class EvaluationRow:
             return ""
         return "ok" if self.value >= self.required else "missed"
 
+    @property
+    def baseline(self) -> str:
+        """The name of the highest baseline that the value does not exceed, else empty."""
+        known = {"chance": self.chance, "majority": self.majority}
+        reached = {name: v for name, v in known.items() if v is not None and self.value is not None}
+        name = max(reached, key=lambda one: reached[one], default="")
+        return name if name and self.value is not None and self.value <= reached[name] else ""
 
-def evaluation_rows(
+
+def build_evaluation_rows(
     eval_json: Mapping[str, Any],
     eval_sets: Mapping[str, Mapping[str, Any]],
     headlines: Mapping[str, str],
+    reports: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[EvaluationRow]:
-    """The headline metric of every set, followed by the set's other required metrics.
+    """Build the rows of each set: its headline metric, then its other required metrics.
 
     Args:
         eval_json: content of RUN/eval.json (``{set: {metric: percent}}`` and ``precision``).
-        eval_sets: the recipe's evaluation sets: ``task`` and ``require`` of each.
-        headlines: the headline metric of each set; ``accuracy`` where it is not known.
+        eval_sets: the recipe's evaluation sets with their ``task`` and ``require``.
+        headlines: the headline metric of each set. Default: ``accuracy``.
+        reports: contents of RUN/eval/<set>/report.json by set, for intervals and problems.
     """
     measured = [name for name, value in eval_json.items() if isinstance(value, Mapping)]
     rows = []
@@ -65,6 +92,7 @@ def evaluation_rows(
         settings = eval_sets.get(name) or {}
         values = eval_json.get(name) or {}
         require = settings.get("require") or {}
+        report = (reports or {}).get(name) or {}
         for metric in dict.fromkeys([headlines.get(name, "accuracy"), *require]):
             rows.append(
                 EvaluationRow(
@@ -75,118 +103,168 @@ def evaluation_rows(
                     chance=baseline(values, metric, "chance"),
                     majority=baseline(values, metric, "majority"),
                     required=require.get(metric),
+                    n=count_questions(report, metric),
+                    interval=find_interval(values, report, metric),
+                    problems=", ".join(f"{n} {kind}" for kind, n in count_problems(report).items()),
                 )
             )
     return rows
 
 
 def baseline(values: Mapping[str, float], metric: str, kind: str) -> float | None:
-    """The ``chance`` or ``majority`` value that belongs to a metric, or None.
+    """Return the ``chance`` or ``majority`` baseline of a metric, or None.
 
-    ``chance`` and ``majority`` are accuracies; another metric's are called ``f1_chance`` and so on.
-    A category's metric ``colour.accuracy`` goes with ``colour.chance``.
+    The baselines of accuracy are named ``chance`` and ``majority``; those of ``f1`` are named
+    ``f1_chance`` and ``f1_majority``. Names of categories are prefixes: ``colour.chance`` is a
+    baseline of ``colour.accuracy``.
     """
     category, dot, own = metric.rpartition(".")
     return values.get(f"{category}{dot}{kind if own == 'accuracy' else f'{own}_{kind}'}")
 
 
-def category_tables(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For every set with categories: its metrics for all items and for each category.
+def count_questions(report: Mapping[str, Any], metric: str) -> int | None:
+    """Return the number of questions behind a metric; None if the report does not state it."""
+    category, dot, _ = metric.rpartition(".")
+    return (report.get("categories") or {}).get(category) if dot else report.get("n")
+
+
+def find_interval(
+    values: Mapping[str, float], report: Mapping[str, Any], metric: str
+) -> tuple[float, float] | None:
+    """Return the 95% interval of a metric in percent.
+
+    This is 1.96 times the report's standard error to both sides. For reports of early versions,
+    which have none, it is Wilson's interval of a proportion (JASA 22, 1927), for accuracies only.
+    """
+    value, n = values.get(metric), count_questions(report, metric)
+    if value is None or not n:
+        return None
+    error = (report.get("standard_errors") or {}).get(metric)
+    if error is not None:
+        return max(0.0, value - _Z * error), min(100.0, value + _Z * error)
+    if metric.rpartition(".")[2] != "accuracy":
+        return None
+    share, square = value / 100, _Z * _Z
+    middle = (share + square / (2 * n)) / (1 + square / n)
+    reach = _Z * math.sqrt(share * (1 - share) / n + square / (4 * n * n)) / (1 + square / n)
+    return 100 * (middle - reach), 100 * (middle + reach)
+
+
+def count_problems(report: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers of answers that could not be scored as the model gave them, by kind."""
+    counts = {kind: int(report.get(key) or 0) for kind, key in _PROBLEMS.items()}
+    return {kind: number for kind, number in counts.items() if number}
+
+
+def build_category_tables(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Build a table per set, with the metrics of all items and of each category.
 
     Args:
-        reports: content of RUN/eval/<set>/report.json by set.
+        reports: contents of RUN/eval/<set>/report.json by set.
 
     Returns:
-        Tables ``{"name", "n_unparsed", "columns", "rows"}`` with rows ``(category, n, values)``.
+        Tables ``{"name", "columns", "rows"}`` with rows ``(category, n, interval of the headline
+        metric, values)``.
     """
     tables = []
     for name, report in reports.items():
-        values = report["metrics"]
+        values, headline = report["metrics"], report.get("headline", "accuracy")
         columns = [m for m in values if "." not in m and not m.endswith(BASELINES)]
         columns = [metric for metric in columns if metric != "mean_f1"] + list(BASELINES)
-        rows = [("all", report["n"], [values.get(metric) for metric in columns])]
-        for category, n in (report.get("categories") or {}).items():
-            rows.append((category, n, [values.get(f"{category}.{metric}") for metric in columns]))
-        table = {"name": name, "n_unparsed": report["n_unparsed"], "columns": columns, "rows": rows}
-        tables.append(table)
+        rows = []
+        for category in ("", *(report.get("categories") or {})):
+            prefix = f"{category}." if category else ""
+            own = prefix + headline
+            interval = find_interval(values, report, own)
+            cells = [values.get(prefix + metric) for metric in columns]
+            rows.append((category or "all", count_questions(report, own), interval, cells))
+        tables.append({"name": name, "headline": headline, "columns": columns, "rows": rows})
     return tables
 
 
-def percent_text(value: float | None) -> str:
-    """A percentage with two decimals, or a dash."""
+def format_percent(value: float | None) -> str:
+    """Format a percentage with two decimals; None as a dash."""
     return "-" if value is None else f"{value:.2f}"
 
 
-def sample_cards(folder: Path, number: int = CARDS_PER_SET) -> list[dict[str, Any]]:
-    """At most ``number`` cards of ``folder/items.jsonl``: half wrong and half right if there are.
+def format_interval(interval: tuple[float, float] | None) -> str:
+    """Format an interval as ``48.8 to 80.8``; None as a dash."""
+    return "-" if interval is None else "{:.1f} to {:.1f}".format(*interval)
 
-    Both halves are taken at even distances over the file, so the same run gives the same cards. An
-    absent file gives no card.
 
-    Returns:
-        Rows of the file with ``images`` and ``problems`` of :func:`shown_media`.
-    """
+def read_items(folder: Path) -> list[dict[str, Any]]:
+    """Read the scored items of a set (``folder/items.jsonl``); empty without the file."""
     path = folder / "items.jsonl"
     if not path.is_file():
         return []
     with path.open(encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file if line.strip()]
+        return [json.loads(line) for line in file if line.strip()]
+
+
+def find_network(recipe: Mapping[str, Any], name: str) -> Network:
+    """Return the hosts that an evaluation set of a recipe, as read from its file, may name."""
+    named = recipe.get("network") or "allow"
+    network = Network.parse(named) if isinstance(named, str) else Network(tuple(named["hosts"]))
+    return network.with_hosts_of(recipe.get("eval_sets", {}).get(name, {}).get("media_root"))
+
+
+def build_sample_cards(
+    rows: Sequence[Mapping[str, Any]],
+    number: int = CARDS_PER_SET,
+    network: Network = Network(),  # noqa: B008 - frozen
+) -> list[dict[str, Any]]:
+    """Build up to ``number`` cards from the items of a set, half of them of wrong answers.
+
+    Wrong answers come first. Both halves are evenly spaced over the set, so the same run gives the
+    same cards.
+
+    Returns:
+        The items with ``images`` and ``problems`` of :func:`render_media`.
+    """
     cards = []
-    for index in choose([row["correct"] for row in rows], number):
-        images, problems = shown_media(rows[index]["media"])
-        cards.append(rows[index] | {"images": images, "problems": problems})
+    chosen = choose([row["correct"] for row in rows], number)
+    for index in sorted(chosen, key=lambda index: rows[index]["correct"]):
+        images, problems = render_media(rows[index]["media"], network)
+        cards.append({**rows[index], "images": images, "problems": problems})
     return cards
 
 
 def choose(correct: Sequence[bool], number: int) -> list[int]:
-    """Indices of ``number`` items, half of them wrong where possible, in ascending order."""
+    """Choose ``number`` items, half of them wrong if possible; returns ascending indices."""
     right = [index for index, value in enumerate(correct) if value]
     wrong = [index for index, value in enumerate(correct) if not value]
     num_wrong = min(len(wrong), max(number // 2, number - len(right)))
-    return sorted(spread(wrong, num_wrong) + spread(right, number - num_wrong))
+    return sorted(sample_evenly(wrong, num_wrong) + sample_evenly(right, number - num_wrong))
 
 
-def shown_media(entries: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """Images and frames of videos as ``data:`` addresses, made small, at most MEDIA_PER_CARD.
+def render_media(
+    entries: Sequence[Mapping[str, Any]],
+    network: Network = Network(),  # noqa: B008 - frozen
+) -> tuple[list[str], list[str]]:
+    """Encode up to MEDIA_PER_CARD images and video frames as small ``data:`` addresses.
 
     Args:
         entries: rows with ``kind`` and ``path``.
+        network: hosts that may be asked for media by address.
 
     Returns:
-        The addresses, and what cannot be shown and why.
+        The addresses, and the problems of media that cannot be shown.
     """
     images: list[str] = []
     problems: list[str] = []
     for entry in entries:
         try:
-            media = Media(**entry)
-            read = [open_image(media)] if media.kind == "image" else _frames(media)
-            images += [_data_address(picture) for picture in read]
+            media = Media(**entry, network=network)
+            if media.kind == "image":
+                read = [open_image(media)]
+            else:
+                from coat_data.media.video import read_frames  # only videos need a decoder
+
+                read = read_frames(media, MEDIA_PER_CARD)
+            images += [data_address(picture, LONGEST_SIDE) for picture in read]
         except (DataError, OSError) as error:
             problems.append(str(error))
     hidden = len(images) - MEDIA_PER_CARD
     if hidden > 0:
         problems.append(f"{hidden} more images are not shown")
     return images[:MEDIA_PER_CARD], problems
-
-
-def spread(indices: Sequence[int], number: int) -> list[int]:
-    """At most ``number`` of the indices, at even distances, so the same ones each time."""
-    number = min(number, len(indices))
-    return [indices[position * len(indices) // number] for position in range(number)]
-
-
-def _frames(media: Media) -> list[Image.Image]:
-    from coat_data.media.video import read_frames  # reports without videos need no decoder
-
-    return read_frames(media, MEDIA_PER_CARD)
-
-
-def _data_address(picture: Image.Image) -> str:
-    """The picture, at most LONGEST_SIDE pixels long, as a ``data:`` address."""
-    picture.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
-    buffer = io.BytesIO()
-    # JPEG blurs small pictures (CIFAR has 32 x 32 pixels) and saves nothing there.
-    kind = "PNG" if max(picture.size) <= 96 else "JPEG"
-    picture.convert("RGB").save(buffer, kind, **({} if kind == "PNG" else {"quality": 85}))
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"

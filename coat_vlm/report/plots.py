@@ -1,7 +1,7 @@
-"""Training curves of one stage as SVG images inside ``data:`` addresses.
+"""Plots the training curves of one stage as SVG images in ``data:`` addresses.
 
-The background is transparent and the axes are mid-grey, so that the curves can be read on a light
-and on a dark page. Only matplotlib's object interface is used: no global figure, no global style.
+The background is transparent and the axes are medium gray, so the curves are legible on light and
+dark pages. Only matplotlib's object interface is used: no global figure, no global style.
 """
 
 import base64
@@ -22,52 +22,54 @@ from matplotlib.ticker import EngFormatter
 from coat_vlm.report.run_folder import StageLog
 
 GREY = "#808691"
-COLOURS = ("#3b82f6", "#e07b39", "#2e9e6b", "#a066d3", "#d6455d", "#8a7a2f")
+COLORS = ("#3b82f6", "#e07b39", "#2e9e6b", "#a066d3", "#d6455d", "#8a7a2f")
 MAX_POINTS = 1200
-"""More steps than this are averaged in bins: the curve looks the same and the file stays small."""
+"""Longer series are averaged over consecutive steps, to limit the size of the file."""
 SMOOTHING_SHARE = 50
-"""The smoothed curves average over about 1/50 of the stage."""
+"""The window of the moving average is 1/50 of the stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One picture and what it says without being seen."""
+    """One plot with its title."""
 
     title: str
     address: str
     """``data:image/svg+xml;base64,...``"""
-    wide: bool
+    main: bool
+    """Whether the plot is one of those to look at first."""
 
 
 Draw = Callable[[Axes, StageLog], None]
 Value = Callable[[Mapping[str, Any]], float | None]
-"""Reads one number from a row of metrics.jsonl."""
+"""Function that reads one number from a row of metrics.jsonl."""
 
 
-def stage_plots(stage: StageLog) -> list[Plot]:
-    """Loss with validation points, questions answered in training, learning rate and the others.
+def plot_stage(stage: StageLog) -> list[Plot]:
+    """Plot the loss with validation points, evaluations in training, learning rate and the others.
 
-    A curve whose values are absent from the log is left out.
+    Omits a curve if the log has no values of it.
     """
-    drawn: list[tuple[str, Draw, bool, str]] = [
-        ("loss", _draw_loss, True, "loss"),
-        ("learning rate", _draw_lr, False, "lr"),
-        ("gradient norm", _draw_grad_norm, False, "grad_norm"),
-        ("tokens/s", _draw_rate("tokens_per_s"), False, "tokens_per_s"),
-        ("samples/s", _draw_rate("samples_per_s"), False, "samples_per_s"),
-        ("TFLOP/s per GPU", _draw_rate("tflop_per_s_per_gpu"), False, "tflop_per_s_per_gpu"),
-        ("waiting for data, % of step", _draw_wait, False, "data_wait_s"),
-        ("peak memory, GiB", _draw_memory, False, "peak_memory_mb"),
-        ("phases of a step, %", _draw_phases, True, "phases"),
+    drawn: list[tuple[str, Draw, str]] = [
+        ("loss", _draw_loss, "loss"),
+        ("learning rate", _draw_lr, "lr"),
+        ("gradient norm", _draw_grad_norm, "grad_norm"),
+        ("tokens/s", _draw_rate("tokens_per_s"), "tokens_per_s"),
+        ("samples/s", _draw_rate("samples_per_s"), "samples_per_s"),
+        ("TFLOP/s per GPU", _draw_rate("tflop_per_s_per_gpu"), "tflop_per_s_per_gpu"),
+        ("waiting for data, % of step", _draw_wait, "data_wait_s"),
+        ("peak memory, GiB", _draw_memory, "peak_memory_mb"),
+        ("phases of a step, %", _draw_phases, "phases"),
     ]
     plots = [
-        Plot(title, _render(stage, draw, wide), wide)
-        for title, draw, wide, key in drawn
+        Plot(title, _render(stage, draw), main=key == "loss")
+        for title, draw, key in drawn
         if any(row.get(key) is not None for row in stage.steps)
+        and (stage.on_gpu or key != "tflop_per_s_per_gpu")
     ]
     if stage.evaluations:
-        title = "questions answered in training, %"
-        plots.insert(1, Plot(title, _render(stage, _draw_evaluations, wide=True), wide=True))
+        title = "evaluations in training, %"
+        plots.insert(1, Plot(title, _render(stage, _draw_evaluations), main=True))
     return plots
 
 
@@ -75,15 +77,15 @@ def _draw_loss(axes: Axes, stage: StageLog) -> None:
     _plot_noisy(axes, *_series(stage.steps, _at("loss")))
     sources = dict.fromkeys(name for row in stage.validations for name in row.get("losses") or {})
     curves = {f"val {source}": _at("losses", source) for source in sources}
-    _plot_points(axes, stage.validations, curves, COLOURS[1:])
+    _plot_points(axes, stage.validations, curves, COLORS[1:])
 
 
 def _draw_evaluations(axes: Axes, stage: StageLog) -> None:
-    """The headline metric of every set."""
+    """Draw the headline metric of every set."""
     sets = dict.fromkeys(name for row in stage.evaluations for name in row["headline"])
     last = stage.evaluations[-1]["headline"]
     curves = {f"{name} {last.get(name, '')}": _headline_of(name) for name in sets}
-    _plot_points(axes, stage.evaluations, curves, COLOURS)
+    _plot_points(axes, stage.evaluations, curves, COLORS)
     axes.set_ylim(0, 105)
 
 
@@ -91,9 +93,9 @@ def _draw_lr(axes: Axes, stage: StageLog) -> None:
     names = dict.fromkeys(name for row in stage.steps for name in row.get("lr") or {})
     for number, name in enumerate(names):
         steps, values = _series(stage.steps, _at("lr", name))
-        # Modules often share a rate: dashes of different length let the lower line show through.
+        # Modules often share a rate: different dashes keep overlapping lines visible.
         style = ("-", (0, (5, 4)), (0, (1, 4)))[number % 3]
-        axes.plot(steps, values, color=COLOURS[number % len(COLOURS)], linestyle=style, label=name)
+        axes.plot(steps, values, color=COLORS[number % len(COLORS)], linestyle=style, label=name)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=False)
     axes.yaxis.get_offset_text().set_color(GREY)
     axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
@@ -110,24 +112,23 @@ def _draw_wait(axes: Axes, stage: StageLog) -> None:
 
 def _draw_memory(axes: Axes, stage: StageLog) -> None:
     steps, megabytes = _series(stage.steps, _at("peak_memory_mb"))
-    axes.plot(steps, megabytes * 1e6 / 2**30, color=COLOURS[0], linewidth=1.4)
+    axes.plot(steps, megabytes * 1e6 / 2**30, color=COLORS[0], linewidth=1.4)
     axes.set_ylim(bottom=0)
 
 
 def _draw_phases(axes: Axes, stage: StageLog) -> None:
-    """Shares of a step's time, one above the other; smoothed as the other curves are."""
+    """Draw the phases as stacked shares of the step time, smoothed as the other curves."""
     timed = [row for row in stage.steps if row.get("phases")]
     names = list(timed[-1]["phases"])
     steps, _ = _series(timed, _at("step"))
     window = max(1, len(steps) // SMOOTHING_SHARE)
     seconds = np.array([_smooth(_series(timed, _at("phases", name))[1], window) for name in names])
-    colours = [COLOURS[number % len(COLOURS)] for number in range(len(names))]
+    colors = [COLORS[number % len(COLORS)] for number in range(len(names))]
     shares = 100 * seconds / np.maximum(seconds.sum(0), 1e-12)
-    axes.stackplot(steps, shares, labels=names, colors=colours, alpha=0.75, linewidth=0)
+    axes.stackplot(steps, shares, labels=names, colors=colors, alpha=0.75, linewidth=0)
     axes.set_ylim(0, 100)
-    axes.legend(
-        frameon=False, labelcolor=GREY, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
-    )
+    below: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 3}
+    axes.legend(frameon=False, labelcolor=GREY, fontsize=8, **below)
 
 
 def _draw_grad_norm(axes: Axes, stage: StageLog) -> None:
@@ -148,26 +149,26 @@ def _draw_rate(key: str) -> Draw:
 
 
 def _plot_noisy(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
-    """The values in a faint line and their moving average over it, labelled ``train``."""
-    axes.plot(steps, values, color=COLOURS[0], linewidth=0.8, alpha=0.35)
+    """Plot the values as a faint line, and their moving average with the label ``train``."""
+    axes.plot(steps, values, color=COLORS[0], linewidth=0.8, alpha=0.35)
     window = max(1, len(values) // SMOOTHING_SHARE)
-    axes.plot(steps, _smooth(values, window), color=COLOURS[0], linewidth=1.6, label="train")
+    axes.plot(steps, _smooth(values, window), color=COLORS[0], linewidth=1.6, label="train")
 
 
 def _plot_points(
     axes: Axes,
     rows: Sequence[Mapping[str, Any]],
     curves: Mapping[str, Value],
-    colours: Sequence[str],
+    colors: Sequence[str],
 ) -> None:
-    """Curves of few values, each with a marker, by their labels; and the legend."""
-    for (label, value), colour in zip(curves.items(), cycle(colours), strict=False):
-        axes.plot(*_series(rows, value), "o-", color=colour, markersize=4, linewidth=1, label=label)
+    """Plot labeled curves of few values with markers, and the legend."""
+    for (label, value), color in zip(curves.items(), cycle(colors), strict=False):
+        axes.plot(*_series(rows, value), "o-", color=color, markersize=4, linewidth=1, label=label)
     axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
 
 
 def _at(*keys: str) -> Value:
-    """Reads a value from nested mappings; None where a key is absent."""
+    """Return a function that reads a value from nested mappings, None if a key is absent."""
 
     def value(row: Any) -> float | None:
         for key in keys:
@@ -182,7 +183,7 @@ def _headline_of(name: str) -> Value:
 
 
 def _series(rows: Sequence[Mapping[str, Any]], value: Value) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values as float arrays of at most MAX_POINTS; absent values are NaN."""
+    """Return steps and values as float arrays of at most MAX_POINTS; NaN for absent values."""
     steps = np.array([row["step"] for row in rows], dtype=float)
     values = np.array([value(row) for row in rows], dtype=float)  # None becomes NaN
     size = math.ceil(len(steps) / MAX_POINTS)
@@ -192,7 +193,7 @@ def _series(rows: Sequence[Mapping[str, Any]], value: Value) -> tuple[np.ndarray
 
 
 def _smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred moving average over ``window`` values, over fewer at the ends; NaN is passed over."""
+    """Compute the centered moving average over ``window`` values, ignoring NaN."""
     finite = np.isfinite(values)
     kernel = np.ones(window)
     total = np.convolve(np.where(finite, values, 0.0), kernel, mode="same")
@@ -200,10 +201,10 @@ def _smooth(values: np.ndarray, window: int) -> np.ndarray:
     return np.divide(total, weight, out=np.full_like(total, np.nan), where=weight > 0)
 
 
-def _render(stage: StageLog, draw: Draw, wide: bool) -> str:
-    # Text stays text (smaller files, sharp at any zoom) in whatever sans-serif font the reader has.
+def _render(stage: StageLog, draw: Draw) -> str:
+    # Text stays text in the reader's sans-serif font: smaller files, sharp at any zoom.
     with mpl.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}):
-        figure = Figure(figsize=(9.2, 2.9) if wide else (3.6, 2.0), layout="constrained")
+        figure = Figure(figsize=(4.2, 2.4), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         draw(axes, stage)

@@ -1,4 +1,4 @@
-"""Reads a run folder as far as it has got; what is absent or unreadable is listed, not raised."""
+"""Reads a complete or partial run folder; lists absent and unreadable files without raising."""
 
 import json
 from collections.abc import Mapping
@@ -9,32 +9,65 @@ from typing import Any
 import yaml
 
 from coat_vlm.config import STAGES
+from coat_vlm.run.heartbeat import read_states
+from coat_vlm.train.steady import split_steps
+from coat_vlm.train.tracking import read_rows
+
+_BY_STEP = ("step", "val", "eval", "monitor", "save")
+"""Kinds of rows of which a step has one; the last one counts."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StageLog:
-    """What metrics.jsonl says of one stage."""
+    """The rows of one stage in metrics.jsonl."""
 
     name: str
     start: dict[str, Any] = field(default_factory=dict)
-    """The last row that opened the stage: what trains, devices, versions."""
+    """The last start row of the stage: trainable parameters, devices, versions."""
     end: dict[str, Any] | None = None
-    """The row that closed it; None while it runs, and after a crash."""
+    """The end row of the stage; None while the stage runs, and after a crash."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     """One row per optimizer step, in order; a step repeated after a resume counts once."""
     validations: list[dict[str, Any]] = field(default_factory=list)
     """One row per validation, in order."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """One row per time that ``eval_every`` asked questions, in order."""
+    """One row per evaluation in training (``eval_every``), in order."""
     fp8: list[dict[str, Any]] = field(default_factory=list)
-    """What ``precision: coat`` measured, in order."""
+    """Measurements of ``precision: coat``, in order."""
     monitor: list[dict[str, Any]] = field(default_factory=list)
-    """One row per time that FP8 blocks were compared with BF16, in order."""
+    """One row per comparison of FP8 blocks with BF16, in order."""
+    saves: list[dict[str, Any]] = field(default_factory=list)
+    """One row per saved checkpoint, in order."""
+    first: set[int] = field(default_factory=set)
+    """The first steps after a start, a resume or a rollback."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of starts, resumes, divergence, rollbacks and the end in the order of the file, each
+    with ``after``: the number of steps before it."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the last start."""
+        return self.start.get("world_size") or 1
+
+    @property
+    def steady(self) -> list[Mapping[str, Any]]:
+        """The steps whose time is that of training."""
+        return split_steps(self.steps, self.first)[0]
+
+    @property
+    def apart(self) -> dict[str, list[Mapping[str, Any]]]:
+        """The other steps by kind."""
+        return split_steps(self.steps, self.first)[1]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the last start was on a GPU."""
+        return self.start.get("device", "cpu") != "cpu"
 
 
 @dataclass(slots=True, kw_only=True)
 class RunFolder:
-    """Everything the report shows, as read; absent parts are empty and named in ``missing``."""
+    """The files of a run; absent parts are empty and listed in ``missing``."""
 
     folder: Path
     recipe: dict[str, Any]
@@ -43,12 +76,14 @@ class RunFolder:
     eval_json: dict[str, Any]
     reports: dict[str, dict[str, Any]]
     training: dict[str, Any]
-    """training.json of the last model folder there is."""
+    """training.json of the last existing model folder."""
     missing: list[str]
+    running: bool = False
+    """Whether a process trains in the folder now."""
 
 
 def read_run_folder(folder: Path) -> RunFolder:
-    """Read ``folder``; raise FileNotFoundError if it holds no trace of a run."""
+    """Read ``folder``; raise FileNotFoundError if it is not a run folder."""
     if not (folder / "recipe.yaml").is_file() and not (folder / "metrics.jsonl").is_file():
         raise FileNotFoundError(
             f"{folder} is not a run folder: it has neither recipe.yaml nor metrics.jsonl; "
@@ -57,8 +92,8 @@ def read_run_folder(folder: Path) -> RunFolder:
     missing: list[str] = []
     recipe, recipe_text = _read_recipe(folder / "recipe.yaml", missing)
     stages = _read_metrics(folder / "metrics.jsonl", recipe, missing)
-    if not (folder / "eval.json").is_file():
-        missing.append("eval.json is not there: not evaluated yet (coat-vlm eval --run RUN_DIR)")
+    if recipe.get("eval_sets") and not (folder / "eval.json").is_file():
+        missing.append("eval.json does not exist: the evaluation sets were not evaluated yet")
     eval_json = _read_json(folder / "eval.json", missing) or {}
     sets: dict[str, Any] = {**(recipe.get("eval_sets") or {}), **eval_json}
     sets.pop("precision", None)
@@ -78,12 +113,13 @@ def read_run_folder(folder: Path) -> RunFolder:
         reports=reports,
         training=(_read_json(trained[-1], missing) if trained else None) or {},
         missing=missing,
+        running=any(state.runs for state in read_states(folder)),
     )
 
 
 def _read_recipe(path: Path, missing: list[str]) -> tuple[dict[str, Any], str]:
     if not path.is_file():
-        missing.append("recipe.yaml is not there, so the configuration is not shown")
+        missing.append("recipe.yaml does not exist, so the configuration is not shown")
         return {}, ""
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
@@ -97,31 +133,45 @@ def _read_recipe(path: Path, missing: list[str]) -> tuple[dict[str, Any], str]:
 def _read_metrics(path: Path, recipe: Mapping[str, Any], missing: list[str]) -> list[StageLog]:
     logs = {name: StageLog(name=name) for name in STAGES if name in (recipe.get("stages") or {})}
     if not path.is_file():
-        missing.append("metrics.jsonl is not there: training has not started")
+        missing.append("metrics.jsonl does not exist: training has not started")
         return list(logs.values())
-    rows, unreadable = _read_rows(path)
-    if unreadable:
-        missing.append(f"metrics.jsonl has {unreadable} unreadable lines (cut off by a crash?)")
+    with path.open("rb") as file:
+        lines = sum(1 for line in file if line.strip())
+    rows = list(read_rows(path))  # after counting: a running run appends lines
+    if lines > len(rows):
+        unreadable = lines - len(rows)
+        missing.append(f"metrics.jsonl has {unreadable} unreadable lines (truncated by a crash?)")
     numbered: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    fresh: set[str] = {*STAGES}  # whose next step is the first after a start or a rollback
     for row in rows:
-        name = str(row.get("stage"))
+        name, kind = str(row["stage"]), row.get("kind")
         log = logs.setdefault(name, StageLog(name=name))
-        match row.get("kind"), row.get("status"):
-            case "step" | "val" | "eval" | "monitor" as kind, _:
-                numbered.setdefault((name, kind), {})[int(row["step"])] = row
-            case "fp8", _:
-                log.fp8.append(row)
-            case "stage", "start":
-                log.start, log.end = row, None
-            case "stage", "end":
-                log.end = row
+        steps = numbered.setdefault((name, "step"), {})
+        if kind in _BY_STEP:
+            numbered.setdefault((name, kind), {})[int(row["step"])] = row
+        if kind == "step":
+            (log.first.add if name in fresh else log.first.discard)(int(row["step"]))
+            fresh.discard(name)
+        elif kind == "fp8":
+            log.fp8.append(row)
+        elif kind in ("stage", "resume", "divergence", "rollback"):
+            _add_event(log, row, after=max(steps, default=0))
+            if row.get("status") == "start" or kind == "rollback":
+                fresh.add(name)
     for name, log in logs.items():
-        log.steps, log.validations, log.evaluations, log.monitor = (
-            [row for _, row in sorted(numbered.get((name, kind), {}).items())]
-            for kind in ("step", "val", "eval", "monitor")
+        log.steps, log.validations, log.evaluations, log.monitor, log.saves = (
+            [row for _, row in sorted(numbered.get((name, kind), {}).items())] for kind in _BY_STEP
         )
         _note_progress(log, missing)
     return list(logs.values())
+
+
+def _add_event(log: StageLog, row: dict[str, Any], after: int) -> None:
+    log.events.append({**row, "after": after})
+    if row.get("status") == "start":
+        log.start, log.end = row, None
+    elif row.get("status") == "end":
+        log.end = row
 
 
 def _note_progress(log: StageLog, missing: list[str]) -> None:
@@ -129,23 +179,8 @@ def _note_progress(log: StageLog, missing: list[str]) -> None:
     if not log.start and not log.steps:
         missing.append(f"stage {log.name} has not started")
     elif log.end is None:
-        done = f"step {last['step']} of {last.get('total_steps', '?')}"
-        missing.append(f"stage {log.name} is not finished: {done} is the last one")
-
-
-def _read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The JSON objects of a file and the number of lines that are none."""
-    rows, unreadable = [], 0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        elif line.strip():
-            unreadable += 1
-    return rows, unreadable
+        done = f"{last['step']} of {last.get('total_steps', '?')}"
+        missing.append(f"stage {log.name} is not finished: the last logged step is {done}")
 
 
 def _read_json(path: Path, missing: list[str]) -> dict[str, Any] | None:

@@ -1,1 +1,1 @@
-"""Training: recipes on DeepSpeed, with checkpoints that continue exactly."""
+"""Training of recipes on DeepSpeed, with bit-exact resume from checkpoints."""

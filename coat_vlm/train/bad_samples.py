@@ -7,26 +7,30 @@ from typing import Any
 
 import numpy as np
 
-from coat_data.load.loader import BadSample, LoadedBatch
+from coat_data.load.loader import LoadedBatch
 from coat_vlm.config import SourceConfig, StageConfig
 from coat_vlm.train.tracking import read_rows
 
 BAD_SAMPLES = "bad_samples.jsonl"
 """File in a run folder."""
 
+_TRANSIENT = "outage"  # deprecated name of a transient I/O error in bad_samples.jsonl
+_TRANSIENTS = "outages"  # deprecated name of their number in metrics.jsonl
+
 
 class BadSamples:
     """The bad samples of one stage.
 
     ``RUN/bad_samples.jsonl`` has a line per replaced row: ``stage``, ``step``, ``source``,
-    ``file``, ``row`` (in the file or folder), ``where``, ``problem`` and ``position``; and
-    ``outage``, if a network or server failed, which says nothing about the row. A source's
-    ``exclude`` takes the list as it is, and passes over outages. They are counted by themselves.
+    ``file``, ``row`` (in the file or folder), ``where``, ``problem`` and ``position``. Rows that
+    were not read because of a transient I/O error (a network or server failed, the row may be
+    good) have ``outage: true`` (a deprecated name) and are counted separately. A source's
+    ``exclude`` reads this list and ignores the rows with transient errors.
 
     Attributes:
         total: bad samples so far over all ranks.
-        outages: samples that were out of reach, over all ranks, since the run was started or
-            continued.
+        transient: samples with a transient I/O error, over all ranks, since the run was started or
+            resumed.
 
     Args:
         run_dir: the run folder.
@@ -34,6 +38,7 @@ class BadSamples:
         stage: its limits.
         sources: its sources, in the order of the mixture.
         total: see above, when a run is continued.
+        check: raises an error if this run must write no more; called before rows are listed.
     """
 
     def __init__(
@@ -43,95 +48,102 @@ class BadSamples:
         stage: StageConfig,
         sources: Sequence[SourceConfig],
         total: int = 0,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        self._check = check
         self.total = total
-        self.outages = 0
+        self.transient = 0
         self._path = run_dir / BAD_SAMPLES
         self._name = name
         self._stage = stage
         self._sources = sources
         self._counts = dict.fromkeys((source.name for source in sources), 0)
         for row in read_rows(self._path):
-            if row["stage"] == name and row["source"] in self._counts and not row.get("outage"):
+            if (
+                row["stage"] == name
+                and row.get("source") in self._counts
+                and not row.get(_TRANSIENT)
+            ):
                 self._counts[row["source"]] += 1
 
     def note(self, micro_batches: Sequence[LoadedBatch], step: int) -> dict[str, float]:
         """List this rank's bad samples of a step.
 
         Returns:
-            How many there are, to be summed over the ranks: ``bad/SOURCE``, and ``outages``.
+            Counts to sum over the ranks: ``bad/SOURCE``, and ``outages`` (deprecated name).
         """
-        counts = {**{f"bad/{name}": 0.0 for name in self._counts}, "outages": 0.0}
+        counts = {**{f"bad/{name}": 0.0 for name in self._counts}, _TRANSIENTS: 0.0}
         bad = [sample for loaded in micro_batches for sample in loaded.bad]
         if bad:
+            self._check()
             with self._path.open("a", encoding="utf-8") as file:
                 for sample in bad:
-                    name = self._sources[sample.source].name
-                    counts["outages" if sample.outage else f"bad/{name}"] += 1
-                    file.write(json.dumps(self._listed(sample, step)) + "\n")
+                    source = self._sources[sample.source]
+                    counts[_TRANSIENTS if sample.transient else f"bad/{source.name}"] += 1
+                    row: dict[str, Any] = {
+                        "stage": self._name,
+                        "step": step,
+                        "source": source.name,
+                        "file": source.path,
+                        "row": sample.row,
+                        "where": sample.where,
+                        "problem": sample.problem,
+                        "position": sample.position,
+                        **({_TRANSIENT: True} if sample.transient else {}),
+                    }
+                    file.write(json.dumps(row) + "\n")
         return counts
 
-    def row(self, counts: Mapping[str, float], met: Callable[[], np.ndarray]) -> dict[str, Any]:
+    def row(
+        self, counts: Mapping[str, float], count_by_source: Callable[[], np.ndarray]
+    ) -> dict[str, Any]:
         """Add a step's bad samples of all ranks.
 
         Args:
             counts: sums of :meth:`note`.
-            met: samples of each source so far; asked only when there are bad ones.
+            count_by_source: returns the samples of each source so far; called only if there are
+                bad samples.
 
         Returns:
-            For metrics.jsonl: ``bad_by_source``, number and share of the bad ones of each source
-            that has any, and ``outages``, if there were any. On other ranks than the main one
-            sources can lack those of before a resume.
+            A row for metrics.jsonl: ``bad_by_source``, the number and the share of bad samples for
+            each source that has any; and ``outages`` (deprecated name), the number of transient
+            errors, if not 0. Ranks other than the main one may not count the bad samples from
+            before a resume.
 
         Raises:
-            ValueError: there are too many, of one kind or the other.
+            ValueError: there are too many bad samples or too many transient errors.
         """
-        self.outages += int(counts["outages"])
+        self.transient += int(counts[_TRANSIENTS])
         for name in self._counts:
             self._counts[name] += int(counts[f"bad/{name}"])
             self.total += int(counts[f"bad/{name}"])
-        if not (self.total or self.outages):
+        if not (self.total or self.transient):
             return {"bad_by_source": {}}
-        samples = met()
+        samples = count_by_source()
         rates = {
             name: {"rows": bad, "rate": round(bad / max(1, int(number)), 6)}
             for (name, bad), number in zip(self._counts.items(), samples, strict=True)
             if bad
         }
-        self._check(int(samples.sum()), rates)
-        return {"bad_by_source": rates, **({"outages": self.outages} if self.outages else {})}
-
-    def _check(self, met: int, rates: dict[str, Any]) -> None:
         fraction = self._stage.max_bad_fraction
-        allowed = max(self._stage.max_bad_samples, int((fraction or 0.0) * met))
-        if max(self.total, self.outages) <= allowed:
-            return
+        seen = int(samples.sum())
+        allowed = max(self._stage.max_bad_samples, int((fraction or 0.0) * seen))
+        if max(self.total, self.transient) <= allowed:
+            transient = {_TRANSIENTS: self.transient} if self.transient else {}
+            return {"bad_by_source": rates, **transient}
         limit = f"max_bad_samples={self._stage.max_bad_samples}"
         if fraction is not None:
-            limit += f" and max_bad_fraction={fraction} of {met} samples"
-        if self.outages > allowed:
+            limit += f" and max_bad_fraction={fraction} of {seen} samples"
+        if self.transient > allowed:
             raise ValueError(
-                f"stage {self._name}: {self.outages} samples could not be reached, which is more "
-                f"than {limit} allow; {self._path} lists them (outage): continue with --resume "
-                "auto when their hosts answer, or download the media"
+                f"stage {self._name}: {self.transient} samples could not be reached, more than "
+                f"{limit} allow; {self._path} lists them with {_TRANSIENT}=true: continue with "
+                "--resume auto when their hosts answer, or download the media"
             )
         by_source = ", ".join(f"{name} {found['rows']}" for name, found in rates.items())
         raise ValueError(
             f"stage {self._name}: {self.total} bad samples ({by_source}) are more than {limit} "
-            f"allow; {self._path} lists them: fix the data, give that file to the sources as "
-            "exclude, or raise the limit"
+            f"allow; {self._path} lists them: raise the limit and continue with --resume auto; "
+            "or fix the data, or give that file to the sources as exclude, and continue with "
+            "--resume auto --allow-changed-data"
         )
-
-    def _listed(self, sample: BadSample, step: int) -> dict[str, Any]:
-        source = self._sources[sample.source]
-        return {
-            "stage": self._name,
-            "step": step,
-            "source": source.name,
-            "file": source.path,
-            "row": sample.row,
-            "where": sample.where,
-            "problem": sample.problem,
-            "position": sample.position,
-            **({"outage": True} if sample.outage else {}),
-        }

@@ -1,8 +1,8 @@
-"""Evaluation in training: questions that the current weights answer (``eval_every``).
+"""Evaluation during training (``eval_every``): generates and scores answers of the live weights.
 
-This package cannot import what scores answers, which is above it. It gets each set's questions with
-a function that scores their answers, and does what belongs to training: it spreads the questions
-over the ranks and keeps these in step where they share weights (ZeRO stage 3).
+Scoring is in ``coat_eval``, which this package must not import. The caller passes the questions of
+each set with a function that scores the answers (:class:`EvalSubset`). This module distributes the
+questions over the ranks, and keeps the ranks in lockstep under ZeRO stage 3.
 """
 
 import time
@@ -14,40 +14,43 @@ from tqdm import tqdm
 
 from coat_data.sample import DataError, Sample
 from coat_vlm.distributed import World
-from coat_vlm.generate import PromptEncoder, answer_batch
+from coat_vlm.generate import PromptEncoder, generate_batch
 from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.run.signals import SIGNALS
 
 BATCH_SIZE = 8
 MAX_NEW_TOKENS = 16
-"""As ``coat-vlm eval`` by default, so that its figures and these can be compared."""
+"""The defaults of ``coat-vlm eval``, so that the metrics are comparable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSubset:
-    """Some questions of one evaluation set, and what their answers are worth."""
+    """Questions of one evaluation set with their scoring function."""
 
     name: str
     headline: str
     """The metric shown first."""
     samples: Sequence[Sample]
     score: Callable[[Sequence[str]], Mapping[str, float]]
-    """Metrics in percent of one answer per sample, in order."""
+    """Computes metrics in percent from one answer per sample, in order."""
 
 
 class LiveEvaluation:
-    """Asks the subsets' questions, on all ranks at once.
+    """Evaluates the model on the questions of all subsets; the ranks share the questions.
+
+    The constructor encodes all prompts once, so that a bad one raises before training starts.
 
     Args:
         subsets: the questions; the same on every rank.
-        processor: of the model that is trained.
+        processor: the processor of the model.
         world: the processes of the run.
         every: steps between two evaluations.
-        in_step: every forward pass needs all ranks, with the same modules in the same order.
+        lockstep: every forward pass needs all ranks, with the same modules in the same order.
 
     Raises:
         ValueError: a prompt of another rank cannot be encoded.
-        DataError: a medium cannot be read, or a prompt is too long; better now than at step 1000.
+        DataError: a medium cannot be read, or a prompt is too long.
     """
 
     def __init__(
@@ -57,31 +60,46 @@ class LiveEvaluation:
         world: World,
         *,
         every: int,
-        in_step: bool,
+        lockstep: bool,
     ) -> None:
         self.every = every
         self._subsets = subsets
         self._encoder = PromptEncoder(processor)
         self._world = world
-        self._in_step = in_step and world.size > 1
-        self._check()
+        self._lockstep = lockstep and world.size > 1
+        problem: DataError | None = None  # an error on one rank raises on all
+        try:
+            for subset in self._subsets:
+                for indices in self._batches(subset.samples):
+                    self._encoder([subset.samples[index] for index in indices])
+        except DataError as error:
+            problem = error
+        problems = [text for text in self._world.gather(problem and str(problem)) if text]
+        if problem is not None:
+            raise problem
+        if problems:
+            raise ValueError(problems[0])
 
-    def __call__(self, model: CoatVlm) -> dict[str, Any]:
-        """Answer all questions greedily and score them.
+    def __call__(self, model: CoatVlm) -> dict[str, Any] | None:
+        """Generate answers to all questions with greedy decoding and score them.
 
         Args:
-            model: the engine's module in evaluation mode; under ZeRO-3 its weights are gathered
-                layer by layer.
+            model: the engine's module in evaluation mode; under ZeRO-3 weights are gathered layer
+                by layer.
 
         Returns:
-            ``metrics`` in percent by set, the set's headline metric first and without categories;
-            ``headline``, that metric's name by set; ``samples``, the number of questions by set;
-            ``eval_s``.
+            ``metrics``, in percent by set, the headline metric first and without categories;
+            ``headline``, the name of the headline metric by set; ``samples``, the number of
+            questions by set; ``eval_s``, the duration in seconds. None on all ranks if one of them
+            received a signal.
         """
         started = time.perf_counter()
         metrics = {}
         for subset in self._subsets:
-            values = subset.score(self._answers(model, subset))
+            answers = self._answers(model, subset)
+            if answers is None:
+                return None
+            values = subset.score(answers)
             names = dict.fromkeys([subset.headline, *values])
             metrics[subset.name] = {name: values[name] for name in names if "." not in name}
         return {
@@ -91,7 +109,8 @@ class LiveEvaluation:
             "eval_s": round(time.perf_counter() - started, 2),
         }
 
-    def _answers(self, model: CoatVlm, subset: EvalSubset) -> list[str]:
+    def _answers(self, model: CoatVlm, subset: EvalSubset) -> list[str] | None:
+        """Return the answers to all questions, or None if a rank received a signal."""
         own: dict[int, str] = {}
         batches = list(self._batches(subset.samples))
         bar = tqdm(
@@ -101,47 +120,35 @@ class LiveEvaluation:
             disable=None if self._world.is_main else True,
         )
         for indices in bar:
+            stop = SIGNALS.received is not None
+            if self._world.any(stop) if self._lockstep else stop:
+                break
             prompts = self._encoder([subset.samples[index] for index in indices])
-            texts = answer_batch(
-                model, self._encoder, prompts, MAX_NEW_TOKENS, synced=self._in_step
+            texts = generate_batch(
+                model, self._encoder, prompts, MAX_NEW_TOKENS, synced=self._lockstep
             )
             own.update(zip(indices, texts, strict=True))
+        if self._world.any(SIGNALS.received is not None):
+            return None
         answers: dict[int, str] = {}
-        for some in self._world.gather(own):
-            answers.update(some)
+        for part in self._world.gather(own):
+            answers.update(part)
         return [answers[index] for index in range(len(subset.samples))]
 
     def _batches(self, samples: Sequence[Sample]) -> Iterator[list[int]]:
-        """This rank's batches of indices.
+        """Yield this rank's batches of indices.
 
-        In step, all ranks have as many batches, and a batch shows images on all ranks or on none:
-        the tower takes part in a pass only if there is something to see. What does not divide is
-        asked twice.
+        In lockstep all ranks have the same number of batches, and each batch has media on all ranks
+        or on none, because the tower runs only if there are media. If a group does not divide by
+        the number of ranks, its first question is repeated.
         """
-        everything = list(range(len(samples)))
-        groups = [everything]
-        if self._in_step:
-            seeing = [index for index in everything if samples[index].media]
-            groups = [seeing, [index for index in everything if not samples[index].media]]
+        groups = [list(range(len(samples)))]
+        if self._lockstep:
+            groups = [[i for i in groups[0] if bool(samples[i].media) == x] for x in (True, False)]
         rank, size = self._world.rank, self._world.size
         for group in groups:
             own = group[rank::size]
-            if self._in_step and len(own) < -(-len(group) // size):
+            if self._lockstep and len(own) < -(-len(group) // size):
                 own.append(group[0])
             for begin in range(0, len(own), BATCH_SIZE):
                 yield own[begin : begin + BATCH_SIZE]
-
-    def _check(self) -> None:
-        """Encode this rank's prompts once; all ranks raise if one of them has to."""
-        problem: DataError | None = None
-        try:
-            for subset in self._subsets:
-                for indices in self._batches(subset.samples):
-                    self._encoder([subset.samples[index] for index in indices])
-        except DataError as error:
-            problem = error
-        said = [text for text in self._world.gather(problem and str(problem)) if text]
-        if problem is not None:
-            raise problem
-        if said:
-            raise ValueError(said[0])

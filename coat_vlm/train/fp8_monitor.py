@@ -1,18 +1,19 @@
-"""Measures FP8 in a run: errors of blocks (which it may turn to BF16), memory, saturation.
+"""Measures FP8 in a run: errors of blocks (with a BF16 fallback), memory, saturation.
 
-:class:`BlockMonitor` is the recipe's ``monitor``: it compares FP8 blocks with BF16 in training,
-warns, and lets them compute in BF16. In a step that is due, hooks keep the first input of each
-chosen block and the gradient of its output. After the step, with the new weights,
-:mod:`coat_vlm.fp8.block_error` runs each block twice. All ranks measure and add up what they found,
-so all decide alike. In other steps nothing is hooked.
+:class:`BlockMonitor` implements the recipe's ``monitor``: it compares FP8 blocks with BF16 during
+training, warns, and can switch blocks to BF16. In a monitored step, hooks capture the first input
+of each selected block and the gradient of its output. After the step, with the new weights,
+:mod:`coat_vlm.fp8.block_error` runs each block in both precisions. The errors are summed over all
+ranks, so all ranks take the same decision. Other steps have no hooks.
 
-:class:`Fp8Record` notes once per stage what was converted, and at the first and last step what FP8
-saves and how many values it loses.
+:class:`Fp8Record` writes to metrics.jsonl which modules were converted, and at the first and last
+step of a stage how much memory FP8 saves and how many values saturate or underflow.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
@@ -28,11 +29,12 @@ from coat_vlm.fp8.convert import back_to_bf16
 from coat_vlm.model.vlm import CoatVlm
 
 PER_TENSOR = ("weight", "linear input", "norm output", "activation output", "gradient")
-"""Kinds of tensors with one scale; in groups, one value of each may be the largest."""
+"""Kinds of tensors with one scale each, whose rates are checked. Tensors with group scales are not:
+the largest value of each group may be the largest of the format."""
 
 _ERRORS = {"output_error": "max_error", "input_gradient_error": "max_gradient_error"}
 _RATES = {"saturated": "max_saturated", "underflowed": "max_underflowed"}
-"""What is measured -> the key of its limit in the recipe."""
+"""Measured value -> recipe key of its limit."""
 
 _WORDS = ("first", "middle", "last", "all")
 
@@ -41,18 +43,21 @@ Write = Callable[[dict[str, Any]], None]
 
 
 class BlockMonitor:
-    """Watches the FP8 blocks of one stage.
+    """Compares the FP8 blocks of one stage with BF16.
 
     Args:
-        model: converted.
-        report: what was converted; None in a run without FP8.
-        config: the recipe's; None measures nothing.
-        arithmetic: the run's.
+        model: the converted model.
+        report: the converted modules; None in a run without FP8.
+        config: the recipe's ``monitor``; None turns the monitor off.
+        arithmetic: the recipe's precision on this device.
         world: the processes of the run.
-        split: weights are split over the ranks (ZeRO-3).
+        split: whether weights are partitioned over the ranks (ZeRO-3).
+
+    Attributes:
+        bf16_blocks: names of the blocks that were switched to BF16.
 
     Raises:
-        ValueError: ``monitor.layers`` names no FP8 block, or there is none.
+        ValueError: ``monitor.layers`` contains a name that is not an FP8 block, or there is none.
     """
 
     def __init__(
@@ -65,37 +70,31 @@ class BlockMonitor:
         split: bool,
     ) -> None:
         found = {} if report is None else report.converted
-        names = [name for name, what in found.items() if what != "FP8 linear"]
+        names = [name for name, kind in found.items() if kind != "FP8 linear"]
         self._blocks = {name: model.get_submodule(name) for name in names}
         self._config = config
-        self._watched = [] if config is None else chosen(names, config.layers)
+        self._monitored = [] if config is None else select_blocks(names, config.layers)
         self._round_linears = arithmetic.round_linears
         self._world = world
         self._split = split
         self._inputs: dict[str, LiveInput] = {}
-        self.in_bf16: list[str] = []
-        """Blocks that were sent back."""
+        self.bf16_blocks: list[str] = []
 
-    @property
-    def every(self) -> int:
-        """Steps between two measurements; 0 where nothing is left to measure."""
-        return self._config.every if self._config is not None and self._watched else 0
-
-    def send_back(self, names: Sequence[str]) -> None:
-        """Let blocks compute in BF16 from now on."""
+    def switch_to_bf16(self, names: Sequence[str]) -> None:
+        """Switch blocks to BF16 for the rest of the run."""
         for name in names:
             back_to_bf16(self._blocks[name], self._round_linears)
-            self.in_bf16.append(name)
-        self._watched = [name for name in self._watched if name not in self.in_bf16]
+            self.bf16_blocks.append(name)
+        self._monitored = [name for name in self._monitored if name not in self.bf16_blocks]
 
-    def due(self, step: int) -> bool:
-        """Whether this step is measured."""
-        return self.every > 0 and step % self.every == 0
+    def is_due(self, step: int) -> bool:
+        """Whether this step is monitored."""
+        return self._config is not None and bool(self._monitored) and step % self._config.every == 0
 
     @contextmanager
     def watch(self, stage: str, step: int, write: Write) -> Iterator[None]:
-        """Measure the step that runs inside, write what was found, and print warnings."""
-        with self.capturing():
+        """Monitor the step in this context, write the result, and print warnings."""
+        with self.capture():
             yield
         row, warnings = self.measure()
         write({"kind": "monitor", "stage": stage, "step": step, **row})
@@ -103,20 +102,13 @@ class BlockMonitor:
             tqdm.write(f"WARNING stage {stage}, step {step}: {warning}")
 
     @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Keep the first input of each watched block, and its output's gradient, of this step."""
+    def capture(self) -> Iterator[None]:
+        """Capture the first input of each monitored block and the gradient of its output."""
         self._inputs = {}
-        with ExitStack() as stack:
-            for name in self._watched:
-                for handle in self._hooked(name):
-                    stack.callback(handle.remove)
-            yield
+        hooked: set[str] = set()
 
-    def _hooked(self, name: str) -> list[Any]:
-        block = self._blocks[name]
-
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name in self._inputs:  # a later micro-batch, or a checkpointed block's second run
+        def enter(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name in self._inputs:  # a later micro-batch, or recomputation
                 return
             kwargs = dict(kwargs)
             first = args[0] if args else kwargs.pop("hidden_states")
@@ -124,60 +116,67 @@ class BlockMonitor:
                 kwargs["past_key_values"] = None  # each run would append to it
             self._inputs[name] = LiveInput((first.detach(), *args[1:]), kwargs)
 
-        hooked: set[str] = set()
-
-        def leave(_: nn.Module, __: object, output: Any) -> None:
+        def leave(name: str, _: nn.Module, __: object, output: Any) -> None:
             y: Tensor = output[0] if isinstance(output, tuple) else output
-            if name in hooked or not y.requires_grad:
-                return
-            hooked.add(name)
-            y.register_hook(keep)
+            if name not in hooked and y.requires_grad:
+                hooked.add(name)
+                y.register_hook(partial(keep, name))
 
-        def keep(gradient: Tensor) -> None:
+        def keep(name: str, gradient: Tensor) -> None:
             self._inputs[name].gradient = gradient.detach()
 
-        return [
-            block.register_forward_pre_hook(enter, with_kwargs=True),
-            block.register_forward_hook(leave),
-        ]
+        with ExitStack() as hooks:
+            for name in self._monitored:
+                block, read = self._blocks[name], partial(enter, name)
+                hooks.enter_context(block.register_forward_pre_hook(read, with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(partial(leave, name)))
+            yield
 
     def measure(self) -> tuple[dict[str, Any], list[str]]:
-        """Compare what :meth:`capturing` kept; all ranks must call this.
+        """Measure the errors of the blocks on the captured inputs; all ranks must call this.
 
         Returns:
-            What metrics.jsonl says: per block its errors and rates, what is beyond a limit, and
-            which blocks go back to BF16. And the warnings to print.
+            Entries of metrics.jsonl: the errors and rates of each block (``layers``),
+            ``warnings``, and the blocks that were switched to BF16 (``sent_back``). And the
+            warnings to print.
         """
         config = self._config
         assert config is not None
         mine: dict[str, BlockError] = {}
-        for name in self._watched:
+        for name in self._monitored:
             block, live = self._blocks[name], self._inputs.pop(name, None)
             parameters = list(block.parameters())
             with GatheredParameters(parameters) if self._split else nullcontext():
                 if live is not None:
                     mine[name] = block_error(block, live, self._round_linears)
-        totals = {name: BlockError() for name in self._watched}
+        totals = {name: BlockError() for name in self._monitored}
         for found in self._world.gather(mine):
             for name, error in found.items():
                 totals[name].add(error)
-        rows = {name: _row(error) for name, error in totals.items()}
-        beyond = {name: _warnings(name, row, config) for name, row in rows.items()}
-        warnings = [warning for found in beyond.values() for warning in found]
-        back = [name for name, found in beyond.items() if found] if config.action == "bf16" else []
-        self.send_back(back)
-        return {"layers": rows, "warnings": warnings, "sent_back": back}, warnings
+        rows: dict[str, dict[str, Any]] = {}
+        for name, error in totals.items():
+            values = {key: getattr(error, key) for key in _ERRORS}
+            rows[name] = {  # JSON has neither NaN nor infinity
+                key: value if math.isfinite(value) else None
+                for key, value in values.items()
+                if value is not None
+            } | error.rates
+        found = {name: _format_warnings(name, row, config) for name, row in rows.items()}
+        warnings = [warning for some in found.values() for warning in some]
+        fallback = [name for name, some in found.items() if some and config.action == "bf16"]
+        self.switch_to_bf16(fallback)
+        return {"layers": rows, "warnings": warnings, "sent_back": fallback}, warnings
 
 
-def chosen(names: Sequence[str], layers: Sequence[str]) -> list[str]:
-    """The blocks that ``monitor.layers`` means, in the model's order.
+def select_blocks(names: Sequence[str], layers: Sequence[str]) -> list[str]:
+    """Return the blocks that ``monitor.layers`` selects, in the model's order.
 
     Args:
-        names: of all FP8 blocks; those with the same parent are one part of the model.
-        layers: words, each of which is about every part, and names.
+        names: names of all FP8 blocks; blocks with the same parent form one part of the model.
+        layers: block names, or the words first, middle, last and all, which apply to every part.
 
     Raises:
-        ValueError: a name is of no FP8 block, or there are no blocks.
+        ValueError: a name is not an FP8 block, or there are no blocks.
     """
     parts: dict[str, list[str]] = {}
     for name in names:
@@ -185,7 +184,7 @@ def chosen(names: Sequence[str], layers: Sequence[str]) -> list[str]:
     wrong = [layer for layer in layers if layer not in (*_WORDS, *names)]
     if wrong or not names:
         raise ValueError(
-            f"monitor.layers: {wrong[0] if wrong else list(layers)} is no FP8 block of this model; "
+            f"monitor.layers: {wrong[0] if wrong else list(layers)} is not an FP8 block; "
             f"allowed: {', '.join(_WORDS)}, and {', '.join(names) or 'nothing else (no FP8 block)'}"
         )
     wanted: set[str] = set(layers)
@@ -196,17 +195,8 @@ def chosen(names: Sequence[str], layers: Sequence[str]) -> list[str]:
     return [name for name in names if name in wanted]
 
 
-def _row(error: BlockError) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for key in _ERRORS:
-        value = getattr(error, key)
-        if value is not None:  # JSON knows neither NaN nor infinity
-            row[key] = value if math.isfinite(value) else None
-    return row | error.rates
-
-
-def _warnings(name: str, row: dict[str, Any], config: MonitorConfig) -> list[str]:
-    """A line for each value of a block's row that is beyond its limit."""
+def _format_warnings(name: str, row: dict[str, Any], config: MonitorConfig) -> list[str]:
+    """Return a line for each value of a block that exceeds its limit."""
     found = [(key, row[key], limit) for key, limit in _ERRORS.items() if key in row]
     found += [
         (f"{kind}, {rate}", row[kind][rate], limit)
@@ -217,23 +207,24 @@ def _warnings(name: str, row: dict[str, Any], config: MonitorConfig) -> list[str
     remedy = (
         "the block computes in BF16 from now on"
         if config.action == "bf16"
-        else "resume with monitor.action=bf16 to send such blocks back to BF16, or start with "
+        else "resume with monitor.action=bf16 to switch such blocks to BF16, or start with "
         "fp8.bf16_forward_first, fp8.skip_first, fp8.skip_last or a lower learning rate"
     )
     return [
-        f"{name}: {what.replace('_', ' ')} {'is not finite' if got is None else f'is {got:.3g}'}, "
-        f"allowed is {getattr(config, key):g} (monitor.{key}); {remedy}"
-        for what, got, key in found
-        if got is None or got > getattr(config, key)
+        f"{name}: {metric.replace('_', ' ')} "
+        f"{'is not finite' if value is None else f'is {value:.3g}'}, "
+        f"the limit is {getattr(config, key):g} (monitor.{key}); {remedy}"
+        for metric, value, key in found
+        if value is None or value > getattr(config, key)
     ]
 
 
 class Fp8Record:
-    """Writes rows of kind ``fp8``; one per stage and process.
+    """Writes rows of kind ``fp8`` to metrics.jsonl; one object per stage and process.
 
     Args:
         stage: the stage's name.
-        report: what was converted.
+        report: the converted modules.
         write: writes a row.
     """
 
@@ -243,12 +234,12 @@ class Fp8Record:
         self._write_row("blocks", 0, converted=report.converted, skipped=report.skipped)
 
     def footprint(self, model: CoatVlm, batch: Batch) -> None:
-        """Measure the activations that each FP8 block keeps, on the first row of ``batch``."""
-        if not fp8_blocks(model):  # linear layers alone
+        """Measure the activations that each FP8 block saves, on the first row of ``batch``."""
+        if not fp8_blocks(model):  # only linear layers are converted
             return
-        # The first row, without a mask, as the loss runs: padding is on the right.
+        # Like the loss, this passes no mask: padding is on the right.
         grids, groups = batch.get("image_grids"), batch.get("frame_groups")
-        images, tiles = model.images_per_row(batch["input_ids"][:1], grids, groups)[0]
+        images, tiles = model.count_row_images(batch["input_ids"][:1], grids, groups)[0]
         row = {"input_ids": batch["input_ids"][:1]}
         if images:
             row["pixel_values"] = batch["pixel_values"][:tiles]
@@ -256,7 +247,7 @@ class Fp8Record:
             row |= {name: values[:images] for name, values in own.items() if values is not None}
         device = next(model.parameters()).device
         inputs = {name: value.to(device) for name, value in row.items()}
-        # The blocks are measured; logits would only take memory.
+        # Only the blocks are measured: full logits are not needed.
         footprint = measure_footprint(model, lambda: model(**inputs, logits_to_keep=1))
         blocks = [
             {"block": name, "fp8_bytes_per_token": fp8, "original_bytes_per_token": original}
@@ -266,14 +257,14 @@ class Fp8Record:
 
     @contextmanager
     def watch(self, step: int, optimizer: Any) -> Iterator[None]:
-        """Count saturated and underflowed values of the step inside, then measure the states."""
+        """Count saturated and underflowed values in this context, then measure the states."""
         with watching() as counts:
             yield
         self._write_row("rates", step, rates=counts.rates())
         self.states(optimizer, step)
 
     def states(self, optimizer: Any, step: int) -> None:
-        """Measure the optimizer's states on this process, and those that AdamW would have."""
+        """Measure the optimizer states of this process, compared with those of torch's AdamW."""
         states = {p: state for p, state in optimizer.state.items() if state}
         tensors = [
             t

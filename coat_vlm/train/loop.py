@@ -1,82 +1,164 @@
-"""The loop of one stage: steps, and validation, questions and checkpoints between them."""
+"""The training loop of one stage: steps, checkpoints, validation, evaluation and rollbacks."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
-from coat_data.mixture.sampler import Cursor
+from coat_data.load.loader import LoadedBatch
+from coat_data.mixture.sampler import SamplerState
+from coat_vlm.distributed import Stopped
+from coat_vlm.run.heartbeat import Heartbeat
+from coat_vlm.run.signals import SIGNALS
 from coat_vlm.train.data import StageData
+from coat_vlm.train.divergence import Watchdog
 from coat_vlm.train.evaluation import LiveEvaluation
-from coat_vlm.train.interrupt import Interrupts
 from coat_vlm.train.step import TrainStep
-from coat_vlm.train.throughput import trained_tokens
+from coat_vlm.train.throughput import count_supervised_tokens
 from coat_vlm.train.tracking import StepLine
 
 
-class Stopped(SystemExit):
-    """Training saved a checkpoint after a signal and leaves with this status."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StageLoop:
-    """Takes the steps of one stage, and does what is due between them."""
+    """Runs the steps of one stage, and validates, evaluates and saves between them."""
 
     step: TrainStep
     data: StageData
-    save: Callable[[int, Cursor], None]
-    """Saves a checkpoint, given the step and how far the order of data is used."""
+    save: Callable[[int, SamplerState], None]
+    """Saves a checkpoint, given the step and the sampler state; it may be written later."""
+    finish_save: Callable[[], None]
+    """Waits until the last checkpoint is complete."""
+    watchdog: Watchdog
+    roll_back: Callable[[Path], None]
+    """Loads a checkpoint into the model, the optimizer and ``step``."""
+    measured: frozenset[str] = frozenset()
+    """Kinds of rows (``val``, ``eval``) that metrics.jsonl has for the step from which the stage
+    continues."""
     log_every_steps: int
+    heartbeat: Heartbeat
+    """Shows to the other ranks what this one does."""
     evaluation: LiveEvaluation | None = None
-    """Asks questions on the way."""
+    """Evaluates during training."""
+    saved: int = 0
+    """The step of the newest checkpoint."""
 
     def train(self) -> None:
-        """Run the remaining steps, validating and saving on the way and at the end.
+        """Run the remaining steps.
 
         Raises:
-            DataError: a row is bad and none are allowed.
-            ValueError: as :class:`coat_vlm.train.step.TrainStep`.
-            Stopped: after a signal, when the checkpoint is saved.
+            DataError: a row is bad and bad rows are not allowed.
+            OSError: a checkpoint could not be written.
+            ValueError: see :class:`coat_vlm.train.step.TrainStep` and
+                :class:`coat_vlm.train.divergence.Watchdog`.
+            Stopped: a signal was received, on any rank, and the checkpoint is saved.
         """
         step = self.step
-        batches = self.data.loader.steps(step.cursor)
+        # Killed between saving and measuring: the rows of this step are still to be written.
+        if step.finished and not self._measure(self.measured):
+            self._stop()
+        batches = self._open_batches()
         line = StepLine(
             step.name, step.total_steps, step.finished, self.log_every_steps, step.world
         )
-        with Interrupts() as interrupts, line:
+        with SIGNALS.handle(), SIGNALS.hold("after this step, with a checkpoint"), line:
             try:
                 while step.finished < step.total_steps:
                     started = time.perf_counter()
-                    micro_batches = next(batches)
+                    self.heartbeat.enter("waiting for data", step.finished)
+                    # None after a signal: the ranks then stop at the last finished step.
+                    micro_batches = SIGNALS.wait(partial(next, batches))
                     data_wait = time.perf_counter() - started
-                    row, stop = step(micro_batches, started, data_wait, interrupts.received)
-                    line.show(row)
-                    self._between_steps(stop, interrupts)
+                    self.heartbeat.enter("in a training step", step.finished)
+                    row, stop = step(
+                        micro_batches, started, data_wait, SIGNALS.received is not None
+                    )
+                    good = None
+                    if row:
+                        line.show(row)
+                        good = self._check(row)
+                    if good is not None:
+                        self.roll_back(good)
+                        line.go_back(step.finished)
+                        self.saved = step.finished
+                    if good is not None or step.finished in self.watchdog.skips:
+                        batches.close()
+                        batches = self._open_batches()
+                    if good is None:
+                        self._save_and_measure(stop)
+                self.finish_save()
             finally:
                 batches.close()
 
-    def _between_steps(self, stop: bool, interrupts: Interrupts) -> None:
-        finished, stage = self.step.finished, self.step.stage
-        at_end = finished == self.step.total_steps
+    def _open_batches(self) -> Generator[list[LoadedBatch]]:
+        """Load the batches after the finished steps; batches that a rollback skips are left out."""
+        step = self.step
+        step.sampler_state = self.watchdog.skips.get(step.finished, step.sampler_state)
+        return self.data.loader.steps(step.sampler_state)
 
-        def due(interval: int) -> bool:
-            return at_end or (interval > 0 and finished % interval == 0)
+    def _check(self, row: dict[str, Any]) -> Path | None:
+        """Look for divergence; return the checkpoint to go back to, if training must."""
+        step = self.step
+        blocks = [] if step.monitor is None else step.monitor.bf16_blocks
+        return self.watchdog.check(row, step.sampler_state, step.metrics, [*blocks])
 
-        if self.data.validation and due(stage.eval_every_steps):
-            self._write("val", losses=self.validate())
-        if self.evaluation is not None and due(self.evaluation.every):
+    def _save_and_measure(self, stop: bool) -> None:
+        """Save, validate and evaluate where due; raise :class:`Stopped` after a signal.
+
+        The checkpoint is saved first: an error while validating then loses no step. What a signal
+        or an error leaves out is measured when the stage continues.
+        """
+        if stop or self._is_due(self.step.stage.save_every_steps):
+            self._save()
+        if stop or not self._measure():
+            self._stop()
+
+    def _save(self) -> None:
+        """Save a checkpoint of the last finished step, unless it is saved."""
+        if self.step.finished != self.saved:
+            self.heartbeat.enter("saving a checkpoint", self.step.finished)
+            self.save(self.step.finished, self.step.sampler_state)
+            self.saved = self.step.finished
+
+    def _stop(self) -> NoReturn:
+        """Save a checkpoint and end the command after a signal on any rank."""
+        self._save()
+        self.finish_save()
+        # If another rank received the signal, the status is that of SIGTERM.
+        raise Stopped(SIGNALS.exit_status)
+
+    def _is_due(self, interval: int) -> bool:
+        finished = self.step.finished
+        return finished == self.step.total_steps or (interval > 0 and finished % interval == 0)
+
+    def _measure(self, done: frozenset[str] = frozenset()) -> bool:
+        """Validate and evaluate where due, unless that is done; return False after a signal."""
+        stage = self.step.stage
+        if self.data.validation and self._is_due(stage.eval_every_steps) and "val" not in done:
+            self.heartbeat.enter("computing the validation loss", self.step.finished)
+            started = time.perf_counter()
+            losses = self.validate()
+            if losses is None:
+                return False
+            self._write("val", losses=losses, val_s=round(time.perf_counter() - started, 4))
+        evaluation = self.evaluation
+        if evaluation is not None and self._is_due(evaluation.every) and "eval" not in done:
+            self.heartbeat.enter("answering evaluation questions", self.step.finished)
             self.step.engine.eval()
-            self._write("eval", **self.evaluation(self.step.model))
-        if stop or due(stage.save_every_steps):
-            self.save(finished, self.step.cursor)
-        if stop and not at_end:
-            # Another rank may have got the signal; launchers only ask that the status is not 0.
-            raise Stopped(interrupts.exit_status)
+            found = evaluation(self.step.model)
+            if found is None:
+                return False
+            self._write("eval", **found)
+        return True
 
-    def validate(self) -> dict[str, float]:
-        """Mean loss per supervised token of every validation source, over all ranks."""
+    def validate(self) -> dict[str, float] | None:
+        """Return the mean loss per supervised token of every validation source, over all ranks.
+
+        Returns None when a rank received a signal.
+        """
         world = self.step.world
         self.step.engine.eval()
         losses = {}
@@ -84,9 +166,11 @@ class StageLoop:
             total = torch.zeros((), dtype=torch.float64, device=world.device)
             tokens = 0
             with torch.no_grad():
-                for loaded in self.data.validation_batches(name):
-                    total += self.step.loss(loaded.batch, divisor=1).double()
-                    tokens += trained_tokens(loaded.batch)
+                for batch in self.data.validation_batches(name):
+                    if world.any(SIGNALS.received is not None):
+                        return None
+                    total += self.step.loss(batch, divisor=1).double()
+                    tokens += count_supervised_tokens(batch)
             loss, count = world.sum([total.item(), tokens])
             losses[name] = round(loss / max(1.0, count), 6)
         return losses

@@ -1,13 +1,12 @@
-"""How much a step trains on, how fast, in how much memory, and where its time goes.
+"""Measures a step: tokens, throughput, peak memory, and the time of each phase.
 
-Every rank counts its own micro-batches on the CPU, from what the loader made; the step adds these
-numbers up with its others, in the one sum over the ranks that it has.
+Every rank counts its own micro-batches on the CPU; the step sums all counts over the ranks in a
+single collective.
 
-The phases of a step are timed on request (``log_phases``). On a GPU a phase is what passes there
-between two events in the stream: the CPU runs ahead and its clock would measure launches alone.
-Events are asked for their times when the step has read its loss, which waits for the GPU in any
-case and comes after the optimizer's work in the stream. So the step has not one wait more than
-without this. On a CPU the clock is ``perf_counter``.
+``log_phases`` times the phases of a step. On a GPU a phase is the time between two CUDA events: the
+CPU runs ahead, so its clock would measure launches only. The events are read after the step has
+read its loss, which waits for the GPU in any case and follows the optimizer's work in the stream,
+so timing adds no synchronization. On a CPU the clock is ``perf_counter``.
 """
 
 import resource
@@ -21,30 +20,31 @@ import torch
 
 from coat_data.load.collate import Batch
 from coat_data.load.encode import IGNORE_INDEX
-from coat_data.load.loader import REPLAYED, LoadedBatch
+from coat_data.load.loader import LoadedBatch
 from coat_data.media.sampling import VIDEO_COUNTS
+from coat_data.sample import NOTES
 from coat_vlm.config import MODULES
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import captured_bytes
-from coat_vlm.model.flops import ModelFlops, Work, model_flops, why_not_counted
+from coat_vlm.model.flops import ModelFlops, Work, count_flops, why_not_counted
 from coat_vlm.model.vlm import CoatVlm
-from coat_vlm.train.tracking import say
+from coat_vlm.train.tracking import print_on_main
 
-_COUNTS = ("trained_tokens", "tokens", "samples", "tiles", "vision_tokens")
+_COUNTS = ("supervised_tokens", "tokens", "samples", "tiles", "vision_tokens")
 
 Phase = Literal["to_device", "forward", "backward", "optimizer"]
 
 PHASES = ("data_wait", "to_device", "forward", "backward", "optimizer", "rest")
-"""All of a step, in its order: waiting for data; copying batches to the device; the forward pass
-with the loss; the backward pass with what ZeRO communicates in it; clipping and the optimizer's
-step; whatever is left, such as sums over the ranks. Validation and saving are between steps."""
+"""The phases of a step in order: wait for data; copy batches to the device; forward pass with the
+loss; backward pass with ZeRO's communication; clipping and optimizer step; the rest, such as sums
+over the ranks. Validation and saving happen between steps."""
 
 
 class Throughput:
-    """Counts the steps of one stage.
+    """Counts tokens, samples and FLOPs of the steps of one stage.
 
     Args:
-        model: with the stage's modules made trainable, before DeepSpeed gets it.
+        model: the model with ``requires_grad`` set for the stage, before DeepSpeed gets it.
         world: the processes of the run.
     """
 
@@ -54,52 +54,54 @@ class Throughput:
         self._flops: ModelFlops | None = None
         why = why_not_counted(model.language_model)
         if why is None:
-            self._flops = model_flops(model)
+            self._flops = count_flops(model)
         else:
-            say(world, f"  no TFLOP/s: the model's work is not known, as {why}")
+            print_on_main(world, f"  no TFLOP/s: the model's FLOPs are not known: {why}")
 
     def count(self, micro_batches: Sequence[LoadedBatch]) -> dict[str, float]:
-        """What this rank's micro-batches of a step hold, to be summed over the ranks."""
-        names = (*_COUNTS, *VIDEO_COUNTS, REPLAYED, *MODULES)
+        """Count this rank's micro-batches of a step; the result is to be summed over the ranks."""
+        names = (*_COUNTS, *VIDEO_COUNTS, *NOTES, *MODULES)
         counts: dict[str, float] = dict.fromkeys(names, 0.0)
         for loaded in micro_batches:
-            work = work_of(loaded.batch, self._image_token_id)
+            work = measure_work(loaded.batch, self._image_token_id)
             found: dict[str, float] = {
-                "trained_tokens": work.trained_tokens,
+                "supervised_tokens": work.supervised_tokens,
                 "tokens": int(loaded.batch["attention_mask"].sum()),
                 "samples": loaded.num_samples,
                 "tiles": work.tiles,
                 "vision_tokens": work.vision_tokens,
-                **{name: loaded.counts.get(name, 0) for name in (*VIDEO_COUNTS, REPLAYED)},
+                **{name: loaded.counts.get(name, 0) for name in (*VIDEO_COUNTS, *NOTES)},
             }
             if self._flops is not None:
-                found |= self._flops.of(work)
+                found |= self._flops.count(work)
             for name, number in found.items():
                 counts[name] += number
         return counts
 
     def row(self, counts: Mapping[str, float]) -> dict[str, Any]:
-        """Sums of :meth:`count` as metrics.jsonl has them.
+        """Convert sums of :meth:`count` to entries of metrics.jsonl.
 
-        ``tiles``: tiles of images, and frames. ``vision_tokens``: positions of the language model
-        that their features fill; all others of ``tokens`` are text. ``tflop``: model FLOPs of the
-        step / 1e12 by part (:mod:`coat_vlm.model.flops`), where they are known. ``videos``, and
-        ``replayed_rows`` where there are any: what happened while media were read.
+        ``supervised_tokens``: tokens with a label. ``tiles``: image tiles and video frames.
+        ``vision_tokens``: positions of the language model with features of tiles; all other
+        ``tokens`` are text. ``tflop``: model FLOPs of the step / 1e12 by module
+        (:mod:`coat_vlm.model.flops`), if they are known. ``videos``: counts of events while media
+        were decoded. ``data_notes``: samples by kind of note (:data:`coat_data.sample.NOTES`).
         """
         row: dict[str, Any] = {name: int(counts[name]) for name in _COUNTS}
         if self._flops is not None:
             row["tflop"] = {name: _digits(counts[name] / 1e12) for name in MODULES if counts[name]}
         row["videos"] = {name: int(counts[name]) for name in VIDEO_COUNTS if counts[name]}
-        if counts[REPLAYED]:
-            row[REPLAYED] = int(counts[REPLAYED])
+        notes = {name: int(counts[name]) for name in NOTES if counts[name]}
+        if notes:
+            row["data_notes"] = notes
         return row
 
     def rates(self, row: Mapping[str, Any], seconds: float) -> dict[str, float]:
-        """Rates of a step's row: over all ranks, but TFLOP/s per GPU.
+        """Compute the rates of a step: over all ranks, but TFLOP/s per GPU.
 
         Args:
-            row: has tokens, samples and :meth:`row`'s.
-            seconds: of the step, with its wait for data.
+            row: entries of :meth:`row`.
+            seconds: duration of the step, including the wait for data.
         """
         tokens, vision_tokens = row["tokens"], row["vision_tokens"]
         rates = {
@@ -114,19 +116,19 @@ class Throughput:
         return rates
 
 
-def work_of(batch: Batch, image_token_id: int | None) -> Work:
-    """What a micro-batch holds, without its padding.
+def measure_work(batch: Batch, image_token_id: int | None) -> Work:
+    """Count tiles and tokens of a micro-batch, without padding.
 
     Args:
-        batch: on the CPU; padded on the right, or packed.
-        image_token_id: the placeholder of image features; None for a language model alone.
+        batch: a batch on the CPU; padded on the right, or packed.
+        image_token_id: the placeholder of image features; None without a vision tower.
     """
     mask = batch["attention_mask"].bool()
     placed = 0
     if image_token_id is not None:
         placed = int(((batch["input_ids"] == image_token_id) & mask).sum())
     if "cu_seq_lens_q" in batch:
-        used = int(mask.sum())  # what fills the row up is the last sequence
+        used = int(mask.sum())  # padding is the last sequence of a packed row
         bounds = batch["cu_seq_lens_q"].tolist()
         lengths = [end - start for start, end in pairwise(bounds) if start < used]
     else:
@@ -134,13 +136,13 @@ def work_of(batch: Batch, image_token_id: int | None) -> Work:
     return Work(
         tiles=len(batch["pixel_values"]),
         vision_tokens=placed,
-        trained_tokens=trained_tokens(batch),
+        supervised_tokens=count_supervised_tokens(batch),
         lengths=lengths,
     )
 
 
-def trained_tokens(batch: Batch) -> int:
-    """Tokens with a target; the first of a row predicts nothing."""
+def count_supervised_tokens(batch: Batch) -> int:
+    """Count the tokens with a label; the first token of a row is no target."""
     return int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
 
 
@@ -149,10 +151,10 @@ def _digits(number: float) -> float:
 
 
 class PeakMemory:
-    """The largest memory of this process so far.
+    """Peak memory of this process so far.
 
     Args:
-        device: GPU, whose allocated memory it is; of a CPU, the process's resident set.
+        device: a GPU, to measure allocated memory, or the CPU, to measure the resident set.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -160,28 +162,28 @@ class PeakMemory:
         self._captured = 0
 
     def read(self) -> float:
-        """In MB, with what CUDA graphs hold."""
+        """Return the peak in MB, including the memory of CUDA graphs."""
         if self._device.type != "cuda":
             return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6, 1)
         peak = torch.cuda.max_memory_allocated(self._device) + self._captured
         if self._captured != captured_bytes():
-            # Counted as allocated in the step that captured it, and never after that.
+            # PyTorch counts a graph's memory as allocated only in the step that captured it.
             self._captured = captured_bytes()
             self.reset()
         return round(peak / 1e6, 1)
 
     def reset(self) -> None:
-        """Forget what was taken so far."""
+        """Restart the measurement."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
 
 class PhaseClock:
-    """Times the phases of one process's steps, summed over micro-batches.
+    """Times the phases of a step on this process, summed over micro-batches.
 
     Args:
-        device: where the work is done.
-        enabled: False times nothing.
+        device: the device of the model.
+        enabled: False turns timing off.
     """
 
     def __init__(self, device: torch.device, enabled: bool) -> None:
@@ -191,12 +193,12 @@ class PhaseClock:
         self._spans: list[tuple[Phase, Any, Any]] = []
 
     def start(self) -> None:
-        """A step begins."""
+        """Start timing a step."""
         self._in_step = True
 
     @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
-        """Time a part of a phase; outside of steps, as in validation, nothing is timed."""
+    def measure(self, phase: Phase) -> Iterator[None]:
+        """Time a part of a phase; does nothing outside of steps, as in validation."""
         if not (self._enabled and self._in_step):
             yield
             return
@@ -205,11 +207,11 @@ class PhaseClock:
         self._spans.append((phase, begin, self._now()))
 
     def row(self, data_wait: float, seconds: float) -> dict[str, dict[str, float]]:
-        """``phases`` as metrics.jsonl has them: seconds that add up to those of the step.
+        """Return the entry ``phases`` of metrics.jsonl, in seconds that add up to the whole step.
 
         Args:
-            data_wait: seconds that the step waited for its data.
-            seconds: of the whole step, whose loss has been read.
+            data_wait: seconds of waiting for data.
+            seconds: duration of the whole step; its loss has been read.
         """
         if not self._enabled:
             return {}

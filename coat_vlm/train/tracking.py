@@ -1,44 +1,54 @@
-"""Metric loggers (metrics.jsonl, TensorBoard, Weights & Biases) and the printed progress line.
-
-A user reads a line of numbers while a stage trains: behind a bar, or in a log file.
-"""
+"""Metric loggers (metrics.jsonl, TensorBoard, Weights & Biases) and the printed progress line."""
 
 import json
+import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from coat_data.saved_files import write_text
 from coat_vlm.config import STAGES, TrackingConfig
 from coat_vlm.distributed import World
+from coat_vlm.train.steady import average_rates, format_apart, split_steps
+
+logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 """File in a run folder."""
 
 
 class Metrics:
-    """Writes what happens in a run; only the main process has one that writes.
+    """Writes metrics to all loggers, on the main process.
 
     Args:
         run_dir: the run folder.
-        tracking: where metrics go besides metrics.jsonl.
+        tracking: loggers in addition to metrics.jsonl.
         run_name: name of the run in Weights & Biases.
-        enabled: False on other ranks: nothing is written.
+        enabled: False on other ranks, where nothing is written.
+        check: raises an error if this run must write no more; called before each row.
 
     Raises:
-        ValueError: Weights & Biases is asked for but not installed.
+        ValueError: Weights & Biases is requested but not installed.
     """
 
     def __init__(
-        self, run_dir: Path, tracking: TrackingConfig, run_name: str, enabled: bool
+        self,
+        run_dir: Path,
+        tracking: TrackingConfig,
+        run_name: str,
+        enabled: bool,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._file = (run_dir / METRICS).open("a", encoding="utf-8") if enabled else None
+        self._check = check
+        self._path = run_dir / METRICS
+        self._file = self._path.open("a", encoding="utf-8") if enabled else None
         self._board = None
         self._wandb = None
         if enabled and tracking.tensorboard:
@@ -46,25 +56,44 @@ class Metrics:
 
             self._board = SummaryWriter(str(run_dir / "tensorboard"))
         if enabled and tracking.wandb_project:
-            self._wandb = _start_wandb(tracking.wandb_project, run_name, run_dir)
+            try:
+                import wandb  # pyright: ignore[reportMissingImports]
+            except ImportError as error:
+                raise ValueError(
+                    f"tracking.wandb_project={tracking.wandb_project!r} needs the wandb package; "
+                    "install coat-vlm[wandb] or remove the key"
+                ) from error
+            self._wandb = wandb.init(
+                project=tracking.wandb_project, name=run_name, dir=str(run_dir)
+            )
+            for stage in STAGES:
+                self._wandb.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row with the time in seconds since 1970, flushed at once."""
+        """Append one row with the time in seconds since 1970, and flush."""
         if self._file is None:
             return
+        self._check()
         self._file.write(json.dumps({**row, "time": round(time.time(), 3)}) + "\n")
         self._file.flush()
         if row["kind"] in {"step", "val", "eval", "monitor"}:
-            numbers = dict(_numbers(row["stage"], row))
+            numbers = dict(_flatten(row["stage"], row))
             if self._board is not None:
                 for name, value in numbers.items():
                     self._board.add_scalar(name, value, row["step"])
             if self._wandb is not None:
-                # Not as W&B's own step, which must grow: every stage counts from 1.
+                # W&B's own step must increase, but the steps of every stage start at 1.
                 self._wandb.log({**numbers, f"{row['stage']}/step": row["step"]})
 
+    def rewind(self, stage: str, step: int) -> None:
+        """Delete the rows after ``step`` of ``stage``, see :func:`rewind`."""
+        if self._file is not None:
+            self._file.close()
+            rewind(self._path, stage, step)
+            self._file = self._path.open("a", encoding="utf-8")
+
     def close(self) -> None:
-        """Flush and close all."""
+        """Flush and close all loggers."""
         if self._file is not None:
             self._file.close()
         if self._board is not None:
@@ -73,89 +102,129 @@ class Metrics:
             self._wandb.finish()
 
 
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append one row with the time, on a line of its own also after a truncated line."""
+    with path.open("a+b") as file:
+        file.seek(0, os.SEEK_END)
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        line = json.dumps({**row, "time": round(time.time(), 3)})
+        file.write(line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a .jsonl file that may not be there, but for one that a killed run cut off."""
-    if not path.is_file():
-        return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    """Yield the rows of a .jsonl file in a run folder, if it exists.
 
-
-def rewind(path: Path, stage: str, step: int) -> None:
-    """Drop the rows after ``step`` of ``stage``, which a resumed run will write again.
-
-    Args:
-        path: metrics.jsonl or bad_samples.jsonl, whose rows name their stage and step.
-        stage: the stage that is resumed.
-        step: the step of its checkpoint; later rows of it and of later stages go.
+    Skips lines that are not rows of a stage: one that a killed run truncated, or foreign ones.
     """
     if not path.is_file():
         return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if (
+            isinstance(row, dict)
+            and row.get("stage") in STAGES
+            and isinstance(row.get("step", 0), int)
+        ):
+            yield row
+
+
+def list_measured(path: Path, stage: str, step: int) -> frozenset[str]:
+    """Return the kinds of rows (``val``, ``eval``) that metrics.jsonl has for a step."""
+    return frozenset(
+        row["kind"]
+        for row in read_rows(path)
+        if row.get("kind") in ("val", "eval") and (row["stage"], row["step"]) == (stage, step)
+    )
+
+
+def read_losses(path: Path, stage: str, source: str) -> dict[int, float]:
+    """Return a source's validation losses by step.
+
+    Args:
+        path: metrics.jsonl.
+        stage: the stage's name.
+        source: name of the validation source.
+    """
+    rows = (row for row in read_rows(path) if (row["stage"], row.get("kind")) == (stage, "val"))
+    return {row["step"]: row["losses"][source] for row in rows if source in row["losses"]}
+
+
+def rewind(path: Path, stage: str, step: int) -> None:
+    """Delete the rows after ``step`` of ``stage``, which a resumed run writes again.
+
+    Rows of kind ``resume`` stay: what the user changed holds from then on. So do rows of kind
+    ``rollback``, which tell why batches were skipped.
+
+    Args:
+        path: metrics.jsonl or bad_samples.jsonl, whose rows contain stage and step; other lines
+            are deleted.
+        stage: the stage that is resumed.
+        step: the step of the checkpoint; later rows of this stage and rows of later stages are
+            deleted.
+    """
+    if not path.is_file():
+        return
+    rows = list(read_rows(path))
+    with path.open("rb") as file:
+        others = sum(1 for line in file if line.strip()) - len(rows)
+    if others:
+        logger.warning("%s: deleted %d lines that are no rows of a stage", path, others)
     kept = []
-    for row in read_rows(path):
+    for row in rows:
         order = STAGES.index(row["stage"]) - STAGES.index(stage)
         of_stage = row.get("step", 0) <= step and row.get("status") != "end"
+        of_stage = of_stage or row.get("kind") in ("resume", "rollback")
         if order < 0 or (order == 0 and of_stage):
             kept.append(json.dumps(row) + "\n")
-    new = path.with_suffix(".tmp")
-    with new.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    write_text(path, "".join(kept))
 
 
-def say(world: World, text: str) -> None:
+def print_on_main(world: World, text: str) -> None:
     """Print on the main process, above a progress bar."""
     if world.is_main:
         tqdm.write(text)
 
 
-def _start_wandb(project: str, run_name: str, run_dir: Path) -> Any:
-    try:
-        import wandb  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ValueError(
-            f"tracking.wandb_project={project!r} needs the wandb package; install coat-vlm[wandb] "
-            "or remove the key"
-        ) from error
-    run = wandb.init(project=project, name=run_name, dir=str(run_dir))
-    for stage in STAGES:
-        run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
-    return run
-
-
-def _numbers(prefix: str, row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a row by path, ``sft/lr/vision``."""
+def _flatten(prefix: str, row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a row by path, such as ``sft/lr/vision``."""
     for name, value in row.items():
         if isinstance(value, Mapping):
-            yield from _numbers(f"{prefix}/{name}", value)
+            yield from _flatten(f"{prefix}/{name}", value)
         elif isinstance(value, int | float) and name not in {"step", "total_steps", "time"}:
             yield f"{prefix}/{name}", value
+
+
+_RATES = ("tokens_per_s", "vision_tokens_per_s", "tflop_per_s_per_gpu", "wait")
 
 
 class StepLine:
     """Shows the steps of a stage on the main process.
 
-    In a terminal there is a progress bar on stderr with the numbers behind it. Where stderr is a
-    file or a pipe, a bar would fill it with carriage returns: there a whole line is printed, at
-    once, to stdout, where the tables and warnings of the stage are. Either shows the loss, the
-    gradient norm and the learning rates of its step, and rates of the steps since the last time.
+    In a terminal this is a progress bar on stderr, followed by loss, tokens/s and other rates. If
+    stderr is a file or a pipe, a bar would fill it with carriage returns; then a whole line is
+    printed to stdout, like the tables and warnings of the stage, which also contains the gradient
+    norm and the learning rates. Rates are those of the steady steps since the last line; the time
+    of other steps stands behind them (:mod:`coat_vlm.train.steady`).
 
     Args:
-        stage: its name.
-        total_steps: all its steps.
-        done: those that an earlier process has done.
-        every: steps between two lines; the last step has one, too.
+        stage: the stage's name.
+        total_steps: number of steps of the stage.
+        done: number of steps before a resume.
+        every: steps between two lines; the last step also has one.
         world: the processes of the run.
     """
 
     def __init__(self, stage: str, total_steps: int, done: int, every: int, world: World) -> None:
         self._stage, self._total, self._every = stage, total_steps, every
-        self._ranks = world.size
+        self._ranks, self._on_gpu = world.size, world.device.type == "cuda"
         self._lines = world.is_main and not sys.stderr.isatty()
         self._bar = tqdm(
             total=total_steps,
@@ -167,6 +236,8 @@ class StepLine:
         )
         self._peak_mb: float | None = None
         self._rows: list[Mapping[str, Any]] = []
+        self._first = {done + 1}
+        self._step_s: float | None = None
 
     def __enter__(self) -> "StepLine":
         return self
@@ -174,43 +245,56 @@ class StepLine:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
+    def go_back(self, step: int) -> None:
+        """Continue from an earlier step."""
+        self._rows.clear()
+        self._first.add(step + 1)
+        self._bar.n = step
+        self._bar.refresh()
+
     def show(self, row: Mapping[str, Any]) -> None:
-        """Take in a step's row of metrics.jsonl, and show a line where one is due."""
+        """Add a step's row of metrics.jsonl, and show a line if one is due."""
         self._rows.append(row)
         self._peak_mb = row["peak_memory_mb"] or self._peak_mb
         self._bar.update()
         step = row["step"]
         if step % self._every and step != self._total:
             return
-        seconds = sum(one["step_s"] for one in self._rows)
-        tokens, vision = (
-            f"{sum(one[name] for one in self._rows) / seconds:,.0f}"
-            for name in ("tokens", "vision_tokens")
-        )
-        work = sum(sum(one.get("tflop", {}).values()) for one in self._rows)
-        per_gpu = work / seconds / self._ranks
-        tflop = f"{per_gpu:,.0f}" if per_gpu >= 100 else f"{per_gpu:.3g}"
-        wait = f"wait {sum(one['data_wait_s'] for one in self._rows) / seconds:.1%}"
+        steady, apart = split_steps(self._rows, self._first)
+        rates = average_rates(steady, self._ranks)
+        self._step_s = rates.get("step_s", self._step_s)
+        tokens, vision, tflop, wait = map(rates.get, _RATES)
+        tflop = tflop if self._on_gpu else None
+        work = tflop and (f"{tflop:,.0f}" if tflop >= 100 else f"{tflop:.3g}")
+        waited = None if wait is None else f"wait {wait:.1%}"
         memory = self._peak_mb and f"{self._peak_mb / 1e3:.1f} GB"
         loss = "loss not finite" if row["loss"] is None else f"loss {row['loss']:.4f}"
         if self._lines:
-            norm, rates = row["grad_norm"], dict.fromkeys(row["lr"].values())
-            left = math.ceil((self._total - step) * seconds / len(self._rows))
+            norm, lrs = row["grad_norm"], dict.fromkeys(row["lr"].values())
+            left = math.ceil((self._total - step) * (self._step_s or row["step_s"]))
             parts = [
                 f"{self._stage} step {step}/{self._total}",
                 loss,
                 f"grad {'not finite' if norm is None else f'{norm:.3g}'}",
-                f"lr {'/'.join(f'{rate:.1e}' for rate in rates)}",
-                f"tokens/s {tokens}",
-                f"(vision {vision})" if any(one["vision_tokens"] for one in self._rows) else None,
-                f"TFLOP/s {tflop}" if work else None,
-                wait,
+                f"lr {'/'.join(f'{rate:.1e}' for rate in lrs)}",
+                tokens and f"tokens/s {tokens:,.0f}",
+                vision and f"(vision {vision:,.0f})",
+                work and f"TFLOP/s {work}",
+                waited,
                 memory and f"mem {memory}",
+                *format_apart(apart),
                 f"eta {timedelta(seconds=left)}",
             ]
             tqdm.write(" ".join(filter(None, parts)))
             sys.stdout.flush()
         else:
-            parts = [loss, f"{tokens} tokens/s", f"{tflop} TFLOP/s" if work else None, wait, memory]
+            parts = [
+                loss,
+                tokens and f"{tokens:,.0f} tokens/s",
+                work and f"{work} TFLOP/s",
+                waited,
+                memory,
+                *format_apart(apart),
+            ]
             self._bar.set_postfix_str(", ".join(filter(None, parts)))
         self._rows.clear()

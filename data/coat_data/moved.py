@@ -1,7 +1,7 @@
-"""Answers an import of a module that has moved with one sentence that names its new place.
+"""Raises an ImportError that names the new place of a module that has moved.
 
-Each package lists its moved modules in ``moved.txt``: the old name and the new one in a line. Only
-imports that nothing else answers come here, so that all others are as fast as before.
+Each package lists its moved modules in ``moved.txt``: old and new name, one pair per line. The
+finder is the last one, so that other imports are not slower.
 """
 
 import sys
@@ -17,12 +17,12 @@ class _MovedModules(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:  # noqa: ARG002
         if fullname in self._places:
-            # No ModuleNotFoundError, which `from package import name` would answer in other words.
+            # A ModuleNotFoundError would be replaced by the message of `from package import name`.
             raise ImportError(f"{fullname} has moved: import {self._places[fullname]} instead")
 
 
 def announce_moves(package: str) -> None:
-    """Let imports of the modules in a package's ``moved.txt`` say where these are now.
+    """Make imports of the modules in a package's ``moved.txt`` name their new places.
 
     Args:
         package: an import package with a file ``moved.txt``.

@@ -1,47 +1,60 @@
-"""The canonical sample: what every reader returns and everything else consumes.
+"""The sample schema: readers return samples, and all other modules consume them.
 
-A sample is a conversation whose turns are made of parts. A part is text or the place of one image
-or video; the n-th media part shows ``media[n]``. Text is only ever text: a literal ``<image>`` that
-was not a placeholder in the user's file stays a string and can never become an image token.
+A sample is a conversation whose turns have parts. A part is text or the place of one image or
+video; the n-th media part refers to ``media[n]``. Text is never parsed for placeholders: a literal
+``<image>`` that was not a placeholder in the user's file can never become an image token.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from coat_data.limits import Limits, Network
 
 MediaKind = Literal["image", "video"]
 Role = Literal["system", "user", "assistant"]
 
 
+def printable(text: str) -> str:
+    r"""Return the text with bytes of file names that are not UTF-8 as escapes, such as ``\xe9``.
+
+    Python reads such bytes as lone surrogates, which cannot be printed or stored as UTF-8.
+    """
+    escaped = re.sub("[\udc80-\udcff]", lambda found: f"\\x{ord(found[0]) - 0xDC00:02x}", text)
+    return escaped.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 class DataError(ValueError):
-    """A problem with the user's data: where it is, what it is, what to do.
+    """A problem with the user's data: its place, the problem, and a remedy.
 
     Attributes:
         where: file and row, or media path.
-        problem: what was found.
-        remedy: what to do.
+        problem: what is wrong.
+        remedy: how to fix it.
     """
 
     def __init__(self, where: str, problem: str, remedy: str) -> None:
+        where, problem, remedy = map(printable, (where, problem, remedy))
         super().__init__(f"{where}: {problem} -> {remedy}")
         self.where = where
         self.problem = problem
         self.remedy = remedy
 
     def within(self, where: str) -> "DataError":
-        """The same problem of a medium or text, with the row that it belongs to."""
+        """Return the error of a medium or text with the row that it belongs to."""
         return type(self)(f"{where}: {self.where}", self.problem, self.remedy)
 
     def row(self) -> dict[str, str]:
-        """The three texts by name, for a list of bad rows."""
+        """Return the three texts by name, for a list of bad rows."""
         return {"where": self.where, "problem": self.problem, "remedy": self.remedy}
 
     def __reduce__(self) -> tuple[type["DataError"], tuple[str, str, str]]:
-        """Pickle by the three texts, so that the error crosses a worker process whole."""
+        """Pickle by the three texts, so that worker processes can return the error."""
         return type(self), (self.where, self.problem, self.remedy)
 
 
 class UnreachableError(DataError):
-    """A network or server fails, so it is not known whether the file is there or good."""
+    """A network or server failed (a transient I/O error); the file may exist and be good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +63,31 @@ class Media:
 
     kind: MediaKind
     path: str | None = None
-    """Absolute path of the file, or the name the bytes came from."""
+    """Absolute path of the file, or the name of the file that the bytes came from."""
     data: bytes | None = None
-    """The encoded file; read from ``path`` when absent."""
+    """The encoded file; None to read it from ``path``."""
     start: float | None = None
-    """Videos: seconds from the beginning at which the clip starts; absent: the beginning."""
+    """Videos: start of the clip in seconds; None for the beginning."""
     end: float | None = None
-    """Videos: seconds from the beginning at which the clip ends; absent: the end."""
+    """Videos: end of the clip in seconds; None for the end."""
+    frames: tuple[str, ...] = ()
+    """Videos stored as images: path of every frame, in order; ``path`` is that of the first."""
+    fps: float | None = None
+    """Frames per second of ``frames``; None if their times are unknown."""
+    network: Network = field(default=Network(), compare=False, repr=False)
+    """Hosts that may be asked for the file, if its path is an address."""
+    limits: Limits = field(default=Limits(), compare=False, repr=False)
+    """Size and time of such a file."""
+
+    def frame_images(self) -> "tuple[Media, ...]":
+        """Return ``frames`` as images."""
+        own = {"kind": "image", "start": None, "end": None, "frames": (), "fps": None}
+        return tuple(replace(self, **own, path=frame) for frame in self.frames)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a turn: text, or the place of one image or video."""
+    """A part of a turn: text, or the place of one image or video."""
 
     kind: Literal["text", "image", "video"]
     text: str = ""
@@ -69,20 +95,42 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one speaker says."""
+    """One turn of a conversation."""
 
     role: Role
     parts: tuple[Part, ...]
+    supervised: bool = True
+    """Assistant turns: whether the answer and its end token have labels."""
 
     @property
     def text(self) -> str:
-        """The text parts, joined."""
+        """Return the concatenated text parts."""
         return "".join(part.text for part in self.parts if part.kind == "text")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a reader did with the fields of a row, for ``lint`` and for metrics.jsonl."""
+
+    used: frozenset[str] = frozenset()
+    """Fields that the reader used."""
+    ignored: frozenset[str] = frozenset()
+    """Fields of the row that it did not use."""
+    notes: tuple[str, ...] = ()
+    """What may not be what the author of the row meant: keys of :data:`NOTES`."""
+
+
+NOTES = {
+    "placeholder_as_text": "a placeholder such as <image> without a medium is read as text",
+    "media_first": "media without a placeholder are shown before the first question",
+    "later_captions": "several captions or answers: only one of them is supervised",
+}
+"""Kinds of notes -> meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One conversation with its media, and where it came from."""
+    """One conversation with its media, and its place in a file."""
 
     id: str
     turns: tuple[Turn, ...]
@@ -92,12 +140,14 @@ class Sample:
     row: int = 0
     """Row in that file, counted from 0 (JSONL: line - 1, blank lines not counted)."""
     continues: bool = False
-    """A piece of a document whose text goes on in the next piece: it is trained without an end
-    (:mod:`coat_data.load.lengths`)."""
+    """Whether the sample is a chunk of a document that continues in the next chunk: it is encoded
+    without an end token (:mod:`coat_data.load.lengths`)."""
+    reading: Reading = field(default=Reading(), compare=False, repr=False)
+    """What the reader did with the fields of the row; empty for ingested rows."""
 
     @property
     def is_document(self) -> bool:
-        """Whether it is a text to learn as a whole: one answer to nothing, and no media."""
+        """Whether the sample is a text to train on as a whole: one answer to an empty question."""
         return (
             not self.media
             and [turn.role for turn in self.turns] == ["user", "assistant"]
@@ -112,8 +162,8 @@ class Sample:
     def check(self) -> "Sample":
         """Return self, or raise :class:`DataError` naming the first rule that does not hold.
 
-        Rules: media parts match ``media`` in number and kind; after an optional system turn the
-        user speaks first and the speakers alternate; no answer is empty; at least one answer.
+        Rules: media parts match ``media`` in number and kind; after an optional system turn, user
+        and assistant alternate, the user first; no answer is empty; at least one is supervised.
         """
         kinds = [part.kind for turn in self.turns for part in turn.parts if part.kind != "text"]
         if kinds != [media.kind for media in self.media]:
@@ -138,4 +188,23 @@ class Sample:
                 )
         if len(spoken) < 2:
             raise DataError(self.where, "there is no answer to train on", "add a gpt turn")
+        if not any(turn.supervised for turn in spoken[1::2]):
+            raise DataError(
+                self.where,
+                "no answer is supervised: weight or loss is 0 in all of them",
+                "set one of them to 1, or remove the row",
+            )
         return self
+
+    def only_last_supervised(self) -> "Sample":
+        """Return the sample with labels on its last answer alone.
+
+        Raises:
+            DataError: the row itself turns the loss of that answer off.
+        """
+        last = max(n for n, turn in enumerate(self.turns) if turn.role == "assistant")
+        turns = (
+            *(replace(turn, supervised=False) for turn in self.turns[:last]),
+            *self.turns[last:],
+        )
+        return replace(self, turns=turns).check()

@@ -1,13 +1,13 @@
-"""CIFAR-10 photographs as conversations: naming, yes/no presence and multiple choice.
+"""CIFAR-10 photographs as conversations: classification, yes/no presence and multiple choice.
 
 The source is the 50,000 training photographs as JPEG files in one zip, ``train/<class>/<n>.jpg``
-(Krizhevsky 2009). The last photographs of each class, by number, are kept for validation. Layout
-of the folder that is made, which is also the media root of every file in it::
+(Krizhevsky 2009). The photographs with the highest numbers of each class are held out for
+validation. The output folder is also the media root of every file in it::
 
     images/<class>/<n>.jpg
-    naming.json      presence.json      choice.json         one training row per photograph
-    naming_val.json  presence_val.json  choice_val.json     the validation photographs
-    eval/{naming,presence,choice}/questions.jsonl           the same questions, for scoring
+    classification.json      presence.json      choice.json        one row per training photograph
+    classification_val.json  presence_val.json  choice_val.json    the validation photographs
+    eval/{classification,presence,choice}/questions.jsonl          the same questions, for scoring
 """
 
 import re
@@ -39,11 +39,11 @@ CONFUSABLE: dict[str, str] = {
 }
 """The most confusable class, one to one.
 
-Of all ways to pair the ten classes, the pairing with the most mistakes between partners: 380 of the
+Of all ways to pair the ten classes, this pairing has the most mistakes between partners: 380 of the
 1,167 mistakes of a three-layer convolutional network (trained on the other photographs, 77%
 accuracy) on the last 500 photographs of each class. It is one to one so that every class is asked
-about equally often. Each class's own most frequent mistake would name deer and cat twice, horse and
-frog never: "Is there a horse?" would then mostly be answered by yes, whatever the photograph.
+about equally often. With each class's own most frequent mistake, deer and cat would be asked about
+twice and horse and frog never: "Is there a horse?" would then mostly have the answer yes.
 """
 
 CLASSES = tuple(CONFUSABLE)
@@ -73,9 +73,23 @@ class _Photo:
         """Path below the media root."""
         return self.member.replace("train/", "images/", 1)
 
+    def question(
+        self, text: str, answer: str, category: str, choices: tuple[str, ...] = ()
+    ) -> Question:
+        """Return a question about the photograph."""
+        return Question(
+            question_id=f"{self.label}-{Path(self.member).stem}",
+            image=self.image,
+            text=text,
+            answer=answer,
+            category=category,
+            choices=choices,
+        )
+
     @property
-    def id(self) -> str:
-        return f"{self.label}-{Path(self.member).stem}"
+    def others(self) -> list[str]:
+        """The other classes."""
+        return [label for label in CLASSES if label != self.label]
 
 
 def convert_cifar10(
@@ -84,53 +98,60 @@ def convert_cifar10(
     *,
     val_per_class: int = 500,
     seed: int = 0,
-    limit_per_class: int | None = None,
 ) -> dict[str, int]:
     """Convert the zip to training rows and evaluation folders in ``out_dir``.
 
-    Per class half of the presence questions have the answer yes; half of the others ask about a
-    uniformly drawn other class, half about :data:`CONFUSABLE`. As in POPE, these make two
-    categories, ``uniform`` and ``confusable``, with as many questions answered by yes in each. The
+    Half of the presence questions of each class have the answer yes; half of the others ask about a
+    uniformly drawn other class, half about :data:`CONFUSABLE`. As in POPE, this gives two
+    categories, ``uniform`` and ``confusable``, with equally many yes and no answers in each. The
     right letter of the multiple choice questions is each of A to D equally often.
 
     Args:
         zip_path: zip with ``train/<class>/<n>.jpg``.
         out_dir: folder to make.
-        val_per_class: photographs of each class kept for validation: those of highest number.
-        seed: decides every draw.
-        limit_per_class: training photographs of each class, those of lowest number; all if None.
+        val_per_class: validation photographs of each class: those with the highest numbers.
+        seed: seed of all random choices.
 
     Returns:
         Number of images, rows or questions by file or folder.
 
     Raises:
-        ValueError: a number is not positive.
-        DataError: the zip is missing, damaged or another, or ``out_dir`` is not empty.
+        ValueError: ``val_per_class`` is not positive.
+        DataError: the zip is missing, damaged or not CIFAR-10, or ``out_dir`` is not empty.
     """
-    if val_per_class < 1 or (limit_per_class is not None and limit_per_class < 1):
-        raise ValueError(
-            f"val_per_class={val_per_class}, limit_per_class={limit_per_class}: "
-            "use positive numbers (limit_per_class may be None)"
-        )
+    if val_per_class < 1:
+        raise ValueError(f"val_per_class={val_per_class}: use a positive number")
     path = Path(zip_path)
     if not path.is_file():
         raise DataError(str(path), "there is no such file", _REMEDY)
     try:
         with zipfile.ZipFile(path) as archive, new_folder(out_dir) as folder:
-            train, val = _split(path, archive.namelist(), val_per_class, limit_per_class)
+            train, val = _split(path, archive.namelist(), val_per_class)
             for label in CLASSES:
                 (folder / "images" / label).mkdir(parents=True)
             for photo in tqdm([*train, *val], desc="photographs"):
                 (folder / photo.image).write_bytes(archive.read(photo.member))
-            return {"images": len(train) + len(val), **_write_texts(folder, train, val, seed)}
+            summary = {"images": len(train) + len(val)}
+            rng = np.random.default_rng(seed)
+            makers = {
+                "classification": _ask_class,
+                "presence": partial(_ask_presence, rng),
+                "choice": partial(_ask_choice, rng),
+            }
+            for name, make in makers.items():
+                asked, asked_val = make(train), make(val)
+                for file, some in ((f"{name}.json", asked), (f"{name}_val.json", asked_val)):
+                    summary[file] = write_training_rows(folder / file, some)
+                summary[f"eval/{name}"] = write_questions(folder / "eval" / name, asked_val)
+            return summary
     except zipfile.BadZipFile as error:
         raise DataError(str(path), f"not a sound zip: {error}", _REMEDY) from error
 
 
 def _split(
-    path: Path, members: Sequence[str], val_per_class: int, limit_per_class: int | None
+    path: Path, members: Sequence[str], val_per_class: int
 ) -> tuple[list[_Photo], list[_Photo]]:
-    """Training and validation photographs, by class and number."""
+    """Return training and validation photographs, sorted by class and number."""
     matches = [match for member in members if (match := _MEMBER.fullmatch(member))]
     by_class: dict[str, list[_Photo]] = {label: [] for label in CLASSES}
     for match in matches:
@@ -147,48 +168,17 @@ def _split(
     val: list[_Photo] = []
     for photos in by_class.values():
         photos.sort()
-        train.extend(photos[:-val_per_class][:limit_per_class])
+        train.extend(photos[:-val_per_class])
         val.extend(photos[-val_per_class:])
     return train, val
 
 
-def _write_texts(
-    folder: Path, train: Sequence[_Photo], val: Sequence[_Photo], seed: int
-) -> dict[str, int]:
-    rng = np.random.default_rng(seed)
-    makers = {
-        "naming": _naming,
-        "presence": partial(_presence, rng),
-        "choice": partial(_choice, rng),
-    }
-    summary: dict[str, int] = {}
-    for name, make in makers.items():
-        train_questions, val_questions = make(train), make(val)
-        for file, asked in ((f"{name}.json", train_questions), (f"{name}_val.json", val_questions)):
-            summary[file] = write_training_rows(folder / file, asked)
-        summary[f"eval/{name}"] = write_questions(folder / "eval" / name, val_questions)
-    return summary
-
-
-def _question(
-    photo: _Photo, text: str, answer: str, category: str, choices: tuple[str, ...] = ()
-) -> Question:
-    return Question(
-        question_id=photo.id,
-        image=photo.image,
-        text=text,
-        answer=answer,
-        category=category,
-        choices=choices,
-    )
-
-
-def _naming(photos: Sequence[_Photo]) -> list[Question]:
+def _ask_class(photos: Sequence[_Photo]) -> list[Question]:
     text = f"What is in the photo?{SHORT_ANSWER_SUFFIX}"
-    return [_question(photo, text, photo.label, photo.label) for photo in photos]
+    return [photo.question(text, photo.label, photo.label) for photo in photos]
 
 
-def _presence(rng: np.random.Generator, photos: Sequence[_Photo]) -> list[Question]:
+def _ask_presence(rng: np.random.Generator, photos: Sequence[_Photo]) -> list[Question]:
     questions: list[Question] = []
     for photo, index in zip(photos, _even(photos, len(_PRESENCE_KINDS), rng), strict=True):
         category, answer = _PRESENCE_KINDS[index]
@@ -197,32 +187,28 @@ def _presence(rng: np.random.Generator, photos: Sequence[_Photo]) -> list[Questi
         elif category == "confusable":
             asked = CONFUSABLE[photo.label]
         else:
-            asked = _others(photo)[int(rng.integers(len(CLASSES) - 1))]
+            asked = photo.others[int(rng.integers(len(CLASSES) - 1))]
         text = f"Is there {article(asked)} {asked} in the photo?{SHORT_ANSWER_SUFFIX}"
-        questions.append(_question(photo, text, answer, category))
+        questions.append(photo.question(text, answer, category))
     return questions
 
 
-def _choice(rng: np.random.Generator, photos: Sequence[_Photo]) -> list[Question]:
+def _ask_choice(rng: np.random.Generator, photos: Sequence[_Photo]) -> list[Question]:
     questions: list[Question] = []
     for photo, right in zip(photos, _even(photos, NUM_CHOICES, rng), strict=True):
-        others = _others(photo)
+        others = photo.others
         options = [others[index] for index in rng.permutation(len(others))[: NUM_CHOICES - 1]]
         options.insert(right, photo.label)
         listed = "\n".join(
             f"{letter}. {option}" for letter, option in zip("ABCD", options, strict=True)
         )
         text = f"What is in the photo?\n{listed}{LETTER_SUFFIX}"
-        questions.append(_question(photo, text, "ABCD"[right], photo.label, tuple(options)))
+        questions.append(photo.question(text, "ABCD"[right], photo.label, tuple(options)))
     return questions
 
 
-def _others(photo: _Photo) -> list[str]:
-    return [label for label in CLASSES if label != photo.label]
-
-
 def _even(photos: Sequence[_Photo], number: int, rng: np.random.Generator) -> list[int]:
-    """For each photograph one of 0 to ``number - 1``, in random order, equally often per class."""
+    """Return one of 0 to ``number - 1`` per photograph, random, equally often per class."""
     drawn: list[int] = []
     for label in CLASSES:
         size = sum(photo.label == label for photo in photos)

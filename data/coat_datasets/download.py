@@ -1,8 +1,8 @@
-"""Fetches known public data sets and benchmarks from the Hugging Face Hub.
+"""Downloads known public data sets and benchmarks from the Hugging Face Hub.
 
-``data/mixtures/NAME.yaml`` says which repositories hold a set, under which licence, what is to be
-unpacked, and which sources it then has. Downloading it writes ``OUT/NAME.yaml``, a mixture file
-with the sources alone (:mod:`coat_data.lists.formats`).
+``data/mixtures/NAME.yaml`` lists the repositories of a set, their licenses, the archives to unpack,
+and the resulting sources. A download writes ``OUT/NAME.yaml``, a mixture file with the sources
+alone (:mod:`coat_data.lists.formats`).
 """
 
 import os
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from coat_data.sample import DataError
 
 FOLDER = Path(__file__).resolve().parents[1] / "mixtures"
-"""The mixture files of a checkout; an installed copy has none."""
+"""The mixture files of a checkout; an installed package has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +29,15 @@ class Repository:
     repo: str
     """``owner/name``."""
     license: str
-    """As its card says."""
+    """License on the repository's card."""
     files: tuple[str, ...]
-    """Patterns of the files that are fetched."""
+    """Patterns of the files to download."""
     unpack: Mapping[str, str]
     """Pattern of archives -> folder to unpack them into, both below the repository's folder."""
 
     @property
     def folder(self) -> str:
-        """Its folder below the download's."""
+        """Folder of the repository below the download folder."""
         return self.repo.split("/")[1]
 
 
@@ -49,9 +49,9 @@ class KnownMixture:
     about: str
     hub: tuple[Repository, ...]
     sources: tuple[Mapping[str, Any], ...]
-    """As in a native mixture file, with paths relative to the download's folder."""
+    """Entries of a native mixture file, with paths relative to the download folder."""
     notes: tuple[str, ...]
-    """What else the user has to get."""
+    """Further steps for the user."""
 
 
 _VIDEO_ARCHIVES = {"videos_chunked_*.zip": ".", "subtitle.zip": "."}
@@ -94,14 +94,14 @@ BENCHMARKS: Mapping[str, Repository] = {
         ),
     )
 }
-"""The official benchmarks as lmms-lab stores them: the splits that have answers."""
+"""The official benchmarks in lmms-lab's repositories: the splits with answers."""
 
 
 def download_benchmark(name: str, out_dir: str | Path) -> Path:
-    """Fetch a benchmark into ``out_dir/name``, where ``coat-vlm eval --tasks`` finds it.
+    """Download a benchmark to ``out_dir/name``, where ``coat-vlm eval --tasks`` finds it.
 
     Raises:
-        DataError: the Hub cannot be reached; says how to get the files elsewhere.
+        DataError: the Hub cannot be reached; the message says how to copy the files.
         KeyError: the benchmark is not one of :data:`BENCHMARKS`.
     """
     repository, folder = BENCHMARKS[name], Path(out_dir) / name
@@ -110,15 +110,15 @@ def download_benchmark(name: str, out_dir: str | Path) -> Path:
 
 
 def known_mixtures() -> list[KnownMixture]:
-    """All mixture files of the checkout, by name; none in an installed copy."""
+    """Return all mixture files of the checkout, by name; none for an installed package."""
     return [read_mixture(path) for path in sorted(FOLDER.glob("*.yaml"))]
 
 
 def read_mixture(path: Path) -> KnownMixture:
-    """A mixture file with its ``hub`` entries.
+    """Read a mixture file with its ``hub`` entries.
 
     Raises:
-        DataError: it cannot be read, or has not the fields of a downloadable mixture.
+        DataError: it cannot be read, or lacks a field of a downloadable mixture.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -127,10 +127,7 @@ def read_mixture(path: Path) -> KnownMixture:
             about=str(content["about"]),
             hub=tuple(
                 Repository(
-                    repo=entry["repo"],
-                    license=entry["license"],
-                    files=tuple(entry["files"]),
-                    unpack=entry.get("unpack") or {},
+                    **{**entry, "files": tuple(entry["files"]), "unpack": entry.get("unpack") or {}}
                 )
                 for entry in content["hub"]
             ),
@@ -146,21 +143,32 @@ def read_mixture(path: Path) -> KnownMixture:
 
 
 def download(name: str, out_dir: str | Path) -> tuple[Path, tuple[str, ...]]:
-    """Fetch a mixture, unpack it, and write its mixture file.
+    """Download a mixture, unpack it, and write its mixture file.
 
-    What is there already is not fetched again.
+    Existing files are not downloaded again.
 
     Args:
         name: one of :func:`known_mixtures`, or the path of a mixture file.
         out_dir: folder to download into.
 
     Returns:
-        The mixture file, and what the user still has to do.
+        The mixture file, and further steps for the user.
 
     Raises:
         DataError: the name is unknown, or the Hub cannot be reached.
     """
-    mixture = _find(name)
+    if name.endswith((".yaml", ".yml")):
+        mixture = read_mixture(Path(name))
+    else:
+        known = {mixture.name: mixture for mixture in known_mixtures()}
+        if name not in known:
+            names = ", ".join(known) or "nothing (this package has no data/mixtures)"
+            raise DataError(
+                name,
+                "is no known data set",
+                f"choose from {names}, or give the path of a mixture file",
+            )
+        mixture = known[name]
     out_dir = Path(out_dir)
     for repository in mixture.hub:
         folder = out_dir / repository.folder
@@ -172,27 +180,6 @@ def download(name: str, out_dir: str | Path) -> tuple[Path, tuple[str, ...]]:
 
 
 def _fetch_and_unpack(repository: Repository, folder: Path) -> None:
-    _fetch(repository, folder)
-    for pattern, target in repository.unpack.items():
-        for archive in tqdm(sorted(folder.glob(pattern)), f"unpack {repository.folder}"):
-            unpack(archive, folder / target)
-
-
-def _find(name: str) -> KnownMixture:
-    if name.endswith((".yaml", ".yml")):
-        return read_mixture(Path(name))
-    known = {mixture.name: mixture for mixture in known_mixtures()}
-    if name not in known:
-        raise DataError(
-            name,
-            "is no known data set",
-            f"choose from {', '.join(known) or 'nothing (this copy has no data/mixtures)'}, or "
-            "give the path of a mixture file",
-        )
-    return known[name]
-
-
-def _fetch(repository: Repository, folder: Path) -> None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -204,22 +191,24 @@ def _fetch(repository: Repository, folder: Path) -> None:
             allow_patterns=list(repository.files),
         )
     except (OfflineModeIsEnabled, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        if any(folder.glob(repository.files[0])):
-            return  # copied here by hand
         files = " ".join(f"--include '{pattern}'" for pattern in repository.files)
-        raise DataError(
-            repository.repo,
-            f"cannot be downloaded: {str(error).splitlines()[0]}",
-            f"where there is a network, run: hf download {repository.repo} --repo-type dataset "
-            f"{files} --local-dir {folder}; then copy the folder here and run this again",
-        ) from error
+        if not any(folder.glob(repository.files[0])):  # not copied by hand either
+            raise DataError(
+                repository.repo,
+                f"cannot be downloaded: {str(error).splitlines()[0]}",
+                f"where there is a network, run: hf download {repository.repo} --repo-type dataset "
+                f"{files} --local-dir {folder}; then copy the folder here and run this again",
+            ) from error
+    for pattern, target in repository.unpack.items():
+        for archive in tqdm(sorted(folder.glob(pattern)), f"unpack {repository.folder}"):
+            unpack(archive, folder / target)
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack a zip or tar once; a file beside it says that it was done.
+    """Unpack a zip or tar once; a file beside it marks it as unpacked.
 
     Raises:
-        DataError: it is damaged, or a member leaves the folder.
+        DataError: the archive is damaged, or a member leaves the folder.
     """
     done = archive.with_name(f".{archive.name}.unpacked")
     if done.exists():

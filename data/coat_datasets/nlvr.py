@@ -1,9 +1,9 @@
 """The Cornell NLVR corpus (Suhr et al., ACL 2017): statements about shapes, true or false.
 
 A split is ``<split>.json``, one example per line, and ``<split>_images.tar`` with six PNG files per
-example, ``<split>-<identifier>-<0..5>.png``, that show its three boxes in all orders (lil-lab/nlvr,
-README). Every picture becomes a yes/no question. Layout of the folder that is made, which is also
-the media root of every file in it::
+example, ``<split>-<identifier>-<0..5>.png``, which show its three boxes in all orders
+(lil-lab/nlvr, README). Every image becomes a yes/no question. The output folder is also the media
+root of every file in it::
 
     images/<split>/<split>-<identifier>-<0..5>.png
     <split>.json                        training rows
@@ -13,10 +13,8 @@ the media root of every file in it::
 import json
 import re
 import tarfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -32,14 +30,6 @@ _SPLIT = re.compile(r"\w+")
 _IDENTIFIER = re.compile(r"\d+-\d+")
 
 
-@dataclass(frozen=True, slots=True)
-class _Example:
-    identifier: str
-    sentence: str
-    answer: str
-    category: str
-
-
 def convert_nlvr(
     folder: str | Path,
     out_dir: str | Path,
@@ -48,8 +38,8 @@ def convert_nlvr(
 ) -> dict[str, int | float]:
     """Convert one or several splits to training rows and evaluation folders in ``out_dir``.
 
-    The order is that of the source. A question's category is ``tower`` (stacked squares) or
-    ``scatter``, the corpus' two kinds of pictures.
+    The order of the source is kept. A question's category is ``tower`` (stacked squares) or
+    ``scatter``, the two kinds of images in the corpus.
 
     Args:
         folder: folder with ``<split>.json`` and ``<split>_images.tar``.
@@ -57,11 +47,11 @@ def convert_nlvr(
         split: ``train``, ``dev``, ``test`` or ``hidden``, or several of them.
 
     Returns:
-        Number of images, rows or questions by file or folder, and the accuracy of always giving a
-        split's commonest answer, in percent, as ``<split> majority``.
+        Number of images, rows or questions by file or folder, and the accuracy of the majority
+        answer of a split, in percent, as ``<split> majority``.
 
     Raises:
-        ValueError: ``split`` names none.
+        ValueError: ``split`` is empty or not a name.
         DataError: a file is missing, damaged or not in NLVR's format (with file and line), an
             image is missing, or ``out_dir`` is not empty.
     """
@@ -71,9 +61,8 @@ def convert_nlvr(
     summary: dict[str, int | float] = {}
     with new_folder(out_dir) as target:
         for name in splits:
-            examples = _read_examples(_source_file(Path(folder), f"{name}.json"))
+            questions = _read_questions(_source_file(Path(folder), f"{name}.json"), name)
             archive = _source_file(Path(folder), f"{name}_images.tar")
-            questions = _questions(examples, name)
             summary[f"images/{name}"] = _extract(
                 archive,
                 [Path(one.image).name for one in questions],
@@ -81,7 +70,7 @@ def convert_nlvr(
             )
             summary[f"{name}.json"] = write_training_rows(target / f"{name}.json", questions)
             summary[f"eval/{name}"] = write_questions(target / "eval" / name, questions)
-            share = sum(one.answer == "yes" for one in examples) / len(examples)
+            share = sum(one.answer == "yes" for one in questions) / len(questions)
             summary[f"{name} majority"] = round(100 * max(share, 1 - share), 2)
     return summary
 
@@ -98,24 +87,30 @@ def _source_file(folder: Path, name: str) -> Path:
     return path
 
 
-def _read_examples(path: Path) -> list[_Example]:
-    examples: list[_Example] = []
+def _read_questions(path: Path, split: str) -> list[Question]:
+    """Read the six questions of every example."""
+    questions: list[Question] = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                examples.append(_read_example(line, f"{path}:{number}"))
-    if not examples:
+                questions += _questions(line, f"{path}:{number}", split)
+    if not questions:
         raise DataError(str(path), "there is no example", "one JSON object per line is expected")
-    return examples
+    return questions
 
 
-def _read_example(line: str, where: str) -> _Example:
+def _questions(line: str, where: str, split: str) -> list[Question]:
+    """Parse the six questions of one example.
+
+    Its category is ``tower`` if all items are medium squares of a stack in the middle of their box.
+    """
     try:
         row = json.loads(line)
         identifier = str(row["identifier"])
         sentence = row["sentence"].strip()
         answer = ANSWERS[str(row["label"]).lower()]
-        category = _category(row)
+        items = [item for box in row["structured_rep"] for item in box]
+        kinds = {(item["type"], item["size"], item["x_loc"]) for item in items}
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             where,
@@ -129,39 +124,24 @@ def _read_example(line: str, where: str) -> _Example:
             f"identifier {identifier!r}, sentence {sentence!r}",
             "two numbers such as 1572-0 and a sentence are expected",
         )
-    return _Example(identifier, sentence, answer, category)
-
-
-def _category(row: Mapping[str, Any]) -> str:
-    """``tower`` when all items are the medium squares of a stack in the middle of their box."""
-    items = [item for box in row["structured_rep"] for item in box]
-    stacked = all((one["type"], one["size"], one["x_loc"]) == ("square", 20, 40) for one in items)
-    return "tower" if stacked else "scatter"
-
-
-def _questions(examples: Sequence[_Example], split: str) -> list[Question]:
-    """The six questions of every example."""
-    questions: list[Question] = []
-    for example in examples:
-        for order in range(NUM_PERMUTATIONS):
-            name = f"{split}-{example.identifier}-{order}"
-            questions.append(
-                Question(
-                    question_id=name,
-                    image=f"images/{split}/{name}.png",
-                    text=f"{example.sentence}\n{QUESTION}",
-                    answer=example.answer,
-                    category=example.category,
-                )
-            )
-    return questions
+    names = [f"{split}-{identifier}-{order}" for order in range(NUM_PERMUTATIONS)]
+    return [
+        Question(
+            question_id=name,
+            image=f"images/{split}/{name}.png",
+            text=f"{sentence}\n{QUESTION}",
+            answer=answer,
+            category="tower" if kinds <= {("square", 20, 40)} else "scatter",
+        )
+        for name in names
+    ]
 
 
 def _extract(archive: Path, wanted: Sequence[str], folder: Path) -> int:
-    """Write the files in ``wanted`` into ``folder``, whatever folder of the archive holds them.
+    """Write the files in ``wanted`` into ``folder``, from any folder of the archive.
 
     Only the last part of a member's name is used, and only if it is wanted, so that no member can
-    end up elsewhere; links and other special members are passed over.
+    be written elsewhere; links and other special members are skipped.
     """
     missing = dict.fromkeys(wanted)
     folder.mkdir(parents=True)

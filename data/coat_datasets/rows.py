@@ -1,6 +1,6 @@
-"""What the makers write: training rows in LLaVA's JSON format, and folders of questions.
+"""Writes training rows in LLaVA's JSON format, and evaluation folders.
 
-Training rows are read back by :mod:`coat_data.readers.llava`; an evaluation folder holds
+:mod:`coat_data.readers.llava` reads the training rows; an evaluation folder holds
 ``questions.jsonl``, one :class:`Question` per line.
 """
 
@@ -14,23 +14,23 @@ from coat_data.sample import DataError
 
 
 def article(word: str) -> str:
-    """``a`` or ``an``, as it stands before the word."""
+    """Return ``a`` or ``an``, as required before the word."""
     return "an" if word[0] in "aeiou" else "a"
 
 
 def conversation(row_id: str, image: str, turns: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """One training row about one image.
+    """Return a training row about one image.
 
     Args:
         row_id: the row's id.
         image: path of the image relative to the media root.
         turns: (question, answer) pairs; the image comes before the first question.
     """
-    said: list[dict[str, str]] = []
+    messages: list[dict[str, str]] = []
     for number, (question, answer) in enumerate(turns):
-        said.append({"from": "human", "value": question if number else f"<image>\n{question}"})
-        said.append({"from": "gpt", "value": answer})
-    return {"id": row_id, "image": image, "conversations": said}
+        messages.append({"from": "human", "value": question if number else f"<image>\n{question}"})
+        messages.append({"from": "gpt", "value": answer})
+    return {"id": row_id, "image": image, "conversations": messages}
 
 
 def write_conversations(path: Path, rows: Sequence[Mapping[str, Any]]) -> int:
@@ -48,16 +48,16 @@ class Question:
     image: str
     """Path relative to the media root."""
     text: str
-    """The prompt exactly as asked in training, without the image placeholder."""
+    """The prompt as in training, without the image placeholder."""
     answer: str
-    """``yes`` or ``no``, the letter of the right choice, or a word or phrase, by task."""
+    """``yes`` or ``no``, the letter of the right choice, or a word or phrase, depending on task."""
     category: str
     """Accuracy is also reported per category."""
     choices: tuple[str, ...] = ()
     """The options of a multiple choice question, A first; empty for the other tasks."""
 
     def row(self) -> dict[str, Any]:
-        """The question as a JSON object; ``choices`` only where there are some."""
+        """Return the question as a JSON object; ``choices`` only if there are any."""
         row = asdict(self)
         choices = row.pop("choices")
         return {**row, "choices": list(choices)} if choices else row
@@ -72,7 +72,7 @@ def write_training_rows(path: Path, questions: Sequence[Question]) -> int:
 
 
 def write_questions(folder: Path, questions: Sequence[Question]) -> int:
-    """Make ``folder`` with a ``questions.jsonl``; returns the number of questions.
+    """Create ``folder`` with a ``questions.jsonl``; returns the number of questions.
 
     Raises:
         DataError: two questions have the same id.

@@ -1,15 +1,14 @@
-"""What a benchmark is: its files in; prompts, extracted answers, item scores and percentages out.
+"""Base class of all benchmarks: reads files, makes prompts, extracts and scores answers.
 
 A benchmark is one class in one file of ``coat_eval/tasks``, listed in ``tasks/__init__.py``. It
-says how its references and predictions are recognised and read, and has three layers that are
-tested apart: ``extract`` (text -> canonical answer), ``score`` (one answer against its reference)
-and ``aggregate`` (scored items -> percentages). ``layouts`` and ``prompts`` say what a model is
-asked, and are only needed to generate answers (:mod:`coat_eval.runner`). Joining, bad input, the
-report and the command line are done once, in :mod:`coat_eval.report`. docs/evaluation.md shows a
-complete example.
+recognizes and reads its references and predictions, and has three layers with separate tests:
+``extract`` (text -> canonical answer), ``score`` (one answer against its reference) and
+``aggregate`` (scored items -> percentages). ``layouts`` and ``prompts`` are needed only to generate
+answers (:mod:`coat_eval.runner`). :mod:`coat_eval.report` pairs questions with predictions, checks
+the input and writes the report. docs/reference/benchmarks.md has a complete example.
 
-The texts of prompts are those behind published numbers: LLaVA's question files (haotian-liu/LLaVA,
-docs/Evaluation.md and scripts/v1_5/eval), which VILA uses unchanged, and the benchmarks' own.
+The prompts are those of published results: LLaVA's question files (haotian-liu/LLaVA,
+docs/Evaluation.md and scripts/v1_5/eval), which VILA uses unchanged, or the benchmark's own.
 """
 
 import re
@@ -19,182 +18,184 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_eval.data_folder import DataFolder, Layouts, Shown
+from coat_eval.data_folder import DataFolder, Layouts, MediaFile
 from coat_eval.files import Table
 
 IMAGE_LINE = "\n"
-"""Stands behind each image and video of a prompt, as in LLaVA's ``<image>\\n{question}``."""
+"""Follows each image and video of a prompt, as in LLaVA's ``<image>\\n{question}``."""
 SHORT_ANSWER = "Answer the question using a single word or phrase."
-"""Ends LLaVA's prompts of POPE, GQA, VQA v2, TextVQA, VizWiz and MMMU's open questions."""
+"""End of LLaVA's prompts of POPE, GQA, VQA v2, TextVQA, VizWiz and MMMU's open questions."""
 LETTER_ANSWER = "Answer with the option's letter from the given choices directly."
-"""Ends LLaVA's prompts of SEED-Bench and of MMMU's choices."""
+"""End of LLaVA's prompts of SEED-Bench and of MMMU's multiple-choice questions."""
+
+UPSTREAM = {
+    "lmms": "EvolvingLMMs-Lab/lmms-eval @c228e27",
+    "vlmeval": "open-compass/VLMEvalKit @d21c5e9",
+}
+"""Repository and commit that a profile follows; :attr:`Benchmark.source` names the official one."""
 
 FrameTimes = Callable[[Media], Sequence[float] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What can be chosen about scoring; the defaults are what papers print."""
+    """Scoring options; the defaults give the numbers that papers report."""
 
     profile: str = "official"
-    """Whose rules: ``official``, ``lmms`` (lmms-eval), ``vlmeval`` (VLMEvalKit), ..."""
+    """Scoring rules: ``official``, ``lmms`` (lmms-eval), ``vlmeval`` (VLMEvalKit), ..."""
     raw: bool = False
-    """Score the text untouched, without the preprocessing that LLaVA and VILA publish with."""
+    """Score the raw text, without the preprocessing of LLaVA and VILA."""
     fallback: Literal["random", "wrong"] = "random"
-    """MMMU: what becomes of a choice that cannot be read."""
+    """MMMU: how an unparsable choice is scored."""
     seed: int = 42
     """MMMU: seed of the random choices; 42 is the official one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """One row of the references."""
+class KeyedRow:
+    """Base of references, prompts and predictions, with the key that pairs them."""
 
     question_id: str
-    where: str
+    where: str = ""
     """File and row, for messages."""
-    answer: Any = None
-    """What a prediction is compared with, in the form ``score`` wants; None in a test split."""
     category: str = ""
-    """Second half of the key in benchmarks whose ids restart (POPE's splits)."""
-    tables: Mapping[str, str] = field(default_factory=dict)
-    """The sub-tables it counts in, e.g. ``{"answer_type": "number"}``."""
-    details: Mapping[str, Any] = field(default_factory=dict)
-    """What else extraction or aggregation needs, e.g. the choices."""
-    counted: bool = True
-    """False for questions that are known but not part of the score (GQA's unbalanced ones)."""
+    """Second part of the key in benchmarks whose ids restart (POPE's splits); empty for predictions
+    without this field."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Category, in lower case, and id."""
+        return self.category.strip().lower(), self.question_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class Question(KeyedRow):
+    """One row of the references."""
+
+    answer: Any = None
+    """Reference in the form that ``score`` expects; None in a test split."""
+    tables: Mapping[str, str] = field(default_factory=dict)
+    """Sub-tables that include the question, e.g. ``{"answer_type": "number"}``."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """Further input of extraction and aggregation, e.g. the choices."""
+    counted: bool = True
+    """False for questions that are not part of the score (GQA's unbalanced questions)."""
+    text: str = ""
+    """The question as the references ask it, if they do; prompts of predictions must contain it."""
+    cluster: str = ""
+    """Name of the image or video, for standard errors; empty if the references have none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction(KeyedRow):
     """One row of the predictions."""
 
-    question_id: str
-    where: str
     text: Any
-    """The model's text; anything else than a string is reported as bad input."""
-    category: str = ""
-    """Given where ids restart; empty when the file does not say."""
+    """The model's text; any other type is reported as bad input."""
+    prompt: str = ""
+    """What the row says was asked; empty if it does not."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Scored:
+class ScoredItem:
     """One question with its prediction, the extracted answer and the score."""
 
     question: Question
     text: str | None
     """None when the prediction is missing."""
     extracted: Any
-    """The canonical answer; None when the prediction is missing or holds none."""
+    """The canonical answer; None if the prediction is missing or contains no answer."""
     score: float
     """0 to 1."""
     parsed: bool = True
-    """Whether the text really holds an answer; True for missing predictions, counted elsewhere."""
-    drawn: bool = False
-    """Whether the answer is a random choice."""
+    """Whether the text contains an answer; True for missing predictions, counted separately."""
+    random_fallback: bool = False
+    """Whether the answer is a randomly drawn choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """Answers that are ranked by how likely the model is to give them, in place of its own."""
+class Prompt(KeyedRow):
+    """One question as model input: the media in order, then the text."""
 
-    texts: tuple[str, ...]
-    per_token: bool = True
-    """An answer's loss is the mean over its tokens; else their sum, which prefers short ones."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """One question as the model is asked it: the media in order, then the text."""
-
-    question_id: str
-    """As :class:`Question` has it."""
     text: str
-    media: tuple[Shown, ...] = ()
-    choices: Choices | None = None
-    """What is ranked; None where the model answers in its own words."""
-    category: str = ""
-    """As in the question; the second half of the key where ids restart."""
-    where: str = ""
-    """File and row, for messages."""
+    media: tuple[MediaFile, ...] = ()
+    choices: tuple[str, ...] = ()
+    """Answers to rank by the mean loss per token; empty if the model generates its answer."""
     fingerprint: str = ""
-    """Stands for ``text`` where earlier answers are checked; the text when empty. It does not
-    change when a video arrives that was missing."""
-    lacking: DataError | None = None
-    """What could not be read, so that the question is asked without it."""
+    """Replaces ``text`` (the default) in the check of earlier answers. It stays the same when a
+    missing video is added later."""
     sample: Sample | None = None
-    """The conversation as it is asked, where media do not simply stand before the text."""
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """Category and id, which predictions and references are paired by."""
-        return self.category, self.question_id
+    """The conversation, if its media are not simply placed before the text."""
 
     def load(self) -> Sample:
-        """What the model is asked, with its media; DataError if one of them cannot be had."""
+        """Return the conversation with its media; DataError if one cannot be read."""
         return self.sample or prompt_sample(self.text, [one.load() for one in self.media])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
-    """What can be chosen about prompts."""
+class PromptOptions:
+    """Options of prompts."""
 
     variant: str = ""
     """One of the benchmark's ``variants``, or empty for the official prompt."""
     frame_times: FrameTimes = field(default=lambda _: None)
-    """Seconds at which the model sees a video; None where that is not known."""
+    """Returns the times in seconds of a video's sampled frames; None if they are not known."""
 
 
 def prompt_sample(text: str, media: Sequence[Media] = ()) -> Sample:
-    """A question as a conversation of one turn: the media, each on a line of its own, then text."""
+    """Make a conversation of one turn: each medium on its own line, then the text."""
     parts = [part for one in media for part in (Part(one.kind), Part("text", IMAGE_LINE))]
     turn = Turn("user", (*parts, Part("text", text)))
     return Sample(id="prompt", turns=(turn,), media=tuple(media))
 
 
 class Benchmark(ABC):
-    """One benchmark. Subclasses fill in the names and the three layers."""
+    """Base class of a benchmark; subclasses define the names and the three layers."""
 
     name: ClassVar[str]
     source: ClassVar[str]
-    """The scorer that is reproduced: repository and file."""
+    """Repository and file of the scorer that this class reproduces."""
     headline: ClassVar[tuple[str, ...]]
-    """The metrics shown first; those of them that the data have."""
+    """The metrics to show first, if the data have them."""
     profiles: ClassVar[tuple[str, ...]] = ("official",)
+    sizes: ClassVar[Mapping[str, int]] = {}
+    """Numbers of questions of the official sets and of the parts that are also reported alone."""
+    constants: ClassVar[tuple[str, ...]] = ()
+    """Answers that need no image, e.g. ``("yes", "no")``; empty: the most common reference."""
     id_fields: ClassVar[tuple[str, ...]] = ("question_id",)
     text_fields: ClassVar[tuple[str, ...]] = ("prediction", "text")
     id_pattern: ClassVar[re.Pattern[str] | None] = None
-    """What only this benchmark's question ids look like, to name files of it given to another."""
+    """Pattern that only this benchmark's question ids match, for error messages."""
     carries_answers: ClassVar[bool] = False
-    """Whether official predictions carry their answers, so that references may be left out."""
+    """Whether official predictions contain the references, which are then optional."""
 
     shares_repeated: ClassVar[bool] = False
-    """Whether one prediction serves every question of an id that the references repeat."""
+    """Whether one prediction applies to all questions of an id that the references repeat."""
 
     draws: ClassVar[bool] = False
-    """Whether answers that cannot be read are drawn, so that ``fallback`` and ``seed`` matter."""
+    """Whether unparsable answers are drawn at random, so that ``fallback`` and ``seed`` apply."""
 
     layouts: ClassVar[Layouts] = {}
-    """Where the questions stand on disk, by split; the first split is the usual one. Empty for a
-    benchmark that can only be scored."""
+    """File patterns of the questions by split; the first split is the default. Empty if answers
+    can only be scored."""
     variants: ClassVar[Mapping[str, str]] = {}
-    """Other prompts than the official one, and what they are."""
+    """Descriptions of the prompt variants by name."""
 
     @abstractmethod
     def is_reference(self, table: Table) -> bool:
-        """Whether a file's first row looks like this benchmark's references."""
+        """Return whether a file's first row looks like this benchmark's references."""
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
-        """One row of the references, for :meth:`questions`; DataError if it cannot be used."""
+        """Convert one row of the references, for :meth:`questions`; DataError if it is invalid."""
         raise NotImplementedError
 
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
-        """All questions of the references, in their order: :meth:`question` of every row.
+        """Return all questions of the references in order: :meth:`question` of every row.
 
         Args:
-            references: recognised files, in any order; empty only if ``carries_answers``.
+            references: recognized files, in any order; empty only if ``carries_answers``.
             predictions: for benchmarks whose predictions carry choices or answers.
 
         Raises:
@@ -208,125 +209,183 @@ class Benchmark(ABC):
 
     @abstractmethod
     def extract(self, text: str, question: Question, settings: Settings) -> Any:
-        """The canonical answer in a text, or None."""
+        """Return the canonical answer in a text, or None."""
 
     def score(self, extracted: Any, question: Question, settings: Settings) -> float:
-        """0 to 1 for an extracted answer, never None; by default 1 for the reference itself."""
+        """Score an extracted answer (not None) from 0 to 1; default: 1 for the reference itself."""
         return float(extracted == question.answer)
 
-    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
-        """The metrics by name over the counted questions, in percent.
+    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
+        """Compute the metrics of the counted questions by name, in percent.
 
-        By default ``overall`` and ``<table>.<value>`` of every sub-table.
+        Default: ``overall``, and ``<table>.<value>`` of every sub-table.
         """
-        tables = dict(sorted(table_percents(scored).items()))
-        return {"overall": percent([one.score for one in scored]), **tables}
+        tables = dict(sorted(to_table_percents(scored).items()))
+        return {"overall": to_percent([one.score for one in scored]), **tables}
 
     def check_profile(self, profile: str) -> None:
-        """ValueError with the allowed names for one that the benchmark does not have."""
+        """Raise ValueError with the allowed names if the benchmark does not have this profile."""
         if profile not in self.profiles:
             raise ValueError(
                 f"{self.name} has no profile {profile!r}; allowed: {', '.join(self.profiles)}"
             )
 
-    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
-        """What the model is asked, question by question; no image or video is opened.
+    def get_upstream(self, profile: str) -> str:
+        """Return repository and commit of the scorer that a profile follows."""
+        return UPSTREAM.get(profile, self.source)
+
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield the prompts, question by question, without opening images or videos.
 
         Args:
             folder: the tables that ``layouts`` names.
-            asking: variant of the prompt, and when a model sees a video.
+            options: variant of the prompt, and times of a video's sampled frames.
 
         Raises:
             DataError: naming file and row of a question that cannot be asked.
-            ValueError: by default: the benchmark can only be scored.
+            ValueError: the benchmark can only be scored (default).
         """
         raise ValueError(
             f"{self.name} has no prompts and no layouts: answers can be scored, not generated"
         )
 
-    def parsed(self, extracted: Any, text: str) -> bool:
-        """Whether the text holds an answer: by default, whether something was extracted."""
+    def is_parsed(self, extracted: Any, text: str) -> bool:
+        """Return whether the text contains an answer; default: whether one was extracted."""
         return extracted not in (None, "")
 
     def is_predictions(self, table: Table) -> bool:
-        """Whether a file's first row looks like predictions for this benchmark."""
+        """Return whether a file's first row looks like predictions for this benchmark."""
         first = set(table.rows[0]) if table.rows else set[str]()
         return bool(first.intersection(self.id_fields) and first.intersection(self.text_fields))
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """The predictions of one file, in its order.
+        """Return the predictions of one file in order.
 
         Raises:
             DataError: naming file and row of a prediction without id or text.
         """
-        return [
-            Prediction(
-                question_id=str(pick(row, self.id_fields, table.where(index))),
-                text=pick(row, self.text_fields, table.where(index)),
-                category=str(row.get("category") or ""),
-                where=table.where(index),
+        asked = find_asked(table, questions)
+        predictions = []
+        for index, row in enumerate(table.rows):
+            where = table.where(index)
+            question_id = str(pick(row, self.id_fields, where))
+            predictions.append(
+                Prediction(
+                    question_id=question_id,
+                    text=self.pick_text(row, where, asked.get(question_id, "")),
+                    category=str(row.get("category") or ""),
+                    prompt=find_prompt(row),
+                    where=where,
+                )
             )
-            for index, row in enumerate(table.rows)
-        ]
+        return predictions
+
+    def pick_text(self, row: Mapping[str, Any], where: str, asked: str) -> Any:
+        """Return the text of a prediction's row.
+
+        In a row with ``text`` and ``answer`` either may be the prediction: if ``text`` contains the
+        question ``asked``, it is ``answer``; else the row is refused with DataError.
+        """
+        both = "text" in row and "answer" in row and "answer" in self.text_fields
+        if not both or "prediction" in row or "prompt" in row:
+            return pick(row, self.text_fields, where)
+        if contains_question(str(row["text"]), asked):
+            return row["answer"]
+        raise DataError(
+            where,
+            f"has text {str(row['text'])[:40]!r} and answer {str(row['answer'])[:40]!r}; either "
+            "may be the prediction",
+            'name the model\'s answer "prediction"',
+        )
 
     def all_predictions(
         self, tables: Sequence[Table], questions: Sequence[Question]
     ) -> list[Prediction]:
-        """The predictions of all files; overridden where a row's id depends on other files."""
+        """Return the predictions of all files; overridden if a row's id depends on other files."""
         return [one for table in tables for one in self.predictions(table, questions)]
 
-    def score_one(self, question: Question, text: str | None, settings: Settings) -> Scored:
+    def score_one(self, question: Question, text: str | None, settings: Settings) -> ScoredItem:
         """Extract and score one prediction; a missing one scores 0."""
         if text is None:
-            return Scored(question=question, text=None, extracted=None, score=0.0)
+            return ScoredItem(question=question, text=None, extracted=None, score=0.0)
         extracted = self.extract(text, question, settings)
-        return Scored(
+        return ScoredItem(
             question=question,
             text=text,
             extracted=extracted,
             score=self.rate(extracted, question, settings),
-            parsed=self.parsed(extracted, text),
+            parsed=self.is_parsed(extracted, text),
         )
 
     def rate(self, extracted: Any, question: Question, settings: Settings) -> float:
-        """:meth:`score`, or 0 where there is nothing to compare (a submission for a test split)."""
+        """Return :meth:`score`, or 0 without an answer or a reference (a test split)."""
         if extracted is None or question.answer is None:
             return 0.0
         return self.score(extracted, question, settings)
 
     def score_all(
         self, joined: Iterable[tuple[Question, str | None]], settings: Settings
-    ) -> list[Scored]:
-        """All items, in order; overridden where one item's score depends on others."""
+    ) -> list[ScoredItem]:
+        """Score all items in order; overridden if an item's score depends on others."""
         return [self.score_one(question, text, settings) for question, text in joined]
 
-    def submission(self, scored: Sequence[Scored], settings: Settings) -> Any:
-        """What the benchmark's server takes, as JSON; ValueError where it has none."""
+    def submission(self, scored: Sequence[ScoredItem], settings: Settings) -> Any:
+        """Return a submission for the benchmark's server as JSON; ValueError if none exists."""
         raise ValueError(f"{self.name} has no submission file; score it here")
 
 
 def pick(row: Mapping[str, Any], fields: Sequence[str], where: str) -> Any:
-    """The first of ``fields`` that the row has; DataError at ``where`` if it has none of them."""
+    """Return the row's first field of ``fields``; DataError at ``where`` if it has none of them."""
     for name in fields:
         if name in row:
             return row[name]
     raise DataError(where, f"has no {' or '.join(fields)}; it has {sorted(row)}", "add it")
 
 
-def percent(scores: Sequence[float]) -> float:
-    """100 times the mean, not rounded; 0 for no scores."""
+_LETTERS = re.compile(r"<image[^>]*>|[\W_]+")
+
+
+def keep_letters(text: str) -> str:
+    """Return the letters and digits of a text in lower case, without ``<image 1>``."""
+    return _LETTERS.sub("", text.lower())
+
+
+def contains_question(text: str, question: str) -> bool:
+    """Return whether a text contains a question, whatever its case, blanks and punctuation."""
+    wanted = keep_letters(question)
+    return bool(wanted) and wanted in keep_letters(text)
+
+
+def find_prompt(row: Mapping[str, Any]) -> str:
+    """Return what a prediction's row says was asked; empty if it does not."""
+    found = (row.get(name) for name in ("prompt", "question"))
+    return next((one for one in found if isinstance(one, str)), "")
+
+
+def find_asked(table: Table, questions: Sequence[Question]) -> dict[str, str]:
+    """Return the questions by id if rows have both ``text`` and ``answer``, else nothing."""
+    if not table.has("text", "answer"):
+        return {}
+    return {one.question_id: one.text for one in questions}
+
+
+def to_percent(scores: Sequence[float]) -> float:
+    """Return 100 times the mean, not rounded; 0 for no scores."""
     return 100.0 * sum(scores) / len(scores) if scores else 0.0
 
 
-def by_table(scored: Iterable[Scored]) -> dict[str, list[Scored]]:
-    """The items of every sub-table by dotted name, e.g. ``answer_type.number``."""
-    groups: dict[str, list[Scored]] = {}
+def group_by_table(scored: Iterable[ScoredItem]) -> dict[str, list[ScoredItem]]:
+    """Return the items of every sub-table by dotted name, e.g. ``answer_type.number``."""
+    groups: dict[str, list[ScoredItem]] = {}
     for one in scored:
         for table, value in one.question.tables.items():
             groups.setdefault(f"{table}.{value}", []).append(one)
     return groups
 
 
-def table_percents(scored: Iterable[Scored]) -> dict[str, float]:
+def to_table_percents(scored: Iterable[ScoredItem]) -> dict[str, float]:
     """:func:`percent` of every sub-table."""
-    return {name: percent([one.score for one in group]) for name, group in by_table(scored).items()}
+    return {
+        name: to_percent([one.score for one in group])
+        for name, group in group_by_table(scored).items()
+    }

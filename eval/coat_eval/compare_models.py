@@ -1,10 +1,18 @@
-"""Compares models on the same items: metric differences, their intervals, and flipped items.
+"""Compares models on the same items, and groups of runs of one recipe.
 
-Whole benchmarks stand beside the figures that papers and repositories publish (published.yaml).
+A comparison of models contains metric differences, confidence intervals, and the number of items
+that only one model answers correctly. Whole benchmarks are listed next to published results
+(published.yaml).
+
+A comparison of groups, whose runs differ in their seed, contains metrics, standard deviations over
+seeds, intervals and loss curves. The difference between the groups' mean headline metrics has a 95%
+interval *paired by item* (bootstrap, Efron and Tibshirani 1993, chapter 13): every resample uses
+the same items for all runs of both groups, so the common difficulty of an item cancels. The
+interval measures the uncertainty from the choice of items, the standard deviation that from seeds.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
@@ -13,11 +21,19 @@ from typing import Any
 import numpy as np
 import yaml
 
-from coat_eval.scored_set import ScoredSet, read_sets, same_items
-from coat_eval.significance import bootstrap_intervals, figures, mcnemar, scores
+from coat_eval.files import read_json_lines
+from coat_eval.scored_set import ScoredSet, check_same_items, read_sets
+from coat_eval.significance import bootstrap_intervals, compute_metrics, get_scores, mcnemar_p_value
+from coat_eval.tasks import get_task
+from coat_vlm.config.load import load_recipe
 
+LAST_SHARE = 0.02
+"""The training loss of a run is the mean over this last share of its steps."""
+SMOOTHING_SHARE = 50
+"""Curves average over 1/50 of the steps."""
+COLORS = ("#3b82f6", "#e07b39")
 RIGHT = 0.5
-"""A graded item (VQA's accuracy) counts as right from this score on, where items are counted."""
+"""Score from which an item with a soft accuracy (VQA) counts as right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +49,7 @@ class Difference:
     difference: float
     """second - first."""
     interval: tuple[float, float] | None
-    """95%, by paired bootstrap over items; None for a metric that is no sum over items."""
+    """95%, by paired bootstrap over items; None for a metric that is not a sum over items."""
     items: int
     only_first: int
     """Items that only the first model gets right."""
@@ -44,16 +60,16 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The models that were compared, and each one against the first."""
+    """The compared models, and the difference of each from the first."""
 
     sets: Mapping[str, Mapping[str, ScoredSet]]
-    """By model, then by set."""
+    """Scored sets by model and set name."""
     differences: Sequence[Difference]
 
     def to_json(self) -> dict[str, Any]:
-        """Models with their headline metrics, and the differences, as JSON-ready data."""
+        """Return the models' headline metrics and the differences as plain JSON."""
         return {
-            "models": {name: own_figures(sets) for name, sets in self.sets.items()},
+            "models": {name: compute_headline_metrics(sets) for name, sets in self.sets.items()},
             "differences": [asdict(one) for one in self.differences],
         }
 
@@ -64,14 +80,14 @@ def compare_items(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
     Args:
         paths: run folders, reports or folders of reports, see
             :func:`coat_eval.scored_set.read_sets`.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
 
     Raises:
-        ValueError: the models were asked other sets or other items, or a path is named twice.
-        FileNotFoundError: a path holds nothing scored.
-        DataError: a report has no items, or its items do not add up to its metrics.
+        ValueError: the models have different sets or items, or a path is given twice.
+        FileNotFoundError: a path contains no scored set.
+        DataError: a report has no items, or its items contradict its metrics.
     """
-    names = _names(paths)
+    names = _shorten_names(paths)
     sets = {name: read_sets(path) for name, path in zip(names, paths, strict=True)}
     first = sets[names[0]]
     rows = []
@@ -82,18 +98,16 @@ def compare_items(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
                 f"{', '.join(sorted(first))}; compare reports of the same tasks"
             )
         for set_name, one in first.items():
-            why = same_items(one, other[set_name])
-            if why is not None:
-                raise ValueError(f"set {set_name!r} does not compare: {why}")
-            rows += _set_rows((names[0], name), set_name, one, other[set_name], seed)
+            check_same_items(set_name, one, other[set_name])
+            rows += _compare_set((names[0], name), set_name, one, other[set_name], seed)
     return Comparison(sets, rows)
 
 
-def own_figures(sets: Mapping[str, ScoredSet]) -> dict[str, float]:
-    """The headline metrics of one model by ``set.metric``, from the items where possible."""
+def compute_headline_metrics(sets: Mapping[str, ScoredSet]) -> dict[str, float]:
+    """Compute a model's headline metrics by ``set.metric``, from the items if possible."""
     found = {}
     for name, scored in sets.items():
-        sums = figures(scored)
+        sums = compute_metrics(scored)
         for metric in scored.headline:
             if metric in sums:
                 found[f"{name}.{metric}"] = sums[metric][0].value()
@@ -103,57 +117,87 @@ def own_figures(sets: Mapping[str, ScoredSet]) -> dict[str, float]:
 
 
 def format_differences(comparison: Comparison) -> str:
-    """The differences as Markdown, and the models beside published ones."""
+    """Format the differences and the comparison with published results as Markdown."""
     lines = []
     pairs = groupby(comparison.differences, lambda row: (row.first_name, row.second_name))
     for (first, second), rows in pairs:
-        table = markdown_table(_COLUMNS, [_row_cells(row) for row in rows])
+        cells = [
+            [
+                f"{row.set_name} {row.metric}",
+                f"{row.first:.2f}",
+                f"{row.second:.2f}",
+                f"{row.difference:+.2f}",
+                _format_interval(row.interval),
+                str(row.only_first),
+                str(row.only_second),
+                "-" if row.p_value is None else f"{row.p_value:.3g}",
+                str(row.items),
+            ]
+            for row in rows
+        ]
+        table = _format_table(_COLUMNS, cells)
         lines += [f"A = {first}, B = {second}", "", table, ""]
     if lines:
         lines.append(
             "Interval: paired bootstrap over items. p: McNemar's exact test on the items that only "
             "one model gets right; not corrected for the number of rows."
         )
-    parts = [part for part in _beside_published(comparison) if part]
-    return "\n".join([*lines, *(line for part in parts for line in ("", part))])
+    return "\n".join([*lines, *_format_published(comparison)])
 
 
-def _beside_published(comparison: Comparison) -> tuple[str, str]:
-    """The table of whole benchmarks scored officially, and what is left out of it and why."""
-    known = {name for row in published().values() for name in row}
+def _format_published(comparison: Comparison) -> list[str]:
+    """Format a table of complete, officially scored benchmarks, and the reasons for omissions.
+
+    The table has the compared models, then the published ones; their sources are below.
+    """
+    text = files("coat_eval").joinpath("published.yaml").read_text(encoding="utf-8")
+    # Percent by ``task.metric``, and ``source`` (repository and file), by published model.
+    published: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    known = {name for row in published.values() for name in row}
     own: dict[str, dict[str, float]] = {}
     left_out = []
     for model, sets in comparison.sets.items():
-        own[model] = {}
-        for name, scored in sets.items():
-            found = own_figures({name: scored})
-            if not scored.deviations:
-                own[model] |= found
-            elif known & found.keys():
-                left_out.append(f"{name} of {model} ({', '.join(scored.deviations)})")
-    table = format_published({model: found for model, found in own.items() if found})
-    return table, f"Not beside published figures: {'; '.join(left_out)}." if left_out else ""
+        whole = {name: scored for name, scored in sets.items() if not scored.deviations}
+        own[f"**{model}**"] = compute_headline_metrics(whole)
+        for name in sets:
+            if name not in whole and known & compute_headline_metrics({name: sets[name]}).keys():
+                left_out.append(f"{name} of {model} ({', '.join(sets[name].deviations)})")
+    own = {model: found for model, found in own.items() if found}
+    columns = [name for name in dict.fromkeys(n for v in own.values() for n in v) if name in known]
+    lines = []
+    if columns:
+        theirs = {model: row for model, row in published.items() if row.keys() & set(columns)}
+        cells = [
+            [model, *(f"{values[name]:.1f}" if name in values else "-" for name in columns)]
+            for model, values in (own | theirs).items()
+        ]
+        sources = "; ".join(dict.fromkeys(row["source"] for row in theirs.values()))
+        lines += ["", _format_table(["model", *columns], cells), ""]
+        lines.append(f"Published results (VQAv2 and VizWiz: test-dev). Sources: {sources}.")
+    if left_out:
+        lines += ["", f"Not compared with published results: {'; '.join(left_out)}."]
+    return lines
 
 
-def only_right(first: ScoredSet, second: ScoredSet) -> tuple[list[int], list[int]]:
-    """Indices of the items that only the first, and only the second, gets right."""
-    a, b = scores(first) >= RIGHT, scores(second) >= RIGHT
+def find_disagreements(first: ScoredSet, second: ScoredSet) -> tuple[list[int], list[int]]:
+    """Return the indices of the items that only the first, and only the second, gets right."""
+    a, b = get_scores(first) >= RIGHT, get_scores(second) >= RIGHT
     return np.flatnonzero(a & ~b).tolist(), np.flatnonzero(b & ~a).tolist()
 
 
-_COLUMNS = ("figure", "A", "B", "B - A", "95% interval", "only A right", "only B right", "p", "n")
+_COLUMNS = ("metric", "A", "B", "B - A", "95% interval", "only A right", "only B right", "p", "n")
 
 
-def _set_rows(
+def _compare_set(
     names: tuple[str, str], set_name: str, one: ScoredSet, other: ScoredSet, seed: int
 ) -> list[Difference]:
-    first, second = figures(one), figures(other)
+    first, second = compute_metrics(one), compute_metrics(other)
     common = [metric for metric in first if metric in second]
-    pairs = [(first[metric][0], second[metric][0]) for metric in common]
+    pairs = [([first[metric][0]], [second[metric][0]]) for metric in common]
     found = bootstrap_intervals(pairs, seed=seed) if pairs else []
     intervals = dict(zip(common, found, strict=True))
-    binary = bool(np.isin(np.concatenate([scores(one), scores(other)]), (0.0, 1.0)).all())
-    flipped = only_right(one, other)
+    binary = bool(np.isin(np.concatenate([get_scores(one), get_scores(other)]), (0.0, 1.0)).all())
+    flipped = find_disagreements(one, other)
     rows = []
     for metric in one.headline:
         mask = first[metric][1] if metric in intervals else np.ones(len(one.items), bool)
@@ -177,17 +221,17 @@ def _set_rows(
                 items=int(mask.sum()),
                 only_first=counts[0],
                 only_second=counts[1],
-                p_value=mcnemar(*counts) if binary and metric in intervals else None,
+                p_value=mcnemar_p_value(*counts) if binary and metric in intervals else None,
             )
         )
     return rows
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    """The shortest endings of the paths that tell them apart."""
+def _shorten_names(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest endings of the paths that are unique."""
     whole = [Path(path).resolve() for path in paths]
     if len(set(whole)) != len(whole):
-        raise ValueError(f"the same path is named twice: {', '.join(map(str, paths))}")
+        raise ValueError(f"the same path is given twice: {', '.join(map(str, paths))}")
     for length in range(1, max(len(path.parts) for path in whole) + 1):
         names = ["/".join(path.parts[-length:]) for path in whole]
         if len(set(names)) == len(names):
@@ -195,53 +239,171 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in whole]
 
 
-def _row_cells(row: Difference) -> list[str]:
-    return [
-        f"{row.set_name} {row.metric}",
-        f"{row.first:.2f}",
-        f"{row.second:.2f}",
-        f"{row.difference:+.2f}",
-        "-" if row.interval is None else "{:+.2f} .. {:+.2f}".format(*row.interval),
-        str(row.only_first),
-        str(row.only_second),
-        "-" if row.p_value is None else f"{row.p_value:.3g}",
-        str(row.items),
-    ]
+@dataclass(frozen=True, slots=True)
+class SetComparison:
+    """One metric of both groups, in percent (losses: in nats per token)."""
+
+    name: str
+    """Name of the evaluation set or of the loss."""
+    metric: str
+    first: list[float]
+    """One value per run of the first group."""
+    second: list[float]
+    """One value per run of the second group; empty with one group only."""
+    interval: tuple[float, float] | None = None
+    """95% interval of mean(second) - mean(first), paired by item."""
+
+    @property
+    def difference(self) -> float | None:
+        """mean(second) - mean(first)."""
+        return float(np.mean(self.second) - np.mean(self.first)) if self.second else None
 
 
-def published() -> dict[str, dict[str, Any]]:
-    """Percent by ``task.metric``, and ``source`` (repository and file), by published model."""
-    text = files("coat_eval").joinpath("published.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)
-
-
-def format_published(own: Mapping[str, Mapping[str, float]]) -> str:
-    """A Markdown table: one's own models, then the published ones, by benchmark.
+def compare_runs(
+    first: Sequence[Path], second: Sequence[Path] = (), *, seed: int = 0
+) -> list[SetComparison]:
+    """Compare run folders that ``coat-vlm eval --run`` has evaluated.
 
     Args:
-        own: percent by ``task.metric``, by the name of the model.
+        first: run folders of one group, one per seed.
+        second: run folders of the other group; may be empty.
+        seed: seed of the bootstrap.
 
     Returns:
-        The table with the sources below; empty if none of the benchmarks has a published figure.
+        One row per evaluation set (the task's headline metric), then training and validation loss.
+
+    Raises:
+        FileNotFoundError: a run was not evaluated.
+        ValueError: the runs have different evaluation sets or items.
     """
-    known = {name for row in published().values() for name in row}
-    columns = [name for name in dict.fromkeys(n for v in own.values() for n in v) if name in known]
-    if not columns:
-        return ""
-    theirs = {model: row for model, row in published().items() if row.keys() & set(columns)}
-    rows = {f"**{name}**": values for name, values in own.items()} | theirs
-    cells = [
-        [model, *(f"{values[name]:.1f}" if name in values else "-" for name in columns)]
-        for model, values in rows.items()
+    recipe = load_recipe(str(first[0] / "recipe.yaml"))
+    rows = []
+    for name, settings in recipe.eval_sets.items():
+        metric = get_task(settings.task).headline[0]
+        runs = [
+            compute_metrics(one)[metric][0] for one in _read_runs([*first, *second], name, metric)
+        ]
+        pair = runs[: len(first)], runs[len(first) :]
+        interval = bootstrap_intervals([pair], seed=seed)[0] if second else None
+        ours, theirs = ([run.value() for run in group] for group in pair)
+        rows.append(SetComparison(name, metric, ours, theirs, interval))
+    losses = [_read_losses(run) for run in (*first, *second)]
+    for run, names in zip((*first, *second), losses, strict=True):
+        if names.keys() != losses[0].keys():
+            raise ValueError(
+                f"{run} has the losses {sorted(names)} and {first[0]} has {sorted(losses[0])}; "
+                "only runs of one recipe compare"
+            )
+    for loss in losses[0]:
+        values = [run[loss] for run in losses]
+        rows.append(SetComparison(loss, "loss", values[: len(first)], values[len(first) :]))
+    return rows
+
+
+def _read_runs(runs: Sequence[Path], name: str, metric: str) -> list[ScoredSet]:
+    """Read one scored set of every run."""
+    sets = []
+    for run in runs:
+        found = read_sets(run)
+        if name not in found:
+            raise FileNotFoundError(
+                f"{run / 'eval' / name / 'items.jsonl'} does not exist; evaluate it: "
+                f"coat-vlm eval --run {run}"
+            )
+        check_same_items(name, sets[0] if sets else found[name], found[name])
+        sets.append(found[name])
+    return [
+        # An old run may lack the report that names the headline metric, and the order of the
+        # bootstrap does not depend on the category.
+        replace(
+            one,
+            headline=(metric,),
+            items=sorted(one.items, key=lambda item: str(item["question_id"])),
+        )
+        for one in sets
     ]
-    sources = "; ".join(dict.fromkeys(row["source"] for row in theirs.values()))
-    return (
-        f"{markdown_table(['model', *columns], cells)}\n\nPublished figures (VQAv2 and VizWiz: "
-        f"test-dev). Sources: {sources}."
-    )
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, without a line break at its end."""
+def _read_losses(run: Path) -> dict[str, float]:
+    """Read the last stage's final training loss and last validation losses."""
+    rows = _read_last_stage(run)
+    steps = [row["loss"] for row in rows if row["kind"] == "step"]
+    tail = steps[-max(1, round(LAST_SHARE * len(steps))) :]
+    stage = rows[0]["stage"]
+    losses = {k: v for row in rows if row["kind"] == "val" for k, v in row["losses"].items()}
+    validations = {f"{stage} validation {name}": value for name, value in losses.items()}
+    return {f"{stage} training": float(np.mean(tail)), **validations}
+
+
+def _read_last_stage(run: Path) -> list[dict[str, Any]]:
+    """Read the steps and validations of the last stage from a run's metrics.jsonl."""
+    rows = [row for _, row in read_json_lines(run / "metrics.jsonl")]
+    rows = [row for row in rows if row["kind"] in ("step", "val")]
+    stage = [row for row in rows if row["kind"] == "step"][-1]["stage"]
+    return [row for row in rows if row["stage"] == stage]
+
+
+def format_comparison(rows: Sequence[SetComparison]) -> str:
+    """Format the rows as a Markdown table."""
+    both = any(row.second for row in rows)
+    header = ["metric", "first: mean", "sd", "runs"]
+    if both:
+        header += ["second: mean", "sd", "runs", "difference", "95% interval, paired by item"]
+    lines = []
+    for row in rows:
+        digits = 4 if row.metric == "loss" else 2
+        cells = [f"{row.name} {row.metric}"]
+        for values in (row.first, row.second) if both else (row.first,):
+            cells.append(f"{np.mean(values):.{digits}f}")
+            cells.append(f"{np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else "-")
+            cells.append(", ".join(f"{value:.{digits}f}" for value in values))
+        if both:
+            cells += [f"{row.difference:+.{digits}f}", _format_interval(row.interval)]
+        lines.append(cells)
+    return _format_table(header, lines)
+
+
+def _format_interval(interval: tuple[float, float] | None) -> str:
+    return "-" if interval is None else "{:+.2f} .. {:+.2f}".format(*interval)
+
+
+def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a Markdown table without a final newline."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def draw_curves(
+    first: Sequence[Path], second: Sequence[Path], labels: tuple[str, str], out: Path
+) -> None:
+    """Draw the smoothed training loss of the runs' last stage, one color per group.
+
+    Args:
+        first: run folders of one group.
+        second: run folders of the other group; may be empty.
+        labels: names of the groups.
+        out: file to write; its suffix (.svg, .png, .pdf) selects the format.
+
+    Raises:
+        ValueError: the suffix is not a supported format.
+        OSError: a run has no metrics.jsonl, or the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for runs, label, color in zip((first, second), labels, COLORS, strict=True):
+        for number, run in enumerate(runs):
+            steps = [row for row in _read_last_stage(run) if row["kind"] == "step"]
+            width = max(1, len(steps) // SMOOTHING_SHARE)
+            chunks = [steps[i : i + width] for i in range(0, len(steps), width)]
+            means = [float(np.mean([row["loss"] for row in chunk])) for chunk in chunks]
+            ends = [chunk[-1]["step"] for chunk in chunks]
+            name = label if number == 0 else None
+            axes.plot(ends, means, color=color, linewidth=0.9, alpha=0.8, label=name)
+    axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss, nats per token")
+    axes.legend(frameon=False)
+    axes.grid(which="both", linewidth=0.3)
+    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)

@@ -1,7 +1,7 @@
-"""Answer extraction: what a model wrote -> one canonical answer. No scoring here.
+"""Answer extraction: a model's text -> one canonical answer, without scoring.
 
-Every framework's disagreement about a benchmark number sits in this layer, so each rule is a pure
-function of the text (and of the choices) and is tested on its own.
+Scores of different frameworks differ mostly because of extraction, so each rule is a pure function
+of the text (and of the choices) with its own tests.
 """
 
 import re
@@ -21,44 +21,39 @@ _LONE_LETTER = re.compile(rf"(?<![A-Za-z0-9'])([A-Z]){_NOT_IN_WORD}")
 _ARTICLE = re.compile(r"\b[AI]\s+(?!(?:is|and|or)\b)(?=[a-z])")
 
 
-def pope_answer(text: str) -> str:
-    """POPE's rule: ``"yes"`` or ``"no"`` for any text.
+def extract_pope(text: str) -> str:
+    """Apply POPE's rule: ``"yes"`` or ``"no"`` for any text.
 
-    The text is cut at its first period, freed of commas and split at single spaces; it means "no"
-    if one of the words is exactly ``No``, ``no`` or ``not``, otherwise "yes". So "NO", "no?", "No"
-    with a newline behind it and "" all mean "yes".
+    The text is cut at its first period, commas are removed, and the rest is split at single spaces.
+    It means "no" if one of the words is exactly ``No``, ``no`` or ``not``, otherwise "yes". Thus
+    "NO", "no?", "No" followed by a newline, and "" all mean "yes".
     Source: RUCAIBox/POPE evaluate.py and LLaVA llava/eval/eval_pope.py.
     """
     words = text.split(".")[0].replace(",", "").split(" ")
     return "no" if any(word in _NO_WORDS for word in words) else "yes"
 
 
-def yes_no(text: str) -> str:
-    """POPE's rule (:func:`pope_answer`) on the stripped text, as LLaVA strips what it generates."""
-    return pope_answer(text.strip())
-
-
 def mentions_yes_or_no(text: str) -> bool:
-    """Whether "yes", "no" or "not" occurs as a word; if none does, POPE's "yes" is blind."""
+    """Return whether "yes", "no" or "not" occurs as a word; otherwise POPE's "yes" is a default."""
     return _YES_NO_WORD.search(text) is not None
 
 
-def choice_letter(text: str, choices: Sequence[str]) -> str | None:
-    """The letter (``"A"``, ``"B"``, ...) that a text picks from ``choices``, or None.
+def extract_choice(text: str, choices: Sequence[str]) -> str | None:
+    """Return the letter (``"A"``, ``"B"``, ...) that a text selects from ``choices``, or None.
 
-    The first rule that gives exactly one letter decides: the text is one letter (any case); it is
+    The first rule that finds exactly one letter applies: the text is one letter (any case); it is
     an option's text; it starts like ``B.``, ``B:``, ``(B)``; a letter follows "answer is",
-    "answer:", "option" or "choice"; one option's letter stands alone somewhere; one option's text
-    occurs as whole words. Emphasis and quotes are ignored, and so is case outside of letters that
-    stand in a sentence ("A cat" and "I see" are not options). Two different letters are no answer.
+    "answer:", "option" or "choice"; one option's letter is a separate word; one option's text
+    occurs as whole words. Emphasis and quotes are ignored, and so is case, except for letters
+    within a sentence ("A cat" and "I see" are not options). Two different letters are no answer.
     """
     letters = ascii_uppercase[: len(choices)]
     plain = _MARKUP.sub("", text).strip()
     bare = plain.strip(" .()[]:")
     if len(bare) == 1 and bare.upper() in letters:
         return bare.upper()
-    options = {letter: _words(choice) for letter, choice in zip(letters, choices, strict=True)}
-    said = _words(plain)
+    options = {letter: _to_words(choice) for letter, choice in zip(letters, choices, strict=True)}
+    said = _to_words(plain)
     same = {letter for letter, option in options.items() if option == said}
     sentence = _ARTICLE.sub("", plain)
     rules = (
@@ -66,7 +61,11 @@ def choice_letter(text: str, choices: Sequence[str]) -> str | None:
         set(_LEADING_LETTER.findall(sentence)),
         set(_CUED_LETTER.findall(sentence)),
         set(_LONE_LETTER.findall(sentence)),
-        {letter for letter, option in options.items() if _occurs(option, said)},
+        {
+            letter
+            for letter, option in options.items()
+            if option and re.search(rf"(?<!\w){re.escape(option)}(?!\w)", said)
+        },
     )
     for found in rules:
         valid = found & set(letters)
@@ -77,22 +76,18 @@ def choice_letter(text: str, choices: Sequence[str]) -> str | None:
     return None
 
 
-def short_answer(text: str) -> str:
-    """The text stripped, without trailing periods, in lower case; empty if nothing is left.
+def extract_short_answer(text: str) -> str:
+    """Strip the text, remove trailing periods, and convert it to lower case; may be empty.
 
-    LLaVA's conversion for GQA (scripts/convert_gqa_for_eval.py: ``rstrip('.').lower()``), with the
-    blanks around the answer removed too. Articles, plurals and inner punctuation are kept.
+    This is LLaVA's conversion for GQA (scripts/convert_gqa_for_eval.py: ``rstrip('.').lower()``)
+    with blanks stripped too. Articles, plurals and inner punctuation remain.
     """
     return text.strip().rstrip(".").strip().lower()
 
 
-def _words(text: str) -> str:
-    """The words of a text in lower case, one space between them, outer punctuation removed."""
+def _to_words(text: str) -> str:
+    """Return the words of a text in lower case, without outer punctuation, joined by spaces."""
     return " ".join(word.strip(".,;:!?()[]") for word in text.lower().split()).strip()
-
-
-def _occurs(option: str, said: str) -> bool:
-    return bool(option) and re.search(rf"(?<!\w){re.escape(option)}(?!\w)", said) is not None
 
 
 PREFIXES_20240603 = (
@@ -111,15 +106,15 @@ PREFIXES_20240623 = (
     "The correct answer",
     "The correct option",
 )
-"""Those of 2024-06-23: thanku-all/parse_answer eval_your_results.py."""
+"""Prefixes of 2024-06-23: thanku-all/parse_answer eval_your_results.py."""
 
 
-def first_letter(text: str, prefixes: Sequence[str] = PREFIXES_20240623) -> str:
-    """Video-MME's rule: the first of A, B, C, D anywhere, inside words too; "" if there is none.
+def extract_first_letter(text: str, prefixes: Sequence[str] = PREFIXES_20240623) -> str:
+    """Apply Video-MME's rule: the first A, B, C or D, also inside words; "" if there is none.
 
-    Before that the text is stripped and every prefix is deleted wherever it occurs, in order.
+    First the text is stripped, and every occurrence of each prefix is deleted, in order.
     Source: thanku-all/parse_answer eval_your_results.py, ``extract_characters_regex``. (Its further
-    rule for texts of more than ten words asks for the same letters and changes nothing.)
+    rule for texts of more than ten words looks for the same letters and changes nothing.)
     """
     text = text.strip()
     for prefix in prefixes:
@@ -135,26 +130,30 @@ _PHRASES = (
     "correct choice is", "i choose", "i select", "i pick", "my answer is", "my choice is",
 )  # fmt: skip
 _MARKS = ("({})", "{}.", "{}:", "{})", "{} ")
-"""Written forms of a letter, from the most to the least convincing."""
+"""Written forms of a letter, from the highest to the lowest rank."""
 
 
-def ranked_letter(text: str, letters: str = "ABCDEFGH") -> str:
-    """lmms-eval's ``extract_mcq_answer``: the most convincing letter, "" if there is none.
+def extract_ranked_letter(text: str, letters: str = "ABCDEFGH") -> str:
+    """Apply lmms-eval's ``extract_mcq_answer``: the best-ranked letter, "" if there is none.
 
-    A letter at the start beats one at the end, then one after a phrase like "the answer is", then
-    (A), A., A:, A), "A "; only without any of these a letter anywhere. Among equals the last place
-    wins. Its phrases in Chinese, Japanese and Korean are left out.
+    The ranks are: a letter at the start, at the end, after a phrase like "the answer is", then (A),
+    A., A:, A), "A ", and without any of these a letter anywhere. Among equal ranks the last
+    position wins. The phrases in Chinese, Japanese and Korean are not implemented.
     Source: EvolvingLMMs-Lab/lmms-eval lmms_eval/tasks/_task_utils/mcq_extract.py @c228e27.
     """
     text = text.strip()
     for mark in ",.!?;:'\"":
         text = text.strip(mark)
     bare, text = text.strip(), f" {text} "
-    found = [
-        (rank, place, letter)
-        for letter in letters
-        for rank, place in [*_marked(text, letter), *_after_phrase(text, letter)]
-    ]
+    lower = text.lower()
+    behind = [lower.find(phrase) + len(phrase) for phrase in _PHRASES if phrase in lower]
+    found: list[tuple[int, int, str]] = []
+    for letter in letters:
+        forms = [(6 - order, mark.format(letter)) for order, mark in enumerate(_MARKS)]
+        found += [(rank, text.rfind(form), letter) for rank, form in forms if form in text]
+        found += [
+            (7, text.find(letter, place), letter) for place in behind if letter in text[place:]
+        ]
     for letter in letters:
         if bare.startswith(letter) and not bare[1:2].isalpha():
             found.append((10, 0, letter))
@@ -166,34 +165,24 @@ def ranked_letter(text: str, letters: str = "ABCDEFGH") -> str:
     return max(found, key=lambda one: one[:2])[2] if found else ""
 
 
-def _marked(text: str, letter: str) -> list[tuple[int, int]]:
-    forms = [(6 - order, mark.format(letter)) for order, mark in enumerate(_MARKS)]
-    return [(rank, text.rfind(form)) for rank, form in forms if form in text]
-
-
-def _after_phrase(text: str, letter: str) -> list[tuple[int, int]]:
-    lower = text.lower()
-    starts = [(lower.find(phrase), len(phrase)) for phrase in _PHRASES if phrase in lower]
-    places = [text.find(letter, start + length) for start, length in starts]
-    return [(7, place) for place in places if place >= 0]
-
-
 _REFUSALS = (
     "Sorry, I can't help with images of people yet.",
     "I can't process this file.",
     "I'm sorry, but without the image provided",
     "Cannot determine the answer",
 )
+_STATED_LETTER = re.compile(r"answer\s+is\s+\**([ABCD])", re.IGNORECASE)
 _SEPARATORS = str.maketrans(dict.fromkeys(".()[],:;!*#{}", " "))
 
 
-def inferred_letter(text: str, choices: Mapping[str, str]) -> str | None:
-    """VLMEvalKit's ``can_infer`` without its judge model: a letter, or None.
+def infer_letter(text: str, choices: Mapping[str, str]) -> str | None:
+    """Apply VLMEvalKit's ``can_infer`` without its judge model: a letter, or None.
 
-    Exactly one letter standing alone among the words (for a letter early in a long text: not
-    inferred), else exactly one choice's text inside the text (at most twice as long as all choices
-    together). A refusal, or a lone "Z", is None.
-    Source: open-compass/VLMEvalKit vlmeval/utils/matching_util.py.
+    The first rule that applies gives the result: the only letter that is a separate word (unless it
+    occurs early in a long text); the first A to D, in any case, that follows "answer is" (pull
+    request 1552, so "the answer is a cat" is A); the only choice whose text occurs in a text of at
+    most twice the length of all choices together. A refusal, or a separate "Z", gives None.
+    Source: open-compass/VLMEvalKit vlmeval/utils/matching_util.py @d21c5e9.
 
     Args:
         text: what the model wrote.
@@ -207,6 +196,9 @@ def inferred_letter(text: str, choices: Mapping[str, str]) -> str | None:
         return alone[0]
     if not alone and "Z" in words:
         return None
+    stated = _STATED_LETTER.search(text)
+    if stated and stated[1].upper() in choices:
+        return stated[1].upper()
     lower = text.lower()
     if len(lower) > 2 * sum(len(str(choice)) for choice in choices.values()):
         return None
@@ -214,8 +206,8 @@ def inferred_letter(text: str, choices: Mapping[str, str]) -> str | None:
     return inside[0] if len(inside) == 1 else None
 
 
-def lowest_loss(losses: Sequence[float]) -> str:
-    """SEED-Bench's likelihood ranking: the letter of the choice whose text has the lowest loss.
+def select_lowest_loss(losses: Sequence[float]) -> str:
+    """Apply SEED-Bench's likelihood ranking: the letter of the choice with the lowest loss.
 
     Args:
         losses: language-model loss of each choice's text given the question, choice A first.
@@ -225,6 +217,6 @@ def lowest_loss(losses: Sequence[float]) -> str:
     return ascii_uppercase[min(range(len(losses)), key=losses.__getitem__)]
 
 
-def lettered(choices: Sequence[str]) -> dict[str, str]:
-    """Choices by letter, A first."""
+def letter_choices(choices: Sequence[str]) -> dict[str, str]:
+    """Return the choices by letter, starting at A."""
     return dict(zip(ascii_uppercase, choices, strict=False))

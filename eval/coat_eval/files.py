@@ -1,15 +1,15 @@
-"""Reads files of rows in any of the forms in which they are published; writes JSON files whole.
+"""Reads files of rows in their published formats, and writes JSON files atomically.
 
-Rows come from JSON (a list of rows, rows by id, or rows beside a header), JSON lines and Parquet,
-each of them with or without gzip. The content decides, never the name: POPE's ``.json`` files are
-JSON lines. What is written is complete or unchanged, also after a kill.
+Rows come from JSON (a list of rows, rows by id, or rows beside a header), JSON lines, CSV, TSV,
+XLSX and Parquet, each with or without gzip. The content decides the format, not the name: POPE's
+``.json`` files are JSON lines. A written file is complete or unchanged, also if the process is
+killed.
 """
 
 import gzip
 import hashlib
 import io
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +17,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coat_data.sample import DataError
+from coat_data.saved_files import write_text
+from coat_eval.spreadsheet import ZIP, has_header, read_delimited, read_workbook
 
+ITEMS_FILE = "items.jsonl"
+REPORT_FILE = "report.json"
 _GZIP = b"\x1f\x8b"
 _PARQUET = b"PAR1"
-_LISTS = ("annotations", "questions", "data")
-"""Under these keys stand the rows of VQA v2 (the first two), SEED-Bench (the second), TextVQA."""
+_LISTS = ("annotations", "questions", "data", "logs")
+"""Keys of the rows in files of VQA v2 (the first two), SEED-Bench (the second), TextVQA, and of the
+sample logs of lmms-eval 0.1."""
 _ROW_FIELDS = frozenset({"question_id", "questionId", "id", "image", "video_id", "prediction"})
-"""A JSON object with one of these is itself a row: JSON lines of one line."""
+"""A JSON object with one of these keys is itself a row: JSON lines with a single line."""
+_COLUMNS = _ROW_FIELDS | {"index"}
+"""One of these is in the header line of a CSV or TSV file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,32 +40,32 @@ class Table:
     path: Path
     rows: list[dict[str, Any]]
     form: Literal["rows", "mapping"] = "rows"
-    """``mapping``: the file was one object by id. Rows that were no objects became
+    """``mapping``: the file was one object by id. Rows that were not objects became
     ``{"question_id": id, "value": row}``; the others got their id as ``question_id``."""
     head: Mapping[str, Any] = field(default_factory=dict)
-    """What stands beside the rows, e.g. SEED-Bench's names of question types."""
+    """Entries beside the rows, e.g. SEED-Bench's names of question types."""
     lines: Sequence[int] | None = None
-    """Line of each row, from 1; None where rows are no lines."""
+    """Line of each row, from 1; None if rows are not lines."""
 
     def where(self, index: int) -> str:
-        """File and line, or file and row counted from 1."""
+        """Return file and line, or file and row, counted from 1."""
         if self.lines is not None:
             return f"{self.path}:{self.lines[index]}"
         return f"{self.path}, row {index + 1}"
 
     def has(self, *fields: str) -> bool:
-        """Whether the first row has all of these fields."""
+        """Return whether the first row has all of these fields."""
         return bool(self.rows) and all(name in self.rows[0] for name in fields)
 
 
 def read_table(path: Path) -> Table:
-    """The rows of ``path``; an empty file or list has none.
+    """Read the rows of a file; an empty file or list has none.
 
-    Columns of images are left out of Parquet files.
+    Image columns of Parquet files are skipped.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        DataError: naming the file and, where there is one, the line that cannot be read.
+        FileNotFoundError: the file does not exist.
+        DataError: the file cannot be read; names the file and, if known, the line.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
@@ -66,7 +73,7 @@ def read_table(path: Path) -> Table:
         raise DataError(str(path), "is a folder, not a file", "name the files in it")
     with path.open("rb") as file:
         if file.read(len(_PARQUET)) == _PARQUET:
-            return _parquet(path, path)  # not read whole: it may hold gigabytes of images
+            return _read_parquet(path, path)  # may contain gigabytes of images
     data = path.read_bytes()
     if data.startswith(_GZIP):
         try:
@@ -74,39 +81,58 @@ def read_table(path: Path) -> Table:
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(str(path), f"broken gzip: {error}", "download it again") from error
     if data.startswith(_PARQUET):
-        return _parquet(path, io.BytesIO(data))
+        return _read_parquet(path, io.BytesIO(data))
+    if data.startswith(ZIP):
+        rows, lines = read_workbook(path, data)
+        return Table(path=path, rows=rows, lines=lines)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
             str(path),
-            f"neither UTF-8 text, gzip nor Parquet: {error}",
-            "give JSON, JSON lines or Parquet",
+            f"neither UTF-8 text, gzip, XLSX nor Parquet: {error}",
+            "give JSON, JSON lines, CSV, TSV, XLSX or Parquet",
         ) from error
-    return _json(path, text)
+    if text.lstrip()[:1] not in ("{", "[") and has_header(text, _COLUMNS):
+        rows, lines = read_delimited(path, text)
+        return Table(path=path, rows=rows, lines=lines)
+    return _parse_json(path, text)
 
 
 def read_json_lines(
-    path: Path, remedy: str = "repair or download it again"
+    path: Path, remedy: str = "repair or download it again", *, text: str | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number (from 1) and object of each line that is not blank.
+    """Yield number (from 1) and object of each line that is not blank.
 
     Args:
         path: the file, in UTF-8.
-        remedy: what to do about a line that cannot be read.
+        remedy: advice in the error about a line that cannot be read.
+        text: content of the file, if it has already been read.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        DataError: naming file and line that is no JSON object.
+        FileNotFoundError: the file does not exist.
+        DataError: a line is not a JSON object; names file and line.
     """
-    return _numbered(path, path.read_text(encoding="utf-8-sig"), remedy)
+    text = path.read_text(encoding="utf-8-sig") if text is None else text
+    # Not splitlines(): JSON strings may contain U+2028 and other separators.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{number}", f"not JSON: {error}", remedy) from error
+        if not isinstance(row, dict):
+            what = f"holds {line[:40]!r}, a {type(row).__name__}, not an object"
+            raise DataError(f"{path}:{number}", what, remedy)
+        yield number, row
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """What :func:`write_json` wrote; empty if nothing is there.
+    """Read a file of :func:`write_json`; empty if it does not exist.
 
     Raises:
-        DataError: the file is no JSON object; it says to do ``remedy``.
+        DataError: the file is not a JSON object; the error contains ``remedy``.
     """
     if not path.is_file():
         return {}
@@ -129,27 +155,16 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to a temporary file beside ``path`` and rename it into place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hex."""
+    """Return the SHA-256 of a file's bytes in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def folder_sha256(folder: Path) -> str:
-    """SHA-256 over the names and contents of a model folder's files, in hex.
+    """Return the SHA-256 over the names and contents of a model folder's files in hex.
 
-    The weights are read in full: a model trained again at the same place is another model.
+    All weights are read, so a model that was trained again in the same folder differs.
     """
     digest = hashlib.sha256()
     for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
@@ -157,7 +172,7 @@ def folder_sha256(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _parquet(path: Path, source: Path | io.BytesIO) -> Table:
+def _read_parquet(path: Path, source: Path | io.BytesIO) -> Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -170,7 +185,7 @@ def _parquet(path: Path, source: Path | io.BytesIO) -> Table:
 
 
 def _is_image(pa: Any, kind: Any) -> bool:
-    """Whether a column's type is bytes, a struct with bytes, or a list of either."""
+    """Return whether a column's type is bytes, a struct with bytes, or a list of either."""
     if pa.types.is_list(kind):
         return _is_image(pa, kind.value_type)
     if pa.types.is_struct(kind):
@@ -178,21 +193,22 @@ def _is_image(pa: Any, kind: Any) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
-def _json(path: Path, text: str) -> Table:
+def _parse_json(path: Path, text: str) -> Table:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         if not text.strip():
             return Table(path=path, rows=[])
-        # JSON lines: a complete object, and then more.
+        # JSON lines: more data follows a complete object.
         if error.msg == "Extra data":
-            rows = list(_numbered(path, text, "write one object per line, or download it again"))
+            remedy = "write one object per line, or download it again"
+            rows = list(read_json_lines(path, remedy, text=text))
             return Table(path=path, rows=[row for _, row in rows], lines=[line for line, _ in rows])
         raise DataError(
             f"{path}:{error.lineno}", f"not JSON: {error}", "repair or download it again"
         ) from error
     if isinstance(value, list):
-        return Table(path=path, rows=_objects(value, str(path)))
+        return Table(path=path, rows=_check_objects(value, str(path)))
     if not isinstance(value, dict):
         raise DataError(str(path), f"holds a {type(value).__name__}", "give rows")
     if _ROW_FIELDS & set(value):
@@ -200,7 +216,7 @@ def _json(path: Path, text: str) -> Table:
     for key in _LISTS:
         if isinstance(value.get(key), list):
             head = {name: part for name, part in value.items() if name != key}
-            return Table(path=path, rows=_objects(value[key], str(path)), head=head)
+            return Table(path=path, rows=_check_objects(value[key], str(path)), head=head)
     rows = [
         {"question_id": key, **row} if isinstance(row, dict) else {"question_id": key, "value": row}
         for key, row in value.items()
@@ -208,22 +224,7 @@ def _json(path: Path, text: str) -> Table:
     return Table(path=path, rows=rows, form="mapping")
 
 
-def _numbered(path: Path, text: str, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    # Not splitlines(): JSON strings may hold U+2028 and other separators as they are.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number}", f"not JSON: {error}", remedy) from error
-        if not isinstance(row, dict):
-            what = f"holds {line[:40]!r}, a {type(row).__name__}, not an object"
-            raise DataError(f"{path}:{number}", what, remedy)
-        yield number, row
-
-
-def _objects(values: list[Any], where: str) -> list[dict[str, Any]]:
+def _check_objects(values: list[Any], where: str) -> list[dict[str, Any]]:
     for number, value in enumerate(values, start=1):
         if not isinstance(value, dict):
             raise DataError(

@@ -1,34 +1,56 @@
 """Scores saved predictions; needs no model, no GPU and no images.
 
-Questions and predictions are paired by id. Without ``allow_missing`` the first misfit is an error
-that names file and id; with it every misfit is counted: a missing, non-string prediction is wrong,
-an empty one is scored as the text it is, an unknown one is passed over, and of repeated ones the
-last counts, as in the official scripts. Where the references repeat an id (SEED-Bench 49914) the
-rows pair in order; a single row for it serves all its questions where the benchmark says so.
+Questions and predictions are paired by id. Without ``allow_missing``, the first problem is an error
+that names file and id. With it, problems are counted: a missing or non-string prediction is wrong,
+an empty one is scored as an empty text, an unknown one is ignored, and the last of repeated ones
+counts, as in the official scripts. If the references repeat an id (SEED-Bench 49914), the rows pair
+in order; a single row applies to all its questions if ``shares_repeated`` is set.
 
-An official benchmark's report holds its items (:func:`score_official`); a set of one's own has them
-beside its report, in ``items.jsonl`` (:func:`score_set`).
+Files of questions or labels given as predictions, prompts of other questions, and a question in
+two reference files are always errors. Without references, a partial set is an error too.
+
+The report of an official benchmark contains its items (:func:`score_official`); a question set has
+them beside its report, in ``items.jsonl`` (:func:`score_set`).
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from coat_data.sample import DataError
-from coat_eval.benchmark import Benchmark, Prediction, Question, Scored, Settings, by_table
-from coat_eval.files import Table, file_sha256, read_table, write_json, write_rows
+from coat_eval.benchmark import (
+    Benchmark,
+    Prediction,
+    Question,
+    ScoredItem,
+    Settings,
+    group_by_table,
+)
+from coat_eval.files import (
+    ITEMS_FILE,
+    Table,
+    file_sha256,
+    read_table,
+    write_json,
+    write_rows,
+)
+from coat_eval.other_tools import convert_rows, is_of_other_tool
+from coat_eval.pairing import INPUT_PROBLEMS, check_repeated_questions, is_question_file, join
+from coat_eval.reliability import (
+    compute_standard_errors,
+    describe_answers,
+    describe_constant,
+    describe_size,
+    find_constants,
+    get_official_size,
+)
 from coat_eval.tasks import BENCHMARKS
-from coat_eval.tasks.question_set import QUESTIONS_FILE, QuestionSet, by_category, user_text
+from coat_eval.tasks.question_set import QUESTIONS_FILE, QuestionSet, get_text, group_by_category
+from coat_eval.tasks.videomme import format_duration_table
 
-ITEMS_FILE = "items.jsonl"
-REPORT_FILE = "report.json"
-SCORER_VERSION = "1"
-"""Raised with every change that can move a number."""
-MISFITS = ("missing", "unknown", "duplicate", "empty", "not_text", "without_answer")
-
-Key = tuple[str, str]
-"""Category and id."""
+SCORER_VERSION = "2"
+"""Increased with every change that can change a metric."""
 
 
 def score_official(
@@ -47,65 +69,94 @@ def score_official(
 
     Args:
         benchmark: one of :data:`coat_eval.tasks.BENCHMARKS`.
-        predictions: one file, or several that are one after the other (MMMU's output.json of every
-            subject); a folder stands for all its ``output.json``.
-        references: the official files in any order, recognised by content; may be left out if the
-            predictions carry their answers (MMMU's outputs, Video-MME's results).
-        settings: profile and options; the official ones by default.
-        allow_missing: count what does not fit instead of raising, see the module's head.
-        with_items: put every item into the report.
-        only: (category, id) of the questions that count, for part of a benchmark; all when None.
-        report_path: where the report goes; not written if None.
-        submission_path: where the benchmark's submission file goes. With it, references without
-            answers (a test split) are accepted, and the report then has no metrics.
+        predictions: one file, or several to concatenate (MMMU's output.json of every subject); a
+            folder means all its ``output.json`` files.
+        references: the official files in any order, recognized by content; optional if the
+            predictions contain the answers (MMMU's outputs, Video-MME's results).
+        settings: profile and options; default: the official ones.
+        allow_missing: count problems instead of raising, see the module docstring.
+        with_items: write every item to the report.
+        only: (category, id) of the questions to score; None: all.
+        report_path: file of the report; None: not written.
+        submission_path: file of the benchmark's submission. With it, references without answers (a
+            test split) are accepted, and the report then has no metrics.
 
     Returns:
-        The report: task, profile, raw, scorer_version, source, metrics (flat, percent), counts
-        (items by sub-table), n, n_unparsed, n_random_fallback, misfits by kind, settings, inputs
-        (SHA-256 by path), and items.
+        The report: task, profile, raw, scorer_version, source, follows (scorer and commit of the
+        profile), metrics (flat, percent), standard_errors and constants (headline metrics only),
+        counts (items by sub-table), n, n_official (questions of the official set), n_unparsed,
+        n_random_fallback, problems by kind, settings, warnings, inputs (SHA-256 by path), and
+        items.
 
     Raises:
-        ValueError: a profile that the benchmark does not have, or no references.
-        DataError: naming file, row and id of the first thing that does not fit.
-        FileNotFoundError: a file is absent.
+        ValueError: the benchmark does not have the profile, or references are missing.
+        DataError: the first problem; names file, row and id.
+        FileNotFoundError: a file does not exist.
     """
     settings = settings or Settings()
     benchmark.check_profile(settings.profile)
     if settings.raw and settings.profile != "official":
-        raise ValueError(f"raw belongs to the profile official, not {settings.profile}")
+        raise ValueError(f"raw requires the profile official, not {settings.profile}")
     if not benchmark.draws and settings != replace(settings, fallback="random", seed=42):
-        raise ValueError(f"{benchmark.name} draws nothing: fallback and seed are MMMU's")
-    prediction_tables = [_read(benchmark, path, "predictions") for path in _files(predictions)]
-    reference_tables = [_read(benchmark, path, "references") for path in _files(references)]
+        raise ValueError(f"{benchmark.name} has no random answers: fallback and seed are for MMMU")
+    prediction_tables = [_read(benchmark, path, "predictions") for path in _list_files(predictions)]
+    warnings: list[str] = []
+    reference_tables = [
+        _read(benchmark, path, "references")
+        for path in _drop_repeated(list(_list_files(references)), warnings)
+    ]
     _check_references(benchmark, reference_tables, prediction_tables, allow_missing)
     questions = benchmark.questions(reference_tables, prediction_tables)
+    check_repeated_questions(questions)
+    inputs = [table.path for table in (*prediction_tables, *reference_tables)]
+    prediction_tables = [convert_rows(table, benchmark, questions) for table in prediction_tables]
     rows = benchmark.all_predictions(prediction_tables, questions)
     if only is not None:
-        questions = [one for one in questions if (one.category, one.question_id) in only]
-        rows = [one for one in rows if (one.category, one.question_id) in only]
+        questions = [one for one in questions if one.key in only]
+        rows = [one for one in rows if one.key in only]
     _check_ids(benchmark, questions, rows)
-    pairs, misfits = join(
+    pairs, problems = join(
         questions,
         rows,
-        allowed=MISFITS if allow_missing else (),
+        allowed=INPUT_PROBLEMS if allow_missing else (),
         need_answers=submission_path is None,
         share_repeated=benchmark.shares_repeated,
+        warnings=warnings,
     )
+    asked = sum(one.counted for one in questions)
+    if partial := describe_size(benchmark, asked):
+        if not (reference_tables or allow_missing):
+            remedy = "complete them, or accept a part with --allow-missing"
+            raise DataError(str(inputs[0]), partial, remedy)
+        warnings.append(partial)
     scored = benchmark.score_all(pairs, settings)
     if submission_path is not None:
         write_json(submission_path, benchmark.submission(scored, settings))
-    inputs = [table.path for table in (*prediction_tables, *reference_tables)]
+    answered = [one for one in scored if one.question.answer is not None]
+    counted = [one for one in answered if one.question.counted]
+    metrics = benchmark.aggregate(answered, settings) if counted else {}
+    items = [_format_item(one) for one in counted]
+    errors = compute_standard_errors(benchmark, settings, metrics, counted, items)
     report = {
         "task": benchmark.name,
         "profile": settings.profile,
         "scorer_version": SCORER_VERSION,
         "source": benchmark.source,
+        "follows": benchmark.get_upstream(settings.profile),
         "raw": settings.raw,
         **({"fallback": settings.fallback, "seed": settings.seed} if benchmark.draws else {}),
-        **_summary(benchmark, scored, settings),
-        **{f"n_{kind}": number for kind, number in misfits.items()},
+        "metrics": metrics,
+        "standard_errors": errors,
+        "constants": find_constants(benchmark, settings, counted, errors),
+        "counts": {name: len(rows) for name, rows in sorted(group_by_table(counted).items())},
+        "n": len(counted),
+        **({"n_official": get_official_size(benchmark, asked)} if benchmark.sizes else {}),
+        "n_unparsed": sum(not one.parsed for one in counted),
+        "n_random_fallback": sum(one.random_fallback for one in counted),
+        **{f"n_{kind}": number for kind, number in problems.items()},
+        "warnings": [*warnings, *describe_answers(benchmark, counted, problems["empty"])],
         "inputs": {str(path): file_sha256(path) for path in inputs},
-        **({"items": [_item(one) for one in scored]} if with_items else {}),
+        **({"items": [_format_item(one) for one in scored]} if with_items else {}),
     }
     if report_path is not None:
         write_json(report_path, report)
@@ -122,26 +173,27 @@ def score_set(
     allow_missing: bool = False,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Score the predictions for a question set; ``items.jsonl`` goes beside the report.
+    """Score the predictions for a question set; writes ``items.jsonl`` beside the report.
 
     Args:
-        benchmark: how answers are extracted and added up.
+        benchmark: the kind of question set.
         folder: evaluation folder with questions.jsonl.
-        predictions_path: rows ``{"question_id", "prediction"}`` (LLaVA's ``text`` may stand for
+        predictions_path: rows ``{"question_id", "prediction"}`` (or LLaVA's ``text`` instead of
             ``prediction``), in any order.
-        report_path: where the report goes; its folder is made.
-        limit: score the first ``limit`` questions only, and pass over predictions for the others.
-        allow_missing: count what does not fit instead of raising, see the module's head. An empty
-            text is an answer, if a wrong one, in any case.
+        report_path: file of the report; its folder is created.
+        limit: score the first ``limit`` questions only, and ignore predictions for the others.
+        allow_missing: count problems instead of raising, see the module docstring. An empty text
+            is always accepted as a wrong answer.
         extra: further entries of the report (model, device, ...).
 
     Returns:
-        The report: task, headline, metrics in percent, n, n_unparsed, n_missing, categories (number
-        of items each), limit, SHA-256 of both input files, misfits that are counted, and ``extra``.
+        The report: task, headline, metrics in percent, standard_errors and constants of the
+        headline metric, n, n_unparsed, n_missing, n_empty, categories (number of items each),
+        limit, warnings, SHA-256 of both input files, counted problems, and ``extra``.
 
     Raises:
-        DataError: naming file, row and id of the first thing that does not fit.
-        FileNotFoundError: a file is absent.
+        DataError: the first problem; names file, row and id.
+        FileNotFoundError: a file does not exist.
     """
     questions = benchmark.load(folder, check_media=False)
     table = _read(benchmark, predictions_path, "predictions")
@@ -150,68 +202,104 @@ def score_set(
     rows = [
         one for one in benchmark.predictions(table, questions) if one.question_id not in passed_over
     ]
-    pairs, misfits = join(asked, rows, allowed=MISFITS if allow_missing else ("empty",))
-    scored = benchmark.score_all(pairs, Settings())
-    counted = {kind: misfits[kind] for kind in ("unknown", "duplicate", "not_text")}
+    warnings: list[str] = []
+    allowed = INPUT_PROBLEMS if allow_missing else ("empty",)
+    pairs, problems = join(asked, rows, allowed=allowed, warnings=warnings)
+    settings = Settings()
+    scored = benchmark.score_all(pairs, settings)
+    metrics = benchmark.aggregate(scored, settings)
+    items = [_format_item(one) for one in scored]
+    errors = compute_standard_errors(benchmark, settings, metrics, scored, items)
+    counted = {kind: problems[kind] for kind in ("unknown", "duplicate", "not_text")}
     report = {
         "task": benchmark.name,
         "headline": benchmark.headline[0],
-        "metrics": benchmark.aggregate(scored, Settings()),
+        "metrics": metrics,
+        "standard_errors": errors,
+        "constants": find_constants(benchmark, settings, scored, errors),
         "n": len(scored),
         "n_unparsed": sum(not one.parsed for one in scored),
-        "n_missing": misfits["missing"],
-        "categories": {name: len(members) for name, members in by_category(scored).items()},
+        "n_missing": problems["missing"],
+        "n_empty": problems["empty"],
+        "warnings": [*warnings, *describe_answers(benchmark, scored, problems["empty"])],
+        "categories": {name: len(members) for name, members in group_by_category(scored).items()},
         "limit": limit,
         "questions_sha256": file_sha256(Path(folder) / QUESTIONS_FILE),
         "predictions_sha256": file_sha256(predictions_path),
         **{f"n_{kind}": number for kind, number in counted.items() if number},
         **(extra or {}),
     }
-    write_rows(report_path.parent / ITEMS_FILE, map(_set_item, scored))
+    write_rows(report_path.parent / ITEMS_FILE, map(_format_set_item, scored))
     write_json(report_path, report)
     return report
 
 
-def headline(report: Mapping[str, Any]) -> str:
-    """The headline metrics and counts of an official benchmark's report as aligned lines."""
+def format_headline(report: Mapping[str, Any]) -> str:
+    """Format the headline metrics and counts of an official report as aligned lines.
+
+    A metric stands beside its standard error, and beside the constant answer that it does not
+    exceed.
+    """
     shown, metrics = BENCHMARKS[report["task"]].headline, report["metrics"]
     width = max(map(len, [*(name for name in shown if name in metrics), "n_random_fallback"]))
-    lines = [f"{name.ljust(width)}  {metrics[name]:10.4f}" for name in shown if name in metrics]
+    lines = []
+    for name in (one for one in shown if one in metrics):
+        error = report.get("standard_errors", {}).get(name)
+        spread = "" if error is None else f"  +- {error:.4f}"
+        mark = describe_constant(report, name)
+        lines.append(f"{name.ljust(width)}  {metrics[name]:10.4f}{spread}{mark and f'  {mark}'}")
     for name, value in report.items():
-        if name == "n" or (name.startswith("n_") and value):
+        if name in ("n", "n_empty", "n_unparsed") or (name.startswith("n_") and value):
             lines.append(f"{name.ljust(width)}  {value:5d}")
-    return "\n".join(lines)
+    if table := format_duration_table(metrics) if report["task"] == "videomme" else "":
+        lines += ["", table]
+    return "\n".join([*lines, f"rules of {report['follows']}"])
 
 
-def _files(paths: Sequence[Path]) -> list[Path]:
-    files: list[Path] = []
+def _list_files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in map(Path, paths):
         found = sorted(path.rglob("output.json")) if path.is_dir() else [path]
         if not found:
             raise DataError(str(path), "has no output.json", "name the files themselves")
-        files += found
-    return files
+        yield from found
+
+
+def _drop_repeated(paths: Sequence[Path], warnings: list[str]) -> list[Path]:
+    """Return the files without those of equal content, with a warning."""
+    kept: dict[str, Path] = {}
+    for path in paths:
+        first = kept.setdefault(file_sha256(path) if path.is_file() else str(path), path)
+        if first is not path:
+            warnings.append(f"{path} has the content of {first} and was read once")
+    return list(kept.values())
 
 
 def _read(benchmark: Benchmark, path: Path, wanted: Literal["predictions", "references"]) -> Table:
-    """A file's rows; DataError that names what it looks like where it is something else."""
+    """Read a file; DataError if it has the wrong kind, with the kinds that it looks like."""
     table = read_table(path)
     if wanted == "predictions":
-        fits = not table.rows or benchmark.is_predictions(table)
+        fits = not table.rows or is_of_other_tool(table) or benchmark.is_predictions(table)
+        if fits and is_question_file(benchmark, table):
+            raise DataError(
+                str(table.path),
+                f"contains questions or labels, not predictions: its rows have "
+                f"{sorted(table.rows[0])}",
+                'give the model\'s answers; rows of answers have "question_id" and "prediction"',
+            )
     else:
         fits = benchmark.is_reference(table)
     if fits:
         return table
     looks = [
-        f"references for {name}" for name, one in BENCHMARKS.items() if one.is_reference(table)
-    ]
-    looks += [
-        f"predictions for {name}" for name, one in BENCHMARKS.items() if one.is_predictions(table)
+        f"{kind} for {name}"
+        for kind in ("references", "predictions")
+        for name, one in BENCHMARKS.items()
+        if (one.is_reference if kind == "references" else one.is_predictions)(table)
     ]
     has = f"its first row has {sorted(table.rows[0])}" if table.rows else "it has no row"
     raise DataError(
         str(table.path),
-        f"is no file of {benchmark.name} {wanted}: {has}"
+        f"is not a file of {benchmark.name} {wanted}: {has}"
         + (f"; it looks like {' or '.join(looks[:3])}" if looks else ""),
         f"give {benchmark.name} {wanted}",
     )
@@ -233,7 +321,7 @@ def _check_references(
         raise ValueError(f"{benchmark.name} needs its reference files: --references FILE ...")
     if not any(benchmark.is_reference(table) for table in predictions):
         raise ValueError(
-            f"{predictions[0].path} does not carry the answers of {benchmark.name}: give "
+            f"{predictions[0].path} does not contain the answers of {benchmark.name}: give "
             "--references FILE ..."
         )
 
@@ -241,7 +329,7 @@ def _check_references(
 def _check_ids(
     benchmark: Benchmark, questions: Sequence[Question], rows: Sequence[Prediction]
 ) -> None:
-    """No id in common means that the files do not belong together; counting would hide that."""
+    """Raise DataError if the files have no id in common; counting would hide that."""
     known = {question.question_id for question in questions}
     if not rows or any(row.question_id in known for row in rows):
         return
@@ -260,24 +348,12 @@ def _check_ids(
     )
 
 
-def _summary(benchmark: Benchmark, scored: Sequence[Scored], settings: Settings) -> dict[str, Any]:
-    answered = [one for one in scored if one.question.answer is not None]
-    counted = [one for one in answered if one.question.counted]
-    return {
-        "metrics": benchmark.aggregate(answered, settings) if counted else {},
-        "counts": {name: len(rows) for name, rows in sorted(by_table(counted).items())},
-        "n": len(counted),
-        "n_unparsed": sum(not one.parsed for one in counted),
-        "n_random_fallback": sum(one.drawn for one in counted),
-    }
-
-
-def _set_item(one: Scored) -> dict[str, Any]:
+def _format_set_item(one: ScoredItem) -> dict[str, Any]:
     sample = one.question.details["sample"]
     return {
         "question_id": one.question.question_id,
         "category": one.question.tables.get("category", ""),
-        "question": user_text(sample),
+        "question": get_text(sample),
         "media": [{"kind": own.kind, "path": own.path} for own in sample.media],
         "reference": one.question.answer,
         "prediction": one.text,
@@ -286,7 +362,7 @@ def _set_item(one: Scored) -> dict[str, Any]:
     }
 
 
-def _item(one: Scored) -> dict[str, Any]:
+def _format_item(one: ScoredItem) -> dict[str, Any]:
     extracted = one.extracted
     return {
         "question_id": one.question.question_id,
@@ -295,146 +371,8 @@ def _item(one: Scored) -> dict[str, Any]:
         "extracted": sorted(map(str, extracted)) if isinstance(extracted, set) else extracted,
         "reference": one.question.answer,
         "score": one.score,
-        **({"random_fallback": True} if one.drawn else {}),
+        **({"random_fallback": True} if one.random_fallback else {}),
         **({} if one.question.counted else {"counted": False}),
         **({"tables": dict(one.question.tables)} if one.question.tables else {}),
         **({"kind": one.question.details["kind"]} if "kind" in one.question.details else {}),
     }
-
-
-Pairs = list[tuple[Question, str | None]]
-
-
-def join(
-    questions: Sequence[Question],
-    predictions: Sequence[Prediction],
-    *,
-    allowed: Collection[str],
-    need_answers: bool = True,
-    share_repeated: bool = False,
-) -> tuple[Pairs, dict[str, int]]:
-    """Pair every question with its prediction.
-
-    Args:
-        questions: the references; their ids may repeat.
-        predictions: rows in file order, for any order of questions.
-        allowed: the kinds of :data:`MISFITS` that are counted instead of raised.
-        need_answers: whether a counted question without an answer is a misfit.
-        share_repeated: whether the only prediction for a repeated id serves all its questions.
-
-    Returns:
-        Counted questions, and those others that have a prediction, with their texts in the order of
-        the references; and how many predictions or questions did not fit, by kind.
-
-    Raises:
-        DataError: naming file, row and id of the first misfit.
-    """
-    slots, by_id = _slots(questions)
-    texts: dict[int, str | None] = {}
-    used: dict[Key, int] = {}
-    misfits = _Misfits(allowed)
-    for one in predictions:
-        key = _key(one, slots, by_id)
-        if key is None:
-            misfits.add(
-                "unknown",
-                one.where,
-                f"question id {one.question_id!r} is not in the references",
-                "score against the questions that the predictions were made for",
-            )
-            continue
-        place = used.get(key, 0)
-        if place == len(slots[key]):
-            misfits.add(
-                "duplicate",
-                one.where,
-                f"a further prediction for question {one.question_id!r}",
-                "keep one row per question",
-            )
-            place -= 1
-        used[key] = place + 1
-        texts[slots[key][place]] = _text(one, misfits)
-    # Files that hold one row per id, as a dictionary by id writes them.
-    for key in [key for key, number in used.items() if share_repeated and number == 1]:
-        texts.update(dict.fromkeys(slots[key], texts[slots[key][0]]))
-    pairs: Pairs = []
-    for index, question in enumerate(questions):
-        text, known = texts.get(index), f"question {question.question_id!r}"
-        if not question.counted and index not in texts:
-            continue
-        if question.answer is None and need_answers:
-            problem = f"{known} has no answer (a test split?)"
-            remedy = "give the references of a split with answers"
-            misfits.add("without_answer", question.where, problem, remedy)
-            continue
-        if text is None and question.counted:
-            problem = f"there is no prediction for {known}"
-            misfits.add("missing", question.where, problem, "finish the run")
-        pairs.append((question, text))
-    return pairs, misfits.counts
-
-
-class _Misfits:
-    """Counts misfits, or raises the first one."""
-
-    def __init__(self, allowed: Collection[str]) -> None:
-        self.allowed = allowed
-        self.counts: dict[str, int] = dict.fromkeys(MISFITS, 0)
-
-    def add(
-        self, kind: str, where: str, problem: str, remedy: str, allow: str = "count such rows"
-    ) -> None:
-        if kind not in self.allowed:
-            raise DataError(where, problem, f"{remedy}, or {allow} with --allow-missing")
-        self.counts[kind] += 1
-
-
-def _slots(
-    questions: Iterable[Question],
-) -> tuple[dict[Key, list[int]], dict[str, list[Key]]]:
-    """Places of the questions by (category, id) and, for predictions without category, by id."""
-    slots: dict[Key, list[int]] = {}
-    by_id: dict[str, list[Key]] = {}
-    for index, question in enumerate(questions):
-        key = (question.category, question.question_id)
-        if key not in slots:
-            by_id.setdefault(question.question_id, []).append(key)
-        slots.setdefault(key, []).append(index)
-    return slots, by_id
-
-
-def _key(one: Prediction, slots: dict[Key, list[int]], by_id: dict[str, list[Key]]) -> Key | None:
-    keys = by_id.get(one.question_id, [])
-    if len(keys) == 1 and "" in (one.category, keys[0][0]):
-        return keys[0]
-    key = (one.category, one.question_id)
-    if key in slots:
-        return key
-    if len(keys) > 1 and not one.category:
-        raise DataError(
-            one.where,
-            f"question id {one.question_id!r} stands for several questions: "
-            f"{', '.join(category for category, _ in keys)}",
-            'add the field "category" to every prediction',
-        )
-    return None
-
-
-def _text(one: Prediction, misfits: _Misfits) -> str | None:
-    if not isinstance(one.text, str):
-        misfits.add(
-            "not_text",
-            one.where,
-            f"the prediction for question {one.question_id!r} is {one.text!r}, not a text",
-            "write the model's text",
-        )
-        return None
-    if not one.text.strip():
-        misfits.add(
-            "empty",
-            one.where,
-            f"the prediction for question {one.question_id!r} is empty",
-            "finish the run",
-            "score it as the empty text, as the official scorers do,",
-        )
-    return one.text

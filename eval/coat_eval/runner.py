@@ -1,51 +1,58 @@
 """Runs a model over benchmarks and question sets: prompts, answers, and the report.
 
-The output folder of a benchmark gets ``predictions.jsonl``, ``run.json`` (what the predictions
-depend on) and ``report.json``. An official benchmark's also gets ``prompts.jsonl`` (what is asked)
-and ``media_problems.jsonl`` (questions whose image or video could not be read); a question set's
-gets ``items.jsonl``, and a medium that cannot be read stops it. A killed run goes on with the same
-command.
+The output folder of a benchmark contains ``predictions.jsonl``, ``run.json`` (what the predictions
+depend on) and ``report.json``. An official benchmark also writes ``prompts.jsonl`` and
+``media_problems.jsonl`` (questions whose image or video could not be read). A question set writes
+``items.jsonl`` and stops at a medium that cannot be read. The same command continues a killed run.
 """
 
 import hashlib
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from coat_data.sample import DataError
-from coat_eval.answerer import Answerer, ModelOptions
-from coat_eval.benchmark import Asking, Benchmark, Prompt, Question, Settings
-from coat_eval.coat_answerer import CoatAnswerer, final_model_dir
-from coat_eval.data_folder import DataFolder, Layouts, find_tables, no_questions, only_tables
-from coat_eval.files import file_sha256, folder_sha256, read_json, write_json, write_rows
+from coat_data.tools.html_page import sample_evenly
+from coat_eval.adapter import ModelAdapter
+from coat_eval.benchmark import Benchmark, Prompt, PromptOptions, Settings
+from coat_eval.coat_adapter import CoatAdapter, find_final_model
+from coat_eval.data_folder import TABLES, DataFolder, Layouts, find_tables, make_no_questions_error
+from coat_eval.files import (
+    REPORT_FILE,
+    file_sha256,
+    folder_sha256,
+    read_json,
+    write_json,
+    write_rows,
+)
 from coat_eval.generation import (
     PREDICTIONS_FILE,
     Generation,
-    Problem,
     answer_all,
-    media_problem,
+    get_key_fields,
     merge,
-    named,
     resume,
 )
-from coat_eval.hub_answerer import HubAnswerer
-from coat_eval.report import REPORT_FILE, score_official, score_set
+from coat_eval.hub_adapter import HubAdapter
+from coat_eval.report import score_official, score_set
 from coat_eval.tasks import BENCHMARKS, get_task
 from coat_eval.tasks.question_set import QUESTIONS_FILE, QuestionSet
 from coat_vlm.config import Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import ALONE, World
 from coat_vlm.generate import load
-from coat_vlm.report.evaluation import evaluation_rows, percent_text, spread
+from coat_vlm.report.evaluation import build_evaluation_rows, format_percent
 from coat_vlm.train.evaluation import EvalSubset
+from coat_vlm.train.sources import access_of
 
 PROBLEMS_FILE = "media_problems.jsonl"
 PROMPTS_FILE = "prompts.jsonl"
@@ -54,75 +61,76 @@ COLUMNS = ("set", "task", "metric", "value", "chance", "majority", "required", "
 _SUFFIX = re.compile(r"\.\w+(?=#|$)")
 
 
-def load_answerer(model: str, options: ModelOptions) -> Answerer:
-    """The model of a folder, or of the Hub by name.
+def load_adapter(
+    model: str, device: torch.device, precision: str | None = None, num_frames: int = 8
+) -> ModelAdapter:
+    """Load the model adapter for a folder or a Hub name.
 
     Args:
         model: a run folder or stage model folder of this project, a folder of a Hugging Face model,
             or a name on the Hub.
-        options: how it is loaded.
+        device: device of the model.
+        precision: precision of this project's checkpoints; default: that of the run folder.
+        num_frames: frames per video for other models; this project's checkpoints store their own
+            settings.
 
     Raises:
         FileNotFoundError: a run folder has no finished model.
-        ValueError: the model is of a kind that cannot answer about images.
+        ValueError: the model is not an image-text-to-text model.
     """
     folder = Path(model)
-    if (folder / "recipe.yaml").is_file() or _model_type(folder) == "coat_vlm":
-        return CoatAnswerer.load(model, options)
-    if options.precision is not None:
+    config = read_json(folder / "config.json", "copy the model again")
+    if (folder / "recipe.yaml").is_file() or config.get("model_type") == "coat_vlm":
+        return CoatAdapter.load(model, device, precision)
+    if precision is not None:
         raise ValueError(
-            f"{model} is no checkpoint of this project: it runs in its own dtype; drop --precision"
+            f"{model} is not a checkpoint of this project: it has its own dtype; drop --precision"
         )
-    return HubAnswerer.load(model, options)
-
-
-def _model_type(folder: Path) -> str | None:
-    """``model_type`` of a model folder's config.json; None without one."""
-    return read_json(folder / "config.json", "copy the model again").get("model_type")
+    return HubAdapter.load(model, device, num_frames)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """One benchmark to run, and how."""
+class EvalTask:
+    """One benchmark to run, with its options."""
 
     benchmark: Benchmark
     variant: str = ""
     split: str = ""
     limit: int | None = None
-    """Ask the first questions only."""
+    """Use the first questions only."""
     settings: Settings = field(default_factory=Settings)
     overwrite: bool = False
     """Replace answers of another model or other prompts instead of refusing them."""
 
     @property
     def name(self) -> str:
-        """As asked for, e.g. ``textvqa_no_ocr``; names the output folder."""
+        """Name with variant, e.g. ``textvqa_no_ocr``; also the name of the output folder."""
         return "_".join(filter(None, (self.benchmark.name, self.variant)))
 
     def open(self, data: Path) -> DataFolder:
-        """The benchmark's tables, read; DataError if one of them cannot be, or is there twice."""
+        """Read the benchmark's tables; DataError if one is invalid or exists twice."""
         if isinstance(self.benchmark, QuestionSet):
             return self.benchmark.open(data)
         return DataFolder.open(*self.where(data))
 
     def where(self, data: Path) -> tuple[Path, str, Layouts, str, set[str]]:
-        """What :func:`find_tables` and :meth:`DataFolder.open` find an official one's tables by."""
+        """Return the arguments of :func:`find_tables` and :meth:`DataFolder.open`."""
         own = self.benchmark
         others = set(BENCHMARKS) - {own.name}
-        return folder_of(data, own), own.name, own.layouts, self.split, others
+        return find_folder(data, own), own.name, own.layouts, self.split, others
 
 
-def choose(name: str, data: Path, **options: Any) -> Choice:
-    """The official benchmark of a name such as ``pope`` or ``videomme_subtitles``.
+def make_eval_task(name: str, data: Path, **options: Any) -> EvalTask:
+    """Make the task of an official benchmark such as ``pope`` or ``videomme_subtitles``.
 
     Args:
-        name: a benchmark, with ``_VARIANT`` behind it for another prompt.
-        data: looked through for its files already here, so that a mistake is told before a model
-            is loaded; none is opened.
-        **options: further fields of :class:`Choice`.
+        name: a benchmark, followed by ``_VARIANT`` for another prompt.
+        data: searched for the benchmark's files without opening them, so that errors are reported
+            before a model is loaded.
+        **options: further fields of :class:`EvalTask`.
 
     Raises:
-        ValueError: naming what is allowed.
+        ValueError: the name is unknown; lists the allowed ones.
         FileNotFoundError, DataError: ``data`` lacks the benchmark's files.
     """
     task, _, variant = name.partition("_")
@@ -133,83 +141,91 @@ def choose(name: str, data: Path, **options: Any) -> Choice:
             for kind in ("", *one.variants)
         ]
         raise ValueError(f"unknown benchmark {name!r}; allowed: {', '.join(known)}")
-    choice = Choice(benchmark=BENCHMARKS[task], variant=variant, **options)
-    choice.benchmark.check_profile(choice.settings.profile)
-    find_tables(*choice.where(data))
-    return choice
+    eval_task = EvalTask(benchmark=BENCHMARKS[task], variant=variant, **options)
+    eval_task.benchmark.check_profile(eval_task.settings.profile)
+    find_tables(*eval_task.where(data))
+    return eval_task
 
 
-def folder_of(data: Path, benchmark: Benchmark) -> Path:
-    """``DATA/TASK`` if it is there, else ``DATA`` itself.
+def find_folder(data: Path, benchmark: Benchmark) -> Path:
+    """Return ``DATA/TASK`` if it exists, else ``DATA``.
 
-    The Hub's Video-MME has a folder ``videomme`` for its table alone, beside those of the videos:
-    then ``DATA`` is the benchmark's folder.
+    The Hub's Video-MME has a folder ``videomme`` that contains only its table, next to the folders
+    of videos; then ``DATA`` is the benchmark's folder.
     """
     own = data / benchmark.name
     inner = f"{benchmark.name}/"
     first = [patterns[0] for layouts in benchmark.layouts.values() for patterns in layouts]
     nested = any(one.startswith(inner) and any(data.glob(one)) for one in first)
-    return own if own.is_dir() and not (nested and only_tables(own)) else data
+    shown = own.glob("[!.]*")
+    table_alone = nested and all(one.is_file() and one.name.endswith(TABLES) for one in shown)
+    return own if own.is_dir() and not table_alone else data
 
 
 def run_benchmark(
-    answerer: Answerer,
-    choice: Choice,
+    adapter: ModelAdapter,
+    eval_task: EvalTask,
     data: Path,
     out_dir: Path,
     generation: Generation,
     *,
     world: World = ALONE,
     model_name: str = "",
+    check: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Ask every question, and score the answers.
+    """Generate answers to all questions, and score them.
 
     Args:
-        answerer: the model.
-        choice: the benchmark, and how.
-        data: the folder of a question set; of an official benchmark its own, or one with a folder
-            per benchmark.
-        out_dir: gets the files that the module's head names.
+        adapter: the model.
+        eval_task: the benchmark with its options.
+        data: the folder of a question set or official benchmark, or a folder with one folder per
+            benchmark.
+        out_dir: folder of the files that the module docstring lists.
         generation: batch size, length, workers.
-        world: this process among the ranks, all of which call this.
-        model_name: for the report.
+        world: this process among the ranks; all ranks call this function.
+        model_name: name of the model in the report.
+        check: :meth:`coat_vlm.run.lock.FolderLock.check` of the lock that the caller holds.
 
     Returns:
-        The report on rank 0, on other ranks nothing. With model, device, batch_size, what the
-        answers depend on, and ``seconds`` of this call it is that of
-        :func:`coat_eval.report.score_set`; or that of :func:`coat_eval.report.score_official`,
-        which also has ``variant``, ``split``, ``limit``, ``n_media_problems`` (not asked),
-        ``n_asked_without`` (asked without subtitles that cannot be read) and ``num_ranks``.
+        On rank 0, the report of :func:`coat_eval.report.score_set` or
+        :func:`coat_eval.report.score_official` with model, device, batch_size, the dependencies of
+        the answers, and ``seconds`` of this call; for an official benchmark also ``variant``,
+        ``split``, ``limit``, ``n_media_problems`` (skipped questions) and ``num_ranks``. On other
+        ranks, an empty dictionary.
 
     Raises:
         ValueError: the folder has answers of another model or other prompts.
-        DataError: the benchmark's files cannot be read, no question at all could be asked, or a
+        DataError: the benchmark's files cannot be read, all questions had to be skipped, or a
             medium of a question set cannot be read.
     """
     start = time.monotonic()
-    benchmark, folder = choice.benchmark, choice.open(data)
-    prompts = _prompts(answerer, choice, folder)
-    asked = prompts[: choice.limit]
+    benchmark, folder = eval_task.benchmark, eval_task.open(data)
+    prompts = _make_prompts(adapter, eval_task, folder)
+    asked = prompts[: eval_task.limit]
+    own_set = isinstance(benchmark, QuestionSet)
     identity: dict[str, Any] = {}
     if world.is_main:
-        identity = _identity(answerer, choice, folder, prompts, generation)
-    done = world.gather(_start(out_dir, identity, choice, prompts) if world.is_main else None)[0]
+        identity = _make_identity(adapter, eval_task, folder, prompts, generation)
+    done = world.gather(
+        _prepare_output(out_dir, identity, eval_task, asked) if world.is_main else set[int]()
+    )[0]
     if isinstance(done, Exception):
         raise done
-    assert done is not None
-    own_set = isinstance(benchmark, QuestionSet)
-    found = answer_all(answerer, asked, done, out_dir, generation, world=world, strict=own_set)
-    problems = [one for own in world.gather(found) for one in own]
-    without = _asked_without(asked, problems)
+    found = answer_all(
+        adapter, asked, done, out_dir, generation, world=world, strict=own_set, check=check
+    )
+    problems = sorted(chain.from_iterable(world.gather(found)), key=lambda row: row["index"])
+    check()
     if world.is_main:
-        _finish(out_dir, asked, problems)
+        lost = set(range(len(asked))) - {*merge(out_dir), *(row["index"] for row in problems)}
+        if lost:
+            raise RuntimeError(f"{out_dir} lacks the answers of questions {sorted(lost)[:5]}")
         if not own_set:
-            listed = sorted([*problems, *without], key=lambda row: row["index"])
-            write_rows(out_dir / PROBLEMS_FILE, listed)
+            write_rows(out_dir / PROBLEMS_FILE, problems)
     if len(problems) == len(asked):
         raise DataError(
             str(folder.path),
-            f"none of the {len(asked)} questions of {choice.name} could be asked; the first: "
+            f"none of the {len(asked)} questions of {eval_task.name} could be asked; the first: "
             f"{problems[0]['media']}: {problems[0]['problem']}",
             f"put the images and videos there; {out_dir / PROBLEMS_FILE} lists what is missing",
         )
@@ -217,21 +233,20 @@ def run_benchmark(
         return {}
     of_run = {
         **{name: value for name, value in identity.items() if name != "task"},
-        "device": str(answerer.device),
+        "device": str(adapter.device),
         "batch_size": generation.batch_size,
     }
     if isinstance(benchmark, QuestionSet):
         seconds = round(time.monotonic() - start, 2)
         extra = {"model": model_name, **of_run, "seconds": seconds}
         paths = (folder.path, out_dir / PREDICTIONS_FILE, out_dir / REPORT_FILE)
-        return score_set(benchmark, *paths, limit=choice.limit, extra=extra)
-    report = _scored(out_dir, choice, folder, asked) | {
+        return score_set(benchmark, *paths, limit=eval_task.limit, extra=extra)
+    report = _score(out_dir, eval_task, folder, asked) | {
         "model": model_name,
-        "variant": choice.variant,
-        "split": choice.split or next(iter(benchmark.layouts)),
-        "limit": choice.limit,
+        "variant": eval_task.variant,
+        "split": eval_task.split or next(iter(benchmark.layouts)),
+        "limit": eval_task.limit,
         "n_media_problems": len(problems),
-        "n_asked_without": len(without),
         **of_run,
         "num_ranks": world.size,
         "seconds": round(time.monotonic() - start, 2),
@@ -240,31 +255,31 @@ def run_benchmark(
     return report
 
 
-def _prompts(answerer: Answerer, choice: Choice, folder: DataFolder) -> list[Prompt]:
-    """All questions; DataError if the folder's tables have none."""
-    benchmark = choice.benchmark
-    asking = Asking(variant=choice.variant, frame_times=answerer.encoder.frame_times)
+def _make_prompts(adapter: ModelAdapter, eval_task: EvalTask, folder: DataFolder) -> list[Prompt]:
+    """Make the prompts of all questions; DataError if the folder's tables have none."""
+    benchmark = eval_task.benchmark
+    options = PromptOptions(variant=eval_task.variant, frame_times=adapter.encoder.frame_times)
     known = any(map(benchmark.is_reference, folder.tables))
-    prompts = list(benchmark.prompts(folder, asking)) if known else []
+    prompts = list(benchmark.prompts(folder, options)) if known else []
     if not prompts:
         names = ", ".join(sorted(table.path.name for table in folder.tables)[:5])
-        raise no_questions(folder.path, benchmark.name, f"only other tables: {names}")
+        raise make_no_questions_error(folder.path, benchmark.name, f"only other tables: {names}")
     return prompts
 
 
-def _identity(
-    answerer: Answerer,
-    choice: Choice,
+def _make_identity(
+    adapter: ModelAdapter,
+    eval_task: EvalTask,
     folder: DataFolder,
     prompts: Sequence[Prompt],
     generation: Generation,
 ) -> dict[str, Any]:
-    """What the answers depend on; of a question set in the form that earlier runs have it."""
-    model, shared = answerer.identity, answerer.identity.get("scales_shared_by_batch")
-    if isinstance(choice.benchmark, QuestionSet):
+    """Return what the answers depend on; question sets keep the format of earlier runs."""
+    model, shared = adapter.identity, adapter.identity.get("scales_shared_by_batch")
+    if isinstance(eval_task.benchmark, QuestionSet):
         batches = f", batches of {generation.batch_size}" if shared else ""
         return {
-            "task": choice.name,
+            "task": eval_task.name,
             "questions_sha256": file_sha256(folder.path / QUESTIONS_FILE),
             "model_sha256": model["model_sha256"],
             "max_new_tokens": generation.max_new_tokens,
@@ -272,69 +287,63 @@ def _identity(
             **({"precision": model["precision"]} if model.get("precision") else {}),
         }
     identity = {
-        "task": choice.name,
-        "prompts_sha256": _digest(prompts),
+        "task": eval_task.name,
+        "prompts_sha256": _hash_prompts(prompts),
         **({} if prompts[0].choices else {"max_new_tokens": generation.max_new_tokens}),
         **model,
     }
     if shared:
         identity["batch_size"] = generation.batch_size
-        # Batches are made over the questions that are asked.
-        cut = choice.limit is not None and choice.limit < len(prompts)
-        identity["limit"] = choice.limit if cut else None
+        # Batches contain only questions within the limit.
+        cut = eval_task.limit is not None and eval_task.limit < len(prompts)
+        identity["limit"] = eval_task.limit if cut else None
     return identity
 
 
-def _start(
-    out_dir: Path, identity: dict[str, Any], choice: Choice, prompts: Sequence[Prompt]
+def _prepare_output(
+    out_dir: Path, identity: dict[str, Any], eval_task: EvalTask, asked: Sequence[Prompt]
 ) -> set[int] | Exception:
-    """What is answered already; an error is handed to the other ranks, which would wait."""
+    """Return the answered questions, or an error for the other ranks, which would wait."""
     try:
-        done = resume(out_dir, identity, prompts, overwrite=choice.overwrite)
+        done = resume(out_dir, identity, overwrite=eval_task.overwrite)
     except (ValueError, OSError) as error:
         return error
-    if not isinstance(choice.benchmark, QuestionSet):  # whose items.jsonl says what was asked
-        write_rows(out_dir / PROMPTS_FILE, map(_row, prompts[: choice.limit]))
+    if not isinstance(eval_task.benchmark, QuestionSet):  # items.jsonl has the questions
+        rows = [
+            {
+                **get_key_fields(prompt),
+                "prompt": prompt.text,
+                **({"choices": prompt.choices} if prompt.choices else {}),
+                "media": [{"kind": one.kind, "name": one.name} for one in prompt.media],
+            }
+            for prompt in asked
+        ]
+        write_rows(out_dir / PROMPTS_FILE, rows)
     return done
 
 
-def _finish(out_dir: Path, asked: Sequence[Prompt], problems: Sequence[Problem]) -> None:
-    """All answers in one file; RuntimeError if one is lost."""
-    answered = {*merge(out_dir), *(row["index"] for row in problems)}
-    lost = set(range(len(asked))) - answered
-    if lost:
-        raise RuntimeError(f"{out_dir} lacks the answers of questions {sorted(lost)[:5]}")
+def _hash_prompts(prompts: Sequence[Prompt]) -> str:
+    """Return the SHA-256 over all prompts, with media by file name: the folder may move.
 
-
-def _row(prompt: Prompt) -> dict[str, Any]:
-    return {
-        **named(prompt),
-        "prompt": prompt.text,
-        **({"choices": prompt.choices.texts} if prompt.choices else {}),
-        "media": [{"kind": one.kind, "name": one.name} for one in prompt.media],
-    }
-
-
-def _digest(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 over all prompts; media by file name, as the folder may be somewhere else later.
-
-    The names have no suffix: that of a missing file is not known.
+    Suffixes are removed, because the suffix of a missing file is not known.
     """
     digest = hashlib.sha256()
     for prompt in prompts:
         names = [_SUFFIX.sub("", Path(one.name).name, count=1) for one in prompt.media]
         media = [(one.kind, name) for one, name in zip(prompt.media, names, strict=True)]
         text = prompt.fingerprint or prompt.text
-        ranked = [astuple(prompt.choices)] if prompt.choices else []
-        digest.update(json.dumps([*prompt.key, text, media, *ranked]).encode())
+        # True: ranked by the mean over the tokens, as recorded by earlier runs.
+        ranked = [(prompt.choices, True)] if prompt.choices else []
+        key = (prompt.category, prompt.question_id)
+        digest.update(json.dumps([*key, text, media, *ranked]).encode())
     return digest.hexdigest()
 
 
-def _scored(
-    out_dir: Path, choice: Choice, folder: DataFolder, asked: Sequence[Prompt]
+def _score(
+    out_dir: Path, eval_task: EvalTask, folder: DataFolder, asked: Sequence[Prompt]
 ) -> dict[str, Any]:
-    """The official report over what was asked; a question without an answer is wrong."""
-    benchmark = choice.benchmark
+    """Make the official report of the given prompts; a question without an answer is wrong."""
+    benchmark = eval_task.benchmark
     references = [table for table in folder.tables if benchmark.is_reference(table)]
     known = benchmark.questions(references, [])
     answers = any(one.answer is not None for one in known)
@@ -343,39 +352,12 @@ def _scored(
         benchmark,
         [out_dir / PREDICTIONS_FILE],
         [table.path for table in references],
-        settings=choice.settings,
+        settings=eval_task.settings,
         allow_missing=True,
         with_items=True,
         only={prompt.key for prompt in asked},
         submission_path=out_dir / SUBMISSION_FILE if submits and not answers else None,
     )
-
-
-def _asked_without(asked: Sequence[Prompt], problems: Sequence[Problem]) -> list[Problem]:
-    """The questions that were asked without something that cannot be read."""
-    not_asked = {row["index"] for row in problems}
-    return [
-        {
-            **media_problem(index, prompt, prompt.lacking),
-            "problem": f"{prompt.lacking.where} {prompt.lacking.problem}",
-            "asked": True,
-        }
-        for index, prompt in enumerate(asked)
-        if prompt.lacking is not None and index not in not_asked
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class Unmet:
-    """One ``require`` entry that the final model misses."""
-
-    set_name: str
-    metric: str
-    required: float
-    value: float
-
-    def __str__(self) -> str:
-        return f"{self.set_name}: {self.metric} is {self.value:.2f}, required {self.required:.2f}"
 
 
 def evaluate_run(
@@ -385,22 +367,25 @@ def evaluate_run(
     device: torch.device | str | None = None,
     limit: int | None = None,
     world: World = ALONE,
-) -> list[Unmet]:
+    check: Callable[[], None] = lambda: None,
+) -> list[str]:
     """Run all evaluation sets of ``run_dir/recipe.yaml`` on the last stage's model.
 
-    Each set goes to ``run_dir/eval/<set>/`` (see :func:`run_benchmark`), then
-    ``run_dir/eval.json`` is written: ``{"precision": ..., set: {metric: percent}}``. An interrupted
-    call goes on where it stopped; predictions of an earlier model are replaced.
+    The output of each set is in ``run_dir/eval/<set>/`` (see :func:`run_benchmark`), then
+    ``run_dir/eval.json`` is written: ``{"precision": ..., set: {metric: percent}}``. The next
+    call continues an interrupted one; predictions of an earlier model are replaced.
 
     Args:
         run_dir: run folder.
-        generation: batch size and length; the recipe says how many workers decode ahead.
-        device: where the model runs; the first GPU if there is one, else the CPU.
-        limit: ask the first ``limit`` questions of each set only.
-        world: this process among the ranks, all of which call this.
+        generation: batch size and length; the recipe sets the number of workers.
+        device: device of the model; default: the first GPU if there is one, else the CPU.
+        limit: use the first ``limit`` questions of each set only.
+        world: this process among the ranks; all ranks call this function.
+        check: as in :func:`run_benchmark`.
 
     Returns:
-        The ``require`` entries that are not reached; empty when all are, and on other ranks than 0.
+        A message for each ``require`` entry that the model does not reach; empty on other ranks
+        than 0.
 
     Raises:
         FileNotFoundError: no recipe, or the last stage has no model folder yet.
@@ -411,59 +396,60 @@ def evaluate_run(
     if not recipe.eval_sets:
         raise ValueError(f"{run_dir / 'recipe.yaml'} has no eval_sets; add at least one")
     tasks = {
-        name: get_task(settings.task, settings.media_root)
+        name: get_task(settings.task, settings.media_root, **access_of(recipe))
         for name, settings in recipe.eval_sets.items()
     }
     for name, settings in recipe.eval_sets.items():
         _check_required_metrics(name, tasks[name], Path(settings.path), settings.require)
-    model_dir = final_model_dir(run_dir, recipe)
-    # Training and evaluation share their arithmetic: a model trained in FP8 is asked in FP8.
+    model_dir = find_final_model(run_dir, recipe)
+    # Evaluation uses the precision of training: a model trained in FP8 is evaluated in FP8.
     model, processor = load(model_dir, device, None, recipe.precision, recipe.fp8)
-    answerer = CoatAnswerer(model, processor, lambda: {"model_sha256": folder_sha256(model_dir)})
+    adapter = CoatAdapter(model, processor, lambda: {"model_sha256": folder_sha256(model_dir)})
     results: dict[str, dict[str, float]] = {}
     for name, settings in recipe.eval_sets.items():
         report = run_benchmark(
-            answerer,
-            Choice(benchmark=tasks[name], limit=limit, overwrite=True),
+            adapter,
+            EvalTask(benchmark=tasks[name], limit=limit, overwrite=True),
             Path(settings.path),
             run_dir / "eval" / name,
             replace(generation, num_workers=recipe.num_workers),
             world=world,
             model_name=str(model_dir),
+            check=check,
         )
         results[name] = report.get("metrics", {})
     if not world.is_main:
         return []
     write_json(run_dir / "eval.json", {"precision": recipe.precision, **results})
     return [
-        Unmet(name, metric, required, results[name].get(metric, 0.0))
+        f"{name}: {metric} is {value:.2f}, required {required:.2f}"
         for name, settings in recipe.eval_sets.items()
         for metric, required in settings.require.items()
-        # With a limit, a category may have had no question.
-        if results[name].get(metric, 0.0) < required
+        # With a limit, a category may have no question.
+        if (value := results[name].get(metric, 0.0)) < required
     ]
 
 
 def format_table(eval_json: Mapping[str, Any], recipe: Recipe) -> str:
-    """The evaluation as an aligned plain-text table.
+    """Format the evaluation as an aligned plain-text table.
 
-    One line per set with its headline metric, and one more per further required metric. Chance and
-    majority are those of the metric shown (accuracy or F1), "-" where the metric has none.
+    The table has one line per set with its headline metric, and one per further required metric.
+    Chance and majority belong to the metric (accuracy or F1); "-" if the metric has none.
 
     Args:
         eval_json: content of RUN/eval.json.
-        recipe: the run's recipe (tasks and required values).
+        recipe: the run's recipe, with tasks and required values.
     """
     sets = recipe.to_dict()["eval_sets"]
     headlines = {
         name: get_task(settings.task).headline[0] for name, settings in recipe.eval_sets.items()
     }
     lines: list[tuple[str, ...]] = [COLUMNS]
-    for row in evaluation_rows(eval_json, sets, headlines):
-        numbers = map(percent_text, (row.value, row.chance, row.majority, row.required))
+    for row in build_evaluation_rows(eval_json, sets, headlines):
+        numbers = map(format_percent, (row.value, row.chance, row.majority, row.required))
         lines.append((row.set_name, row.task, row.metric, *numbers, row.verdict))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    # Names to the left, numbers to the right; the last column is as long as it is.
+    # Names are left-aligned and numbers right-aligned; the last column is not padded.
     sides = (*("<" * 3), *(">" * 4), "<")
     return "\n".join(
         "  ".join(
@@ -476,9 +462,9 @@ def format_table(eval_json: Mapping[str, Any], recipe: Recipe) -> str:
 def _check_required_metrics(
     name: str, task: QuestionSet, folder: Path, require: Mapping[str, float]
 ) -> None:
-    """Fail before generating anything when a required metric is misspelt."""
-    unanswered = task.score_all([(one, None) for one in task.load(folder)], Settings())
-    known = task.aggregate(unanswered, Settings())
+    """Raise ValueError before generation if a required metric does not exist."""
+    questions = task.load(folder)
+    known = task.evaluate(questions, [None] * len(questions))
     for metric in require:
         if metric not in known:
             near = get_close_matches(metric, known, n=1) or [task.headline[0]]
@@ -488,36 +474,31 @@ def _check_required_metrics(
             )
 
 
-def eval_subsets(recipe: Recipe) -> list[EvalSubset]:
-    """The questions that training asks on the way (``eval_every``), and how they are scored.
+def make_eval_subsets(recipe: Recipe) -> list[EvalSubset]:
+    """Make the questions that ``eval_every`` evaluates during training, with their scorers.
 
-    They are ``eval_samples`` questions of every evaluation set, at even distances over its file.
+    Each evaluation set contributes ``eval_samples`` questions, evenly spaced over its file.
 
     Args:
-        recipe: names the sets.
+        recipe: the recipe with the sets.
 
     Raises:
         FileNotFoundError: a set has no questions.jsonl.
-        DataError: a question cannot be read, or its medium is absent; names file and line.
+        DataError: a question cannot be read, or its medium is missing; names file and line.
     """
     subsets = []
     for name, settings in recipe.eval_sets.items():
-        task = get_task(settings.task, settings.media_root)
+        task = get_task(settings.task, settings.media_root, **access_of(recipe))
         questions = task.load(Path(settings.path))
-        chosen = [questions[index] for index in spread(range(len(questions)), recipe.eval_samples)]
+        chosen = [
+            questions[index] for index in sample_evenly(range(len(questions)), recipe.eval_samples)
+        ]
         subsets.append(
             EvalSubset(
                 name=name,
                 headline=task.headline[0],
                 samples=[one.details["sample"] for one in chosen],
-                score=partial(_score_answers, task, chosen),
+                score=partial(task.evaluate, chosen),
             )
         )
     return subsets
-
-
-def _score_answers(
-    task: QuestionSet, questions: Sequence[Question], answers: Sequence[str]
-) -> dict[str, float]:
-    pairs = zip(questions, answers, strict=True)
-    return task.aggregate(task.score_all(pairs, Settings()), Settings())

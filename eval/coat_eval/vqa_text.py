@@ -1,9 +1,9 @@
-"""Answer normalisation and soft accuracy of the VQA family (VQA v2, TextVQA, VizWiz).
+"""Answer normalization and soft accuracy of the VQA family (VQA v2, TextVQA, VizWiz).
 
-Two pipelines share their steps. :func:`normalise_vqa` is what GT-Vision-Lab/VQA vqaEval.py does to
+Two pipelines share their steps. :func:`normalize_vqa` is what GT-Vision-Lab/VQA vqaEval.py does to
 a prediction and to the annotators' answers; :func:`process_answer` is EvalAIAnswerProcessor of
 facebookresearch/mmf mmf/utils/m4c_evaluators.py (LLaVA's m4c_evaluator.py has the same), which puts
-a tokenisation before it. The quirks below are theirs and change scores; they are kept.
+a tokenization before it. The quirks below are upstream's; they change scores and are reproduced.
 """
 
 import re
@@ -14,9 +14,9 @@ _PUNCTUATION = frozenset(';/[]"{}()=+\\_-><@`,?!')
 """No colon, period, apostrophe, %, $, &, *, #, ~ or |."""
 _COMMA_IN_NUMBER = re.compile(r"\d,\d")
 _PERIOD = re.compile(r"\.(?!\d)")
-"""Upstream writes ``(?!<=\\d)`` for a look-behind, which is always true: "3." loses its period."""
-_PERIOD_NOT_AFTER_DIGIT = re.compile(r"(?<!\d)\.(?!\d)")
-"""The look-behind as meant; VLMEvalKit has it so: "3." stays."""
+"""Upstream writes ``(?!<=\\d)`` as look-behind, which is always true: "3." loses its period."""
+PERIOD_NOT_AFTER_DIGIT = re.compile(r"(?<!\d)\.(?!\d)")
+"""The correct look-behind, as in VLMEvalKit: "3." keeps its period."""
 _MAX_PERIODS = int(re.UNICODE)
 """32: upstream passes ``re.UNICODE`` where ``sub`` takes its count."""
 _ARTICLES = frozenset({"a", "an", "the"})
@@ -45,43 +45,35 @@ _STRAIGHT_VALUES = frozenset(
 )
 
 
-def _contractions() -> dict[str, str]:
-    """GT-Vision-Lab's table as far as it can act.
+CONTRACTIONS = {"somebody'd": "somebodyd"} | {
+    right[:place] + right[place + 1 :]: right
+    for right in _CONTRACTED.split()
+    for place, letter in enumerate(right)
+    if letter == "'"
+}
+"""The effective part of GT-Vision-Lab's table.
 
-    Its "somebody'd" goes the wrong way. Keys with a capital I never meet lower-case text, and
-    "let's" and "she's" map to themselves; its, lets and cannot are absent.
-    """
-    table = {"somebody'd": "somebodyd"}
-    for right in _CONTRACTED.split():
-        for place, letter in enumerate(right):
-            if letter == "'":
-                table[right[:place] + right[place + 1 :]] = right
-    return table
+Upstream maps "somebody'd" in the wrong direction. Keys with a capital I never match lower-case
+text, and "let's" and "she's" map to themselves; its, lets and cannot are absent.
+"""
+_CURLY = str.maketrans("'", "\u2019")
+CURLY_CONTRACTIONS = {
+    key if key in _STRAIGHT_KEYS else key.translate(_CURLY): (
+        right if right in _STRAIGHT_VALUES else right.translate(_CURLY)
+    )
+    for key, right in CONTRACTIONS.items()
+}
+"""The VizWiz API's table: the same with U+2019 for nearly every apostrophe.
 
-
-def _curly_contractions() -> dict[str, str]:
-    """The VizWiz API's table: the same with U+2019 for nearly every apostrophe.
-
-    Source: an early state of GT-Vision-Lab's file, from which the VizWiz API was made.
-    """
-    curly = str.maketrans("'", "\u2019")
-    return {
-        key if key in _STRAIGHT_KEYS else key.translate(curly): (
-            right if right in _STRAIGHT_VALUES else right.translate(curly)
-        )
-        for key, right in CONTRACTIONS.items()
-    }
-
-
-CONTRACTIONS = _contractions()
-CURLY_CONTRACTIONS = _curly_contractions()
+Source: an early state of GT-Vision-Lab's file, from which the VizWiz API was made.
+"""
 
 
 def strip_punctuation(text: str, period: re.Pattern[str] = _PERIOD) -> str:
     """``processPunctuation`` of vqaEval.py.
 
-    A mark is deleted if it stands beside a space somewhere in the text, or if the text has a comma
-    between digits; otherwise it becomes a space. Then periods are deleted that no digit follows.
+    A mark is deleted if it is next to a space anywhere in the text, or if the text has a comma
+    between digits; otherwise it becomes a space. Periods without a following digit are deleted.
     """
     comma = _COMMA_IN_NUMBER.search(text) is not None
     out = text
@@ -94,59 +86,59 @@ def strip_punctuation(text: str, period: re.Pattern[str] = _PERIOD) -> str:
 def map_words(text: str, contractions: dict[str, str] = CONTRACTIONS) -> str:
     """``processDigitArticle`` of vqaEval.py.
 
-    Lower case; none and zero to ten become digits, articles go, contractions get their apostrophe;
-    words are joined by single spaces.
+    Lower-cases the text, converts none and zero to ten to digits, removes articles, adds the
+    apostrophe of contractions, and joins the words with single spaces.
     """
     words = [_NUMBERS.get(word, word) for word in text.lower().split()]
     return " ".join(contractions.get(word, word) for word in words if word not in _ARTICLES)
 
 
-def plain(text: str) -> str:
-    """Newlines and tabs as spaces, blanks around it removed."""
+def strip_blanks(text: str) -> str:
+    """Replace newlines and tabs by spaces, and strip the text."""
     return text.replace("\n", " ").replace("\t", " ").strip()
 
 
 @lru_cache(maxsize=200_000)
-def normalise_vqa(text: str) -> str:
-    """An answer as vqaEval.py compares it when the annotators disagree."""
-    return map_words(strip_punctuation(plain(text)))
+def normalize_vqa(text: str) -> str:
+    """Normalize an answer as vqaEval.py does if the annotators disagree."""
+    return map_words(strip_punctuation(strip_blanks(text)))
 
 
 @lru_cache(maxsize=200_000)
-def normalise_vizwiz(text: str) -> str:
-    """A prediction as the VizWiz API's vqaEval.py compares it."""
-    return map_words(strip_punctuation(plain(text)), CURLY_CONTRACTIONS)
+def normalize_vizwiz(text: str) -> str:
+    """Normalize a prediction as the VizWiz API's vqaEval.py does."""
+    return map_words(strip_punctuation(strip_blanks(text)), CURLY_CONTRACTIONS)
 
 
 @lru_cache(maxsize=200_000)
-def normalise_vlmeval(text: str) -> str:
-    """An answer as VLMEvalKit's vqa_eval.py compares it: only the rule for periods differs."""
-    return map_words(strip_punctuation(plain(text), _PERIOD_NOT_AFTER_DIGIT))
+def normalize_vlmeval(text: str) -> str:
+    """Normalize an answer as VLMEvalKit's vqa_eval.py does: only the rule for periods differs."""
+    return map_words(strip_punctuation(strip_blanks(text), PERIOD_NOT_AFTER_DIGIT))
 
 
 @lru_cache(maxsize=200_000)
 def process_answer(text: str) -> str:
-    """EvalAIAnswerProcessor: what LLaVA and VILA submit for VQA v2 and VizWiz.
+    """Apply EvalAIAnswerProcessor, as LLaVA and VILA do for VQA v2 and VizWiz.
 
-    Before the other steps the text loses its commas and question marks, and a possessive is cut off
+    First commas and question marks are removed, and a possessive is split off
     ("mcdonald's" becomes "mcdonald 's").
     """
     tokens = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
-    return map_words(strip_punctuation(plain(tokens)))
+    return map_words(strip_punctuation(strip_blanks(tokens)))
 
 
-def leave_one_out(prediction: str, answers: Sequence[str]) -> float:
-    """Soft accuracy: the mean over annotators i of min(1, matches among the others / 3).
+def score_leave_one_out(prediction: str, answers: Sequence[str]) -> float:
+    """Compute soft accuracy: the mean over annotators i of min(1, matches of the others / 3).
 
     For ten answers and k matches: 0, 0.3, 0.6, 0.9, then 1. Source: vqaEval.py, and Antol et al.,
-    "VQA: Visual Question Answering", section 5. Annotators are told apart by their place, where
-    vqaEval.py tells them apart by ``answer_id``.
+    "VQA: Visual Question Answering", section 5. Annotators are identified by position, in
+    vqaEval.py by ``answer_id``.
     """
     total, matches = len(answers), sum(answer == prediction for answer in answers)
     hit = matches * min(1.0, (matches - 1) / 3) if matches else 0.0
     return (hit + (total - matches) * min(1.0, matches / 3)) / total
 
 
-def all_ten(prediction: str, answers: Sequence[str]) -> float:
-    """min(1, matches / 3) over all answers: what the VizWiz API's leave-one-out amounts to."""
+def score_all_ten(prediction: str, answers: Sequence[str]) -> float:
+    """Compute min(1, matches / 3) over all answers, as the VizWiz API effectively does."""
     return min(1.0, sum(answer == prediction for answer in answers) / 3)

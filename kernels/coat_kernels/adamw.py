@@ -4,22 +4,21 @@
     p -= lr wd p + lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
 The update is torch.optim.AdamW's (decoupled weight decay, bias correction, eps outside the root).
-How moments are stored: ``codecs.py``; master weights of BF16 parameters: ``master_weights.py``.
-Bytes per parameter, moments read and written: 4.19 + 12 with FP32 parameters and gradients, 4.19 +
-6 with BF16. Reference: ``reference.adamw_step``.
+Storage of moments: ``moment_formats.py``; master weights of BF16 parameters:
+``master_weights.py``. Bytes read and written per parameter: moments 4.19, and 12 with FP32
+parameters and gradients or 6 with BF16. Reference: ``reference.adamw_step``.
 
-Many tensors take one launch. ``adamw_scalars_kernel`` counts the steps of all tensors and computes
-what they need per tensor; ``adamw_kernel`` updates. Both find tensors through a table of addresses,
-one row of COLUMNS int64 per tensor. A program works on a chunk of CHUNK elements of a tensor, tile
-by tile; a tile holds 16 bytes of parameters per thread, so that FP32 groups of 128 are one warp
-each. Nothing but the table is known on the CPU: steps, rates, factors and whether to skip are read
-on the GPU.
+A step is a foreach (multi-tensor) step. ``adamw_scalars_kernel`` counts the steps of all tensors
+and computes scalars per tensor; ``adamw_kernel`` updates. Both read addresses of tensors from a
+table, one row of COLUMNS int64 per tensor. A program updates a chunk of CHUNK elements of a tensor,
+tile by tile; a tile holds 16 bytes of parameters per thread, so an FP32 group of 128 is one warp.
+The CPU knows the table only: steps, rates and factors are read on the GPU.
 
-The table is made on the CPU and copied to the GPU when an address, a size or a rate changes:
-gradients often stay where they are from step to step. Nothing is read back, so a step can be
-captured in a CUDA graph once its table is there. Chunks within their tensor whose addresses are
-multiples of 16 bytes take one launch, ends of tensors and other addresses, with a check for every
-element, another one; each for every combination of dtypes.
+The CPU writes the table and copies it to the GPU when an address, a size or a rate changes;
+gradients often keep their addresses. Nothing is read back, so a step can be captured in a CUDA
+graph once its table is on the GPU. Full chunks with 16-byte aligned addresses are one launch; ends
+of tensors and other addresses, which need a mask, are another launch; both per combination of
+dtypes.
 """
 
 import functools
@@ -43,37 +42,42 @@ from coat_kernels.device import (
 )
 from coat_kernels.formats import E4M3, check_dtype
 from coat_kernels.launch import cdiv, launch
-from coat_kernels.master_weights import CODE_SALT as _CODE_SALT
+from coat_kernels.master_weights import MOMENT_SALT as _MOMENT_SALT
 from coat_kernels.master_weights import QUIET_NAN as _QUIET_NAN
-from coat_kernels.moment_formats import CODECS, Codec, Moment, codec_called, groups_of
+from coat_kernels.moment_formats import CODECS, Codec, Moment, count_groups, get_codec
 from coat_kernels.moment_formats import GROUP as _GROUP
 from coat_kernels.moment_formats import K_MAX as _K_MAX
+from coat_kernels.moment_formats import LIMIT_BITS as _LIMIT_BITS
+from coat_kernels.moment_formats import OUTLIER as _OUTLIER
 from coat_kernels.moment_formats import SMALLEST_RATIO as _SMALLEST_RATIO
+from coat_kernels.moment_formats import SMALLEST_V as _SMALLEST_V
 from coat_kernels.registry import register
 
 GROUP = tl.constexpr(_GROUP)
 K_MAX = tl.constexpr(_K_MAX)
 SMALLEST_RATIO = tl.constexpr(_SMALLEST_RATIO)
+LIMIT_BITS, SMALLEST_V = tl.constexpr(_LIMIT_BITS), tl.constexpr(_SMALLEST_V)
+OUTLIER = tl.constexpr(_OUTLIER)
 QUIET_NAN = tl.constexpr(_QUIET_NAN)
-CODE_SALT = tl.constexpr(_CODE_SALT)
+MOMENT_SALT = tl.constexpr(_MOMENT_SALT)
 E4M3_MAX, E4M3_MIN = tl.constexpr(E4M3.max), tl.constexpr(E4M3.min_subnormal)
 LOG2_MAX = tl.constexpr(math.log2(E4M3.max))
 
 COLUMNS = 16
-"""Of the table: addresses of p, g, m, m_amax, m_k, v, v_amax, v_k, remainder, step; then the number
-of elements, the parameter group, the index of the tensor; the rest is unused."""
+"""Columns of the table: addresses of p, g, m, m_amax, m_k, v, v_amax, v_k, low_bits, step; then the
+number of elements, the parameter group, the index of the tensor; other columns are unused."""
 
 SCALARS = 8
-"""Per tensor: lr wd, lr / (1 - beta1^t), 1 - beta1, beta2, 1 - beta2, 1 / sqrt(1 - beta2^t), eps,
-and the bits of the key of its rounding."""
+"""Scalars per tensor: lr wd, lr / (1 - beta1^t), 1 - beta1, beta2, 1 - beta2,
+1 / sqrt(1 - beta2^t), eps, and the bits of the key of stochastic rounding."""
 
-P, G, M, M_AMAX, M_K, V, V_AMAX, V_K, REST, STEP, NUMEL, RATES, INDEX = map(tl.constexpr, range(13))
+P, G, M, M_AMAX, M_K, V, V_AMAX, V_K, LOW, STEP, NUMEL, RATES, INDEX = map(tl.constexpr, range(13))
 _COLUMNS, _SCALARS = tl.constexpr(COLUMNS), tl.constexpr(SCALARS)
 
 
 @triton.jit
 def _mix(x):
-    """lowbias32 of uint32; see ``master_weights.py``."""
+    """Hash uint32 with lowbias32; see ``master_weights.py``."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -81,7 +85,7 @@ def _mix(x):
 
 @triton.jit
 def _random_words(first, i, key, BLOCK_G: tl.constexpr):
-    """32 random bits for every element of tile i of the chunk that starts at ``first``."""
+    """Return 32 random bits per element of tile i of the chunk that starts at ``first``."""
     return _mix((first.to(tl.uint32) + _elements(i, BLOCK_G).to(tl.uint32)) ^ key)
 
 
@@ -89,7 +93,6 @@ def _random_words(first, i, key, BLOCK_G: tl.constexpr):
 def adamw_scalars_kernel(
     table_ptr,  # (tensors, COLUMNS) int64
     rates_ptr,  # (parameter groups, 5) fp64: lr, beta1, beta2, eps, weight decay
-    skip_ptr,  # () fp32, not zero: no step is made; or None
     scalars_ptr,  # (tensors, SCALARS) fp32
     tensors, seed, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -100,11 +103,7 @@ def adamw_scalars_kernel(
     step_ptr = tl.load(row + STEP, mask=mask, other=0).to(tl.pointer_type(tl.float32))
     rates = rates_ptr + tl.load(row + RATES, mask=mask, other=0) * 5
     step = tl.load(step_ptr, mask=mask, other=0.0) + 1.0
-    if skip_ptr is not None:
-        counted = tl.where(tl.load(skip_ptr) == 0.0, step, step - 1.0)
-        tl.store(step_ptr, counted, mask=mask)
-    else:
-        tl.store(step_ptr, step, mask=mask)
+    tl.store(step_ptr, step, mask=mask)
     # In double precision: FP32's 1 - 0.999 is off by 1e-5.
     t = step.to(tl.float64)
     lr = tl.load(rates, mask=mask, other=0.0)
@@ -127,36 +126,36 @@ def adamw_scalars_kernel(
 
 
 @triton.jit
-def _with_sign(value, x):
-    """A non-negative value with the sign of x."""
+def _copy_sign(value, x):
+    """Copy the sign of x to a non-negative value."""
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
     return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _round_by_chance(code, k, random):
-    """As the reference's: E4M3 neighbours of codes [groups, 128] by k [groups] and 32 bits each.
+def _round_stochastically(q32, k, random):
+    """Round q32 [groups, 128] to E4M3 neighbors, given k [groups] and 32 random bits per element.
 
-    Written so that a NaN stays, which ``tl.minimum`` need not keep.
+    Like the reference. A NaN stays, which ``tl.minimum`` does not guarantee.
     """
-    exponent = code.to(tl.int32, bitcast=True) >> 23
-    exponent = tl.where(exponent < 121, 121, exponent)  # subnormals have the step of 2^-6
+    exponent = q32.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.where(exponent < 121, 121, exponent)  # subnormals have the spacing of 2^-6
     step = ((exponent - 3) << 23).to(tl.float32, bitcast=True)
-    steps = code * ((257 - exponent) << 23).to(tl.float32, bitcast=True)
+    steps = q32 * ((257 - exponent) << 23).to(tl.float32, bitcast=True)
     low = tl.floor(steps)
     part = steps - low
     bend = 0.5 * (reciprocal_fast(k) - 1.0)
     curvature = bend[:, None] * reciprocal_fast(tl.where(steps > 1.0, steps, 1.0))
-    chance = part - curvature * (part * (1.0 - part))
+    probability = part - curvature * (part * (1.0 - part))
     uniform = (random >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
-    rounded = tl.where(uniform < chance, low + 1.0, low) * step
-    rounded = tl.where((code > 0.0) & (rounded == 0.0), E4M3_MIN, rounded)
+    rounded = tl.where(uniform < probability, low + 1.0, low) * step
+    rounded = tl.where((q32 > 0.0) & (rounded == 0.0), E4M3_MIN, rounded)
     return tl.where(rounded > E4M3_MAX, E4M3_MAX, rounded)
 
 
 @triton.jit
-def _at(row, column, i, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Element ``i`` of a tensor of the table."""
+def _pointer(row, column, i, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the pointer to element ``i`` of a tensor of the table."""
     pointer = tl.load(row + column).to(tl.pointer_type(dtype))  # pyright: ignore[reportArgumentType]
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -168,7 +167,7 @@ def _load_moment(
     q_ptr, amax_ptr, k_ptr, i, left, SIGNED: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """Values [groups, 128] of tile i of a moment, FP32; zeros outside the tensor."""
+    """Decode tile i of a moment to FP32 [groups, 128]; zeros outside the tensor."""
     o_g = i * BLOCK_G + tl.arange(0, BLOCK_G)
     if WHOLE:
         m_g, other = None, None
@@ -179,15 +178,27 @@ def _load_moment(
     q = _load(q_ptr, i, left, WHOLE, BLOCK_G).to(tl.float32)
     ratio = q * (1.0 / E4M3_MAX)
     inverse_k = reciprocal_fast(k.to(tl.float32))[:, None]
-    power = exp2_fast(log2_fast(tl.abs(ratio)) * inverse_k)  # of zero: 2^-inf
-    # 0 * amax keeps a NaN or an infinity of the group visible in its zeros.
+    power = exp2_fast(log2_fast(tl.abs(ratio)) * inverse_k)  # 2^-inf for zero
+    # 0 * amax propagates a NaN or an infinity of the group to its zeros.
     value = power * amax[:, None]
-    return _with_sign(value, q) if SIGNED else value
+    return _copy_sign(value, q) if SIGNED else value
+
+
+@triton.jit
+def _limit_gradient(g, v_amax_ptr, i, left, WHOLE: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Limit finite gradients of tile i, g [groups, 128]; see ``moment_formats.py``."""
+    o_g = i * BLOCK_G + tl.arange(0, BLOCK_G)
+    v = tl.load(v_amax_ptr + o_g, mask=None if WHOLE else o_g * GROUP < left)
+    bits = tl.where(v < SMALLEST_V, SMALLEST_V, v).to(tl.int32, bitcast=True)
+    limit = ((bits >> 1) + LIMIT_BITS).to(tl.float32, bitcast=True)
+    limit = tl.where(limit < OUTLIER, limit, OUTLIER)[:, None]
+    # g - g is NaN for an infinity and for NaN.
+    return tl.where(tl.abs(g) <= OUTLIER, g, _copy_sign(limit, g) + (g - g))
 
 
 @triton.jit
 def _load(ptr, i, left, WHOLE: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Tile i of a tensor [groups, 128]; zeros outside the tensor."""
+    """Load tile i of a tensor [groups, 128]; zeros outside the tensor."""
     o = _elements(i, BLOCK_G)
     if WHOLE:
         return tl.load(ptr + o)
@@ -197,7 +208,7 @@ def _load(ptr, i, left, WHOLE: tl.constexpr, BLOCK_G: tl.constexpr):
 
 @triton.jit
 def _elements(i, BLOCK_G: tl.constexpr):
-    """Places of the elements of tile i, counted from the chunk's first."""
+    """Return the offsets of the elements of tile i within the chunk."""
     o_g = i * BLOCK_G + tl.arange(0, BLOCK_G)
     return o_g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
@@ -209,7 +220,7 @@ def _store_moment(
 ):  # fmt: skip
     """Encode tile i of a moment, x [groups, 128], zeros outside the tensor, and store it.
 
-    To nearest if ``random`` is None, else by chance, with 32 random bits per element.
+    Rounds to nearest if ``random`` is None, else stochastically with 32 random bits per element.
     """
     bits = magnitude_bits(x)
     top_bits = tl.max(bits, axis=1)
@@ -219,7 +230,7 @@ def _store_moment(
     unit_bits = tl.where(top_bits >= 0x7F800000, 0x7FC00000, (254 - exponent) << 23)
     unit = unit_bits.to(tl.float32, bitcast=True)
     top = amax * unit
-    # A zero minus one is the largest unsigned number: it does not count.
+    # Zero minus one is the largest unsigned integer, so zeros are ignored.
     least_bits = tl.min((bits - 1).to(tl.uint32, bitcast=True), axis=1) + 1
     least = least_bits.to(tl.float32, bitcast=True) * unit
     least = tl.where(least < SMALLEST_RATIO, SMALLEST_RATIO, least)
@@ -233,12 +244,12 @@ def _store_moment(
     k = stored_k.to(tl.float32)
     bias = LOG2_MAX - k * log_top
     scaled = x * unit[:, None]
-    code = exp2_fast(log2_fast(tl.abs(scaled)) * k[:, None] + bias[:, None])
+    q32 = exp2_fast(log2_fast(tl.abs(scaled)) * k[:, None] + bias[:, None])
     if random is not None:
-        code = tl.where((scaled == top[:, None]) & (code > 0.0), E4M3_MAX, code)
-        code = _round_by_chance(code, k, random)
-    code = _with_sign(code, x) if SIGNED else code
-    _store(q_ptr, code.to(q_ptr.dtype.element_ty), i, left, WHOLE, BLOCK_G)
+        q32 = tl.where((scaled == top[:, None]) & (q32 > 0.0), E4M3_MAX, q32)
+        q32 = _round_stochastically(q32, k, random)
+    q32 = _copy_sign(q32, x) if SIGNED else q32
+    _store(q_ptr, q32.to(q_ptr.dtype.element_ty), i, left, WHOLE, BLOCK_G)
     o_g = i * BLOCK_G + tl.arange(0, BLOCK_G)
     m_g = None if WHOLE else o_g * GROUP < left
     tl.store(amax_ptr + o_g, amax, mask=m_g)
@@ -247,7 +258,7 @@ def _store_moment(
 
 @triton.jit
 def _store(ptr, x, i, left, WHOLE: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Tile i of a tensor [groups, 128]."""
+    """Store tile i of a tensor [groups, 128]."""
     o = _elements(i, BLOCK_G)
     tl.store(ptr + o, x, mask=None if WHOLE else o < left)
 
@@ -258,31 +269,27 @@ def adamw_kernel(
     work_ptr,  # (programs, 2) int32: tensor, chunk
     scalars_ptr,  # (tensors, SCALARS) fp32
     grad_scale_ptr,  # () fp32, or None
-    skip_ptr,  # () fp32, or None
     P_TYPE: tl.constexpr, G_TYPE: tl.constexpr,
-    FLOOR_K: tl.constexpr, LOG2_RANGE: tl.constexpr, V_CHANCE: tl.constexpr,  # of the codec
-    REMAINDER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    WHOLE: tl.constexpr,  # chunks without an end of their tensor, whose addresses are aligned
+    FLOOR_K: tl.constexpr, LOG2_RANGE: tl.constexpr, V_STOCHASTIC: tl.constexpr,  # of the codec
+    LOW_BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    WHOLE: tl.constexpr,  # full chunks with aligned addresses
     BLOCK_G: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Update one chunk of a tensor."""
-    tiles = TILES
-    if skip_ptr is not None:
-        tiles = tl.where(tl.load(skip_ptr) == 0.0, TILES, 0)
     work = work_ptr + tl.program_id(0).to(tl.int64) * 2
     tensor = tl.load(work).to(tl.int64)
     first_g = tl.load(work + 1).to(tl.int64) * (BLOCK_G * TILES)
     row = table_ptr + tensor * _COLUMNS
     first = first_g * GROUP
     left = tl.load(row + NUMEL) - first
-    p_ptr, g_ptr = _at(row, P, first, P_TYPE, WHOLE), _at(row, G, first, G_TYPE, WHOLE)
-    m_ptr = _at(row, M, first, tl.float8e4nv, WHOLE)
-    v_ptr = _at(row, V, first, tl.float8e4nv, WHOLE)
-    m_amax_ptr = _at(row, M_AMAX, first_g, tl.float32, False)
-    v_amax_ptr = _at(row, V_AMAX, first_g, tl.float32, False)
-    m_k_ptr = _at(row, M_K, first_g, tl.float16, False)
-    v_k_ptr = _at(row, V_K, first_g, tl.float16, False)
-    rest_ptr = _at(row, REST, first, tl.int16, WHOLE)
+    p_ptr, g_ptr = _pointer(row, P, first, P_TYPE, WHOLE), _pointer(row, G, first, G_TYPE, WHOLE)
+    m_ptr = _pointer(row, M, first, tl.float8e4nv, WHOLE)
+    v_ptr = _pointer(row, V, first, tl.float8e4nv, WHOLE)
+    m_amax_ptr = _pointer(row, M_AMAX, first_g, tl.float32, False)
+    v_amax_ptr = _pointer(row, V_AMAX, first_g, tl.float32, False)
+    m_k_ptr = _pointer(row, M_K, first_g, tl.float16, False)
+    v_k_ptr = _pointer(row, V_K, first_g, tl.float16, False)
+    low_ptr = _pointer(row, LOW, first, tl.int16, WHOLE)
     scalars = scalars_ptr + tensor * _SCALARS
     decay, step_size = tl.load(scalars), tl.load(scalars + 1)
     rate1, beta2, rate2 = tl.load(scalars + 2), tl.load(scalars + 3), tl.load(scalars + 4)
@@ -293,29 +300,30 @@ def adamw_kernel(
     if grad_scale_ptr is not None:
         grad_scale = tl.load(grad_scale_ptr)
 
-    for i in range(tiles):
+    for i in range(TILES):
         p = _load(p_ptr, i, left, WHOLE, BLOCK_G)
         g32 = _load(g_ptr, i, left, WHOLE, BLOCK_G).to(tl.float32) * grad_scale
         m32 = _load_moment(m_ptr, m_amax_ptr, m_k_ptr, i, left, True, WHOLE, BLOCK_G)
         v32 = _load_moment(v_ptr, v_amax_ptr, v_k_ptr, i, left, False, WHOLE, BLOCK_G)
-        if REMAINDER:
-            rest = _load(rest_ptr, i, left, WHOLE, BLOCK_G).to(tl.int32)
+        g32 = _limit_gradient(g32, v_amax_ptr, i, left, WHOLE, BLOCK_G)
+        if LOW_BITS:
+            low = _load(low_ptr, i, left, WHOLE, BLOCK_G).to(tl.int32)
             high = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
-            p32 = (high + rest).to(tl.float32, bitcast=True)
+            p32 = (high + low).to(tl.float32, bitcast=True)
         else:
             p32 = p.to(tl.float32)
         m32 += rate1 * (g32 - m32)
         v32 = v32 * beta2 + rate2 * g32 * g32
         p32 -= decay * p32
         p32 -= step_size * m32 * reciprocal_fast(sqrt_fast(v32) * inverse_root + eps)
-        if REMAINDER or STOCHASTIC:
+        if LOW_BITS or STOCHASTIC:
             bits = tl.where(p32 == p32, p32.to(tl.int32, bitcast=True), QUIET_NAN)
             if STOCHASTIC:
                 bits += (_random_words(first, i, key, BLOCK_G) & 0xFFFF).to(tl.int32)
             else:
                 bits += 0x8000
-                rest = ((bits & 0xFFFF) - 0x8000).to(tl.int16)
-                _store(rest_ptr, rest, i, left, WHOLE, BLOCK_G)
+                low = ((bits & 0xFFFF) - 0x8000).to(tl.int16)
+                _store(low_ptr, low, i, left, WHOLE, BLOCK_G)
             new = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
         else:
             new = p32.to(P_TYPE)
@@ -325,16 +333,16 @@ def adamw_kernel(
             BLOCK_G,
         )  # fmt: skip
         _store_moment(
-            v32, _random_words(first, i, key ^ CODE_SALT, BLOCK_G) if V_CHANCE else None, v_ptr,
-            v_amax_ptr, v_k_ptr, i, left, False, FLOOR_K, LOG2_RANGE, WHOLE, BLOCK_G,
+            v32, _random_words(first, i, key ^ MOMENT_SALT, BLOCK_G) if V_STOCHASTIC else None,
+            v_ptr, v_amax_ptr, v_k_ptr, i, left, False, FLOOR_K, LOG2_RANGE, WHOLE, BLOCK_G,
         )  # fmt: skip
 
 
 CHUNK = 4096
-"""Elements that a program updates: 2^23 of them cover 2^35 elements, a grid has up to 2^31."""
+"""Elements per program: 2^23 programs cover 2^35 elements, and a grid has up to 2^31."""
 
 _TILE_BYTES = 512
-"""Bytes of parameters in a tile: 16 for each thread of a warp."""
+"""Bytes of parameters in a tile: 16 per thread of a warp."""
 
 _TENSORS = 128
 """Tensors per program of the kernel that counts steps."""
@@ -342,47 +350,47 @@ _TENSORS = 128
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 Rates = tuple[float | Tensor, float, float, float, float]
-"""lr, beta1, beta2, eps and weight decay of a parameter group; lr also as a tensor ()."""
+"""lr, beta1, beta2, eps and weight decay of a parameter group; lr may be a tensor ()."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdamwItem:
-    """A parameter, its gradient and its state, all contiguous and on one device."""
+    """A parameter, its gradient and its state: contiguous tensors on one device."""
 
     p: Tensor
     g: Tensor
     m: Moment
     v: Moment
     step: Tensor
-    """Steps made, FP32 (); counted on the device."""
-    remainder: Tensor | None = None
-    """int16, of a BF16 parameter's shape; see ``master_weights.py``."""
+    """Number of steps, FP32 (); counted on the device."""
+    low_bits: Tensor | None = None
+    """Low 16 bits of the master weights of a BF16 parameter, int16 of its shape."""
     group: int = 0
-    """Which of the rates."""
+    """Index of the rates."""
     index: int = 0
-    """Place of the parameter in the optimizer: another one rounds by other random numbers."""
+    """Position of the parameter in the optimizer, which selects its random numbers."""
 
     def row(self) -> tuple[int, ...]:
-        """This tensor's row of the table."""
-        rest = self.p if self.remainder is None else self.remainder
-        tensors = (self.p, self.g, *self.m, *self.v, rest, self.step)
+        """Return this tensor's row of the table."""
+        low_bits = self.p if self.low_bits is None else self.low_bits
+        tensors = (self.p, self.g, *self.m, *self.v, low_bits, self.step)
         return (*(t.data_ptr() for t in tensors), self.p.numel(), self.group, self.index)
 
-    def launches_with(self) -> tuple[Any, ...]:
-        """What the work on it hangs on: dtypes, remainder or not; elements, aligned or not.
+    def launch_key(self) -> tuple[Any, ...]:
+        """Return dtypes, whether there are low bits, elements, and whether addresses are aligned.
 
-        Aligned is what starts at a multiple of 16 bytes wherever 16 bytes are read at a time.
+        Addresses of tensors that are read 16 bytes at a time must be multiples of 16.
         """
-        tensors = (self.p, self.g, self.m[0], self.v[0], self.remainder)
+        tensors = (self.p, self.g, self.m[0], self.v[0], self.low_bits)
         aligned = all(t.data_ptr() % 16 == 0 for t in tensors if t is not None)
-        has_remainder = self.remainder is not None
-        return self.p.dtype, self.g.dtype, has_remainder, self.p.numel(), aligned
+        has_low_bits = self.low_bits is not None
+        return self.p.dtype, self.g.dtype, has_low_bits, self.p.numel(), aligned
 
 
-def _work_of(shapes: Sequence[tuple[Any, ...]]) -> list[tuple[Any, Tensor]]:
-    """Pairs of a tensor's place and a chunk's, int32 [chunks, 2], by what one launch can update.
+def _split_work(shapes: Sequence[tuple[Any, ...]]) -> list[tuple[Any, Tensor]]:
+    """Group chunks by launch: pairs of a tensor's and a chunk's index, int32 [chunks, 2].
 
-    The keys are the dtypes, whether there are remainders, and whether chunks are whole.
+    Keys are the dtypes, whether there are low bits, and whether chunks are whole.
     """
     work: dict[Any, list[Tensor]] = {}
     for i, (*kind, elements, aligned) in enumerate(shapes):
@@ -392,21 +400,21 @@ def _work_of(shapes: Sequence[tuple[Any, ...]]) -> list[tuple[Any, Tensor]]:
             chunk = torch.arange(start, end, dtype=torch.int32, device="cpu")
             pairs = torch.stack([torch.full_like(chunk, i), chunk], 1)
             work.setdefault((*kind, is_whole), []).append(pairs)
-    joined = {kind: torch.cat(parts) for kind, parts in work.items()}
-    return [(kind, pairs) for kind, pairs in joined.items() if len(pairs)]
+    launches = {kind: torch.cat(parts) for kind, parts in work.items()}
+    return [(kind, pairs) for kind, pairs in launches.items() if len(pairs)]
 
 
 class AdamwTable:
-    """Steps of AdamW on many tensors of one device.
+    """Runs foreach (multi-tensor) steps of AdamW on tensors of one device.
 
     Args:
-        device: of the tensors.
+        device: device of the tensors.
         codec: how the moments are stored, one of :data:`coat_kernels.CODECS`.
-        seed: BF16 parameters without remainder are rounded stochastically with it, 31 bits; to
-            nearest when it is None. Codes by chance take 0 then.
+        seed: 31 bits; BF16 parameters without low bits are rounded stochastically with it. If None,
+            they are rounded to nearest, and a stochastic codec uses 0.
 
     Raises:
-        ValueError: the kernels do not take the codec.
+        ValueError: the codec has no kernel.
     """
 
     def __init__(self, device: torch.device, codec: Codec, seed: int | None = None) -> None:
@@ -427,48 +435,46 @@ class AdamwTable:
         items: Sequence[AdamwItem],
         rates: Sequence[Rates],
         grad_scale: Tensor | None = None,
-        skip: Tensor | None = None,
     ) -> None:
-        """One step of all items; nothing waits for the GPU.
+        """Run one step of all items without synchronizing with the GPU.
 
         Args:
-            items: at least one; tensors without elements are left out.
-            rates: of the parameter groups that the items name.
+            items: at least one; tensors without elements are skipped.
+            rates: the rates of the items' parameter groups, by index.
             grad_scale: FP32 (), multiplied with the gradients.
-            skip: FP32 (), not zero: nothing is changed, no step is counted.
 
         Raises:
             ValueError: the table has changed while a CUDA graph is captured.
         """
         with torch.cuda.device_of(items[0].p):  # Triton launches on the current device
             self._prepare([item for item in items if item.p.numel()])
-            rates_tensor = self._uploaded_rates(rates)
+            rates_tensor = self._upload_rates(rates)
             tensors = len(self._table)
             launch(
                 adamw_scalars_kernel, (cdiv(tensors, _TENSORS),), num_warps=_TENSORS // 32,
-                table_ptr=self._table, rates_ptr=rates_tensor, skip_ptr=skip,
+                table_ptr=self._table, rates_ptr=rates_tensor,
                 scalars_ptr=self._scalars, tensors=tensors, seed=self._seed or 0, BLOCK=_TENSORS,
             )  # fmt: skip
-            for p_type, g_type, remainder, whole, work in self._work:
-                # The interpreter takes its time for every tile, whatever its size.
+            for p_type, g_type, low_bits, whole, work in self._work:
+                # The interpreter's time depends on the number of tiles, not on their size.
                 block = (CHUNK if INTERPRETED else _TILE_BYTES // p_type.itemsize) // _GROUP
-                stochastic = self._seed is not None and p_type == torch.bfloat16 and not remainder
+                stochastic = self._seed is not None and p_type == torch.bfloat16 and not low_bits
                 launch(
                     adamw_kernel, (len(work),), num_warps=1,
                     table_ptr=self._table, work_ptr=work, scalars_ptr=self._scalars,
-                    grad_scale_ptr=grad_scale, skip_ptr=skip, P_TYPE=_TYPES[p_type],
+                    grad_scale_ptr=grad_scale, P_TYPE=_TYPES[p_type],
                     G_TYPE=_TYPES[g_type], FLOOR_K=self._codec.floor_k,
                     LOG2_RANGE=self._codec.log2_range(E4M3),
-                    V_CHANCE=self._codec.second_by_chance, REMAINDER=remainder,
+                    V_STOCHASTIC=self._codec.second_stochastic, LOW_BITS=low_bits,
                     STOCHASTIC=stochastic, WHOLE=whole, BLOCK_G=block,
                     TILES=CHUNK // _GROUP // block,
                 )  # fmt: skip
 
     def _prepare(self, items: list[AdamwItem]) -> None:
-        """Make the table and the work anew if something is elsewhere than in the last step."""
+        """Update the table and the work if an address has changed since the last step."""
         rows = [item.row() for item in items]
         key = [
-            (row, item.p.dtype, item.g.dtype, item.remainder is None)
+            (row, item.p.dtype, item.g.dtype, item.low_bits is None)
             for row, item in zip(rows, items, strict=True)
         ]
         if key == self._key:
@@ -478,27 +484,27 @@ class AdamwTable:
         self._table = self._to_device(
             torch.tensor([(*row, *padding) for row in rows], dtype=torch.int64)
         )
-        shapes = [item.launches_with() for item in items]
-        if shapes != self._shapes:  # gradients may move in every step, and only they
+        shapes = [item.launch_key() for item in items]
+        if shapes != self._shapes:  # only gradients may move in every step
             self._scalars = torch.empty(
                 (len(rows), SCALARS), dtype=torch.float32, device=self._device
             )
-            self._work = [(*kind, self._to_device(pairs)) for kind, pairs in _work_of(shapes)]
+            self._work = [(*kind, self._to_device(pairs)) for kind, pairs in _split_work(shapes)]
             self._shapes = shapes
         self._key = key
 
-    def _uploaded_rates(self, rates: Sequence[Rates]) -> Tensor:
-        """FP64 [groups, 5] on the device."""
+    def _upload_rates(self, rates: Sequence[Rates]) -> Tensor:
+        """Return the rates, FP64 [groups, 5] on the device."""
         known = [(-1.0 if isinstance(lr, Tensor) else lr, *rest) for lr, *rest in rates]
         if known != self._rates[0]:
-            self._refuse_capture("a learning rate has changed; make lr a tensor on the GPU")
+            self._refuse_capture("a learning rate has changed; use a tensor lr on the GPU")
             tensor = self._to_device(torch.tensor(known, dtype=torch.float64))
             self._rates = (known, tensor)
         for i, (lr, *_) in enumerate(rates):
             if isinstance(lr, Tensor):
                 self._rates[1][i, 0].copy_(lr)
         if self._is_capturing():
-            # The graph reads them in every replay, also when other tables have taken their place.
+            # Every replay of the graph reads them, also after other tables have replaced them.
             self._captured += [self._table, self._scalars, self._rates[1]]
             self._captured += [work for *_, work in self._work]
         return self._rates[1]
@@ -514,31 +520,31 @@ class AdamwTable:
     def _refuse_capture(self, what: str) -> None:
         if self._is_capturing():
             raise ValueError(
-                f"AdamW in a CUDA graph: {what} since the step before the capture; make one step "
-                "on the same tensors first, and keep gradients where they are "
+                f"AdamW in a CUDA graph: {what} since the step before the capture; run one step "
+                "on the same tensors first, and keep gradients at their addresses "
                 "(zero_grad(set_to_none=False))"
             )
 
 
 @functools.lru_cache(maxsize=8)
 def _table(device: torch.device, codec: str, seed: int | None) -> tuple[AdamwTable, Tensor]:
-    """A table that steps of single tensors share, and where their steps are counted."""
-    table = AdamwTable(device, codec_called(codec), seed)
+    """Return a table for steps of single tensors, and its step counter."""
+    table = AdamwTable(device, get_codec(codec), seed)
     return table, torch.zeros((), dtype=torch.float32, device=device)
 
 
 @register(
     fake=lambda *_: None,
-    mutates=("p", "m", "m_amax", "m_k", "v", "v_amax", "v_k", "remainder"),
+    mutates=("p", "m", "m_amax", "m_k", "v", "v_amax", "v_k", "low_bits"),
 )
 def _adamw_step(
     p: Tensor, g: Tensor, m: Tensor, m_amax: Tensor, m_k: Tensor, v: Tensor, v_amax: Tensor,
     v_k: Tensor, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
-    codec: str, remainder: Tensor | None, grad_scale: Tensor | None, seed: int | None, index: int,
+    codec: str, low_bits: Tensor | None, grad_scale: Tensor | None, seed: int | None, index: int,
 ) -> None:  # fmt: skip
     table, count = _table(p.device, codec, seed)
     count.fill_(step - 1)
-    item = AdamwItem(p, g, (m, m_amax, m_k), (v, v_amax, v_k), count, remainder, index=index)
+    item = AdamwItem(p, g, (m, m_amax, m_k), (v, v_amax, v_k), count, low_bits, index=index)
     table.step([item], [(lr, beta1, beta2, eps, weight_decay)], grad_scale)
 
 
@@ -554,33 +560,33 @@ def adamw_step(
     weight_decay: float,
     step: int,
     codec: str = "dre_e4m3",
-    remainder: Tensor | None = None,
+    low_bits: Tensor | None = None,
     grad_scale: Tensor | None = None,
     seed: int | None = None,
     index: int = 0,
 ) -> None:
-    """One AdamW step on one tensor; changes p, m, v and the remainder in place.
+    """Run one AdamW step on one tensor; changes p, m, v and low_bits in place.
 
     Args:
         p: parameter, FP32, BF16 or FP16, contiguous, any shape and size.
         g: gradient, of p's shape, contiguous.
-        m: first moment: codes, amax, k, from :func:`new_moment`.
-        v: second moment, likewise.
+        m: first moment: FP8 data, amax, k, from :func:`new_moment`.
+        v: second moment: FP8 data, amax, k.
         lr: learning rate.
         betas: decay rates of the moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         step: number of this step, from 1.
         codec: a name in :data:`coat_kernels.CODECS`.
-        remainder: int16 of p's shape; with it a BF16 p is an exact FP32 master.
+        low_bits: int16 of p's shape: the low 16 bits of the FP32 master weights of a BF16 p.
         grad_scale: FP32 (), multiplied with the gradient.
-        seed: round a BF16 p without remainder stochastically; to nearest if None. 31 bits. A codec
-            that rounds v by chance does so with the seed, or 0, step and index; so it takes a seed
-            with any p.
-        index: a number of the parameter, for other random numbers than the next one's.
+        seed: 31 bits; rounds a BF16 p without low bits stochastically; None: round to
+            nearest. A stochastic codec rounds v with the seed (0 if None), step and index, and
+            supports a seed with any p.
+        index: number of the parameter, which selects its random numbers.
 
     Raises:
-        ValueError: a shape, dtype or layout does not fit, there is no such codec, or the step is
+        ValueError: a shape, dtype or layout does not fit, the codec is unknown, or the step is
             below 1.
     """
     if p.shape != g.shape or not (p.is_contiguous() and g.is_contiguous()):
@@ -590,30 +596,30 @@ def adamw_step(
         )
     check_dtype("adamw_step", "p", p)
     check_dtype("adamw_step", "g", g)
-    how = codec_called(codec)
+    how = get_codec(codec)
     _check_moment("m", m, p, how, second=False)
     _check_moment("v", v, p, how, second=True)
-    rounds_p = seed is not None and not how.second_by_chance
-    if (remainder is not None or rounds_p) and p.dtype != torch.bfloat16:
+    rounds_p = seed is not None and not how.second_stochastic
+    if (low_bits is not None or rounds_p) and p.dtype != torch.bfloat16:
         raise ValueError(
-            f"adamw_step: p is {p.dtype}; a remainder or stochastic rounding is for bfloat16"
+            f"adamw_step: p is {p.dtype}; low_bits and stochastic rounding are for bfloat16"
         )
-    if remainder is not None and (remainder.shape, remainder.dtype) != (p.shape, torch.int16):
+    if low_bits is not None and (low_bits.shape, low_bits.dtype) != (p.shape, torch.int16):
         raise ValueError(
-            f"adamw_step: the remainder is {remainder.dtype} of shape {tuple(remainder.shape)}; "
+            f"adamw_step: low_bits is {low_bits.dtype} of shape {tuple(low_bits.shape)}; "
             f"it must be int16 of p's shape {tuple(p.shape)}"
         )
     if step < 1:
         raise ValueError(f"adamw_step: step is {step}; steps count from 1")
     if p.numel():
         _adamw_step(
-            p, g, *m, *v, lr, *betas, eps, weight_decay, step, codec, remainder, grad_scale, seed,
+            p, g, *m, *v, lr, *betas, eps, weight_decay, step, codec, low_bits, grad_scale, seed,
             index,
         )  # fmt: skip
 
 
 def _check_moment(name: str, moment: Moment, p: Tensor, codec: Codec, *, second: bool) -> None:
-    groups = (groups_of(p.numel()),)
+    groups = (count_groups(p.numel()),)
     dtypes = (codec.format(second).dtype, torch.float32, torch.float16)
     wanted = list(zip(dtypes, (tuple(p.shape), groups, groups), strict=True))
     found = [(t.dtype, tuple(t.shape)) for t in moment]
@@ -621,8 +627,8 @@ def _check_moment(name: str, moment: Moment, p: Tensor, codec: Codec, *, second:
         gaps = ["" if t.is_contiguous() else " with gaps" for t in moment]
         parts = [f"{dtype} {shape}{gap}" for (dtype, shape), gap in zip(found, gaps, strict=True)]
         raise ValueError(
-            f"adamw_step: {name} has codes and metadata {', '.join(parts)}; for codec "
-            f"{codec.name!r} and p of shape {tuple(p.shape)} they must be, contiguous, "
+            f"adamw_step: {name} has data and metadata {', '.join(parts)}; for codec "
+            f"{codec.name!r} and p of shape {tuple(p.shape)} they must be contiguous "
             f"{', '.join(f'{dtype} {shape}' for dtype, shape in wanted)}: make it with "
             "new_moment(p)"
         )

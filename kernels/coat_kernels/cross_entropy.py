@@ -1,11 +1,11 @@
-"""Cross-entropy of a row of logits, and its gradient in the logits' place.
+"""Cross-entropy of rows of logits; the gradient overwrites the logits.
 
     loss = log(sum_v exp(x_v)) - x_target,   x_v <- (softmax(x)_v - [v = target]) / divisor
 
-One program takes one row, twice: the first pass finds its largest logit and the sum of
-exponentials, the second writes the gradient over the logits. A row of a vocabulary of 152k is
-304 KB in BF16, more than a multiprocessor holds, so the second pass goes backwards: what was read
-last may still be in the cache. Reference: ``reference.cross_entropy_``.
+One program reads one row twice: the first pass computes the largest logit and the sum of
+exponentials, the second overwrites the logits with the gradient. A row of a vocabulary of 152k is
+304 KB in BF16, more than a multiprocessor holds, so the second pass runs backwards: the end of the
+row may still be in the cache. Reference: ``reference.cross_entropy_``.
 """
 
 import torch
@@ -15,29 +15,29 @@ from torch import Tensor
 
 from coat_kernels.device import exp2_fast
 from coat_kernels.formats import check_dtype
-from coat_kernels.launch import Tile, chosen, launch
+from coat_kernels.launch import launch
 from coat_kernels.registry import register
 
 MOST_COLUMNS = 16384
-"""Logits that a program works on at a time, at most."""
+"""Maximum number of logits in a program's tile."""
 
 _LEAST_COLUMNS = 256
 
 _WARPS = 16
-"""Of a program with as many: two of them fit a multiprocessor."""
+"""Warps of a program with MOST_COLUMNS: two such programs fit a multiprocessor."""
 
 LANE = tl.constexpr(8)
-"""Logits next to each other that share a running maximum: those of one load of 16 bytes in BF16."""
+"""Adjacent logits that share a running maximum: one load of 16 bytes in BF16."""
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""Of FP32. Where maxima begin: the difference of -inf and this is no NaN."""
+"""Lowest FP32 value, the initial maximum: subtracting it from -inf gives no NaN."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _offsets(i, BLOCK: tl.constexpr):
-    """Those of a row's tile number i, [BLOCK / LANE, LANE]."""
+    """Return the offsets of tile i of a row, [BLOCK / LANE, LANE]."""
     o = tl.arange(0, BLOCK // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
     return i * BLOCK + o
 
@@ -55,7 +55,7 @@ def _cross_entropy_kernel(
     is_known = (target >= 0) & (target < V)
     target = target.to(tl.int32)
     of_target = tl.load(x_ptr + target, mask=is_known, other=0.0).to(tl.float32)
-    # From the target's logit on, so that nothing is written before every thread has read that.
+    # Starting from the target's logit makes every thread read it before anything is written.
     largest = tl.zeros((BLOCK // LANE,), dtype=tl.float32) + tl.maximum(of_target, LOWEST)
     sums = tl.zeros((BLOCK // LANE,), dtype=tl.float32)
     tiles = tl.cdiv(V, BLOCK)
@@ -87,28 +87,27 @@ def _cross_entropy_kernel(
 def _cross_entropy_(logits: Tensor, targets: Tensor, divisor: Tensor | None) -> Tensor:
     M, V = logits.shape
     losses = logits.new_empty((M,), dtype=torch.float32)
-    # A thread has 32 logits on their way at once, 64 bytes in 16 bits; or 16 where its registers
-    # would not do: in FP32, and for rows whose addresses allow no loads of 16 bytes.
+    # A thread loads 32 logits at a time, 64 bytes in 16 bits; or 16 if registers do not suffice: in
+    # FP32, and for rows that are not aligned for loads of 16 bytes.
     wide = logits.dtype.itemsize == 2 and V % 16 == 0 and logits.stride(0) % 16 == 0
     most = MOST_COLUMNS if wide else MOST_COLUMNS // 2
     block = min(most, max(_LEAST_COLUMNS, 1 << (V - 1).bit_length()))
-    tile = chosen(Tile(1, block, max(1, _WARPS * block // most)))
     launch(
         _cross_entropy_kernel, (M,),
         x_ptr=logits, targets_ptr=targets, divisor_ptr=divisor, losses_ptr=losses,
-        V=V, stride=logits.stride(0), BLOCK=block, num_warps=tile.warps,
+        V=V, stride=logits.stride(0), BLOCK=block, num_warps=max(1, _WARPS * block // most),
     )  # fmt: skip
     return losses
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, divisor: Tensor | None = None) -> Tensor:
-    """Cross-entropy of each row, and with a divisor its gradient in the place of the logits.
+    """Compute the cross-entropy of each row and, with a divisor, its gradient in place.
 
     Args:
         logits: FP32, BF16 or FP16 [M, V], each row contiguous. With a divisor they are overwritten
-            by the gradient of ``losses.sum() / divisor``, rounded once to their dtype.
-        targets: int64 [M], each in [0, V); any other makes its row NaN, loss and gradient.
-        divisor: FP32 []; None if no gradient is wanted, and the logits stay as they are.
+            with the gradient of ``losses.sum() / divisor``, rounded once to their dtype.
+        targets: int64 [M], each in [0, V); any other target makes loss and gradient of its row NaN.
+        divisor: FP32 []; None to compute no gradient and leave the logits unchanged.
 
     Returns:
         The losses, FP32 [M], not divided.
@@ -136,5 +135,5 @@ def _check(
         raise ValueError(
             f"cross_entropy_: {name} is {x.dtype} of shape {tuple(x.shape)} and strides "
             f"{x.stride()} on {x.device}; it must be contiguous {dtype} of shape {tuple(shape)} on "
-            f"{device}, where the logits are"
+            f"{device}, the device of the logits"
         )

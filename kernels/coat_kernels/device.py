@@ -1,17 +1,17 @@
 """Shared ``@triton.jit`` functions of all kernels: scales, casts and FP8 tiles, each written once.
 
-Everything is computed in FP32. Casts to FP8 are the hardware's: to nearest even, saturating. Maxima
-of magnitudes are taken on the bits of ``|x|`` as integers: for non-negative floats the integer
-order is the numeric order, and a NaN is larger than anything, so it cannot be lost (a float maximum
-would drop it).
+All arithmetic is FP32. Casts to FP8 are the hardware's: they round to nearest even and saturate.
+Maxima of magnitudes compare the bits of ``|x|`` as integers: the integer order of non-negative
+floats is their numeric order, and a NaN is larger than any number, so it is preserved (a float
+maximum would drop it).
 
-``log2_fast`` and its like are one instruction of the GPU's special function unit each, where
-libraries take many: Triton's ``tl.log2`` is a polynomial of CUDA's libdevice, its ``tl.exp2``
-handles subnormals, its ``/`` and ``tl.sqrt`` rescale. These do not: subnormal arguments count as
-zeros and subnormal results are zeros (PTX ISA, ``lg2.approx.ftz.f32`` and its like; relative errors
-of 2^-22, of log2 absolute ones near 1). An SM of Hopper takes 16 of them a cycle, of additions 128
-(CUDA C++ Programming Guide, arithmetic instructions). In Triton's interpreter, which has no
-assembler, they are NumPy's with the same treatment of subnormal arguments.
+``log2_fast``, ``exp2_fast``, ``sqrt_fast`` and ``reciprocal_fast`` are one instruction of the GPU's
+special function unit each, where libraries need many: Triton's ``tl.log2`` is a polynomial of
+CUDA's libdevice, ``tl.exp2`` handles subnormals, ``/`` and ``tl.sqrt`` rescale. The fast functions
+flush subnormal arguments and results to zero (PTX ISA, ``lg2.approx.ftz.f32`` and similar; relative
+errors of 2^-22, absolute errors of log2 near 1). An SM of Hopper executes 16 of them per cycle, and
+128 additions (CUDA C++ Programming Guide, arithmetic instructions). Triton's interpreter has no
+assembler and uses NumPy's functions, with subnormal arguments flushed.
 """
 
 import triton
@@ -19,20 +19,20 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-"""Whether kernels are interpreted in this process: read once, as ``triton.jit`` itself does."""
+"""Whether kernels are interpreted in this process: read once, as in ``triton.jit``."""
 
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def _flushed(x):
-    """``x`` with zeros for subnormals; a NaN stays."""
+def _flush(x):
+    """Replace subnormals with zeros; a NaN stays."""
     return tl.where(tl.abs(x) < SMALLEST_NORMAL, 0.0, x)
 
 
 @triton.jit
 def _special(x, ASM: tl.constexpr):
-    """One instruction of the special function unit."""
+    """Execute one instruction of the special function unit."""
     return tl.inline_asm_elementwise(
         ASM,  # pyright: ignore[reportArgumentType]
         "=f,f",
@@ -45,63 +45,63 @@ def _special(x, ASM: tl.constexpr):
 
 @triton.jit
 def log2_fast(x):
-    """log2(x), -inf for zero."""
+    """Compute log2(x); -inf for zero."""
     if INTERPRETED:
-        return tl.log2(_flushed(x))
+        return tl.log2(_flush(x))
     else:
         return _special(x, "lg2.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
 def exp2_fast(x):
-    """2^x."""
+    """Compute 2^x."""
     if INTERPRETED:
-        return _flushed(tl.exp2(x))
+        return _flush(tl.exp2(x))
     else:
         return _special(x, "ex2.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
 def sqrt_fast(x):
-    """The square root of x."""
+    """Compute the square root of x."""
     if INTERPRETED:
-        return tl.sqrt(_flushed(x))
+        return tl.sqrt(_flush(x))
     else:
         return _special(x, "sqrt.approx.ftz.f32 $0, $1;")
 
 
 @triton.jit
 def reciprocal_fast(x):
-    """1 / x, an infinity for zero."""
+    """Compute 1 / x; an infinity for zero."""
     if INTERPRETED:
-        return _flushed(1.0 / _flushed(x))
+        return _flush(1.0 / _flush(x))
     else:
         return _special(x, "rcp.approx.ftz.f32 $0, $1;")
 
 
 MAX_MANTISSA = tl.constexpr(0x600000)
-"""Mantissa bits of 1.75, where E4M3 (448 = 1.75 * 2^8) and E5M2 (57344 = 1.75 * 2^15) end."""
+"""Mantissa bits of 1.75, as in the largest E4M3 (448 = 1.75 * 2^8) and E5M2 (1.75 * 2^15) value."""
 
 
 @triton.jit
 def magnitude_bits(x):
-    """The bits of ``|x|`` (FP32) as an ordered int32."""
+    """Return the bits of ``|x|`` (FP32) as an ordered int32."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def block_amax_bits(x):
-    """Largest magnitude of a [A, B] block as int32 bits."""
+    """Return the largest magnitude of a [A, B] block as int32 bits."""
     return tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
 
 
 @triton.jit
 def publish_scale(bits, scale_ptr, INVERSE_MAX: tl.constexpr):
-    """Raise the scale that all programs of a launch share to that of the magnitude ``bits``.
+    """Raise the scale that all programs of a launch share to the scale of the magnitude ``bits``.
 
-    It starts as MIN_SCALE (``scales.new_scale``). A scale grows with its magnitude, rounding
-    included, and the bits of neither are negative, so that the largest bits are those of the scale
-    of the largest magnitude, or NaN. Nothing waits for the result: one atomic without an answer.
+    The scale starts as MIN_SCALE (``scale_pool.new_scale``). A scale increases with its magnitude,
+    rounding included, and no bits are negative, so the largest bits belong to the scale of the
+    largest magnitude, or to NaN. Nothing waits for the atomic, which returns no value.
     """
     scale = bits.to(tl.float32, bitcast=True) * INVERSE_MAX
     words = scale_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -109,10 +109,10 @@ def publish_scale(bits, scale_ptr, INVERSE_MAX: tl.constexpr):
 
 
 @triton.jit
-def exponent_of(bits, MAX_EXPONENT: tl.constexpr):
-    """E8M0 exponent (int32) for a largest magnitude, given as its bits.
+def get_exponent(bits, MAX_EXPONENT: tl.constexpr):
+    """Return the E8M0 exponent (int32) for the bits of a largest magnitude.
 
-    The smallest e from 1 on with amax <= 1.75 * 2^(MAX_EXPONENT + e - 127); 255 for NaN and Inf.
+    The smallest e >= 1 with amax <= 1.75 * 2^(MAX_EXPONENT + e - 127); 255 for NaN and Inf.
     """
     biased = bits >> 23
     exponent = biased - MAX_EXPONENT + ((bits & 0x7FFFFF) > MAX_MANTISSA).to(tl.int32)
@@ -122,40 +122,40 @@ def exponent_of(bits, MAX_EXPONENT: tl.constexpr):
 
 @triton.jit
 def exponent_scale(exponent):
-    """2^(exponent - 127) as FP32; NaN for 255."""
+    """Compute 2^(exponent - 127) in FP32; NaN for 255."""
     bits = tl.where(exponent == 255, 0x7FC00000, exponent << 23)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def exponent_inverse(exponent):
-    """2^(127 - exponent) as FP32, exact; NaN for 255. Exponents that occur are below 254."""
+    """Compute 2^(127 - exponent) in FP32, exact; NaN for 255. Other exponents are below 254."""
     bits = tl.where(exponent == 255, 0x7FC00000, (254 - exponent) << 23)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def sigmoid_base2(x):
-    """1 / (1 + 2^x), FP32: two instructions of the special function unit.
+    """Compute 1 / (1 + 2^x) in FP32, with two instructions of the special function unit.
 
-    Good to 2^-21 near 0; where it is small the rounding of the exponent shows: 2^-20 at -20. Below
-    2^-126 it is 0.
+    The relative error is 2^-21 near x = 0 and 2^-20 at -20, where the rounding of the exponent
+    shows. Results below 2^-126 are 0.
     """
     return reciprocal_fast(1.0 + exp2_fast(x))
 
 
 @triton.jit
 def row_offsets(i_m, BLOCK_M: tl.constexpr):
-    """Rows of the i_m-th row of tiles, int64: a matrix can have more than 2^31 elements."""
+    """Return the rows of the i_m-th row of tiles, int64: a matrix can exceed 2^31 elements."""
     return i_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
 
 
 @triton.jit
 def word_offsets(i_m, BLOCK_M: tl.constexpr):
-    """The same rows in the order that :func:`store_codes` wants: 0, 4, 8, ..., then 1, 5, ...
+    """Return the same rows in the order of :func:`store_quantized`: 0, 4, 8, ..., then 1, 5, ...
 
-    A thread that holds every fourth row of a tile then holds four tokens that follow each other,
-    whose codes are one word of the transposed copy.
+    A thread that holds every fourth row of a tile then holds four consecutive tokens, whose FP8
+    values are one word of the transposed result.
     """
     i = tl.arange(0, BLOCK_M)
     return i_m.to(tl.int64) * BLOCK_M + i % (BLOCK_M // 4) * 4 + i // (BLOCK_M // 4)
@@ -163,7 +163,7 @@ def word_offsets(i_m, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def load_tile(x_ptr, o_m, o_n, m_mn, stride):
-    """FP32 tile [BLOCK_M, BLOCK_N] of a row-major matrix; zero outside the mask."""
+    """Load an FP32 tile [BLOCK_M, BLOCK_N] of a row-major matrix; zero outside the mask."""
     return tl.load(x_ptr + o_m[:, None] * stride + o_n[None, :], mask=m_mn, other=0.0).to(
         tl.float32
     )
@@ -174,11 +174,11 @@ def load_grouped(
     q_ptr, e_ptr, o_m, i_n, M, N, stride, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """FP32 tile [BLOCK_M, BLOCK_N] of a group-scaled matrix, columns from i_n; zero outside."""
+    """Dequantize a tile [BLOCK_M, BLOCK_N] of a group-scaled matrix, columns from i_n, to FP32."""
     o_n = i_n + tl.arange(0, BLOCK_N)
     m_m = o_m[:, None] < M
     q = load_tile(q_ptr, o_m, o_n, m_m & (o_n[None, :] < N), stride)
-    # Exponents are read once per group and spread by the reshape, not read once per element.
+    # Exponents are read once per group and broadcast by the reshape, not read per element.
     o_g = i_n // GROUP + tl.arange(0, BLOCK_N // GROUP)
     e = tl.load(
         e_ptr + o_m[:, None] * (stride // GROUP) + o_g[None, :],
@@ -190,7 +190,7 @@ def load_grouped(
 
 @triton.jit
 def spread_exponents(q, e, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What the codes q [BLOCK_M, BLOCK_N] (FP32) are worth with e, one exponent per group."""
+    """Dequantize q [BLOCK_M, BLOCK_N] (FP32) with e, one exponent per group."""
     groups = tl.reshape(q, (BLOCK_M, BLOCK_N // GROUP, GROUP))
     groups *= exponent_scale(e.to(tl.int32))[:, :, None]
     return tl.reshape(groups, (BLOCK_M, BLOCK_N))
@@ -201,7 +201,7 @@ def store_grouped(
     x, q_ptr, e_ptr, o_m, i_n, M, N, stride, MAX_EXPONENT: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Quantize tile x [BLOCK_M, BLOCK_N], columns from i_n, per group; store codes, exponents.
+    """Quantize tile x [BLOCK_M, BLOCK_N], columns from i_n, per group; store data and exponents.
 
     Returns the exponents (int32); 255 where x is not finite.
     """
@@ -209,7 +209,7 @@ def store_grouped(
     o_g = i_n // GROUP + tl.arange(0, BLOCK_N // GROUP)
     m_m = o_m[:, None] < M
     groups = tl.reshape(x, (BLOCK_M, BLOCK_N // GROUP, GROUP))
-    e = exponent_of(tl.max(magnitude_bits(groups), axis=2), MAX_EXPONENT)
+    e = get_exponent(tl.max(magnitude_bits(groups), axis=2), MAX_EXPONENT)
     q = tl.reshape(groups * exponent_inverse(e)[:, :, None], (BLOCK_M, BLOCK_N))
     q = q.to(q_ptr.dtype.element_ty)
     tl.store(q_ptr + o_m[:, None] * stride + o_n[None, :], q, mask=m_m & (o_n[None, :] < N))
@@ -223,28 +223,28 @@ def store_grouped(
 
 @triton.jit
 def inverse_scale(scale_ptr):
-    """1 / scale; 0 for NaN: the codes are then 0, worth NaN, and zero padding stays zero."""
+    """Compute 1 / scale; 0 for NaN: the FP8 data is then 0 and dequantizes to NaN; padding is 0."""
     inverse = tl.math.div_rn(1.0, tl.load(scale_ptr))
     return tl.where(inverse == inverse, inverse, 0.0)
 
 
 @triton.jit
-def store_codes(
+def store_quantized(
     y, q_ptr, qt_ptr, o_m, i_m, o_n, m_n, M, M_END, stride, stride_t, ROWS: tl.constexpr,
     TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Codes of the i_m-th tile y [BLOCK_M, BLOCK_N], whose rows ``o_m`` are ``word_offsets``.
+    """Cast and store the i_m-th tile y [BLOCK_M, BLOCK_N], whose rows ``o_m`` are ``word_offsets``.
 
-    Row-major at ``q_ptr`` and/or transposed at ``qt_ptr``, there for the tokens up to M_END, where
-    y must be zero from M on. ``m_n`` masks the columns ``o_n``; strides are those of a row.
+    Stores row-major at ``q_ptr`` and/or transposed at ``qt_ptr``, the latter for tokens up to
+    M_END; y must be zero from M on. ``m_n`` masks the columns ``o_n``; strides are row strides.
     """
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     if ROWS:
         mask = (o_m[:, None] < M) & m_n[None, :]
         tl.store(q_ptr + o_m[:, None] * stride + o_n[None, :], y.to(dtype), mask=mask)
     if TRANSPOSED:
-        # Four tokens of a word are taken apart and joined, so that they come last in a thread's
-        # registers: the cast then packs them, and words, not bytes, go through shared memory.
+        # Split and join make the four tokens of a word the last dimension in a thread's registers:
+        # the cast packs them, and words, not bytes, go through shared memory.
         WORDS: tl.constexpr = BLOCK_M // 4
         words = tl.permute(tl.reshape(y, (2, 2, WORDS, BLOCK_N)), (3, 2, 0, 1))
         even, odd = tl.split(words)

@@ -2,17 +2,17 @@
 
     y = (a @ b^T) * (a_scale * b_scale) + bias
 
-Hopper's FP8 tensor cores take both operands with K contiguous, hence the transposed copies that the
-quantize functions write: forward ``x [M, K], w [N, K]``; input gradient ``dy [M, N], w^T [K, N]``;
-weight gradient ``dy^T [N, M'], x^T [K, M']`` with tokens padded by zeros to M'. The kernel is
-cuBLASLt's through ``aten::_scaled_mm``. Partial sums are promoted to FP32, unless accumulation is
-to be fast: the tensor cores then add up all of K with the fewer bits that they have, which takes 3
-to 7% less time (``coat-vlm bench gemm``). On a CPU the codes are multiplied in FP32. A bias is
-rounded to the result's dtype, the only one that cuBLASLt's epilogue takes.
+Hopper's FP8 tensor cores require both operands with K contiguous, so the quantize functions also
+write transposed data: forward GEMM ``x [M, K], w [N, K]``; grad-input GEMM ``dy [M, N], w^T [K,
+N]``; grad-weight GEMM ``dy^T [N, M'], x^T [K, M']`` with tokens padded with zeros to M'. The kernel
+is cuBLASLt's, through ``aten::_scaled_mm``. Partial sums are promoted to FP32. With fast
+accumulation the tensor cores sum all of K with fewer bits, which takes 3 to 7% less time
+(``coat-vlm bench gemm``). On a CPU FP8 values are multiplied in FP32. A bias is rounded to the
+result's dtype, the only dtype that cuBLASLt's epilogue supports.
 
 With one scale per row of both operands (a [M], b [N]) the result is BF16: torch built for a CUDA
-before 12.9 takes a CUTLASS kernel for them, which can be relied on for BF16 only (pytorch/pytorch,
-pull request 187569). Reference: ``reference.scaled_mm``.
+version before 12.9 uses a CUTLASS kernel, which is reliable for BF16 only (pytorch/pytorch, pull
+request 187569). Reference: ``reference.scaled_mm``.
 """
 
 import torch
@@ -25,7 +25,7 @@ from coat_kernels.formats import (
     HIGH_PRECISION,
     RowScaled,
     TensorScaled,
-    check_codes,
+    check_quantized,
     check_rows,
     check_vector,
 )
@@ -61,8 +61,8 @@ def scaled_mm(
     """Multiply FP8 matrices.
 
     Args:
-        a: codes [M, K], any M; at most one operand is E5M2.
-        b: codes [N, K]; both operands are scaled per tensor or both per row.
+        a: FP8 [M, K], any M; at most one operand is E5M2.
+        b: FP8 [N, K]; both operands are scaled per tensor or both per row.
         dtype: dtype of the result: FP32, BF16 or FP16; BF16 if the operands are scaled per row.
         bias: [N] or None.
         fast: fast accumulation.
@@ -74,8 +74,8 @@ def scaled_mm(
         ValueError: the inner dimensions differ, K or N is not a multiple of 16, both operands are
             E5M2 or only one is scaled per row, or a dtype or layout is wrong.
     """
-    check_codes("scaled_mm", "a", a.q)
-    check_codes("scaled_mm", "b", b.q)
+    check_quantized("scaled_mm", "a", a.q)
+    check_quantized("scaled_mm", "b", b.q)
     (M, K), (N, K_b) = a.q.shape, b.q.shape
     if K_b != K or K % GEMM_MULTIPLE or N % GEMM_MULTIPLE:
         raise ValueError(
@@ -84,8 +84,8 @@ def scaled_mm(
         )
     if a.q.dtype == b.q.dtype == E5M2.dtype:
         raise ValueError(
-            "scaled_mm: both operands are E5M2, which the tensor cores do not multiply; make "
-            "activations and weights E4M3"
+            "scaled_mm: both operands are E5M2, which the tensor cores do not support; quantize "
+            "activations and weights to E4M3"
         )
     if dtype not in HIGH_PRECISION:
         raise ValueError(

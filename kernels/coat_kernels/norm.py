@@ -1,28 +1,27 @@
-"""RMSNorm and LayerNorm from high precision to FP8, saving only an FP8 copy of the input.
+"""RMSNorm and LayerNorm from high precision to FP8, saving the input in FP8 for backward.
 
     y = (x - mean) rstd weight + bias,   rstd = 1 / sqrt(avg((x - mean)^2) + eps)
 
     dx = rstd (g - avg(g) - xhat avg(g xhat)) + residual,   g = dy weight,  xhat = (x - mean) rstd
     dweight = sum over tokens of dy xhat,   dbias = sum over tokens of dy
 
-RMSNorm has no mean, no bias and no avg(g). Forward takes two passes, because y's per-tensor scale
-needs all of y:
+RMSNorm has no mean, no bias and no avg(g). Forward has two passes, because y's per-tensor scale
+depends on all of y:
 
-* ``norm_stats`` reads x once (and what a residual connection adds to it: then it writes the sum):
-  rstd, mean, x's group-scaled copy (all that is saved for backward: N + N / G bytes and one or two
-  FP32 per token) and y's amax (the first stage of COAT's Group Scaling, arXiv 2410.19313 section
-  4.2).
-* ``norm_apply`` reads x (forward) or its FP8 copy (backward) and writes y's codes, row-major for
-  the forward GEMM or transposed for the weight gradient. y itself is never stored.
+* ``norm_stats`` reads x once (and a residual delta: then it writes x + delta). It computes rstd,
+  mean, group-scaled x (all that is saved for backward: N + N / G bytes and one or two FP32 per
+  token) and y's amax (the first stage of COAT's Group Scaling, arXiv 2410.19313 section 4.2).
+* ``norm_apply`` reads x (forward) or saved group-scaled x (backward) and writes y in FP8, row-major
+  for the forward GEMM or transposed for the grad-weight GEMM. y is never stored in high precision.
 
-Backward, ``norm_bwd``, is one pass over the FP8 copy: programs sum the gradients of weight and bias
-for their rows in FP32; their sums are added in a fixed order, so they are deterministic. The
-gradient of the residual path is added on the way. Derivation: ``kernels/README.md``.
+Backward, ``norm_bwd``, is one pass over group-scaled x. Programs sum the gradients of weight and
+bias for their rows in FP32; the partial sums are added in a fixed order, so they are deterministic.
+The same pass adds the gradient of the residual path. Derivation: ``kernels/README.md``.
 
-``norm_stats`` and ``norm_bwd`` are persistent kernels. A row is held in one or two pieces whose
+``norm_stats`` and ``norm_bwd`` are persistent kernels. A row is held in one or two segments whose
 widths are powers of two: 1152 channels are 1024 and 128, with no lane idle, where one power of two
-would be 2048. Each program takes every n-th row, of which the next is on its way while one is
-worked on. Reference: ``reference/norm.py``.
+would be 2048. Each program processes every n-th row and prefetches the next. Reference:
+``reference/norm.py``.
 """
 
 from typing import Any, NamedTuple
@@ -39,8 +38,8 @@ from coat_kernels.device import (
     magnitude_bits,
     publish_scale,
     spread_exponents,
-    store_codes,
     store_grouped,
+    store_quantized,
     word_offsets,
 )
 from coat_kernels.formats import (
@@ -52,86 +51,86 @@ from coat_kernels.formats import (
     check_like,
     check_matrix,
     check_vector,
-    format_of,
-    padded,
+    get_format,
+    pad_length,
 )
-from coat_kernels.launch import COUNTS, TILE, TOKENS, Tile, chosen, launch, tiled, transposing_tile
+from coat_kernels.launch import COUNTS, TILE, TOKENS, launch, tile_grid, transposing_tile
 from coat_kernels.quantize import empty_layouts
 from coat_kernels.quantize_blockwise import empty_grouped
 from coat_kernels.registry import register
 from coat_kernels.scale_pool import new_scale
 
 MULTIPROCESSORS = 132
-"""Of an H200. The kernels have as many programs as these hold; each takes every n-th row, so
-this also is the order in which weight gradients are summed."""
+"""Multiprocessors of an H200. Kernels have as many programs as fit on all of them. Each program
+processes every n-th row, so the number also determines the summation order of weight gradients."""
 
 REGISTER_FILE = 65536
 """Registers of a multiprocessor."""
 
 MAX_PROGRAMS = 32
-"""That a multiprocessor holds at most."""
+"""Maximum number of programs per multiprocessor."""
 
 LEAST_WIDTH = 128
-"""Of a row's first piece."""
+"""Minimum width of a row's first segment."""
 
 WARPS_AND_REGISTERS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "stats": ((1280, 1, 128), (2048, 2, 128), (4096, 4, 128), (8192, 16, 80)),
     "sum": ((2048, 2, 128), (4096, 8, 80), (8192, 16, 128)),
     "bwd": ((1152, 1, 255), (1536, 2, 168), (2048, 4, 128), (4096, 8, 128), (8192, 16, 128)),
 }
-"""By kernel: the widest row, in lanes of both pieces, for which a program has so many warps, with
-at most so many registers per thread; the last entry is for all other rows too. ``sum`` is
-``norm_stats`` with a delta. Without a bound the compiler takes so many registers that one or two
-programs fill a multiprocessor. All compile without spills; those for 1152 and 4096 lanes were
-chosen among a few on an H200, of which no figures are kept."""
+"""Kernel -> (maximum row width in lanes of both segments, warps, maximum registers per thread); the
+last entry also serves wider rows. ``sum`` is ``norm_stats`` with a delta. Without a bound the
+compiler uses so many registers that one or two programs fill a multiprocessor. All entries compile
+without spills. Those for 1152 and 4096 lanes were the fastest of a few on an H200; no measurements
+were saved."""
 
 LANE = tl.constexpr(16)
-"""Channels whose largest magnitude is kept as one."""
+"""Channels that share one running maximum."""
 
 
 @triton.jit
 def load_row(ptr, row, o_n, M, N):
-    """A row as it is stored [1, WIDTH]; zeros beyond the last, for which no one waits."""
+    """Load a row [1, WIDTH] without conversion; zeros beyond the last row."""
     mask = (o_n[None, :] < N) & (row < M)
     return tl.load(ptr + row.to(tl.int64) * N + o_n[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def store_row(values, ptr, row, o_n, N):
-    """Store [1, WIDTH] in a row of N channels, rounded to what is stored there."""
+    """Store [1, WIDTH] in a row of N channels, cast to its dtype."""
     o = row.to(tl.int64) * N + o_n[None, :]
     tl.store(ptr + o, values.to(ptr.dtype.element_ty), mask=o_n[None, :] < N)
 
 
 @triton.jit
 def row_sum(x):
-    """The sum of [1, WIDTH], a scalar.
+    """Sum [1, WIDTH] to a scalar.
 
-    A vector of one element has the layout of its piece; adding two of them makes the compiler pass
-    one piece through shared memory, so that both have the same.
+    A one-element vector would keep the layout of its segment, and adding two of them would make the
+    compiler convert one segment's layout through shared memory.
     """
     return tl.sum(tl.sum(x, axis=1), axis=0)
 
 
 @triton.jit
 def load_channels(ptr, o_n, N):
-    """[1, WIDTH] of N channels as they are stored; zeros beyond."""
+    """Load [1, WIDTH] of N channels without conversion; zeros beyond the last channel."""
     return tl.load(ptr + o_n[None, :], mask=o_n[None, :] < N, other=0.0)
 
 
 @triton.jit
-def _added(x, delta, sum_ptr, row, o_n, N):
-    """X + delta, stored, as it is stored."""
+def _add_delta(x, delta, sum_ptr, row, o_n, N):
+    """Store x + delta and return it as rounded."""
     total = (x + delta.to(tl.float32)).to(sum_ptr.dtype.element_ty)
     store_row(total, sum_ptr, row, o_n, N)
     return total.to(tl.float32)
 
 
 @triton.jit
-def _largest(
+def _max_magnitude_bits(
     middle, rstd, weight, bias_ptr, o_n, N, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Bits of the largest magnitudes of y, of LANE channels each: [1, WIDTH / LANE]."""
+    """Return the bits of y's largest magnitude per LANE channels: [1, WIDTH / LANE]."""
     y = middle * rstd * weight.to(tl.float32)
     if HAS_BIAS:
         y += load_channels(bias_ptr, o_n, N).to(tl.float32)
@@ -139,7 +138,7 @@ def _largest(
 
 
 @triton.jit(do_not_specialize=(*TOKENS, *COUNTS))
-def _norm_stats_kernel(  # noqa: C901 - the branches are those of the compiler
+def _norm_stats_kernel(  # noqa: C901 - constexpr branches
     x_ptr, delta_ptr, weight_ptr, bias_ptr,  # (M, N), (M, N) or null, (N,), (N,) or null
     sum_ptr,  # (M, N) if there is a delta
     q_ptr, e_ptr, rstd_ptr, mean_ptr, scale_ptr,  # (M, N) FP8, (M, N / GROUP), (M,), (M,), ()
@@ -163,21 +162,21 @@ def _norm_stats_kernel(  # noqa: C901 - the branches are those of the compiler
         if HAS_DELTA:
             next_delta_t = load_row(delta_ptr, row, o_t, M, N)
     for i in range(tl.cdiv(M - row, programs)):
-        # The next row is on its way while this one is worked on.
+        # The next row is loaded while this one is processed.
         row = tl.program_id(0) + i * programs
         after = row + programs
         o_m = row.to(tl.int64) + tl.arange(0, 1)
         x_h = next_h.to(tl.float32)
         next_h = load_row(x_ptr, after, o_h, M, N)
         if HAS_DELTA:
-            x_h = _added(x_h, next_delta_h, sum_ptr, row, o_h, N)
+            x_h = _add_delta(x_h, next_delta_h, sum_ptr, row, o_h, N)
             next_delta_h = load_row(delta_ptr, after, o_h, M, N)
         store_grouped(x_h, q_ptr, e_ptr, o_m, 0, M, N, N, MAX_EXPONENT, GROUP, 1, HEAD)
         if TAIL:
             x_t = next_t.to(tl.float32)
             next_t = load_row(x_ptr, after, o_t, M, N)
             if HAS_DELTA:
-                x_t = _added(x_t, next_delta_t, sum_ptr, row, o_t, N)
+                x_t = _add_delta(x_t, next_delta_t, sum_ptr, row, o_t, N)
                 next_delta_t = load_row(delta_ptr, after, o_t, M, N)
             store_grouped(x_t, q_ptr, e_ptr, o_m, HEAD, M, N, N, MAX_EXPONENT, GROUP, 1, TAIL)
         if CENTERED:
@@ -198,10 +197,10 @@ def _norm_stats_kernel(  # noqa: C901 - the branches are those of the compiler
             squares += row_sum(x_t * x_t)
         rstd = tl.math.rsqrt(squares / N + eps)
         tl.store(rstd_ptr + row, rstd)
-        bits = _largest(x_h, rstd, weight_h, bias_ptr, o_h, N, HAS_BIAS, HEAD)
+        bits = _max_magnitude_bits(x_h, rstd, weight_h, bias_ptr, o_h, N, HAS_BIAS, HEAD)
         bits_h = tl.maximum(bits_h, bits)
         if TAIL:
-            bits = _largest(x_t, rstd, weight_t, bias_ptr, o_t, N, HAS_BIAS, TAIL)
+            bits = _max_magnitude_bits(x_t, rstd, weight_t, bias_ptr, o_t, N, HAS_BIAS, TAIL)
             bits_t = tl.maximum(bits_t, bits)
     largest = tl.max(tl.max(bits_h, axis=1), axis=0)
     if TAIL:
@@ -235,17 +234,17 @@ def _norm_apply_kernel(
     if HAS_BIAS:
         y += load_channels(bias_ptr, o_n, N).to(tl.float32)
         y = tl.where(o_m[:, None] < M, y, 0.0)
-    store_codes(
+    store_quantized(
         y * inverse_scale(scale_ptr), q_ptr, qt_ptr, o_m, i_m, o_n, o_n < N, M, M_PADDED, N,
         M_PADDED, ROWS, TRANSPOSED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
 @triton.jit
-def _load_piece(
+def _load_segment(
     dy_ptr, x_ptr, e_ptr, row, i_n, M, N, GROUP: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """A piece of a row: the output's gradient, x's codes and their exponents, as stored."""
+    """Load a segment of a row without conversion: dy, x's FP8 data and exponents."""
     o_n = i_n + tl.arange(0, WIDTH)
     o_g = i_n // GROUP + tl.arange(0, WIDTH // GROUP)
     e = load_row(e_ptr, row, o_g, M, N // GROUP)
@@ -253,14 +252,14 @@ def _load_piece(
 
 
 @triton.jit
-def _normalized(q, e, rstd, mean, GROUP: tl.constexpr, WIDTH: tl.constexpr):
-    """xhat; beyond the last channel it need not be zero, but dy is."""
+def _normalize(q, e, rstd, mean, GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """Compute xhat; beyond the last channel it may be non-zero, but dy is zero."""
     return (spread_exponents(q.to(tl.float32), e, GROUP, 1, WIDTH) - mean) * rstd
 
 
 @triton.jit
-def _averages(g, xhat, N, CENTERED: tl.constexpr):
-    """avg(g xhat) and, both at once, avg(g): each sum costs the program a meeting of its warps."""
+def _average(g, xhat, N, CENTERED: tl.constexpr):
+    """Compute avg(g xhat) and avg(g) in one reduction: each synchronizes the program's warps."""
     if CENTERED:
         projection, total = tl.split(tl.sum(tl.join(g * xhat, g), axis=1))
         return tl.sum(projection, axis=0) / N, tl.sum(total, axis=0) / N
@@ -280,7 +279,7 @@ def _store_gradient(
 
 
 @triton.jit(do_not_specialize=(*TOKENS, *COUNTS))
-def _norm_bwd_kernel(  # noqa: C901 - the branches are those of the compiler
+def _norm_bwd_kernel(  # noqa: C901 - constexpr branches
     dy_ptr, x_ptr, e_ptr, weight_ptr, rstd_ptr, mean_ptr, residual_ptr,  # the last (M, N) or null
     dx_ptr, dweight_ptr, dbias_ptr,  # (M, N), (programs, N) FP32 partial sums
     M, N, programs,
@@ -292,25 +291,25 @@ def _norm_bwd_kernel(  # noqa: C901 - the branches are those of the compiler
     weight_h = load_channels(weight_ptr, o_h, N)
     dweight_h = tl.zeros((1, HEAD), dtype=tl.float32)
     dbias_h = tl.zeros((1, HEAD), dtype=tl.float32)
-    next_dy_h, next_q_h, next_e_h = _load_piece(dy_ptr, x_ptr, e_ptr, row, 0, M, N, GROUP, HEAD)
+    next_dy_h, next_q_h, next_e_h = _load_segment(dy_ptr, x_ptr, e_ptr, row, 0, M, N, GROUP, HEAD)
     if TAIL:
         o_t = HEAD + tl.arange(0, TAIL)
         weight_t = load_channels(weight_ptr, o_t, N)
         dweight_t = tl.zeros((1, TAIL), dtype=tl.float32)
         dbias_t = tl.zeros((1, TAIL), dtype=tl.float32)
-        next_dy_t, next_q_t, next_e_t = _load_piece(
+        next_dy_t, next_q_t, next_e_t = _load_segment(
             dy_ptr, x_ptr, e_ptr, row, HEAD, M, N, GROUP, TAIL
         )
     next_rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)
     next_mean = 0.0
     if CENTERED:
         next_mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)
-    # The next residual of a row in two pieces is read when it is used, not ahead.
+    # The residual of a row in two segments is not prefetched.
     AHEAD: tl.constexpr = HAS_RESIDUAL and not TAIL
     if AHEAD:
         next_residual = load_row(residual_ptr, row, o_h, M, N)
     for i in range(tl.cdiv(M - row, programs)):
-        # The next row is on its way while this one is worked on.
+        # The next row is loaded while this one is processed.
         row = tl.program_id(0) + i * programs
         after = row + programs
         rstd = next_rstd
@@ -319,23 +318,23 @@ def _norm_bwd_kernel(  # noqa: C901 - the branches are those of the compiler
         if CENTERED:
             next_mean = tl.load(mean_ptr + after, mask=after < M, other=0.0)
         dy_h = next_dy_h.to(tl.float32)
-        xhat_h = _normalized(next_q_h, next_e_h, rstd, mean, GROUP, HEAD)
-        next_dy_h, next_q_h, next_e_h = _load_piece(
+        xhat_h = _normalize(next_q_h, next_e_h, rstd, mean, GROUP, HEAD)
+        next_dy_h, next_q_h, next_e_h = _load_segment(
             dy_ptr, x_ptr, e_ptr, after, 0, M, N, GROUP, HEAD
         )
         g_h = dy_h * weight_h.to(tl.float32)
-        projection, total = _averages(g_h, xhat_h, N, CENTERED)
+        projection, total = _average(g_h, xhat_h, N, CENTERED)
         dweight_h += dy_h * xhat_h
         if CENTERED:
             dbias_h += dy_h
         if TAIL:
             dy_t = next_dy_t.to(tl.float32)
-            xhat_t = _normalized(next_q_t, next_e_t, rstd, mean, GROUP, TAIL)
-            next_dy_t, next_q_t, next_e_t = _load_piece(
+            xhat_t = _normalize(next_q_t, next_e_t, rstd, mean, GROUP, TAIL)
+            next_dy_t, next_q_t, next_e_t = _load_segment(
                 dy_ptr, x_ptr, e_ptr, after, HEAD, M, N, GROUP, TAIL
             )
             g_t = dy_t * weight_t.to(tl.float32)
-            projection_t, total_t = _averages(g_t, xhat_t, N, CENTERED)
+            projection_t, total_t = _average(g_t, xhat_t, N, CENTERED)
             projection += projection_t
             total += total_t
             dweight_t += dy_t * xhat_t
@@ -366,10 +365,10 @@ def _norm_bwd_kernel(  # noqa: C901 - the branches are those of the compiler
             store_row(dbias_t, dbias_ptr, row, o_t, N)
 
 
-def pieces(columns: int) -> tuple[int, int]:
-    """Widths of the two pieces that hold a row; the second is 0 if the first holds all of it.
+def split_row(columns: int) -> tuple[int, int]:
+    """Return the widths of the two segments of a row; the second is 0 if one segment suffices.
 
-    Where both together would be as wide as the next power of two, that is the first.
+    If both together were as wide as the next power of two, one segment of that width is used.
     """
     whole = max(LEAST_WIDTH, 1 << (columns - 1).bit_length())
     head = whole // 2
@@ -380,17 +379,16 @@ def pieces(columns: int) -> tuple[int, int]:
 
 
 def _persistent(kernel: str, M: int, N: int) -> tuple[int, dict[str, int]]:
-    """How many programs share the rows of [M, N], and their launch options.
+    """Return the number of programs for the rows of [M, N], and launch options.
 
     Args:
         kernel: one of ``WARPS_AND_REGISTERS``.
         M: rows.
         N: columns.
     """
-    head, tail = pieces(N)
+    head, tail = split_row(N)
     table = WARPS_AND_REGISTERS[kernel]
     _, warps, registers = next((row for row in table if head + tail <= row[0]), table[-1])
-    warps = chosen(Tile(1, head, warps)).warps
     each = max(1, min(MAX_PROGRAMS, REGISTER_FILE // (32 * registers * warps)))
     options = {"HEAD": head, "TAIL": tail, "num_warps": warps, "maxnreg": registers}
     return min(M, MULTIPROCESSORS * each), options
@@ -399,7 +397,7 @@ def _persistent(kernel: str, M: int, N: int) -> tuple[int, dict[str, int]]:
 def _empty_stats(
     x: Tensor, delta: Tensor | None, centered: bool, group_size: int, fmt: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised results of ``norm_stats``, without the scale."""
+    """Allocate the results of ``norm_stats``, except the scale."""
     M = x.shape[0]
     total = torch.empty_like(x) if delta is not None else x.new_empty(0)
     rstd = x.new_empty((M,), dtype=torch.float32)
@@ -417,7 +415,7 @@ def _norm_stats(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
     centered: bool, group_size: int, fmt: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    form = format_of(fmt)
+    form = get_format(fmt)
     M, N = x.shape
     total, q, exponents, rstd, mean = _empty_stats(x, delta, centered, group_size, fmt)
     programs, options = _persistent("stats" if delta is None else "sum", M, N)
@@ -444,22 +442,22 @@ def _norm_apply(
     q, qt = empty_layouts(M, N, x, fmt, rows, transposed)
     group = 1 if exponents is None else N // exponents.shape[1]
     tile = transposing_tile(group) if transposed else TILE
-    grid, options = tiled(padded(M) if transposed else M, N, tile)
+    grid, options = tile_grid(pad_length(M) if transposed else M, N, tile)
     launch(
         _norm_apply_kernel, grid,
         x_ptr=x, e_ptr=exponents, weight_ptr=weight, bias_ptr=bias, rstd_ptr=rstd, mean_ptr=mean,
-        scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, N=N, M_PADDED=padded(M),
+        scale_ptr=scale, q_ptr=q, qt_ptr=qt, M=M, N=N, M_PADDED=pad_length(M),
         GROUPED=exponents is not None, CENTERED=mean.numel() > 0, HAS_BIAS=bias is not None,
         ROWS=rows, TRANSPOSED=transposed, GROUP=group, **options,
     )  # fmt: skip
     return q, qt
 
 
-def _empty_bwd(dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised results of ``norm_bwd``."""
-    N, centered = dy.shape[1], rest[4].numel() > 0
-    dweight, dbias = (dy.new_empty((n,), dtype=torch.float32) for n in (N, N * centered))
-    return torch.empty_like(dy), dweight, dbias
+def _empty_bwd(grad_output: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the results of ``norm_bwd``."""
+    N, centered = grad_output.shape[1], rest[4].numel() > 0
+    dweight, dbias = (grad_output.new_empty((n,), dtype=torch.float32) for n in (N, N * centered))
+    return torch.empty_like(grad_output), dweight, dbias
 
 
 @register(fake=_empty_bwd)
@@ -469,7 +467,7 @@ def _norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     M, N = x.shape
     centered = mean.numel() > 0
-    programs, options = _persistent("bwd", max(1, M), N)  # none: writes zero sums
+    programs, options = _persistent("bwd", max(1, M), N)  # with M = 0 one program writes zero sums
     dx = torch.empty_like(dy)
     sums = torch.empty((1 + centered, programs, N), dtype=torch.float32, device=dy.device)
     launch(
@@ -479,12 +477,12 @@ def _norm_bwd(
         programs=programs, HAS_RESIDUAL=residual is not None, CENTERED=centered,
         GROUP=N // exponents.shape[1], **options,
     )  # fmt: skip
-    # Two sums, not two views of one: an op's results may not share memory.
+    # Two sums, not two views of one sum: results of an op may not share memory.
     return dx, sums[0].sum(0), sums[1].sum(0) if centered else sums.new_empty(0)
 
 
 class NormSaved(NamedTuple):
-    """What a norm keeps for its backward pass."""
+    """Tensors that a norm saves for backward."""
 
     x: GroupScaled
     """The input, [M, N]."""
@@ -507,21 +505,20 @@ def norm_fwd(
     delta: Tensor | None = None,
     fmt: Format = E4M3,
 ) -> tuple[Tensor, TensorScaled, NormSaved]:
-    """RMSNorm, or LayerNorm when ``centered``, of x or of x + delta, to per-tensor FP8.
+    """Compute RMSNorm, or LayerNorm if ``centered``, of x or of x + delta, in per-tensor FP8.
 
     Args:
         x: FP32, BF16 or FP16 [M, N], contiguous.
-        weight: [N], any of these dtypes.
+        weight: [N], FP32, BF16 or FP16.
         bias: [N] or None.
         eps: the model's epsilon, inside the square root.
         centered: subtract the mean (LayerNorm).
-        group_size: group size of the copy of the norm's input that is kept.
-        delta: what a residual connection adds to x first, like x.
-        fmt: format of the codes of y and of that copy.
+        group_size: group size of the saved input.
+        delta: added to x first (a residual connection); like x.
+        fmt: FP8 format of y and of the saved input.
 
     Returns:
-        The norm's input (x itself, or the sum rounded to x's dtype), y's codes, and what backward
-        needs.
+        The norm's input (x, or x + delta rounded to x's dtype), y in FP8, and the saved tensors.
 
     Raises:
         ValueError: the shape, dtype or group size does not fit.
@@ -544,7 +541,7 @@ def norm_fwd(
 def norm_recompute(
     saved: NormSaved, weight: Tensor, bias: Tensor | None, fmt: Format = E4M3
 ) -> TensorScaled:
-    """The norm's output again, from the FP8 copy, transposed [N, M'] for the weight gradient.
+    """Recompute the norm's output from the saved input, transposed [N, M'], for grad-weight.
 
     Raises:
         ValueError: weight or bias does not fit.
@@ -559,26 +556,28 @@ def norm_recompute(
 
 
 def norm_bwd(
-    dy: Tensor, saved: NormSaved, weight: Tensor, residual: Tensor | None = None
+    grad_output: Tensor, saved: NormSaved, weight: Tensor, grad_residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`norm_fwd`.
+    """Compute the gradients of :func:`norm_fwd`.
 
     Args:
-        dy: gradient of the output [M, N], contiguous.
+        grad_output: gradient of the output [M, N], contiguous.
         saved: from the forward pass.
         weight: [N].
-        residual: gradient that reaches the norm's input past the norm, like dy; added to dx.
+        grad_residual: gradient of the norm's input through the residual path, like grad_output;
+            added to the input gradient.
 
     Returns:
-        dx [M, N] in dy's dtype, dweight FP32 [N], dbias FP32 [N] (empty for RMSNorm).
+        Gradients of the input [M, N] in grad_output's dtype, of the weight, FP32 [N], and of the
+        bias, FP32 [N] (empty for RMSNorm).
 
     Raises:
-        ValueError: dy is not a contiguous matrix of x's shape, residual is not like dy, or weight
-            does not fit.
+        ValueError: grad_output is not a contiguous matrix of x's shape, grad_residual does not
+            match it, or weight does not fit.
     """
     M, N = saved.x.q.shape
-    check_matrix("norm_bwd", "dy", dy, (M, N))
+    check_matrix("norm_bwd", "grad_output", grad_output, (M, N))
     check_vector("norm_bwd", "weight", weight, N)
-    if residual is not None:
-        check_like("norm_bwd", "residual", residual, "dy", dy)
-    return _norm_bwd(dy, saved.x.q, saved.x.exponents, weight, saved.rstd, saved.mean, residual)
+    if grad_residual is not None:
+        check_like("norm_bwd", "grad_residual", grad_residual, "grad_output", grad_output)
+    return _norm_bwd(grad_output, *saved.x, weight, saved.rstd, saved.mean, grad_residual)

@@ -1,24 +1,24 @@
-"""Quantization per tensor, row-major and transposed: activations, weights, gradients; and back.
+"""Per-tensor quantization and dequantization, row-major and transposed.
 
     scale = max(amax(x) / max, 2^-126),  q = cast(x / scale)
 
-    tensor_scale        scale of matrices that are quantized as one
-    quantize_tensor     q [M, N] and [N, M'], for a GEMM over tokens; matrices one below the other
-    quantize_gradient   both steps for matrices side by side; db = sum over tokens of dy
-    transpose_codes     q [M, N] -> [N, M'], tokens padded with zeros to a multiple of 16
-    dequantize_tensor   x = q * scale
+    tensor_scale         one scale for up to three matrices
+    quantize_tensor      q [M, N] and [N, M'], for a GEMM over tokens; matrices concatenated by rows
+    quantize_gradient    both steps for matrices concatenated by columns; db = sum over tokens of dy
+    transpose_quantized  q [M, N] -> [N, M'], tokens padded with zeros to a multiple of 16
+    dequantize_tensor    x = q * scale
 
-x is read twice, for its amax and for its codes (the amax of the first pass can also come from the
-producer: ``norm.py``, ``activation.py``). Matrices that are quantized with one scale are never
-copied together, but read where they are, up to three in one launch: the weights of layers with the
-same input, and the gradients of q, k and v as attention returns them. A linear layer's incoming
-gradient dy goes to both of its GEMMs; the sums for the bias's gradient cost no third pass. They are
-FP32 in a fixed order (partial sums per block of rows, then one sum), so they are deterministic.
+x is read twice, for its amax and for its FP8 data (``norm.py`` and ``activation.py`` compute the
+amax while they produce a tensor). Matrices with one scale are never concatenated in memory: one
+launch reads up to three of them, the weights of layers with the same input, or the gradients of q,
+k and v as attention returns them. A linear layer's incoming gradient dy is an operand of both
+backward GEMMs; the sums for the bias gradient need no third pass. They are FP32 sums in a fixed
+order (partial sums per block of rows, then one sum), so they are deterministic.
 
-What the forward pass saved as the operand of a GEMM is transposed in the backward pass: the input
-of a linear layer for its weight gradient, attention's output; bytes per element: 2. Formats and the
-convention: ``formats.py``. Reference: ``reference/quantize.py``. Paper: arXiv 2410.19313, sections
-4.1 (mixed granularity) and 4.2.
+The backward pass transposes FP8 data that forward saved as the operand of a GEMM: the input of a
+linear layer, attention's output. That moves 2 bytes per element. Formats and the scale convention:
+``formats.py``. Reference: ``reference/quantize.py``. Paper: arXiv 2410.19313, sections 4.1 (mixed
+granularity) and 4.2.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from coat_kernels.device import (
     load_tile,
     magnitude_bits,
     publish_scale,
-    store_codes,
+    store_quantized,
     word_offsets,
 )
 from coat_kernels.formats import (
@@ -42,44 +42,43 @@ from coat_kernels.formats import (
     E5M2,
     GEMM_MULTIPLE,
     Format,
-    GradientCodes,
+    QuantizedGradient,
     TensorScaled,
-    check_codes,
     check_matrix,
-    format_of,
-    padded,
+    check_quantized,
+    get_format,
+    pad_length,
 )
 from coat_kernels.launch import (
     TILE,
     TOKENS,
     Tile,
     cdiv,
-    chosen,
     launch,
-    one_or_two_passes,
-    tiled,
+    plan_passes,
+    tile_grid,
     transposing_tile,
 )
 from coat_kernels.registry import register
 from coat_kernels.scale_pool import new_scale
 
 ELEMENTS = 4096
-"""Elements that a program reads at a time where rows and columns do not matter."""
+"""Elements per read in kernels that ignore rows and columns."""
 
 AMAX_PROGRAMS = 1056
-"""Most programs that look for the largest magnitude: eight per multiprocessor of an H200, each with
+"""Maximum number of programs that compute an amax: eight per multiprocessor of an H200, each with
 many blocks."""
 
 TRANSPOSED_TILE = Tile(128, 128, 8)
-"""Of codes that are transposed: the fastest of four on an H200."""
+"""Tile of ``transpose_quantized``: the fastest of four on an H200."""
 
 MOST_PARTS = 3
-"""So many matrices a launch takes: the weights of q, k and v. More take several launches."""
+"""Maximum number of matrices with one scale: the weights of q, k and v."""
 
 _MULTIPLE = tl.constexpr(GEMM_MULTIPLE)
 
 _MANY = 2**31
-"""Elements that a 32-bit number cannot count."""
+"""Smallest number of elements that exceeds a signed 32-bit integer."""
 
 
 @triton.jit
@@ -108,14 +107,14 @@ def quantize_tensor_kernel(
     x0_ptr, x1_ptr, x2_ptr, scale_ptr,  # (M, N) or up to three parts of it, ()
     q_ptr, qt_ptr,  # (M, N), (N, M padded)
     sums_ptr,  # (rows of tiles, N): FP32 partial sums over the tokens
-    M, N, before, size0, size1, size2,  # rows or columns before the parts, and of each
+    M, N, size0, size1, size2,  # the last three: rows or columns of each part
     tiles_n,
     SIDE_BY_SIDE: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, SUMS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a matrix, or of its parts: a program's second number is then that of its part.
+    """Quantize a matrix, or its parts, numbered by the second program id.
 
-    To be transposed, parts one below the other have a multiple of 16 rows, except for the last one.
+    For transposed output, parts concatenated by rows have a multiple of 16 rows, except the last.
     """
     pid = tl.program_id(0)  # tiles are counted along the row first
     i_m = pid // tiles_n
@@ -124,13 +123,13 @@ def quantize_tensor_kernel(
     stride_t = tl.cdiv(M, _MULTIPLE) * _MULTIPLE
     if x1_ptr is not None:
         part = tl.program_id(1)
-        start, size = before + tl.where(part == 0, 0, size0), size0
+        start, size = tl.where(part == 0, 0, size0), size0
         if part == 1:
             x_ptr, size = x1_ptr, size1
         if x2_ptr is not None and part == 2:
             x_ptr, start, size = x2_ptr, start + size1, size2
         if (i_n if SIDE_BY_SIDE else i_m * BLOCK_M) >= size:
-            return  # the grid is that of the largest part
+            return  # the grid covers the largest part
         if SIDE_BY_SIDE:
             n = size
             q_ptr += start
@@ -145,7 +144,7 @@ def quantize_tensor_kernel(
     o_n = i_n + tl.arange(0, BLOCK_N)
     x = load_tile(x_ptr, o_m, o_n, (o_m[:, None] < m) & (o_n[None, :] < n), n)
     m_end = tl.cdiv(m, _MULTIPLE) * _MULTIPLE
-    store_codes(
+    store_quantized(
         x * inverse_scale(scale_ptr), q_ptr, qt_ptr, o_m, i_m, o_n, o_n < n, m, m_end, N, stride_t,
         ROWS, TRANSPOSED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
@@ -154,7 +153,7 @@ def quantize_tensor_kernel(
 
 
 @triton.jit(do_not_specialize=TOKENS)
-def _transpose_codes_kernel(
+def _transpose_quantized_kernel(
     q_ptr, qt_ptr,  # (M, N) and (N, M_PADDED) uint8
     M, N, M_PADDED, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -164,7 +163,7 @@ def _transpose_codes_kernel(
     o_n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (o_m[:, None] < M) & (o_n[None, :] < N)
     q = tl.load(q_ptr + o_m[:, None] * N + o_n[None, :], mask=mask, other=0)
-    store_codes(
+    store_quantized(
         q, q_ptr, qt_ptr, o_m, i_m, o_n, o_n < N, M, M_PADDED, N, M_PADDED, False, True, BLOCK_M,
         BLOCK_N,
     )  # fmt: skip
@@ -181,17 +180,17 @@ def _dequantize_tensor_kernel(q_ptr, scale_ptr, x_ptr, numel, BLOCK: tl.constexp
 def empty_layouts(
     M: int, N: int, like: Tensor, fmt: str, rows: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """Uninitialised codes [M, N] and [N, M']; a layout that is not asked for is empty."""
-    dtype = format_of(fmt).dtype
+    """Allocate FP8 tensors [M, N] and [N, M']; a layout that is not requested is empty."""
+    dtype = get_format(fmt).dtype
     q = torch.empty((M, N) if rows else (0,), dtype=dtype, device=like.device)
-    qt = torch.empty((N, padded(M)) if transposed else (0,), dtype=dtype, device=like.device)
+    qt = torch.empty((N, pad_length(M)) if transposed else (0,), dtype=dtype, device=like.device)
     return q, qt
 
 
-def gradient_room(
+def allocate_gradient(
     M: int, N: int, like: Tensor, fmt: str, rows: bool, transposed: bool, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised codes [M, N], [N, M'] and sums [N]; what is not wanted is empty."""
+    """Allocate FP8 tensors [M, N], [N, M'] and sums [N]; those not requested are empty."""
     q, qt = empty_layouts(M, N, like, fmt, rows, transposed)
     return q, qt, like.new_empty((N * bias,), dtype=torch.float32)
 
@@ -199,22 +198,13 @@ def gradient_room(
 def empty_gradient(
     M: int, N: int, like: Tensor, fmt: str, rows: bool, transposed: bool, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same with a scale [], third."""
-    q, qt, sums = gradient_room(M, N, like, fmt, rows, transposed, bias)
+    """Allocate the same tensors and, third, a scale []."""
+    q, qt, sums = allocate_gradient(M, N, like, fmt, rows, transposed, bias)
     return q, qt, like.new_empty((), dtype=torch.float32), sums
 
 
-def _launches(parts: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """The parts of each launch: those that are not empty, not one alone if there are more."""
-    filled = [part for part in parts if part.numel()]
-    if len(filled) <= MOST_PARTS:
-        return [filled] if filled else []
-    number, count = cdiv(len(filled), MOST_PARTS), len(filled)
-    return [filled[i * count // number : (i + 1) * count // number] for i in range(number)]
-
-
-def _three(values: Sequence[Any]) -> Sequence[Any]:
-    """A kernel's arguments for each of its parts; None for those that there are not."""
+def _pad_to_three(values: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments for three parts; None for an absent part."""
     return (*values, None, None, None)[:MOST_PARTS]
 
 
@@ -223,23 +213,22 @@ def _three(values: Sequence[Any]) -> Sequence[Any]:
 )
 def _tensor_scale(parts: Sequence[Tensor], fmt: str) -> Tensor:
     scale = new_scale(parts[0].device)
-    launches = _launches(parts)
-    if any(part.numel() >= _MANY for part in parts):
-        # A launch's sizes are numbers of one type.
-        launches = [[part] for part in parts if part.numel()]
-    for together in launches:
+    filled = [part for part in parts if part.numel()]
+    # The sizes of a launch must have the same integer type.
+    apart = len(filled) < 2 or any(part.numel() >= _MANY for part in filled)
+    for together in [[part] for part in filled] if apart else [filled]:
         sizes = [part.numel() for part in together]
         programs = min(AMAX_PROGRAMS, cdiv(max(sizes), ELEMENTS))
-        (x0, x1, x2), (numel0, numel1, numel2) = _three(together), _three(sizes)
+        (x0, x1, x2), (numel0, numel1, numel2) = _pad_to_three(together), _pad_to_three(sizes)
         launch(
             _amax_kernel, (programs, len(together)),
             x0_ptr=x0, x1_ptr=x1, x2_ptr=x2, scale_ptr=scale, numel0=numel0, numel1=numel1,
-            numel2=numel2, INVERSE_MAX=1.0 / format_of(fmt).max, BLOCK=ELEMENTS,
+            numel2=numel2, INVERSE_MAX=1.0 / get_format(fmt).max, BLOCK=ELEMENTS,
         )  # fmt: skip
     return scale
 
 
-def _write_codes(
+def _write_quantized(
     parts: Sequence[Tensor],
     scale: Tensor,
     q: Tensor,
@@ -253,35 +242,34 @@ def _write_codes(
     """Launch the kernel for parts of a matrix [M, N].
 
     Args:
-        parts: [M, n_i] side by side, or [m_i, N] one below the other.
-        scale: of all, FP32 [].
+        parts: [M, n_i], concatenated by columns, or [m_i, N], concatenated by rows.
+        scale: FP32 [], of all parts.
         q: [M, N], written if ``rows``.
         qt: [N, M'], written if ``transposed``.
-        sums: FP32 [rows of tiles, N], the tiles' sums over the tokens; None if not wanted.
-        side_by_side: whether they are.
-        rows: write codes row-major.
-        transposed: write them transposed.
+        sums: FP32 [rows of tiles, N], the tiles' sums over the tokens; None to compute none.
+        side_by_side: whether parts are concatenated by columns.
+        rows: write row-major data.
+        transposed: write transposed data.
     """
     sizes = [part.shape[side_by_side] for part in parts]
     whole = sum(sizes)
     M, N = (parts[0].shape[0], whole) if side_by_side else (whole, parts[0].shape[1])
     tile = transposing_tile() if transposed else TILE
-    before = 0
-    for together in _launches(parts):
-        sizes = [part.shape[side_by_side] for part in together]
-        m, n = (M, max(sizes)) if side_by_side else (max(sizes), N)
-        grid, options = tiled(padded(m) if transposed else m, n, tile)
-        one = len(together) == 1
-        (x0, x1, x2), (size0, size1, size2) = _three(together), _three(() if one else sizes)
-        for in_rows, in_columns in one_or_two_passes(rows, transposed, N):
-            launch(
-                quantize_tensor_kernel, (*grid, len(together)),
-                x0_ptr=x0, x1_ptr=x1, x2_ptr=x2, scale_ptr=scale, q_ptr=q, qt_ptr=qt,
-                sums_ptr=sums, M=M, N=N, before=None if one else before,
-                size0=size0, size1=size1, size2=size2, SIDE_BY_SIDE=side_by_side, ROWS=in_rows,
-                TRANSPOSED=in_columns, SUMS=sums is not None, **options,
-            )  # fmt: skip
-        before += sum(sizes)
+    filled = [part for part in parts if part.numel()]
+    if not filled:
+        return
+    sizes = [part.shape[side_by_side] for part in filled]
+    m, n = (M, max(sizes)) if side_by_side else (max(sizes), N)
+    grid, options = tile_grid(pad_length(m) if transposed else m, n, tile)
+    x0, x1, x2 = _pad_to_three(filled)
+    size0, size1, size2 = _pad_to_three(sizes if len(filled) > 1 else ())
+    for in_rows, in_columns in plan_passes(rows, transposed, N):
+        launch(
+            quantize_tensor_kernel, (*grid, len(filled)),
+            x0_ptr=x0, x1_ptr=x1, x2_ptr=x2, scale_ptr=scale, q_ptr=q, qt_ptr=qt, sums_ptr=sums,
+            M=M, N=N, size0=size0, size1=size1, size2=size2, SIDE_BY_SIDE=side_by_side,
+            ROWS=in_rows, TRANSPOSED=in_columns, SUMS=sums is not None, **options,
+        )  # fmt: skip
 
 
 @register(
@@ -294,7 +282,9 @@ def _quantize_tensor(
 ) -> tuple[Tensor, Tensor]:
     M, N = sum(part.shape[0] for part in parts), parts[0].shape[1]
     q, qt = empty_layouts(M, N, parts[0], fmt, rows, transposed)
-    _write_codes(parts, scale, q, qt, None, side_by_side=False, rows=rows, transposed=transposed)
+    _write_quantized(
+        parts, scale, q, qt, None, side_by_side=False, rows=rows, transposed=transposed
+    )
     return q, qt
 
 
@@ -307,29 +297,31 @@ def _quantize_gradient(
     parts: Sequence[Tensor], fmt: str, rows: bool, transposed: bool, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     M, N = parts[0].shape[0], sum(part.shape[1] for part in parts)
-    q, qt, sums = gradient_room(M, N, parts[0], fmt, rows, transposed, bias)
+    q, qt, sums = allocate_gradient(M, N, parts[0], fmt, rows, transposed, bias)
     scale = _tensor_scale.triton(parts, fmt)
     if not (rows or transposed or bias):
         return q, qt, scale, sums
     partial = None
     if bias:
-        tile = chosen(transposing_tile() if transposed else TILE)
-        tiles = cdiv(padded(M) if transposed else M, tile.rows)
+        tile = transposing_tile() if transposed else TILE
+        tiles = cdiv(pad_length(M) if transposed else M, tile.rows)
         partial = sums.new_empty((tiles, N))
-    _write_codes(parts, scale, q, qt, partial, side_by_side=True, rows=rows, transposed=transposed)
+    _write_quantized(
+        parts, scale, q, qt, partial, side_by_side=True, rows=rows, transposed=transposed
+    )
     return q, qt, scale, sums if partial is None else partial.sum(0)
 
 
 @register(
-    fake=lambda q: q.new_empty((q.shape[1], padded(q.shape[0]))),
+    fake=lambda q: q.new_empty((q.shape[1], pad_length(q.shape[0]))),
 )
-def _transpose_codes(q: Tensor) -> Tensor:
+def _transpose_quantized(q: Tensor) -> Tensor:
     M, N = q.shape
-    qt = q.new_empty((N, padded(M)))
-    grid, options = tiled(padded(M), N, TRANSPOSED_TILE)
+    qt = q.new_empty((N, pad_length(M)))
+    grid, options = tile_grid(pad_length(M), N, TRANSPOSED_TILE)
     launch(
-        _transpose_codes_kernel, grid,
-        q_ptr=q.view(torch.uint8), qt_ptr=qt.view(torch.uint8), M=M, N=N, M_PADDED=padded(M),
+        _transpose_quantized_kernel, grid,
+        q_ptr=q.view(torch.uint8), qt_ptr=qt.view(torch.uint8), M=M, N=N, M_PADDED=pad_length(M),
         **options,
     )  # fmt: skip
     return qt
@@ -352,7 +344,7 @@ def quantize_tensor(x: Tensor, fmt: Format = E4M3) -> TensorScaled:
 
     Args:
         x: FP32, BF16 or FP16 [M, N], contiguous.
-        fmt: format of the codes.
+        fmt: FP8 format.
 
     Raises:
         ValueError: x is not a contiguous matrix of such a dtype.
@@ -363,17 +355,17 @@ def quantize_tensor(x: Tensor, fmt: Format = E4M3) -> TensorScaled:
 def quantize_layouts(
     parts: Sequence[Tensor], fmt: Format = E4M3, *, rows: bool, transposed: bool
 ) -> tuple[TensorScaled, TensorScaled]:
-    """Quantize matrices that lie one below the other with one scale, in one or both layouts.
+    """Quantize matrices, concatenated by rows, with one scale, in one or both layouts.
 
     Args:
         parts: FP32, BF16 or FP16 [m_i, N], contiguous; M is the sum of the m_i.
-        fmt: format of the codes.
-        rows: write codes [M, N].
-        transposed: write codes [N, M'], M padded with zeros to a multiple of 16, so that they are
-            an operand of a GEMM over tokens (the weight gradient).
+        fmt: FP8 format.
+        rows: write FP8 data [M, N].
+        transposed: write FP8 data [N, M'], M padded with zeros to a multiple of 16, as an operand
+            of a GEMM over tokens (grad-weight).
 
     Returns:
-        Both layouts; one that is not asked for is empty.
+        Both layouts; a layout that is not requested is empty.
 
     Raises:
         ValueError: a part is not a contiguous matrix of such a dtype, or their N differ.
@@ -385,7 +377,7 @@ def quantize_layouts(
 
 
 def quantize_transposed(parts: Sequence[Tensor], scale: Tensor, fmt: Format = E4M3) -> TensorScaled:
-    """Quantize at a given scale, transposed only: [N, M']; see :func:`quantize_layouts`.
+    """Quantize with a given scale, transposed only: [N, M']; see :func:`quantize_layouts`.
 
     Raises:
         ValueError: a part is not a contiguous matrix of a high-precision dtype, or their N differ.
@@ -401,60 +393,69 @@ def quantize_gradient(
     rows: bool = True,
     transposed: bool = True,
     bias: bool = False,
-) -> GradientCodes:
-    """Quantize matrices that lie side by side with one scale.
+) -> QuantizedGradient:
+    """Quantize matrices, concatenated by columns, with one scale.
 
     Args:
         parts: FP32, BF16 or FP16 [M, n_i], contiguous; N is the sum of the n_i, which are multiples
             of 16 if there is more than one.
-        fmt: format of the codes.
-        rows: write codes [M, N], for the input gradient.
-        transposed: write codes [N, M'], for the weight gradient: M padded with zeros to a multiple
-            of 16.
-        bias: sum over the tokens, FP32 [N].
+        fmt: FP8 format.
+        rows: write FP8 data [M, N], for the grad-input GEMM.
+        transposed: write FP8 data [N, M'], for the grad-weight GEMM: M padded with zeros to a
+            multiple of 16.
+        bias: compute the sum over the tokens, FP32 [N].
 
     Raises:
-        ValueError: a part is not a contiguous matrix of such a dtype, or they do not fit together.
+        ValueError: a part is not a contiguous matrix of such a dtype, or parts do not fit together.
     """
     _check_parts("quantize_gradient", parts, side_by_side=True)
-    return as_codes(*_quantize_gradient(parts, fmt.name, rows, transposed, bias), bias=bias)
+    return to_quantized_gradient(
+        *_quantize_gradient(parts, fmt.name, rows, transposed, bias), bias=bias
+    )
 
 
-def as_codes(q: Tensor, qt: Tensor, scale: Tensor, sums: Tensor, *, bias: bool) -> GradientCodes:
-    """What :func:`empty_gradient` made room for, with its names."""
-    return GradientCodes(TensorScaled(q, scale), TensorScaled(qt, scale), sums if bias else None)
+def to_quantized_gradient(
+    q: Tensor, qt: Tensor, scale: Tensor, sums: Tensor, *, bias: bool
+) -> QuantizedGradient:
+    """Wrap the tensors of :func:`empty_gradient`."""
+    return QuantizedGradient(
+        TensorScaled(q, scale), TensorScaled(qt, scale), sums if bias else None
+    )
 
 
-def transpose_codes(x: TensorScaled) -> TensorScaled:
-    """Codes [M, N] as [N, M'], M padded with zeros to a multiple of 16.
+def transpose_quantized(x: TensorScaled) -> TensorScaled:
+    """Transpose FP8 data [M, N] to [N, M'], M padded with zeros to a multiple of 16.
 
     Raises:
-        ValueError: the codes are not a contiguous FP8 matrix.
+        ValueError: x.q is not a contiguous FP8 matrix.
     """
-    check_codes("transpose_codes", "x", x.q)
-    return TensorScaled(_transpose_codes(x.q), x.scale)
+    check_quantized("transpose_quantized", "x", x.q)
+    return TensorScaled(_transpose_quantized(x.q), x.scale)
 
 
 def dequantize_tensor(x: TensorScaled, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of per-tensor codes [M, N], in ``dtype``: FP32, BF16 or FP16.
+    """Dequantize a per-tensor scaled matrix [M, N] to ``dtype``: FP32, BF16 or FP16.
 
     Raises:
-        ValueError: the codes are not a contiguous FP8 matrix.
+        ValueError: x.q is not a contiguous FP8 matrix.
     """
-    check_codes("dequantize_tensor", "x", x.q)
+    check_quantized("dequantize_tensor", "x", x.q)
     return _dequantize_tensor(x.q, x.scale, dtype)
 
 
 def _check_parts(
     op: str, parts: Sequence[Tensor], *, side_by_side: bool = False, transposed: bool = False
 ) -> None:
-    """Refuse what does not make one matrix.
+    """Check that parts can be concatenated.
 
     Raises:
-        ValueError: there is no part, one is not a contiguous matrix of a high-precision dtype, or
-            dtypes or the sizes that must be equal differ; or, of several, those side by side, or
-            all but the last of those to be transposed, are no multiple of 16 wide or high.
+        ValueError: there is no part or more than three; a part is not a contiguous matrix of a
+            high-precision dtype; dtypes, or the sizes that must be equal, differ; or a size must be
+            a multiple of 16 and is not: the widths of several parts concatenated by columns, the
+            heights of parts to be transposed, except the last.
     """
+    if len(parts) > MOST_PARTS:
+        raise ValueError(f"{op}: got {len(parts)} parts; pass at most {MOST_PARTS}")
     name = "dy" if side_by_side else "x"
     for i, part in enumerate(parts):
         check_matrix(op, name if len(parts) == 1 else f"parts[{i}]", part)
@@ -462,7 +463,7 @@ def _check_parts(
     kinds = {(part.dtype, part.shape[not side_by_side]) for part in parts}
     if len(kinds) != 1:
         raise ValueError(
-            f"{op}: got parts of (dtype, {letter}) {sorted(map(str, kinds))}; give one or more "
+            f"{op}: got parts of (dtype, {letter}) {sorted(map(str, kinds))}; pass one or more "
             f"matrices of the same dtype and the same number of {equal}"
         )
     sizes = [part.shape[side_by_side] for part in parts]

@@ -1,18 +1,18 @@
-"""Quantization per 1 x G group and per row, and back.
+"""Quantization and dequantization per 1 x G group and per row.
 
     group   e = smallest exponent that does not saturate,  q = cast(x * 2^(127 - e))
     row     scale_m = max(amax(x_m) / max, 2^-126),        q_m = cast(x_m / scale_m)
 
-Groups, with a power-of-two scale each, are what a non-linear layer saves for its backward pass
-(arXiv 2410.19313, section 4.1). x is read once.
+Non-linear layers save group-scaled inputs for backward, with a power-of-two scale per group (arXiv
+2410.19313, section 4.1). x is read once.
 
-With a scale per row, a token that is much larger than the others costs these no precision. Each
-program finds the scales of some rows and casts them. Rows that fit a tile are read once. Longer
-ones, and those whose codes are written transposed (32 at a time, for whole sectors of memory), are
-read twice in chunks of columns, the second time backwards: what was read last is still in the L2
-cache. As operands of a GEMM: ``gemm.py``.
+With a scale per row, a token that is much larger than the others does not reduce their precision.
+Each program computes the scales of some rows and casts the rows. Rows that fit a tile are read
+once. Longer rows, and rows whose FP8 data is written transposed (32 at a time, for whole sectors of
+memory), are read twice in chunks of columns, the second time backwards, as the last chunk is still
+in the L2 cache. As operands of a GEMM: ``gemm.py``.
 
-Bytes per element: those of x and 1. Formats and the convention: ``formats.py``. Reference:
+Bytes per element: x's and 1. Formats and the convention: ``formats.py``. Reference:
 ``reference/quantize.py``.
 """
 
@@ -26,8 +26,8 @@ from coat_kernels.device import (
     load_tile,
     magnitude_bits,
     row_offsets,
-    store_codes,
     store_grouped,
+    store_quantized,
     word_offsets,
 )
 from coat_kernels.formats import (
@@ -40,20 +40,20 @@ from coat_kernels.formats import (
     check_grouped,
     check_matrix,
     check_rows,
-    format_of,
-    padded,
+    get_format,
+    pad_length,
 )
-from coat_kernels.launch import TOKENS, Tile, cdiv, chosen, launch, tiled
+from coat_kernels.launch import TOKENS, Tile, cdiv, launch, tile_grid
 from coat_kernels.registry import register
 
 ROW_ELEMENTS = 8192
-"""Elements of a tile of whole rows: what is longer is read in chunks."""
+"""Elements of a tile of whole rows; longer rows are read in chunks."""
 
 LONG_TILE = Tile(4, 2048)
-"""The chunks of such rows."""
+"""Chunks of longer rows."""
 
 TRANSPOSED_TILE = Tile(32, 256)
-"""The chunks of rows whose codes are written transposed."""
+"""Chunks of rows whose FP8 data is written transposed."""
 
 _SMALLEST = tl.constexpr(MIN_SCALE)
 
@@ -90,7 +90,7 @@ def _dequantize_group_kernel(
 def _store_scales(amax_bits, scale_ptr, o_m, M, INVERSE_MAX: tl.constexpr):
     """Store the scales of rows with these largest magnitudes; return their inverses [BLOCK_M, 1].
 
-    0 instead of the inverse of NaN, as ``tile.inverse_scale``.
+    The inverse of NaN is 0, as in ``device.inverse_scale``.
     """
     scale = amax_bits.to(tl.float32, bitcast=True) * INVERSE_MAX
     scale = tl.where(scale < _SMALLEST, _SMALLEST, scale)  # NaN stays
@@ -115,7 +115,7 @@ def _quantize_rows_kernel(
         x = load_tile(x_ptr, o_m, o_n, m_m & (o_n[None, :] < N), N)
         bits = tl.max(magnitude_bits(x), axis=1)
         x *= _store_scales(bits, scale_ptr, o_m, M, INVERSE_MAX)
-        store_codes(
+        store_quantized(
             x, q_ptr, qt_ptr, o_m, i_m, o_n, o_n < N, M, M_PADDED, N, M_PADDED,
             not TRANSPOSED, TRANSPOSED, BLOCK_M, BLOCK_N,
         )  # fmt: skip
@@ -130,7 +130,7 @@ def _quantize_rows_kernel(
         for done in range(0, N, BLOCK_N):
             o_c = last - done + o_n
             x = load_tile(x_ptr, o_m, o_c, m_m & (o_c[None, :] < N), N)
-            store_codes(
+            store_quantized(
                 x * inverse, q_ptr, qt_ptr, o_m, i_m, o_c, o_c < N, M, M_PADDED, N, M_PADDED,
                 not TRANSPOSED, TRANSPOSED, BLOCK_M, BLOCK_N,
             )  # fmt: skip
@@ -151,9 +151,9 @@ def _dequantize_rows_kernel(
 
 
 def empty_grouped(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
-    """Uninitialised codes [M, N] and exponents [M, N / G] for a group-scaled copy of x."""
+    """Allocate FP8 data [M, N] and exponents [M, N / G] for group-scaled x."""
     M, N = x.shape
-    q = x.new_empty((M, N), dtype=format_of(fmt).dtype)
+    q = x.new_empty((M, N), dtype=get_format(fmt).dtype)
     return q, x.new_empty((M, N // group_size), dtype=torch.uint8)
 
 
@@ -161,10 +161,10 @@ def empty_grouped(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]
 def _quantize_group(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     q, exponents = empty_grouped(x, group_size, fmt)
-    grid, options = tiled(M, N)
+    grid, options = tile_grid(M, N)
     launch(
         _quantize_group_kernel, grid,
-        x_ptr=x, q_ptr=q, e_ptr=exponents, M=M, N=N, MAX_EXPONENT=format_of(fmt).max_exponent,
+        x_ptr=x, q_ptr=q, e_ptr=exponents, M=M, N=N, MAX_EXPONENT=get_format(fmt).max_exponent,
         GROUP=group_size, **options,
     )  # fmt: skip
     return q, exponents
@@ -176,7 +176,7 @@ def _quantize_group(x: Tensor, group_size: int, fmt: str) -> tuple[Tensor, Tenso
 def _dequantize_group(q: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     M, N = q.shape
     x = torch.empty((M, N), dtype=dtype, device=q.device)
-    grid, options = tiled(M, N)
+    grid, options = tile_grid(M, N)
     launch(
         _dequantize_group_kernel, grid,
         q_ptr=q, e_ptr=exponents, x_ptr=x, M=M, N=N, GROUP=N // exponents.shape[1], **options,
@@ -185,18 +185,18 @@ def _dequantize_group(q: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _tile(N: int, transposed: bool) -> Tile:
-    """What a program works on at a time."""
+    """Return the tile of a program."""
     if transposed:
-        return chosen(TRANSPOSED_TILE)
+        return TRANSPOSED_TILE
     columns = max(128, 1 << (N - 1).bit_length())
     whole = Tile(min(64, max(1, ROW_ELEMENTS // columns)), columns)
-    return chosen(whole if columns <= ROW_ELEMENTS else LONG_TILE)
+    return whole if columns <= ROW_ELEMENTS else LONG_TILE
 
 
 def _empty_rows(x: Tensor, fmt: str, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Uninitialised codes and scales."""
+    """Allocate FP8 data and scales."""
     M, N = x.shape
-    q = x.new_empty((N, padded(M)) if transposed else (M, N), dtype=format_of(fmt).dtype)
+    q = x.new_empty((N, pad_length(M)) if transposed else (M, N), dtype=get_format(fmt).dtype)
     return q, x.new_empty((M,), dtype=torch.float32)
 
 
@@ -206,9 +206,9 @@ def _quantize_rows(x: Tensor, fmt: str, transposed: bool) -> tuple[Tensor, Tenso
     q, scale = _empty_rows(x, fmt, transposed)
     tile = _tile(N, transposed)
     launch(
-        _quantize_rows_kernel, (cdiv(padded(M) if transposed else M, tile.rows),),
+        _quantize_rows_kernel, (cdiv(pad_length(M) if transposed else M, tile.rows),),
         num_warps=tile.warps, x_ptr=x, q_ptr=q, qt_ptr=q, scale_ptr=scale, M=M, N=N,
-        M_PADDED=padded(M), INVERSE_MAX=1.0 / format_of(fmt).max, TRANSPOSED=transposed,
+        M_PADDED=pad_length(M), INVERSE_MAX=1.0 / get_format(fmt).max, TRANSPOSED=transposed,
         WHOLE=tile.columns >= N, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
     )  # fmt: skip
     return q, scale
@@ -220,7 +220,7 @@ def _quantize_rows(x: Tensor, fmt: str, transposed: bool) -> tuple[Tensor, Tenso
 def _dequantize_rows(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     M, N = q.shape
     x = torch.empty((M, N), dtype=dtype, device=q.device)
-    grid, options = tiled(M, N)
+    grid, options = tile_grid(M, N)
     launch(
         _dequantize_rows_kernel, grid, q_ptr=q, scale_ptr=scale, x_ptr=x, M=M, N=N, **options
     )  # fmt: skip
@@ -233,7 +233,7 @@ def quantize_group(x: Tensor, group_size: int, fmt: Format = E4M3) -> GroupScale
     Args:
         x: FP32, BF16 or FP16 [M, N], contiguous; N a multiple of ``group_size``.
         group_size: 16, 32, 64 or 128.
-        fmt: format of the codes.
+        fmt: FP8 format.
 
     Raises:
         ValueError: the shape, dtype or group size does not fit.
@@ -244,10 +244,10 @@ def quantize_group(x: Tensor, group_size: int, fmt: Format = E4M3) -> GroupScale
 
 
 def dequantize_group(x: GroupScaled, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of a group-scaled matrix [M, N], in ``dtype``: FP32, BF16 or FP16.
+    """Dequantize a group-scaled matrix [M, N] to ``dtype``: FP32, BF16 or FP16.
 
     Raises:
-        ValueError: codes and exponents do not fit each other.
+        ValueError: FP8 data and exponents do not fit together.
     """
     check_grouped("dequantize_group", "x", x)
     return _dequantize_group(x.q, x.exponents, dtype)
@@ -258,9 +258,9 @@ def quantize_rows(x: Tensor, fmt: Format = E4M3, *, transposed: bool = False) ->
 
     Args:
         x: FP32, BF16 or FP16 [M, N], contiguous.
-        fmt: format of the codes.
-        transposed: write codes [N, M'], M padded with zeros to a multiple of 16, instead of
-            [M, N]. For a GEMM over tokens, whose other operand must then hold the scales.
+        fmt: FP8 format.
+        transposed: write FP8 data [N, M'], M padded with zeros to a multiple of 16, not [M, N].
+            For a GEMM over tokens, whose other operand must be multiplied with the scales.
 
     Raises:
         ValueError: x is not a contiguous matrix of such a dtype.
@@ -271,10 +271,10 @@ def quantize_rows(x: Tensor, fmt: Format = E4M3, *, transposed: bool = False) ->
 
 
 def dequantize_rows(x: RowScaled, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values of a row-scaled matrix [M, N], in ``dtype``: FP32, BF16 or FP16.
+    """Dequantize a row-scaled matrix [M, N] to ``dtype``: FP32, BF16 or FP16.
 
     Raises:
-        ValueError: codes and scales do not fit each other, or x is transposed.
+        ValueError: FP8 data and scales do not fit together, or x is transposed.
     """
     check_rows("dequantize_rows", "x", x)
     return _dequantize_rows(x.q, x.scale, dtype)

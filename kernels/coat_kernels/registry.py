@@ -1,8 +1,8 @@
-"""One place where an op is given its three bodies: Triton on CUDA, PyTorch on CPU, shapes only.
+"""Registers ops with three implementations each: Triton on CUDA, PyTorch on CPU, fake (shapes).
 
 Each op is a ``torch.library`` op of the namespace ``coat``, so it works under ``torch.compile`` and
-``torch.library.opcheck``. Where nobody looks at what is called, the body is called past torch's
-dispatcher. ``OPS`` lists them all; the tests run over it.
+``torch.library.opcheck``. If nothing observes dispatcher calls, the implementation is called
+without torch's dispatcher. ``OPS`` lists all ops; the tests iterate over it.
 """
 
 import functools
@@ -14,7 +14,7 @@ import torch
 
 from coat_kernels import reference
 from coat_kernels.launch import is_tested
-from coat_kernels.scale_pool import memory_of_their_own
+from coat_kernels.scale_pool import allocate_separately
 
 OPS: dict[str, "Op"] = {}
 """Every registered op by name."""
@@ -24,29 +24,29 @@ _use_reference = False
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An op and its bodies."""
+    """An op and its implementations."""
 
     name: str
     triton: Callable[..., Any]
     """Launches the kernels; also on CPU tensors in Triton's interpreter."""
     reference: Callable[..., Any]
-    """The same rounding points in plain PyTorch."""
+    """Plain PyTorch with the same rounding points."""
     launch: Callable[..., Any]
     """``triton`` on the first tensor's GPU."""
     dispatch: Callable[..., Any]
     """``torch.ops.coat.<name>``."""
     mutates: bool = False
-    """Whether it changes arguments, which the dispatcher tells autograd."""
+    """Whether the op changes arguments, which autograd learns from the dispatcher."""
 
     def __call__(self, *args: Any) -> Any:
-        """Run the body of the tensors' device, or the reference where that is asked for."""
+        """Run the implementation for the tensors' device; see :func:`use_reference`."""
         if _use_reference:
             return self.reference(*args)
         first = _first(args)
         device = first.device.type
-        # The dispatcher costs a CPU more than the launch of a kernel, or than the arithmetic of a
-        # small tensor.
-        if _is_looked_at(first, args) or device not in ("cpu", "cuda"):
+        # The dispatcher costs more CPU time than the launch of a kernel, or than the arithmetic of
+        # a small tensor.
+        if _needs_dispatcher(first, args) or device not in ("cpu", "cuda"):
             return self.dispatch(*args)
         if device == "cpu":
             return self.reference(*args)
@@ -58,11 +58,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FUNCTORCH: Any = getattr(torch._C, "_functorch", None)  # it has no type stub
 
 
-def _is_looked_at(first: torch.Tensor, args: Sequence[Any]) -> bool:
-    """Whether compilers, modes, transforms, subclasses or autograd need to see which op is called.
+def _needs_dispatcher(first: torch.Tensor, args: Sequence[Any]) -> bool:
+    """Return whether compilers, modes, transforms, subclasses or autograd must see the op's call.
 
-    Autograd says that ops have no gradient. In COAT's own Functions it does not record. A version
-    of torch whose private parts were not tested may always need to.
+    Autograd reports that ops have no gradient; in COAT's own Functions it does not record. With an
+    untested version of torch the answer is always True.
     """
     return (
         type(first) not in _PLAIN
@@ -81,12 +81,12 @@ def _requires_grad(argument: Any) -> bool:
 
 
 def _first(args: Sequence[Any]) -> torch.Tensor:
-    """An op's first argument, or the first of it if it is a list of tensors."""
+    """Return an op's first argument, or the first tensor if it is a list."""
     return args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
 
 
 def use_reference(enabled: bool) -> None:
-    """Run the references on every device from now on: for GPUs without FP8 tensor cores. Slow."""
+    """Run the references on every device, for GPUs without FP8 tensor cores. Slow."""
     global _use_reference
     _use_reference = enabled
 
@@ -94,14 +94,14 @@ def use_reference(enabled: bool) -> None:
 def register(
     *, fake: Callable[..., Any], mutates: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Op]:
-    """Decorator that makes ``_name``, which launches kernels, the op ``coat::name``.
+    """Decorate ``_name``, which launches kernels, to register the op ``coat::name``.
 
-    Its body on a CPU is ``reference.name``, with the same arguments. The launcher's annotations are
-    the op's schema; its first argument is a tensor or a list of them.
+    The CPU implementation is ``reference.name``, with the same arguments. The launcher's
+    annotations are the op's schema. The first argument is a tensor or a list of tensors.
 
     Args:
-        fake: makes the op's results without values.
-        mutates: names of the arguments that it changes.
+        fake: returns the op's results without values.
+        mutates: names of the arguments that the op changes.
     """
 
     def make(triton: Callable[..., Any]) -> Op:
@@ -110,7 +110,7 @@ def register(
 
         @functools.wraps(triton)
         def launch(*args: Any) -> Any:
-            """On its first tensor's GPU: Triton launches on the current one."""
+            """Run on the first tensor's GPU: Triton launches on the current device."""
             device = _first(args).device
             if device.index == torch.cuda.current_device():
                 return triton(*args)
@@ -119,8 +119,8 @@ def register(
 
         @functools.wraps(triton)
         def unshared(*args: Any) -> Any:
-            """As the dispatcher wants it: no result shares memory with an argument."""
-            with memory_of_their_own():
+            """Run as the dispatcher requires: no result shares memory with an argument."""
+            with allocate_separately():
                 return launch(*args)
 
         dispatch = torch.library.custom_op(

@@ -1,21 +1,21 @@
-"""RoPE on a fused QKV projection, split into q, k, v; its gradient goes to FP8 for the GEMMs.
+"""RoPE on a fused QKV projection, split into q, k, v; its gradient is quantized for the GEMMs.
 
 Per head, with the two halves of its D channels (x1, x2) and of the embedding (c1, c2), (s1, s2):
 
-    y1 = x1 c1 - x2 s1,   y2 = x2 c2 + x1 s2             (q and k; v as it is)
+    y1 = x1 c1 - x2 s1,   y2 = x2 c2 + x1 s2             (q and k; v unchanged)
 
     dx1 = dy1 c1 + dy2 s2,   dx2 = dy2 c2 - dy1 s1
-    scale = max(amax(dx) / max, 2^-126),   codes = cast(dx / scale),   db = sum over tokens of dx
+    scale = max(amax(dx) / max, 2^-126),   q8 = cast(dx / scale),   db = sum over tokens of dx
 
-Forward: q and k are rotated, v is copied, so that nothing holds on to the joint matrix. Computed in
-FP32 and rounded once (transformers rounds each product). Reads and writes every element once: with
-16-bit values 4 (H + 2 H_kv) D bytes per token; cos and sin are read once for several heads.
-``rope_quantize`` also writes E4M3 copies with one scale per head and token, and q, k and v as these
-are worth: 5 bytes where 4 are above, and 1 / D.
+Forward: q and k are rotated, v is copied, so that no view keeps the fused matrix alive. Arithmetic
+is FP32 with one rounding (transformers rounds each product). Every element is read and written
+once: with 16-bit values 4 (H + 2 H_kv) D bytes per token; cos and sin are read once for several
+heads. ``rope_quantize`` also writes q, k and v in E4M3 with one scale per head and token; its high-
+precision results are the dequantized values. It moves 5 + 1 / D bytes in place of 4.
 
 Backward: the gradients of the heads are rotated back and quantized for the projection's GEMMs. dx
-never is in memory: dq, dk and dv are read twice, for the amax and for the codes of both layouts.
-Per element of 16 bits 6 bytes are moved, where rotation and quantization apart move 10.
+is never in memory: dq, dk and dv are read twice, for the amax and for the FP8 data of both layouts.
+Per 16-bit element 6 bytes are moved; separate rotation and quantization would move 10.
 
 Formula: Su et al., arXiv 2104.09864, equation 34, in the half-split order of Llama. Reference:
 ``reference/rope.py``.
@@ -28,28 +28,28 @@ from torch import Tensor
 
 from coat_kernels.device import (
     exponent_inverse,
-    exponent_of,
     exponent_scale,
+    get_exponent,
     inverse_scale,
     magnitude_bits,
     publish_scale,
     row_offsets,
-    store_codes,
+    store_quantized,
     word_offsets,
 )
 from coat_kernels.formats import (
     E4M3,
     E5M2,
     Format,
-    GradientCodes,
     GroupScaled,
+    QuantizedGradient,
     check_group,
     check_matrix,
-    format_of,
-    padded,
+    get_format,
+    pad_length,
 )
-from coat_kernels.launch import TOKENS, cdiv, launch, one_or_two_passes
-from coat_kernels.quantize import as_codes, empty_gradient, gradient_room
+from coat_kernels.launch import TOKENS, cdiv, launch, plan_passes
+from coat_kernels.quantize import allocate_gradient, empty_gradient, to_quantized_gradient
 from coat_kernels.registry import register
 from coat_kernels.scale_pool import new_scale
 
@@ -57,28 +57,28 @@ BLOCK_ROWS = 16
 """Tokens per program."""
 
 BACK_ROWS = 32
-"""Tokens per program of the gradient: with 64 the tiles of both layouts take so many registers that
+"""Tokens per program of the gradient: with 64 the tiles of both layouts use so many registers that
 one program fills a multiprocessor."""
 
 BLOCK_HEADS = 8
-"""Heads per program, for which cos and sin stay in registers."""
+"""Heads per program; cos and sin stay in registers for all of them."""
 
 BACK_WARPS = 2
-"""Of a program that writes the gradient's codes."""
+"""Warps of a program that writes the gradient."""
 
 STATS_WARPS = 8
-"""Of one that looks for the largest magnitude."""
+"""Warps of a program that computes the amax."""
 
 
 @triton.jit
 def _half_mask(m_m, D, HALF: tl.constexpr):
-    """Of the D / 2 channels that a half has."""
+    """Return the mask of the D / 2 channels of a half."""
     return m_m[:, None] & (tl.arange(0, HALF)[None, :] < D // 2)
 
 
 @triton.jit
 def _load_halves(x_ptr, o_m, stride, m_m, D, HALF: tl.constexpr):
-    """Both FP32 halves [BLOCK_M, HALF] of D channels of rows o_m; zero outside the mask."""
+    """Load both halves [BLOCK_M, HALF] of D channels of rows o_m, FP32; zero outside the mask."""
     o = o_m[:, None] * stride + tl.arange(0, HALF)[None, :]
     mask = _half_mask(m_m, D, HALF)
     x1 = tl.load(x_ptr + o, mask=mask, other=0.0).to(tl.float32)
@@ -88,7 +88,7 @@ def _load_halves(x_ptr, o_m, stride, m_m, D, HALF: tl.constexpr):
 
 @triton.jit
 def _store_halves(x_ptr, o_m, stride, m_m, D, y1, y2, HALF: tl.constexpr):
-    """The inverse of :func:`_load_halves`, rounded to the matrix's dtype."""
+    """Store both halves like :func:`_load_halves`, rounded to the matrix's dtype."""
     o = o_m[:, None] * stride + tl.arange(0, HALF)[None, :]
     mask = _half_mask(m_m, D, HALF)
     tl.store(x_ptr + o, y1.to(x_ptr.dtype.element_ty), mask=mask)
@@ -96,8 +96,8 @@ def _store_halves(x_ptr, o_m, stride, m_m, D, y1, y2, HALF: tl.constexpr):
 
 
 @triton.jit
-def _of_head(q_ptr, k_ptr, v_ptr, head, H, KV, size):
-    """What belongs to a head, counted through q, k and v, in the first row."""
+def _head_pointer(q_ptr, k_ptr, v_ptr, head, H, KV, size):
+    """Return the address of a head in the first row; heads are counted through q, k and v."""
     part = q_ptr + head * size
     if head >= H:
         part = k_ptr + (head - H) * size
@@ -108,25 +108,25 @@ def _of_head(q_ptr, k_ptr, v_ptr, head, H, KV, size):
 
 @triton.jit
 def _quantize_head(
-    y1, y2, codes, exponents, groups, o_m, stride, mask, D,
+    y1, y2, q8_ptr, exponents, groups, o_m, stride, mask, D,
     MAX_EXPONENT: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes of a head's halves and its exponents; what they are worth."""
+    """Store a head's halves in FP8 with exponents; return the dequantized halves."""
     bits = tl.maximum(tl.max(magnitude_bits(y1), axis=1), tl.max(magnitude_bits(y2), axis=1))
-    e = exponent_of(bits, MAX_EXPONENT)
+    e = get_exponent(bits, MAX_EXPONENT)
     inverse, scale = exponent_inverse(e)[:, None], exponent_scale(e)[:, None]
-    code1 = (y1 * inverse).to(codes.dtype.element_ty)
-    code2 = (y2 * inverse).to(codes.dtype.element_ty)
-    _store_halves(codes, o_m, stride, mask, D, code1, code2, HALF)
+    q1 = (y1 * inverse).to(q8_ptr.dtype.element_ty)
+    q2 = (y2 * inverse).to(q8_ptr.dtype.element_ty)
+    _store_halves(q8_ptr, o_m, stride, mask, D, q1, q2, HALF)
     tl.store(exponents + o_m * groups, e.to(tl.uint8), mask=mask)
-    return code1.to(tl.float32) * scale, code2.to(tl.float32) * scale
+    return q1.to(tl.float32) * scale, q2.to(tl.float32) * scale
 
 
 @triton.jit(do_not_specialize=TOKENS)
 def _rope_kernel(
     qkv_ptr, cos_ptr, sin_ptr,  # (M, (H + 2 KV) D), (R, D), (R, D)
     q_ptr, k_ptr, v_ptr,  # (M, H D), (M, KV D), (M, KV D)
-    q8_ptr, k8_ptr, v8_ptr, eq_ptr, ek_ptr, ev_ptr,  # their codes, (M, H), (M, KV), (M, KV)
+    q8_ptr, k8_ptr, v8_ptr, eq_ptr, ek_ptr, ev_ptr,  # the same in FP8; (M, H), (M, KV), (M, KV)
     M, R, H, KV, D,
     QUANTIZE: tl.constexpr, MAX_EXPONENT: tl.constexpr,
     HALF: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -138,32 +138,32 @@ def _rope_kernel(
     heads = H + 2 * KV
     for i in range(BLOCK_H):
         head = tl.program_id(1) * BLOCK_H + i
-        # Where the head lies among q, k and v, and in the joint matrix.
-        part = _of_head(q_ptr, k_ptr, v_ptr, head, H, KV, D)
+        # The head's address in q, k or v, and in the fused matrix.
+        part = _head_pointer(q_ptr, k_ptr, v_ptr, head, H, KV, D)
         in_row = H if head < H else KV
         stride = in_row * D
-        joint = qkv_ptr + head * D
+        fused = qkv_ptr + head * D
         mask = m_m & (head < heads)
-        x1, x2 = _load_halves(joint, o_m, heads * D, mask, D, HALF)
+        x1, x2 = _load_halves(fused, o_m, heads * D, mask, D, HALF)
         y1, y2 = x1, x2
         if head < H + KV:
             y1 = x1 * c1 - x2 * s1
             y2 = x2 * c2 + x1 * s2
         if QUANTIZE:
-            codes = _of_head(q8_ptr, k8_ptr, v8_ptr, head, H, KV, D)
-            exponents = _of_head(eq_ptr, ek_ptr, ev_ptr, head, H, KV, 1)
+            fp8 = _head_pointer(q8_ptr, k8_ptr, v8_ptr, head, H, KV, D)
+            exponents = _head_pointer(eq_ptr, ek_ptr, ev_ptr, head, H, KV, 1)
             y1, y2 = _quantize_head(
-                y1, y2, codes, exponents, in_row, o_m, stride, mask, D, MAX_EXPONENT, HALF
+                y1, y2, fp8, exponents, in_row, o_m, stride, mask, D, MAX_EXPONENT, HALF
             )
         _store_halves(part, o_m, stride, mask, D, y1, y2, HALF)
 
 
 @triton.jit
-def _rotated_back(
+def _rotate_back(
     dq_ptr, dk_ptr, dv_ptr, c1, c2, s1, s2, head, o_m, m_m, H, KV, D, HALF: tl.constexpr
 ):
-    """FP32 halves [BLOCK_M, HALF] of a head's gradient; zero outside the mask."""
-    part = _of_head(dq_ptr, dk_ptr, dv_ptr, head, H, KV, D)
+    """Compute FP32 halves [BLOCK_M, HALF] of a head's gradient; zero outside the mask."""
+    part = _head_pointer(dq_ptr, dk_ptr, dv_ptr, head, H, KV, D)
     stride = (H if head < H else KV) * D
     mask = m_m & (head < H + 2 * KV)
     y1, y2 = _load_halves(part, o_m, stride, mask, D, HALF)
@@ -188,7 +188,7 @@ def _rope_gradient_stats_kernel(
     bits = tl.zeros((BLOCK_M, HALF), dtype=tl.int32)
     for i in range(BLOCK_H):
         head = tl.program_id(1) * BLOCK_H + i
-        x1, x2 = _rotated_back(
+        x1, x2 = _rotate_back(
             dq_ptr, dk_ptr, dv_ptr, c1, c2, s1, s2, head, o_m, m_m, H, KV, D, HALF
         )
         bits = tl.maximum(bits, tl.maximum(magnitude_bits(x1), magnitude_bits(x2)))
@@ -213,16 +213,16 @@ def _rope_gradient_kernel(
     o_h = tl.arange(0, HALF)
     for i in range(BLOCK_H):
         head = tl.program_id(1) * BLOCK_H + i
-        x1, x2 = _rotated_back(
+        x1, x2 = _rotate_back(
             dq_ptr, dk_ptr, dv_ptr, c1, c2, s1, s2, head, o_m, m_m, H, KV, D, HALF
         )
         m_n = (o_h < D // 2) & (head < H + 2 * KV)
         o_n = head * D + o_h
-        store_codes(
+        store_quantized(
             x1 * inverse, q_ptr, qt_ptr, o_m, i_m, o_n, m_n, M, M_PADDED, N, M_PADDED, ROWS,
             TRANSPOSED, BLOCK_M, HALF,
         )  # fmt: skip
-        store_codes(
+        store_quantized(
             x2 * inverse, q_ptr, qt_ptr, o_m, i_m, o_n + D // 2, m_n, M, M_PADDED, N, M_PADDED,
             ROWS, TRANSPOSED, BLOCK_M, HALF,
         )  # fmt: skip
@@ -235,7 +235,7 @@ def _rope_gradient_kernel(
 def _empty_heads(
     qkv: Tensor, cos: Tensor, _sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised q, k and v."""
+    """Allocate q, k and v."""
     M, D = qkv.shape[0], cos.shape[1]
     q = qkv.new_empty(M, heads * D)
     return q, qkv.new_empty(M, kv_heads * D), qkv.new_empty(M, kv_heads * D)
@@ -243,16 +243,16 @@ def _empty_heads(
 
 def _launch(
     qkv: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    copies: tuple[Tensor | None, ...] = (None,) * 6,
+    fp8: tuple[Tensor | None, ...] = (None,) * 6,
 ) -> None:  # fmt: skip
     M, (R, D) = qkv.shape[0], cos.shape
     H, KV = q.shape[1] // D, k.shape[1] // D
     launch(
         _rope_kernel, (cdiv(M, BLOCK_ROWS), cdiv(H + 2 * KV, BLOCK_HEADS)), num_warps=4,
         qkv_ptr=qkv, cos_ptr=cos, sin_ptr=sin, q_ptr=q, k_ptr=k, v_ptr=v,
-        q8_ptr=copies[0], k8_ptr=copies[1], v8_ptr=copies[2],
-        eq_ptr=copies[3], ek_ptr=copies[4], ev_ptr=copies[5],
-        M=M, R=R, H=H, KV=KV, D=D, QUANTIZE=copies[0] is not None,
+        q8_ptr=fp8[0], k8_ptr=fp8[1], v8_ptr=fp8[2],
+        eq_ptr=fp8[3], ek_ptr=fp8[4], ev_ptr=fp8[5],
+        M=M, R=R, H=H, KV=KV, D=D, QUANTIZE=fp8[0] is not None,
         MAX_EXPONENT=E4M3.max_exponent, HALF=triton.next_power_of_2(D // 2),
         BLOCK_M=BLOCK_ROWS, BLOCK_H=BLOCK_HEADS,
     )  # fmt: skip
@@ -267,10 +267,10 @@ def _rope(
     return q, k, v
 
 
-def _empty_copies(
+def _empty_quantized(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised q, k and v, their codes and their exponents."""
+    """Allocate q, k and v in high precision and in FP8, and their exponents."""
     parts = _empty_heads(qkv, cos, sin, heads, kv_heads)
     q8, k8, v8 = (part.new_empty(part.shape, dtype=E4M3.dtype) for part in parts)
     eq, ek, ev = (
@@ -280,11 +280,11 @@ def _empty_copies(
     return *parts, q8, k8, v8, eq, ek, ev
 
 
-@register(fake=_empty_copies)
+@register(fake=_empty_quantized)
 def _rope_quantize(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    made = _empty_copies(qkv, cos, sin, heads, kv_heads)
+    made = _empty_quantized(qkv, cos, sin, heads, kv_heads)
     _launch(qkv, cos, sin, *made[:3], made[3:])
     return made
 
@@ -301,7 +301,7 @@ def _rope_gradient(
     M, (R, D) = dq.shape[0], cos.shape
     H, KV = dq.shape[1] // D, dk.shape[1] // D
     N = (H + 2 * KV) * D
-    q, qt, sums = gradient_room(M, N, dq, fmt, rows, transposed, bias)
+    q, qt, sums = allocate_gradient(M, N, dq, fmt, rows, transposed, bias)
     scale = new_scale(dq.device)
     heads, tiles = cdiv(H + 2 * KV, BLOCK_HEADS), cdiv(M, BACK_ROWS)
     common = {
@@ -311,16 +311,16 @@ def _rope_gradient(
     }  # fmt: skip
     launch(
         _rope_gradient_stats_kernel, (tiles, heads), num_warps=STATS_WARPS,
-        INVERSE_MAX=1.0 / format_of(fmt).max, **common,
+        INVERSE_MAX=1.0 / get_format(fmt).max, **common,
     )  # fmt: skip
     if not (rows or transposed or bias):
         return q, qt, scale, sums
-    tiles = cdiv(padded(M) if transposed else M, BACK_ROWS)
+    tiles = cdiv(pad_length(M) if transposed else M, BACK_ROWS)
     partial = sums.new_empty((tiles, N)) if bias else sums
-    for in_rows, in_columns in one_or_two_passes(rows, transposed, D):
+    for in_rows, in_columns in plan_passes(rows, transposed, D):
         launch(
             _rope_gradient_kernel, (tiles, heads), num_warps=BACK_WARPS,
-            q_ptr=q, qt_ptr=qt, sums_ptr=partial, M_PADDED=padded(M), N=N, ROWS=in_rows,
+            q_ptr=q, qt_ptr=qt, sums_ptr=partial, M_PADDED=pad_length(M), N=N, ROWS=in_rows,
             TRANSPOSED=in_columns, BIAS=bias, **common,
         )  # fmt: skip
     return q, qt, scale, partial.sum(0) if bias else sums
@@ -329,14 +329,14 @@ def _rope_gradient(
 def rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a joint projection and rotate its q and k.
+    """Split a fused QKV projection and rotate q and k.
 
     Args:
         qkv: [M, (heads + 2 kv_heads) D], FP32, BF16 or FP16: q, k, v of M tokens.
-        cos: [R, D]; token m takes row m % R, so sequences of R tokens share it. D is even.
-        sin: likewise.
-        heads: of q.
-        kv_heads: of k and of v.
+        cos: [R, D]; token m uses row m % R, so sequences of R tokens share it. D is even.
+        sin: as cos.
+        heads: number of heads of q.
+        kv_heads: number of heads of k and of v.
 
     Returns:
         q [M, heads D], k and v [M, kv_heads D], in qkv's dtype.
@@ -344,29 +344,29 @@ def rope(
     Raises:
         ValueError: a shape, dtype or layout is wrong.
     """
-    _check_joint("rope", qkv, cos, sin, heads, kv_heads)
+    _check_qkv("rope", qkv, cos, sin, heads, kv_heads)
     return _rope(qkv, cos, sin, heads, kv_heads)
 
 
 def rope_quantize(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[GroupScaled, GroupScaled, GroupScaled]]:
-    """The same with E4M3 copies, one power-of-two scale per token and head.
+    """Split, rotate and quantize to E4M3 with one power-of-two scale per token and head.
 
     Args:
         qkv: as in :func:`rope`.
         cos: as in :func:`rope`; D is one of ``GROUP_SIZES``.
-        sin: likewise.
-        heads: of q.
-        kv_heads: of k and of v.
+        sin: as cos.
+        heads: number of heads of q.
+        kv_heads: number of heads of k and of v.
 
     Returns:
-        q, k, v rounded to what the copies are worth, and the copies.
+        q, k, v dequantized, and q, k, v in FP8.
 
     Raises:
         ValueError: a shape, dtype or layout is wrong.
     """
-    _check_joint("rope_quantize", qkv, cos, sin, heads, kv_heads)
+    _check_qkv("rope_quantize", qkv, cos, sin, heads, kv_heads)
     check_group("rope_quantize", cos.shape[1], cos.shape[1])
     q, k, v, q8, k8, v8, eq, ek, ev = _rope_quantize(qkv, cos, sin, heads, kv_heads)
     return (q, k, v), (GroupScaled(q8, eq), GroupScaled(k8, ek), GroupScaled(v8, ev))
@@ -383,20 +383,20 @@ def rope_gradient(
     rows: bool = True,
     transposed: bool = True,
     bias: bool = False,
-) -> GradientCodes:
-    """Gradient of the joint projection, quantized per tensor.
+) -> QuantizedGradient:
+    """Compute the gradient of the fused QKV projection in per-tensor FP8.
 
     Args:
         dq: gradient of q [M, heads D], FP32, BF16 or FP16, contiguous.
         dk: gradient of k [M, kv_heads D].
         dv: gradient of v, of k's shape.
         cos: as in :func:`coat_kernels.rope`.
-        sin: likewise.
-        fmt: format of the codes.
-        rows: write codes [M, N], N = (heads + 2 kv_heads) D, for the input gradient.
-        transposed: write codes [N, M'], for the weight gradient: M padded with zeros to a multiple
-            of 16.
-        bias: sum over the tokens, FP32 [N].
+        sin: as cos.
+        fmt: FP8 format.
+        rows: write FP8 data [M, N], N = (heads + 2 kv_heads) D, for the grad-input GEMM.
+        transposed: write FP8 data [N, M'], for the grad-weight GEMM: M padded with zeros to a
+            multiple of 16.
+        bias: compute the sum over the tokens, FP32 [N].
 
     Raises:
         ValueError: a shape, dtype or layout is wrong.
@@ -412,10 +412,10 @@ def rope_gradient(
             f"the same number of rows and a multiple of {D} columns, one head's channels"
         )
     made = _rope_gradient(dq, dk, dv, cos, sin, fmt.name, rows, transposed, bias)
-    return as_codes(*made, bias=bias)
+    return to_quantized_gradient(*made, bias=bias)
 
 
-def _check_joint(op: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
+def _check_qkv(op: str, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> None:
     check_matrix(op, "qkv", qkv)
     _check_embedding(op, qkv.shape[0], cos, sin)
     if qkv.shape[1] != (heads + 2 * kv_heads) * cos.shape[1] or min(heads, kv_heads) < 1:

@@ -1,3 +1,3 @@
-"""Measurements of speed and memory, ours beside baselines; results stand in docs/results.md."""
+"""Benchmarks of speed and memory, compared with baselines; docs/results.md has the results."""
 
 import coat_vlm  # noqa: F401 - before transformers and DeepSpeed, so that torchvision imports

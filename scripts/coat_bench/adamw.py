@@ -1,10 +1,10 @@
 """``coat-vlm bench adamw``: one optimizer step on as many parameters as a model has.
 
-29 tensors of 940,572,672 parameters (``SIZES``): four decoder layers of Llama-2-7B's shape and an
-embedding. Ours beside torch's fused AdamW and torchao's 8-bit ones where
-torchao is installed. Before ours gets a speed, two steps on a sample are compared with
-``coat_kernels.reference``. Times are of a CUDA graph of ``step()``, or, where a step
-cannot be captured, of the call: see ``clock.py``. Caches need no flushing: a step moves gigabytes.
+29 tensors with 940,572,672 parameters (``SIZES``): four decoder layers of Llama-2-7B's shape and an
+embedding. ``CoatAdamW`` is compared with torch's fused AdamW and, if installed, torchao's 8-bit
+optimizers. ``CoatAdamW`` gets a speed only if two steps on a sample agree with
+``coat_kernels.reference``. Times are those of a CUDA graph of ``step()`` (``clock.py``), or of the
+call if a step cannot be captured. Caches are not flushed: a step moves gigabytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,15 @@ from tqdm import tqdm
 from triton.errors import TritonError
 
 from coat_bench.check import relative_rms
-from coat_bench.clock import median_us
-from coat_bench.rows import Row, failure, number, origin, require_gpu, table_of
+from coat_bench.clock import measure_median_us
+from coat_bench.rows import (
+    Row,
+    format_error,
+    format_number,
+    format_rows_as_table,
+    get_origin,
+    require_gpu,
+)
 from coat_vlm.optim import CoatAdamW
 
 DEVICE = torch.device("cuda")
@@ -33,19 +40,19 @@ SIZES = (
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 SAMPLE = (3 * 4096 + 5, 4096, 127)
-"""Elements of the tensors on which ours is compared with the reference."""
+"""Elements of the tensors on which ``CoatAdamW`` is compared with the reference."""
 
 Dtype = Literal["float32", "bfloat16"]
 BOTH: tuple[Dtype, ...] = ("float32", "bfloat16")
 
 
 class Implementation(NamedTuple):
-    """An optimizer that is measured."""
+    """A measured optimizer."""
 
     name: str
     codec: str
     dtypes: tuple[Dtype, ...]
-    """Of parameters and gradients."""
+    """Dtypes of parameters and gradients."""
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -58,17 +65,17 @@ class AdamwRow(Row):
     param_dtype: str
     params: int
     ms: float | None = None
-    """A step on the GPU, median."""
+    """Median time of a step on the GPU."""
     ps_per_param: float | None = None
-    """The same in picoseconds per parameter."""
+    """``ms`` in picoseconds per parameter."""
     state_bytes_per_param: float | None = None
-    """All tensors of the optimizer's state, measured."""
+    """Measured bytes of all tensors of the optimizer's state."""
     problem: str = ""
     """Why there is no speed."""
 
 
-def implementations() -> list[Implementation]:
-    """Ours with each codec of training and each kind of master, torch's, torchao's if installed."""
+def list_implementations() -> list[Implementation]:
+    """List ``CoatAdamW`` with each codec and kind of master weights, and the baselines."""
 
     def ours(codec: str, master: Any) -> Any:
         return lambda params: CoatAdamW(params, **SETTINGS, codec=codec, master=master)
@@ -85,11 +92,11 @@ def implementations() -> list[Implementation]:
     found = [
         *(
             Implementation("coat", codec, BOTH, ours(codec, "fp32"))
-            for codec in ("dre_e4m3", "dre_e4m3_chance")
+            for codec in ("dre_e4m3", "dre_e4m3_stochastic")
         ),
         *(
             Implementation(f"coat {master}", "dre_e4m3", ("bfloat16",), ours("dre_e4m3", master))
-            for master in ("bf16_remainder", "bf16_stochastic")
+            for master in ("bf16_low_bits", "bf16_stochastic")
         ),
         Implementation("torch fused", "none", BOTH, fused),
     ]
@@ -100,7 +107,7 @@ def implementations() -> list[Implementation]:
 
 
 def bench_adamw(sizes: Sequence[int] = SIZES) -> list[AdamwRow]:
-    """Measure all implementations, in FP32 and BF16.
+    """Measure all optimizers in FP32 and BF16.
 
     Args:
         sizes: elements of each tensor.
@@ -109,29 +116,37 @@ def bench_adamw(sizes: Sequence[int] = SIZES) -> list[AdamwRow]:
         ValueError: there is no GPU.
     """
     require_gpu("the speed of a step is")
-    where, rows = origin(), []
+    where, rows = get_origin(), []
     pairs: list[tuple[Implementation, Dtype]] = [
-        (each, dtype) for each in implementations() for dtype in each.dtypes
+        (each, dtype) for each in list_implementations() for dtype in each.dtypes
     ]
     for implementation, dtype in tqdm(pairs, desc="adamw", unit="optimizer"):
         row = AdamwRow(*where, implementation.name, implementation.codec, dtype, sum(sizes))
         rows.append(row)
         try:
             if implementation.name.startswith("coat"):
-                row.problem = disagreement(implementation, dtype)
+                row.problem = find_disagreement(implementation, dtype)
             if not row.problem:
-                _measure(row, implementation, dtype, sizes)
+                params = make_parameters(sizes, dtype, DEVICE)
+                for p in params:
+                    p.grad = torch.randn_like(p) * 1e-2
+                optimizer = implementation.make(params)
+                optimizer.step()
+                row.state_bytes_per_param = count_state_bytes(optimizer) / row.params
+                row.ms = measure_step_ms(optimizer.step)
+                row.ps_per_param = 1e9 * row.ms / row.params
         except (RuntimeError, ValueError, TypeError, TritonError) as error:  # others may run
-            row.problem = failure(error)
+            row.problem = format_error(error)
+        params = optimizer = None  # frees their memory
         torch.cuda.empty_cache()
     return rows
 
 
-def disagreement(implementation: Implementation, dtype: Dtype) -> str:
-    """What two steps on a sample do otherwise than on the CPU; empty when they are right."""
+def find_disagreement(implementation: Implementation, dtype: Dtype) -> str:
+    """Compare two steps on a sample with the CPU; returns the problem, empty if there is none."""
     ends: list[list[Tensor]] = []
     for device in (DEVICE, torch.device("cpu")):
-        params = parameters(SAMPLE, dtype, torch.device("cpu"))
+        params = make_parameters(SAMPLE, dtype, torch.device("cpu"))
         moved = [nn.Parameter(p.detach().to(device)) for p in params]
         optimizer = implementation.make(moved)
         generator = torch.Generator().manual_seed(1)
@@ -140,7 +155,7 @@ def disagreement(implementation: Implementation, dtype: Dtype) -> str:
                 p.grad = torch.randn(p.numel(), generator=generator).to(device, p.dtype)
             optimizer.step()
         ends.append([p.detach().cpu() for p in moved])
-    # A code on the other side of a tie moves its parameter by a few hundredths of a step of 1e-3.
+    # A moment rounded to the other side of a tie changes its parameter by a few percent of a step.
     tolerance = 1e-5 if dtype == "float32" else 1e-3
     for i, (found, expected) in enumerate(zip(*ends, strict=True)):
         error = relative_rms(found, expected)
@@ -149,8 +164,8 @@ def disagreement(implementation: Implementation, dtype: Dtype) -> str:
     return ""
 
 
-def parameters(sizes: Sequence[int], dtype: Dtype, device: torch.device) -> list[nn.Parameter]:
-    """Tensors N(0, 1), seed 0."""
+def make_parameters(sizes: Sequence[int], dtype: Dtype, device: torch.device) -> list[nn.Parameter]:
+    """Make parameters N(0, 1) with seed 0."""
     generator = torch.Generator(device).manual_seed(0)
     return [
         nn.Parameter(
@@ -160,39 +175,28 @@ def parameters(sizes: Sequence[int], dtype: Dtype, device: torch.device) -> list
     ]
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors of an optimizer's state, each counted once."""
+def count_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Count the bytes of all tensors of an optimizer's state, each once."""
     values = [value for state in optimizer.state.values() for value in state.values()]
-    return sum({t.data_ptr(): t.nbytes for value in values for t in _plain(value)}.values())
+    return sum(
+        {t.data_ptr(): t.nbytes for value in values for t in _flatten_tensor(value)}.values()
+    )
 
 
-def _plain(value: Any) -> list[Tensor]:
-    """A tensor, or those that a tensor subclass is made of."""
+def _flatten_tensor(value: Any) -> list[Tensor]:
+    """Return the tensor, or the tensors inside a tensor subclass; nothing for other values."""
     if not isinstance(value, Tensor):
         return []
     if not hasattr(value, "__tensor_flatten__"):
         return [value]
     names, _ = value.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-    return [inner for name in names for inner in _plain(getattr(value, name))]
+    return [inner for name in names for inner in _flatten_tensor(getattr(value, name))]
 
 
-def _measure(
-    row: AdamwRow, implementation: Implementation, dtype: Dtype, sizes: Sequence[int]
-) -> None:
-    params = parameters(sizes, dtype, DEVICE)
-    for p in params:
-        p.grad = torch.randn_like(p) * 1e-2
-    optimizer = implementation.make(params)
-    optimizer.step()
-    row.state_bytes_per_param = state_bytes(optimizer) / row.params
-    row.ms = step_ms(optimizer.step)
-    row.ps_per_param = 1e9 * row.ms / row.params
-
-
-def step_ms(step: Callable[[], Any]) -> float:
-    """Median time of a step; of the call where it cannot be captured in a CUDA graph."""
+def measure_step_ms(step: Callable[[], Any]) -> float:
+    """Return the median time of a step; of the call if no CUDA graph can capture it."""
     try:
-        return median_us(step) / 1e3
+        return measure_median_us(step) / 1e3
     except RuntimeError as error:
         if "cannot be captured" not in str(error):
             raise
@@ -203,16 +207,16 @@ def step_ms(step: Callable[[], Any]) -> float:
 
 
 def format_rows(rows: Sequence[AdamwRow]) -> str:
-    """Markdown: one line per optimizer and dtype."""
-    return table_of(
+    """Format rows as a Markdown table with one line per optimizer and dtype."""
+    return format_rows_as_table(
         rows,
         {
             "implementation": lambda row: row.implementation,
             "codec": lambda row: row.codec,
             "parameters": lambda row: row.param_dtype,
-            "ms": lambda row: number(row.ms, 2),
-            "ps/parameter": lambda row: number(row.ps_per_param, 2),
-            "state B/parameter": lambda row: number(row.state_bytes_per_param, 3),
+            "ms": lambda row: format_number(row.ms, 2),
+            "ps/parameter": lambda row: format_number(row.ps_per_param, 2),
+            "state B/parameter": lambda row: format_number(row.state_bytes_per_param, 3),
             "note": lambda row: row.problem,
         },
     )

@@ -1,6 +1,6 @@
-"""What ``coat-vlm bench kernels`` measures: each op with the arguments of a training step.
+"""Cases of ``coat-vlm bench kernels``: each op with the arguments of a training step.
 
-``t`` are tokens, ``h`` hidden channels, ``f`` those of the MLP. Matrices are BF16.
+``t`` is the number of tokens, ``h`` of hidden channels, ``f`` of MLP channels. Matrices are BF16.
 """
 
 from collections.abc import Callable
@@ -17,28 +17,28 @@ from coat_vlm.config import Fp8Config
 GROUP_SIZE = Fp8Config().group_size
 
 VOCABULARIES = {"llama": 32000, "qwen2": 152064}
-"""Of Llama-2 and of Qwen2.5-7B."""
+"""Vocabulary sizes of Llama-2 and Qwen2.5-7B."""
 
 LOSS_TOKENS = 2048
-"""Most tokens whose logits are there at once in training, of Qwen2.5-7B."""
+"""Largest chunk of tokens whose logits exist at the same time in training, for Qwen2.5-7B."""
 
 Arguments = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way in which a training step calls an op."""
+    """One call of an op in a training step."""
 
     op: str
     """Its name in ``OPS``."""
     variant: str
-    """What it is called on, and for which layouts."""
+    """Its input, and the layouts of its results."""
     arguments: Callable[["Draw"], Arguments]
     """Makes the op's arguments."""
 
 
 class Draw:
-    """Seeded tensors, made on their device.
+    """Makes seeded random tensors on a device.
 
     Args:
         device: where the tensors are made.
@@ -49,12 +49,12 @@ class Draw:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def matrix(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Gaussian [rows, columns] with channels of different size, as activations have."""
+        """Gaussian [rows, columns] with channels of different magnitude, like activations."""
         x, size = self._normal(rows, columns), self._normal(columns)
         return x.mul_(size.exp2_()).to(dtype)
 
     def vector(self, size: int) -> Tensor:
-        """BF16 [size]: one number per channel."""
+        """Gaussian BF16 [size], one number per channel."""
         return self._normal(size).bfloat16()
 
     def tokens(self, count: int, vocabulary: int) -> Tensor:
@@ -65,28 +65,36 @@ class Draw:
         return torch.randn(size, generator=self._generator, device=self._device)
 
 
-def cases(shape: LayerShape) -> list[Case]:
-    """All cases of a block, in the order in which the results are shown."""
-    decoder = shape.family != "siglip"
-    return [
-        *_quantize_cases(shape),
-        *_norm_cases(shape),
-        *_activation_cases(shape),
-        *((*_rope_cases(shape), _loss_case(shape)) if decoder else ()),
-        _adamw_case(shape),
-    ]
+def build_cases(shape: LayerShape) -> list[Case]:
+    """Build all cases of a block, in the order of the results."""
+
+    def loss(draw: Draw) -> Arguments:
+        t, v = min(shape.tokens, LOSS_TOKENS), VOCABULARIES[shape.family]
+        return (draw.matrix(t, v), draw.tokens(t, v), draw.matrix(1, 1, torch.float32).abs()[0, 0])
+
+    def adamw(draw: Draw) -> Arguments:
+        # FP32, as under DeepSpeed, with the size of one matrix of the MLP.
+        p, g = (draw.matrix(shape.ffn, shape.hidden, torch.float32) for _ in range(2))
+        m, v = encode_moment(0.1 * g), encode_moment(0.001 * g.square(), second=True)
+        return (p, g, *m, *v, 1e-3, 0.9, 0.999, 1e-8, 0.1, 2, "dre_e4m3", None, None, None, 0)
+
+    found = [*_build_quantize_cases(shape), *_build_norm_cases(shape)]
+    found += _build_activation_cases(shape)
+    if shape.family != "siglip":
+        found += [*_build_rope_cases(shape), Case("cross_entropy_", "losses and gradient", loss)]
+    return [*found, Case("adamw_step", "FP32 weights", adamw)]
 
 
-def sample_of(shape: LayerShape) -> LayerShape:
-    """A smaller block for comparisons with the references: 200 tokens, at most 1040 MLP channels.
+def shrink_shape(shape: LayerShape) -> LayerShape:
+    """Return a smaller block for comparisons: 200 tokens, at most 1040 MLP channels.
 
-    Rows are as wide as in the block. Neither number is a multiple of a tile, nor do 200 tokens need
-    no padding.
+    Rows are as wide as in the block. Neither number is a multiple of a tile, and 200 tokens need
+    padding.
     """
     return replace(shape, batch=2, length=min(shape.length, 100), ffn=min(shape.ffn, 1040))
 
 
-def _quantize_cases(shape: LayerShape) -> list[Case]:
+def _build_quantize_cases(shape: LayerShape) -> list[Case]:
     t, h = shape.tokens, shape.hidden
     encoder = shape.family == "siglip"
     into_mlp = [shape.ffn] * (1 if encoder else 2)
@@ -137,7 +145,7 @@ def _quantize_cases(shape: LayerShape) -> list[Case]:
     by_row, by_group = OPS["quantize_rows"].reference, OPS["quantize_group"].reference
     return [
         *found,
-        Case("transpose_codes", output, lambda draw: (quantized(draw)[0],)),
+        Case("transpose_quantized", output, lambda draw: (quantized(draw)[0],)),
         Case(
             "dequantize_tensor",
             f"{output}, to BF16",
@@ -163,7 +171,7 @@ def _quantize_cases(shape: LayerShape) -> list[Case]:
     ]
 
 
-def _norm_cases(shape: LayerShape) -> list[Case]:
+def _build_norm_cases(shape: LayerShape) -> list[Case]:
     t, h = shape.tokens, shape.hidden
     centered = shape.family == "siglip"
 
@@ -177,30 +185,30 @@ def _norm_cases(shape: LayerShape) -> list[Case]:
         _, _, _, rstd, mean, scale = OPS["norm_stats"].reference(*args)
         return (args[0], None, args[2], args[3], rstd, mean, scale, "e4m3", True, False)
 
-    def from_copy(draw: Draw) -> Arguments:
+    def from_saved(draw: Draw) -> Arguments:
         args = of_x(draw)
         _, q, exponents, rstd, mean, scale = OPS["norm_stats"].reference(*args)
         return (q, exponents, args[2], args[3], rstd, mean, scale, "e4m3", False, True)
 
     def backward(draw: Draw) -> Arguments:
-        q, exponents, weight, _, rstd, mean, *_ = from_copy(draw)
+        q, exponents, weight, _, rstd, mean, *_ = from_saved(draw)
         return (draw.matrix(t, h), q, exponents, weight, rstd, mean, draw.matrix(t, h))
 
     return [
         Case("norm_stats", "of x", of_x),
         Case("norm_stats", "of x + delta", lambda draw: of_x(draw, True)),
         Case("norm_apply", "rows, from x", from_x),
-        Case("norm_apply", "transposed, from the copy", from_copy),
+        Case("norm_apply", "transposed, from the copy", from_saved),
         Case("norm_bwd", "with a residual", backward),
     ]
 
 
-def _activation_cases(shape: LayerShape) -> list[Case]:
+def _build_activation_cases(shape: LayerShape) -> list[Case]:
     t, f = shape.tokens, shape.ffn
     decoder = shape.family != "siglip"
     kind = "silu_mul" if decoder else "gelu_tanh"
     width = 2 * f if decoder else f
-    bias = not decoder  # of the layer before: SigLIP's has one
+    bias = not decoder  # of the preceding linear layer: SigLIP's has one
 
     def of_a(draw: Draw) -> Arguments:
         return (draw.matrix(t, width), kind, GROUP_SIZE, "e4m3")
@@ -208,11 +216,7 @@ def _activation_cases(shape: LayerShape) -> list[Case]:
     def from_a(draw: Draw) -> Arguments:
         args = of_a(draw)
         scale = OPS["activation_stats"].reference(*args)[2]
-        return (args[0], None, kind, scale, "e4m3", True, False)
-
-    def from_copy(draw: Draw) -> Arguments:
-        q, exponents, scale = OPS["activation_stats"].reference(*of_a(draw))
-        return (q, exponents, kind, scale, "e4m3", False, True)
+        return (args[0], kind, scale, "e4m3")
 
     def before(draw: Draw) -> Arguments:
         q, exponents, scale = OPS["activation_stats"].reference(*of_a(draw))
@@ -226,20 +230,19 @@ def _activation_cases(shape: LayerShape) -> list[Case]:
     return [
         Case("activation_stats", kind, of_a),
         Case("activation_apply", f"{kind}, rows, from a", from_a),
-        Case("activation_apply", f"{kind}, transposed, from the copy", from_copy),
         Case("activation_bwd_stats", kind, before),
         Case("activation_bwd", f"{kind}, both", backward),
     ]
 
 
-def _rope_cases(shape: LayerShape) -> list[Case]:
+def _build_rope_cases(shape: LayerShape) -> list[Case]:
     t, length = shape.tokens, shape.length
     head = shape.hidden // shape.heads
     heads = (shape.heads, shape.key_value_heads)
     widths = [head * count for count in (shape.heads, *[shape.key_value_heads] * 2)]  # q, k, v
 
     def embedding(draw: Draw) -> tuple[Tensor, Tensor]:
-        """Cos and sin of one sequence."""
+        """Cosine and sine of one sequence."""
         angle = draw.matrix(length, head, torch.float32)
         return angle.cos().bfloat16(), angle.sin().bfloat16()
 
@@ -255,24 +258,3 @@ def _rope_cases(shape: LayerShape) -> list[Case]:
         Case("rope_quantize", "q, k, v", forward),
         Case("rope_gradient", "q, k, v, both", gradient),
     ]
-
-
-def _loss_case(shape: LayerShape) -> Case:
-    t, v = min(shape.tokens, LOSS_TOKENS), VOCABULARIES[shape.family]
-
-    def arguments(draw: Draw) -> Arguments:
-        return (draw.matrix(t, v), draw.tokens(t, v), draw.matrix(1, 1, torch.float32).abs()[0, 0])
-
-    return Case("cross_entropy_", "losses and gradient", arguments)
-
-
-def _adamw_case(shape: LayerShape) -> Case:
-    def arguments(draw: Draw) -> Arguments:
-        # FP32, as under DeepSpeed, whose flat partitions may be of any size; here it is that of
-        # one matrix of the MLP.
-        p = draw.matrix(shape.ffn, shape.hidden, torch.float32)
-        g = draw.matrix(shape.ffn, shape.hidden, torch.float32)
-        m, v = encode_moment(0.1 * g), encode_moment(0.001 * g.square(), second=True)
-        return (p, g, *m, *v, 1e-3, 0.9, 0.999, 1e-8, 0.1, 2, "dre_e4m3", None, None, None, 0)
-
-    return Case("adamw_step", "FP32 weights", arguments)

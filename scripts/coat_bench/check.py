@@ -1,8 +1,8 @@
-"""When results of two bodies of an op agree: tolerances and comparisons, for benchmarks and tests.
+"""Tolerances and comparisons of op results, for benchmarks and tests.
 
-``assert_matches`` compares two bodies of an op: codes and scales that an op takes from its input
-bit for bit, everything else by relative RMS error against :data:`TOLERANCE`. Nothing gets a speed
-that fails here.
+``assert_matches`` compares two implementations of an op. Quantized values and scales of the op's
+input must be bit-identical; the relative RMS error of all other results is limited by
+:data:`TOLERANCE`. An op that fails gets no speed.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,12 +28,12 @@ TOLERANCE: dict[tuple[str, torch.dtype], float] = {
     ("cross_entropy_", torch.float32): 3e-6,
     # A product and a sum may be one instruction.
     ("rope", torch.float32): 1e-6,
-    # Rounded to FP8: see its codes.
+    # Dequantized FP8 values.
     ("rope_quantize", torch.float32): 1e-3,
     ("rope_quantize", torch.bfloat16): 1e-3,
     ("rope_quantize", torch.float16): 1e-3,
     ("rope_quantize", E4M3.dtype): 1e-3,
-    # The same, then rounded to 16 bits: now and then a result falls on the other side of a tie.
+    # The same, then rounded to 16 bits: some results lie on different sides of a tie.
     ("norm_bwd", torch.bfloat16): 2e-4,
     ("norm_bwd", torch.float16): 5e-5,
     ("rope", torch.bfloat16): 2e-4,
@@ -42,7 +42,7 @@ TOLERANCE: dict[tuple[str, torch.dtype], float] = {
     ("cross_entropy_", torch.float16): 5e-5,
     ("adamw_step", torch.bfloat16): 2e-4,
     ("adamw_step", torch.float16): 5e-5,
-    # Codes, decoded: one differing code of E4M3 is off by up to 1 / 8, one of E5M2 by 1 / 4.
+    # Dequantized FP8 values: neighbors in E4M3 differ by up to 1 / 8, in E5M2 by 1 / 4.
     ("norm_apply", E4M3.dtype): 1e-3,
     ("norm_apply", E5M2.dtype): 2e-3,
     ("activation_apply", E4M3.dtype): 1e-3,
@@ -57,10 +57,10 @@ TOLERANCE: dict[tuple[str, torch.dtype], float] = {
     ("scaled_mm", torch.bfloat16): 2e-3,
     ("scaled_mm", torch.float16): 1e-3,
 }
-"""Largest relative RMS error by op and by dtype of the result. What is not here is exact."""
+"""(op, dtype of the result) -> largest relative RMS error. All other results are exact."""
 
 COPIES_OF_INPUT = {"norm_stats": 3, "activation_stats": 2, "quantize_gradient": 3}
-"""How many results of an op, the first ones, are exact all the same: taken from its input."""
+"""Op -> how many of its first results are quantized input, and therefore exact."""
 
 OFF_BY_ONE: dict[str, float] = {
     "norm_apply": 1e-3,
@@ -71,16 +71,16 @@ OFF_BY_ONE: dict[str, float] = {
     "rope_gradient": 1e-3,
     "adamw_step": 0.05,
 }
-"""Largest share of computed codes that may differ, by one step each.
+"""Op -> largest share of quantized results that may differ, by one FP8 step each.
 
-What differs by 2^-22 before rounding is rarely on both sides of a tie. A moment's codes are rounded
-from (|x| / amax)^k, where k hangs on the group's smallest element. This can be what remains of
-(1 - beta1) g against beta1 m, and its relative error then moves all codes of the group.
+Values that differ by 2^-22 before rounding rarely lie on different sides of a tie. Moments are
+quantized from (|x| / amax)^k, where k depends on the group's smallest element. This element can be
+the small difference of (1 - beta1) g and beta1 m, whose relative error changes the whole group.
 """
 
 
 def relative_rms(actual: Tensor, expected: Tensor) -> float:
-    """RMS of the difference by RMS of ``expected``, in FP64; infinite if only one has NaN there."""
+    """Return RMS(actual - expected) / RMS(expected) in FP64; infinite if only one is finite."""
     a, e = actual.double(), expected.double()
     if not torch.equal(a.isfinite(), e.isfinite()):
         return float("inf")
@@ -91,10 +91,10 @@ def relative_rms(actual: Tensor, expected: Tensor) -> float:
 
 
 def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
-    """Equal shape, dtype and bits; any NaN equals any NaN, since its sign and payload mean nothing.
+    """Assert equal shape, dtype and bits; all NaNs are equal, whatever their sign and payload.
 
     Raises:
-        AssertionError: it names the first elements that differ.
+        AssertionError: with the first elements that differ.
     """
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, f"{name}: {actual.shape}, expected {expected.shape}"
@@ -113,11 +113,11 @@ def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
     )
 
 
-def code_steps(actual: Tensor, expected: Tensor) -> Tensor:
-    """How many representable values lie between two tensors of codes, elementwise; int32."""
+def count_steps_between(actual: Tensor, expected: Tensor) -> Tensor:
+    """Count the representable values between two FP8 tensors, elementwise; int32."""
 
     def ordered(q: Tensor) -> Tensor:
-        # Sign and magnitude to an order in which the two zeros coincide.
+        # From sign and magnitude to an integer order in which both zeros are 0.
         bits = q.view(torch.uint8).int()
         return torch.where(bits >= 128, 128 - bits, bits)
 
@@ -125,10 +125,10 @@ def code_steps(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def assert_matches(op: str, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Results of two bodies of an op, as :func:`results` returns them.
+    """Assert that the results of two implementations of an op, from :func:`run_op`, agree.
 
     Raises:
-        AssertionError: it names the result and the error.
+        AssertionError: with the result's number and its error.
     """
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         name = f"{op}, result {i}"
@@ -137,7 +137,11 @@ def assert_matches(op: str, actual: Sequence[Tensor], expected: Sequence[Tensor]
             continue
         assert (a.dtype, a.shape) == (e.dtype, e.shape), f"{name}: {a.dtype} {tuple(a.shape)}"
         if e.dtype in FP8:
-            _assert_close_codes(name, a, e, OFF_BY_ONE[op])
+            steps = count_steps_between(a, e)
+            different = int((steps > 0).sum())
+            assert not (steps > 1).any(), f"{name}: values {int(steps.max())} steps apart"
+            allowed = max(2, OFF_BY_ONE[op] * steps.numel())  # two, for the smallest examples
+            assert different <= allowed, f"{name}: {different} of {steps.numel()} values differ"
         if (op, e.dtype) in TOLERANCE:
             # k of a moment: see OFF_BY_ONE.
             tolerance = 1e-2 if op == "adamw_step" and i in {3, 6} else TOLERANCE[op, e.dtype]
@@ -145,16 +149,8 @@ def assert_matches(op: str, actual: Sequence[Tensor], expected: Sequence[Tensor]
             assert error <= tolerance, f"{name}: relative RMS error {error:.2e} > {tolerance:.0e}"
 
 
-def _assert_close_codes(name: str, actual: Tensor, expected: Tensor, share: float) -> None:
-    steps = code_steps(actual, expected)
-    different = int((steps > 0).sum())
-    assert not (steps > 1).any(), f"{name}: codes {int(steps.max())} steps apart"
-    allowed = max(2, share * steps.numel())  # two, for the smallest examples
-    assert different <= allowed, f"{name}: {different} of {steps.numel()} codes differ"
-
-
-def mapped(change: Callable[[Tensor], Tensor], args: Sequence[Any]) -> list[Any]:
-    """Arguments of an op with ``change`` applied to its tensors, those in lists too."""
+def map_tensors(change: Callable[[Tensor], Tensor], args: Sequence[Any]) -> list[Any]:
+    """Apply ``change`` to all tensors among an op's arguments, also inside lists."""
 
     def one(arg: Any) -> Any:
         if isinstance(arg, list):
@@ -164,12 +160,12 @@ def mapped(change: Callable[[Tensor], Tensor], args: Sequence[Any]) -> list[Any]
     return [one(arg) for arg in args]
 
 
-def results(op: str, body: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
-    """Results of one body of an op, with the tensors that it changed.
+def run_op(op: str, body: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
+    """Run one implementation of an op; returns its results and the tensors that it changed.
 
-    The arguments are copied first, so a body that changes them can be called again.
+    It runs on copies of the arguments, so in-place ops can be called again.
     """
-    args = mapped(Tensor.clone, args)
+    args = map_tensors(Tensor.clone, args)
     result = body(*args)
     if op == "adamw_step":
         p, _, *moments = args[:8]

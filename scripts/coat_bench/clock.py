@@ -1,8 +1,8 @@
-"""The time of a call on the GPU, without what the CPU takes to launch it.
+"""Measures the time of a call on the GPU without launch costs of the CPU.
 
-Many ops take the GPU 30 to 60 us, and the CPU, which dispatches them and launches several kernels,
-longer: events around such a call would time the CPU. So the call is captured in a CUDA graph, which
-one launch replays.
+Many ops take the GPU 30 to 60 us, and the CPU, which dispatches and launches several kernels, takes
+longer: events around such a call would time the CPU. Therefore the call is captured in a CUDA graph
+and replayed with one launch.
 """
 
 import time
@@ -14,38 +14,38 @@ import torch
 from torch import Tensor, cuda
 
 FLUSH_BYTES = 2**28
-"""Size of what is zeroed before each replay: twice the L2 cache or more, as triton's do_bench."""
+"""Bytes zeroed before each replay: at least twice the L2 cache, as in triton's do_bench."""
 
 BATCH = 30
-"""Replays between two looks at the watch, so also the fewest that a median is of."""
+"""Replays between two checks of the elapsed time; also the minimum number in a median."""
 
 WARMUP_CALLS = 3
 WARMUP_S = 0.05
-"""The GPU's clock rises in it."""
+"""Time in which the GPU's clock rate rises."""
 MEASURED_S = 0.2
 
 
-def median_us(run: Callable[[], Any]) -> float:
-    """Median time of a call on the GPU in microseconds, without launch costs of the CPU.
+def measure_median_us(run: Callable[[], Any]) -> float:
+    """Return the median time of a call on the GPU in microseconds, without launch costs of the CPU.
 
-    CUDA events around replays of a CUDA graph of the call, at least 30 of them, the L2 cache
-    flushed before each.
+    Measured by CUDA events around at least 30 replays of a CUDA graph of the call. The L2 cache is
+    flushed before each replay.
 
     Args:
-        run: the call; its tensors were made before, on the current GPU.
+        run: the call; its tensors are on the current GPU already.
 
     Raises:
-        RuntimeError: the call fails, or cannot be captured (one that waits for the GPU cannot).
+        RuntimeError: the call fails, or cannot be captured because it waits for the GPU.
     """
-    graph, cache = _captured(run), _flush_buffer()
-    _times_ms(graph, cache, WARMUP_S)
-    return 1e3 * median(_times_ms(graph, cache, MEASURED_S))
+    graph, cache = _capture(run), _allocate_flush_buffer()
+    _time_replays_ms(graph, cache, WARMUP_S)
+    return 1e3 * median(_time_replays_ms(graph, cache, MEASURED_S))
 
 
-def _captured(run: Callable[[], Any]) -> cuda.CUDAGraph:
-    """A graph of the call, which is warmed up on the same side stream.
+def _capture(run: Callable[[], Any]) -> cuda.CUDAGraph:
+    """Warm up the call on a side stream and capture it in a graph there.
 
-    Errors of the warm-up have nothing to do with graphs and are passed on.
+    Errors of the warm-up are unrelated to graphs and are raised unchanged.
     """
     side, graph = cuda.Stream(), cuda.CUDAGraph()
     side.wait_stream(cuda.current_stream())
@@ -56,25 +56,25 @@ def _captured(run: Callable[[], Any]) -> cuda.CUDAGraph:
             with cuda.graph(graph, stream=side):
                 run()
         except RuntimeError as error:
-            # The end of a failed capture raises, too, and says less.
+            # The end of a failed capture raises a second, less specific error.
             reason = str(error.__context__ or error).splitlines()[0]
             raise RuntimeError(f"cannot be captured in a CUDA graph: {reason}") from error
     cuda.current_stream().wait_stream(side)
     return graph
 
 
-def _flush_buffer() -> Tensor:
+def _allocate_flush_buffer() -> Tensor:
     return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
 
-def _times_ms(graph: cuda.CUDAGraph, cache: Tensor, seconds: float) -> list[float]:
-    """Times of single replays, batch by batch until so much time has passed."""
+def _time_replays_ms(graph: cuda.CUDAGraph, cache: Tensor, seconds: float) -> list[float]:
+    """Time single replays in batches until ``seconds`` have passed."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
         events = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(BATCH)]
         for before, after in events:
-            # While the GPU zeroes, the CPU launches the replay: it does not wait for it.
+            # The CPU launches the replay while the GPU zeroes the buffer, so the GPU does not wait.
             cache.zero_()
             before.record()
             graph.replay()

@@ -1,12 +1,12 @@
 """``coat-vlm bench gemm``: the GEMMs of one block, in BF16 and in FP8.
 
-    forward          y  = x W^T     x [M, K],   W [N, K]
-    input gradient   dx = dy W      dy [M, N],  W [N, K]
-    weight gradient  dW = dy^T x    dy [M, N],  x [M, K]
+    forward          y = x W^T              x [M, K],       W [N, K]
+    input gradient   grad_x = grad_y W      grad_y [M, N],  W [N, K]
+    weight gradient  grad_W = grad_y^T x    grad_y [M, N],  x [M, K]
 
-In FP8, x and W are E4M3 and dy is E5M2, with one scale per tensor or, ``fp8_rows``, per row of an
-operand; the transposed operands, which Hopper wants with their inner dimension contiguous, are made
-before the clock runs. Results are BF16. A product that is wrong gets no speed: see
+In FP8, x and W are E4M3 and grad_y is E5M2, with one scale per tensor or, for ``fp8_rows``, per row
+of an operand. The transposed operands, whose inner dimension Hopper needs contiguous, are made
+before the time is measured. Results are BF16. A wrong product gets no speed, see
 :data:`IMPLEMENTATIONS`.
 """
 
@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from coat_bench.cases import Draw
 from coat_bench.check import TOLERANCE, relative_rms
-from coat_bench.clock import median_us
+from coat_bench.clock import measure_median_us
 from coat_bench.kernels import DEVICE
-from coat_bench.rows import Row, failure, number, origin, require_gpu, table
+from coat_bench.rows import Row, format_error, format_number, format_table, get_origin, require_gpu
 from coat_bench.shapes import LayerShape
 from coat_kernels import (
     E4M3,
@@ -38,7 +38,7 @@ from coat_kernels import (
 )
 
 CHECKED_ROWS = 256
-"""Rows of a product that are compared with FP32."""
+"""Number of rows of a product that are compared with FP32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Gemm:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions."""
+        """Number of multiplications and additions."""
         return 2 * self.rows * self.columns * self.inner
 
 
@@ -81,20 +81,20 @@ class GemmRow(Row):
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Both sides of a product."""
+    """The operands of a product."""
 
     a: Tensor
-    """BF16 [rows, inner]; a transposed view where the step has only the other layout."""
+    """BF16 [rows, inner]; a transposed view if a training step has only the other layout."""
     b: Tensor
-    """BF16 [columns, inner], likewise."""
-    a_codes: TensorScaled
+    """BF16 [columns, inner]; a transposed view if a training step has only the other layout."""
+    a_fp8: TensorScaled
     """E4M3, or E5M2 for a gradient, [rows, inner] row-major."""
-    b_codes: TensorScaled
+    b_fp8: TensorScaled
     """E4M3 [columns, inner] row-major."""
     a_rows: RowScaled
-    """Likewise, with one scale per row."""
+    """``a`` in the same format with one scale per row."""
     b_rows: RowScaled
-    """Likewise."""
+    """``b`` in the same format with one scale per row."""
 
 
 IMPLEMENTATIONS: dict[str, tuple[Callable[[Operands], Tensor], float]] = {
@@ -102,7 +102,7 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[[Operands], Tensor], float]] = {
     "bf16": (lambda x: x.a @ x.b.t(), 5e-3),
     # Partial sums are promoted to FP32.
     "fp8": (
-        lambda x: scaled_mm(x.a_codes, x.b_codes, torch.bfloat16),
+        lambda x: scaled_mm(x.a_fp8, x.b_fp8, torch.bfloat16),
         TOLERANCE["scaled_mm", torch.bfloat16],
     ),
     "fp8_rows": (
@@ -112,14 +112,14 @@ IMPLEMENTATIONS: dict[str, tuple[Callable[[Operands], Tensor], float]] = {
     # The same kernel of cuBLASLt with fast accumulation, as in the forward pass of training. About
     # 14 bits of the sum over the whole inner dimension are kept (DeepSeek-V3, arXiv 2412.19437,
     # section 3.3.2, reports errors of 2% at K = 4096).
-    "fp8_fast": (lambda x: scaled_mm(x.a_codes, x.b_codes, torch.bfloat16, fast=True), 2e-2),
+    "fp8_fast": (lambda x: scaled_mm(x.a_fp8, x.b_fp8, torch.bfloat16, fast=True), 2e-2),
 }
 """Name -> the product, BF16 [rows, columns], and its largest relative RMS error against the FP32
 product of the same operands."""
 
 
-def linears(shape: LayerShape) -> dict[str, tuple[int, int]]:
-    """Linear layers of a block: name -> (out, in); those that read the same input are one."""
+def list_linears(shape: LayerShape) -> dict[str, tuple[int, int]]:
+    """List the linear layers of a block: name -> (out, in). Layers of the same input are fused."""
     h, f = shape.hidden, shape.ffn
     head = h // shape.heads
     attention = {"qkv": ((shape.heads + 2 * shape.key_value_heads) * head, h), "o": (h, h)}
@@ -128,11 +128,11 @@ def linears(shape: LayerShape) -> dict[str, tuple[int, int]]:
     return {**attention, "gate_up": (2 * f, h), "down": (h, f)}
 
 
-def gemms(shape: LayerShape) -> list[Gemm]:
-    """All products of a block's linear layers in a forward and backward pass."""
+def list_gemms(shape: LayerShape) -> list[Gemm]:
+    """List the GEMMs of a block's linear layers in a forward and backward pass."""
     return [
         gemm
-        for layer, (n, k) in linears(shape).items()
+        for layer, (n, k) in list_linears(shape).items()
         for gemm in (
             Gemm(layer, "forward", shape.tokens, n, k),
             Gemm(layer, "input gradient", shape.tokens, k, n),
@@ -141,67 +141,70 @@ def gemms(shape: LayerShape) -> list[Gemm]:
     ]
 
 
-def operands_of(gemm: Gemm, device: torch.device) -> Operands:
-    """Seeded operands, in the layouts in which a training step has them."""
+def make_operands(gemm: Gemm, device: torch.device) -> Operands:
+    """Make seeded operands in the layouts of a training step."""
     draw = Draw(device)
     forward, of_weight = gemm.kind == "forward", gemm.kind == "weight gradient"
-    # The matrices as they lie in memory before anything is transposed.
+    # The matrices in their layout in memory.
     left = draw.matrix(gemm.inner, gemm.rows) if of_weight else draw.matrix(gemm.rows, gemm.inner)
     right = (
         draw.matrix(gemm.columns, gemm.inner) if forward else draw.matrix(gemm.inner, gemm.columns)
     )
-    a, a_codes, a_rows = _operand(left, of_weight, E4M3 if forward else E5M2)
-    b, b_codes, b_rows = _operand(right, not forward, E4M3)
-    return Operands(a, b, a_codes, b_codes, a_rows, b_rows)
+    a, a_fp8, a_rows = _make_operand(left, of_weight, E4M3 if forward else E5M2)
+    b, b_fp8, b_rows = _make_operand(right, not forward, E4M3)
+    return Operands(a, b, a_fp8, b_fp8, a_rows, b_rows)
 
 
-def _operand(x: Tensor, transposed: bool, fmt: Format) -> tuple[Tensor, TensorScaled, RowScaled]:
+def _make_operand(
+    x: Tensor, transposed: bool, fmt: Format
+) -> tuple[Tensor, TensorScaled, RowScaled]:
     rows, columns = quantize_layouts([x], fmt, rows=not transposed, transposed=transposed)
-    operand, codes = (x.t(), columns) if transposed else (x, rows)
-    whole = F.pad(operand, (0, -operand.shape[1] % GEMM_MULTIPLE))  # zeros where tokens are missing
-    return operand, codes, quantize_rows(whole.contiguous(), fmt)
+    operand, fp8 = (x.t(), columns) if transposed else (x, rows)
+    whole = F.pad(operand, (0, -operand.shape[1] % GEMM_MULTIPLE))  # zeros as missing tokens
+    return operand, fp8, quantize_rows(whole.contiguous(), fmt)
 
 
 def bench_gemm(shape: LayerShape) -> list[GemmRow]:
-    """Measure every product of a block in every implementation.
+    """Measure every GEMM of a block in every implementation.
 
     Raises:
         ValueError: there is no GPU.
     """
     require_gpu("the speed of GEMMs is")
-    where, rows = origin(), []
-    for gemm in tqdm(gemms(shape), desc=shape.name, unit="gemm"):
-        operands = operands_of(gemm, DEVICE)
+    where, rows = get_origin(), []
+    for gemm in tqdm(list_gemms(shape), desc=shape.name, unit="gemm"):
+        operands = make_operands(gemm, DEVICE)
         size = (gemm.rows, gemm.columns, gemm.inner)
         for name, (implementation, _) in IMPLEMENTATIONS.items():
             row = GemmRow(*where, shape.name, gemm.layer, gemm.kind, *size, name)
             rows.append(row)
             try:
-                row.rel_err, row.problem = check(name, implementation(operands), operands)
+                row.rel_err, row.problem = check_product(name, implementation(operands), operands)
                 if not row.problem:
-                    row.us = median_us(lambda run=implementation, at=operands: run(at))
+                    row.us = measure_median_us(lambda run=implementation, at=operands: run(at))
                     row.tflops = gemm.flops / row.us / 1e6
-            except (RuntimeError, ValueError) as error:  # a GPU may lack one of them
-                row.problem = failure(error)
+            except (RuntimeError, ValueError) as error:  # the GPU may not support one
+                row.problem = format_error(error)
     return rows
 
 
-def check(implementation: str, product: Tensor, operands: Operands) -> tuple[float, str]:
+def check_product(implementation: str, product: Tensor, operands: Operands) -> tuple[float, str]:
     """Compare the first rows of a product with FP32.
 
     Args:
         implementation: a key of :data:`IMPLEMENTATIONS`.
         product: its result.
-        operands: what it multiplied.
+        operands: its operands.
 
     Returns:
-        The relative RMS error against the BF16 operands' product; what is wrong, or nothing.
+        The relative RMS error against the product of the BF16 operands; the problem, empty if there
+        is none.
     """
     first = product[:CHECKED_ROWS]
     exact = operands.a[:CHECKED_ROWS].float() @ operands.b.float().t()
     own = exact.bfloat16()
     if implementation != "bf16":
-        a, b, a_scale = operands.a_codes, operands.b_codes, operands.a_codes.scale
+        a, b, a_scale = operands.a_fp8, operands.b_fp8, operands.a_fp8.scale
         if implementation == "fp8_rows":
             a, b = operands.a_rows, operands.b_rows
             a_scale = a.scale[:CHECKED_ROWS, None]
@@ -214,9 +217,9 @@ def check(implementation: str, product: Tensor, operands: Operands) -> tuple[flo
 
 
 def format_rows(rows: Sequence[GemmRow]) -> str:
-    """Markdown: one line per product, speeds and errors of the implementations side by side.
+    """Format rows as a Markdown table with one line per GEMM and columns per implementation.
 
-    The last line is the whole block: all operations by the sum of all times.
+    The last line is the whole block: the sum of all operations divided by the sum of all times.
     """
     names = list(IMPLEMENTATIONS)
     head = ["GEMM", "M x N x K", *(f"{name} TFLOP/s" for name in names)]
@@ -228,23 +231,17 @@ def format_rows(rows: Sequence[GemmRow]) -> str:
         [
             title,
             "{0.rows} x {0.columns} x {0.inner}".format(found[names[0]]),
-            *(number(found[name].tflops, 0) for name in names),
-            *(number(found[name].rel_err, 4) for name in names),
+            *(format_number(found[name].tflops, 0) for name in names),
+            *(format_number(found[name].rel_err, 4) for name in names),
             "; ".join(f"{name}: {row.problem}" for name, row in found.items() if row.problem),
         ]
         for title, found in by_gemm.items()
     ]
-    whole = [number(_block_tflops(rows, name), 0) for name in names]
-    return table(head, [*lines, ["block", "", *whole, *([""] * len(names)), ""]])
-
-
-def _block_tflops(rows: Sequence[GemmRow], implementation: str) -> float | None:
-    """All operations by the sum of all times; None where a time is missing."""
-    operations, us = 0, 0.0
-    for row in rows:
-        if row.implementation == implementation:
-            if row.us is None:
-                return None
-            operations += 2 * row.rows * row.columns * row.inner
-            us += row.us
-    return operations / us / 1e6 if us else None
+    whole = []
+    for name in names:
+        own = [row for row in rows if row.implementation == name]
+        operations = sum(2 * row.rows * row.columns * row.inner for row in own)
+        times = [row.us for row in own if row.us is not None]
+        complete = times and len(times) == len(own)
+        whole.append(format_number(operations / sum(times) / 1e6 if complete else None, 0))
+    return format_table(head, [*lines, ["block", "", *whole, *([""] * len(names)), ""]])

@@ -1,7 +1,7 @@
-"""Rows of a benchmark as an SVG: bars of a layer's time and memory, points of whole steps.
+"""Plots of benchmark rows as SVG: bars of a layer's time and memory, points of training steps.
 
-Our implementations are coloured; what has no speed is left out. Two drawings of the same rows are
-the same file.
+Our implementations are colored; rows without a speed are left out. The same rows always give the
+same file.
 """
 
 import contextlib
@@ -17,21 +17,21 @@ from matplotlib.figure import Figure
 from coat_bench.layer import OURS, REFERENCE, LayerRow
 from coat_bench.shapes import LayerShape
 from coat_bench.step import StepRow
-from coat_vlm.report.plots import COLOURS, GREY
+from coat_vlm.report.plots import COLORS, GREY
 
 _MARKERS = "os^Dv<>p"
 
 
-def last_run(rows: Sequence[LayerRow], shape: LayerShape, attention: str) -> list[LayerRow]:
-    """The rows that one process made of a block, those nearest the end; the reference is first.
+def find_last_run(rows: Sequence[LayerRow], shape: LayerShape, attention: str) -> list[LayerRow]:
+    """Return the rows of the last process that measured a block; the reference is first.
 
     Args:
-        rows: of a file.
+        rows: all rows of a file.
         shape: the block, with its batch and length.
         attention: the backend of SDPA.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no such rows.
     """
     run: list[LayerRow] = []
     wanted = (shape.name, shape.tokens, shape.length, attention)
@@ -50,25 +50,25 @@ def draw_layers(runs: Sequence[Sequence[LayerRow]], out: Path) -> None:
     """Draw one line of panels per run: milliseconds of both passes, MiB saved between them.
 
     Args:
-        runs: of :func:`last_run`.
+        runs: results of :func:`find_last_run`.
         out: the SVG to write.
     """
     drawn = [[row for row in run if not row.problem] for run in runs]
     heights = [len(run) + 2 for run in drawn]
-    with _figure(out, "layer", (9, 0.25 * sum(heights))) as figure:
+    with _open_figure(out, "layer", (9, 0.25 * sum(heights))) as figure:
         panels = figure.subplots(len(drawn), 2, squeeze=False, height_ratios=heights)
         for run, (time, memory) in zip(drawn, panels, strict=True):
             first = run[0]
             what = f"{first.shape}, {first.tokens // first.length} x {first.length:,} tokens"
-            _bars(time, run, "fwdbwd_ms", f"{what}: fwd + bwd, ms", 1)
-            _bars(memory, run, "saved_mib", "saved between them, MiB", 0)
+            _draw_bars(time, run, "fwdbwd_ms", f"{what}: fwd + bwd, ms", 1)
+            _draw_bars(memory, run, "saved_mib", "saved between them, MiB", 0)
             memory.set_yticklabels([])
 
 
-def _bars(axes: Axes, run: Sequence[LayerRow], column: str, title: str, digits: int) -> None:
+def _draw_bars(axes: Axes, run: Sequence[LayerRow], column: str, title: str, digits: int) -> None:
     names = [row.implementation for row in run]
-    colours = [COLOURS[0] if name.startswith(OURS) else GREY for name in names]
-    bars = axes.barh(range(len(run)), [getattr(row, column) for row in run], 0.7, color=colours)
+    colors = [COLORS[0] if name.startswith(OURS) else GREY for name in names]
+    bars = axes.barh(range(len(run)), [getattr(row, column) for row in run], 0.7, color=colors)
     axes.bar_label(bars, fmt=f"%.{digits}f", padding=3, color=GREY)
     axes.set_yticks(range(len(run)), names)
     axes.invert_yaxis()
@@ -83,19 +83,23 @@ def _bars(axes: Axes, run: Sequence[LayerRow], column: str, title: str, digits: 
 def draw_steps(rows: Sequence[StepRow], model: str, out: Path) -> None:
     """Draw tokens per second against peak memory, a point per implementation and batch.
 
-    One panel is for both passes, one for whole steps. Of rows that differ in their measurement
-    alone the last is drawn.
+    One panel shows forward and backward passes, one shows whole steps. If a case was measured
+    several times, its last row is drawn.
 
     Args:
-        rows: of a file.
-        model: whose rows are drawn.
+        rows: all rows of a file.
+        model: name of the model whose rows are drawn.
         out: the SVG to write.
 
     Raises:
         ValueError: there are no rows of that model with a speed and a peak.
     """
     points = {
-        (_series(row), row.batch, row.tokens): row  # tokens: of all accumulated micro-batches
+        (
+            _describe_series(row),
+            row.batch,
+            row.tokens,
+        ): row  # tokens: of all accumulated micro-batches
         for row in rows
         if row.model == model and row.tok_s is not None and row.peak_gb is not None
     }
@@ -105,14 +109,14 @@ def draw_steps(rows: Sequence[StepRow], model: str, out: Path) -> None:
         panels.setdefault(f"{model}: {what}", []).append(row)
     if not panels:
         raise ValueError(f"no rows of {model} have a speed and a peak; measure them on a GPU first")
-    with _figure(out, "step", (8, 3.6 * len(panels))) as figure:
+    with _open_figure(out, "step", (8, 3.6 * len(panels))) as figure:
         axes = figure.subplots(len(panels), squeeze=False)
         for (title, found), (panel,) in zip(panels.items(), axes, strict=True):
-            _points(panel, title, found)
+            _draw_points(panel, title, found)
 
 
-def _series(row: StepRow) -> str:
-    """What a line connects: everything but the batch."""
+def _describe_series(row: StepRow) -> str:
+    """Name a line of the plot: everything but the batch."""
     words = [row.implementation]
     if row.optimizer != "none":
         gpus = "GPU" if row.gpus == 1 else "GPUs"
@@ -122,16 +126,18 @@ def _series(row: StepRow) -> str:
     return ", ".join(words)
 
 
-def _points(axes: Axes, title: str, rows: Sequence[StepRow]) -> None:
-    names = list(dict.fromkeys(_series(row) for row in rows))
-    colours = iter(COLOURS * len(names))
+def _draw_points(axes: Axes, title: str, rows: Sequence[StepRow]) -> None:
+    names = list(dict.fromkeys(_describe_series(row) for row in rows))
+    colors = iter(COLORS * len(names))
     for number, name in enumerate(names):
-        own = sorted((row for row in rows if _series(row) == name), key=lambda row: row.batch)
-        colour = next(colours) if name.startswith(OURS) else GREY
+        own = sorted(
+            (row for row in rows if _describe_series(row) == name), key=lambda row: row.batch
+        )
+        color = next(colors) if name.startswith(OURS) else GREY
         x: list[Any] = [row.peak_gb for row in own]
         y: list[Any] = [row.tok_s for row in own]
         marker = _MARKERS[number % len(_MARKERS)]
-        axes.plot(x, y, marker=marker, color=colour, label=name, linewidth=1)
+        axes.plot(x, y, marker=marker, color=color, label=name, linewidth=1)
         for row, across, up in zip(own, x, y, strict=True):
             axes.annotate(
                 f"B{row.batch}", (across, up), (4, 4), textcoords="offset points", color=GREY
@@ -148,8 +154,8 @@ def _points(axes: Axes, title: str, rows: Sequence[StepRow]) -> None:
 
 
 @contextlib.contextmanager
-def _figure(out: Path, salt: str, size: tuple[float, float]) -> Iterator[Figure]:
-    """A figure that is written as an SVG: text stays text, ids are hashed with a fixed salt."""
+def _open_figure(out: Path, salt: str, size: tuple[float, float]) -> Iterator[Figure]:
+    """Open a figure and save it as SVG at the end, with text as text and reproducible ids."""
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": salt}
     with mpl.rc_context(style | {"font.family": "sans-serif", "font.size": 9}):
         figure = Figure(figsize=size, layout="constrained")

@@ -1,17 +1,18 @@
 """``coat-vlm bench recipe``: the training step of a recipe's stages, with random weights.
 
-A stage is built and stepped by training's own code (:mod:`coat_vlm.train.engine`,
-:class:`coat_vlm.train.step.TrainStep`). Three things differ: weights are random and drawn where the
-model stands; rows are made once and sent to the GPU in every step as training sends them; a step
-has one micro-batch on each rank, or as many as asked for.
+Training's code builds and runs a stage (:mod:`coat_vlm.train.engine`,
+:class:`coat_vlm.train.step.TrainStep`). Three things differ: weights are random and generated on
+the model's device; rows are generated once and copied to the GPU in every step, as in training; a
+step has one micro-batch per rank by default.
 
-A row has the shape that ``coat-vlm plan`` takes it to have: ``model.max_length`` tokens (packed:
-those of a packed row), one token of text, its random images, and random text up to the end. All
-text is supervised but the first token, which nothing predicts: the costliest case. Training's own
-collation makes the batch.
+A row has the shape that ``coat-vlm plan`` assumes: ``model.max_length`` tokens (with packing, the
+tokens of a packed row), namely one token of text, random images, and random text up to the end. All
+text except the first token is supervised, which is the most expensive case. Training's collation
+makes the batch.
 """
 
 import copy
+import gc
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,41 +24,52 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.zero import parameter_offload
 from tqdm import tqdm
 
-from coat_bench.models import random_model
-from coat_bench.rows import Row, is_out_of_memory, origin, table
-from coat_bench.step import free, left_behind
-from coat_bench.step_loop import OptimizerName, planned_gb, take_apart
+from coat_bench.rows import Row, format_table, get_origin, is_out_of_memory
 from coat_data.load.collate import collate, collate_packed
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 from coat_data.load.loader import LoadedBatch, check_batch_sizes
 from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import arithmetic_of
+from coat_vlm.fp8 import arithmetic_of, graph_blocks
 from coat_vlm.fp8.graphs import EAGER_PASSES
 from coat_vlm.model import CoatVlm, CoatVlmConfig
+from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import image_groups, trace
-from coat_vlm.plan.frames import gpu_arithmetic, stage_frame, vocabulary, with_published_shapes
-from coat_vlm.plan.stage import images_per_row, row_tokens
+from coat_vlm.plan.stage import (
+    count_images_per_row,
+    find_vocab_size,
+    row_tokens,
+    use_published_shapes,
+)
+from coat_vlm.plan.zero import count_sizes, estimate_rank_memory, measure_state_bytes
 from coat_vlm.train.bad_samples import BadSamples
-from coat_vlm.train.engine import build_engine, clips_itself, prepare_model
-from coat_vlm.train.stages import stage_names
+from coat_vlm.train.engine import build_engine, training_loop_clips
+from coat_vlm.train.prepare import build_planned_model, prepare_model, select_stages
 from coat_vlm.train.step import TrainStep
 from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
 from coat_vlm.train.tracking import Metrics
 
 _NO_RUN = Path("no run folder")
-"""What would be written or read there is not: nothing is recorded."""
+"""Placeholder: nothing is written or read."""
+
+LEFT_BYTES = 64 * 2**20
+"""Leftover memory of an earlier measurement above this size is noted in the row."""
+
+Step = Callable[[list[LoadedBatch], float], tuple[dict[str, Any], bool]]
+"""Takes a step, with the interface of :class:`coat_vlm.train.step.TrainStep`."""
 
 
 @dataclass(slots=True)
 class RecipeRow(Row):
-    """One stage's step; the columns of ``recipe.csv``."""
+    """The training step of a stage; the columns of ``recipe.csv``."""
 
     recipe: str
-    """Its name, and the keys that were changed."""
+    """Name of the recipe, and the keys that were changed."""
     stage: str
     gpus: int
     zero: int
@@ -70,29 +82,29 @@ class RecipeRow(Row):
     accumulation: int
     """Micro-batches of a step."""
     row_tokens: int
-    """Of the language model, those of images included."""
+    """Tokens of a row, including image tokens."""
     images: int
     """Tiles of images, or frames, of a row."""
     tokens: int | None = None
-    """Of a step on all GPUs, those of images included."""
+    """Tokens of a step on all GPUs, including image tokens."""
     vision_tokens: int | None = None
-    """Of these, those that hold image features."""
-    trained_tokens: int | None = None
-    """Of these, those with a target."""
+    """Tokens of a step that hold image features."""
+    supervised_tokens: int | None = None
+    """Tokens of a step with a target."""
     ms: float | None = None
-    """A step, median; of the slowest GPU."""
+    """Median time of a step on the slowest GPU."""
     tok_s_gpu: float | None = None
     """Tokens per second of one GPU."""
     vision_tok_s_gpu: float | None = None
     """Vision tokens per second of one GPU."""
     tflops_gpu: float | None = None
-    """Model TFLOP/s of one GPU as the log line counts them; absent where they are not known."""
+    """Model TFLOP/s of one GPU, counted as in the log line; None if the FLOPs are unknown."""
     peak_gb: float | None = None
-    """Most that was allocated on one GPU, in 10^9 bytes; absent on a CPU."""
+    """Most memory allocated on one GPU, in 10^9 bytes; None on a CPU."""
     plan_gb: float | None = None
-    """What ``coat-vlm plan`` expects of the same GPUs and micro-batches."""
+    """Peak that ``coat-vlm plan`` expects for the same GPUs and micro-batches."""
     plan_off: float | None = None
-    """Plan by peak, less 1, in percent."""
+    """``plan_gb / peak_gb - 1`` in percent."""
     note: str = ""
     problem: str = ""
     """Why there is no speed."""
@@ -100,26 +112,26 @@ class RecipeRow(Row):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeBench:
-    """What is measured, and how.
+    """Settings of the benchmark.
 
     Raises:
-        ValueError: a number is too small, or what is to be captured would not be.
+        ValueError: a number is too small, or the warm-up ends before CUDA graphs are captured.
     """
 
     recipe: Recipe
     changes: Sequence[str] = ()
-    """The ``key=value`` texts that the recipe was read with."""
+    """The ``key=value`` overrides of the recipe."""
     only_stage: str | None = None
     images: int | None = None
-    """Tiles or frames of a row; as a plan finds them when absent."""
+    """Tiles or frames of a row; by default the number that a plan assumes."""
     steps: int = 5
-    """Measured ones."""
+    """Measured steps."""
     warmup: int = 3
-    """Steps before them."""
+    """Steps before the measured ones."""
     accumulation: int = 1
     """Micro-batches of a step."""
     plan: bool = True
-    """Also say what ``coat-vlm plan`` expects of the peak."""
+    """Also compute the peak that ``coat-vlm plan`` expects."""
 
     def __post_init__(self) -> None:
         if min(self.steps, self.warmup, self.accumulation) < 1:
@@ -127,44 +139,44 @@ class RecipeBench:
         fp8 = self.recipe.fp8
         if fp8 is not None and fp8.cuda_graphs and self.warmup <= EAGER_PASSES:
             raise ValueError(
-                f"fp8.cuda_graphs: blocks are captured after {EAGER_PASSES} steps, which --warmup "
-                f"{self.warmup} has to exceed"
+                f"fp8.cuda_graphs: blocks are captured after {EAGER_PASSES} steps; --warmup must "
+                f"be larger, and is {self.warmup}"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShape:
-    """One row, as a plan counts it."""
+    """Shape of a row, as a plan counts it."""
 
     tokens: int
-    """All, those of images included."""
+    """Tokens, including image tokens."""
     groups: tuple[int, ...]
-    """Images, tiles or frames that share the tokens of one; each 1 unless frames are pooled."""
+    """Sizes of the groups of images that share one's tokens; all 1 unless frames are pooled."""
     pooled: bool
-    """Whether frames are pooled: the model is then told the groups."""
+    """Whether frames are pooled; the batch then contains the groups."""
 
     @property
     def images(self) -> int:
-        """What goes through the vision tower."""
+        """Number of images, tiles or frames that pass the vision tower."""
         return sum(self.groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCase:
-    """One stage as it is measured."""
+    """A measured stage."""
 
     name: StageName
     recipe: Recipe
-    """Without names of published models."""
+    """The recipe, with shapes in place of names of published models."""
     stage: StageConfig
-    """With the batch of the ranks at hand."""
+    """The stage, with the batch size of this number of ranks."""
     frame: CoatVlm
-    """The model on ``meta``, as it would stand on a GPU with FP8 units."""
+    """The model on ``meta``, as on a GPU with FP8 tensor cores."""
     config: CoatVlmConfig
-    """The model's, with an id for images."""
+    """The model's configuration, with a token id for images."""
     row: RowShape
     images_why: str
-    """Where the number of images comes from."""
+    """Source of the number of images."""
 
 
 def bench_recipe(
@@ -174,21 +186,36 @@ def bench_recipe(
 
     Args:
         bench: what to measure.
-        world: the processes of the run; all call this.
+        world: the processes of the run; all must call this.
         on_row: called on the main process with each stage's row.
 
     Returns:
-        The rows, the same numbers on every process. There is none of a stage for which another
-        than the main process alone had no memory.
+        The rows, the same on every process. A stage has no row if only other processes than the
+        main one ran out of memory.
 
     Raises:
-        ValueError: the settings do not fit the recipe or this machine, or with several processes
-            one ran out of memory.
+        ValueError: the settings do not fit the recipe or this machine, or one of several processes
+            ran out of memory.
     """
-    cases = stage_cases(bench, world)
+    cases = list_stage_cases(bench, world)
     rows = []
     for case in cases:
-        row = _new_row(bench, case, world)
+        recipe, stage = case.recipe, case.stage
+        row = RecipeRow(
+            *get_origin(),
+            recipe=" ".join([recipe.name, *bench.changes]),
+            stage=case.name,
+            gpus=world.size,
+            zero=recipe.zero_stage,
+            precision=recipe.precision,
+            optimizer=find_optimizer(recipe),
+            checkpointing=stage.gradient_checkpointing,
+            micro_batch=stage.micro_batch_size,
+            accumulation=bench.accumulation,
+            row_tokens=case.row.tokens,
+            images=case.row.images,
+            note=f"images: {case.images_why.split(' (')[0]}",  # no paths of this machine
+        )
         out_of_memory = False
         try:
             _measure(row, bench, case, world)
@@ -197,22 +224,22 @@ def bench_recipe(
             if not out_of_memory:
                 raise
             row.problem = "OOM"
-            traceback.clear_frames(error.__traceback__)  # they hold the model
-        free(world.device)
+            traceback.clear_frames(error.__traceback__)  # frees the model
+        free_memory(world.device)
         rows.append(row)
         if world.is_main:
             on_row(row)
         if out_of_memory and world.size > 1:  # the other ranks may wait for this one
             raise ValueError(
                 f"stage {case.name}: out of memory with stages.{case.name}.micro_batch_size="
-                f"{case.stage.micro_batch_size} at ZeRO-{case.recipe.zero_stage}; lower it, or "
-                "raise zero_stage (several processes end at the first stage that does not fit)"
+                f"{stage.micro_batch_size} at ZeRO-{recipe.zero_stage}; lower it, or "
+                "raise zero_stage (with several processes the run ends at the first such stage)"
             )
     return rows
 
 
-def stage_cases(bench: RecipeBench, world: World) -> list[StageCase]:
-    """The stages that are measured, in order.
+def list_stage_cases(bench: RecipeBench, world: World) -> list[StageCase]:
+    """List the measured stages in order.
 
     Args:
         bench: what to measure.
@@ -221,18 +248,20 @@ def stage_cases(bench: RecipeBench, world: World) -> list[StageCase]:
     Raises:
         ValueError: no such stage, images that do not fit, or a model that cannot be built.
     """
-    recipe = with_published_shapes(bench.recipe)
+    recipe = use_published_shapes(bench.recipe)
     if recipe.init_from is None and recipe.model.image.mode == "dynamic_s2":
         raise ValueError(
-            "model.image.mode: dynamic_s2: rows of several scales are not made here; measure the "
-            "same model with model.image.mode=dynamic"
+            "model.image.mode: dynamic_s2: this benchmark has no rows of several scales; measure "
+            "the same model with model.image.mode=dynamic"
         )
-    names = stage_names(recipe, bench.only_stage)
-    vocab_size = None if recipe.init_from is not None else vocabulary(recipe)
-    return [_case(bench, recipe, name, vocab_size, world) for name in names]
+    vocab_size = None if recipe.init_from is not None else find_vocab_size(recipe)
+    return [
+        _build_case(bench, recipe, name, vocab_size, world)
+        for name in select_stages(recipe, bench.only_stage)
+    ]
 
 
-def _case(
+def _build_case(
     bench: RecipeBench, recipe: Recipe, name: StageName, vocab_size: int | None, world: World
 ) -> StageCase:
     stage = recipe.stages[name]
@@ -240,19 +269,20 @@ def _case(
     check_batch_sizes(batch, stage.micro_batch_size, world.rank, world.size)
     steps = bench.warmup + bench.steps
     stage = replace(stage, batch_size=batch, max_steps=steps, epochs=None)
-    arithmetic = gpu_arithmetic(recipe.precision, recipe.fp8)
-    frame = stage_frame(recipe, stage, arithmetic, vocab_size)
+    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, torch.device("meta"))
+    frame = build_planned_model(recipe, stage, arithmetic, vocab_size)
     config = cast(CoatVlmConfig, copy.deepcopy(frame.config))
     if config.s2_scales is not None:
         raise ValueError(
-            f"init_from={recipe.init_from!r} is a model of images at several scales, of which no "
-            "rows are made here; measure one of model.image.mode=dynamic with init_from=null"
+            f"init_from={recipe.init_from!r} is a model of images at several scales, for "
+            "which this benchmark has no rows; measure one of model.image.mode=dynamic with "
+            "init_from=null"
         )
     if frame.vision_tower is not None and vocab_size is not None:
         config.image_token_id = vocab_size - 1  # the tokenizer's last
     tokens, images, why = row_tokens(recipe, stage), bench.images, "--images"
     if images is None:
-        images, why = images_per_row(recipe, stage, tokens, config)
+        images, why = count_images_per_row(recipe, stage, tokens, config)
     pooled = recipe.model.video.pool_frames
     groups = image_groups(frame, tokens, images, pooled or 1)
     row = RowShape(tokens=tokens, groups=tuple(groups), pooled=pooled is not None)
@@ -262,14 +292,17 @@ def _case(
 
 
 def build_stage_model(case: StageCase, device: torch.device) -> CoatVlm:
-    """The model of a stage with random weights on a device, ready for the engine.
+    """Build the model of a stage with random weights on a device, ready for the engine.
+
+    The weights are the same at every call on the same kind of device. They are generated on this
+    device: 8B parameters take seconds on a GPU, minutes on a CPU.
 
     Args:
-        case: the stage.
-        device: where the weights are drawn.
+        case: the stage; its recipe has the seed.
+        device: the device of the weights.
 
     Raises:
-        ValueError: the device has no FP8 units, or the model does not fit the precision.
+        ValueError: the device has no FP8 tensor cores, or the model does not fit the precision.
     """
     recipe = case.recipe
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, device)
@@ -277,22 +310,29 @@ def build_stage_model(case: StageCase, device: torch.device) -> CoatVlm:
     for part in (config, config.text_config, config.vision_config):
         if part is not None:
             part.dtype = arithmetic.dtype
-    model = random_model(config, device, arithmetic.dtype, recipe.seed)
+    before = torch.get_default_dtype()
+    torch.manual_seed(recipe.seed)
+    torch.set_default_dtype(arithmetic.dtype)
+    try:
+        with device:
+            model = CoatVlm(config)
+    finally:
+        torch.set_default_dtype(before)
     prepare_model(model, recipe, case.stage, arithmetic)
     return model
 
 
-def made_sample(model: CoatVlm, shape: RowShape, generator: torch.Generator) -> EncodedSample:
-    """A random row.
+def make_sample(model: CoatVlm, shape: RowShape, generator: torch.Generator) -> EncodedSample:
+    """Make a random row.
 
     Args:
-        model: says how large images are, how many tokens one has, and which id stands for it.
-        shape: of the row.
-        generator: on the CPU.
+        model: the model, whose configuration has the image size, tokens per image and image id.
+        shape: shape of the row.
+        generator: a generator on the CPU.
     """
     config: Any = model.config
     tower = model.vision_tower
-    # Text has any id but that of an image.
+    # Text has any id except the image id.
     top = config.text_config.vocab_size - (tower is not None)
     ids = torch.randint(top, (shape.tokens,), generator=generator)
     labels = ids
@@ -315,20 +355,20 @@ def made_sample(model: CoatVlm, shape: RowShape, generator: torch.Generator) -> 
     )
 
 
-def made_batch(
+def make_batch(
     model: CoatVlm, shape: RowShape, rows: int, packing: PackingConfig | None, seed: int
 ) -> LoadedBatch:
-    """A micro-batch of random rows on the CPU, as the loader would give it.
+    """Make a micro-batch of random rows on the CPU, as the loader returns it.
 
     Args:
-        model: see :func:`made_sample`.
-        shape: of each row.
-        rows: how many; with packing they are sequences of one row, as training has them.
-        packing: the stage's.
-        seed: the same seed gives the same rows.
+        model: see :func:`make_sample`.
+        shape: shape of each row.
+        rows: number of rows; with packing they are sequences of one row, as in training.
+        packing: the stage's packing.
+        seed: seed of the rows.
     """
     generator = torch.Generator().manual_seed(seed)
-    samples = [made_sample(model, shape, generator) for _ in range(rows)]
+    samples = [make_sample(model, shape, generator) for _ in range(rows)]
     if packing is None:
         batch = collate(samples, pad_token_id=0)
     else:
@@ -336,104 +376,167 @@ def made_batch(
     return LoadedBatch(batch=batch, bad=[], num_samples=rows)
 
 
-def _no_order() -> Any:
-    """What a step of training asks of the order of its data: here no source is used."""
-    return SimpleNamespace(
-        step=lambda cursor: ([], cursor), met=lambda _: np.zeros(0, dtype=np.int64)
+def build_training_step(
+    model: CoatVlm, case: StageCase, world: World, total_steps: int
+) -> TrainStep:
+    """Build the training step of a stage, with DeepSpeed's engine around the model.
+
+    Args:
+        model: from :func:`build_stage_model`.
+        case: the stage.
+        world: the processes of the run.
+        total_steps: length of the learning rate schedule.
+    """
+    recipe, stage = case.recipe, case.stage
+    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device)
+    throughput = Throughput(model, world)  # before DeepSpeed splits the weights
+    # No source is read, so the sampler has no rows and no state.
+    sampler: Any = SimpleNamespace(
+        step=lambda state: ([], state), count_by_source=lambda _: np.zeros(0, dtype=np.int64)
+    )
+    engine = build_engine(model, recipe, stage, arithmetic, world)
+    return TrainStep(
+        name=case.name,
+        stage=stage,
+        engine=engine,
+        model=model,
+        world=world,
+        total_steps=total_steps,
+        sampler=sampler,
+        row_tokens=None if stage.packing is None else case.row.tokens,
+        clip_here=training_loop_clips(recipe, arithmetic),
+        reuse=arithmetic.weight_reuse(model, world.device),
+        metrics=Metrics(_NO_RUN, recipe.tracking, recipe.name, enabled=False),
+        throughput=throughput,
+        bad_samples=BadSamples(_NO_RUN, case.name, stage, []),
+        phases=PhaseClock(world.device, enabled=False),
+        memory=PeakMemory(world.device),
     )
 
 
-def _measure(row: RecipeRow, bench: RecipeBench, case: StageCase, world: World) -> None:
-    """Fill a row with what some steps say, and free all that they took."""
-    device = world.device
-    row.note += left_behind(device)
-    recipe, stage = case.recipe, case.stage
-    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, device)
-    model = build_stage_model(case, device)
-    throughput = Throughput(model, world)
-    # Before DeepSpeed splits the weights.
-    first = recipe.seed + world.rank * bench.accumulation
-    batches = [
-        made_batch(model, case.row, stage.micro_batch_size, stage.packing, seed=first + place)
-        for place in range(bench.accumulation)
-    ]
-    engine = build_engine(model, recipe, stage, arithmetic, world)
-    try:
-        torch.manual_seed(recipe.seed + world.rank)
-        run = TrainStep(
-            name=case.name,
-            stage=stage,
-            engine=engine,
-            model=model,
-            world=world,
-            total_steps=bench.warmup + bench.steps,
-            order=_no_order(),
-            row_tokens=None if stage.packing is None else case.row.tokens,
-            clip_here=clips_itself(recipe, arithmetic),
-            reuse=arithmetic.weight_reuse(model, device),
-            metrics=Metrics(_NO_RUN, recipe.tracking, recipe.name, enabled=False),
-            throughput=throughput,
-            bad_samples=BadSamples(_NO_RUN, case.name, stage, []),
-            phases=PhaseClock(device, enabled=False),
-            memory=PeakMemory(device),
-        )
-        _fill(row, _steps(run, batches, bench, world), bench, run)
-        kept = run.reuse.policy == "cache" or (bench.accumulation > 1 and bool(run.reuse.fits))
-    finally:
-        take_apart(engine, model)
-    if bench.plan:
-        row.plan_gb = planned_peak(case, bench, kept=kept, ranks=world.size)
-        if row.peak_gb is not None:
-            row.plan_off = 100 * (row.plan_gb / row.peak_gb - 1)
+def release_engine(engine: DeepSpeedEngine, model: CoatVlm) -> None:
+    """Remove DeepSpeed's hooks from a model and free the memory of both, which become unusable.
+
+    ZeRO-3 of deepspeed 0.19.8 never frees a model: a list in its module and classes of its hooks
+    refer to it. Therefore the objects that they refer to are emptied.
+    """
+    graph_blocks(model, enabled=False)
+    wrapper: Any = engine.optimizer
+    inner: Any = engine.basic_optimizer
+    engine.destroy()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    for parameter in model.parameters():
+        parameter.grad = None
+        vars(parameter).clear()
+        parameter.data = parameter.data.new_empty(0)
+    inner.state.clear()
+    for group in inner.param_groups:
+        group["params"] = []
+    for held in (wrapper, inner):
+        vars(held).clear()
 
 
-def _steps(
-    run: TrainStep, batches: list[Any], bench: RecipeBench, world: World
+def note_leftover_memory(device: torch.device) -> str:
+    """Return the note about memory that an earlier measurement left allocated on a GPU, or ""."""
+    left = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return f"; {left / 1e9:.2f} GB of the peak are left from before" if left > LEFT_BYTES else ""
+
+
+def free_memory(device: torch.device) -> None:
+    """Free compiled code and unreferenced memory."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def take_steps(
+    step: Step, batches: list[LoadedBatch], title: str, bench: RecipeBench, world: World
 ) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl of all steps."""
+    """Take the steps of a measurement on the same micro-batches.
+
+    Args:
+        step: the function that takes a step.
+        batches: micro-batches of this rank.
+        title: title of the progress bar.
+        bench: number of steps.
+        world: the processes of the run; all must call this.
+
+    Returns:
+        The ``metrics.jsonl`` rows of all steps.
+    """
     rows = []
-    for place in tqdm(range(run.total_steps), run.name, unit="step", disable=not world.is_main):
+    steps = range(bench.warmup + bench.steps)
+    for place in tqdm(steps, title, unit="step", disable=not world.is_main):
         if place == bench.warmup:
             world.barrier()
             if world.device.type == "cuda":
                 torch.cuda.synchronize(world.device)
                 torch.cuda.reset_peak_memory_stats(world.device)
-        rows.append(run(batches, time.perf_counter())[0])
+        rows.append(step(batches, time.perf_counter())[0])
     return rows
 
 
-def _fill(row: RecipeRow, steps: list[dict[str, Any]], bench: RecipeBench, run: TrainStep) -> None:
-    """What the measured steps say, of the slowest GPU and of the one with most memory."""
-    world = run.world
-    losses = [step["loss"] for step in steps]
-    row.note += f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}" if None not in losses else ""
-    last = steps[-1]
-    row.tokens, row.vision_tokens = last["tokens"], last["vision_tokens"]
-    row.trained_tokens = last["trained_tokens"]
-    if run.skipped_steps or None in losses:
-        row.problem = f"gradients were NaN or infinite in {run.skipped_steps} step(s)"
-        return
-    measured = steps[bench.warmup :]
+def reduce_time_and_peak(
+    measured: list[dict[str, Any]], world: World
+) -> tuple[float, float | None]:
+    """Return the median milliseconds of a step on the slowest GPU, and the peak of one GPU in GB.
+
+    Args:
+        measured: rows of :func:`take_steps` without the warm-up.
+        world: the processes of the run; all must call this. The peak is None on a CPU.
+    """
     seconds = world.gather([step["step_s"] for step in measured])
-    slowest = median(max(ranks) for ranks in zip(*seconds, strict=True))
-    row.ms = 1e3 * slowest
-    own = slowest * world.size
-    row.tok_s_gpu, row.vision_tok_s_gpu = row.tokens / own, row.vision_tokens / own
-    if "tflop" in last:
-        row.tflops_gpu = sum(last["tflop"].values()) / own
-    if world.device.type == "cuda":
-        peaks = world.gather(max(step["peak_memory_mb"] for step in measured))
-        row.peak_gb = max(peaks) / 1e3
+    ms = 1e3 * median(max(ranks) for ranks in zip(*seconds, strict=True))
+    if world.device.type != "cuda":
+        return ms, None
+    return ms, max(world.gather(max(step["peak_memory_mb"] for step in measured))) / 1e3
 
 
-def planned_peak(case: StageCase, bench: RecipeBench, *, kept: bool, ranks: int) -> float:
-    """What a plan expects of a rank's peak, in 10^9 bytes.
+def _measure(row: RecipeRow, bench: RecipeBench, case: StageCase, world: World) -> None:
+    """Take the steps of a stage, write the measurements into a row, and free the memory."""
+    row.note += note_leftover_memory(world.device)
+    recipe, stage = case.recipe, case.stage
+    model = build_stage_model(case, world.device)
+    first = recipe.seed + world.rank * bench.accumulation
+    batches = [
+        make_batch(model, case.row, stage.micro_batch_size, stage.packing, seed=first + place)
+        for place in range(bench.accumulation)
+    ]
+    run = build_training_step(model, case, world, bench.warmup + bench.steps)
+    try:
+        torch.manual_seed(recipe.seed + world.rank)
+        steps = take_steps(run, batches, case.name, bench, world)
+        losses, last = [step["loss"] for step in steps], steps[-1]
+        row.note += f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}" if None not in losses else ""
+        row.tokens, row.vision_tokens = last["tokens"], last["vision_tokens"]
+        row.supervised_tokens = last["supervised_tokens"]
+        if run.skipped_steps or None in losses:
+            row.problem = f"gradients were NaN or infinite in {run.skipped_steps} step(s)"
+        else:
+            row.ms, row.peak_gb = reduce_time_and_peak(steps[bench.warmup :], world)
+            own = row.ms / 1e3 * world.size
+            row.tok_s_gpu, row.vision_tok_s_gpu = last["tokens"] / own, last["vision_tokens"] / own
+            if "tflop" in last:
+                row.tflops_gpu = sum(last["tflop"].values()) / own
+        reuse = run.reuse.policy == "cache" or (bench.accumulation > 1 and bool(run.reuse.fits))
+    finally:
+        release_engine(run.engine, model)
+    if bench.plan:
+        row.plan_gb = plan_peak(case, bench, reuse=reuse, ranks=world.size)
+        if row.peak_gb is not None:
+            row.plan_off = 100 * (row.plan_gb / row.peak_gb - 1)
+
+
+def plan_peak(case: StageCase, bench: RecipeBench, *, reuse: bool, ranks: int) -> float:
+    """Return the peak of a rank that a plan expects, in 10^9 bytes.
 
     Args:
         case: the stage.
-        bench: how many micro-batches a step has.
-        kept: whether they share FP8 weights.
-        ranks: processes.
+        bench: number of micro-batches of a step.
+        reuse: whether micro-batches share FP8 weights.
+        ranks: number of processes.
     """
     activations = trace(
         case.frame,
@@ -441,45 +544,25 @@ def planned_peak(case: StageCase, bench: RecipeBench, *, kept: bool, ranks: int)
         case.row.tokens,
         case.row.images,
         pool_frames=case.recipe.model.video.pool_frames or 1,
-        reuse_weights=kept,
+        reuse_weights=reuse,
     )
-    return planned_gb(
-        case.frame,
-        case.stage,
-        activations,
-        optimizer=_optimizer(case.recipe),
-        zero_stage=case.recipe.zero_stage,
-        ranks=ranks,
-        accumulates=bench.accumulation > 1,
+    kind = CoatAdamW if find_optimizer(case.recipe) == "coat" else torch.optim.AdamW
+    sizes = count_sizes(case.frame, case.stage, measure_state_bytes(kind))
+    zero_stage, accumulates = case.recipe.zero_stage, bench.accumulation > 1
+    return (
+        estimate_rank_memory(zero_stage, sizes, ranks, activations, accumulates=accumulates).peak
+        / 1e9
     )
 
 
-def _optimizer(recipe: Recipe) -> OptimizerName:
-    fp8 = gpu_arithmetic(recipe.precision, recipe.fp8).fp8
+def find_optimizer(recipe: Recipe) -> str:
+    """Return the optimizer of a recipe: ``coat`` or ``adamw``."""
+    fp8 = arithmetic_of(recipe.precision, recipe.fp8, torch.device("meta")).fp8
     return "coat" if fp8 is not None and fp8.optimizer == "coat" else "adamw"
 
 
-def _new_row(bench: RecipeBench, case: StageCase, world: World) -> RecipeRow:
-    recipe, stage = case.recipe, case.stage
-    return RecipeRow(
-        *origin(on_gpu=world.device.type == "cuda"),
-        recipe=" ".join([recipe.name, *bench.changes]),
-        stage=case.name,
-        gpus=world.size,
-        zero=recipe.zero_stage,
-        precision=recipe.precision,
-        optimizer=_optimizer(recipe),
-        checkpointing=stage.gradient_checkpointing,
-        micro_batch=stage.micro_batch_size,
-        accumulation=bench.accumulation,
-        row_tokens=case.row.tokens,
-        images=case.row.images,
-        note=f"images: {case.images_why.split(' (')[0]}",  # no paths of this machine
-    )
-
-
 def format_row(row: RecipeRow) -> str:
-    """A heading and a Markdown table of one stage."""
+    """Format a heading and a Markdown table of one stage."""
     checkpointed = ", gradient checkpointing" if row.checkpointing else ""
     heading = (
         f"{row.recipe}, stage {row.stage}: {row.gpus} x {row.gpu}, ZeRO-{row.zero}, "
@@ -490,18 +573,19 @@ def format_row(row: RecipeRow) -> str:
     if row.problem:
         return f"{heading}\nno speed: {row.problem}"
 
-    def cell(value: float | None, spec: str) -> str:
-        return "-" if value is None else format(value, spec)
-
-    cells = {
-        "tokens a step": cell(row.tokens, ",.0f"),
-        "trained": cell(row.trained_tokens, ",.0f"),
-        "ms/step": cell(row.ms, ".1f"),
-        "tokens/s per GPU": cell(row.tok_s_gpu, ",.0f"),
-        "vision tokens/s per GPU": cell(row.vision_tok_s_gpu, ",.0f"),
-        "TFLOP/s per GPU": cell(row.tflops_gpu, ".3g"),
-        "peak GB": cell(row.peak_gb, ".2f"),
-        "plan GB": cell(row.plan_gb, ".4g"),
-        "plan off": "-" if row.plan_off is None else f"{row.plan_off:+.1f}%",
+    columns = {
+        "tokens a step": ("tokens", "{:,.0f}"),
+        "supervised": ("supervised_tokens", "{:,.0f}"),
+        "ms/step": ("ms", "{:.1f}"),
+        "tokens/s per GPU": ("tok_s_gpu", "{:,.0f}"),
+        "vision tokens/s per GPU": ("vision_tok_s_gpu", "{:,.0f}"),
+        "TFLOP/s per GPU": ("tflops_gpu", "{:.3g}"),
+        "peak GB": ("peak_gb", "{:.2f}"),
+        "plan GB": ("plan_gb", "{:.4g}"),
+        "plan off": ("plan_off", "{:+.1f}%"),
     }
-    return f"{heading}\n{row.note}\n\n{table(list(cells), [list(cells.values())])}"
+    cells = [
+        "-" if getattr(row, name) is None else form.format(getattr(row, name))
+        for name, form in columns.values()
+    ]
+    return f"{heading}\n{row.note}\n\n{format_table(list(columns), [cells])}"

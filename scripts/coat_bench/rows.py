@@ -1,7 +1,7 @@
-"""Rows of measurements: where they were made, the CSV files they go to, the tables a user sees."""
+"""Rows of measurements: their origin, their CSV files, and their Markdown tables."""
 
 import csv
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Measurement:
-    """One measurement; the fields are the columns of its CSV file, these come first."""
+    """One measurement; the fields are the columns of its CSV file, these three first."""
 
     date: str
     commit: str
@@ -29,7 +29,7 @@ class Measurement:
 
 @dataclass(slots=True)
 class Row(Measurement):
-    """One measurement of code that depends on the versions of torch and Triton above all."""
+    """One measurement with the versions of torch and Triton."""
 
     torch: str
     triton: str
@@ -38,33 +38,28 @@ class Row(Measurement):
 _Kind = TypeVar("_Kind", bound="DataclassInstance")
 
 
-def origin(*, on_gpu: bool | None = None) -> tuple[str, str, str, str, str]:
-    """The fields of :class:`Row` for a measurement that is made here and now.
-
-    Args:
-        on_gpu: whether the first GPU is measured, or the CPU; by default the GPU if there is one.
-    """
-    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
-    device = torch.cuda.get_device_name() if on_gpu else "cpu"
+def get_origin() -> tuple[str, str, str, str, str]:
+    """Return the fields of :class:`Row` for a measurement on this machine, on its GPU if any."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     date = datetime.now(UTC).date().isoformat()
     return date, commit() or "unknown", device, torch.__version__, triton.__version__
 
 
 def require_gpu(what: str) -> None:
-    """Refuse to measure without a GPU.
+    """Raise an error if there is no GPU.
 
     Args:
-        what: what is measured on one.
+        what: subject and verb of the message, such as "the speed of a step is".
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no GPU.
     """
     if not torch.cuda.is_available():
-        raise ValueError(f"there is no GPU; {what} measured on one")
+        raise ValueError(f"there is no GPU; {what} measured on a GPU")
 
 
-def failure(error: Exception) -> str:
-    """What a row says of what failed: ``OOM``, or the error and its first line."""
+def format_error(error: Exception) -> str:
+    """Format an error for a row: ``OOM``, or the error's class and first line."""
     if is_out_of_memory(error):
         return "OOM"
     lines = str(error).strip().splitlines()
@@ -72,17 +67,20 @@ def failure(error: Exception) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether torch, Triton, cuBLAS or NCCL got no memory; all but torch tell it by words alone."""
+    """Whether torch, Triton, cuBLAS or NCCL ran out of memory; only torch has a class for it."""
     words = ("out of memory", "ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
+_RENAMED = {"trained_tokens": "supervised_tokens"}  # deprecated column name -> name
+
+
 def append_rows(path: Path | None, rows: Sequence[Measurement]) -> None:
-    """Add rows of one kind to a CSV file, with a header if it is new.
+    """Append rows of one class to a CSV file, with a header if the file is new.
 
     Args:
-        path: the file; nothing is written without one.
-        rows: what to add.
+        path: the file; nothing is written if it is None.
+        rows: the rows.
 
     Raises:
         ValueError: the file has other columns.
@@ -93,7 +91,7 @@ def append_rows(path: Path | None, rows: Sequence[Measurement]) -> None:
     new = not path.exists()
     if not new:
         with path.open(newline="") as file:
-            there = next(csv.reader(file), [])
+            there = [_RENAMED.get(name, name) for name in next(csv.reader(file), [])]
         if there != columns:
             raise ValueError(
                 f"{path}: has the columns {there}, these rows have {columns}; write to another file"
@@ -102,30 +100,31 @@ def append_rows(path: Path | None, rows: Sequence[Measurement]) -> None:
         writer = csv.writer(file, lineterminator="\n")
         if new:
             writer.writerow(columns)
-        writer.writerows([_cell(value) for value in asdict(row).values()] for row in rows)
+        writer.writerows([_format_cell(value) for value in asdict(row).values()] for row in rows)
 
 
 def read_rows(path: Path, kind: type[_Kind], command: str) -> list[_Kind]:
-    """The rows of a file that has their fields as columns, in its order.
+    """Read the rows of a CSV file whose columns are the fields of ``kind``.
 
-    An empty cell is None where the field may be None.
+    An empty cell is None if the field may be None.
 
     Args:
         path: the file.
-        kind: what its rows are; the fields' types say how cells are read.
-        command: writes such a file, for the message if there is none.
+        kind: the class of the rows; its field types decide how cells are read.
+        command: the command that writes such a file, for the message if it does not exist.
 
     Raises:
-        ValueError: there is no such file, it is another one, or a cell is not of its field's type.
+        ValueError: there is no such file, it has other columns, or a cell has a wrong type.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {command} {path} writes it")
     columns = [field.name for field in fields(kind)]
-    # An empty text is a text: only what may be None is None where nothing was written.
+    # An empty cell of a text field is an empty text.
     optional = {field.name for field in fields(kind) if NoneType in get_args(field.type)}
     adapter = TypeAdapter(kind)
     with path.open(newline="") as file:
         lines = csv.DictReader(file)
+        lines.fieldnames = [_RENAMED.get(name, name) for name in lines.fieldnames or []]
         if lines.fieldnames != columns:
             raise ValueError(f"{path}: has the columns {lines.fieldnames}, expected {columns}")
         found = []
@@ -140,37 +139,27 @@ def read_rows(path: Path, kind: type[_Kind], command: str) -> list[_Kind]:
     return found
 
 
-def replace_csv(path: Path, columns: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
-    """Write a CSV file with a header; one that is there is replaced at once or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(lines)
-    temporary.replace(path)
-
-
-def _cell(value: Any) -> Any:
+def _format_cell(value: Any) -> Any:
     if not isinstance(value, float):
         return value
     return f"{value:.4f}" if value == 0 or abs(value) >= 0.1 else f"{value:.4g}"
 
 
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
+def format_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Format a Markdown table."""
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
 
 
-def table_of(rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]]) -> str:
-    """Markdown, one line per row.
+def format_rows_as_table(rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]]) -> str:
+    """Format a Markdown table with one line per row.
 
     Args:
         rows: any objects.
-        columns: head of a column -> a row's cell.
+        columns: title of a column -> function from a row to its cell.
     """
-    return table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
+    return format_table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
 
 
-def number(value: float | None, digits: int, unit: str = "") -> str:
-    """A cell of a table; ``-`` for what was not measured."""
+def format_number(value: float | None, digits: int, unit: str = "") -> str:
+    """Format a cell of a table; ``-`` if there is no value."""
     return "-" if value is None else f"{value:.{digits}f}{unit}"

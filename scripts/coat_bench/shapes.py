@@ -1,4 +1,4 @@
-"""The layers that are measured: one block of a known model, with random BF16 weights."""
+"""The measured layers: one block of a known model, with random BF16 weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -46,11 +46,11 @@ SHAPES = {
 """The blocks of Llama-2-7B, Qwen2.5-7B and SigLIP-so400m/14 at 384 pixels."""
 
 
-def shape_called(name: str, batch: int | None = None, length: int | None = None) -> LayerShape:
-    """The shape of that name, with another batch or length where given.
+def find_shape(name: str, batch: int | None = None, length: int | None = None) -> LayerShape:
+    """Return the shape of that name, with another batch or length if given.
 
     Raises:
-        ValueError: there is none, or batch or length is not positive.
+        ValueError: there is no such shape, or batch or length is not positive.
     """
     if name not in SHAPES:
         raise ValueError(f"no shape is called {name!r}; use one of {', '.join(SHAPES)}")
@@ -62,8 +62,8 @@ def shape_called(name: str, batch: int | None = None, length: int | None = None)
 
 
 def build_layer(shape: LayerShape, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The block of transformers with weights drawn as in pretraining (N(0, 0.02^2)), seed 0."""
-    config, block = _config(shape), _CLASSES[shape.family][0]
+    """Build the block of transformers with weights N(0, 0.02^2), as in pretraining; seed 0."""
+    config, block = _build_config(shape), _CLASSES[shape.family][0]
     config._attn_implementation = "sdpa"
     with device:
         layer = block(config) if shape.family == "siglip" else block(config, 0)
@@ -75,15 +75,15 @@ def build_layer(shape: LayerShape, device: torch.device, dtype: torch.dtype) -> 
     return layer.to(dtype).train()
 
 
-def forward_of(shape: LayerShape, layer: nn.Module, device: torch.device) -> Forward:
-    """``hidden_states [batch, length, hidden] -> the same shape``, causal for decoders."""
+def build_forward(shape: LayerShape, layer: nn.Module, device: torch.device) -> Forward:
+    """Return ``hidden_states [batch, length, hidden] -> same shape``, causal for decoders."""
     rotary = _CLASSES[shape.family][1]
     if rotary is None:
         return lambda x: layer(x, attention_mask=None)
     positions = torch.arange(shape.length, device=device)[None]
     example = torch.empty(0, dtype=next(layer.parameters()).dtype, device=device)
-    embeddings = rotary(_config(shape)).to(device)(example, positions)
-    # Without a mask SDPA's own causal mask applies, as in training on full sequences.
+    embeddings = rotary(_build_config(shape)).to(device)(example, positions)
+    # Without a mask SDPA is causal, as in training on full sequences.
     return lambda x: layer(x, position_embeddings=embeddings)
 
 
@@ -95,7 +95,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
 """Family -> block and rotary embedding."""
 
 
-def _config(shape: LayerShape) -> Any:
+def _build_config(shape: LayerShape) -> Any:
     common: dict[str, Any] = {
         "hidden_size": shape.hidden,
         "intermediate_size": shape.ffn,

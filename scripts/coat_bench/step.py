@@ -1,69 +1,75 @@
 """``coat-vlm bench step``: the training step of a whole vision-language model.
 
-Every implementation is built anew from the same random weights, checked against BF16, run for a few
-steps per batch size, and freed. Without an optimizer a step is both passes of one process; with one
-it goes through DeepSpeed's engine as in training (:mod:`coat_bench.step_loop`), on as many GPUs as
-there are processes.
+Each implementation is built from the same random weights, compared with BF16, run for a few steps
+of one batch size, and freed. Without an optimizer a step is the forward and backward pass in one
+process. With an optimizer it is the training step of a recipe of the model
+(:mod:`coat_bench.recipe`), on as many GPUs as there are processes. Every micro-batch of a step is
+the same batch of random rows. It is on the GPU already for forward and backward passes alone; a
+whole step copies it there, as training does.
 
-The reference of the checks is this project's BF16 model at the same weights on the same samples. At
-random weights every loss is near the logarithm of the vocabulary, so a loss alone says little; the
-norm of all gradients tells a lost scale, and an optimizer must lower the loss of the batch it
-repeats.
+The reference is this project's BF16 model with the same weights on the same samples. With random
+weights every loss is near the logarithm of the vocabulary size, so a wrong scale shows in the norm
+of all gradients instead, and an optimizer must lower the loss of its repeated batch.
 """
 
 import contextlib
-import gc
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
-from statistics import median
+from typing import Any
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
 
-from coat_bench.layer import Attention, attention_backend
-from coat_bench.models import BASELINES, SIZES, Inputs, VlmShape, baseline, check_baselines
-from coat_bench.profile import format_profile, profiled
-from coat_bench.rows import Measurement, failure, number, origin, table_of
-from coat_bench.step_loop import (
-    Loop,
-    OptimizerName,
-    PlainLoop,
-    engine_loop,
-    fp8_config,
-    planned_gb,
-    stage_config,
-    traced,
+from coat_bench.layer import use_attention
+from coat_bench.models import BASELINES, SIZES, apply_baseline, check_baselines
+from coat_bench.profile import format_profile, profile_step
+from coat_bench.recipe import (
+    RecipeBench,
+    StageCase,
+    Step,
+    build_stage_model,
+    build_training_step,
+    find_optimizer,
+    free_memory,
+    list_stage_cases,
+    make_batch,
+    note_leftover_memory,
+    reduce_time_and_peak,
+    release_engine,
+    take_steps,
 )
-from coat_vlm.config import Precision
+from coat_bench.rows import (
+    Measurement,
+    format_error,
+    format_number,
+    format_rows_as_table,
+    get_origin,
+)
+from coat_data.load.loader import LoadedBatch
+from coat_vlm.config import ModuleTraining, Precision, Recipe, StageConfig
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import arithmetic_of, captured_bytes, graph_blocks, live_graphs
-from coat_vlm.fp8.graphs import EAGER_PASSES
+from coat_vlm.fp8 import WeightReuse, arithmetic_of
 from coat_vlm.model import CoatVlm
-from coat_vlm.plan.activations import Activations
 from coat_vlm.plan.zero import ZeroStage
-from coat_vlm.train.engine import set_train_mode, set_trainable
+from coat_vlm.train.prepare import set_train_mode
+from coat_vlm.train.step import copy_batch_to_device
+from coat_vlm.train.throughput import PeakMemory
+
+LR = 2e-5
+"""Learning rate, high enough to lower the loss of a repeated batch within a few steps."""
 
 LOSS_TOLERANCE = 0.01
-"""Largest difference to BF16's loss at the same weights, as a share of it."""
+"""Largest relative difference to BF16's loss at the same weights."""
 
 NORM_FACTOR = 1.5
-"""The gradients' norm may be so many times BF16's, or its inverse. FP8's rounding adds to it in
-every block; a scale that is lost once is a factor of two at least."""
+"""Largest ratio of the gradient norms to BF16's, or of its inverse. Rounding to FP8
+increases the norm in every block; a wrong scale changes it by a factor of two at least."""
 
 STEP_TOLERANCE = 0.05
-"""Largest difference to the losses of BF16's run in the same steps, as a share of them."""
-
-LEFT_BYTES = 64 * 2**20
-"""More than this left on the GPU by an earlier measurement is noted beside its peak."""
-
-OWN = "own"
-"""Stands for the optimizer that a recipe of the precision gets."""
+"""Largest relative difference to the losses of the BF16 run in the same steps."""
 
 NAMES: dict[Precision, str] = {
     "bf16": "bf16",
@@ -71,7 +77,7 @@ NAMES: dict[Precision, str] = {
     "coat": "coat_paper",
     "coat_lean": "coat_lean",
 }
-"""Precision -> implementation in the rows, as those of the layer benchmark."""
+"""Precision -> implementation in the rows, with the names of the layer benchmark."""
 
 
 @dataclass(slots=True)
@@ -83,20 +89,20 @@ class StepRow(Measurement):
     """ZeRO stage; 0 also without an optimizer."""
     model: str
     implementation: str
-    """Ours begin with ``coat_``; ``bf16`` is our own BF16, ``hf_eager`` transformers'."""
+    """Our FP8 ones begin with ``coat_``; ``bf16`` is our BF16, ``hf_eager`` transformers'."""
     checkpointing: bool
     optimizer: str
-    """``none`` for both passes alone."""
+    """``none`` for forward and backward passes alone."""
     batch: int
     """Samples of a micro-batch on one GPU."""
     tokens: int
-    """Of a step: all micro-batches and GPUs, those of images included."""
+    """Tokens of a step over all micro-batches and GPUs, including image tokens."""
     ms: float | None = None
-    """A step, median; of the slowest GPU."""
+    """Median time of a step on the slowest GPU."""
     tok_s: float | None = None
-    """Of all GPUs together."""
+    """Tokens per second of all GPUs together."""
     peak_gb: float | None = None
-    """Most that was allocated on one GPU, in 10^9 bytes; absent on a CPU."""
+    """Most memory allocated on one GPU, in 10^9 bytes; None on a CPU."""
     note: str = ""
     problem: str = ""
     """Why there is no speed."""
@@ -104,171 +110,145 @@ class StepRow(Measurement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBench:
-    """What is measured, and how."""
+    """Settings of the benchmark."""
 
     size: str
     """A key of :data:`coat_bench.models.SIZES`."""
     precisions: Sequence[Precision]
-    peers: Sequence[str] = ()
+    baselines: Sequence[str] = ()
     """Keys of :data:`coat_bench.models.BASELINES`."""
     optimizers: Sequence[str] = ("none",)
-    """Of :data:`coat_bench.step_loop.OptimizerName`, or :data:`OWN`."""
+    """``none`` for forward and backward passes alone, ``own`` for the precision's optimizer."""
     zero_stages: Sequence[ZeroStage] = (1,)
     batches: Sequence[int] = (1,)
-    """Samples of a micro-batch, ascending: after one that does not fit, no larger one is tried."""
-    graphs: bool = False
-    """Also measure the precisions with FP8 blocks as CUDA graphs."""
-    bf16_forward_first: int | None = None
-    """That key of ``fp8`` in a recipe, for coat and coat_lean."""
+    """Samples of a micro-batch, ascending; no batch is tried after one that does not fit."""
     accumulation: int = 1
     """Micro-batches of a step."""
     steps: int = 5
-    """Measured ones."""
+    """Measured steps."""
     warmup: int = 3
-    """Steps before them."""
-    attention: Attention = "default"
-    """SDPA's backend for all; training has the flash kernel by default."""
-    check_plan: bool = False
-    """Also say what ``coat-vlm plan`` would have expected."""
+    """Steps before the measured ones."""
     on_profile: Callable[[StepRow, str], None] | None = None
-    """Called on the main process with a measured row and the tables of one more step, which torch's
-    profiler watched."""
-    trace: Path | None = None
-    """Where to write what the profiler saw of that step."""
+    """Called on the main process with a measured row and the profile tables of one more step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCase:
-    """One model with one optimizer at one ZeRO stage."""
+    """One model with or without its optimizer at one ZeRO stage."""
 
     precision: Precision | None
     """None for a baseline."""
-    peer: str | None
+    baseline: str | None
     """A key of :data:`coat_bench.models.BASELINES`, or None."""
-    optimizer: OptimizerName
+    trains: bool
+    """Whether there is an optimizer."""
     zero_stage: ZeroStage
-    graphs: bool = False
-    """With FP8 blocks as CUDA graphs."""
 
     @property
     def implementation(self) -> str:
-        """Its name in the rows."""
+        """Name in the rows."""
         if self.precision is not None:
-            return NAMES[self.precision] + ("_graphs" if self.graphs else "")
-        assert self.peer is not None
-        return BASELINES[self.peer].implementation
+            return NAMES[self.precision]
+        assert self.baseline is not None
+        return BASELINES[self.baseline].implementation
+
+    def recipe(self, size: str, batch: int) -> Recipe:
+        """Build a recipe that trains all modules of a model in the case's precision.
+
+        Args:
+            size: a key of :data:`coat_bench.models.SIZES`.
+            batch: samples of a micro-batch.
+        """
+        model = SIZES[size].model
+        train = ModuleTraining(train=True, lr=LR)
+        vision = ModuleTraining(train=False) if model.vision is None else train
+        stage = StageConfig(
+            data=[],
+            vision=vision,
+            projector=vision,
+            language=train,
+            batch_size=batch,
+            micro_batch_size=batch,
+            max_steps=1,
+            schedule="constant",
+            warmup_ratio=0.0,
+            weight_decay=0.1,
+        )
+        return Recipe(
+            name="bench",
+            output_dir="unused",
+            model=model,
+            stages={"sft": stage},
+            precision=self.precision or "bf16",
+            zero_stage=self.zero_stage,
+        )
 
 
-def step_cases(bench: StepBench, ranks: int) -> list[StepCase]:
-    """What is measured, in order: by ZeRO stage, then optimizer, then model.
+def list_step_cases(bench: StepBench, ranks: int) -> list[StepCase]:
+    """List the measured cases by ZeRO stage, then optimizer, then model.
 
     Args:
         bench: the settings.
-        ranks: processes.
+        ranks: number of processes.
 
     Raises:
         ValueError: the settings do not fit each other or this machine.
     """
-    models: list[tuple[Precision | None, str | None, bool]] = []
-    for precision in bench.precisions:
-        models.append((precision, None, False))
-        if bench.graphs and precision in ("coat", "coat_lean"):
-            models.append((precision, None, True))
-    models += [(None, name, False) for name in bench.peers]
-    found: list[StepCase] = []
-    for zero_stage, named, (precision, name, graphs) in product(
-        bench.zero_stages, bench.optimizers, models
-    ):
-        optimizer: OptimizerName = named  # pyright: ignore[reportAssignmentType]
-        if named == OWN:
-            optimizer = "coat" if precision in ("coat", "coat_lean") else "adamw"
-        stage: ZeroStage = 0 if optimizer == "none" else zero_stage
-        found.append(StepCase(precision, name, optimizer, stage, graphs and stage != 3))
-    found = list(dict.fromkeys(found))
-    _check(bench, found, ranks)
-    return found
-
-
-def _check(bench: StepBench, found: list[StepCase], ranks: int) -> None:
-    """Refuse settings that do not fit each other or this machine."""
-    check_baselines(bench.peers)
+    check_baselines(bench.baselines)
     if "none" in bench.optimizers and ranks > 1:
         raise ValueError(
             f"--optimizer none is a step of one process without communication, and there are "
-            f"{ranks}; start one, or name an optimizer"
+            f"{ranks} processes; start one, or name an optimizer"
         )
     if min(bench.accumulation, bench.steps, bench.warmup) < 1:
         raise ValueError("--accumulation, --steps and --warmup are 1 or more")
     if list(bench.batches) != sorted(set(bench.batches)) or min(bench.batches) < 1:
         raise ValueError(f"--batch {bench.batches}: give ascending numbers, 1 or more")
+    models: list[tuple[Precision | None, str | None]] = [(name, None) for name in bench.precisions]
+    models += [(None, name) for name in bench.baselines]
+    found: list[StepCase] = []
+    for zero_stage, optimizer, (precision, baseline) in product(
+        bench.zero_stages, bench.optimizers, models
+    ):
+        trains = optimizer != "none"
+        found.append(StepCase(precision, baseline, trains, zero_stage if trains else 0))
     if not found:
-        raise ValueError("nothing to measure; name --precisions or --peers")
-    if bench.graphs and not any(case.graphs for case in found):
-        raise ValueError(
-            "--graphs: there is no coat or coat_lean below ZeRO-3 to measure with them"
-        )
-    if bench.graphs and bench.warmup <= EAGER_PASSES:
-        raise ValueError(
-            f"--graphs: blocks are captured after {EAGER_PASSES} steps, which --warmup has to "
-            "exceed"
-        )
-    if bench.trace is not None:
-        _check_trace(bench.trace, bench.on_profile is not None, len(found) * len(bench.batches))
-
-
-def _check_trace(trace: Path, profiles: bool, steps: int) -> None:
-    """Refuse to write a trace that would be lost, or over a file."""
-    problem = ""
-    if not profiles:
-        problem = "what --profile saw; give both"
-    elif steps > 1:
-        problem = f"holds one step, and there are {steps}; give one model, one --optimizer, one "
-        problem += "--zero stage and one --batch"
-    elif not trace.name.endswith((".json", ".json.gz")):
-        problem = "writes JSON; end the name in .json or .json.gz"
-    elif trace.exists():
-        problem = "is there already; name another file"
-    elif not trace.parent.is_dir():
-        problem = f"there is no folder {trace.parent}; make it"
-    if problem:
-        raise ValueError(f"--trace {trace}: {problem}")
+        raise ValueError("nothing to measure; name --precisions or --baselines")
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What BF16 computes at the first weights."""
+    """Results of BF16 with the initial weights."""
 
-    losses: tuple[float, ...]
-    """Of this rank's samples, one by one."""
     grad_norm: float
-    """Of all parameters, on the first sample."""
-
-    def batch_loss(self, count: int) -> float:
-        """Mean loss of the first samples; all have as many supervised tokens."""
-        return sum(self.losses[:count]) / count
+    """Norm of all gradients on the first sample."""
+    losses: dict[int, float]
+    """Batch size -> loss; always contains the first sample alone (batch size 1)."""
 
 
-def measure_reference(model: CoatVlm, shape: VlmShape, first: int, count: int) -> Reference:
-    """Run BF16 on samples.
+def measure_reference(model: CoatVlm, batches: Sequence[LoadedBatch]) -> Reference:
+    """Run BF16 on samples of this rank.
 
     Args:
         model: BF16, in training mode.
-        shape: its samples.
-        first: number of the first sample.
-        count: how many.
+        batches: the first sample alone, then the measured batches.
     """
+    loss, norm = _run_pass(model, batches[0])
+    losses = {1: loss}
     device = next(model.parameters()).device
-    loss, norm = _pass(model, shape.sample(first, device))
-    losses = [loss]
     with torch.no_grad():
-        for place in range(1, count):
-            losses.append(model(**shape.sample(first + place, device)).loss.item())
-    return Reference(tuple(losses), norm)
+        for loaded in batches[1:]:
+            losses[loaded.num_samples] = model(
+                **copy_batch_to_device(loaded.batch, device)
+            ).loss.item()
+    return Reference(norm, losses)
 
 
-def _pass(model: CoatVlm, inputs: Inputs) -> tuple[float, float]:
-    """Loss and norm of all gradients; leaves none behind."""
-    loss = model(**inputs).loss
+def _run_pass(model: CoatVlm, loaded: LoadedBatch) -> tuple[float, float]:
+    """Return the loss and the norm of all gradients; clears the gradients."""
+    device = next(model.parameters()).device
+    loss = model(**copy_batch_to_device(loaded.batch, device)).loss
     loss.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
@@ -277,16 +257,16 @@ def _pass(model: CoatVlm, inputs: Inputs) -> tuple[float, float]:
     return loss.item(), norm
 
 
-def disagreement(model: CoatVlm, inputs: Inputs, reference: Reference) -> str:
-    """What a pass over the first sample does otherwise than BF16; empty when it is right.
+def find_disagreement(model: CoatVlm, sample: LoadedBatch, reference: Reference) -> str:
+    """Compare a pass over the first sample with BF16; returns the problem, empty if there is none.
 
     Args:
-        model: converted, not trained yet.
-        inputs: the first sample.
-        reference: BF16's.
+        model: the converted model with its initial weights.
+        sample: the first sample.
+        reference: the results of BF16.
     """
-    loss, norm = _pass(model, inputs)
-    problem = loss_problem([loss], reference.losses[0])
+    loss, norm = _run_pass(model, sample)
+    problem = check_losses([loss], reference.losses[1])
     factor = norm / reference.grad_norm
     if not problem and not 1 / NORM_FACTOR <= factor <= NORM_FACTOR:  # also NaN
         return (
@@ -296,8 +276,8 @@ def disagreement(model: CoatVlm, inputs: Inputs, reference: Reference) -> str:
     return problem
 
 
-def loss_problem(losses: Sequence[float], exact: float) -> str:
-    """Which loss is not BF16's; empty when all are."""
+def check_losses(losses: Sequence[float], exact: float) -> str:
+    """Compare losses with BF16's; returns the problem, empty if there is none."""
     for loss in losses:
         if not abs(loss - exact) <= LOSS_TOLERANCE * abs(exact):  # also NaN
             return (
@@ -307,12 +287,12 @@ def loss_problem(losses: Sequence[float], exact: float) -> str:
     return ""
 
 
-def training_problem(losses: Sequence[float], exact: Sequence[float] | None) -> str:
-    """What is wrong with the losses of steps on one repeated batch; empty when nothing is.
+def check_training(losses: Sequence[float], exact: Sequence[float] | None) -> str:
+    """Check the losses of steps on one repeated batch; returns the problem, empty if there is none.
 
     Args:
-        losses: of each step.
-        exact: those of BF16's run, if there was one.
+        losses: one loss per step.
+        exact: the losses of the BF16 run, if there was one.
     """
     listed = ", ".join(f"{loss:.4f}" for loss in losses)
     if not all(math.isfinite(loss) for loss in losses):
@@ -328,15 +308,37 @@ def training_problem(losses: Sequence[float], exact: Sequence[float] | None) -> 
     return ""
 
 
-def bench_step(
-    bench: StepBench, world: World, on_rows: Callable[[list[StepRow]], None]
-) -> list[StepRow]:
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Forward and backward pass of every micro-batch, with the interface of a training step."""
+
+    model: CoatVlm
+    reuse: WeightReuse
+    device: torch.device
+    memory: PeakMemory
+
+    def __call__(
+        self, micro_batches: list[LoadedBatch], started: float
+    ) -> tuple[dict[str, Any], bool]:
+        """Run the passes, free the gradients; returns the last loss, seconds and memory."""
+        loss = torch.zeros(())
+        with self.reuse.scope(len(micro_batches)):
+            for loaded in micro_batches:
+                loss = self.model(**copy_batch_to_device(loaded.batch, self.device)).loss
+                (loss / len(micro_batches)).backward()
+        self.model.zero_grad(set_to_none=True)
+        self.reuse.after_step()
+        row = {"loss": loss.item(), "step_s": time.perf_counter() - started}  # waits for the GPU
+        return row | {"peak_memory_mb": self.memory.read()}, False
+
+
+def bench_step(bench: StepBench, world: World, on_row: Callable[[StepRow], None]) -> list[StepRow]:
     """Measure all cases, one after the other.
 
     Args:
         bench: what to measure.
-        world: the processes of the run; all call this.
-        on_rows: called on the main process with the rows of each case, as it ends.
+        world: the processes of the run; all must call this.
+        on_row: called on the main process with each row.
 
     Returns:
         All rows, the same on every process.
@@ -344,278 +346,153 @@ def bench_step(
     Raises:
         ValueError: the settings do not fit each other or this machine.
     """
-    cases = step_cases(bench, world.size)
     run = _Run(bench, world)
     rows = []
-    bar = tqdm(cases, desc="step", unit="model", disable=not world.is_main)
-    for case in bar:
-        bar.set_postfix_str(f"{case.implementation}, {case.optimizer}")
-        with attention_backend(run.attention(case)):
-            found = run.rows(case)
-        rows += found
-        if world.is_main:
-            on_rows(found)
+    for case in list_step_cases(bench, world.size):
+        # Training uses the flash kernel; the backends that the engine sets are restored.
+        with use_attention("flash" if case.trains else "default"):
+            for batch in bench.batches:
+                rows.append(run.measure(case, batch))
+                if world.is_main:
+                    on_row(rows[-1])
+                if rows[-1].problem:
+                    break
     return rows
 
 
 @dataclass(slots=True)
 class _Run:
-    """What the cases of a run have in common."""
+    """State that the cases of a run share."""
 
     bench: StepBench
     world: World
     reference: Reference | None = None
     trained: dict[int, list[float]] = field(default_factory=dict)
-    """Batch -> BF16's losses in its first steps through DeepSpeed."""
-    traces: dict[tuple[Precision, int, bool], tuple[CoatVlm, Activations]] = field(
-        default_factory=dict
-    )
-    """By precision, batch, and whether FP8 weights are shared."""
+    """Batch size -> BF16's losses in its first steps through DeepSpeed."""
 
-    @property
-    def _shape(self) -> VlmShape:
-        return SIZES[self.bench.size]
-
-    @property
-    def _first(self) -> int:
-        """Number of this rank's first sample."""
-        return self.world.rank * max(self.bench.batches)
-
-    def attention(self, case: StepCase) -> Attention:
-        """SDPA's backend: training through the engine has the flash kernel by default."""
-        trains = case.optimizer != "none"
-        return "flash" if trains and self.bench.attention == "default" else self.bench.attention
-
-    def rows(self, case: StepCase) -> list[StepRow]:
-        """Measure one case at every batch size, and free it."""
-        rows: list[StepRow] = []
-        problem = ""
+    def measure(self, case: StepCase, batch: int) -> StepRow:
+        """Measure one batch size of a case, and free its memory."""
+        bench, world = self.bench, self.world
+        recipe, size = case.recipe(bench.size, batch), SIZES[bench.size]
+        samples = batch * bench.accumulation * world.size
+        row = StepRow(
+            *get_origin()[:3],
+            gpus=world.size,
+            zero=case.zero_stage,
+            model=size.name,
+            implementation=case.implementation,
+            checkpointing=False,
+            optimizer=find_optimizer(recipe) if case.trains else "none",
+            batch=batch,
+            tokens=size.model.max_length * samples,
+            note=f"attention {'flash' if case.trains else 'default'}, "
+            f"accumulation {bench.accumulation}",
+        )
         try:
             if self.reference is None:
-                self.reference = self._measured_reference()
-            self._measure(case, self.reference, rows)
-        except Exception as error:  # one that fails is noted in its row; the others go on
-            if self.world.size > 1:  # the other ranks wait for this one: all have to end
+                self.reference = self._measure_reference()
+            self._measure(row, case, self.reference)
+        except Exception as error:  # the row reports the error, and the next case runs
+            if world.size > 1:  # the other ranks wait for this one, so all must end
                 error.add_note(
-                    f"in {case.implementation} with optimizer {case.optimizer}, ZeRO-"
+                    f"in {case.implementation} with optimizer {row.optimizer}, ZeRO-"
                     f"{case.zero_stage}: leave it or its largest --batch out; only a single "
-                    "process goes on after a failure"
+                    "process continues after a failure"
                 )
                 raise
-            problem = failure(error)
-            traceback.clear_frames(error.__traceback__)  # they hold the model
-        free(self.world.device)
-        if problem:
-            self._note_problem(case, rows, problem)
-        return rows
+            row.problem = format_error(error)
+            traceback.clear_frames(error.__traceback__)  # frees the model
+        free_memory(world.device)
+        return row
 
-    def _note_problem(self, case: StepCase, rows: list[StepRow], problem: str) -> None:
-        """Note it in the row of the batch at which it came."""
-        begun = bool(rows) and rows[-1].ms is None and not rows[-1].problem
-        left = self.bench.batches[len(rows) :]
-        if not begun and left:
-            rows.append(self._row(case, left[0]))
-            begun = True
-        if begun:
-            rows[-1].problem = problem
-        else:
-            rows[-1].note += f"; afterwards {problem}"
+    def _build_stage(self, case: StepCase, batch: int) -> tuple[RecipeBench, StageCase]:
+        """Build the recipe benchmark of a case, and its only stage."""
+        bench = RecipeBench(
+            recipe=case.recipe(self.bench.size, batch),
+            images=SIZES[self.bench.size].images,
+            steps=self.bench.steps,
+            warmup=self.bench.warmup,
+            accumulation=self.bench.accumulation,
+        )
+        (stage,) = list_stage_cases(bench, self.world)
+        return bench, stage
 
-    def _measured_reference(self) -> Reference:
-        with self._model(StepCase("bf16", None, "none", 0)) as model:
-            count = max(self.bench.batches)
-            found = measure_reference(model, self._shape, self._first, count)
+    def _measure_reference(self) -> Reference:
+        _, stage = self._build_stage(StepCase("bf16", None, False, 0), 1)
+        model = build_stage_model(stage, self.world.device)
+        set_train_mode(model, stage.stage)
+        sizes = dict.fromkeys((1, *self.bench.batches))
+        batches = [make_batch(model, stage.row, size, None, self.world.rank) for size in sizes]
+        found = measure_reference(model, batches)
         del model
-        free(self.world.device)
+        free_memory(self.world.device)
         return found
 
-    @contextlib.contextmanager
-    def _model(self, case: StepCase) -> Iterator[CoatVlm]:
-        """The case's model, in training mode."""
-        precision = case.precision or "bf16"
-        device = self.world.device
-        fp8 = fp8_config(precision, bf16_forward_first=self.bench.bf16_forward_first)
-        arithmetic = arithmetic_of(precision, fp8, device)
-        model = self._shape.build(device, arithmetic.dtype)
-        stage = stage_config()
-        set_trainable(model, stage)
-        arithmetic.apply(model)
-        set_train_mode(model, stage)
-        with contextlib.ExitStack() as stack:
-            if case.peer is not None:
-                stack.enter_context(baseline(case.peer, model))
-            yield model
-
-    def _measure(self, case: StepCase, reference: Reference, rows: list[StepRow]) -> None:
-        device = self.world.device
-        left = left_behind(device)
-        with self._model(case) as model:
-            problem = disagreement(model, self._shape.sample(self._first, device), reference)
-            if self.world.any(bool(problem)):
-                rows.append(self._row(case, self.bench.batches[0]))
-                rows[-1].problem = problem or "not correct on another rank"
-                return
-            loop = self._loop(case, model)
-            try:
-                for batch in self.bench.batches:
-                    row = self._row(case, batch)
-                    rows.append(row)
-                    row.note += left
-                    self._measure_batch(row, case, loop, reference)
-                    if row.problem:
-                        return
-            finally:
-                loop.close()
-
-    def _loop(self, case: StepCase, model: CoatVlm) -> Loop:
-        bench, world = self.bench, self.world
-        precision = case.precision or "bf16"
-        fp8 = fp8_config(precision, case.optimizer, case.graphs, bench.bf16_forward_first)
-        arithmetic = arithmetic_of(precision, fp8, world.device)
-        if case.optimizer == "none":
-            graph_blocks(model, case.graphs)
-            reuse = arithmetic.weight_reuse(model, world.device)
-            return PlainLoop(model, reuse, bench.accumulation)
-        return engine_loop(
-            model,
-            stage_config(bench.batches[0], bench.accumulation, world.size),
-            arithmetic,
-            world,
-            precision=precision,
-            optimizer=case.optimizer,
-            zero_stage=case.zero_stage,
-            accumulation=bench.accumulation,
-            cudnn_attention=bench.attention == "cudnn",
-        )
-
-    def _measure_batch(
-        self, row: StepRow, case: StepCase, loop: Loop, reference: Reference
-    ) -> None:
-        """Run a batch size; fill its row with numbers, or with what is wrong."""
+    def _measure(self, row: StepRow, case: StepCase, reference: Reference) -> None:
+        """Write the measurements, or the problem, into a row."""
         world = self.world
-        inputs = self._shape.batch(self._first, row.batch, world.device)
-        before = {graphs: graphs.replays for graphs in live_graphs()}
-        times, losses, peak = _timed(loop, inputs, self.bench, world)
-        replayed = [graphs.replays - before.get(graphs, 0) for graphs in live_graphs()]
-        if case.graphs and not (replayed and all(replayed)):
-            problem = "not all blocks were captured as CUDA graphs; the log says why"
-        elif case.optimizer == "none":
-            problem = loss_problem(losses, reference.batch_loss(row.batch))
-        else:
-            problem = training_problem(losses, self.trained.get(row.batch))
-        if world.any(bool(problem)):
-            row.problem = problem or "not correct on another rank"
-            return
-        if case.precision == "bf16" and case.optimizer != "none":
-            self.trained.setdefault(row.batch, losses)
-        row.ms = median(max(ranks) for ranks in zip(*world.gather(times), strict=True))
-        row.tok_s = row.tokens / (row.ms / 1e3)
-        row.peak_gb = max(world.gather(peak)) / 1e9 if peak else None
-        row.note += f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}"
-        if self.bench.check_plan and case.precision is not None and world.is_main:
-            try:
-                planned = self._planned_gb(case.precision, row, case, loop)
-                off = "" if row.peak_gb is None else f" ({planned / row.peak_gb - 1:+.1%})"
-                row.note += f"; plan {planned:.2f} GB{off}"
-            except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-                row.note += f"; no plan: {failure(error)}"  # what was measured stays
-        if self.bench.on_profile is not None:
-            try:
-                self._profile(row, loop, inputs)
-            except (RuntimeError, OSError) as error:
-                if world.size > 1 and isinstance(error, RuntimeError):
-                    raise  # the others wait in the step
-                row.note += f"; no profile: {failure(error)}"
+        row.note += note_leftover_memory(world.device)
+        bench, stage = self._build_stage(case, row.batch)
+        model = build_stage_model(stage, world.device)
+        set_train_mode(model, stage.stage)
+        sample, loaded = (
+            make_batch(model, stage.row, batch, None, seed=world.rank) for batch in (1, row.batch)
+        )
+        with contextlib.ExitStack() as stack:
+            if case.baseline is not None:
+                stack.enter_context(apply_baseline(case.baseline, model))
+            problem = find_disagreement(model, sample, reference)
+            if world.any(bool(problem)):
+                row.problem = problem or "not correct on another rank"
+                return
+            step: Step
+            if case.trains:
+                step = build_training_step(model, stage, world, bench.warmup + bench.steps)
+                stack.callback(release_engine, step.engine, model)
+            else:
+                arithmetic = arithmetic_of(bench.recipe.precision, None, world.device)
+                reuse = arithmetic.weight_reuse(model, world.device)
+                step = Passes(model, reuse, world.device, PeakMemory(world.device))
+                # A failed pass leaves gradients.
+                stack.callback(model.zero_grad, set_to_none=True)
+                inputs: Any = copy_batch_to_device(loaded.batch, world.device)
+                loaded = replace(loaded, batch=inputs)
+            batches = [loaded] * bench.accumulation
+            title = f"{row.implementation}, {row.optimizer}, batch {row.batch}"
+            steps = take_steps(step, batches, title, bench, world)
+            losses = [math.nan if taken["loss"] is None else taken["loss"] for taken in steps]
+            if case.trains:
+                problem = check_training(losses, self.trained.get(row.batch))
+            else:
+                problem = check_losses(losses, reference.losses[row.batch])
+            if world.any(bool(problem)):
+                row.problem = problem or "not correct on another rank"
+                return
+            if case.trains and case.precision == "bf16":
+                self.trained.setdefault(row.batch, losses)
+            row.ms, row.peak_gb = reduce_time_and_peak(steps[bench.warmup :], world)
+            row.tok_s = row.tokens / (row.ms / 1e3)
+            row.note += f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+            if self.bench.on_profile is not None:
+                self._profile(row, step, batches)
 
-    def _profile(self, row: StepRow, loop: Loop, inputs: Inputs) -> None:
+    def _profile(self, row: StepRow, step: Step, batches: list[LoadedBatch]) -> None:
         world, show = self.world, self.bench.on_profile
         assert show is not None
-        world.barrier()  # one rank may have planned
-        trace = self.bench.trace if world.is_main else None
-        found = profiled(lambda: loop.step(inputs), world.device, trace)
+        try:
+            found = profile_step(lambda: step(batches, time.perf_counter()), world.device)
+        except (RuntimeError, OSError) as error:
+            if world.size > 1 and isinstance(error, RuntimeError):
+                raise  # the other ranks wait in the step
+            row.note += f"; no profile: {format_error(error)}"
+            return
         if world.is_main:
             show(row, format_profile(found, row.ms))
 
-    def _planned_gb(self, precision: Precision, row: StepRow, case: StepCase, loop: Loop) -> float:
-        bench = self.bench
-        shared = bench.accumulation > 1 and bool(loop.reuse.fits)
-        key = (precision, row.batch, shared)
-        if key not in self.traces:
-            self.traces[key] = traced(
-                self._shape,
-                precision,
-                row.batch,
-                reuse_weights=shared,
-                bf16_forward_first=bench.bf16_forward_first,
-            )
-        frame, activations = self.traces[key]
-        return planned_gb(
-            frame,
-            stage_config(),
-            activations,
-            optimizer=case.optimizer,
-            zero_stage=case.zero_stage,
-            ranks=self.world.size,
-            accumulates=bench.accumulation > 1,
-        )
-
-    def _row(self, case: StepCase, batch: int) -> StepRow:
-        bench, world = self.bench, self.world
-        first = bench.bf16_forward_first  # others than a recipe's are part of the name
-        has_first = case.precision in ("coat", "coat_lean") and first is not None
-        return StepRow(
-            *origin()[:3],
-            gpus=world.size,
-            zero=case.zero_stage,
-            model=self._shape.name,
-            implementation=case.implementation + (f"_first{first}" if has_first else ""),
-            checkpointing=False,
-            optimizer=case.optimizer,
-            batch=batch,
-            tokens=self._shape.tokens * batch * bench.accumulation * world.size,
-            note=f"attention {self.attention(case)}, accumulation {bench.accumulation}",
-        )
-
-
-def left_behind(device: torch.device) -> str:
-    """What a row's note says of memory that an earlier measurement left on a GPU."""
-    left = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    return f"; {left / 1e9:.2f} GB of the peak are an earlier one's" if left > LEFT_BYTES else ""
-
-
-def free(device: torch.device) -> None:
-    """Drop what was compiled and all memory that nothing holds."""
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-
-
-def _timed(
-    loop: Loop, inputs: Inputs, bench: StepBench, world: World
-) -> tuple[list[float], list[float], int]:
-    """Milliseconds of the measured steps, losses of all, highest memory in the measured ones."""
-    on_gpu = world.device.type == "cuda"
-    losses: list[Tensor] = [loop.step(inputs) for _ in range(bench.warmup)]
-    world.barrier()
-    if on_gpu:
-        torch.cuda.synchronize(world.device)
-        torch.cuda.reset_peak_memory_stats(world.device)
-    times = []
-    for _ in range(bench.steps):
-        started = time.perf_counter()
-        losses.append(loop.step(inputs))
-        if on_gpu:
-            torch.cuda.synchronize(world.device)
-        times.append(1e3 * (time.perf_counter() - started))
-    peak = torch.cuda.max_memory_allocated(world.device) + captured_bytes() if on_gpu else 0
-    return times, torch.stack([loss.float() for loss in losses]).tolist(), peak
-
 
 def format_rows(rows: Sequence[StepRow]) -> str:
-    """Markdown: one line per implementation, optimizer, ZeRO stage and batch."""
-    return table_of(
+    """Format rows as a Markdown table, one line per implementation, optimizer, stage, batch."""
+    return format_rows_as_table(
         rows,
         {
             "implementation": lambda row: row.implementation,
@@ -623,9 +500,9 @@ def format_rows(rows: Sequence[StepRow]) -> str:
             "ZeRO": lambda row: "-" if row.optimizer == "none" else str(row.zero),
             "batch": lambda row: str(row.batch),
             "tokens": lambda row: f"{row.tokens:,}",
-            "ms": lambda row: number(row.ms, 1),
+            "ms": lambda row: format_number(row.ms, 1),
             "tokens/s": lambda row: "-" if row.tok_s is None else f"{row.tok_s:,.0f}",
-            "peak GB": lambda row: number(row.peak_gb, 2),
+            "peak GB": lambda row: format_number(row.peak_gb, 2),
             "note": lambda row: row.problem or row.note,
         },
     )

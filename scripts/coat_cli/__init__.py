@@ -1,1 +1,1 @@
-"""The subcommands of ``coat-vlm``: arguments in, one call into the room that does the work."""
+"""The subcommands of ``coat-vlm``: they parse arguments and call the package that does the work."""

@@ -1,16 +1,19 @@
-"""What all subcommands share: how one is declared, and how it prints."""
+"""Functions that all subcommands use to declare themselves and to print."""
 
 import argparse
 import os
 import sys
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from coat_vlm.config import Recipe
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Handler = Callable[[argparse.Namespace], int]
 
 PRECISIONS = ("fp32", "bf16", "fp8_linear", "coat", "coat_lean")
-"""Those of ``coat_vlm.config.Precision``, which takes longer to import than ``--help`` should."""
+"""Values of ``coat_vlm.config.Precision``, which takes longer to import than ``--help`` should."""
 
 
 def command(
@@ -23,10 +26,10 @@ def command(
         name: its name.
         handler: called with the parsed arguments, returns the exit status.
         summary: one clause for the list of commands, without a period.
-        examples: lines shown below ``--help``.
+        examples: lines at the end of ``--help``.
 
     Returns:
-        The subcommand's parser, for its own arguments.
+        The subcommand's parser.
     """
     parser = commands.add_parser(
         name,
@@ -40,8 +43,29 @@ def command(
     return parser
 
 
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Declare the recipe and the overrides of its keys, for :func:`read_recipe`."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a built-in recipe's name")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="change a key of the recipe, dotted"
+    )
+
+
+def read_recipe(args: argparse.Namespace, *, unset_variables: bool = False) -> "Recipe":
+    """Load the recipe of :func:`add_recipe` with its overrides; ``--precision`` is the last one.
+
+    Raises:
+        ValueError: see :func:`coat_vlm.config.load.load_recipe`.
+    """
+    from coat_vlm.config.load import load_recipe
+
+    precision = getattr(args, "precision", None)
+    overrides = [*args.overrides, *([f"precision={precision}"] if precision else [])]
+    return load_recipe(args.recipe, overrides, unset_variables=unset_variables, say=say)
+
+
 def add_launcher_rank(parser: argparse.ArgumentParser) -> None:
-    """Accept DeepSpeed's ``--local_rank=N`` and ignore it: LOCAL_RANK says the same."""
+    """Accept DeepSpeed's ``--local_rank=N`` and ignore it: LOCAL_RANK has the same value."""
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
 
 
@@ -52,7 +76,7 @@ def say(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Print to stderr from every rank: an unreadable file may be seen by one rank only."""
+    """Print to stderr from every rank, because an error may occur on one rank only."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     where = "" if alone else f"[rank {os.environ.get('RANK')}] "
     print(f"coat-vlm: {where}{text}", file=sys.stderr, flush=True)

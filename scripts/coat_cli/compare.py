@@ -12,16 +12,16 @@ def add(commands: Commands) -> None:
         commands,
         "compare",
         _compare,
-        "compare models item by item: intervals, McNemar's test, and the items that flipped",
+        "compare models item by item: confidence intervals and McNemar's test",
         """\
   coat-vlm compare out/bf16 out/coat                   # reports of coat-vlm eval or score --items
-  coat-vlm compare bf16/pope.json coat/pope.json --html flips.html --flips 100
+  coat-vlm compare out/bf16/pope/report.json out/coat/pope/report.json --html pope.html --flips 100
   coat-vlm compare runs/bf16_0 runs/coat_0 --json difference.json       # evaluated run folders
-  coat-vlm compare runs/bf16_0 runs/bf16_1                              # also their spread
   coat-vlm compare runs/bf16_0 runs/bf16_1 --with runs/coat_0 runs/coat_1 --plot loss.svg
 
-Every further model is compared with the first, over the same items. Groups of runs (--with) give
-the mean and spread over seeds as well. Benchmarks stand beside published figures.
+Each model is compared with the first one on the same items. Run folders also get the mean and the
+standard deviation over seeds, --with compares two groups of them. Benchmarks are listed next to
+published results.
 """,
     )
     parser.add_argument(
@@ -30,50 +30,51 @@ the mean and spread over seeds as well. Benchmarks stand beside published figure
     )  # fmt: skip
     parser.add_argument(
         "--with", dest="other", metavar="RUN", nargs="+", type=Path, default=[],
-        help="the other group of runs; differences are this group minus the first",
+        help="second group of runs; differences are this group minus the first",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of the bootstrap; default 0")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the differences as JSON")
     parser.add_argument(
         "--html", type=Path, metavar="FILE",
-        help="write a page of the items that only one model gets right, with their images",
+        help="write a page of the items that only one model answers correctly, with their images",
     )  # fmt: skip
     parser.add_argument(
-        "--flips", type=int, metavar="N", help="--html: most items per set; default 40"
+        "--flips",
+        type=int,
+        metavar="N",
+        help="with --html: maximum number of items per set; default 40",
     )
     parser.add_argument(
         "--media-root",
         metavar="DIR",
-        help="--html: folder or address (http:, s3:, hf:, ...) where relative image paths start",
+        help="--html: root of relative image paths, a folder or address (http:, s3:, hf:, ...)",
     )
-    parser.add_argument("--plot", type=Path, help="picture of the training losses (.svg or .png)")
+    parser.add_argument("--plot", type=Path, help="plot the training losses (.svg or .png)")
     parser.add_argument(
-        "--labels", nargs=2, default=("first", "second"), help="names of the groups in the picture"
+        "--labels", nargs=2, default=("first", "second"), help="names of the groups in the plot"
     )
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from coat_eval.compare_seeds import compare_runs, draw_curves, format_comparison
+    from coat_eval.compare_models import compare_runs, draw_curves, format_comparison
 
     paths = [*args.runs, *args.other]
     if args.html is None and (args.flips is not None or args.media_root is not None):
         raise ValueError("--flips and --media-root have no effect without --html FILE")
     if (args.html or args.json) and args.other and len(paths) > 2:
-        raise ValueError(
-            "--html and --json compare single models; name them one after the other, without --with"
-        )
+        raise ValueError("--html and --json compare single models; list them without --with")
     trained = all((path / "recipe.yaml").is_file() for path in paths)
     if trained:
         say(format_comparison(compare_runs(args.runs, args.other, seed=args.seed)))
     elif args.plot is not None or len(args.other) > 1 or (args.other and len(args.runs) > 1):
         raise ValueError(
-            "groups and training curves are for run folders (they have recipe.yaml); name reports "
-            "one after the other: coat-vlm compare A B C"
+            "groups and training curves need run folders (they have recipe.yaml); list reports "
+            "without --with: coat-vlm compare A B C"
         )
     if len(paths) > 1 and (not args.other or len(paths) == 2):
         _compare_items(args, paths)
     elif not trained:
-        raise ValueError(f"one report has nothing to compare with; give two: {paths[0]} OTHER")
+        raise ValueError(f"a single report cannot be compared; give two: {paths[0]} OTHER")
     if args.plot is not None:
         draw_curves(args.runs, args.other, tuple(args.labels), args.plot)
         say(f"curves: {args.plot}")
@@ -82,8 +83,8 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _compare_items(args: argparse.Namespace, paths: list[Path]) -> None:
     from coat_eval.compare_models import compare_items, format_differences
+    from coat_eval.disagreements import ITEMS_PER_SET, write_disagreements
     from coat_eval.files import write_json
-    from coat_eval.flips import FLIPS_PER_SET, write_flips
 
     comparison = compare_items(paths, seed=args.seed)
     say(f"\n{format_differences(comparison)}")
@@ -91,6 +92,6 @@ def _compare_items(args: argparse.Namespace, paths: list[Path]) -> None:
         write_json(args.json, comparison.to_json())
         say(f"differences: {args.json}")
     if args.html is not None:
-        per_set = FLIPS_PER_SET if args.flips is None else args.flips
-        write_flips(comparison, args.html, per_set=per_set, media_root=args.media_root)
-        say(f"flips: {args.html}")
+        per_set = ITEMS_PER_SET if args.flips is None else args.flips
+        write_disagreements(comparison, args.html, per_set=per_set, media_root=args.media_root)
+        say(f"page: {args.html}")

@@ -1,4 +1,4 @@
-"""``coat-vlm data``: check, look at, convert, download or make data."""
+"""``coat-vlm data``: check, preview, convert, download or generate data."""
 
 import argparse
 import hashlib
@@ -8,59 +8,112 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coat_cli import overlap
 from coat_cli.command import Commands, command, say
 
 if TYPE_CHECKING:
     from coat_data.tools.preview import ModelView
 
 FOUND_PROBLEMS = 1
-"""Exit status of ``lint`` when a row is bad."""
+"""Exit status of ``lint`` if a row is bad."""
 
 MADE_FILE = "made.json"
-"""Says which settings and code a made folder comes from."""
+"""File with the settings and the code digest of a generated folder."""
 
 _SCENES_SETTINGS = {
     "num_train": "training images",
     "num_val": "validation images",
     "num_test": "test images, a multiple of 8",
-    "seed": "decides everything",
-    "image_size": "width and height in pixels, a multiple of 3",
-    "questions_per_image": "training questions about an image",
-    "questions_per_row": "questions that share a training row as turns",
+    "seed": "seed of all random choices",
 }
 
 
 def add(commands: Commands) -> None:
     """Declare ``data`` and its jobs."""
-    parser = commands.add_parser("data", help="check, look at, convert, download or make data")
+    parser = commands.add_parser("data", help="check, preview, convert, download or generate data")
     jobs = parser.add_subparsers(title="jobs", metavar="JOB", required=True)
     _add_ingest(jobs)
     _add_looks(jobs)
+    _add_overlap(jobs)
     _add_export(jobs)
     _add_download(jobs)
-    make = jobs.add_parser("make", help="make scenes, cifar10 or nlvr as LLaVA JSON and images")
+    make = jobs.add_parser("make", help="generate scenes, cifar10 or nlvr as LLaVA JSON and images")
     _add_makers(make.add_subparsers(title="data sets", metavar="SET", required=True))
 
 
 def _add_source(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
-    """Declare the arguments that say what to open; returns what declares more of them."""
+    """Declare the arguments of a source; returns the parser's ``add_argument``."""
     add = parser.add_argument
     add(
         "path",
-        help="JSON, JSONL, CSV, Parquet, tar or .txt file, pattern or address (https://, hf://, "
-        "s3://) of shards, folder, or list of sources",
+        help="file (JSON, JSONL, CSV, Parquet, tar, .txt), folder, pattern or address (https://, "
+        "hf://, s3://) of shards, or list of sources",
     )
-    add("--media-root", help="folder or address where paths start; default: beside PATH")
-    add("--format", metavar="NAME", help="how to read a row; default: by content")
-    add("--allow-pickle", action="store_true", help="read .pkl files, plain values only")
-    add("--follow-links", action="store_true", help="allow links that lead out of the media root")
+    add(
+        "--media-root",
+        help="root of media paths, a folder or an address; default: the folder of PATH",
+    )
+    add("--format", metavar="NAME", help="row format; default: recognized by content")
+    add(
+        "--follow-links",
+        action="store_true",
+        help="follow symbolic links that leave the media root",
+    )
+    add(
+        "--network",
+        default="allow",
+        metavar="HOSTS",
+        help="hosts that rows may name: allow (every public one, the default), deny (none), or "
+        "names with commas between, also of private hosts",
+    )
+    add(
+        "--limit",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="change a limit of the recipe's section limits, such as archive_bytes; repeatable",
+    )
+    add(
+        "--columns",
+        type=_columns,
+        metavar="NAME=COLUMN,...",
+        help="columns of flat rows, such as image=img_path,question=q,answer=a",
+    )
+    add(
+        "--ignore-fields",
+        type=lambda text: text.split(","),
+        default=(),
+        metavar="FIELD,...",
+        help="fields to leave out that look like media or weights of the loss",
+    )
     return add
 
 
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes; the result is the same for any N; default: usable cores, at most 8",
+    )
+
+
+def _columns(text: str) -> dict[str, str]:
+    """Parse ``image=img_path,question=q``."""
+    pairs = [item.partition("=") for item in text.split(",")]
+    wrong = next((name for name, mark, column in pairs if not (name and mark and column)), None)
+    if wrong is not None:
+        raise argparse.ArgumentTypeError(f"{wrong!r} in {text!r} is not NAME=COLUMN")
+    return {name.strip(): column.strip() for name, _, column in pairs}
+
+
 def _options(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """What :func:`_add_source` declared, and ``names``, as keyword arguments."""
-    names = ("media_root", "format", "allow_pickle", "follow_links", *names)
-    return {name: getattr(args, name) for name in names}
+    """Return the arguments of :func:`_add_source`, and ``names``, as keyword arguments."""
+    from coat_data.limits import Limits, Network
+
+    names = ("media_root", "format", "follow_links", "columns", "ignore_fields", *names)
+    network, limits = Network.parse(args.network), Limits.parse(args.limit)
+    return {name: getattr(args, name) for name in names} | {"network": network, "limits": limits}
 
 
 def _add_ingest(jobs: Commands) -> None:
@@ -68,31 +121,38 @@ def _add_ingest(jobs: Commands) -> None:
         jobs,
         "ingest",
         _ingest,
-        "check data in any known format row by row and write it as Parquet shards",
+        "check every row of a source and write it as Parquet shards",
         """\
-  coat-vlm data ingest llava.json --media-root images --out data/llava
-  coat-vlm data ingest "shards/{000..099}.tar" --out data/captions --max-bad-samples 100
+  coat-vlm data ingest chat.json --media-root images --out data/chat
+  coat-vlm data ingest "shards/{000..001}.tar" --out data/captions --max-bad-samples 100
   coat-vlm data ingest dataset_info.json#mllm_demo --out data/demo --embed-media
 """,
     )
     add = _add_source(parser)
     add("--out", type=Path, required=True, help="folder to make")
-    add("--embed-media", action="store_true", help="put the files into the shards")
+    add("--embed-media", action="store_true", help="store the media in the shards")
     add("--no-check-media", action="store_true", help="do not open every image and video")
-    add("--max-bad-samples", type=int, default=0, help="leave out and list up to N; default 0")
-    add("--shard-rows", type=int, default=10_000, help="rows a shard; default 10000")
-    add("--overwrite", action="store_true", help="replace an ingested folder")
+    add(
+        "--max-bad-samples",
+        type=int,
+        default=0,
+        help="skip and list up to N bad samples; default 0",
+    )
+    add("--shard-rows", type=int, default=10_000, help="rows per shard; default 10000")
+    _add_workers(parser)
 
 
 def _ingest(args: argparse.Namespace) -> int:
     from coat_data.tools.ingest import ingest
+    from coat_vlm.run.signals import SIGNALS
 
-    manifest = ingest(
-        args.path,
-        args.out,
-        **_options(args, "embed_media", "max_bad_samples", "shard_rows", "overwrite"),
-        check_media=not args.no_check_media,
-    )
+    with SIGNALS.handle():
+        manifest = ingest(
+            args.path,
+            args.out,
+            **_options(args, "embed_media", "max_bad_samples", "shard_rows", "workers"),
+            check_media=not args.no_check_media,
+        )
     say(
         f"{args.out}: {manifest.rows} rows in {len(manifest.shards)} shards, "
         f"{manifest.bad_samples} bad samples left out"
@@ -105,13 +165,14 @@ def _add_looks(jobs: Commands) -> None:
         jobs,
         "lint",
         _lint,
-        "tell what is wrong with every bad row, as file:row: problem -> remedy",
+        "check every row and print problems as file:row: problem -> remedy",
         """\
-  coat-vlm data lint llava.json --media-root images
-  coat-vlm data lint "shards/{000..099}.tar" --check-media decode
-  coat-vlm data lint rows.jsonl --format messages --check-media none
+  coat-vlm data lint chat.json --media-root images
+  coat-vlm data lint "shards/{000..001}.tar" --check-media decode
+  coat-vlm data lint chat.json --format llava --check-media none
+  coat-vlm data lint flat.csv --columns image=img_path,question=q,answer=a
 
-exit status: 0 all rows are good, 1 some are not
+exit status: 0 if all rows are good, else 1
 """,
     )
     add = _add_source(parser)
@@ -119,66 +180,66 @@ exit status: 0 all rows are good, 1 some are not
         "--check-media",
         choices=("none", "header", "decode"),
         default="header",
-        help="nothing; the files are there and begin as images (default); all can be decoded",
+        help="header: files exist and start like images (default); decode: files can be decoded",
     )
-    add("--no-progress", action="store_true", help="show no progress bar")
+    _add_workers(parser)
 
     parser = command(
         jobs,
         "stats",
         _stats,
-        "count rows, media and turns, with the spread of text lengths and image sizes",
+        "count rows, media and turns, and summarize text lengths and image sizes",
         """\
-  coat-vlm data stats llava.json --media-root images
-  coat-vlm data stats mixture.yaml --tokenizer Qwen2.5-1.5B-Instruct
+  coat-vlm data stats chat.json --media-root images
+  coat-vlm data stats data/chat --no-sizes
 """,
     )
     add = _add_source(parser)
-    add("--tokenizer", type=Path, help="folder with tokenizer.json: count tokens")
     add("--no-sizes", action="store_true", help="do not read image headers")
-    add("--no-progress", action="store_true", help="show no progress bar")
+    _add_workers(parser)
 
     parser = command(
         jobs,
         "preview",
         _preview,
-        "write an HTML page of samples, with tokens coloured by label if a model is given",
+        "write an HTML page of samples; with --model, tokens are colored by label",
         """\
-  coat-vlm data preview llava.json --media-root images --out preview.html
-  coat-vlm data preview data/llava --model runs/quickstart/sft/model --out preview.html
+  coat-vlm data preview chat.json --media-root images --out chat.html
+  coat-vlm data preview data/chat --model runs/my_vlm/sft/model --out tokens.html
 """,
     )
     add = _add_source(parser)
     add("--out", type=Path, required=True, help="HTML file to write")
     add("--number", type=int, default=20, help="samples to show; default 20")
-    add("--model", type=Path, help="model folder: show what this model gets")
-    add("--template", help="with --model: a chat template other than the model's")
+    add("--model", type=Path, help="model folder: also show the model's inputs")
+    add("--template", help="with --model: chat template instead of the model's")
 
 
 def _lint(args: argparse.Namespace) -> int:
     from coat_data.tools.lint import lint
+    from coat_data.tools.problems import ProblemList
+    from coat_vlm.run.signals import SIGNALS
 
-    summary = lint(
-        args.path,
-        lambda error: say(str(error)),
-        progress=not args.no_progress,
-        **_options(args, "check_media"),
-    )
+    problems = ProblemList(say)
+    options = _options(args, "check_media", "workers")
+    with SIGNALS.handle():
+        summary = lint(args.path, problems.add, **options)
+    problems.finish()
+    for name, counts in summary.fields.items():
+        for line in counts.lines(name):
+            say(line)
     read_as = f" (read as {summary.format})" if summary.format else ""
-    away = f", {summary.unreachable} of them outages" if summary.unreachable else ""
+    away = f", {summary.unreachable} of them transient I/O errors" if summary.unreachable else ""
     say(f"{args.path}: {summary.rows} rows, {summary.bad} problems{away}{read_as}")
     return FOUND_PROBLEMS if summary.bad else 0
 
 
 def _stats(args: argparse.Namespace) -> int:
     from coat_data.tools.stats import as_text, collect
+    from coat_vlm.run.signals import SIGNALS
 
-    found = collect(
-        args.path,
-        sizes=not args.no_sizes,
-        progress=not args.no_progress,
-        **_options(args, "tokenizer"),
-    )
+    with SIGNALS.handle():
+        found = collect(args.path, sizes=not args.no_sizes, **_options(args, "workers"))
     for line in as_text(found):
         say(line)
     return 0
@@ -213,6 +274,17 @@ def _model_view(folder: Path, template: str | None) -> "ModelView":
     )
 
 
+def _add_overlap(jobs: Commands) -> None:
+    parser = command(jobs, "overlap", _overlap, overlap.SUMMARY, overlap.EXAMPLES)
+    _add_source(parser)
+    overlap.add_arguments(parser)
+    _add_workers(parser)
+
+
+def _overlap(args: argparse.Namespace) -> int:
+    return overlap.run(args, **_options(args, "workers"))
+
+
 def _add_export(jobs: Commands) -> None:
     parser = command(
         jobs,
@@ -220,23 +292,20 @@ def _add_export(jobs: Commands) -> None:
         _export,
         "write a source as LLaVA JSON, messages JSONL or WebDataset tars",
         """\
-  coat-vlm data export data/llava --to messages --out exported
-  coat-vlm data export llava.json --media-root images --to webdataset --out shards
-  coat-vlm data export shards --to llava --out llava
+  coat-vlm data export data/chat --to messages --out data/messages
+  coat-vlm data export chat.json --media-root images --to webdataset --out data/tars
+  coat-vlm data export data/tars --to llava --out data/llava
 """,
     )
     add = _add_source(parser)
     add("--to", choices=("llava", "messages", "webdataset"), required=True)
     add("--out", type=Path, required=True, help="folder to make")
-    add("--keep-paths", action="store_true", help="do not copy media; name them below the root")
-    add("--shard-rows", type=int, default=1000, help="samples per tar; default 1000")
 
 
 def _export(args: argparse.Namespace) -> int:
     from coat_data.tools.export import BAD_NAME, export
 
-    options = _options(args, "keep_paths", "shard_rows")
-    summary = export(args.path, args.out, args.to, **options)
+    summary = export(args.path, args.out, args.to, **_options(args))
     say(f"{summary.path}: {summary.rows} samples")
     if summary.left_out:
         say(f"{summary.left_out} were left out; {args.out / BAD_NAME} says why")
@@ -248,9 +317,9 @@ def _add_download(jobs: Commands) -> None:
         jobs,
         "download",
         _download,
-        "fetch a known data set or benchmark from the Hugging Face Hub, or list what is known",
+        "download a known data set or benchmark from the Hugging Face Hub, or list them",
         """\
-  coat-vlm data download
+  coat-vlm data download                           # list the names
   coat-vlm data download llava_558k --out data
   coat-vlm data download pope --out benchmarks     # for coat-vlm eval --tasks pope
 """,
@@ -274,12 +343,12 @@ def _download(args: argparse.Namespace) -> int:
     if args.out is None:
         raise ValueError("--out is missing; name the folder to download into")
     if args.name in BENCHMARKS:
-        say(f"licence: {BENCHMARKS[args.name].license}")
+        say(f"license: {BENCHMARKS[args.name].license}")
         path = download_benchmark(args.name, args.out)
         say(f"{path}: coat-vlm eval --tasks {args.name} --data {args.out} --model ... --out ...")
         return 0
     path, notes = download(args.name, args.out)
-    say(f"{path}: name it as the path of a source, or look at it with coat-vlm data stats {path}")
+    say(f"{path}: use it as the path of a source; statistics: coat-vlm data stats {path}")
     for note in notes:
         say(note)
     return 0
@@ -290,10 +359,10 @@ def _add_makers(sets: Commands) -> None:
         sets,
         "scenes",
         _scenes,
-        "draw scenes of coloured shapes with captions and questions, the same for the same seed",
+        "draw scenes of colored shapes with captions and questions, deterministic per seed",
         """\
   coat-vlm data make scenes --out runs/quickstart-data
-  coat-vlm data make scenes --out data/small --num-train 500 --num-test 40 --seed 1
+  coat-vlm data make scenes --out data/small --num-train 50 --num-val 8 --num-test 8 --seed 1
 """,
     )
     add = parser.add_argument
@@ -301,36 +370,35 @@ def _add_makers(sets: Commands) -> None:
     add(
         "--reuse",
         action="store_true",
-        help="keep the folder if this command made it with the same settings, else make it anew",
+        help="keep a folder made with the same settings; replace one made with other settings",
     )
     for name, meaning in _SCENES_SETTINGS.items():
         flag = f"--{name.replace('_', '-')}"
-        # Left out of the namespace when not given, so that the defaults stand in one place.
+        # Omitted from the namespace if not given, so that make_scenes has the only defaults.
         add(flag, type=int, default=argparse.SUPPRESS, metavar="N", help=meaning)
 
     parser = command(
         sets,
         "cifar10",
         _cifar10,
-        "turn CIFAR-10's photographs into naming, yes/no and multiple-choice conversations",
+        "convert CIFAR-10 to classification, yes/no and multiple-choice conversations",
         "  coat-vlm data make cifar10 --zip cifar10_train_jpeg.zip --out data/cifar10\n",
     )
     add = parser.add_argument
-    add("--zip", type=Path, required=True, help="train/<class>/<number>.jpg inside")
+    add("--zip", type=Path, required=True, help="archive of train/<class>/<number>.jpg")
     add("--out", type=Path, required=True, help="folder to make")
-    add("--seed", type=int, default=0, help="of the questions; default 0")
-    add("--limit-per-class", type=int, help="only the first photographs of a class")
+    add("--seed", type=int, default=0, help="seed of the questions; default 0")
 
     parser = command(
         sets,
         "nlvr",
         _nlvr,
-        "turn NLVR's statements about drawn shapes into yes/no conversations",
+        "convert NLVR's statements about drawn shapes to yes/no conversations",
         "  coat-vlm data make nlvr --folder nlvr --split hidden dev --out data/nlvr\n",
     )
     add = parser.add_argument
-    add("--folder", type=Path, required=True, help="with SPLIT.json and SPLIT_images.tar")
-    add("--split", nargs="+", required=True, help="train, dev, test or hidden, one or several")
+    add("--folder", type=Path, required=True, help="folder with SPLIT.json and SPLIT_images.tar")
+    add("--split", nargs="+", required=True, help="one or more of train, dev, test, hidden")
     add("--out", type=Path, required=True, help="folder to make")
 
 
@@ -339,10 +407,12 @@ def _scenes(args: argparse.Namespace) -> int:
 
     settings = {name: getattr(args, name) for name in _SCENES_SETTINGS if name in args}
     note = args.out / MADE_FILE
-    made = {"settings": settings, "coat_datasets.scenes": _digest(Path(scenes.__file__).parent)}
+    # Other code may generate other data.
+    code = b"".join(path.read_bytes() for path in sorted(Path(scenes.__file__).parent.glob("*.py")))
+    made = {"settings": settings, "coat_datasets.scenes": hashlib.sha256(code).hexdigest()}
     if args.reuse and note.is_file():
         if json.loads(note.read_text(encoding="utf-8")) == made:
-            say(f"{args.out} is there already")
+            say(f"{args.out} exists already")
             return 0
         shutil.rmtree(args.out)
     summary = scenes.make_scenes(args.out, **settings)
@@ -351,17 +421,10 @@ def _scenes(args: argparse.Namespace) -> int:
     return 0
 
 
-def _digest(package: Path) -> str:
-    """SHA-256 of a package's code: data made by other code is other data."""
-    code = b"".join(path.read_bytes() for path in sorted(package.glob("*.py")))
-    return hashlib.sha256(code).hexdigest()
-
-
 def _cifar10(args: argparse.Namespace) -> int:
     from coat_datasets.cifar import convert_cifar10
 
-    limit = args.limit_per_class
-    _say_made(args.out, convert_cifar10(args.zip, args.out, seed=args.seed, limit_per_class=limit))
+    _say_made(args.out, convert_cifar10(args.zip, args.out, seed=args.seed))
     return 0
 
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,14 @@ from coat_cli.command import PRECISIONS, Commands, command, complain, say
 
 if TYPE_CHECKING:
     from coat_data.sample import Sample
+
+OFFICIAL = ("pope", "gqa", "vqav2", "textvqa", "vizwiz", "seedbench", "mmmu", "videomme")
+"""Names of ``coat_eval.tasks.BENCHMARKS``, which takes longer to import than ``--help`` should."""
+_PROFILES = (
+    "scoring rules: official (default; the report names scorer and commit), lmms (lmms-eval "
+    "@c228e27), vlmeval (VLMEvalKit @d21c5e9)"
+)
+"""The commits are those of ``coat_eval.benchmark.UPSTREAM``."""
 
 
 def add(commands: Commands) -> None:
@@ -25,68 +34,71 @@ def _add_eval(commands: Commands) -> None:
         commands,
         "eval",
         _eval,
-        "answer the questions of an evaluation set with a model, and score the answers",
+        "evaluate a model on question sets or official benchmarks",
         """\
-  coat-vlm eval --run runs/quickstart        # all evaluation sets of the run's recipe
-  coat-vlm eval --model runs/quickstart/sft/model --task yes_no --data my_set --out my_set/out
-  coat-vlm eval --model runs/quickstart --tasks pope,gqa --data benchmarks --out out
-  coat-vlm eval --model runs/nvila/sft/model --tasks textvqa,textvqa_no_ocr \\
-      --data benchmarks --out out --limit 100
+  coat-vlm eval --run runs/my_vlm            # all evaluation sets of the run's recipe
+  coat-vlm eval --model runs/my_vlm/sft/model --task yes_no --data my_questions --out out/yes_no
+  coat-vlm eval --model runs/my_vlm --tasks pope,gqa --data benchmarks --out out/official
+  coat-vlm eval --model runs/my_vlm/sft/model --tasks textvqa_no_ocr,vqav2,mmmu --data benchmarks \\
+      --out out/limited --limit 100
   torchrun --nproc-per-node 8 --no-python coat-vlm eval --model llava-hf/llava-1.5-7b-hf \\
-      --tasks videomme,videomme_subtitles --data benchmarks --out out
+      --tasks videomme,videomme_subtitles --data benchmarks --out out/llava
 
-Official benchmarks (--tasks) are read from --data/TASK in their official files or in the Hub's
-Parquet files: coat-vlm data download TASK fetches them, docs/evaluation.md lists them. --model is a
-run folder, a model folder, or any image-text-to-text model of Hugging Face, which is shown a video
-as a video if it takes videos, else as images. A killed run goes on with the same command. Every GPU
-that torchrun starts a process for answers its share.
+The data of an official benchmark (--tasks) are its official files or the Hub's Parquet files in
+--data/TASK; docs/reference/benchmarks.md lists them and coat-vlm data download TASK fetches them.
+--model is a run folder, a model folder, or any image-text-to-text model of Hugging Face. Such a
+model gets videos as videos if its processor supports them, otherwise as images. The same command
+continues an interrupted evaluation. With torchrun, the questions are divided among the GPUs.
 """,
     )
     parser.add_argument(
-        "--run", type=Path, help="run folder; exit status 1 if a required figure is missed"
+        "--run", type=Path, help="run folder; exit status 1 if a required metric is not reached"
     )
-    parser.add_argument("--model", help="model folder, e.g. RUN/sft/model; see below for --tasks")
+    parser.add_argument(
+        "--model", help="model folder, e.g. RUN/sft/model; with --tasks also others"
+    )
     parser.add_argument("--task", help="yes_no, multiple_choice or short_answer")
     parser.add_argument("--data", type=Path, help="folder with questions.jsonl, or with benchmarks")
-    parser.add_argument("--out", type=Path, help="gets predictions.jsonl and report.json")
+    parser.add_argument(
+        "--out", type=Path, help="output folder: predictions.jsonl, report.json, ..."
+    )
     parser.add_argument(
         "--media-root",
-        help="folder or address (http:, s3:, hf:, ...) where image paths start; default --data",
+        help="root of image paths, a folder or an address (http:, s3:, hf:, ...); default --data",
     )
     parser.add_argument("--batch-size", type=int, default=32, help="default 32")
-    parser.add_argument(
-        "--max-new-tokens", type=int, help="longest answer; default 16, of benchmarks 128"
-    )
+    parser.add_argument("--max-new-tokens", type=int, help="default 16, with --tasks 128")
     parser.add_argument("--limit", type=int, help="only the first questions")
     suite = parser.add_argument_group("official benchmarks")
     suite.add_argument(
         "--tasks", metavar="TASK,...",
-        help="pope, gqa, vqav2, textvqa, vizwiz, seedbench, mmmu, videomme; other prompts: "
-        "textvqa_no_ocr, mmmu_all_images, videomme_subtitles; ranking the choices' texts in place "
-        "of asking for a letter: seedbench_likelihood, seedbench_likelihood_sum",
+        help=f"{', '.join(OFFICIAL)}; other prompts: textvqa_no_ocr, "
+        "mmmu_all_images, videomme_subtitles; choices ranked by likelihood: seedbench_likelihood",
     )  # fmt: skip
     suite.add_argument("--split", help="e.g. test; default: the split with answers")
-    suite.add_argument("--profile", help="scoring rules: official (default), lmms, vlmeval")
-    model = parser.add_argument_group("the model, also with --task")
+    suite.add_argument("--profile", help=_PROFILES)
+    model = parser.add_argument_group("model, also with --task")
     model.add_argument(
         "--precision", choices=PRECISIONS,
-        help="how to compute; default: a run folder as it was trained, a model folder plainly in "
-        "its weights' dtype (FP32 on a CPU)",
+        help="default: the run's precision for a run folder, the dtype of the weights for a model "
+        "folder (FP32 on a CPU)",
     )  # fmt: skip
     model.add_argument(
-        "--device", help="e.g. cpu; also with --run; default: the process's GPU if there is one"
+        "--device", help="e.g. cpu; also with --run; default: the process's GPU, or the CPU"
     )
     suite.add_argument(
         "--num-frames", type=int,
-        help="frames of a video for models that are not of this project; default 8 (run.json "
-        "says whether they were handed over as a video or as images)",
+        help="frames per video for models of other projects; default 8 (run.json records whether "
+        "the model got a video or images)",
     )  # fmt: skip
     model.add_argument(
         "--num-workers", type=int,
-        help="processes that decode ahead; default 0 on a CPU and with --task, else up to 12",
+        help="processes that load data; default 0 on a CPU and with --task, else up to 12",
     )  # fmt: skip
     model.add_argument(
-        "--overwrite", action="store_true", help="replace answers of another model or prompt"
+        "--overwrite",
+        action="store_true",
+        help="replace answers of another model or of other prompts",
     )
 
 
@@ -104,31 +116,36 @@ def _eval(args: argparse.Namespace) -> int:
     elif args.tasks is None:
         _check(args, "--task", _NOT_WITH_TASK)
     elif args.task is not None:
-        raise ValueError("--task is for a set of your own, --tasks for benchmarks; give one")
+        raise ValueError(
+            "--task is for your own question set, --tasks for benchmarks; give one of them"
+        )
     else:
         _check(args, "--tasks", _NOT_WITH_TASKS)
-    return _eval_model(args) if args.run is None else _eval_run(args)
+    from coat_vlm.run.signals import SIGNALS
+
+    with SIGNALS.handle():
+        return _eval_model(args) if args.run is None else _eval_run(args)
 
 
 _FOR_BENCHMARKS = "is for official benchmarks (--tasks)"
-_OF_RECIPE = "is for --model; a run is evaluated as its recipe says"
+_FROM_RECIPE = "is for --model; with --run the recipe decides"
 _NOT_WITH_TASK: dict[str, str] = dict.fromkeys(("split", "profile", "num_frames"), _FOR_BENCHMARKS)
 _NOT_WITH_RUN = {
     **_NOT_WITH_TASK,
-    **dict.fromkeys(("media_root", "precision", "num_workers"), _OF_RECIPE),
-    "overwrite": "is for --model; answers of an earlier model of a run are always replaced",
+    **dict.fromkeys(("media_root", "precision", "num_workers"), _FROM_RECIPE),
+    "overwrite": "is for --model; a run's answers of an earlier model are always replaced",
 }
 _NOT_WITH_TASKS = {
-    "media_root": "is for a set of your own (--task); benchmarks have their media below --data"
+    "media_root": "is for your own question set (--task); media of benchmarks are below --data"
 }
 _SET_TOKENS = 16
-"""The longest answer to a question set, as ``coat_vlm.train.evaluation`` has it."""
+"""Longest answer to a question set in tokens, as in ``coat_vlm.train.evaluation``."""
 _SIZES = {"batch_size": 1, "max_new_tokens": 1, "limit": 1, "num_frames": 1, "num_workers": 0}
-"""The least that makes sense."""
+"""Smallest allowed values."""
 
 
 def _check(args: argparse.Namespace, mode: str, without_effect: Mapping[str, str]) -> None:
-    """ValueError for a flag that would have no effect, or a number that is too small."""
+    """Raise ValueError for a flag that has no effect, or for a number that is too small."""
     for name, why in without_effect.items():
         value = getattr(args, name)
         if value is not None and value is not False:
@@ -144,83 +161,113 @@ def _flag(name: str) -> str:
 
 
 def _eval_run(args: argparse.Namespace) -> int:
-    from coat_eval import Generation, evaluate_run, format_table
-    from coat_eval.generation import joined_ranks, own_device
+    from coat_eval.files import REPORT_FILE, read_json
+    from coat_eval.generation import Generation, join_ranks, select_device
+    from coat_eval.runner import evaluate_run, format_table
     from coat_vlm.config.load import load_recipe
+    from coat_vlm.run.lock import LOCK, lock_folder
 
+    recipe = load_recipe(str(args.run / "recipe.yaml"))
     generation = Generation(
         batch_size=args.batch_size, max_new_tokens=args.max_new_tokens or _SET_TOKENS
     )
-    device = own_device(args.device)
-    with joined_ranks() as world:
-        unmet = evaluate_run(args.run, generation, device=device, limit=args.limit, world=world)
+    device = select_device(args.device)
+    with join_ranks() as world, lock_folder(args.run / "eval" / LOCK, "eval", world) as lock:
+        missed = evaluate_run(
+            args.run,
+            generation,
+            device=device,
+            limit=args.limit,
+            world=world,
+            check=lock.check,
+        )
         if world.is_main:
             eval_json = json.loads((args.run / "eval.json").read_text(encoding="utf-8"))
-            say(format_table(eval_json, load_recipe(str(args.run / "recipe.yaml"))))
-    for miss in unmet:
-        complain(f"missed: {miss}")
-    return 1 if unmet else 0
+            say(format_table(eval_json, recipe))
+            for name in recipe.eval_sets:
+                _warn(
+                    read_json(args.run / "eval" / name / REPORT_FILE, "evaluate again"), f"{name}: "
+                )
+    for message in missed:
+        complain(f"missed: {message}")
+    return 1 if missed else 0
 
 
 def _eval_model(args: argparse.Namespace) -> int:
-    """Answer the questions of one set, or of benchmarks one after the other."""
-    from coat_eval import Choice, Generation, Settings, get_task, load_answerer, run_benchmark
-    from coat_eval.answerer import ModelOptions
-    from coat_eval.coat_answerer import CoatAnswerer
-    from coat_eval.generation import default_workers, joined_ranks, own_device
-    from coat_eval.runner import choose
+    """Evaluate a model on one question set, or on benchmarks one after the other."""
+    from coat_eval.benchmark import Settings
+    from coat_eval.coat_adapter import CoatAdapter
+    from coat_eval.generation import Generation, choose_num_workers, join_ranks, select_device
+    from coat_eval.report import format_headline
+    from coat_eval.runner import EvalTask, load_adapter, make_eval_task, run_benchmark
+    from coat_eval.tasks import get_task
+    from coat_vlm.run.lock import LOCK, lock_folder
 
     own_set = args.tasks is None
     common = {"limit": args.limit, "overwrite": args.overwrite}
     if own_set:
-        choices = [Choice(benchmark=get_task(args.task, args.media_root), **common)]
+        eval_tasks = [EvalTask(benchmark=get_task(args.task, args.media_root), **common)]
     else:
         common |= {
             "split": args.split or "",
             "settings": Settings(profile=args.profile or "official"),
         }
-        choices = [choose(name.strip(), args.data, **common) for name in args.tasks.split(",")]
-    device = own_device(args.device)
+        eval_tasks = [
+            make_eval_task(name.strip(), args.data, **common) for name in args.tasks.split(",")
+        ]
+    device = select_device(args.device)
     workers = args.num_workers
     if workers is None:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        workers = 0 if own_set else default_workers(device.type, processes)
+        workers = 0 if own_set else choose_num_workers(device.type, processes)
     tokens = args.max_new_tokens or (_SET_TOKENS if own_set else 128)
     generation = Generation(batch_size=args.batch_size, max_new_tokens=tokens, num_workers=workers)
-    options = ModelOptions(device=device, precision=args.precision, num_frames=args.num_frames or 8)
-    with joined_ranks() as world:
-        load = CoatAnswerer.load if own_set else load_answerer
-        answerer = load(args.model, options)
-        for choice in choices:
-            out = args.out if own_set else args.out / choice.name
+    outs = [args.out if own_set else args.out / eval_task.name for eval_task in eval_tasks]
+    with join_ranks() as world, ExitStack() as locks:
+        checks = {
+            out: locks.enter_context(lock_folder(out / LOCK, "eval", world)).check
+            for out in dict.fromkeys(outs)
+        }
+        if own_set:
+            adapter = CoatAdapter.load(args.model, device, args.precision)
+        else:
+            adapter = load_adapter(args.model, device, args.precision, args.num_frames or 8)
+        for eval_task, out in zip(eval_tasks, outs, strict=True):
             report = run_benchmark(
-                answerer, choice, args.data, out, generation, world=world, model_name=args.model
+                adapter,
+                eval_task,
+                args.data,
+                out,
+                generation,
+                world=world,
+                model_name=args.model,
+                check=checks[out],
             )
             if world.is_main:
-                say(json.dumps(report["metrics"], indent=2) if own_set else _text(report, out))
+                _warn(report, f"{eval_task.name}: ")
+            if world.is_main and own_set:
+                say(json.dumps(report["metrics"], indent=2))
+            elif world.is_main:
+                say(f"{out.name}\n{format_headline(report)}")
+                if report["n_media_problems"]:
+                    say(
+                        f"{report['n_media_problems']} questions were skipped and count as wrong, "
+                        f"because an image or video cannot be read; {out / 'media_problems.jsonl'} "
+                        "lists them"
+                    )
+                say(f"{out / 'report.json'} has all metrics and items\n")
     return 0
 
 
-def _text(report: dict[str, Any], folder: Path) -> str:
-    from coat_eval.report import headline
+def _warn(report: Mapping[str, Any], name: str = "") -> None:
+    """Print a report's warnings, and its headline metric if a constant answer reaches it."""
+    from coat_eval.reliability import describe_constant
 
-    lines = [folder.name, headline(report)]
-    problems = f"cannot be read: {folder / 'media_problems.jsonl'} lists them"
-    if report["n_media_problems"]:
-        lines.append(
-            f"{report['n_media_problems']} questions were not asked and count as wrong, because an "
-            f"image or video {problems}"
-        )
-    if report["n_asked_without"]:
-        lines.append(
-            f"{report['n_asked_without']} questions were asked without their subtitles, which "
-            f"{problems}"
-        )
-    return "\n".join([*lines, f"{folder / 'report.json'} has all metrics and items\n"])
-
-
-OFFICIAL = ("pope", "gqa", "vqav2", "textvqa", "vizwiz", "seedbench", "mmmu", "videomme")
-"""Those of ``coat_eval.tasks.BENCHMARKS``, which ``--help`` should not have to import."""
+    for warning in report.get("warnings", ()):
+        complain(f"warning: {name}{warning}")
+    metric = report.get("headline", "")
+    if metric and (mark := describe_constant(report, metric)):
+        complain(f"warning: {name}{metric} {report['metrics'][metric]:.4f} is {mark}")
 
 
 def _add_score(commands: Commands) -> None:
@@ -228,36 +275,40 @@ def _add_score(commands: Commands) -> None:
         commands,
         "score",
         _score,
-        "score a file of predictions; needs no model, no GPU and no images",
+        "score saved predictions; needs no model, no GPU and no images",
         """\
   coat-vlm score gqa --predictions answers.jsonl --references testdev_balanced_questions.json \\
       --out gqa.json
-  coat-vlm score pope --predictions answers.jsonl --out pope.json \\
-      --references llava_pope_test.jsonl coco_pope_*.json
-  coat-vlm score mmmu --predictions output.json --fallback wrong --out mmmu.json
-  coat-vlm score vqav2 --predictions answers.jsonl --submission upload.json --allow-missing \\
-      --references v2_OpenEnded_mscoco_test2015_questions.json --out vqav2.json
-  coat-vlm score yes_no --data my_set --predictions predictions.jsonl --out report.json
+  coat-vlm score pope --predictions out/my_vlm/pope/predictions.jsonl --out pope.json \\
+      --references benchmarks/pope/coco_pope_*.json
+  coat-vlm score mmmu --predictions out/limited/mmmu/predictions.jsonl --fallback wrong \\
+      --references benchmarks/mmmu/*/*.parquet --out mmmu.json
+  coat-vlm score vqav2 --predictions out/limited/vqav2/predictions.jsonl --submission upload.json \\
+      --references benchmarks/vqav2/v2_OpenEnded_mscoco_val2014_questions.json --allow-missing \\
+      --out vqav2.json
+  coat-vlm score yes_no --data my_questions --predictions out/yes_no/predictions.jsonl \\
+      --out out/yes_no/report.json
 
-A prediction row is {"question_id": ..., "prediction": "..."}; LLaVA's answers files and the
-benchmarks' own formats are read as they are. docs/evaluation.md has every metric, its source and
-the formats.
+A prediction is {"question_id": ..., "prediction": "..."}. LLaVA's answer files, the sample logs of
+lmms-eval, the result tables of VLMEvalKit and the official formats of the benchmarks are also read.
+docs/reference/benchmarks.md lists all metrics, sources and formats.
 """,
     )
     parser.add_argument(
         "name", metavar="TASK", nargs="?",
         help=f"{', '.join(OFFICIAL)}; or yes_no, multiple_choice, short_answer with --data",
     )  # fmt: skip
-    parser.add_argument("--task", help=argparse.SUPPRESS)
     parser.add_argument(
         "--predictions", type=Path, nargs="+", required=True, metavar="FILE",
-        help="JSON, JSON lines or Parquet; a folder stands for the output.json files in it",
+        help="JSON, JSON lines, CSV, TSV, XLSX or Parquet; a folder means all output.json files in "
+        "it",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, help="report to write")
     parser.add_argument(
         "--allow-missing",
         action="store_true",
-        help="count missing, unknown, repeated, empty and non-text predictions instead of stopping",
+        help="count missing, unknown, repeated, empty and non-text predictions instead of "
+        "stopping, and accept a part of the benchmark",
     )
     official = parser.add_argument_group("official benchmarks")
     official.add_argument(
@@ -266,48 +317,52 @@ the formats.
     )  # fmt: skip
     official.add_argument(
         "--profile",
-        help="whose rules: official (default), lmms (lmms-eval), vlmeval (VLMEvalKit); "
-        "videomme also official_20240603",
+        help=f"{_PROFILES}; videomme also official_20240603",
     )  # fmt: skip
     official.add_argument(
         "--raw", action="store_true",
-        help="score the text untouched, without what LLaVA and VILA do to it first",
+        help="score the raw text, without the preprocessing of LLaVA and VILA",
     )  # fmt: skip
     official.add_argument(
         "--fallback", choices=("random", "wrong"),
-        help="mmmu: letters that cannot be read are drawn as officially (default), or wrong",
+        help="mmmu: unparsable choices get a random letter, as officially (default), or are wrong",
     )  # fmt: skip
-    official.add_argument("--seed", type=int, help="mmmu: seed of the draws; default 42")
-    official.add_argument("--items", action="store_true", help="put every item into the report")
+    official.add_argument("--seed", type=int, help="mmmu: seed of the random letters; default 42")
+    official.add_argument("--items", action="store_true", help="write every item to the report")
     official.add_argument(
         "--submission", type=Path, metavar="FILE",
-        help="also write what the server of vqav2, textvqa, vizwiz, mmmu or seedbench takes",
+        help="also write a submission for the server of gqa, vqav2, textvqa, vizwiz, mmmu or "
+        "seedbench",
     )  # fmt: skip
-    own = parser.add_argument_group("a set of your own")
+    own = parser.add_argument_group("your own question set")
     own.add_argument("--data", type=Path, help="folder with questions.jsonl")
     own.add_argument("--limit", type=int, help="only the first questions")
 
 
 def _score(args: argparse.Namespace) -> int:
-    name = args.name or args.task
-    if name is None or (args.name and args.task):
+    name = args.name
+    if name is None:
         raise ValueError(f"name one task: coat-vlm score TASK ...; official: {', '.join(OFFICIAL)}")
     if name in OFFICIAL:
         if args.data is not None:
-            raise ValueError(f"{name} takes its official files: --references instead of --data")
-        _check(args, f"score {name}", {"limit": "is for a set of your own (--data)"})
+            raise ValueError(
+                f"{name} needs its official files: give --references instead of --data"
+            )
+        _check(args, f"score {name}", {"limit": "is for your own question set (--data)"})
         return _score_official(args, name)
     if args.references or args.data is None or len(args.predictions) != 1:
         raise ValueError(
-            f"{name} is no official benchmark ({', '.join(OFFICIAL)}): it takes --data FOLDER and "
+            f"{name} is not an official benchmark ({', '.join(OFFICIAL)}): give --data FOLDER and "
             "one --predictions file"
         )
     _check(args, f"score {name}", _NOT_WITH_OWN_SET)
-    from coat_eval import get_task, score_set
+    from coat_eval.report import score_set
+    from coat_eval.tasks import get_task
 
     chosen = {"limit": args.limit, "allow_missing": args.allow_missing}
     report = score_set(get_task(name), args.data, args.predictions[0], args.out, **chosen)
     say(json.dumps(report["metrics"], indent=2))
+    _warn(report)
     return 0
 
 
@@ -315,13 +370,14 @@ _NOT_WITH_OWN_SET = {
     **dict.fromkeys(
         ("profile", "raw", "fallback", "seed", "submission"), "is for official benchmarks"
     ),
-    "items": "is for official benchmarks; a set of your own always gets items.jsonl",
+    "items": "is for official benchmarks; your own question set always gets items.jsonl",
 }
 
 
 def _score_official(args: argparse.Namespace, name: str) -> int:
-    from coat_eval import Settings, get_benchmark, score_official
-    from coat_eval.report import headline
+    from coat_eval.benchmark import Settings
+    from coat_eval.report import format_headline, score_official
+    from coat_eval.tasks import get_benchmark
 
     chosen = {key: getattr(args, key) for key in ("profile", "fallback", "seed")}
     chosen = {key: value for key, value in chosen.items() if value is not None}
@@ -335,7 +391,8 @@ def _score_official(args: argparse.Namespace, name: str) -> int:
         report_path=args.out,
         submission_path=args.submission,
     )
-    say(f"{headline(report)}\n{args.out} has all metrics")
+    say(f"{format_headline(report)}\n{args.out} has all metrics")
+    _warn(report)
     return 0
 
 
@@ -346,9 +403,11 @@ def _add_generate(commands: Commands) -> None:
         _generate,
         "answer a prompt about images and videos",
         """\
-  coat-vlm generate --model runs/quickstart/sft/model --image a.png --prompt "Is there a circle?"
-  coat-vlm generate --model CKPT --image a.png --image b.png --prompt "What differs?"
-  coat-vlm generate --model CKPT --video clip.mp4 --prompt "What happens?" --max-new-tokens 64
+  coat-vlm generate --model runs/my_vlm/sft/model --image cat.jpg --prompt "Is there a cat?"
+  coat-vlm generate --model runs/my_vlm/sft/model --image cat.jpg --image images/1.jpg \\
+      --prompt "What differs?"
+  coat-vlm generate --model runs/my_vlm/sft/model --video clip.mp4 --prompt "What happens?" \\
+      --max-new-tokens 64
 """,
     )
     parser.add_argument(
@@ -361,13 +420,17 @@ def _add_generate(commands: Commands) -> None:
             action="append",
             type=lambda path, kind=kind: (kind, Path(path)),
             metavar="FILE",
-            help=f"{kind} to show; may be repeated, shown in the order given",
+            help=f"{kind} of the prompt; may be repeated, the order is kept",
         )
     parser.add_argument("--prompt", required=True, help="the question")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
 
 
 def _generate(args: argparse.Namespace) -> int:
+    for kind, path in args.media or []:
+        # A video may be a folder of frames.
+        if not path.exists():
+            raise FileNotFoundError(f"--{kind} {path}: there is no such file")
     from coat_vlm.generate import generate, load
 
     model, processor = load(args.model)
@@ -377,15 +440,15 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def prompt_sample(prompt: str, files: Sequence[tuple[str, Path]]) -> "Sample":
-    """The prompt as a row of a LLaVA file would have it, read by the same reader.
+    """Convert the prompt as the LLaVA reader converts a row of a file.
 
     Args:
-        prompt: the question. It may say with ``<image>`` and ``<video>`` where the files stand;
-            otherwise they come first, in the order given, each on a line of its own.
+        prompt: the question. ``<image>`` and ``<video>`` in it mark the places of the files;
+            without them, the files come first, in the order given, each on its own line.
         files: (``image`` or ``video``, path).
 
     Raises:
-        DataError: other placeholders than files.
+        DataError: placeholders and files do not match.
     """
     from coat_data.media.root import MediaRoot
     from coat_data.readers.llava import to_sample
@@ -396,7 +459,7 @@ def prompt_sample(prompt: str, files: Sequence[tuple[str, Path]]) -> "Sample":
     row = {
         "image": [str(path.absolute()) for kind, path in files if kind == "image"],
         "video": [str(path.absolute()) for kind, path in files if kind == "video"],
-        # A sample needs an answer; generation does not look at it.
+        # A sample needs an answer, which generation ignores.
         "conversations": [{"from": "human", "value": prompt}, {"from": "gpt", "value": "-"}],
     }
     anywhere = MediaRoot("/", follow_links=True)  # the user named the files

@@ -12,40 +12,44 @@ def add(commands: Commands) -> None:
         commands,
         "export",
         _export,
-        "write a checkpoint's model as a plain Hugging Face folder",
+        "export a checkpoint as a Hugging Face model folder",
         """\
-  coat-vlm export runs/quickstart/sft/checkpoints/step-00000100 --to exported
-  coat-vlm export runs/quickstart/sft/model --to exported_bf16 --dtype bfloat16
-  coat-vlm export runs/my_run/sft/model --to exported_llava --format llava
-  coat-vlm export runs/my_run/sft/model --to exported_vila --format vila
-  coat-vlm export runs/my_run/sft/model --to exported_fp8 --weights fp8 --format llava
-  coat-vlm export runs/llm_pretrain/pretrain/model --to exported_llm --format language
-  coat-vlm export NVILA_CHECKPOINT --to nvila_here
-  coat-vlm export runs/my_lora/sft/model --to my_adapter --adapter
+  coat-vlm export runs/my_vlm/sft/checkpoints/step-00000001 --to exported_step
+  coat-vlm export runs/my_vlm/sft/model --to exported_bf16 --dtype bfloat16
+  coat-vlm export runs/my_vlm/sft/model --to exported_llava --format llava
+  coat-vlm export runs/my_vlm/sft/model --to exported_vila --format vila
+  coat-vlm export runs/my_vlm/sft/model --to exported_fp8 --weights fp8 --format llava
+  coat-vlm export runs/my_vlm/sft/model --to exported_llm --format language
+  coat-vlm export exported_vila --to imported                  # a VILA or NVILA checkpoint
+  coat-vlm export runs/my_lora/sft/model --to exported_adapter --adapter
 
-Any number of ranks, ZeRO stage and precision can have saved the checkpoint; one process on a CPU
-reads it. The folder loads with coat_vlm.generate.load, with AutoModelForImageTextToText after
-"import coat_vlm", and as init_from in a recipe. With --format llava it loads with transformers
-alone (LlavaForConditionalGeneration, AutoProcessor), and so in programs that serve LLaVA; that
-needs model.projector.type: mlp2x_gelu and images of one square (resize or pad). With --format
-vila it has VILA's folders llm/, vision_tower/ and mm_projector/. A VILA checkpoint with these is
-also taken as CKPT: --format coat makes it a folder that a recipe's init_from names. With --format
-language it is the language model alone, which AutoModelForCausalLM of transformers loads and
-model.language.name_or_path of a recipe takes: of a text-only run that is all of it.
+The checkpoint can be from any number of ranks, ZeRO stage and precision; one process on a CPU reads
+it. The formats of the exported folder:
 
---weights compresses the linear layers of the language model; embeddings, lm_head, projector and
-vision tower stay in --dtype (bfloat16 when absent). The files are in the compressed-tensors layout
-that vLLM and transformers (with the compressed-tensors package) read. What each layer loses is
-printed and kept in quantization.json; "coat-vlm eval --model DIR" shows what that does to answers.
+  coat      loads with coat_vlm.generate.load, with AutoModelForImageTextToText after
+            "import coat_vlm.model", and as init_from of a recipe
+  llava     loads with transformers alone (LlavaForConditionalGeneration, AutoProcessor) and in
+            servers that support LLaVA; needs model.projector.type: mlp2x_gelu and one square image
+            (resize or pad)
+  vila      VILA's folders llm/, vision_tower/ and mm_projector/; such a checkpoint is also read as
+            CKPT, and --format coat converts it for init_from
+  language  the language model alone (the whole model of a text-only run), for
+            AutoModelForCausalLM of transformers and model.language.name_or_path of a recipe
+
+--weights quantizes the linear layers of the language model; embeddings, lm_head, projector and
+vision tower stay in --dtype (default bfloat16). vLLM and transformers (with the compressed-tensors
+package) read the files. The quantization error of each layer is printed and written to
+quantization.json; "coat-vlm eval --model DIR" measures the effect on answers.
 
   fp8        FP8 E4M3, one scale per output channel; inputs per token
   fp8_block  FP8 E4M3, one scale per 128 x 128 block; inputs per token and 128 channels
   int8       INT8, one scale per output channel; inputs per token
 
-LoRA adapters (a stage's lora section) are merged into the weights. --adapter writes them alone,
-with the other modules that trained: peft.PeftModel.from_pretrained(CoatVlm.from_pretrained(BASE),
-DIR) gives the same model, where BASE is the folder that the stage began from. Where there is none,
-give a checkpoint: its frozen weights are then written as DIR/base.
+LoRA adapters (a stage's lora section) are merged into the weights. --adapter writes only the
+adapters and the other trained modules. The same model is returned by
+peft.PeftModel.from_pretrained(CoatVlm.from_pretrained(BASE), DIR), where BASE is the folder that
+the stage started from. If there is no such folder, give a checkpoint: its frozen weights are then
+written to DIR/base.
 """,
     )
     parser.add_argument(
@@ -58,31 +62,37 @@ give a checkpoint: its frozen weights are then written as DIR/base.
     parser.add_argument(
         "--dtype",
         choices=["bfloat16", "float32"],
-        help="dtype of the weights; as in training when absent (float32 keeps master weights)",
+        help="dtype of the weights; default: as in training (float32 exports the master weights)",
     )
     parser.add_argument(
         "--format",
         choices=["coat", "llava", "vila", "language"],
-        help="layout of the folder: coat (default), llava for stock transformers, vila for VILA, "
-        "language for the language model alone",
+        help="coat (default), llava, vila or language, see below",
     )
     parser.add_argument(
         "--weights",
         choices=["fp8", "fp8_block", "int8"],
-        help="compress the language model's linear layers; not with --format vila",
+        help="quantize the language model's linear layers; not with --format vila",
     )
     parser.add_argument(
         "--adapter",
         action="store_true",
-        help="write the LoRA adapters as a folder of peft, not merged",
+        help="write the LoRA adapters as a peft folder instead of merging them",
     )
 
 
 def _export(args: argparse.Namespace) -> int:
+    from coat_vlm.run.signals import SIGNALS
+
+    with SIGNALS.handle():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     import torch
 
-    from coat_vlm.export.compressed import table
     from coat_vlm.export.hugging_face import export, export_adapter
+    from coat_vlm.model.compressed import table
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
     if not args.adapter:
@@ -94,8 +104,8 @@ def _export(args: argparse.Namespace) -> int:
     for option, value in (("--format", args.format), ("--weights", args.weights)):
         if value is not None:
             raise ValueError(
-                f"{option} {value} has no effect with --adapter, which writes the adapters alone, "
-                "in peft's layout; leave one of them out"
+                f"{option} {value} has no effect with --adapter, which writes only the adapters in "
+                "peft's layout; drop one of the two"
             )
     say(f"adapter: {export_adapter(args.source, args.to, dtype)}")
     return 0

@@ -1,10 +1,10 @@
 """The ``coat-vlm`` command.
 
-Only a few of ``commands`` reach above this package, into ``coat_eval``, and nothing imports this
-module. Every command imports what it needs when it runs. Mistakes of the user (a wrong key, a
-broken file, a full disk) end as one readable message and exit status 2; ``--debug`` adds the
-traceback. Exit status 1 means that a required figure was missed or that the doctor found something
-broken, 75 that training saved a checkpoint after a signal and can be started again, 130 Ctrl-C.
+Nothing imports this module, and every command imports what it needs when it runs. User errors (a
+wrong key, a broken file, a full disk) end with one readable message and exit status 2; ``--debug``
+adds the traceback. Exit status 1 means that a required metric was not reached, that ``lint`` found
+bad rows or that ``doctor`` found a problem; 75 that a signal stopped the command, which the
+same command (train: with ``--resume auto``) continues; 130 Ctrl-C.
 """
 
 import argparse
@@ -26,32 +26,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: arguments without the program's name; the process's own by default.
+        argv: arguments without the program's name; default: those of the process.
 
     Returns:
-        The exit status: 0, or as the module says.
+        The exit status: 0, or a status that the module docstring lists.
     """
     args = parse(argv)
+    if "RANK" in os.environ:
+        from coat_vlm.run.launcher import die_with_launcher
+
+        die_with_launcher()
     try:
         return args.handler(args)
     except KeyboardInterrupt:
         complain("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; Python's own flush at exit would complain again.
+        # The reader (head, less) has closed the pipe. Python's flush at exit would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except (ValueError, OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _out_of_memory(error):
+        if isinstance(error, RuntimeError) and not _is_out_of_memory(error):
             raise
         if args.debug:
             traceback.print_exc()
-        complain(f"{_explain(error)}\n(--debug shows the traceback)")
+        complain(f"{_format_error(error)}\n(--debug shows the traceback)")
         return USER_ERROR
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; the parsed namespace has ``handler`` and ``debug``."""
+    """Build the parser of all commands; the parsed namespace has ``handler`` and ``debug``."""
     parser = argparse.ArgumentParser(
         prog="coat-vlm",
         description="Train VILA-style vision-language models and evaluate them.",
@@ -67,10 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The parsed arguments; exits with status 2 and the usage for a wrong one."""
+    """Parse the arguments; exit with status 2 and the usage if one is wrong."""
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
-    # argparse takes key=value arguments up to the first option only; those behind it are left over.
+    # argparse takes key=value arguments only before the first option; later ones are in ``rest``.
     if "overrides" in args and all("=" in word and not word.startswith("-") for word in rest):
         args.overrides = [*args.overrides, *rest]
     elif rest:
@@ -78,14 +82,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def _out_of_memory(error: Exception) -> bool:
-    """Whether torch ran out of memory; it is not imported for the question."""
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether torch ran out of memory, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
-def _explain(error: Exception) -> str:
-    if _out_of_memory(error):
+def _format_error(error: Exception) -> str:
+    if _is_out_of_memory(error):
         return (
             f"out of memory: {error}\nLower micro_batch_size, set gradient_checkpointing: true, or "
             "raise zero_stage on several GPUs."

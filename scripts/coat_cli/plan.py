@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from coat_cli.command import PRECISIONS, Commands, command, say
+from coat_cli.command import PRECISIONS, Commands, add_recipe, command, read_recipe, say
 
 DEFAULT_GPU_MEMORY_GB = 80.0
 
@@ -14,51 +14,43 @@ def add(commands: Commands) -> None:
         commands,
         "plan",
         _plan,
-        "tell what a recipe needs of each GPU's memory, without a GPU",
+        "estimate how much memory a recipe needs on each GPU; runs without a GPU",
         """\
   coat-vlm plan quickstart
   coat-vlm plan my_recipe.yaml --gpus 8 --gpu-memory 141           # eight H200s
-  coat-vlm plan my_recipe.yaml --gpus 8 precision=coat_lean stages.sft.micro_batch_size=4
+  coat-vlm plan my_recipe.yaml --gpus 8 precision=coat_lean stages.sft.micro_batch_size=2
   coat-vlm plan my_recipe.yaml --gpus 4 --zero 2,3 --images 5 --stage sft
 
-Every row is taken to have model.max_length tokens, all trained but those of images: what training
-needs at most. The model is run once on shapes alone; an 8B model takes
-seconds to minutes (long rows with recomputation) and no memory.
+The estimate assumes full rows: every row has model.max_length tokens, and all tokens but those of
+images are supervised. The model runs once on shapes alone, which takes no memory and, for an 8B
+model, seconds to minutes (long rows with recomputation).
 """,
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a built-in recipe's name")
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="change a key of the recipe, dotted"
-    )
+    add_recipe(parser)
     parser.add_argument("--gpus", type=_at_least(1), default=1, metavar="N", help="GPUs; default 1")
     parser.add_argument(
         "--gpu-memory", type=_positive_number, metavar="GB",
-        help="memory of each, in 10^9 bytes; default: this machine's GPU, else "
+        help="memory of each GPU, in 10^9 bytes; default: that of this machine's GPU, else "
         f"{DEFAULT_GPU_MEMORY_GB:.0f}",
     )  # fmt: skip
     parser.add_argument(
         "--zero", type=_stages, default=(0, 1, 2, 3), metavar="0,1,2,3",
-        help="ZeRO stages to compare, beside the recipe's; default all",
+        help="ZeRO stages to compare with the recipe's own; default all",
     )  # fmt: skip
     parser.add_argument(
         "--images", type=_at_least(0), metavar="N",
-        help="tiles of images and frames of a row; default: counted in the stage's data, else 1",
+        help="image tiles and video frames per row; default: counted in the stage's data, else 1",
     )  # fmt: skip
     parser.add_argument(
         "--tokens", type=_at_least(1), metavar="T",
-        help="tokens of a row, images included; default model.max_length, or packing.tokens",
+        help="tokens per row, images included; default model.max_length, or packing.tokens",
     )  # fmt: skip
     parser.add_argument("--stage", help="plan this stage only: align, pretrain or sft")
-    parser.add_argument("--precision", choices=PRECISIONS, help="the same as precision=...")
+    parser.add_argument("--precision", choices=PRECISIONS, help="same as precision=...")
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from coat_vlm.config.load import load_recipe
-
-    overrides = list(args.overrides)
-    if args.precision:
-        overrides.append(f"precision={args.precision}")
-    recipe = load_recipe(args.recipe, overrides, unset_variables=True)
+    recipe = read_recipe(args, unset_variables=True)
     from coat_vlm.plan import format_plan, plan_recipe
 
     plans = plan_recipe(
@@ -73,8 +65,9 @@ def _plan(args: argparse.Namespace) -> int:
     say(format_plan(plans))
     if recipe.fp8 is not None and recipe.fp8.cuda_graphs:
         say(
-            "\nfp8.cuda_graphs: what FP8 blocks keep stays in memory in the optimizer's step. It "
-            "is counted in the passes only: where that step is the peak, add the activations."
+            "\nfp8.cuda_graphs: the activations that FP8 blocks save stay in memory during the "
+            "optimizer step. The plan counts them in the forward and backward pass only: if the "
+            "optimizer step is the peak, add them."
         )
     return 0
 

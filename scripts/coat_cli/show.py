@@ -1,6 +1,7 @@
-"""``coat-vlm recipes``, ``report`` and ``doctor``: the commands that only look."""
+"""``coat-vlm recipes``, ``report``, ``status`` and ``doctor``: the commands that only print."""
 
 import argparse
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from coat_cli.command import Commands, command, say
 
 
 def add(commands: Commands) -> None:
-    """Declare ``recipes``, ``report`` and ``doctor``."""
+    """Declare ``recipes``, ``report``, ``status`` and ``doctor``."""
     parser = command(
         commands,
         "recipes",
@@ -16,7 +17,7 @@ def add(commands: Commands) -> None:
         "list the built-in recipes, or print one to start from",
         """\
   coat-vlm recipes
-  coat-vlm recipes quickstart > my_recipe.yaml
+  coat-vlm recipes quickstart > my_quickstart.yaml
 """,
     )
     parser.add_argument("name", nargs="?", help="print this recipe's YAML")
@@ -24,38 +25,85 @@ def add(commands: Commands) -> None:
         commands,
         "report",
         _report,
-        "write one self-contained HTML file about a run",
-        "  coat-vlm report runs/quickstart\n",
+        "write a self-contained HTML report of a run",
+        "  coat-vlm report runs/my_vlm\n",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="run folder")
+    parser = command(
+        commands,
+        "status",
+        _status,
+        "print how far a run is, and what each of its processes does or did last",
+        """\
+  coat-vlm status runs/my_vlm
+
+The exit status is 1 if a process of the run does not respond.
+""",
     )
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="run folder")
     command(
-        commands, "doctor", _doctor, "tell what runs on this machine, and what to do for the rest"
+        commands, "doctor", _doctor, "check what runs on this machine, and how to enable the rest"
     )
 
 
 def _recipes(args: argparse.Namespace) -> int:
-    from coat_vlm.config.load import builtin_recipes
+    from coat_vlm.config.load import list_builtin_recipes
 
-    names = builtin_recipes()
+    names = list_builtin_recipes()
     if args.name is None:
         for name in names:
-            say(f"{name:<16} {_text(name).splitlines()[0].lstrip('# ')}")
+            say(f"{name:<16} {_read_text(name).splitlines()[0].lstrip('# ')}")
         return 0
     if args.name not in names:
-        raise ValueError(f"no built-in recipe {args.name!r}; there are: {', '.join(names)}")
-    say(_text(args.name).rstrip())
+        raise ValueError(f"no built-in recipe {args.name!r}; available: {', '.join(names)}")
+    say(_read_text(args.name).rstrip())
     return 0
 
 
-def _text(recipe: str) -> str:
+def _read_text(recipe: str) -> str:
     return (files("coat_vlm") / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8")
 
 
 def _report(args: argparse.Namespace) -> int:
     from coat_vlm.report import write_report
 
-    say(f"report: {write_report(args.run).resolve()}")
+    say(f"report: {write_report(args.run, *_plan_memory(args.run)).resolve()}")
     return 0
+
+
+def _plan_memory(folder: Path) -> tuple[dict[str, dict[str, float]], str]:
+    """Plan the memory of the stages that ran on GPUs; return also why there is no plan."""
+    from coat_vlm.report.run_folder import read_run_folder
+
+    ranks = {stage.name: stage.ranks for stage in read_run_folder(folder).stages if stage.on_gpu}
+    if not ranks:
+        return {}, "not computed, as the run was not on a GPU"
+    from coat_vlm.config.load import load_recipe
+    from coat_vlm.plan import plan_recipe
+
+    say("planning the memory of a GPU, to compare it with the measured one")
+    planned: dict[str, dict[str, float]] = {}
+    try:
+        recipe = load_recipe(str(folder / "recipe.yaml"), unset_variables=True)
+        for name, number in ranks.items():
+            (plan,) = plan_recipe(
+                recipe, ranks=number, gpu_bytes=0.0, zero_stages=(), only_stage=name
+            )
+            memory = plan.memory[plan.recipe_zero]
+            parts = {key.replace("_", " "): size for key, size in asdict(memory).items()}
+            del parts["backward peak"], parts["step peak"]
+            planned[name] = parts | {"peak": memory.peak}
+    except (ValueError, OSError) as error:
+        return planned, f"not computed: {error}"
+    return planned, ""
+
+
+def _status(args: argparse.Namespace) -> int:
+    from coat_vlm.report.status import describe_run
+
+    text, responding = describe_run(args.run)
+    say(text)
+    return 0 if responding else 1
 
 
 def _doctor(_: argparse.Namespace) -> int:

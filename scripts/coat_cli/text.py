@@ -13,42 +13,46 @@ def add(commands: Commands) -> None:
         commands,
         "eval-text",
         _eval_text,
-        "evaluate a checkpoint's language model on text: perplexity, and suites of lm-eval",
+        "evaluate a checkpoint's language model on text: perplexity, and lm-eval tasks",
         """\
-  coat-vlm eval-text --model runs/quickstart/sft/model --text wiki.test.txt c4.jsonl
-  coat-vlm eval-text --model CKPT --text pile.jsonl --window 1024 --stride 512 --out text.json
-  coat-vlm eval-text --model CKPT --tasks wikitext,copa,arc_easy,arc_challenge,sciq,hellaswag
-  coat-vlm eval-text --model CKPT --tasks gsm8k,svamp --file svamp=SVAMP.json --limit 100
+  coat-vlm eval-text --model runs/my_vlm/sft/model --text wiki.txt
+  coat-vlm eval-text --model Qwen/Qwen2.5-1.5B-Instruct --text wiki.txt    # before training
+  coat-vlm eval-text --model runs/my_vlm/sft/model --text wiki.txt --window 1024 --out text.json
+  coat-vlm eval-text --model runs/my_vlm/sft/model --tasks wikitext,copa,arc_easy,sciq,hellaswag
+  coat-vlm eval-text --model runs/my_vlm/sft/model --tasks gsm8k,svamp --file svamp=SVAMP.json \\
+      --limit 100
 
---text needs nothing more; --tasks needs the extra coat-vlm[lm-eval], and data from the Hub or its
-cache. CKPT may also be the folder of the language model that a recipe started from: the difference
-is what training on images did to it.
+--text needs no further package. --tasks needs the extra coat-vlm[lm-eval] and data from the Hub or
+its cache. --model also takes the folder of the language model that a recipe started from; the
+difference between the two results is the effect of training on images.
 """,
     )
     parser.add_argument(
         "--model", type=Path, required=True, help="model folder, e.g. RUN/sft/model"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the numbers as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the metrics as JSON")
     parser.add_argument("--batch-size", type=int, default=4, help="default 4")
     parser.add_argument(
-        "--precision", choices=PRECISIONS, help="compute as training in this precision does"
+        "--precision", choices=PRECISIONS, help="compute as in training with this precision"
     )
     text = parser.add_argument_group("perplexity")
     text.add_argument(
         "--text", type=Path, nargs="+", default=[], metavar="FILE",
-        help="plain text, or rows with a text (JSON lines, JSON, Parquet)",
+        help="plain text, or rows with a text field (JSON lines, JSON, Parquet)",
     )  # fmt: skip
-    text.add_argument("--text-field", default="text", help="key of the rows' text; default text")
+    text.add_argument("--text-field", default="text", help="name of the text field; default text")
     text.add_argument("--window", type=int, help="tokens per window; default 2048")
     text.add_argument("--stride", type=int, help="tokens between windows; default half of --window")
     suite = parser.add_argument_group("lm-eval")
     suite.add_argument(
-        "--tasks", default="", metavar="A,B", help="tasks of lm-eval, svamp, numglue"
+        "--tasks", default="", metavar="A,B", help="tasks of lm-eval, and svamp, numglue"
     )
     suite.add_argument(
         "--file", action="append", default=[], metavar="TASK=FILE", help="file of svamp or numglue"
     )
-    suite.add_argument("--num-fewshot", type=int, help="worked examples; the task's own number")
+    suite.add_argument(
+        "--num-fewshot", type=int, help="few-shot examples; default: the task's own number"
+    )
     suite.add_argument("--limit", type=int, help="only the first questions of each task")
     suite.add_argument(
         "--include-path", type=Path, metavar="DIR", help="folder with your own lm-eval tasks"
@@ -60,22 +64,25 @@ def _eval_text(args: argparse.Namespace) -> int:
     if not (tasks or args.text):
         raise ValueError("nothing to do: give --text FILE ..., --tasks A,B or both")
     from coat_eval.files import file_sha256, write_json
-    from coat_eval.perplexity import load_language_model, measure_perplexity, read_documents
-    from coat_eval.text_suite import run_text_suite
+    from coat_eval.text import (
+        load_language_model,
+        measure_perplexity,
+        read_documents,
+        run_text_suite,
+    )
 
-    files = _files(args.file)
-    # A broken file is told before the model is loaded.
+    files = _parse_files(args.file)
+    # Errors in a file are reported before the model is loaded.
     documents = {path: read_documents(path, args.text_field) for path in args.text}
     model, tokenizer = load_language_model(args.model, precision=args.precision)
     report: dict[str, Any] = {"model": str(args.model)}
     for path, texts in documents.items():
         sizes = {"window": args.window, "stride": args.stride, "batch_size": args.batch_size}
         measured = measure_perplexity(model, tokenizer, texts, **sizes)
-        row = {**measured.to_json(), "sha256": file_sha256(path)}
-        report.setdefault("text", {})[str(path)] = row
+        report.setdefault("text", {})[str(path)] = {**measured, "sha256": file_sha256(path)}
         say(
-            f"{path}: perplexity {measured.perplexity:.4f}  bits/byte "
-            f"{measured.bits_per_byte:.4f}  {measured.tokens:,} tokens"
+            f"{path}: perplexity {measured['perplexity']:.4f}  bits/byte "
+            f"{measured['bits_per_byte']:.4f}  {measured['tokens']:,} tokens"
         )
     if tasks:
         suite = run_text_suite(
@@ -94,11 +101,11 @@ def _eval_text(args: argparse.Namespace) -> int:
         report["lm_eval"] = suite
     if args.out is not None:
         write_json(args.out, report)
-        say(f"numbers: {args.out}")
+        say(f"metrics: {args.out}")
     return 0
 
 
-def _files(words: list[str]) -> dict[str, Path]:
+def _parse_files(words: list[str]) -> dict[str, Path]:
     files = {}
     for word in words:
         name, equals, path = word.partition("=")

@@ -1,8 +1,18 @@
 """``coat-vlm train``."""
 
 import argparse
+import os
+from pathlib import Path
 
-from coat_cli.command import PRECISIONS, Commands, add_launcher_rank, command, say
+from coat_cli.command import (
+    PRECISIONS,
+    Commands,
+    add_launcher_rank,
+    add_recipe,
+    command,
+    read_recipe,
+    say,
+)
 
 
 def add(commands: Commands) -> None:
@@ -14,66 +24,99 @@ def add(commands: Commands) -> None:
         "train the stages of a recipe",
         """\
   coat-vlm train quickstart
-  coat-vlm train my_recipe.yaml seed=1 stages.sft.max_steps=100 stages.sft.language.lr=1e-5
-  coat-vlm train my_recipe.yaml eval_every=500 eval_samples=64    # ask questions on the way
-  coat-vlm train my_recipe.yaml log_every_steps=50 log_phases=true   # where a step's time goes
-  coat-vlm train my_recipe.yaml --stage sft            # on the previous stage's model
-  coat-vlm train my_recipe.yaml --resume auto          # continue where the run stopped
+  coat-vlm train my_recipe.yaml --stage align output_dir=runs/seed1 seed=1
+  coat-vlm train my_recipe.yaml --stage sft output_dir=runs/seed1 seed=1   # on align's model
+  coat-vlm train my_recipe.yaml --overwrite eval_every=500 eval_samples=64 log_phases=true
+  coat-vlm train my_recipe.yaml --resume auto          # continue an interrupted run
   torchrun --nproc-per-node 8 --no-python coat-vlm train my_recipe.yaml zero_stage=2
   deepspeed --num_gpus 8 "$(command -v coat-vlm)" train my_recipe.yaml zero_stage=2
-  coat-vlm train my_recipe.yaml --resume auto zero_stage=0   # saved by 8 GPUs, continued by one
+  coat-vlm train my_recipe.yaml --resume auto zero_stage=0   # saved on 8 GPUs, continued on one
+
+Before a model is loaded, the recipe, the headers of the files and sixteen rows of every source are
+checked; all problems are listed with what to do (exit status 2).
+
+eval_every answers questions of the evaluation sets during training; log_phases logs where the time
+of a step goes.
 """,
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or a built-in recipe's name")
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="change a key of the recipe, dotted"
-    )
+    add_recipe(parser)
     parser.add_argument("--stage", help="train this stage only: align, pretrain or sft")
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
         "--resume",
         choices=["auto"],
-        help="continue from the newest whole checkpoint, if any; the number of processes, "
-        "zero_stage and micro_batch_size may have changed",
+        help="continue from the newest complete checkpoint, if there is one; the number of "
+        "processes, learning rates, limits, saving, evaluation and other recipe keys may differ "
+        "from the saved run's (guides/training.md)",
     )
     start.add_argument(
-        "--overwrite", action="store_true", help="delete an earlier run in the output folder first"
+        "--overwrite", action="store_true", help="first delete an earlier run in the output folder"
+    )
+    parser.add_argument(
+        "--allow-changed-data",
+        action="store_true",
+        help="with --resume: continue although the data, or recipe keys that change the samples or "
+        "their order, differ from those of the start; the change is recorded",
     )
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
-        help="the same as precision=...: fp32, bf16, or FP8 as fp8_linear, coat, coat_lean",
+        help="same as precision=...: fp32, bf16, or an FP8 precision: fp8_linear, coat, coat_lean",
+    )
+    parser.add_argument(
+        "--status-file",
+        type=Path,
+        metavar="FILE",
+        help="write the exit status into FILE when a signal stops training (75; 130 for Ctrl-C), "
+        "because torchrun itself returns 1",
     )
     add_launcher_rank(parser)
 
 
 def _train(args: argparse.Namespace) -> int:
-    from coat_vlm.config.load import load_recipe
+    from coat_vlm.run.signals import SIGNALS
 
-    overrides = list(args.overrides)
-    if args.precision:
-        overrides.append(f"precision={args.precision}")
-    recipe = load_recipe(args.recipe, overrides)
+    with SIGNALS.handle():
+        try:
+            return _run(args)
+        except SystemExit as stopped:
+            say("a signal stopped training; finished steps are saved in its checkpoint")
+            say("continue with the same command and --resume auto (without --overwrite)")
+            if args.status_file is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+                args.status_file.write_text(f"{stopped.code}\n", encoding="ascii")
+            raise
+
+
+def _run(args: argparse.Namespace) -> int:
+    recipe = read_recipe(args)
+    # DeepSpeed takes seconds to import. Problems are reported before that, all of them.
+    from coat_vlm.train.checks import check_recipe
+
+    findings = check_recipe(
+        recipe,
+        only_stage=args.stage,
+        resume=args.resume == "auto",
+        overwrite=args.overwrite,
+        num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
+    )
     subsets = []
     if recipe.eval_every:
-        from coat_eval import eval_subsets
+        from coat_eval.runner import make_eval_subsets
 
-        subsets = eval_subsets(recipe)
-    # DeepSpeed takes seconds to import: a mistake in the recipe is told before that.
-    from coat_vlm.train.loop import Stopped
+        with findings.collect("eval_sets"):
+            subsets = make_eval_subsets(recipe)
+    findings.raise_problems()
+    for note in findings.notes:
+        say(f"NOTE {note}")
     from coat_vlm.train.stages import run_recipe
 
-    try:
-        model_dir = run_recipe(
-            recipe,
-            resume=args.resume == "auto",
-            only_stage=args.stage,
-            overwrite=args.overwrite,
-            subsets=subsets,
-        )
-    except Stopped:
-        say(f"stopped by a signal after saving a checkpoint in {recipe.output_dir}")
-        say("continue with the same command and --resume auto (without --overwrite)")
-        raise
+    model_dir = run_recipe(
+        recipe,
+        resume=args.resume == "auto",
+        only_stage=args.stage,
+        overwrite=args.overwrite,
+        allow_changed_data=args.allow_changed_data,
+        subsets=subsets,
+    )
     say(f"model: {model_dir}")
     return 0

@@ -1,4 +1,4 @@
-"""Losses of the decoder benchmark: as CSV, as a table, as a picture."""
+"""Losses of the decoder benchmark as CSV, Markdown tables and a picture."""
 
 import csv
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from coat_bench.rows import replace_csv, table
-from coat_vlm.report.plots import COLOURS
+from coat_bench.rows import format_table
+from coat_vlm.report.plots import COLORS
 
 COLUMNS = ("precision", "seed", "step", "training_loss", "held_out_loss")
 LAST_STEPS = 20
-"""The final training loss is the mean over so many steps."""
+"""Number of steps that the final training loss averages."""
 SMOOTHING_SHARE = 50
-"""Drawn training losses average over 1/50 of the steps."""
+"""The picture averages training losses over 1/50 of the steps."""
 
 
 @dataclass(slots=True)
@@ -25,13 +25,13 @@ class DecoderCurve:
     precision: str
     seed: int = 0
     training: list[float] = field(default_factory=list)
-    """Per step."""
+    """One loss per step."""
     held_out: dict[int, float] = field(default_factory=dict)
-    """By step, counted from 1."""
+    """Step, counted from 1 -> loss."""
 
     @property
     def best_step(self) -> int:
-        """The step with the lowest held-out loss."""
+        """Step with the lowest held-out loss."""
         return min(self.held_out, key=lambda step: self.held_out[step])
 
     @property
@@ -41,23 +41,24 @@ class DecoderCurve:
 
 
 def write_curves(path: Path, curves: Sequence[DecoderCurve]) -> None:
-    """Write one row per precision, seed and step; the file is replaced at once or not at all."""
-    replace_csv(
-        path,
-        COLUMNS,
-        (
+    """Write one row per precision, seed and step; the file is replaced atomically."""
+    temporary = path.with_name(path.name + ".part")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(
             (curve.precision, curve.seed, step, loss, curve.held_out.get(step, ""))
             for curve in curves
             for step, loss in enumerate(curve.training, start=1)
-        ),
-    )
+        )
+    temporary.replace(path)
 
 
 def read_curves(path: Path) -> list[DecoderCurve]:
-    """The curves of a file of :func:`write_curves`, in its order; none if it is not there.
+    """Read a file of :func:`write_curves`; returns no curves if it does not exist.
 
     Raises:
-        ValueError: the file is another one.
+        ValueError: the file has other columns.
     """
     if not path.is_file():
         return []
@@ -79,48 +80,37 @@ def read_curves(path: Path) -> list[DecoderCurve]:
 
 
 def format_curves(curves: Sequence[DecoderCurve]) -> str:
-    """Markdown: held-out losses by step, then every seed at the first precision's best step.
+    """Format two Markdown tables: held-out losses by step, and each seed at its best step.
 
-    Differences are to the first precision, in percent.
+    The best step is the first precision's. Differences are to the first precision, in percent.
     """
     by_precision: dict[str, list[DecoderCurve]] = {}
     for curve in curves:
         by_precision.setdefault(curve.precision, []).append(curve)
-    groups = list(by_precision.values())
-    return f"{_by_step(groups)}\n\n{_by_seed(groups)}"
-
-
-def _by_step(groups: list[list[DecoderCurve]]) -> str:
-    seeds = len(groups[0])
-    of = f", mean of {seeds} seeds" if seeds > 1 else ""
+    names, groups = list(by_precision), list(by_precision.values())
+    of = f", mean of {len(groups[0])} seeds" if len(groups[0]) > 1 else ""
     lines = []
     for step in groups[0][0].held_out:
         means = [np.mean([curve.held_out[step] for curve in group]) for group in groups]
         lines.append([str(step), *(f"{mean:.4f}" for mean in means)])
-    return table(["step", *(f"{group[0].precision}, held out{of}" for group in groups)], lines)
-
-
-def _by_seed(groups: list[list[DecoderCurve]]) -> str:
-    names = [group[0].precision for group in groups]
+    by_step = format_table(["step", *(f"{name}, held out{of}" for name in names)], lines)
     head = ["seed", f"{names[0]}'s best step"]
     for what in ("held out there", f"training, last {LAST_STEPS}"):
         head += [f"{names[0]}, {what}"]
         head += [text for name in names[1:] for text in (f"{name}, {what}", "difference")]
-    lines: list[list[str]] = []
-    losses: list[list[float]] = []
+    lines, losses = [], []
     for runs in zip(*groups, strict=True):
         best = runs[0].best_step
-        losses.append([curve.held_out[best] for curve in runs])
-        losses[-1] += [curve.final_training for curve in runs]
-        lines.append([str(runs[0].seed), str(best), *_cells(losses[-1], len(runs))])
+        losses.append([run.held_out[best] for run in runs] + [run.final_training for run in runs])
+        lines.append([str(runs[0].seed), str(best), *_format_cells(losses[-1], len(runs))])
     if len(losses) > 1:
         means = [float(np.mean(column)) for column in zip(*losses, strict=True)]
-        lines.append(["mean", "", *_cells(means, len(groups))])
-    return table(head, lines)
+        lines.append(["mean", "", *_format_cells(means, len(groups))])
+    return f"{by_step}\n\n{format_table(head, lines)}"
 
 
-def _cells(losses: list[float], number: int) -> list[str]:
-    """Losses of so many precisions twice, each but the first with its difference to the first."""
+def _format_cells(losses: list[float], number: int) -> list[str]:
+    """Format ``number`` losses twice, all but the first with their difference to the first."""
     cells: list[str] = []
     for first, *others in (losses[:number], losses[number:]):
         cells.append(f"{first:.4f}")
@@ -130,34 +120,30 @@ def _cells(losses: list[float], number: int) -> list[str]:
 
 
 def draw_curves(curves: Sequence[DecoderCurve], out: Path) -> None:
-    """Draw training losses as lines and held-out losses as points, one colour per precision.
+    """Draw training losses as lines and held-out losses as points, one color per precision.
 
     Args:
-        curves: what to draw; curves of one precision share a colour.
-        out: picture to write; the ending (.svg, .png, .pdf) chooses the format.
+        curves: what to draw; curves of one precision share a color.
+        out: file to write; its suffix (.svg, .png, .pdf) chooses the format.
     """
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.add_subplot()
     precisions = list(dict.fromkeys(curve.precision for curve in curves))
     for curve in curves:
-        colour = COLOURS[precisions.index(curve.precision) % len(COLOURS)]
+        color = COLORS[precisions.index(curve.precision) % len(COLORS)]
         first = next(c for c in curves if c.precision == curve.precision) is curve
         names = [
             f"{curve.precision}, {what}" if first else None for what in ("training", "held out")
         ]
-        steps, losses = _smoothed(curve.training)
-        axes.plot(steps, losses, color=colour, linewidth=0.9, alpha=0.6, label=names[0])
+        width = max(1, len(curve.training) // SMOOTHING_SHARE)
+        starts = range(0, len(curve.training), width)
+        steps = [min(len(curve.training), start + width) for start in starts]
+        losses = [float(np.mean(curve.training[start : start + width])) for start in starts]
+        axes.plot(steps, losses, color=color, linewidth=0.9, alpha=0.6, label=names[0])
         points, values = list(curve.held_out), list(curve.held_out.values())
-        axes.plot(points, values, "o--", color=colour, linewidth=0.9, markersize=3, label=names[1])
+        axes.plot(points, values, "o--", color=color, linewidth=0.9, markersize=3, label=names[1])
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per token")
     axes.legend(frameon=False)
     axes.grid(linewidth=0.3)
     figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
-
-
-def _smoothed(losses: list[float]) -> tuple[list[int], list[float]]:
-    width = max(1, len(losses) // SMOOTHING_SHARE)
-    chunks = [losses[start : start + width] for start in range(0, len(losses), width)]
-    ends = [min(len(losses), (number + 1) * width) for number in range(len(chunks))]
-    return ends, [float(np.mean(chunk)) for chunk in chunks]

@@ -1,31 +1,31 @@
-"""``coat-vlm bench rounding``: which roundings to FP8 cost training loss.
+"""``coat-vlm bench rounding``: the cost of single roundings to FP8 in training loss.
 
-One BF16 run is continued with each of them. The decoder of ``coat-vlm bench decoder`` is trained in
-BF16 for ``--at`` steps. From there each variant takes ``--more`` further steps, from the same
-weights, FP32 masters and states of torch's AdamW, on the same batches. Two whole runs differ by
-some 0.4% in loss whatever their precision, because small differences grow; runs that parted some 40
-steps ago, by some 0.01%. Rows of one process can be compared: another one arrives at other weights,
-as sums on a GPU have no fixed order.
+The decoder of ``coat-vlm bench decoder`` is trained in BF16 for ``--at`` steps. From there each
+variant trains ``--more`` further steps on the same batches, from the same weights, FP32 master
+weights and AdamW states (torch's AdamW). Two separate runs differ by about 0.4% in loss in any
+precision, because small differences grow; runs that share all but 40 steps differ by about 0.01%.
+Compare rows of one process only: another process reaches other weights, because sums on a GPU have
+no fixed order.
 
 A variant rounds operands of linear layers of the decoder's blocks to E4M3, with one scale per
-tensor, and multiplies what came out in BF16. It is written OPERANDS@PARTS@FIRST-LAST, several
-joined with /; where they name the same layer, the operands of all are rounded.
+tensor, and multiplies the dequantized operands in BF16. A variant is OPERANDS@PARTS@FIRST-LAST,
+several joined with /; a layer that several of them name gets the operands of all.
 
-    OPERANDS    x, w    output's product: the input, the weight
-                d, v    input gradient's product: the output's gradient, the weight
-                g, a    weight gradient's product: the output's gradient, the input
-    PARTS       q, k, v, o (attention), gate, up, down (MLP), joined with +; without, all
-    FIRST-LAST  blocks, counted from 0; without, all
+    OPERANDS    x, w    forward GEMM: the input, the weight
+                d, v    grad-input GEMM: the output's gradient, the weight
+                g, a    grad-weight GEMM: the output's gradient, the input
+    PARTS       q, k, v, o (attention), gate, up, down (MLP), joined with +; all by default
+    FIRST-LAST  blocks, counted from 0; all by default
 
-    xw                              all forward products
-    xw@gate+up+down@1-3/xw@@4-11    those of the MLP in blocks 1 to 3, and all in blocks 4 to 11
+    xw                              all forward GEMMs
+    xw@gate+up+down@1-3/xw@@4-11    the MLP's in blocks 1 to 3, and all in blocks 4 to 11
 
 An FP8 precision of ``bench decoder --precisions`` is a variant too, here with torch's AdamW: coat,
-or coat_lean,bf16_forward_first=0. The variant that rounds nothing always comes first.
+or coat_lean,bf16_forward_first=0. The variant without rounding is always the first.
 
-mean_loss is the mean training loss of the further steps, last_loss that of the last ten, text_loss
-that of the resulting weights in BF16 on the first 64 sequences of the training text; the columns
-in percent are differences to the variant that rounds nothing. On a CPU FP32 stands in for BF16.
+mean_loss is the mean training loss of the further steps, last_loss the mean of the last ten, and
+text_loss the loss of the resulting weights in BF16 on the first 64 sequences of the training text.
+The columns in percent are differences to the variant without rounding. A CPU uses FP32 for BF16.
 """
 
 import copy
@@ -41,18 +41,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from coat_bench.rows import Row, append_rows, origin, read_rows, table
+from coat_bench.rows import Row, append_rows, format_table, get_origin, read_rows
 from coat_kernels import dequantize_tensor, quantize_tensor
 from coat_lab import decoder
-from coat_lab.decoder import Corpus, DecoderBench, Masters, train_steps
+from coat_lab.decoder import Corpus, DecoderBench, MasterWeights, train_steps
 from coat_vlm.config import FP8_PRECISIONS
 from coat_vlm.fp8.blocks import Fp8DecoderLayer
 
 OPERANDS = "xwdvga"
 PARTS = {name.rpartition(".")[2].removesuffix("_proj"): name for name in Fp8DecoderLayer.LINEARS}
-"""As variants name them -> name in a block."""
+"""Name in a variant -> name in a block."""
 LAST = 10
-"""Steps of ``last_loss``."""
+"""Number of steps that ``last_loss`` averages."""
 TEXT_SEQUENCES = 64
 _TINY = replace(decoder.SIZES["30m"], hidden_size=64, num_layers=2, intermediate_size=128)
 SIZES = decoder.SIZES | {"tiny": replace(_TINY, vocab_size=300, tokens=32, batch_size=8, steps=30)}
@@ -60,10 +60,10 @@ SIZES = decoder.SIZES | {"tiny": replace(_TINY, vocab_size=300, tokens=32, batch
 
 @dataclass(slots=True)
 class ForkRow(Row):
-    """A variant's losses after ``at`` steps in BF16 and ``more`` of its own; the CSV's columns."""
+    """Losses of a variant after ``at`` BF16 steps and ``more`` of its own; columns of the CSV."""
 
     process: int
-    """Counted within the file; its first row is the variant that rounds nothing."""
+    """Number within the file; the first row of a process is the variant without rounding."""
     size: str
     seed: int
     at: int
@@ -78,7 +78,7 @@ class ForkRow(Row):
 
 
 class RoundedLinear(nn.Linear):
-    """A linear layer that rounds the operands that ``operands`` names in its three products."""
+    """A linear layer that rounds the named ``operands`` of its three GEMMs."""
 
     operands: frozenset[str] = frozenset()
 
@@ -88,7 +88,7 @@ class RoundedLinear(nn.Linear):
 
 
 class _RoundedProduct(torch.autograd.Function):
-    """y = x w^T + b, dx = dy w and dw = dy^T x, each with roundings of its own."""
+    """``y = x w^T + b``, ``grad_x = grad_y w`` and ``grad_w = grad_y^T x``, each with roundings."""
 
     @staticmethod
     def forward(
@@ -98,31 +98,36 @@ class _RoundedProduct(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(rows, weight)
         ctx.operands, ctx.shape, ctx.biased = operands, x.shape, bias is not None
-        y = F.linear(_operand("x", rows, operands), _operand("w", weight, operands), bias)
+        y = F.linear(
+            _round_operand("x", rows, operands), _round_operand("w", weight, operands), bias
+        )
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        """Gradients of x and weight, of the bias where there is one."""
+        """Return the gradients of x, weight and bias (None without a bias)."""
         rows, weight = ctx.saved_tensors
-        dy = grad_outputs[0].reshape(-1, weight.shape[0])
-        dx = _operand("d", dy, ctx.operands) @ _operand("v", weight, ctx.operands)
-        dw = _operand("g", dy, ctx.operands).t() @ _operand("a", rows, ctx.operands)
-        return dx.view(ctx.shape), dw, dy.sum(0) if ctx.biased else None, None
+        grad_y = grad_outputs[0].reshape(-1, weight.shape[0])
+        d, v, g, a = (
+            _round_operand(letter, x, ctx.operands)
+            for letter, x in (("d", grad_y), ("v", weight), ("g", grad_y), ("a", rows))
+        )
+        return (d @ v).view(ctx.shape), g.t() @ a, grad_y.sum(0) if ctx.biased else None, None
 
 
-def _operand(letter: str, x: Tensor, operands: frozenset[str]) -> Tensor:
-    """A matrix, rounded if its letter is among the operands."""
+def _round_operand(letter: str, x: Tensor, operands: frozenset[str]) -> Tensor:
+    """Round a matrix to E4M3 if ``operands`` contains its letter."""
     if letter not in operands:
         return x
     return dequantize_tensor(quantize_tensor(x.contiguous()), x.dtype)
 
 
-def roundings(variant: str, num_blocks: int) -> dict[tuple[int, str], frozenset[str]]:
-    """The operands that a variant rounds, by block and part.
+def parse_variant(variant: str, num_blocks: int) -> dict[tuple[int, str], frozenset[str]]:
+    """Parse a variant: (block, part) -> rounded operands.
 
     Raises:
-        ValueError: the variant is not written as the module says, or there is no such block.
+        ValueError: the variant does not have the form in the module's docstring, or there is no
+            such block.
     """
     found: dict[tuple[int, str], frozenset[str]] = {}
     for piece in variant.split("/") if variant else []:
@@ -147,15 +152,15 @@ def roundings(variant: str, num_blocks: int) -> dict[tuple[int, str], frozenset[
 
 
 def apply_variant(model: Any, variant: str) -> None:
-    """Give the decoder a variant's arithmetic, in place; its parameters stay.
+    """Give the decoder a variant's arithmetic, in place; its parameters do not change.
 
     Raises:
         ValueError: there is no such variant.
     """
     if variant.partition(",")[0] in FP8_PRECISIONS:
-        decoder.arithmetic_called(variant).apply(model)
+        decoder.parse_arithmetic(variant).apply(model)
         return
-    for (block, part), operands in roundings(variant, len(model.model.layers)).items():
+    for (block, part), operands in parse_variant(variant, len(model.model.layers)).items():
         layer = model.model.layers[block].get_submodule(PARTS[part])
         layer.__class__, layer.operands = RoundedLinear, operands
 
@@ -163,10 +168,10 @@ def apply_variant(model: Any, variant: str) -> None:
 def bench_variants(
     corpus: Corpus, bench: DecoderBench, variants: Sequence[str], seed: int, at: int, more: int
 ) -> Iterator[tuple[float, float, float]]:
-    """Train ``at`` steps in BF16, then from there ``more`` in every variant.
+    """Train ``at`` steps in BF16, then from this state ``more`` steps in every variant.
 
     Yields:
-        After every variant: its mean, last and text loss.
+        Mean, last and text loss of each variant.
 
     Raises:
         ValueError: the steps do not fit the schedule, or there is no such variant.
@@ -179,25 +184,26 @@ def bench_variants(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
     start = decoder.build_decoder(bench)
-    for variant in variants:  # refuse what is wrong before anything is trained
+    for variant in variants:  # raises before any training
         apply_variant(copy.deepcopy(start), variant)
     start = start.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    masters = Masters(start, decoder.adamw(bench))
-    batches = list(itertools.islice(decoder.drawn_batches(corpus, bench, seed), at + more))
-    for _ in train_steps(start, masters, tqdm(batches[:at], "in BF16", disable=None), bench):
+    start_weights = MasterWeights(start, bench)
+    batches = list(itertools.islice(decoder.draw_batches(corpus, bench, seed), at + more))
+    for _ in train_steps(start, start_weights, tqdm(batches[:at], "in BF16", disable=None), bench):
         pass
     for variant in variants:
-        model, its_masters = copy.deepcopy((start, masters))  # together: they share the weights
+        # One copy of both, because they share the weights.
+        model, master_weights = copy.deepcopy((start, start_weights))
         apply_variant(model, variant)
         bar = tqdm(batches[at:], variant or "nothing rounded", disable=None)
-        losses = list(train_steps(model, its_masters, bar, bench, at))
+        losses = list(train_steps(model, master_weights, bar, bench, at))
         plain = copy.deepcopy(start)
         plain.load_state_dict(model.state_dict())
         text = decoder.text_loss(plain, corpus.training[: TEXT_SEQUENCES * bench.tokens], bench)
         yield sum(losses) / more, sum(losses[-LAST:]) / LAST, text
 
 
-def bench_forks(
+def bench_rounding(
     texts: Sequence[Path],
     size: str,
     variants: Sequence[str],
@@ -206,23 +212,23 @@ def bench_forks(
     more: int = 40,
     csv: Path | None = None,
 ) -> list[ForkRow]:
-    """Measure variants; each row is in the file as soon as it is there.
+    """Measure variants; each row is appended to the file when it is measured.
 
     Args:
         texts: UTF-8 text files to train on.
         size: a key of :data:`SIZES`.
-        variants: see the module's docstring; the one that rounds nothing is added in front.
-        seed: of the start and of the batches.
+        variants: see the module's docstring; the variant without rounding is added in front.
+        seed: seed of the initial weights and of the batches.
         at: steps in BF16.
         more: further steps.
-        csv: file to add the rows to, as the next process of it.
+        csv: file to append the rows to, as its next process.
 
     Raises:
-        ValueError: see :func:`bench_variants`; or the file is another one.
+        ValueError: see :func:`bench_variants`; or the file has other columns.
     """
     there = [] if csv is None or not csv.exists() else read_rows(csv, ForkRow, "--csv")
     process = max((row.process for row in there), default=0) + 1
-    where, bench = origin(), SIZES[size]
+    where, bench = get_origin(), SIZES[size]
     variants = list(dict.fromkeys(["", *variants]))
     measured = bench_variants(decoder.read_corpus(texts, bench), bench, variants, seed, at, more)
     nothing, rows = None, []
@@ -235,8 +241,8 @@ def bench_forks(
 
 
 def format_rows(rows: Sequence[ForkRow]) -> str:
-    """Markdown: one line per variant."""
-    return table(
+    """Format rows as a Markdown table with one line per variant."""
+    return format_table(
         ["variant", "mean", "last", "text", "mean", "last", "text"],
         [
             [

@@ -1,16 +1,16 @@
-"""``coat-vlm bench adamw --states``: what 8 bits cost the moments of a real training run.
+"""``coat-vlm bench adamw --states``: errors of AdamW moments in 8 bits during a real training run.
 
-A small decoder learns a text with torch's AdamW in FP32. On its gradients every codec keeps its
-moments, for beta2 0.95 and 0.999, beside FP32 ones. What an update uses is m / sqrt(v), both
-corrected for their start; its mean squared error is measured, as in the paper's Table 1
+A small decoder learns a text with torch's AdamW in FP32. From its gradients every codec updates its
+own moments, for beta2 0.95 and 0.999, beside FP32 moments. An update uses m / sqrt(v), both with
+bias correction; the mean squared error of this quotient is measured, as in the paper's Table 1:
 
-    stored   FP32 moments of this step, rounded once: what the format cannot express
-    trained  moments that were rounded in every step: also what rounding keeps from arriving
+    stored   FP32 moments of this step, rounded once: the error of the format
+    trained  moments that were rounded in every step: also the error that rounding accumulates
 
-and of v the relative RMS and mean error ("bias"). ``lean`` is a candidate beside the codecs of
+and the relative RMS and mean error ("bias") of v. ``lean`` is a candidate beside the codecs of
 ``coat_kernels``: sign and 127 (|m| / amax)^(1/2), and 255 steps of log v between a group's smallest
-and largest element, rounded up or down by chance so that v's mean is right. ``lean_nearest`` rounds
-to nearest.
+and largest element, with stochastic rounding, which keeps v's mean. ``lean_nearest`` uses round to
+nearest.
 """
 
 import itertools
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from coat_bench.rows import Row, number, origin, table
+from coat_bench.rows import Row, format_number, format_table, get_origin
 from coat_kernels import (
     CODECS,
     E5M2,
@@ -37,13 +37,13 @@ from coat_kernels import (
 
 BETA1, BETAS2, EPS = 0.9, (0.95, 0.999), 1e-8
 WIDTH, LAYERS, HEADS, LENGTH, BATCH = 48, 2, 4, 128, 8
-"""Of the decoder, which reads bytes: 80 thousand parameters."""
+"""Shape of the decoder, which reads bytes and has 80 thousand parameters."""
 LR = 3e-3
 
-_CHANCE = torch.Generator().manual_seed(0)
+_GENERATOR = torch.Generator().manual_seed(0)
 
 Stored = Callable[[Tensor, bool], Tensor]
-"""What is left of a moment (its values, whether it is the second) once it is stored."""
+"""(values of a moment, whether it is the second) -> the values after encoding and decoding."""
 
 
 @dataclass(slots=True)
@@ -81,8 +81,8 @@ class Decoder(nn.Module):
         return self.head(self.blocks(x, mask=mask, is_causal=True))
 
 
-def by_codec(codec: Codec) -> Stored:
-    """Encoding and decoding by a codec; what hangs on chance by a new key."""
+def store_by_codec(codec: Codec) -> Stored:
+    """Return a function that encodes and decodes with a new rounding key per call."""
     calls = itertools.count(1)
 
     def stored(x: Tensor, second: bool) -> Tensor:
@@ -92,8 +92,8 @@ def by_codec(codec: Codec) -> Stored:
     return stored
 
 
-def lean(x: Tensor, second: bool, *, stochastic: bool = True) -> Tensor:
-    """The candidate of this module's docstring; x is flat, FP32."""
+def store_lean(x: Tensor, second: bool, *, stochastic: bool = True) -> Tensor:
+    """Encode and decode with the candidate of the module's docstring; x is flat, FP32."""
     groups = F.pad(x, (0, -x.numel() % GROUP)).view(-1, GROUP)
     amax = groups.abs().amax(1, keepdim=True)
     unit = torch.where(amax == 0, 1.0, amax)
@@ -107,26 +107,27 @@ def lean(x: Tensor, second: bool, *, stochastic: bool = True) -> Tensor:
         place = logs / width  # 0 is the largest, -254 the smallest
         if stochastic:
             below, above = ((step * width).exp2() for step in (place.floor(), place.floor() + 1))
-            chance = ((groups / unit) - below) / (above - below)
-            # Not torch's own generator: what is trained must not hang on what is measured.
-            place = place.floor() + (torch.rand(chance.shape, generator=_CHANCE) < chance)
+            probability = ((groups / unit) - below) / (above - below)
+            # A generator of its own, so that training does not depend on the measurements.
+            draws = torch.rand(probability.shape, generator=_GENERATOR)
+            place = place.floor() + (draws < probability)
         values = ((place.round() * width).exp2() * amax).masked_fill(groups == 0, 0.0)
     return values.view(-1)[: x.numel()]
 
 
 STUDIED_CODECS = (Codec("dre_e4m3_e5m2", second=E5M2), Codec("e4m3", expand=False))
-"""Not offered for training: exp_avg_sq in E5M2; and plain E4M3, with which parameters end 3 to 18
-times as far from their start as with FP32 moments."""
+"""Codecs that training does not offer: exp_avg_sq in E5M2; and plain E4M3, which moves parameters 3
+to 18 times as far from their initial values as FP32 moments."""
 
 CANDIDATES: dict[str, Stored] = {
-    **{codec.name: by_codec(codec) for codec in (*CODECS.values(), *STUDIED_CODECS)},
-    "lean": lean,
-    "lean_nearest": lambda x, second: lean(x, second, stochastic=False),
+    **{codec.name: store_by_codec(codec) for codec in (*CODECS.values(), *STUDIED_CODECS)},
+    "lean": store_lean,
+    "lean_nearest": lambda x, second: store_lean(x, second, stochastic=False),
 }
 
 
-def gradients(text: Path, steps: int, seed: int = 0) -> Iterator[Tensor]:
-    """All gradients of a decoder, flat and FP32, in every step of its training on a text.
+def generate_gradients(text: Path, steps: int, seed: int = 0) -> Iterator[Tensor]:
+    """Train a decoder on a text; yield all gradients of each step, flat and FP32.
 
     Raises:
         ValueError: the text is shorter than two samples.
@@ -155,48 +156,54 @@ def gradients(text: Path, steps: int, seed: int = 0) -> Iterator[Tensor]:
 def bench_moments(
     text: Path, steps: int = 3000, every: int = 1000, candidates: dict[str, Stored] | None = None
 ) -> list[MomentRow]:
-    """Train and measure, on the CPU: minutes for 3,000 steps.
+    """Train and measure on the CPU; 3,000 steps take minutes.
 
     Args:
-        text: what the decoder learns.
-        steps: of the training.
+        text: the text that the decoder learns.
+        steps: training steps.
         every: steps between two measurements.
-        candidates: name -> codec; all when None.
+        candidates: name -> codec; :data:`CANDIDATES` by default.
 
     Raises:
         ValueError: the text is too short.
     """
     chosen = CANDIDATES if candidates is None else candidates
     exact: dict[float, tuple[Tensor, Tensor]] = {}
-    kept: dict[tuple[str, float], tuple[Tensor, Tensor]] = {}
+    quantized: dict[tuple[str, float], tuple[Tensor, Tensor]] = {}
     rows: list[MomentRow] = []
-    where = origin(on_gpu=False)
-    for step, g in enumerate(tqdm(gradients(text, steps), total=steps, unit="step"), start=1):
+    date, at_commit, _, *versions = get_origin()
+    where = (date, at_commit, "cpu", versions[0], versions[1])
+    for step, g in enumerate(
+        tqdm(generate_gradients(text, steps), total=steps, unit="step"), start=1
+    ):
         for beta2 in BETAS2:
-            m, v = exact[beta2] = _moved(exact.get(beta2), g, beta2)
+            m, v = exact[beta2] = _update_moments(exact.get(beta2), g, beta2)
             for name, store in chosen.items():
-                m8, v8 = _moved(kept.get((name, beta2)), g, beta2)
-                kept[name, beta2] = (store(m8, False), store(v8, True))
+                m8, v8 = _update_moments(quantized.get((name, beta2)), g, beta2)
+                quantized[name, beta2] = (store(m8, False), store(v8, True))
                 if step % every == 0:
                     once = (store(m, False), store(v, True))
                     at_once, trained = (
-                        _mse(pair, (m, v), beta2, step) for pair in (once, kept[name, beta2])
+                        _compute_mse(pair, (m, v), beta2, step)
+                        for pair in (once, quantized[name, beta2])
                     )
                     seen = v > 0
-                    relative = (kept[name, beta2][1][seen] / v[seen] - 1).double()
+                    relative = (quantized[name, beta2][1][seen] / v[seen] - 1).double()
                     rms, bias = relative.square().mean().sqrt().item(), relative.mean().item()
                     row = MomentRow(*where, step, name, beta2, at_once, trained, rms, bias)
                     rows.append(row)
     return rows
 
 
-def _moved(moments: tuple[Tensor, Tensor] | None, g: Tensor, beta2: float) -> tuple[Tensor, Tensor]:
+def _update_moments(
+    moments: tuple[Tensor, Tensor] | None, g: Tensor, beta2: float
+) -> tuple[Tensor, Tensor]:
     m, v = moments or (torch.zeros_like(g), torch.zeros_like(g))
     return m + (1 - BETA1) * (g - m), beta2 * v + (1 - beta2) * g * g
 
 
-def _mse(pair: Any, exact: Any, beta2: float, step: int) -> float:
-    """Of m / sqrt(v), in FP64."""
+def _compute_mse(pair: Any, exact: Any, beta2: float, step: int) -> float:
+    """Return the mean squared error of m / sqrt(v) in FP64."""
     directions = []
     for m, v in (pair, exact):
         root = (v.double() / (1 - beta2**step)).sqrt() + EPS
@@ -205,7 +212,7 @@ def _mse(pair: Any, exact: Any, beta2: float, step: int) -> float:
 
 
 def format_rows(rows: list[MomentRow]) -> str:
-    """Markdown: the last step's errors, by codec."""
+    """Format the errors of the last step as a Markdown table with one line per codec."""
     last = [row for row in rows if row.step == rows[-1].step]
     head = ["codec", *(f"{what}, beta2 {beta2}" for beta2 in BETAS2 for what in (
         "MSE stored", "MSE trained", "v rel. RMS", "v bias"
@@ -215,6 +222,8 @@ def format_rows(rows: list[MomentRow]) -> str:
         cells = [name]
         for row in (row for row in last if row.codec == name):
             cells += [f"{row.stored_mse:.3g}", f"{row.trained_mse:.3g}"]
-            cells += [number(100 * value, 1, "%") for value in (row.v_relative_rms, row.v_bias)]
+            cells += [
+                format_number(100 * value, 1, "%") for value in (row.v_relative_rms, row.v_bias)
+            ]
         lines.append(cells)
-    return table(head, lines)
+    return format_table(head, lines)

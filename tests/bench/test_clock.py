@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from coat_bench import adamw, clock, gemm, kernels
-from coat_bench.clock import BATCH, FLUSH_BYTES, median_us
+from coat_bench.clock import BATCH, FLUSH_BYTES, measure_median_us
 
 FLUSH_MS = 7.0
 
@@ -90,7 +90,7 @@ class FakeGpu:
 def with_gpu(monkeypatch: pytest.MonkeyPatch, replays_ms: list[float]) -> FakeGpu:
     gpu = FakeGpu(replays_ms)
     monkeypatch.setattr(clock, "cuda", gpu)
-    monkeypatch.setattr(clock, "_flush_buffer", lambda: gpu)
+    monkeypatch.setattr(clock, "_allocate_flush_buffer", lambda: gpu)
     monkeypatch.setattr(clock, "WARMUP_S", 0.0)
     monkeypatch.setattr(clock, "MEASURED_S", 0.0)
     return gpu
@@ -99,7 +99,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch, replays_ms: list[float]) -> FakeGp
 def test_the_time_is_the_median_of_replays_after_a_flush(monkeypatch: pytest.MonkeyPatch):
     # Five replays of a measured batch are slow, as is the whole batch before it.
     gpu = with_gpu(monkeypatch, [9.0] * BATCH + [0.002] * (BATCH - 5) + [9.0] * 5)
-    assert median_us(gpu.call) == pytest.approx(2.0)
+    assert measure_median_us(gpu.call) == pytest.approx(2.0)
     calls = [what for what in gpu.log if what not in ("wait", "synchronize")]
     assert calls[: -4 * BATCH] == ["warm-up"] * clock.WARMUP_CALLS + ["captured"]
     assert calls[-4 * BATCH :] == ["flush", "replay"] * (2 * BATCH)
@@ -112,7 +112,7 @@ def test_batches_are_replayed_until_the_time_is_over(monkeypatch: pytest.MonkeyP
     gpu = with_gpu(monkeypatch, [1.0])
     seconds = iter([0.0, 0.1, 0.2, 0.3])
     monkeypatch.setattr(clock.time, "perf_counter", lambda: next(seconds))
-    assert len(clock._times_ms(gpu.CUDAGraph(), gpu, 0.25)) == 3 * BATCH  # pyright: ignore[reportArgumentType]
+    assert len(clock._time_replays_ms(gpu.CUDAGraph(), gpu, 0.25)) == 3 * BATCH  # pyright: ignore[reportArgumentType]
 
 
 def test_what_cannot_be_captured_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -125,7 +125,7 @@ def test_what_cannot_be_captured_is_refused(monkeypatch: pytest.MonkeyPatch):
 
     message = r"^cannot be captured in a CUDA graph: CUDA error: operation not permitted$"
     with pytest.raises(RuntimeError, match=message):
-        median_us(waits)
+        measure_median_us(waits)
     assert "replay" not in gpu.log
 
 
@@ -136,12 +136,12 @@ def test_errors_of_the_call_itself_stay_as_they_are(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match=r"^out of memory$"):
-        median_us(broken)
+        measure_median_us(broken)
     assert "replay" not in gpu.log
 
 
 def test_all_three_commands_use_this_clock():
-    assert kernels.median_us is gemm.median_us is adamw.median_us is median_us
+    assert kernels.measure_median_us is gemm.measure_median_us is adamw.measure_median_us
 
 
 @pytest.mark.gpu
@@ -153,7 +153,9 @@ def test_on_a_gpu_a_large_op_takes_what_do_bench_says():
     x = torch.zeros(2**28, device="cuda")
     y = torch.empty_like(x)
     expected: Any = do_bench(lambda: torch.add(x, 1, out=y), return_mode="median")
-    assert median_us(lambda: torch.add(x, 1, out=y)) == pytest.approx(1e3 * expected, rel=0.25)
+    assert measure_median_us(lambda: torch.add(x, 1, out=y)) == pytest.approx(
+        1e3 * expected, rel=0.25
+    )
 
 
 @pytest.mark.gpu
@@ -165,7 +167,7 @@ def test_on_a_gpu_what_the_cpu_takes_is_left_out_and_the_work_is_not():
         x.add_(1)
 
     # 4 MiB read and written: a few microseconds.
-    assert 0.5 < median_us(slow_to_launch) < 100
+    assert 0.5 < measure_median_us(slow_to_launch) < 100
     replays = x[0].item() - clock.WARMUP_CALLS
     assert replays >= 2 * BATCH
     assert bool((x == x[0]).all())
@@ -176,13 +178,13 @@ def test_on_a_gpu_a_call_that_waits_is_refused_and_the_next_one_measured():
     # In a process of its own, since CUDA may be unusable after a capture that failed.
     script = """
 import torch
-from coat_bench.clock import median_us
+from coat_bench.clock import measure_median_us
 x = torch.zeros(2**20, device="cuda")
 try:
-    median_us(lambda: x.sum().item())
+    measure_median_us(lambda: x.sum().item())
 except RuntimeError as error:
     print(error)
-print(0 < median_us(lambda: x + 1) < 1000)
+print(0 < measure_median_us(lambda: x + 1) < 1000)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

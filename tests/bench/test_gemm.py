@@ -10,11 +10,11 @@ from coat_bench.gemm import (
     IMPLEMENTATIONS,
     GemmRow,
     bench_gemm,
-    check,
+    check_product,
     format_rows,
-    gemms,
-    linears,
-    operands_of,
+    list_gemms,
+    list_linears,
+    make_operands,
 )
 from coat_bench.shapes import SHAPES, LayerShape, build_layer
 
@@ -27,52 +27,52 @@ WHERE = ("2026-01-31", "abc", "GPU", "2", "3")
 def test_a_block_takes_six_operations_per_weight_and_token(shape: LayerShape):
     layer = build_layer(shape, torch.device("meta"), torch.bfloat16)
     weights = sum(p.numel() for p in layer.parameters() if p.ndim == 2)
-    assert sum(n * k for n, k in linears(shape).values()) == weights
-    assert sum(product.flops for product in gemms(shape)) == 6 * weights * shape.tokens
-    assert len(gemms(shape)) == 3 * len(linears(shape))
+    assert sum(n * k for n, k in list_linears(shape).values()) == weights
+    assert sum(product.flops for product in list_gemms(shape)) == 6 * weights * shape.tokens
+    assert len(list_gemms(shape)) == 3 * len(list_linears(shape))
 
 
-@pytest.mark.parametrize("product", gemms(SMALL), ids=lambda g: f"{g.layer}-{g.kind}")
+@pytest.mark.parametrize("product", list_gemms(SMALL), ids=lambda g: f"{g.layer}-{g.kind}")
 def test_operands_have_their_sizes_formats_and_layouts(product: gemm.Gemm):
-    operands = operands_of(product, CPU)
-    assert operands.a.shape == operands.a_codes.q.shape == (product.rows, product.inner)
-    assert operands.b.shape == operands.b_codes.q.shape == (product.columns, product.inner)
+    operands = make_operands(product, CPU)
+    assert operands.a.shape == operands.a_fp8.q.shape == (product.rows, product.inner)
+    assert operands.b.shape == operands.b_fp8.q.shape == (product.columns, product.inner)
     gradient = product.kind != "forward"
-    assert operands.a_codes.q.dtype == (torch.float8_e5m2 if gradient else torch.float8_e4m3fn)
-    assert operands.b_codes.q.dtype == torch.float8_e4m3fn
-    assert operands.a_codes.q.is_contiguous()
-    assert operands.b_codes.q.is_contiguous()
+    assert operands.a_fp8.q.dtype == (torch.float8_e5m2 if gradient else torch.float8_e4m3fn)
+    assert operands.b_fp8.q.dtype == torch.float8_e4m3fn
+    assert operands.a_fp8.q.is_contiguous()
+    assert operands.b_fp8.q.is_contiguous()
     assert operands.a.is_contiguous() == (product.kind != "weight gradient")
     assert operands.b.is_contiguous() == (product.kind == "forward")
     assert operands.a_rows.scale.shape == (product.rows,)
     assert operands.b_rows.scale.shape == (product.columns,)
-    for codes, rows in ((operands.a_codes, operands.a_rows), (operands.b_codes, operands.b_rows)):
+    for codes, rows in ((operands.a_fp8, operands.a_rows), (operands.b_fp8, operands.b_rows)):
         assert (rows.q.shape, rows.q.dtype) == (codes.q.shape, codes.q.dtype)
     for name in ("bf16", "fp8", "fp8_rows"):
         y = IMPLEMENTATIONS[name][0](operands)
         assert (y.shape, y.dtype) == ((product.rows, product.columns), torch.bfloat16)
-        error, problem = check(name, y, operands)
+        error, problem = check_product(name, y, operands)
         assert problem == ""
         assert error < (0.005 if name == "bf16" else 0.1)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_wrong_products_are_refused(name: str):
-    operands = operands_of(gemms(SMALL)[0], CPU)
+    operands = make_operands(list_gemms(SMALL)[0], CPU)
     right = IMPLEMENTATIONS["fp8" if name == "fp8_fast" else name][0](operands)
-    assert check(name, right, operands)[1] == ""
+    assert check_product(name, right, operands)[1] == ""
     for wrong in (right * 1.05, right.flip(0), right.where(right < right.amax(), torch.nan)):
-        assert check(name, wrong, operands)[1].startswith("not correct: relative RMS error")
+        assert check_product(name, wrong, operands)[1].startswith("not correct: relative RMS error")
 
 
 def test_every_product_is_measured_and_a_failure_is_noted(monkeypatch: pytest.MonkeyPatch):
     def broken(_: Any) -> torch.Tensor:
         raise RuntimeError("not on this GPU\nsecond line")
 
-    monkeypatch.setattr(gemm, "origin", lambda: WHERE)
+    monkeypatch.setattr(gemm, "get_origin", lambda: WHERE)
     monkeypatch.setattr(gemm, "require_gpu", lambda _: None)
     monkeypatch.setattr(gemm, "DEVICE", CPU)
-    monkeypatch.setattr(gemm, "median_us", lambda _: 2.0)
+    monkeypatch.setattr(gemm, "measure_median_us", lambda _: 2.0)
     monkeypatch.setitem(IMPLEMENTATIONS, "fp8_fast", (broken, 1.0))
     rows = bench_gemm(SMALL)
     assert len(rows) == 4 * 12

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from coat_bench import kernels
-from coat_bench.cases import Case, Draw, cases, sample_of
+from coat_bench.cases import Case, Draw, build_cases, shrink_shape
 from coat_bench.kernels import (
     KernelRow,
     bench_kernels,
-    disagreement,
+    count_bytes,
+    find_disagreement,
     format_rows,
-    moved_bytes,
 )
 from coat_bench.rows import append_rows
 from coat_bench.shapes import SHAPES, LayerShape
@@ -32,7 +32,7 @@ SMALL = {
 CASES = [
     pytest.param(case, id=f"{family}-{case.op}-{case.variant}".replace(" ", "_"))
     for family, shape in SMALL.items()
-    for case in cases(shape)
+    for case in build_cases(shape)
 ]
 
 T, H, F, L = 21, 64, 304, 7
@@ -47,7 +47,7 @@ BYTES = {
     ("llama", "quantize_tensor", "weights of gate, up, both"): 4 * 2 * F * H + 4,
     # Read 2 bytes per element twice; write 1 per element and layout, the scale and, in FP32, sums.
     ("siglip", "quantize_gradient", "of the block's output"): (5 * T + TP) * H + 4 + 4 * H,
-    ("llama", "transpose_codes", "attention output"): (T + TP) * H,
+    ("llama", "transpose_quantized", "attention output"): (T + TP) * H,
     ("llama", "dequantize_rows", "attention output, to BF16"): 3 * T * H + 4 * T,
     ("llama", "quantize_group", "residual stream"): 2 * T * H + COPY,
     # Read x and the vectors; write x's copy, mean and rstd, and the scale.
@@ -69,27 +69,27 @@ BYTES = {
 
 
 def test_every_op_has_a_case_or_is_a_gemm():
-    measured = {case.op for shape in SMALL.values() for case in cases(shape)}
+    measured = {case.op for shape in SMALL.values() for case in build_cases(shape)}
     assert measured | {"scaled_mm"} == set(OPS)
 
 
 @pytest.mark.parametrize("key", BYTES)
 def test_bytes_are_those_counted_by_hand(key: tuple[str, str, str]):
     family, op, variant = key
-    (case,) = (c for c in cases(SMALL[family]) if (c.op, c.variant) == (op, variant))
-    assert moved_bytes(op, case.arguments(Draw(CPU))) == BYTES[key]
+    (case,) = (c for c in build_cases(SMALL[family]) if (c.op, c.variant) == (op, variant))
+    assert count_bytes(op, case.arguments(Draw(CPU))) == BYTES[key]
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_a_sample_has_the_same_cases(shape: LayerShape):
-    whole, sample = cases(shape), cases(sample_of(shape))
+    whole, sample = build_cases(shape), build_cases(shrink_shape(shape))
     names = [(case.op, case.variant) for case in whole]
     assert names == [(case.op, case.variant) for case in sample]
     assert len(set(names)) == len(names)
 
 
 def test_arguments_are_seeded():
-    case = cases(SMALL["llama"])[0]
+    case = build_cases(SMALL["llama"])[0]
     (first,), _ = case.arguments(Draw(CPU))
     (second,), _ = case.arguments(Draw(CPU))
     assert torch.equal(first, second)
@@ -107,7 +107,7 @@ def one_bit_off(result: Any) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_wrong_kernels_are_refused(case: Case, monkeypatch: pytest.MonkeyPatch):
     op, args = OPS[case.op], case.arguments(Draw(CPU))
-    assert disagreement(case.op, args) == ""
+    assert find_disagreement(case.op, args) == ""
 
     def wrong(*args: Any) -> Any:
         result = op.reference(*args)
@@ -117,16 +117,16 @@ def test_wrong_kernels_are_refused(case: Case, monkeypatch: pytest.MonkeyPatch):
         return one_bit_off(result)
 
     monkeypatch.setitem(OPS, case.op, dataclasses.replace(op, dispatch=wrong))
-    assert disagreement(case.op, args).startswith(f"not correct: {case.op}, result ")
+    assert find_disagreement(case.op, args).startswith(f"not correct: {case.op}, result ")
 
 
 def test_a_missing_result_is_refused(monkeypatch: pytest.MonkeyPatch):
-    case = next(case for case in cases(SMALL["llama"]) if case.op == "rope")
+    case = next(case for case in build_cases(SMALL["llama"]) if case.op == "rope")
     op = OPS["rope"]
     monkeypatch.setitem(
         OPS, "rope", dataclasses.replace(op, dispatch=lambda *args: op.reference(*args)[:2])
     )
-    assert disagreement("rope", case.arguments(Draw(CPU))).startswith("not correct: ")
+    assert find_disagreement("rope", case.arguments(Draw(CPU))).startswith("not correct: ")
 
 
 @pytest.fixture
@@ -137,10 +137,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
         run()
         return 100.0
 
-    monkeypatch.setattr(kernels, "origin", lambda: ("2026-01-31", "abc", "GPU", "2", "3"))
+    monkeypatch.setattr(kernels, "get_origin", lambda: ("2026-01-31", "abc", "GPU", "2", "3"))
     monkeypatch.setattr(kernels, "require_gpu", lambda _: None)
-    monkeypatch.setattr(kernels, "median_us", hundred)
-    monkeypatch.setattr(kernels, "copy_bandwidth", lambda _: 1000.0)
+    monkeypatch.setattr(kernels, "measure_median_us", hundred)
+    monkeypatch.setattr(kernels, "measure_copy_bandwidth", lambda _: 1000.0)
     monkeypatch.setattr(kernels, "DEVICE", CPU)
 
 
@@ -152,7 +152,7 @@ def test_the_yardstick_counts_what_a_copy_reads_and_writes(monkeypatch: pytest.M
 
     monkeypatch.setattr("triton.testing.do_bench", half_a_millisecond)
     monkeypatch.setattr(kernels, "COPY_BYTES", 10**6)
-    assert kernels.copy_bandwidth(CPU) == pytest.approx(4.0)
+    assert kernels.measure_copy_bandwidth(CPU) == pytest.approx(4.0)
 
 
 def test_what_is_wrong_or_fails_gets_no_speed(clock: None, monkeypatch: pytest.MonkeyPatch):
@@ -182,7 +182,7 @@ def test_what_cannot_be_timed_is_noted(clock: None, monkeypatch: pytest.MonkeyPa
     def refuses(_: Any) -> float:
         raise RuntimeError("cannot be captured in a CUDA graph: it waits\nsecond line")
 
-    monkeypatch.setattr(kernels, "median_us", refuses)
+    monkeypatch.setattr(kernels, "measure_median_us", refuses)
     (row,) = bench_kernels(SMALL["llama"], ["rope"])
     assert row.us is row.gbps is row.fraction is None
     assert row.problem == "RuntimeError: cannot be captured in a CUDA graph: it waits"
@@ -190,7 +190,7 @@ def test_what_cannot_be_timed_is_noted(clock: None, monkeypatch: pytest.MonkeyPa
 
 def test_all_cases_of_a_block_are_measured(clock: None, tmp_path: Path):
     rows = bench_kernels(SMALL["siglip"])
-    assert [row.problem for row in rows] == [""] * len(cases(SMALL["siglip"]))
+    assert [row.problem for row in rows] == [""] * len(build_cases(SMALL["siglip"]))
     append_rows(tmp_path / "kernels.csv", rows)
     header = (tmp_path / "kernels.csv").read_text().splitlines()[0]
     assert header == (

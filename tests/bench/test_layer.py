@@ -11,13 +11,13 @@ from coat_bench import layer as bench
 from coat_bench.layer import (
     LayerRow,
     bench_layer,
-    compute,
-    disagreement,
+    find_disagreement,
     format_rows,
-    inputs,
+    make_inputs,
     relative_error,
+    run_passes,
 )
-from coat_bench.shapes import SHAPES, LayerShape, build_layer, forward_of, shape_called
+from coat_bench.shapes import SHAPES, LayerShape, build_forward, build_layer, find_shape
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -44,9 +44,9 @@ def test_a_llama_layer_is_causal_and_that_of_the_model() -> None:
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     model.model.layers[0].load_state_dict(layer.state_dict())
-    x, _ = inputs(shape, CPU, torch.float32)
+    x, _ = make_inputs(shape, CPU, torch.float32)
     exact = model.model(inputs_embeds=x, use_cache=False).last_hidden_state
-    mine = model.model.norm(forward_of(shape, layer, CPU)(x))
+    mine = model.model.norm(build_forward(shape, layer, CPU)(x))
     torch.testing.assert_close(mine, exact)
 
 
@@ -55,12 +55,12 @@ def test_a_llama_layer_is_causal_and_that_of_the_model() -> None:
 def test_ours_are_near_the_original_and_not_it(implementation: str, family: str) -> None:
     shape = SMALL[family]
     layer = build_layer(shape, CPU, torch.float32)
-    x, dy = inputs(shape, CPU, torch.float32)
-    exact = compute(layer, forward_of(shape, layer, CPU), x, dy)
-    again = compute(layer, forward_of(shape, layer, CPU), x, dy)
+    x, dy = make_inputs(shape, CPU, torch.float32)
+    exact = run_passes(layer, build_forward(shape, layer, CPU), x, dy)
+    again = run_passes(layer, build_forward(shape, layer, CPU), x, dy)
     assert torch.equal(exact.input_gradient, again.input_gradient)  # nothing accumulates
     coat = bench.IMPLEMENTATIONS[implementation][1](layer)
-    result = compute(coat, forward_of(shape, coat, CPU), x, dy)
+    result = run_passes(coat, build_forward(shape, coat, CPU), x, dy)
     assert 0 < relative_error(result.output, exact.output) < bench.LIMITS[0]
     assert 0 < relative_error(result.input_gradient, exact.input_gradient) < bench.LIMITS[1]
 
@@ -83,9 +83,9 @@ def test_wrong_results_get_no_speed() -> None:
     for spoilt in (torch.full((4,), 1.1), torch.full((4,), torch.nan)):
         wrong = SimpleNamespace(output=spoilt, input_gradient=torch.ones(4))
         measured = row()
-        assert "not correct" in disagreement(measured, wrong, exact)  # pyright: ignore[reportArgumentType]
+        assert "not correct" in find_disagreement(measured, wrong, exact)  # pyright: ignore[reportArgumentType]
         assert measured.rel_err_out is not None
-    assert disagreement(row(), exact, exact) == ""  # pyright: ignore[reportArgumentType]
+    assert find_disagreement(row(), exact, exact) == ""  # pyright: ignore[reportArgumentType]
 
 
 def test_the_table_compares_with_the_first() -> None:
@@ -101,13 +101,13 @@ def test_the_table_compares_with_the_first() -> None:
 
 
 def test_what_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = shape_called("llama-2-7b")
+    shape = find_shape("llama-2-7b")
     with pytest.raises(ValueError, match=r"use one of llama-2-7b, qwen2\.5-7b, siglip-so400m"):
-        shape_called("gpt-2")
-    longer = shape_called("qwen2.5-7b", batch=1, length=8192)
+        find_shape("gpt-2")
+    longer = find_shape("qwen2.5-7b", batch=1, length=8192)
     assert (longer.tokens, longer.ffn) == (8192, 18944)
     with pytest.raises(ValueError, match="length is 0; give 1 or more"):
-        shape_called("qwen2.5-7b", length=0)
+        find_shape("qwen2.5-7b", length=0)
     with pytest.raises(ValueError, match="no implementation is called fast"):
         bench_layer(shape, ["fast"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

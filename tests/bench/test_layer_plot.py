@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from coat_bench.layer import LayerRow
-from coat_bench.plots import draw_layers, last_run
+from coat_bench.plots import draw_layers, find_last_run
 from coat_bench.rows import append_rows, read_rows
-from coat_bench.shapes import shape_called
+from coat_bench.shapes import find_shape
 from coat_cli.main import main
-from coat_vlm.report.plots import COLOURS, GREY
+from coat_vlm.report.plots import COLORS, GREY
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "kernels" / "benchmarks" / "results" / "layer.csv"
-LLAMA = shape_called("llama-2-7b")
+LLAMA = find_shape("llama-2-7b")
 WHERE = ("2026-01-31", "abc", "NVIDIA H200", "2.11.0", "3.6.0")
 EAGER = LayerRow(
     *WHERE, "llama-2-7b", 16384, "hf_eager", "default", 10.0, 40.0, saved_mib=2900.0, length=2048
@@ -53,10 +53,10 @@ def test_the_last_run_of_that_block_is_drawn() -> None:
         replace(EAGER, shape="x"),
     ]
     again = [replace(EAGER, commit="new"), replace(COAT, commit="new")]
-    assert last_run([EAGER, COAT, *again, *other], LLAMA, "default") == again
-    assert last_run([EAGER, COAT, *other], LLAMA, "cudnn") == other[:1]
+    assert find_last_run([EAGER, COAT, *again, *other], LLAMA, "default") == again
+    assert find_last_run([EAGER, COAT, *other], LLAMA, "cudnn") == other[:1]
     with pytest.raises(ValueError, match=r"no rows of llama-2-7b, 8 x 2,048 tokens.*flash"):
-        last_run([EAGER, COAT], LLAMA, "flash")
+        find_last_run([EAGER, COAT], LLAMA, "flash")
 
 
 def test_bars_are_as_long_as_what_they_show(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_bars_are_as_long_as_what_they_show(tmp_path: Path) -> None:
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     time, memory = bars(tmp_path / "a.svg")[:2], bars(tmp_path / "a.svg")[2:]
     for (eager, coat), share in ((time, 20 / 40), (memory, 1000 / 2900)):
-        assert (eager[0], coat[0]) == (GREY, COLOURS[0])
+        assert (eager[0], coat[0]) == (GREY, COLORS[0])
         assert coat[1] / eager[1] == pytest.approx(share, rel=1e-3)
     shown = texts(tmp_path / "a.svg")
     assert {"40.0", "20.0", "2900", "1000", "hf_eager", "coat_paper"} <= set(shown)
@@ -89,7 +89,7 @@ def test_the_command_draws_without_a_gpu(
     (tmp_path / "other.csv").write_text("a,b\n")
     kept = ["--csv", str(KEPT)]
     for more, problem in (
-        ([], "name their file with --csv"),
+        ([], "give their file with --csv"),
         (["--csv", str(tmp_path / "none.csv")], "none.csv: no such file"),
         (["--csv", str(tmp_path / "other.csv")], "has the columns ['a', 'b']"),
         ([*kept, "--profile"], "leave out --implementations and --profile"),
@@ -105,11 +105,11 @@ def test_the_command_draws_without_a_gpu(
 def test_the_help_tells_of_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "layer", "--help"])
-    assert "coat-vlm bench layer --csv layer.csv --plot layer.svg" in capsys.readouterr().out
+    assert "--plot layers.svg" in capsys.readouterr().out
 
 
 def test_the_documented_picture_is_that_of_the_kept_rows() -> None:
-    rows = last_run(read_rows(KEPT, LayerRow, MAKE), LLAMA, "default")
+    rows = find_last_run(read_rows(KEPT, LayerRow, MAKE), LLAMA, "default")
     shown = texts(ROOT / "docs" / "figures" / "layer_llama.svg")
     numbers = [text for text in shown if re.fullmatch(r"[\d.]+", text)]
     assert numbers == [f"{row.fwdbwd_ms:.1f}" for row in rows] + [

@@ -1,9 +1,7 @@
 """The profile of a step: its arithmetic on events made by hand, and the whole path on a CPU."""
 
 import csv
-import gzip
 import importlib
-import json
 import pkgutil
 import re
 from collections.abc import Sequence
@@ -23,10 +21,10 @@ from coat_bench.profile import (
     OURS,
     StepProfile,
     Total,
+    classify_kernel,
+    collect_profile,
     format_profile,
-    kind_of,
-    profiled,
-    step_profile,
+    profile_step,
 )
 from coat_cli.main import main
 from coat_kernels import quantize_layouts
@@ -35,24 +33,24 @@ from coat_vlm.fp8 import weights
 ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::"
 REAL_NAMES = {
     # cuBLASLt and CUTLASS on Hopper
-    "nvjet_qqtst_128x256_128x6_2x1_v_bz_TNT": kinds.FP8_PRODUCTS,
-    "nvjet_sm90_qrtst_128x160_128x6_1x2_h_bz_TNT": kinds.FP8_PRODUCTS,
+    "nvjet_qqtst_128x256_128x6_2x1_v_bz_TNT": kinds.FP8_GEMMS,
+    "nvjet_sm90_qrtst_128x160_128x6_1x2_h_bz_TNT": kinds.FP8_GEMMS,
     "sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x128_warpgroupsize1x1x1_bias_f16_"
-    "execute_segment_k_off_kernel__5x_cublas": kinds.FP8_PRODUCTS,
+    "execute_segment_k_off_kernel__5x_cublas": kinds.FP8_GEMMS,
     "sm89_xmma_gemm_e5m2bf16_e5m2f32_f32_tn_n_tilesize128x128x64_stage4_execute_kernel": (
-        kinds.FP8_PRODUCTS
+        kinds.FP8_GEMMS
     ),
     "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel"
-    "::GemmUniversal<cute::tuple<int, int, int>, cutlass::float_e4m3_t> > >": (kinds.FP8_PRODUCTS),
-    "nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNN": kinds.OTHER_PRODUCTS,
-    "nvjet_sm90_hsh_128x256_64x4_2x1_v_bz_coopA_NNT": kinds.OTHER_PRODUCTS,
+    "::GemmUniversal<cute::tuple<int, int, int>, cutlass::float_e4m3_t> > >": (kinds.FP8_GEMMS),
+    "nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNN": kinds.OTHER_GEMMS,
+    "nvjet_sm90_hsh_128x256_64x4_2x1_v_bz_coopA_NNT": kinds.OTHER_GEMMS,
     "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize2x1x1_execute_"
-    "segment_k_off_kernel__5x_cublas": kinds.OTHER_PRODUCTS,
-    "cutlass_80_tensorop_s16816gemm_bf16_256x128_32x3_nn_align8": kinds.OTHER_PRODUCTS,
+    "segment_k_off_kernel__5x_cublas": kinds.OTHER_GEMMS,
+    "cutlass_80_tensorop_s16816gemm_bf16_256x128_32x3_nn_align8": kinds.OTHER_GEMMS,
     "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>": (
-        kinds.OTHER_PRODUCTS
+        kinds.OTHER_GEMMS
     ),
-    "ampere_sgemm_128x64_tn": kinds.OTHER_PRODUCTS,
+    "ampere_sgemm_128x64_tn": kinds.OTHER_GEMMS,
     # attention
     "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<128, 128, 64, 4, "
     "false, false, cutlass::bfloat16_t> >": kinds.ATTENTION,
@@ -101,12 +99,12 @@ def event(name: str, start: float, end: float, stream: int = 7, **more: Any) -> 
 
 
 def made(events: Sequence[FunctionEvent], operators: Sequence[Total] = ()) -> StepProfile:
-    return step_profile(10.0, events, operators)
+    return collect_profile(10.0, events, operators)
 
 
 @pytest.mark.parametrize("name", REAL_NAMES)
 def test_kinds_of_real_names(name: str) -> None:
-    assert kind_of(name) == REAL_NAMES[name]
+    assert classify_kernel(name) == REAL_NAMES[name]
 
 
 def test_every_kernel_of_ours_has_a_kind() -> None:
@@ -130,9 +128,7 @@ def test_the_gpu_is_busy_while_anything_runs() -> None:
     ])  # fmt: skip
     assert found.busy_ms == pytest.approx(0.150 + 0.100)
     assert (found.launches, len(found.gpu)) == (3, 4)
-    longest = found.kernels()[0]
-    assert (longest.name, longest.calls) == ("a", 2)
-    assert longest.ms == pytest.approx(0.160)
+    assert "| `a` | 2 | 0.160 |" in format_profile(found)
     assert made([]).busy_ms == 0
 
 
@@ -144,7 +140,7 @@ def test_weights_are_told_from_gradients_by_where_they_are_quantized() -> None:
         event("_norm_bwd_kernel", 300, 301), event("adamw_kernel", 301, 401),
         event("quantize_tensor_kernel", 150, 160, stream=8),  # of another stream
     ])  # fmt: skip
-    assert {total.name: (total.calls, total.ms) for total in found.kinds()} == {
+    assert {total.name: (total.calls, total.ms) for total in found.sum_by_kind()} == {
         kinds.WEIGHTS: (2, pytest.approx(0.100)),
         kinds.OPTIMIZER: (1, pytest.approx(0.100)),
         "FP8: quantize, amax": (1, pytest.approx(0.030)),
@@ -160,22 +156,22 @@ def test_the_tables_tell_what_there_is() -> None:
     assert "GPU: 2.5 ms busy, 7.5 ms idle (without the profiler 1.5 ms)" in text
     assert "1 kernels, 0 copies and memsets launched" in text
     assert "waited for the GPU 2 times (at the end, too), 3.0 ms" in text
-    assert "| products in BF16, FP16 or FP32 | 1 | 2.500 | 100.0% |" in text
+    assert "| GEMMs in BF16, FP16 or FP32 | 1 | 2.500 | 100.0% |" in text
     assert "| `nvjet_tst_1` | 1 | 2.500 | 100.0% |" in text
     assert "| `aten::mm` | 5 | 1.000 |" in text
     many = [event(f"kernel {i}", i, i + 1) for i in range(40)]
     assert len(re.findall("`kernel", format_profile(made(many)))) == 25
-    assert "no GPU ran anything" in format_profile(made([], operators))
+    assert "the GPU ran nothing" in format_profile(made([], operators))
 
 
 def test_weights_name_themselves_to_the_profiler() -> None:
     part = torch.randn(32, 16)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        codes = weights.codes((1,), [part])
-        again = weights.transposed_codes((1,), [part], codes.scale)
+        codes = weights.quantize_weight((1,), [part])
+        again = weights.quantize_weight_transposed((1,), [part], codes.scale)
         with weights.reused_weights():
-            kept = weights.codes((1,), [part])
-            weights.transposed_codes((1,), [part], kept.scale)
+            kept = weights.quantize_weight((1,), [part])
+            weights.quantize_weight_transposed((1,), [part], kept.scale)
     events = recorded.events()
     assert events is not None
     named = [event for event in events if event.name == weights.QUANTIZATION]
@@ -186,33 +182,23 @@ def test_weights_name_themselves_to_the_profiler() -> None:
     assert torch.equal(again.q.view(torch.uint8), transposed.q.view(torch.uint8))
 
 
-def test_a_step_on_a_cpu_has_operators_and_a_trace(tmp_path: Path) -> None:
+def test_a_step_on_a_cpu_has_operators() -> None:
     x = torch.randn(64, 64)
-    trace = tmp_path / "step.json.gz"
-    found = profiled(lambda: [x @ x for _ in range(3)], torch.device("cpu"), trace)
+    found = profile_step(lambda: [x @ x for _ in range(3)], torch.device("cpu"))
     assert not found.gpu
     assert found.wall_ms > 0
     assert next(total.calls for total in found.operators if total.name == "aten::mm") == 3
     times = [total.ms for total in found.operators]
     assert times == sorted(times, reverse=True)
-    names = {
-        event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    }
-    assert "aten::mm" in names
-    assert [path.name for path in tmp_path.iterdir()] == ["step.json.gz"]
 
 
-def test_the_command_profiles_one_more_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trace = tmp_path / "step.json"
+def test_the_command_profiles_one_more_step(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "step", "--precisions", "coat_lean", "--steps", "1", "--warmup", "1"]
-    assert main([*command, "--profile", "--trace", str(trace)]) == 0
+    assert main([*command, "--profile"]) == 0
     out = capsys.readouterr().out
     assert "coat_lean, none, batch 1: " in out
-    assert "no GPU ran anything" in out
+    assert "the GPU ran nothing" in out
     assert "_NormMlpBackward" in out
-    assert json.loads(trace.read_text())["traceEvents"]
 
 
 def test_a_profile_that_fails_is_told_beside_what_was_measured(
@@ -221,7 +207,7 @@ def test_a_profile_that_fails_is_told_beside_what_was_measured(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(step, "profiled", full)
+    monkeypatch.setattr(step, "profile_step", full)
     path = tmp_path / "step.csv"
     command = ["bench", "step", "--precisions", "coat_lean", "--steps", "1", "--warmup", "1"]
     assert main([*command, "--batch", "1", "2", "--profile", "--csv", str(path)]) == 0
@@ -230,22 +216,3 @@ def test_a_profile_that_fails_is_told_beside_what_was_measured(
     assert [(row["batch"], row["problem"]) for row in rows] == [("1", ""), ("2", "")]
     assert all(float(row["ms"]) > 0 for row in rows)
     assert all("no profile: OSError: [Errno 28] No space left" in row["note"] for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "what --profile saw; give both"),
-        ({"on_profile": print, "batches": [1, 2]}, "holds one step, and there are 2"),
-        ({"on_profile": print, "name": "there.json"}, "is there already; name another file"),
-        ({"on_profile": print, "name": "step.txt"}, "end the name in .json or .json.gz"),
-        ({"on_profile": print, "name": "no/step.json"}, "there is no folder"),
-    ],
-)
-def test_traces_that_are_refused(settings: Any, message: str, tmp_path: Path) -> None:
-    (tmp_path / "there.json").write_text("kept")
-    trace = tmp_path / settings.pop("name", "step.json")
-    bench = step.StepBench(size="tiny", precisions=["bf16"], trace=trace, **settings)
-    with pytest.raises(ValueError, match=message):
-        step.step_cases(bench, 1)
-    assert (tmp_path / "there.json").read_text() == "kept"

@@ -12,27 +12,26 @@ from torch import Tensor
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_bench import recipe as recipe_bench
-from coat_bench.models import random_model
 from coat_bench.recipe import (
     RecipeBench,
     RecipeRow,
     bench_recipe,
     build_stage_model,
     format_row,
-    made_sample,
-    stage_cases,
+    list_stage_cases,
+    make_sample,
 )
 from coat_cli.main import main
 from coat_data.load.collate import collate
-from coat_vlm.config.load import builtin_recipes, load_recipe
-from coat_vlm.distributed import World, joined_world
+from coat_vlm.config.load import list_builtin_recipes, load_recipe
+from coat_vlm.distributed import World, join_world
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, build_model, count_parameters
-from coat_vlm.model.build import model_frame
+from coat_vlm.model.build import build_meta_model
 from coat_vlm.model.processor import prepare_tokenizer, train_tokenizer
-from coat_vlm.plan import trace
-from coat_vlm.plan.frames import LANGUAGES, with_published_shapes
-from coat_vlm.train.engine import set_trainable
+from coat_vlm.plan.activations import trace
+from coat_vlm.plan.stage import LANGUAGES, use_published_shapes
+from coat_vlm.train.prepare import set_trainable
 
 CPU = torch.device("cpu")
 SMALL = (
@@ -63,7 +62,7 @@ stages:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with joined_world() as world:
+    with join_world() as world:
         yield world
 
 
@@ -87,7 +86,7 @@ def test_tokens_are_those_counted_by_hand(world: World) -> None:
     assert (row.row_tokens, row.images, row.micro_batch, row.accumulation) == (64, 3, 2, 2)
     assert row.tokens == 2 * 2 * 64
     assert row.vision_tokens == 2 * 2 * 3 * 9
-    assert row.trained_tokens == 2 * 2 * (64 - 1 - 3 * 9)
+    assert row.supervised_tokens == 2 * 2 * (64 - 1 - 3 * 9)
     assert row.ms is not None
     assert row.tok_s_gpu == pytest.approx(1e3 * 256 / row.ms)
     assert row.vision_tok_s_gpu == pytest.approx(1e3 * 108 / row.ms)
@@ -123,7 +122,7 @@ def test_the_model_is_the_one_that_training_builds(overrides: tuple[str, ...]) -
     trained = build_model(recipe.model, tokenizer, arithmetic.dtype)
     set_trainable(trained, recipe.stages["sft"])
     arithmetic.apply(trained)
-    (case,) = stage_cases(asked, World(rank=0, size=1, device=CPU))
+    (case,) = list_stage_cases(asked, World(rank=0, size=1, device=CPU))
     model = build_stage_model(case, CPU)
     assert described(model) == described(trained)
     kinds = [(name, type(module)) for name, module in model.named_modules()]
@@ -155,7 +154,7 @@ def test_what_is_fed_has_the_shapes_of_the_plan(
 
     changes = ("model.video.pool_frames=2", "model.video.num_frames=5") if pooled else ()
     asked = bench(*changes, only_stage="sft", images=5, plan=False)
-    (case,) = stage_cases(asked, world)
+    (case,) = list_stage_cases(asked, world)
     assert case.row.groups == ((2, 2, 1) if pooled else (1,) * 5)
     monkeypatch.setattr(CoatVlm, "forward", watched)
     measured(world, asked)
@@ -168,12 +167,12 @@ def test_what_is_fed_has_the_shapes_of_the_plan(
 
 
 def test_text_has_no_placeholder_wherever_that_stands_in_the_vocabulary() -> None:
-    (case,) = stage_cases(bench(only_stage="sft"), World(rank=0, size=1, device=CPU))
+    (case,) = list_stage_cases(bench(only_stage="sft"), World(rank=0, size=1, device=CPU))
     for image_id in (0, 7, 511):
         case.config.image_token_id = image_id
-        model = random_model(case.config, CPU, torch.float32)
+        model = build_stage_model(case, CPU)
         row = dataclasses.replace(case.row, tokens=3000)  # every id is drawn some times
-        sample = made_sample(model, row, torch.Generator().manual_seed(0))
+        sample = make_sample(model, row, torch.Generator().manual_seed(0))
         assert (sample.input_ids == image_id).sum() == 9
         assert sample.input_ids.max() < 512
         batch = collate([sample], pad_token_id=0)
@@ -185,7 +184,7 @@ def test_a_language_model_alone_gets_packed_rows(world: World, tmp_path: Path) -
     (tmp_path / "text.yaml").write_text(TEXT_ALONE)
     (row,) = measured(world, bench(recipe=str(tmp_path / "text.yaml"), images=None, plan=False))
     assert (row.row_tokens, row.images) == (128, 0)  # 100, in steps of 128
-    assert (row.tokens, row.vision_tokens, row.trained_tokens) == (256, 0, 254)
+    assert (row.tokens, row.vision_tokens, row.supervised_tokens) == (256, 0, 254)
     assert row.problem == ""
 
 
@@ -239,8 +238,8 @@ def test_another_failure_is_not_called_out_of_memory(
         (["--images", "-1"], "--images -1: at least 0 is needed"),
         (["--steps", "0"], "--steps, --warmup and --accumulation are 1 or more"),
         (["model.image.mode=dynamic_s2"], "measure the same model with model.image.mode=dynamic"),
-        (["fp8.cuda_graphs=true", "--warmup", "1"], "which --warmup 1 has to exceed"),
-        (["init_from=nowhere"], "init_from='nowhere' is no folder with a composed model"),
+        (["fp8.cuda_graphs=true", "--warmup", "1"], "--warmup must be larger, and is 1"),
+        (["init_from=nowhere"], "init_from='nowhere' is not a folder with a composed model"),
     ],
 )
 def test_errors_say_what_to_do(
@@ -262,8 +261,8 @@ def test_the_command_writes_a_row_and_a_table(
     assert (row["stage"], row["tokens"], row["vision_tokens"]) == ("align", "128", "18")
     assert "/" not in row["note"]  # no path of this machine
     out = capsys.readouterr().out
-    assert "| tokens a step | trained | ms/step |" in out
-    assert "loading data is not part of a step" in out
+    assert "| tokens a step | supervised | ms/step |" in out
+    assert "loading data is not part of the step" in out
 
 
 def test_shapes_of_published_models_have_their_numbers_of_parameters() -> None:
@@ -281,18 +280,18 @@ def test_shapes_of_published_models_have_their_numbers_of_parameters() -> None:
             [f"model.language={{name_or_path: {name}}}", "model.tokenizer={}"],
             unset_variables=True,
         )
-        model = with_published_shapes(recipe).model
+        model = use_published_shapes(recipe).model
         assert model.template == template.model.template
         size = model.tokenizer.train_vocab_size
         assert size is not None
-        assert count_parameters(model_frame(model, size, torch.bfloat16)) == parameters
+        assert count_parameters(build_meta_model(model, size, torch.bfloat16)) == parameters
 
 
-@pytest.mark.parametrize("name", builtin_recipes())
+@pytest.mark.parametrize("name", list_builtin_recipes())
 def test_no_built_in_recipe_needs_a_network(name: str, world: World) -> None:
     overrides = [] if name in ("quickstart", "real_photos") else ["init_from=null"]
     asked = RecipeBench(recipe=load_recipe(name, overrides, unset_variables=True))
-    model = with_published_shapes(asked.recipe).model
+    model = use_published_shapes(asked.recipe).model
     parts = [model.language, *([] if model.vision is None else [model.vision])]
     assert [part.name_or_path for part in parts] == [None] * len(parts)
     assert model.tokenizer.train_vocab_size is not None
@@ -304,6 +303,6 @@ def test_a_local_folder_of_a_published_name_is_read(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lmsys" / "vicuna-7b-v1.5").mkdir(parents=True)
     recipe = load_recipe("llava_1_5", unset_variables=True)
-    changed = with_published_shapes(recipe)
+    changed = use_published_shapes(recipe)
     assert changed.model.language == recipe.model.language
     assert changed.model.vision != recipe.model.vision

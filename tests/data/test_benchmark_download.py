@@ -44,7 +44,7 @@ def test_files_of_the_benchmark_and_nothing_else(
     assert "pope/data/test-0.parquet" not in found
     assert {"videomme/data/a.mp4", "videomme/subtitle/a.srt"} <= found
     said = capsys.readouterr().out
-    assert "licence: MIT" in said
+    assert "license: MIT" in said
     assert "coat-vlm eval --tasks videomme" in said
 
 

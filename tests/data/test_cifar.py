@@ -14,7 +14,7 @@ from coat_datasets.cifar import CONFUSABLE, convert_cifar10
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 SHORT = "\nAnswer the question using a single word or phrase."
 LETTER = "\nAnswer with the option's letter from the given choices directly."
-NAMES = ["naming", "presence", "choice"]
+NAMES = ["classification", "presence", "choice"]
 
 
 def photo(label, number):
@@ -92,10 +92,10 @@ def test_evaluation_asks_exactly_as_training_does(out, name):
     assert len({one["question_id"] for one in questions}) == len(questions)
 
 
-def test_naming(out):
-    for row in read_json(out / "naming.json"):
+def test_classification(out):
+    for row in read_json(out / "classification.json"):
         assert turn(row) == (f"What is in the photo?{SHORT}", label_of(row["image"]))
-    assert all(one["category"] == one["answer"] for one in read_eval(out, "naming"))
+    assert all(one["category"] == one["answer"] for one in read_eval(out, "classification"))
 
 
 def test_presence_answers_and_balance(out):
@@ -177,16 +177,10 @@ def test_the_seed_decides_every_byte(out, tmp_path):
     assert changed == {name for name in same if "presence" in name or "choice" in name}
 
 
-def test_limit_keeps_the_first_photos_and_the_same_validation(tmp_path):
-    convert_cifar10(
-        make_zip(tmp_path / "small.zip"),
-        tmp_path / "out",
-        val_per_class=8,
-        limit_per_class=12,
-    )
-    train = [row["image"] for row in read_json(tmp_path / "out/naming.json")]
-    val = [row["image"] for row in read_json(tmp_path / "out/naming_val.json")]
-    assert train == [f"images/{label}/{number}.jpg" for label in CLASSES for number in range(12)]
+def test_photos_come_by_class_and_number(out):
+    train = [row["image"] for row in read_json(out / "classification.json")]
+    val = [row["image"] for row in read_json(out / "classification_val.json")]
+    assert train == [f"images/{label}/{number}.jpg" for label in CLASSES for number in range(40)]
     assert val == [f"images/{label}/{number}.jpg" for label in CLASSES for number in range(40, 48)]
 
 
@@ -226,8 +220,6 @@ def test_a_class_without_enough_photos_is_named(tmp_path):
     fails(tmp_path, source, "but has truck 0;", val_per_class=3)
 
 
-def test_numbers_must_be_positive(tmp_path):
+def test_the_number_must_be_positive(tmp_path):
     with pytest.raises(ValueError, match="val_per_class=0"):
         convert_cifar10(tmp_path / "x.zip", tmp_path / "out", val_per_class=0)
-    with pytest.raises(ValueError, match="limit_per_class=0"):
-        convert_cifar10(tmp_path / "x.zip", tmp_path / "out", limit_per_class=0)

@@ -107,12 +107,12 @@ def test_a_killed_child_is_replaced_and_a_good_one_is_kept():
     tell = GOOD.replace("(times, ", "([os.getpid()] * len(times), ")
     reader = child(hang_once, tell, timeout_s=2.0)
     good, bad = Media(kind="video", path="a"), Media(kind="video", path="hang")
-    pids = [reader.shown_at(good, [0.5])[0][0] for _ in range(2)]
+    pids = [reader.read_at(good, [0.5])[0][0] for _ in range(2)]
     assert pids[0] == pids[1]
     with pytest.raises(DecordError) as raised:
-        reader.shown_at(bad, [0.5])
+        reader.read_at(bad, [0.5])
     assert raised.value.kind == "timeout"
-    assert reader.shown_at(good, [0.5])[0][0] != pids[0]
+    assert reader.read_at(good, [0.5])[0][0] != pids[0]
     assert reader._child is not None
     process = reader._child
     reader.close()
@@ -122,7 +122,7 @@ def test_a_killed_child_is_replaced_and_a_good_one_is_kept():
 def test_videos_in_memory_reach_the_child():
     reader = child("out.write(pickle.dumps(source.decode()))")
     with pytest.raises(DecordError, match="whole file"):
-        reader.shown_at(Media(kind="video", data=b"whole file"), [0.5])
+        reader.read_at(Media(kind="video", data=b"whole file"), [0.5])
     reader.close()
 
 

@@ -16,13 +16,12 @@ from coat_data.load.check_labels import check_labels, verify_template
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import IGNORE_INDEX, Encoder
 from coat_data.load.lengths import (
-    DocumentPieces,
+    DocumentChunks,
     RowKinds,
-    cut,
-    cut_rows,
-    holds_documents,
-    piece_of,
+    get_chunk,
     row_kinds,
+    split_document,
+    split_rows,
 )
 from coat_data.media.image import ImageTransform
 from coat_data.mixture.selection import SelectedRows, original_row, shards_of
@@ -57,8 +56,8 @@ def document(text: str, *, row: int = 0) -> Sample:
 def test_pieces_fit_and_are_the_document(tokenizer: Any) -> None:
     encoder = text_encoder(tokenizer)
     sample = document(HARD)
-    spans = cut(sample, encoder)
-    pieces = [piece_of(sample, *span) for span in spans]
+    spans = split_document(sample, encoder)
+    pieces = [get_chunk(sample, *span) for span in spans]
     assert "".join(piece.turns[1].text for piece in pieces) == HARD
     assert [piece.continues for piece in pieces] == [True] * (len(pieces) - 1) + [False]
     sizes = [len(encoder(piece).input_ids) for piece in pieces]
@@ -75,7 +74,7 @@ def test_pieces_fit_and_are_the_document(tokenizer: Any) -> None:
 def test_a_piece_begins_with_a_word_where_there_is_one(make_tokenizer: Any) -> None:
     encoder = text_encoder(make_tokenizer("llama2_first"))
     text = "What is in the image? A red circle and two blue squares. " * 6
-    spans = cut(document(text), encoder)
+    spans = split_document(document(text), encoder)
     assert len(spans) > 3
     for start, _ in spans[1:]:
         assert text[start].isspace() or text[start - 1].isspace()
@@ -95,9 +94,9 @@ def test_rows_that_fit_and_bad_rows_are_one_piece(make_tokenizer: Any) -> None:
                 raise DataError("web.jsonl:1", "text is empty", "fill it")
             return document(["A dog.", "", HARD, "42"][index], row=index)
 
-    found = np.concatenate(list(cut_rows(Some(), encoder, range(4))))
+    found = np.concatenate(list(split_rows(Some(), encoder, range(4))))
     assert [row.tolist() for row in found if row[0] != 2] == [[0, 0, -1], [1, 0, -1], [3, 0, -1]]
-    pieces = DocumentPieces(
+    pieces = DocumentChunks(
         SelectedRows(Some(), np.array([2, 3])), found[found[:, 0] < 2] * [1, 1, 1]
     )
     assert [original_row(pieces, index) for index in range(2)] == [2, 3]
@@ -108,7 +107,7 @@ def test_rows_that_fit_and_bad_rows_are_one_piece(make_tokenizer: Any) -> None:
 def test_a_context_without_room_is_refused(make_tokenizer: Any) -> None:
     encoder = text_encoder(make_tokenizer("llama3"), limit=1)
     with pytest.raises(DataError, match=r"max_length=1 has no room for text beside 1 template"):
-        cut(document(HARD), encoder)
+        split_document(document(HARD), encoder)
 
 
 def test_texts_by_content(tmp_path: Path) -> None:
@@ -123,7 +122,7 @@ def test_texts_by_content(tmp_path: Path) -> None:
     for path in ("web.parquet", "web.jsonl", "books", "books/*.txt"):
         dataset = SampleDataset(tmp_path / path)
         assert dataset.format == "documents", path
-        assert holds_documents(dataset)
+        assert row_kinds(dataset).documents
         assert [sample.turns[1].text for sample in map(dataset.__getitem__, range(2))] == [
             "One.", "Two.",
         ]  # fmt: skip
@@ -151,7 +150,7 @@ def test_a_text_file_is_json_if_one_of_its_first_rows_is(
 ) -> None:
     path = tmp_path / "a.txt"
     path.write_text(text, encoding="utf-8")
-    opened = open_rows(path).rows
+    opened = open_rows(path)
     assert isinstance(opened, JsonRows if is_json else TextRows)
     if not is_json:
         sample = SampleDataset(path)[0]
@@ -168,12 +167,11 @@ def test_documents_are_found_wherever_they_stand(tmp_path: Path, make_tokenizer:
     path = tmp_path / "mixed.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     dataset = SampleDataset(path)
-    assert holds_documents(dataset)
-    assert row_kinds(dataset) == RowKinds(documents=3, others=12)
-    found = np.concatenate(list(cut_rows(dataset, encoder, range(198, 202))))
+    assert row_kinds(dataset) == RowKinds(3, 12, dropped_question=f"{path}:31")
+    found = np.concatenate(list(split_rows(dataset, encoder, range(198, 202))))
     assert sorted(Counter(found[:, 0].tolist()).values()) == [1, 1, *[len(found) // 2 - 1] * 2]
     path.write_text("\n".join(map(json.dumps, rows[:200])))
-    assert not holds_documents(SampleDataset(path))
+    assert not row_kinds(SampleDataset(path)).documents
 
 
 def test_texts_that_are_wrong(tmp_path: Path) -> None:
@@ -223,11 +221,11 @@ def test_a_text_that_goes_on_has_no_end_in_any_template(make_tokenizer: Any) -> 
     for template in ("plain", "vicuna_v1", "chatml", "tokenizer"):
         encoder = text_encoder(tokenizer, limit=500)
         encoder.template = get_template(template, tokenizer)
-        sample = piece_of(document("A red circle and two blue squares."), 0, 12)
+        sample = get_chunk(document("A red circle and two blue squares."), 0, 12)
         ids, labels = encoder.layout(sample)
         check_labels(sample, ids, labels, encoder)
         trained = [label for label in labels if label != IGNORE_INDEX]
-        assert encoder.pieces.decode(trained) == "A red circle"
+        assert encoder.tokenizer.decode(trained) == "A red circle"
 
 
 def test_a_text_that_is_too_long_is_told_without_images(make_tokenizer: Any) -> None:

@@ -13,8 +13,8 @@ from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import EncodedSample, Size
 from coat_data.load.lengths import measure_rows
 from coat_data.load.loader import LoadedBatch, TrainLoader
-from coat_data.mixture.packing import Budget, Lengths, PackedOrder
-from coat_data.mixture.sampler import Bin, Cursor, Mixture, deal
+from coat_data.mixture.packing import Budget, PackedSampler
+from coat_data.mixture.sampler import BatchRow, Mixture, SamplerState, assign_to_ranks
 from coat_data.sample import DataError, Sample
 
 BATCH = 6
@@ -57,8 +57,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[SampleDataset]:
     return found
 
 
-def lengths_of(sources: list[SampleDataset], encoder: Talk, num_workers: int = 0) -> Lengths:
-    sizes = [
+def lengths_of(
+    sources: list[SampleDataset], encoder: Talk, num_workers: int = 0
+) -> list[np.ndarray]:
+    return [
         np.concatenate(
             list(
                 measure_rows(
@@ -72,7 +74,6 @@ def lengths_of(sources: list[SampleDataset], encoder: Talk, num_workers: int = 0
         )
         for source in sources
     ]
-    return Lengths([size[:, 0] for size in sizes], [size[:, 1] for size in sizes])
 
 
 def loader(
@@ -88,9 +89,9 @@ def loader(
 ) -> TrainLoader:
     encoder = encoder or Talk()
     mixture = Mixture([len(source) for source in sources], [2.0, 1.0], [None, None], seed=3)
-    order = None
+    sampler = None
     if packed:
-        order = PackedOrder(mixture, lengths_of(sources, encoder), budget, BATCH, seed=7)
+        sampler = PackedSampler(mixture, lengths_of(sources, encoder), budget, BATCH, seed=7)
     return TrainLoader(
         sources,
         mixture,
@@ -103,7 +104,7 @@ def loader(
         seed=7,
         replace_bad=True,
         pad_token_id=0,
-        packing=order,
+        packing=sampler,
     )
 
 
@@ -130,13 +131,13 @@ def content(micro_batches: list[LoadedBatch]) -> tuple[Counter[tuple[int, int]],
 def steps(
     sources: list[SampleDataset],
     packed: bool,
-    start: Cursor,
+    start: SamplerState,
     number: int,
     *,
     world: int = 1,
     **options: Any,
-) -> tuple[list[Any], Cursor]:
-    """The content of global steps, put together from all ranks, and the cursor after them."""
+) -> tuple[list[Any], SamplerState]:
+    """The content of global steps, put together from all ranks, and the state after them."""
     loaders = [loader(sources, packed, rank=rank, world=world, **options) for rank in range(world)]
     ranks = []
     for one in loaders:
@@ -144,7 +145,7 @@ def steps(
         ranks.append(list(islice(stream, number)))
         stream.close()
     for _ in range(number):
-        _, start = loaders[0].order.step(start)
+        _, start = loaders[0].sampler.step(start)
     return [content([m for rank in ranks for m in rank[step]]) for step in range(number)], start
 
 
@@ -153,18 +154,18 @@ def test_one_two_three_ranks_and_zero_to_four_workers_continue_one_order(
     sources: list[SampleDataset], packed: bool
 ) -> None:
     talk = Talk(bad=frozenset({103, 110, 204, 215}), unreadable=frozenset({107, 220}))
-    straight, end = steps(sources, packed, Cursor(), 12, encoder=talk)
-    found, cursor = [], Cursor()
+    straight, end = steps(sources, packed, SamplerState(), 12, encoder=talk)
+    found, state = [], SamplerState()
     for world, num_workers, number in ((1, 0, 4), (2, 1, 5), (3, 4, 3)):
-        cursor = Cursor(*json.loads(json.dumps(cursor)))  # as a checkpoint keeps it
-        part, cursor = steps(
-            sources, packed, cursor, number, world=world, num_workers=num_workers, encoder=talk
+        state = SamplerState(*json.loads(json.dumps(state)))  # as a checkpoint keeps it
+        part, state = steps(
+            sources, packed, state, number, world=world, num_workers=num_workers, encoder=talk
         )
         found += part
     assert found == straight
-    assert cursor == end
+    assert state == end
     assert sum(bad for _, _, bad in found) > 0
-    assert len(json.dumps(cursor)) < 20
+    assert len(json.dumps(state)) < 20
 
 
 @MIXES
@@ -173,32 +174,32 @@ def test_an_epoch_has_each_row_as_often_as_the_mixture_says(
 ) -> None:
     """Neither lost nor repeated, over all bins of whole epochs."""
     one = loader(sources, packed)
-    cursor, seen = Cursor(), Counter()
-    while cursor.position < 3 * 113:
-        bins, cursor = one.order.step(cursor)
+    state, seen = SamplerState(), Counter()
+    while state.position < 3 * 113:
+        bins, state = one.sampler.step(state)
         seen.update(position for bin in bins for position in bin.positions)
     used = [p for p in seen if p < 3 * 113]
     assert sorted(used) == list(range(3 * 113))
     assert set(seen.values()) == {1}
-    assert one.order.met(Cursor(3 * 113)).tolist() == [3 * 80, 3 * 33]
+    assert one.sampler.count_by_source(SamplerState(3 * 113)).tolist() == [3 * 80, 3 * 33]
 
 
 def test_what_was_met_is_counted_inside_a_window(sources: list[SampleDataset]) -> None:
     one = loader(sources, True)
     mixture = Mixture([40, 33], [2.0, 1.0], [None, None], seed=3)
-    cursor, seen = Cursor(), Counter()
+    state, seen = SamplerState(), Counter()
     for _ in range(9):
-        bins, cursor = one.order.step(cursor)
+        bins, state = one.sampler.step(state)
         seen.update(mixture.locate(p)[0] for bin in bins for p in bin.positions)
-        assert one.order.met(cursor).tolist() == [seen[0], seen[1]]
-    assert cursor.bins > 0
+        assert one.sampler.count_by_source(state).tolist() == [seen[0], seen[1]]
+    assert state.rows > 0
 
 
 def test_bins_hold_both_budgets_also_after_replacements(sources: list[SampleDataset]) -> None:
     talk = Talk(bad=frozenset(range(100, 140, 3)), unreadable=frozenset({101, 202, 230}))
     replaced = 0
     for loaded in (
-        m for step in islice(loader(sources, True, talk).steps(Cursor()), 15) for m in step
+        m for step in islice(loader(sources, True, talk).steps(SamplerState()), 15) for m in step
     ):
         batch = loaded.batch
         bounds = batch.get("cu_seq_lens_q", torch.empty(0)).tolist()
@@ -242,10 +243,10 @@ def test_a_row_with_more_images_than_a_bin_may_hold_is_never_used(
         seed=0,
         replace_bad=replace_bad,
         pad_token_id=0,
-        packing=PackedOrder(mixture, Lengths([sizes[:, 0]], [sizes[:, 1]]), budget, 1, seed=0),
+        packing=PackedSampler(mixture, [sizes], budget, 1, seed=0),
     )
     problem = "does not fit the row it was measured for: 900 tokens and 20 images"
-    epoch = islice(train.steps(Cursor()), 4)  # 40 samples, 10 a bin
+    epoch = islice(train.steps(SamplerState()), 4)  # 40 samples, 10 a bin
     if not replace_bad:
         with pytest.raises(DataError, match=rf"100\.json:7: {problem}"):
             list(epoch)
@@ -263,13 +264,13 @@ def test_a_row_with_more_images_than_a_bin_may_hold_is_never_used(
 def test_measuring_in_workers_gives_the_same(sources: list[SampleDataset]) -> None:
     talk = Talk(unreadable=frozenset({105}))
     here, there = lengths_of(sources, talk), lengths_of(sources, talk, num_workers=2)
-    for a, b in zip(here.tokens + here.images, there.tokens + there.images, strict=True):
+    for a, b in zip(here, there, strict=True):
         assert (a == b).all()
-    assert here.of(0, 5) == (0, 0)
-    assert here.of(1, 1) == (1 + 201 * 7 % 12, 0)
+    assert here[0][5].tolist() == [0, 0]
+    assert here[1][1].tolist() == [1 + 201 * 7 % 12, 0]
     odd = range(1, 40, 2)  # a rank's share
     (own,) = measure_rows(sources[0], talk.measure, odd, skip_bad=True)
-    assert (own[:, 0] == here.tokens[0][1::2]).all()
+    assert (own[:, 0] == here[0][1::2, 0]).all()
     with pytest.raises(DataError, match=r"100\.json:5: no answer"):
         list(measure_rows(sources[0], talk.measure, range(40), num_workers=1))
     with pytest.raises(DataError, match=r"100\.json:1: 2 images are more than packing.images=1"):
@@ -278,32 +279,11 @@ def test_measuring_in_workers_gives_the_same(sources: list[SampleDataset]) -> No
 
 def test_ranks_of_a_micro_step_are_dealt_alike_images() -> None:
     images = [9, 0, 0, 8, 1, 1, 5, 4]
-    bins = [Bin((n,), 100 - n, count) for n, count in enumerate(images)]
-    dealt = deal(bins, micro_batch_size=2, world_size=2)
+    bins = [BatchRow((n,), 100 - n, count) for n, count in enumerate(images)]
+    dealt = assign_to_ranks(bins, micro_batch_size=2, world_size=2)
     loads = [[sum(bin.images for bin in rank) for rank in step] for step in dealt]
     # 9 8 5 4: nine and four against eight and five; then 1 1 0 0
     assert loads == [[13, 13], [1, 1]]
     assert sorted(p for step in dealt for rank in step for bin in rank for p in bin.positions) == [
         *range(8)
     ]
-
-
-@MIXES
-def test_the_state_of_an_iterated_loader_continues_it_on_other_ranks(
-    sources: list[SampleDataset], packed: bool
-) -> None:
-    straight, _ = steps(sources, packed, Cursor(), 7)
-    first = loader(sources, packed)
-    assert [content(step) for step in islice(first, 3)] == straight[:3]
-    state = json.loads(json.dumps(first.state_dict()))
-    ranks = [loader(sources, packed, rank=rank, world=2, num_workers=1) for rank in range(2)]
-    parts = []
-    for one in ranks:
-        one.load_state_dict(state)
-        assert one.state_dict() == state
-        parts.append(list(islice(one, 4)))
-    assert [content([m for part in parts for m in part[step]]) for step in range(4)] == straight[3:]
-    assert [content(step) for step in islice(first, 2)] == straight[3:5]  # iterated again
-    for wrong in ({}, {"position": 3}, {"position": -1, "bins": 0}, {**state, "epoch": 1}):
-        with pytest.raises(ValueError, match="is no state of this loader"):
-            first.load_state_dict(wrong)

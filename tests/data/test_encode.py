@@ -17,7 +17,7 @@ from coat_data.media.sampling import VideoSettings
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.chat import get_template
 from coat_data.text.from_messages import to_media
-from coat_data.text.tokens import PieceTokenizer
+from coat_data.text.tokens import SegmentTokenizer
 
 TRANSFORM = ImageTransform(8, (0.5,) * 3, (0.5,) * 3)
 ANSWERS = [
@@ -125,10 +125,10 @@ def test_all_that_was_said_can_be_read_back(tokenizer: PreTrainedTokenizerFast, 
 @pytest.mark.parametrize("text", [*ANSWERS, "<|im_start|>", "a<image>b", "\n", " "])
 def test_words_never_become_special_tokens(tokenizer: PreTrainedTokenizerFast, text: str):
     specials = {"<tool>", *tokenizer.all_special_tokens} - {str(tokenizer.unk_token)}
-    ids = PieceTokenizer(tokenizer).text(text)
+    ids = SegmentTokenizer(tokenizer).text(text)
     assert not specials & set(tokenizer.convert_ids_to_tokens(ids))
     # Decoding SentencePiece drops the first space.
-    assert tokenizer.decode([*PieceTokenizer(tokenizer).text("x"), *ids]) == "x" + text
+    assert tokenizer.decode([*SegmentTokenizer(tokenizer).text("x"), *ids]) == "x" + text
 
 
 def test_special_tokens_in_words_keep_the_number_of_special_tokens(
@@ -331,7 +331,7 @@ def test_vocabulary_pieces_that_spell_special_tokens():
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
-    pieces = PieceTokenizer(tokenizer)
+    pieces = SegmentTokenizer(tokenizer)
     assert tokenizer.convert_ids_to_tokens(pieces.text("a</s>b<s>")) == list("a</s>b<s>")
     assert pieces.literal("a</s>") == tokenizer.convert_tokens_to_ids(["a", "</s>"])
 
@@ -341,7 +341,7 @@ def test_slow_tokenizers_are_refused():
         name_or_path = "old"
 
     with pytest.raises(ValueError, match=r"'old' is not a fast tokenizer.*tokenizer\.json"):
-        PieceTokenizer(Slow())  # pyright: ignore[reportArgumentType]
+        SegmentTokenizer(Slow())  # pyright: ignore[reportArgumentType]
 
 
 def test_encoder_can_be_sent_to_a_worker(tokenizer: PreTrainedTokenizerFast):

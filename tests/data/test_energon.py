@@ -17,7 +17,7 @@ from coat_data.mixture.sampler import Mixture
 from coat_data.sample import DataError, Sample
 from coat_data.tools.ingest import ingest
 from coat_vlm.config import SourceConfig
-from coat_vlm.train.sources import ignored_keys, ignored_weights, open_source, open_sources
+from coat_vlm.train.sources import find_list_warnings, open_source, open_sources
 
 SIZES = {"coco": 20, "coyo": 10, "other": 5}
 
@@ -115,10 +115,10 @@ def test_a_blend_with_weights_validates_on_every_row_once(folder: Path) -> None:
         }  # fmt: skip
         with pytest.raises(ValueError, match="weight has no meaning when a list is read as one"):
             open_source(config, 0)
-        (note,) = ignored_weights([config])
-        assert f"weights of {source} play no part in validation" in note
+        *_, note = find_list_warnings([], [config])
+        assert f"weights of {source} are ignored in validation" in note
         assert f"{source}#val" in note
-    assert not ignored_weights([SourceConfig(name="val", path=f"{path}#val")])
+    assert not find_list_warnings([], [SourceConfig(name="val", path=f"{path}#val")])
 
 
 def test_an_epochized_blend(folder: Path) -> None:
@@ -175,11 +175,17 @@ def test_metadatasets_in_metadatasets_and_the_first_version(folder: Path) -> Non
 
 def test_subsets(folder: Path) -> None:
     """The examples of Energon's page on subsets: 500 rows of 1000, and 80% with the rest."""
+    half = {"range": ["0%", "50%"]}
     blend = [{"path": "coco", "subset": {"range": [0, 10]}}, {"path": "coyo"}]
-    path = write(
-        folder / "meta.yaml", {"train": {"subset": {"range": ["0%", "50%"]}, "blend": blend}}
-    )
-    assert [select for _, _, select in listed(path).values()] == ["first 5", "first 50%"]
+    path = write(folder / "meta.yaml", {"train": {"blend": blend}})
+    assert [select for _, _, select in listed(path).values()] == ["first 10", None]
+    write(path, {"train": {"subset": half, "blend": blend}})
+    with pytest.raises(DataError, match="train: subset of what is a subset itself"):
+        read_list(path)
+    write(path, {"train": {"subset": half, "blend": [{"path": "coco"}, {"path": "coyo"}]}})
+    assert [select for _, _, select in listed(path).values()] == ["first 50%"] * 2
+    write(path, {"train": {"path": "coco", "subset": {"range": [0, "end"]}}})
+    assert [select for _, _, select in listed(path).values()] == [None]
     splits = {
         "train": {"path": "coco", "subset": {"range": ["0%", "12.5%"]}},
         "rest": {"path": "coco", "split_part": "train", "subset": {"range": ["12.5%", "end"]}},
@@ -191,6 +197,9 @@ def test_subsets(folder: Path) -> None:
         (["25%", "75%"], "in the middle"),
         (["50%", "50%"], "is no row"),
         ([0, "50%"], "two percentages, or two rows"),
+        (["end", "50%"], "two percentages, or two rows"),
+        (["0%", "101%"], "has the bound '101%'"),
+        ([5, "end"], "in the middle"),
         (["1/0%", "50%"], "has the bound '1/0%'"),
         (["0%"], r"write subset: \{range"),
     ):
@@ -247,8 +256,8 @@ def test_other_mistakes(folder: Path) -> None:
 
 def test_keys_without_a_meaning_are_told(folder: Path) -> None:
     path = write(folder / "meta.yaml", {"train": {"blend": BLEND, "subflavors": {"a": 1}}})
-    notes = ignored_keys([SourceConfig(name="mix", path=str(path))])
+    notes = find_list_warnings([SourceConfig(name="mix", path=str(path))], [])
     assert [note.partition(" of ")[0] for note in notes] == [
         "mix/coco: subflavors", "mix/coyo: subflavors", "mix/coyo-val: subflavors"
     ]  # fmt: skip
-    assert not ignored_keys([SourceConfig(name="coco", path=str(folder / "coco"))])
+    assert not find_list_warnings([SourceConfig(name="coco", path=str(folder / "coco"))], [])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pyarrow.parquet as pq
 import pytest
 from datasets import config
@@ -173,7 +174,7 @@ def test_inputs_that_cannot_be_ingested(source: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there are no rows"):
         run(source)
     source.write_text('[{"id": 1}]')
-    with pytest.raises(DataError, match=r"no known kind \(fields: id\)"):
+    with pytest.raises(DataError, match=r"format of the rows is unknown \(fields: id\)"):
         run(source, max_bad_samples=1)
     source.write_text('[{"conversations": []}]')
     with pytest.raises(DataError, match="1 of 1 rows are bad"):
@@ -187,39 +188,32 @@ def test_inputs_that_cannot_be_ingested(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_existing_folder_is_replaced_only_on_request_and_as_a_whole(source: Path) -> None:
+def test_an_existing_folder_is_left_alone(source: Path) -> None:
     out, _ = run(source)
-    source.write_text(json.dumps(rows_of(3)))
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(DataError, match="already exists and is not empty"):
         run(source)
     assert len(SampleDataset(out)) == 10
-    run(source, overwrite=True)
-    assert len(SampleDataset(out)) == 3
-    source.write_text('[{"id": 1}]')
-    with pytest.raises(DataError):
-        run(source, overwrite=True)
-    assert len(SampleDataset(out)) == 3
-    with pytest.raises(ValueError, match="is not an ingested folder"):
-        run(source, "images", overwrite=True)
+    with pytest.raises(DataError, match="already exists and is not empty"):
+        run(source, "images")
     assert len(list((source.parent / "images").iterdir())) == 10
+    (source.parent / "empty").mkdir()
+    (source.parent / "link").symlink_to("empty")
+    run(source, "link")
+    assert len(SampleDataset(source.parent / "empty")) == 10
     assert hidden(source.parent) == []
 
 
-def test_a_replacement_that_fails_at_the_end_brings_the_old_folder_back(
+def test_a_rename_that_fails_at_the_end_leaves_nothing_behind(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, _ = run(source)
-    rename = Path.rename
+    def fail(path: Path, target: Path) -> Path:
+        raise OSError(errno.EIO, "disk gone")
 
-    def fail_on_last(path: Path, target: Path) -> Path:
-        if path.name.endswith(".new"):
-            raise OSError(errno.EIO, "disk gone")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", fail_on_last)
+    monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(OSError, match="disk gone"):
-        run(source, overwrite=True)
-    assert len(SampleDataset(out)) == 10
+        run(source)
+    assert not (source.parent / "out").exists()
+    assert hidden(source.parent) == []
 
 
 def test_videos_are_checked(source: Path) -> None:
@@ -245,20 +239,13 @@ def small_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_full_disk_leaves_nothing_behind(
-    source: Path, exists: bool, request: pytest.FixtureRequest
-) -> None:
-    if exists:
-        run(source)
+def test_a_full_disk_leaves_nothing_behind(source: Path, request: pytest.FixtureRequest) -> None:
     make_images(source.parent / "images", 10, size=300)
     request.getfixturevalue("small_files")
     with pytest.raises(OSError, match="too large") as caught:
-        run(source, embed_media=True, overwrite=True)
+        run(source, embed_media=True)
     assert caught.value.errno == errno.EFBIG
-    assert (source.parent / "out").exists() == exists
-    if exists:
-        assert len(SampleDataset(source.parent / "out")) == 10
+    assert not (source.parent / "out").exists()
     assert hidden(source.parent) == []
 
 
@@ -292,7 +279,7 @@ def test_damaged_folders_are_refused(source: Path) -> None:
 
     for broken, problem in (
         (text.replace('"rows": 10', '"rows": 11'), "hold 10 rows, the manifest says 11"),
-        (text.replace('"version": 3', '"version": 99'), "version 99"),
+        (text.replace('"version": 4', '"version": 99'), "version 99"),
         (text.replace('"rows": 10,', ""), "is not a manifest"),
         (text[:50], "is not a manifest"),
         ("[]", "is not a manifest"),
@@ -311,7 +298,14 @@ def test_a_folder_of_an_earlier_version_opens(source: Path) -> None:
     out, _ = run(source)
     wanted = samples(SampleDataset(out))
     path, manifest = out / "part-00000.parquet", json.loads((out / "manifest.json").read_text())
-    pq.write_table(pq.read_table(path).drop_columns("continues"), path)
+    table = pq.read_table(path).drop_columns("continues")
+    rows = table["media"].to_pylist()
+    later = {"frames", "fps"}
+    media = [[{k: v for k, v in one.items() if k not in later} for one in row] for row in rows]
+    number = table.column_names.index("media")
+    fields = [one for one in table.schema.field("media").type.value_type if one.name not in later]
+    column = pyarrow.array(media, pyarrow.list_(pyarrow.struct(fields)))
+    pq.write_table(table.set_column(number, "media", column), path)
     manifest["version"], manifest["shards"][0]["size"] = 2, path.stat().st_size
     (out / "manifest.json").write_text(json.dumps(manifest))
     assert samples(SampleDataset(out)) == wanted

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from coat_data.lists.entry import SourceEntry
 from coat_data.lists.read import read_list
 from coat_data.load.dataset import SampleDataset
 from coat_data.sample import DataError
@@ -57,9 +58,7 @@ def test_llava_next_yaml(folder: Path) -> None:
     listed = read_list(path)
     assert listed is not None
     assert [entry.name for entry in listed] == ["a", "a_2", "b", "a_3"]
-    assert listed[1].settings() == {
-        "name": "a_2", "path": str(folder / "a.json"), "select": "last 20%"
-    }  # fmt: skip
+    assert listed[1] == SourceEntry(name="a_2", path=str(folder / "a.json"), select="last 20%")
     entries[0]["sampling_strategy"] = "middle:2"
     path.write_text(yaml.safe_dump({"datasets": entries}))
     with pytest.raises(DataError, match=r"next\.yaml:0: sampling_strategy is 'middle:2'"):

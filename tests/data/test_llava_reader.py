@@ -12,7 +12,7 @@ from coat_data.containers import json_file
 from coat_data.containers.json_file import JsonRows
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.root import MediaRoot
-from coat_data.readers.llava import to_sample
+from coat_data.readers.llava import READER
 from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 
@@ -20,7 +20,7 @@ ROOT = Path("/media")
 
 
 def read(row: Any) -> Sample:
-    return to_sample(row, Place(source="file.json", row=7, root=MediaRoot(ROOT)))
+    return READER.read(row, Place(source="file.json", row=7, root=MediaRoot(ROOT)))
 
 
 def talk(*texts: str, **fields: Any) -> dict[str, Any]:
@@ -158,14 +158,14 @@ def test_role_names_and_unknown_fields() -> None:
         (talk("q", "a", image="/mediator/b.jpg"), ["leaves the media root"]),
         (talk("q", "a", image="ftp://x.org/b.jpg"), ["address", "download"]),
         (talk("q", "a", audio="a.wav"), ["audio"]),
-        (talk("q", "a", image="a", images=["a"]), ["both image and images"]),
+        (talk("q", "a", image="a", images=["b"]), ["both image and images"]),
         (talk("q", "a", id=[1]), ["id is list"]),
         (talk("q", "half \ud83d"), ["conversations[1].value", "broken character"]),
         ({"messages": []}, ["no field conversations", "fields: messages"]),
         ({"conversations": None}, ["conversations is null, not a list"]),
         ({"conversations": "hello"}, ["conversations is str, not a list"]),
         ({"conversations": ["hello"]}, ["conversations[0] is str, not an object"]),
-        ({"conversations": [{"from": "bot", "value": "x"}]}, ["'bot'", "human"]),
+        ({"conversations": [{"from": "narrator", "value": "x"}]}, ["'narrator'", "human"]),
         ({"conversations": [{"value": "x"}]}, ["conversations[0].from is null"]),
         ({"conversations": [{"from": "human"}]}, ["conversations[0].value is null"]),
         ([1, 2], ["the row is list, not an object"]),
@@ -255,7 +255,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def read_rows(path: Path) -> list[Any]:
-    rows = JsonRows(path)
+    rows = JsonRows([path])
     return [rows[index] for index in range(len(rows))]
 
 
@@ -284,7 +284,7 @@ def test_an_array_that_breaks_off_keeps_its_rows(
     tmp_path: Path, text: str, good: int, problem: str
 ) -> None:
     path = write(tmp_path / "a.json", text)
-    rows = JsonRows(path)
+    rows = JsonRows([path])
     assert len(rows) == good
     assert problem in str(rows.damage)
     with pytest.raises(DataError, match=problem):
@@ -305,7 +305,7 @@ def test_a_line_that_does_not_parse_is_one_bad_row(
     tmp_path: Path, text: str, bad: int, line: str
 ) -> None:
     path = write(tmp_path / "a.json", text)
-    rows = JsonRows(path)
+    rows = JsonRows([path])
     errors = [row for row in rows.stream() if isinstance(row, DataError)]
     assert errors[0].where == f"{path}:{bad}"
     assert line in errors[0].problem
@@ -315,7 +315,7 @@ def test_a_line_that_does_not_parse_is_one_bad_row(
 
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
-        read_rows(tmp_path / "absent.json")
+        SampleDataset(tmp_path / "absent.json")
     (tmp_path / "latin.json").write_bytes('[{"id": "\xe9"}]'.encode("latin-1"))
     with pytest.raises(DataError, match="byte 9 of the file is not UTF-8"):
         read_rows(tmp_path / "latin.json")
@@ -323,11 +323,11 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"a": 1}\n{"a": 2}\n')
-    rows = JsonRows(path)
+    rows = JsonRows([path])
     write(path, '{"a": 1}\n')
     with pytest.raises(DataError, match="changed since"):
         rows[0]
-    rows = JsonRows(path)
+    rows = JsonRows([path])
     assert rows[0] == {"a": 1}
     write(path, '{"a": 3}\n')  # in place, below an open file
     with pytest.raises(DataError, match="changed since"):
@@ -348,7 +348,7 @@ def test_an_array_is_cut_as_the_json_module_parses_it(
     ):
         path = Path(folder) / "a.json"
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        read = JsonRows(path)
+        read = JsonRows([path])
         assert read.damage is None
         assert len(read) == len(rows)
         for index, row in enumerate(rows):

@@ -1,5 +1,7 @@
 import json
 import multiprocessing
+import os
+import signal
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -9,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from coat_data.load.collate import Batch
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 from coat_data.load.loader import BadSample, LoadedBatch, TrainLoader, val_batches
-from coat_data.mixture.sampler import Cursor, Mixture
+from coat_data.mixture.sampler import Mixture, SamplerState
 from coat_data.mixture.selection import SelectedRows
 from coat_data.sample import DataError, Sample
 
@@ -76,7 +79,7 @@ def global_steps(
     loaders = [
         loader(sources, encoder, rank=rank, world_size=world, **options) for rank in range(world)
     ]
-    ranks = [list(islice(one.steps(Cursor(12 * first)), number)) for one in loaders]
+    ranks = [list(islice(one.steps(SamplerState(12 * first)), number)) for one in loaders]
     return [
         [
             item
@@ -132,9 +135,9 @@ def same(first: list[LoadedBatch], second: list[LoadedBatch]) -> bool:
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_workers_change_nothing(sources: list[SampleDataset], num_workers: int) -> None:
     encoder = NumberEncoder({101, 202, 210})
-    here = loader(sources, encoder, replace_bad=True).steps(Cursor(12 * 2))
+    here = loader(sources, encoder, replace_bad=True).steps(SamplerState(12 * 2))
     there = loader(sources, encoder, replace_bad=True, num_workers=num_workers).steps(
-        Cursor(12 * 2)
+        SamplerState(12 * 2)
     )
     for _ in range(8):  # into the second epoch
         assert same(next(here), next(there))
@@ -143,27 +146,27 @@ def test_workers_change_nothing(sources: list[SampleDataset], num_workers: int) 
 
 
 def test_a_restart_continues_and_reads_nothing_earlier(sources: list[SampleDataset]) -> None:
-    whole = list(islice(loader(sources).steps(Cursor()), 12))
+    whole = list(islice(loader(sources).steps(SamplerState()), 12))
     encoder = NumberEncoder()
-    rest = list(islice(loader(sources, encoder).steps(Cursor(12 * 7)), 5))
+    rest = list(islice(loader(sources, encoder).steps(SamplerState(12 * 7)), 5))
     assert all(same(a, b) for a, b in zip(whole[7:], rest, strict=True))
     assert len(encoder.seen) == 5 * 12
     far = NumberEncoder()
-    next(loader(sources, far).steps(Cursor(12 * 10**7)))
+    next(loader(sources, far).steps(SamplerState(12 * 10**7)))
     assert len(far.seen) == 12
 
 
 def test_the_global_random_state_is_left_alone(sources: list[SampleDataset]) -> None:
     for num_workers in (0, 1):
         before = torch.random.get_rng_state()
-        next(loader(sources, num_workers=num_workers).steps(Cursor()))
+        next(loader(sources, num_workers=num_workers).steps(SamplerState()))
         assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_bad_row_is_raised_as_it_is(sources: list[SampleDataset], num_workers: int) -> None:
     bad = 200 + mixture_row(sources, 1)
-    steps = loader(sources, NumberEncoder({bad}), num_workers=num_workers).steps(Cursor())
+    steps = loader(sources, NumberEncoder({bad}), num_workers=num_workers).steps(SamplerState())
     with pytest.raises(DataError) as caught:
         list(islice(steps, 12))
     error = caught.value
@@ -181,7 +184,7 @@ def mixture_row(sources: list[SampleDataset], source: int) -> int:
 def test_a_bad_row_of_the_file_is_raised_too(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('[{"id": 1, "conversations": [{"from": "gpt", "value": "a"}]}]')
-    steps = loader([SampleDataset(path), write(tmp_path / "b.json", 200, 3)]).steps(Cursor())
+    steps = loader([SampleDataset(path), write(tmp_path / "b.json", 200, 3)]).steps(SamplerState())
     with pytest.raises(DataError, match=r"a\.json:0: turn 0 is spoken by assistant"):
         list(islice(steps, 2))
 
@@ -189,7 +192,9 @@ def test_a_bad_row_of_the_file_is_raised_too(tmp_path: Path) -> None:
 def test_bad_rows_are_replaced_and_listed(sources: list[SampleDataset]) -> None:
     bad = {*range(100, 120, 2), 203}
     plain = global_steps(sources, NumberEncoder(), 1, 0, 12)
-    steps = list(islice(loader(sources, NumberEncoder(bad), replace_bad=True).steps(Cursor()), 12))
+    steps = list(
+        islice(loader(sources, NumberEncoder(bad), replace_bad=True).steps(SamplerState()), 12)
+    )
     used = [item for step in steps for loaded in step for item in content(loaded)]
     listed: list[BadSample] = [item for step in steps for loaded in step for item in loaded.bad]
     positions = {item.position for item in listed}
@@ -222,16 +227,50 @@ def test_a_bad_row_of_a_selection_is_listed_as_the_files(sources: list[SampleDat
         replace_bad=True,
         pad_token_id=PAD,
     )
-    bad = [bad for step in islice(train.steps(Cursor()), 5) for m in step for bad in m.bad]
+    bad = [bad for step in islice(train.steps(SamplerState()), 5) for m in step for bad in m.bad]
     assert {(item.source, item.row) for item in bad} == {(0, 6), (1, 3)}
     assert all(item.where.endswith(f".json:{item.row}: {100 * (item.source + 1) + item.row}.png")
                for item in bad)  # fmt: skip
 
 
+class StoppingEncoder(NumberEncoder):
+    """Sends a signal to its own process before it encodes some samples."""
+
+    def __init__(self, signals: dict[int, signal.Signals]) -> None:
+        super().__init__()
+        self.signals = signals
+
+    def __call__(self, sample: Sample, rng: np.random.Generator | None) -> EncodedSample:
+        if int(sample.id) in self.signals:
+            os.kill(os.getpid(), self.signals[int(sample.id)])
+        return super().__call__(sample, rng)
+
+
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [
+        (signal.SIGSTOP, "has not finished reading these rows in 3 s"),
+        (signal.SIGKILL, "was killed"),
+    ],
+)
+def test_a_worker_that_stops_is_an_error_that_names_its_rows(
+    sources: list[SampleDataset], number: signal.Signals, problem: str
+) -> None:
+    stuck = loader(sources, StoppingEncoder({205: number}), num_workers=2, timeout_s=3)
+    with pytest.raises(DataError) as error:
+        for _ in stuck.steps(SamplerState()):
+            pass
+    assert problem in error.value.problem
+    assert f"source 200 ({sources[1].paths[0]}), row 5" in error.value.where
+    assert not multiprocessing.active_children()
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_it_gives_up_when_everything_is_bad(sources: list[SampleDataset], num_workers: int) -> None:
     encoder = NumberEncoder({*range(100, 120), *range(200, 231)})
-    steps = loader(sources, encoder, replace_bad=True, num_workers=num_workers).steps(Cursor())
+    steps = loader(sources, encoder, replace_bad=True, num_workers=num_workers).steps(
+        SamplerState()
+    )
     with pytest.raises(DataError, match="all 16 rows drawn to replace it are bad"):
         next(steps)
     assert num_workers or len(encoder.seen) == 17
@@ -274,10 +313,8 @@ def test_a_mixture_of_other_data_is_refused(sources: list[SampleDataset]) -> Non
         )
 
 
-def validation(
-    dataset: SampleDataset, encoder: Any, world: int, **options: Any
-) -> list[list[LoadedBatch]]:
-    options = {"batch_size": 4, "world_size": world, "pad_token_id": PAD, **options}
+def validation(dataset: SampleDataset, encoder: Any, world: int) -> list[list[Batch]]:
+    options = {"batch_size": 4, "world_size": world, "pad_token_id": PAD}
     return [list(val_batches(dataset, encoder, rank=rank, **options)) for rank in range(world)]
 
 
@@ -287,24 +324,17 @@ def test_validation_sees_each_row_once(tmp_path: Path, size: int, world: int) ->
     dataset = write(tmp_path / "val.json", 100, size)
     ranks = validation(dataset, NumberEncoder(), world)
     assert len({len(batches) for batches in ranks}) == 1
-    seen = [item for batches in ranks for loaded in batches if loaded.num_samples
-            for item in content(loaded)]  # fmt: skip
+    seen = []
+    for batch in (batch for batches in ranks for batch in batches):
+        numbers, pixels = batch["input_ids"][:, 0].tolist(), batch["pixel_values"].flatten()
+        if (batch["labels"] == IGNORE_INDEX).all():
+            assert len(numbers) == 1  # a filler
+        else:
+            seen += zip(numbers, pixels.tolist(), strict=True)
     assert sorted(seen) == [(number, -1.0) for number in range(100, 100 + size)]
-    for batches in ranks:
-        for loaded in batches:
-            ignored = bool((loaded.batch["labels"] == IGNORE_INDEX).all())
-            assert ignored == (loaded.num_samples == 0)
-            assert len(loaded.batch["pixel_values"]) > 0
 
 
 def test_validation_with_bad_rows(tmp_path: Path) -> None:
     dataset = write(tmp_path / "val.json", 100, 10)
-    encoder = NumberEncoder({100, 104, 105, 106, 107})
-    with pytest.raises(DataError, match=r"val\.json:0: 100\.png: no such file"):
-        validation(dataset, encoder, 1)
-    for num_workers in (0, 2):
-        (batches,) = validation(dataset, encoder, 1, skip_bad=True, num_workers=num_workers)
-        assert [loaded.num_samples for loaded in batches] == [3, 0, 2]
-        assert [item.position for loaded in batches for item in loaded.bad] == [0, 4, 5, 6, 7]
-    with pytest.raises(DataError, match="val: no row is good"):
-        validation(dataset, NumberEncoder(set(range(100, 110))), 1, skip_bad=True)
+    with pytest.raises(DataError, match=r"val\.json:4: 104\.png: no such file"):
+        validation(dataset, NumberEncoder({104, 105}), 1)

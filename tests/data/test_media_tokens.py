@@ -42,6 +42,11 @@ def encoder_of(tokenizer, transform: ImageTransform, **options) -> Encoder:
     )
 
 
+def tokens_of(encode: Encoder, media: Media) -> int:
+    """The number of a medium's tokens, from its header alone."""
+    return len(encode._media_ids(encode.media.plan(media)))
+
+
 def image_id(tokenizer) -> int:
     return cast(int, tokenizer.convert_tokens_to_ids("<image>"))
 
@@ -93,7 +98,7 @@ def test_placeholders_always_match_the_tiles(make_tokenizer, mode: str):
         assert bool(encoded.pixel_values.isfinite().all())  # every tile was written
         token_tiles = sum(plan.num_token_tiles for plan in plans)
         assert num_placeholders(encoded, tokenizer) == TOKENS * token_tiles
-        lengths = [encode.media_plan(medium)[1] for medium in media]
+        lengths = [tokens_of(encode, medium) for medium in media]
         breaks = sum(plan.num_token_tiles - 1 for plan in plans) if mode == "dynamic" else 0
         assert sum(lengths) == TOKENS * token_tiles + breaks * len(newline)
         if mode == "dynamic_s2":
@@ -108,7 +113,7 @@ def test_placeholders_always_match_the_tiles(make_tokenizer, mode: str):
 def test_tiles_stand_between_line_breaks(tokenizer):
     encode = encoder_of(tokenizer, TRANSFORMS["dynamic"])
     shown = encode(sample(image(16, 8), said="")).input_ids.tolist()
-    between = encode.pieces.literal("\n")
+    between = encode.tokenizer.literal("\n")
     tile = [image_id(tokenizer)] * TOKENS
     start = shown.index(tile[0])
     stop = start + 3 * TOKENS + 2 * len(between)
@@ -127,7 +132,7 @@ def test_times_are_written_before_frames(tokenizer, tmp_path: Path):
     text = text.removeprefix(tokenizer.bos_token or "")
     assert text.startswith(f"<0.5 seconds>{pictures}<1.5 seconds>{pictures}")
     stop = len(ids) - ids[::-1].index(image_id(tokenizer))
-    assert encode.media_plan(media)[1] == stop - (tokenizer.bos_token is not None)
+    assert tokens_of(encode, media) == stop - (tokenizer.bos_token is not None)
 
 
 @pytest.mark.parametrize("time_tokens", [False, True])
@@ -142,9 +147,8 @@ def test_short_and_damaged_clips_mean_fewer_tokens(make_tokenizer, tmp_path: Pat
         encoded = encode(sample(media))
         shown.append(len(encoded.pixel_values))
         assert num_placeholders(encoded, tokenizer) == TOKENS * shown[-1]
-        plan, tokens = encode.media_plan(media)
-        assert plan.num_tiles >= shown[-1]
-        assert tokens >= TOKENS * shown[-1]
+        assert encode.media.plan(media).num_tiles >= shown[-1]
+        assert tokens_of(encode, media) >= TOKENS * shown[-1]
         assert dict(encoded.counts) == {"video_pyav": 1}
     assert shown[:2] == [6, 2]
     assert 0 < shown[2] < 6
@@ -172,7 +176,8 @@ def test_a_picture_that_ends_early_is_a_bad_sample_though_its_header_is_whole(ma
     whole = image(400, 300, "JPEG")
     assert whole.data is not None
     cut = Media(kind="image", path="cut.jpg", data=whole.data[: len(whole.data) // 2])
-    assert encode.media_plan(cut) == encode.media_plan(whole)
+    assert encode.media.plan(cut) == encode.media.plan(whole)
+    assert tokens_of(encode, cut) == tokens_of(encode, whole)
     with pytest.raises(DataError, match=r"rows\.json:7: cut\.jpg: the image cannot be read"):
         encode(sample(whole, cut))
 

@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 
 from coat_data.mixture.packing import (
     Budget,
-    Lengths,
-    PackedOrder,
+    PackedSampler,
     best_fit_decreasing,
     minimum_bin_slack,
     pack,
 )
-from coat_data.mixture.sampler import Cursor, Mixture
+from coat_data.mixture.sampler import Mixture, SamplerState
 
 # Rows of each part: LLaVA-1.5 (Liu et al. 2023, arXiv:2310.03744, table 7 of the appendix). The
 # median of the text tokens and the standard deviation of their logarithm are assumptions of this
@@ -161,17 +160,19 @@ def test_llava_like_lengths_fill_rows(
     keep = lengths <= tokens
     budget = Budget(tokens=tokens, images=most, buffer=1000)
     mixture = Mixture([int(keep.sum())], [None], [None], seed=0)
-    order = PackedOrder(mixture, Lengths([lengths[keep]], [images[keep]]), budget, 64, seed=0)
-    bins, cursor = [], Cursor()
-    while cursor.position < mixture.epoch_size - 1000:
-        step, cursor = order.step(cursor)
+    sampler = PackedSampler(
+        mixture, [np.stack([lengths[keep], images[keep]], axis=1)], budget, 64, seed=0
+    )
+    bins, state = [], SamplerState()
+    while state.position < mixture.epoch_size - 1000:
+        step, state = sampler.step(state)
         bins += step
     assert max(bin.tokens for bin in bins) <= tokens
     assert most is None or max(bin.images for bin in bins) <= most
     fill = sum(bin.tokens for bin in bins) / (tokens * len(bins))
     assert fill >= least
     assert fill <= fill_bound(lengths[keep], tokens) + 0.005  # of all rows, not these
-    assert order.outlook().fill == pytest.approx(fill, abs=0.005)
+    assert sampler.estimate().fill == pytest.approx(fill, abs=0.005)
 
 
 def test_no_packing_is_fuller_than_the_bound() -> None:
@@ -189,28 +190,29 @@ def test_no_packing_is_fuller_than_the_bound() -> None:
 def test_windows_are_within_an_epoch_and_even() -> None:
     """A small source is not met several times in one window, nor is a window left nearly empty."""
     mixture = Mixture([21], [None], [None], seed=0)
-    lengths = Lengths([np.full(21, 3, dtype=np.int32)], [np.zeros(21, dtype=np.int32)])
-    order = PackedOrder(mixture, lengths, Budget(tokens=9, buffer=20, align=1), 1, seed=0)
-    bins, cursor = [], Cursor()
-    while cursor.position < 42:
-        step, cursor = order.step(cursor)
+    lengths = [np.tile(np.array([3, 0], dtype=np.int32), (21, 1))]
+    sampler = PackedSampler(mixture, lengths, Budget(tokens=9, buffer=20, align=1), 1, seed=0)
+    bins, state = [], SamplerState()
+    while state.position < 42:
+        step, state = sampler.step(state)
         bins += step
     windows = sorted({position for bin in bins for position in bin.positions})
     assert windows == list(range(42))
     spans = [{0 if p < 10 else 1 if p < 21 else 2 for p in bin.positions} for bin in bins]
     assert all(len(span) == 1 for span in spans)
     assert [len(bin.positions) for bin in bins].count(3) == 3 + 3 + 3 + 3
-    assert order.outlook().epoch_bins == 8
+    assert sampler.estimate().samples_per_row == pytest.approx(21 / 8)
 
 
 def test_bins_are_shuffled_by_the_seed() -> None:
     rng = np.random.default_rng(0)
-    lengths = Lengths([rng.integers(1, 30, 300).astype(np.int32)], [np.zeros(300, np.int32)])
+    tokens = rng.integers(1, 30, 300).astype(np.int32)
+    lengths = [np.stack([tokens, np.zeros_like(tokens)], axis=1)]
     mixture = Mixture([300], [None], [None], seed=0)
 
     def longest(seed: int) -> list[int]:
-        order = PackedOrder(mixture, lengths, Budget(tokens=30, align=1), 20, seed=seed)
-        return [len(bin.positions) for bin in order.step(Cursor())[0]]
+        sampler = PackedSampler(mixture, lengths, Budget(tokens=30, align=1), 20, seed=seed)
+        return [len(bin.positions) for bin in sampler.step(SamplerState())[0]]
 
     assert longest(0) == longest(0) != longest(1)
     assert longest(0) != sorted(longest(0))
@@ -223,11 +225,11 @@ def test_budgets_that_make_no_sense(sizes: dict[str, int]) -> None:
 
 
 def test_no_usable_row_is_an_error() -> None:
-    nothing = np.zeros(3, dtype=np.int32)
+    nothing = np.zeros((3, 2), dtype=np.int32)
     with pytest.raises(ValueError, match="no row can be used"):
-        PackedOrder(
+        PackedSampler(
             Mixture([3], [None], [None], 0),
-            Lengths([nothing], [nothing]),
+            [nothing],
             Budget(tokens=128),
             1,
             seed=0,

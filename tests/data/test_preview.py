@@ -15,7 +15,7 @@ from PIL import Image
 from coat_cli.main import main
 from coat_data.load.encode import IGNORE_INDEX
 from coat_data.sample import DataError
-from coat_data.tools.preview import to_picture, token_pieces, write_preview
+from coat_data.tools.preview import to_picture, token_spans, write_preview
 from coat_vlm.model.processor import CoatVlmProcessor
 
 ANSWER = "Red.\n\u4e2d\U0001f600 <b>&amp;</b>"
@@ -89,8 +89,8 @@ def test_tokens_of_a_character_are_one_piece() -> None:
     characters = ["a", "\xe9", "\u4e2d", "b"]
     data = "".join(characters).encode()
     ids, labels = [999, 999, *data, 999], [IGNORE_INDEX] * 3 + [*data[1:], IGNORE_INDEX]
-    pieces = token_pieces(ids, labels, lambda own: bytes(own).decode(errors="replace"), 999)
-    assert [(piece.text, piece.kind) for piece in pieces] == [
+    spans = token_spans(ids, labels, lambda own: bytes(own).decode(errors="replace"), 999)
+    assert [(span.text, span.kind) for span in spans] == [
         ("2 image tokens", "image"), ("a", "context"), ("\xe9", "trained"), ("\u4e2d", "trained"),
         ("b", "trained"), ("1 image tokens", "image"),
     ]  # fmt: skip

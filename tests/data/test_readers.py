@@ -78,11 +78,12 @@ def test_messages_with_placeholders_as_ms_swift_has_them(tmp_path: Path) -> None
             {"role": "assistant", "content": "At <bbox> and <bbox>", "loss": True},
         ],
         "images": ["a.png"],
-        "objects": {"ref": ["the sheep"], "bbox": [[90.9, 160, 135, 212], [3, 4]]},
+        "objects": {"ref": ["the sheep"], "bbox": [[1.5, 1, 3, 4], [3, 4]]},
     }
+    (tmp_path / "a.png").write_bytes(RED)
     assert only(jsonl(tmp_path / "b.jsonl", boxed)) == [
         "user: [a.png]Where is the sheep?",
-        "assistant: At [90.9, 160, 135, 212] and [3, 4]",
+        "assistant: At [0.250, 0.250, 0.500, 1.000] and [0.500, 1.000]",
     ]
     text = {"messages": [{"role": "assistant", "content": "<image>is a puppy"}], "images": ["a"]}
     assert only(jsonl(tmp_path / "c.jsonl", text)) == ["user: ", "assistant: [a]is a puppy"]
@@ -204,29 +205,21 @@ def test_interleaved_documents(tmp_path: Path) -> None:
         SampleDataset(jsonl(path, wrong))[0]
 
 
-def test_pickles_are_read_on_request_and_hold_no_code(tmp_path: Path) -> None:
+def test_interleaved_documents_that_hold_their_images(tmp_path: Path) -> None:
+    """VILA's copies of mmc4."""
     document = json.loads(json.dumps(DOCUMENT))
     for info, data in zip(document["image_info"], (BLUE, RED), strict=True):
         info["image_base64"] = base64.b64encode(data).decode()
         del info["image_name"]
-    path = tmp_path / "0.pkl"
-    path.write_bytes(pickle.dumps([document, {**document, "set": {1}, "n": 2**80}]))
-    with pytest.raises(DataError, match="allow it with --allow-pickle"):
-        SampleDataset(path)
-    with pytest.raises(DataError, match="coat-vlm data ingest"):
-        SampleDataset(path, allow_pickle=True)
-    out = tmp_path / "out"
-    ingest(path, out, allow_pickle=True)
-    assert [media.data for media in SampleDataset(out)[1].media] == [RED, BLUE]
+    dataset = SampleDataset(jsonl(tmp_path / "a.jsonl", document))
+    assert [media.data for media in dataset[0].media] == [RED, BLUE]
 
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (Path.touch, (tmp_path / "owned",))
 
-    path.write_bytes(pickle.dumps([document, Evil()]))
-    with pytest.raises(DataError, match="which could run code"):
-        SampleDataset(path, allow_pickle=True, in_order=True)
-    assert not (tmp_path / "owned").exists()
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "0.pkl").write_bytes(pickle.dumps([DOCUMENT]))
+    for path in (tmp_path, tmp_path / "0.pkl"):
+        with pytest.raises(DataError, match="is a pickle, which can hold code -> convert it"):
+            SampleDataset(path)
 
 
 def test_caption_pairs_in_tars(tar: Tar, tmp_path: Path) -> None:
@@ -384,7 +377,7 @@ def test_a_format_can_be_named_and_unknown_rows_are_explained(tmp_path: Path) ->
     assert only(path, format="messages") == SHOWN
     with pytest.raises(ValueError, match=r"allowed: .*webdataset.*llava"):
         SampleDataset(path, format="lava")
-    with pytest.raises(DataError, match=r"no known kind \(fields: x, y\)"):
+    with pytest.raises(DataError, match=r"format of the rows is unknown \(fields: x, y\)"):
         SampleDataset(jsonl(path, {"x": 1, "y": 2}))
     path.write_text("\n".join(["{"] * 3) + "\n" + json.dumps(both))
     assert SampleDataset(path).format == "llava"  # the first rows are broken

@@ -18,12 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from coat_data.containers.remote_shards import WINDOW_ROWS
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import EncodedSample
 from coat_data.load.loader import TrainLoader
-from coat_data.mixture.packing import Budget, Lengths, PackedOrder
-from coat_data.mixture.sampler import Cursor, Mixture
+from coat_data.mixture.sampler import Mixture, SamplerState
 from coat_data.mixture.selection import SelectedRows, shards_of
 from coat_data.sample import DataError, Sample
 
@@ -79,20 +77,15 @@ def http(serve: Any, folder: Path) -> Any:
     return serve(folder)
 
 
-@pytest.fixture
-def plain_http(serve: Any, folder: Path) -> Any:
-    return serve(folder, ranges=False)
-
-
 def content(sample: Sample | DataError) -> tuple[Any, ...]:
     assert isinstance(sample, Sample)
     return (sample.id, sample.turns, [medium.data for medium in sample.media])
 
 
 @pytest.mark.parametrize("kind", ["tar", "jsonl", "json", "parquet"])
-@pytest.mark.parametrize("where", ["http", "memory", "file", "plain"])
+@pytest.mark.parametrize("where", ["http", "memory", "file"])
 def test_rows_are_those_of_the_files_on_disk(
-    folder: Path, http: Any, plain_http: Any, kind: str, where: str
+    folder: Path, http: Any, kind: str, where: str
 ) -> None:
     """Each shard read by the readers of local files is the reference."""
     wanted = [
@@ -104,17 +97,10 @@ def test_rows_are_those_of_the_files_on_disk(
         system = fsspec.filesystem("memory")
         for path in folder.glob(f"*.{kind}"):
             system.pipe_file(f"/data/{path.name}", path.read_bytes())
-    start = {
-        "http": http.url, "plain": plain_http.url, "memory": "memory://data", "file": f"file://{folder}",
-    }[where]  # fmt: skip
+    start = {"http": http.url, "memory": "memory://data", "file": f"file://{folder}"}[where]
     url = f"{start}/s-{{0..1}}.{kind}"
-    if (where, kind) == ("plain", "parquet"):
-        with pytest.raises(DataError, match="Parquet on a server that does not answer ranges"):
-            SampleDataset(url)
-        return
     remote = SampleDataset(url)
     assert [content(sample) for sample in remote.stream()] == wanted
-    assert remote.replayed == 0
     chosen = [899, 3, 0, 600, 599, LARGE]
     assert [content(remote[index]) for index in chosen] == [wanted[index] for index in chosen]
     assert remote[601].where == f"{start}/s-1.{kind}:1"
@@ -122,17 +108,26 @@ def test_rows_are_those_of_the_files_on_disk(
         assert len(SampleDataset(f"{start}/*.{kind}")) == 900
 
 
-def test_a_shard_is_indexed_once_and_rows_are_ranges(http: Any, cache: Path) -> None:
+@pytest.mark.parametrize("kind", ["tar", "jsonl", "json", "parquet"])
+def test_a_server_without_ranges_is_refused(serve: Any, folder: Path, kind: str) -> None:
+    server = serve(folder, ranges=False)
+    with pytest.raises(DataError, match="a server that does not answer ranges -> download it"):
+        SampleDataset(f"{server.url}/s-0.{kind}")
+
+
+def test_a_shard_is_indexed_once_and_rows_are_ranges(http: Any, folder: Path, cache: Path) -> None:
     url = f"{http.url}/s-0.tar"
-    whole = [("/s-0.tar", None)]
     dataset = SampleDataset(url)
-    assert [asked for asked in http.asked if asked[1] is None] == whole
+    size = (folder / "s-0.tar").stat().st_size
+    assert [asked for asked in http.asked if asked[1] == f"bytes=0-{size - 1}"] == [
+        ("/s-0.tar", f"bytes=0-{size - 1}")
+    ]
     http.asked.clear()
     again = SampleDataset(url)
     assert len(again) == SIZES[0]
     assert again.paths == dataset.paths
     assert [path.parent.parent for path in again.paths] == [cache]
-    assert not [asked for asked in http.asked if asked[1] is None]
+    assert [span for _, span in http.asked] == ["bytes=0-0", "bytes=0-1048575"]
     http.asked.clear()
     sample = dataset[LARGE]
     ((_, span),) = http.asked
@@ -152,6 +147,7 @@ def test_an_index_beside_a_tar_saves_the_pass(serve: Any, folder: Path, tmp_path
         end = archive.offset  # pyright: ignore[reportAttributeAccessIssue]
     offsets = [*(m.offset for m in members if m.name.endswith(".jpg")), end]
     server = serve(tmp_path, ranges=True)
+    whole = f"bytes=0-{(tmp_path / 'a.tar').stat().st_size - 1}"
     wanted = [content(sample) for sample in SampleDataset(folder / "s-1.tar").stream()]
     # Stale ones are of no use: of a longer tar, of other samples, or cut.
     wrong: list[list[int]] = [[*offsets, end + 9999], [512, *offsets[3:]], [*offsets[:-3], 1], []]
@@ -162,12 +158,12 @@ def test_an_index_beside_a_tar_saves_the_pass(serve: Any, folder: Path, tmp_path
         assert [
             content(sample) for sample in SampleDataset(f"{server.url}/a.tar").stream()
         ] == wanted
-        assert ("/a.tar", None) in server.asked
+        assert server.asked.count(("/a.tar", whole)) == 2  # the block of its rows, and the pass
     (tmp_path / "a.tar.idx").write_bytes(struct.pack(f"<{len(offsets)}Q", *offsets))
     os.utime(tmp_path / "a.tar", ns=(0, 99999))
     server.asked.clear()
     assert [content(sample) for sample in SampleDataset(f"{server.url}/a.tar").stream()] == wanted
-    assert ("/a.tar", None) not in server.asked
+    assert server.asked.count(("/a.tar", whole)) == 1
     server.close()
 
 
@@ -249,88 +245,42 @@ def loader(url: str, local: SampleDataset, rank: int, world: int, num_workers: i
     )
 
 
-@pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "no_ranges"])
 def test_one_two_three_ranks_and_zero_to_four_workers_continue_one_order(
-    serve: Any, folder: Path, tmp_path: Path, ranges: bool
+    serve: Any, folder: Path, tmp_path: Path
 ) -> None:
-    server = serve(folder, ranges=ranges)
+    server = serve(folder)
     url = f"{server.url}/s-{{0..1}}.jsonl"
     (tmp_path / "l.json").write_text(json.dumps([row(number) for number in range(1000, 1050)]))
     local = SampleDataset(tmp_path / "l.json")
-    replayed: list[int] = []
 
-    def steps(cursor: Cursor, number: int, world: int, workers: int) -> tuple[list[Any], Cursor]:
+    def steps(
+        state: SamplerState, number: int, world: int, workers: int
+    ) -> tuple[list[Any], SamplerState]:
         ranks = []
         for rank in range(world):
-            stream = loader(url, local, rank, world, workers).steps(cursor)
+            stream = loader(url, local, rank, world, workers).steps(state)
             ranks.append(list(islice(stream, number)))
             stream.close()
-        order = loader(url, local, 0, 1, 0).order
+        sampler = loader(url, local, 0, 1, 0).sampler
         for _ in range(number):
-            _, cursor = order.step(cursor)
+            _, state = sampler.step(state)
         found = []
         for step in range(number):
             micro_batches = [micro for rank in ranks for micro in rank[step]]
             ids = [m.batch["input_ids"].flatten().tolist() for m in micro_batches]
             found.append(Counter(number for some in ids for number in some))
-            replayed.append(sum(m.counts.get("replayed_rows", 0) for m in micro_batches))
-        return found, cursor
+        return found, state
 
-    straight, end = steps(Cursor(), 9, 1, 0)
-    assert sum(replayed) == 0  # read in one go, nothing is read twice
+    straight, end = steps(SamplerState(), 9, 1, 0)
     seen = sum(straight[:7], Counter())
     assert end.position == 540  # an epoch is 450 + 25
     assert set(seen.values()) == {1}
     assert {number % 2 for number in seen if number <= 900} == {1}  # rows 0, 2, 4, ...
-    pieces, cursor = [], Cursor()
+    pieces, state = [], SamplerState()
     for world, workers, number in ((1, 0, 2), (2, 1, 3), (3, 2, 2), (1, 4, 2)):
-        cursor = Cursor(*json.loads(json.dumps(cursor)))  # as a checkpoint keeps it
-        part, cursor = steps(cursor, number, world, workers)
+        state = SamplerState(*json.loads(json.dumps(state)))  # as a checkpoint keeps it
+        part, state = steps(state, number, world, workers)
         pieces += part
     assert pieces == straight
-    assert cursor == end
-    assert (sum(replayed) > 0) == (not ranges)
-    replayed.clear()
-    # A restart reads over the windows before the one that it needs first; the next shard is new.
-    remote = SampleDataset(url)
-    mixture = mixture_of([SelectedRows(remote, np.arange(0, 900, 2)), local])
-    expected = []
-    for start in range(60, 480, 60):
-        steps(Cursor(start), 1, 1, 0)
-        places = (mixture.locate(position) for position in range(start, start + 60))
-        first = next(2 * place for source, place in places if source == 0)
-        expected.append((first if first < 600 else first - 600) // WINDOW_ROWS * WINDOW_ROWS)
-    assert max(expected) > 0
-    assert replayed == ([0] * 7 if ranges else expected)
+    assert state == end
     server.close()
-
-
-def test_packing_reads_a_shard_without_ranges_once(folder: Path, plain_http: Any) -> None:
-    """Its bins take the rows of a window of 1,000 samples in any order."""
-    datasets = [SampleDataset(f"{plain_http.url}/s-{{0..1}}.jsonl")]
-    shards = [shards_of(dataset) for dataset in datasets]
-    mixture = Mixture([900], [None], [None], seed=1, shards=shards)
-    lengths = Lengths([np.ones(900, dtype=np.int32)], [np.zeros(900, dtype=np.int32)])
-    order = PackedOrder(mixture, lengths, Budget(tokens=8, align=1), 30, seed=1)
-    train = TrainLoader(
-        datasets,
-        mixture,
-        Number(),
-        batch_size=30,
-        micro_batch_size=30,
-        rank=0,
-        world_size=1,
-        num_workers=0,
-        seed=1,
-        replace_bad=False,
-        pad_token_id=0,
-        packing=order,
-    )
-    plain_http.asked.clear()
-    found: list[int] = []
-    for (micro,) in islice(train.steps(Cursor()), -(-900 // 8 // 30)):
-        found += micro.batch["input_ids"].flatten().tolist()
-    epoch = Counter(number for number in found if number)
-    assert len(epoch) >= 890
-    assert max(epoch.values()) <= 2  # the last step reaches into the next epoch
-    assert len(plain_http.asked) <= 6

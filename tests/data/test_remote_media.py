@@ -16,6 +16,7 @@ import torch
 from av.video.stream import VideoStream
 from PIL import Image
 
+from coat_data.limits import Limits, Network
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import EncodedSample, Encoder
 from coat_data.load.lengths import measure_rows
@@ -25,7 +26,7 @@ from coat_data.media.image import ImageTransform, image_size, open_image
 from coat_data.media.sample_media import MediaLoader
 from coat_data.media.sampling import VideoSettings
 from coat_data.media.tiling import TiledTransform
-from coat_data.mixture.sampler import Cursor, Mixture
+from coat_data.mixture.sampler import Mixture, SamplerState
 from coat_data.sample import DataError, Media, Sample, UnreachableError
 from coat_data.text.chat import get_template
 from coat_data.tools.export import export
@@ -34,6 +35,7 @@ from coat_data.tools.lint import lint
 
 IMAGES = ("large.jpg", "a b#1.png", "turned.jpg", "deep/small.webp")
 HALF = (0.5, 0.5, 0.5)
+LOCAL = Network(("127.0.0.1", "*"))
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +109,7 @@ def test_pixels_and_sizes_are_those_of_the_files(
         names = [name.replace("#", "%23") for name in IMAGES]  # as an address has it
         rows = [*(row(image=f"{root}/{name}") for name in names), row(video=f"{root}/clip.mp4")]
         root = tmp_path
-    dataset = SampleDataset(write(tmp_path / "b.jsonl", *rows), root)
+    dataset = SampleDataset(write(tmp_path / "b.jsonl", *rows), root, network=LOCAL)
     for (plan, pixels), (other, expected) in zip(loaded(dataset), wanted, strict=True):
         assert plan == other
         assert torch.equal(pixels, expected)
@@ -115,7 +117,7 @@ def test_pixels_and_sizes_are_those_of_the_files(
 
 def test_a_header_is_a_range_and_a_file_one_request(folder: Path, serve: Any) -> None:
     server = serve(folder)
-    media = Media(kind="image", path=f"{server.url}/large.jpg")
+    media = Media(kind="image", path=f"{server.url}/large.jpg", network=LOCAL)
     assert (folder / "large.jpg").stat().st_size > 4 << 16
     assert image_size(media) == (900, 700)
     assert [span for _, span in server.asked] == ["bytes=0-0", "bytes=0-65535"]
@@ -141,7 +143,7 @@ def test_a_row_of_an_unreachable_medium_is_bad_and_no_other(
     ]  # fmt: skip
     path = write(tmp_path / "a.jsonl", *(row(image=name) for name in names))
     problems: list[DataError] = []
-    summary = lint(path, problems.append, progress=False)
+    summary = lint(path, problems.append, network=LOCAL)
     assert (summary.rows, summary.bad) == (7, 6)
     assert summary.unreachable == sum(isinstance(one, UnreachableError) for one in problems) >= 1
     assert [problem.where for problem in problems] == [
@@ -152,11 +154,11 @@ def test_a_row_of_an_unreachable_medium_is_bad_and_no_other(
     ):
         assert words in problem.problem
     with pytest.raises(DataError, match=r"a\.jsonl:1: http.*none\.jpg: cannot be read: .*404"):
-        ingest(path, tmp_path / "out")
+        ingest(path, tmp_path / "out", network=LOCAL)
     videos = write(tmp_path / "v.jsonl", row(video=f"{url}/clip.mp4"), row(video=f"{url}/no.mp4"))
     for check in ("header", "decode"):
         problems.clear()
-        lint(videos, problems.append, check_media=check, progress=False)
+        lint(videos, problems.append, check_media=check, network=LOCAL)
         assert [problem.where for problem in problems] == [f"{videos}:1: {url}/no.mp4"]
 
 
@@ -173,7 +175,7 @@ class Squares:
 def test_training_replaces_and_counts_them(folder: Path, tmp_path: Path, serve: Any) -> None:
     url = serve(folder).url
     rows = [row(image=f"{url}/{name}") for name in ("none.jpg", *("large.jpg", "turned.jpg") * 3)]
-    source = SampleDataset(write(tmp_path / "a.jsonl", *rows))
+    source = SampleDataset(write(tmp_path / "a.jsonl", *rows), network=LOCAL)
     options: dict[str, Any] = {
         "batch_size": 7, "micro_batch_size": 7, "rank": 0, "world_size": 1, "seed": 1,
         "replace_bad": True, "pad_token_id": 0,
@@ -184,7 +186,7 @@ def test_training_replaces_and_counts_them(folder: Path, tmp_path: Path, serve: 
             [source], Mixture([7], [None], [None], seed=1), cast(Any, Squares()),
             num_workers=workers, **options,
         )  # fmt: skip
-        ((step,),) = islice(loader.steps(Cursor(0)), 1)
+        ((step,),) = islice(loader.steps(SamplerState(0)), 1)
         assert [(bad.source, bad.row) for bad in step.bad] == [(0, 0)]
         batches.append(step.batch)
     for name, values in batches[0].items():
@@ -204,7 +206,7 @@ def test_an_outage_stops_measuring_and_a_missing_file_does_not(
     url = serve(folder).url
     names = ["large.jpg", "none.jpg"]
     rows = [row(image=f"{url}/{name}") for name in names] + [row(image="http://x:port/a.jpg")]
-    source = SampleDataset(write(tmp_path / "a.jsonl", *rows))
+    source = SampleDataset(write(tmp_path / "a.jsonl", *rows), network=LOCAL)
     options: dict[str, Any] = {"num_workers": workers, "skip_bad": True}
     (sizes,) = measure_rows(source, encoder.measure, range(3), **options)
     assert [bool(tokens) for tokens, _ in sizes] == [True, False, False]
@@ -212,24 +214,24 @@ def test_an_outage_stops_measuring_and_a_missing_file_does_not(
     dead.close()
     path = write(tmp_path / "b.jsonl", *rows, row(image=f"{dead.url}/large.jpg"))
     with pytest.raises(UnreachableError, match=r"b\.jsonl:3: http.*refused.*start again"):
-        list(measure_rows(SampleDataset(path), encoder.measure, range(4), **options))
+        list(measure_rows(SampleDataset(path, network=LOCAL), encoder.measure, range(4), **options))
 
 
-def test_a_server_has_so_much_time(
-    folder: Path, serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_media, "TIMEOUT_S", 0.2)
-    silent = Media(kind="image", path=f"{serve(folder, pause_s=2.0).url}/turned.jpg")
+def test_a_server_has_so_much_time(folder: Path, serve: Any) -> None:
+    def media(name: str, limits: Limits, **options: Any) -> Media:
+        url = serve(folder, **options).url
+        return Media(kind="image", path=f"{url}/{name}", network=LOCAL, limits=limits)
+
+    silent = media("turned.jpg", Limits(remote_wait_s=0.2), pause_s=2.0)
     for read in (image_size, open_image):
         with pytest.raises(DataError, match=r"turned\.jpg: cannot be read: .*timed out"):
             read(silent)
-    monkeypatch.setattr(remote_media, "LIMIT_S", 0.3)
-    slow = serve(folder, piece=8, pause_s=0.05)
-    with pytest.raises(DataError, match=r"not read within 0\.3 s"):
-        open_image(f"{slow.url}/turned.jpg")
-    monkeypatch.setattr(remote_media, "LARGEST_BYTES", 1000)
-    with pytest.raises(DataError, match="is larger than 1000 bytes"):
-        open_image(f"{serve(folder).url}/large.jpg")
+    slow = media("turned.jpg", Limits(remote_s=0.3), piece=8, pause_s=0.05)
+    for read in (image_size, open_image):
+        with pytest.raises(DataError, match=r"not read within 0\.3 s, limits\.remote_s"):
+            read(slow)
+    with pytest.raises(DataError, match=r"larger than 1000 bytes -> .* raise limits\.remote_bytes"):
+        open_image(media("large.jpg", Limits(remote_bytes=1000)))
 
 
 @pytest.mark.parametrize("root", ["memory://pictures/set", "https://host.org/set", "."])
@@ -269,18 +271,13 @@ def test_addresses_are_kept_or_copied(folder: Path, tmp_path: Path, serve: Any) 
     listed = tmp_path / "list.yaml"
     listed.write_text(json.dumps({"sources": [{"path": "a.jsonl", "media_root": root}]}))
     for source, options in ((path, {"media_root": root}), (listed, {})):
-        ingest(source, tmp_path / "kept", overwrite=True, **options)
-        kept = SampleDataset(tmp_path / "kept")
+        ingest(source, tmp_path / f"kept-{source.stem}", network=LOCAL, **options)
+        kept = SampleDataset(tmp_path / f"kept-{source.stem}", network=LOCAL)
         assert [kept[number].media[0].path for number in range(2)] == addresses
-    ingest(path, tmp_path / "own", media_root=root, embed_media=True)
+    ingest(path, tmp_path / "own", media_root=root, embed_media=True, network=LOCAL)
     assert [SampleDataset(tmp_path / "own")[n].media[0].data for n in range(2)] == files
-    for name, keep in (("copied", False), ("named", True)):
-        out = tmp_path / name
-        summary = export(path, out, to="llava", keep_paths=keep, media_root=root)
-        assert (summary.rows, summary.left_out) == (2, 0)
-        media = [sample.media[0] for sample in SampleDataset(summary.path).stream()]  # pyright: ignore
-        if keep:
-            assert [medium.path for medium in media] == addresses
-        else:
-            assert [Path(medium.path or "").read_bytes() for medium in media] == files
+    summary = export(path, tmp_path / "copied", to="llava", media_root=root, network=LOCAL)
+    assert (summary.rows, summary.left_out) == (2, 0)
+    media = [sample.media[0] for sample in SampleDataset(summary.path).stream()]  # pyright: ignore
+    assert [Path(medium.path or "").read_bytes() for medium in media] == files
     assert Image.open(io.BytesIO(files[1])).size == (80, 40)

@@ -18,7 +18,7 @@ from coat_data.load.encode import IGNORE_INDEX, Encoder
 from coat_data.load.loader import TrainLoader
 from coat_data.media.image import ImageTransform
 from coat_data.media.sampling import VideoSettings
-from coat_data.mixture.sampler import Cursor, Mixture
+from coat_data.mixture.sampler import Mixture, SamplerState
 from coat_data.sample import DataError
 from coat_data.text.chat import get_template
 from coat_data.tools.lint import lint
@@ -26,7 +26,7 @@ from coat_data.tools.lint import lint
 TOKENS = 4
 PAGE = (
     "What does this page play?\n<html><body><video><source src='a.mp4'></video>"
-    "<img src='b.png'> &lt;image&gt; <image-1> <|image_pad|></body></html>"
+    "<img src='b.png'> &lt;image&gt; <image-1></body></html>"
 )
 
 
@@ -72,7 +72,7 @@ def encoder(make_tokenizer: Any) -> Encoder:
 
 
 def image_tokens(ids: torch.Tensor, encoder: Encoder) -> int:
-    (image_id,) = set(encoder.pieces.literal("<image>"))
+    (image_id,) = set(encoder.tokenizer.literal("<image>"))
     return int((ids == image_id).sum())
 
 
@@ -92,7 +92,7 @@ def test_tags_of_a_web_page_are_text(folder: Path, encoder: Encoder, media: dict
     encoded = encoder(dataset[0])
     trained = encoded.labels[encoded.labels != IGNORE_INDEX]
     assert not image_tokens(trained, encoder)
-    assert encoder.pieces.decode(trained.tolist()).startswith(PAGE)
+    assert encoder.tokenizer.decode(trained.tolist()).startswith(PAGE)
 
 
 def test_a_page_that_may_mean_its_video_is_a_bad_row_not_a_guess(folder: Path) -> None:
@@ -141,7 +141,7 @@ def test_one_damaged_file_does_not_end_the_run(
         [dataset], Mixture([8], [None], [None], seed=1), encoder, batch_size=8, micro_batch_size=4,
         rank=0, world_size=1, seed=1, replace_bad=True, pad_token_id=0, num_workers=workers,
     )  # fmt: skip
-    ((one, two),) = islice(loader.steps(Cursor(0)), 1)
+    ((one, two),) = islice(loader.steps(SamplerState(0)), 1)
     bad = [*one.bad, *two.bad]
     assert {each.row for each in bad} == set(range(5))
     for each in bad:
@@ -154,5 +154,5 @@ def test_one_damaged_file_does_not_end_the_run(
         assert tokens == TOKENS * len(step.batch["pixel_values"])
         assert bool(torch.isfinite(step.batch["pixel_values"]).all())
     found: list[DataError] = []
-    assert lint(folder / "rows.json", found.append, check_media="decode", progress=False).bad == 5
+    assert lint(folder / "rows.json", found.append, check_media="decode").bad == 5
     assert [error.where.split(":")[1] for error in found] == list("01234")

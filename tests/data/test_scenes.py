@@ -333,16 +333,6 @@ def test_no_turn_can_be_answered_from_the_turns_before_it(out, seen):
     assert checked > 500
 
 
-@pytest.mark.parametrize("questions_per_row", [1, 4])
-def test_questions_are_cut_into_rows(out, tmp_path, questions_per_row):
-    make_scenes(tmp_path / "out", seed=3, questions_per_row=questions_per_row, **SIZES)
-    together = [turn for row in read_json(out / "questions.json") for turn in turns(row)]
-    rows = read_json(tmp_path / "out" / "questions.json")
-    assert [turn for row in rows for turn in turns(row)] == together
-    assert max(len(turns(row)) for row in rows) == questions_per_row
-    assert len({row["id"] for row in rows}) == len(rows)
-
-
 def contents(folder):
     return {
         str(path.relative_to(folder)): path.read_bytes()

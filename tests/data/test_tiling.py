@@ -22,6 +22,14 @@ def noise(width: int, height: int) -> Image.Image:
     return Image.fromarray(values)
 
 
+def one_tile(
+    transform: ImageTransform, image: Image.Image, rng: np.random.Generator | None = None
+) -> torch.Tensor:
+    pixels = torch.empty(3, transform.size, transform.size)
+    transform.write_square(image, pixels.numpy(), rng)
+    return pixels
+
+
 def tiles_of(transform: ImageTransform, image: Image.Image) -> np.ndarray:
     plan = transform.plan(*image.size)
     out = np.full((plan.num_tiles, 3, transform.size, transform.size), np.nan, dtype=np.float32)
@@ -90,7 +98,7 @@ def test_scales_are_squares_and_then_the_closest_grid():
                 left, top = 16 * column, 16 * row
                 expected.append(scaled.crop((left, top, left + 16, top + 16)))
     plain = ImageTransform(16, (0.5,) * 3, (0.5,) * 3)
-    stacked = torch.stack([plain(tile) for tile in expected]).numpy()
+    stacked = torch.stack([one_tile(plain, tile) for tile in expected]).numpy()
     assert np.array_equal(tiles_of(transform, image), stacked)
 
 
@@ -99,7 +107,7 @@ def test_a_frame_of_a_video_is_one_plain_tile(mode: str):
     options = {"scales": (16, 32)} if mode == "dynamic_s2" else {}
     transform = TiledTransform(16, MEAN, STD, mode, **options)  # pyright: ignore[reportArgumentType]
     frame = noise(60, 20)
-    assert torch.equal(transform(frame), ImageTransform(16, MEAN, STD)(frame))
+    assert torch.equal(one_tile(transform, frame), one_tile(ImageTransform(16, MEAN, STD), frame))
     assert ImageTransform(16, MEAN, STD).plan(60, 20) == ONE_TILE
 
 
@@ -110,9 +118,6 @@ def test_a_frame_of_a_video_is_one_plain_tile(mode: str):
         ({"min_tiles": 7, "max_tiles": 6}, "7 .least. to 6"),
         ({"min_tiles": 0}, "at least 1"),
         ({"scales": (16, 32)}, "no effect in mode 'dynamic'"),
-        ({"mode": "dynamic_s2"}, "two or more"),
-        ({"mode": "dynamic_s2", "scales": (32, 64)}, "ascending multiples of 16"),
-        ({"mode": "dynamic_s2", "scales": (16, 40)}, "ascending multiples of 16"),
         ({"mode": "dynamic_s2", "scales": (16, 64), "max_tiles": 12}, "set max_tiles to 16"),
     ],
 )

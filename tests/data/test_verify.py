@@ -60,7 +60,7 @@ def conversation() -> Sample:
 
 def first_newline_masked(ids: list[int], labels: list[int], encoder: Encoder) -> None:
     """VILA's: the first line break inside an answer is taken for the template's."""
-    newline = encoder.pieces.text("\n")[-1]
+    newline = encoder.tokenizer.text("\n")[-1]
     place = next(i for i, label in enumerate(labels) if label == newline)
     labels[place] = IGNORE_INDEX
 

@@ -12,6 +12,7 @@ from PIL import Image
 
 from coat_data.media import pyav_reader
 from coat_data.media.decord_reader import DecordReader
+from coat_data.media.pyav_reader import PyavVideo
 from coat_data.media.sampling import VideoSettings
 from coat_data.media.video import VideoReader, read_frames
 from coat_data.sample import DataError, Media
@@ -113,7 +114,7 @@ def test_groups_of_pictures_that_are_not_needed_are_not_decoded(
 ):
     path = make_clip(tmp_path / "a.mp4", 400, options={"g": "10", "bf": "0", "sc_threshold": "0"})
     decoded = 0
-    original = pyav_reader._decoded_packets
+    original = PyavVideo._decode_packets
 
     def counted(*arguments):
         nonlocal decoded
@@ -121,7 +122,7 @@ def test_groups_of_pictures_that_are_not_needed_are_not_decoded(
             decoded += 1
             yield frame
 
-    monkeypatch.setattr(pyav_reader, "_decoded_packets", counted)
+    monkeypatch.setattr(PyavVideo, "_decode_packets", counted)
     assert len(read(path, 4)) == 4
     assert decoded < 100
 
@@ -132,11 +133,9 @@ def test_seeking_gives_the_same_frames(tmp_path: Path, monkeypatch: pytest.Monke
     path = make_clip(tmp_path / name, 300, codec, options=options)
     expected = [frame.tobytes() for frame in read(path, 5)]
     seeks = []
-    original = pyav_reader._seek
+    original = PyavVideo._seek
     monkeypatch.setattr(pyav_reader, "_SEEK_SECONDS", 4.0)
-    monkeypatch.setattr(
-        pyav_reader, "_seek", lambda *args: (seeks.append(args[2]), original(*args))
-    )
+    monkeypatch.setattr(PyavVideo, "_seek", lambda *args: (seeks.append(args[1]), original(*args)))
     assert [frame.tobytes() for frame in read(path, 5)] == expected
     assert len(seeks) == (0 if "long_groups" in name else 4)  # keyframes 25 s apart: none to reach
 

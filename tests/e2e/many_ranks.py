@@ -199,7 +199,7 @@ def work(folder: Path, run: dict[str, Any]) -> None:
     clips = run["zero"] == 0 and not run["bf16"]
     progress = Progress(
         stage="sft", step=0, world_size=world.size, zero_stage=run["zero"], precision="x",
-        bad_samples=0, cursor=(0, 0),
+        bad_samples=0, sampler_state=(0, 0),
     )  # fmt: skip
     result: dict[str, Any] = {}
     if run["resume"]:
@@ -217,7 +217,7 @@ def work(folder: Path, run: dict[str, Any]) -> None:
     result["end"] = dump(engine)
     done = Progress(
         stage="sft", step=first + run["steps"], world_size=world.size, zero_stage=run["zero"],
-        precision="x", bad_samples=0, cursor=(0, 0),
+        precision="x", bad_samples=0, sampler_state=(0, 0),
     )  # fmt: skip
     path = save_checkpoint(folder / run["name"], engine, done, world, keep=2)
     if world.is_main:

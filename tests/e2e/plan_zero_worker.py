@@ -20,15 +20,22 @@ from coat_vlm.config import (
     StageConfig,
     VisionConfig,
 )
-from coat_vlm.distributed import World, joined_world
+from coat_vlm.distributed import World, join_world
 from coat_vlm.fp8 import Arithmetic
 from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.model import loss as loss_room
-from coat_vlm.model.build import frame_of
+from coat_vlm.model.build import create_meta_model
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.plan import ZERO_STAGES, LiveMemory, rank_memory, trace
-from coat_vlm.plan.zero import ZeroStage, sizes_of, state_bytes_per_parameter
+from coat_vlm.plan.activations import LiveMemory, trace
+from coat_vlm.plan.zero import (
+    ZERO_STAGES,
+    ZeroStage,
+    count_sizes,
+    estimate_rank_memory,
+    measure_state_bytes,
+)
 from coat_vlm.train import engine as train_engine
+from coat_vlm.train import prepare as train_prepare
 
 TOKENS, IMAGES = 16, 1
 CONFIG = CoatVlmConfig(
@@ -61,12 +68,12 @@ def measured(
         zero_stage=zero_stage,
     )  # fmt: skip
     arithmetic = Arithmetic(dtype, Fp8Config().resolved("coat"))  # CoatAdamW; nothing is converted
-    frame = frame_of(CONFIG, dtype)
-    train_engine.set_trainable(frame, stage)
-    train_engine.set_train_mode(frame, stage)
-    planned = rank_memory(
+    frame = create_meta_model(CONFIG, dtype)
+    train_prepare.set_trainable(frame, stage)
+    train_prepare.set_train_mode(frame, stage)
+    planned = estimate_rank_memory(
         zero_stage,
-        sizes_of(frame, stage, state_bytes_per_parameter(CoatAdamW)),
+        count_sizes(frame, stage, measure_state_bytes(CoatAdamW)),
         world.size,
         trace(frame, 1, TOKENS, IMAGES),
         accumulates=accumulation > 1,
@@ -74,7 +81,7 @@ def measured(
     )
     model = CoatVlm(CONFIG)
     torch.nn.Module.to(model, dtype)
-    train_engine.set_trainable(model, stage)
+    train_prepare.set_trainable(model, stage)
     memory = LiveMemory("cpu")
     with memory:
         engine = train_engine.build_engine(model, recipe, stage, arithmetic, world)
@@ -85,7 +92,7 @@ def measured(
     for _ in range(8):  # the first step makes the states
         passes = 0
         for _ in range(accumulation):
-            train_engine.set_train_mode(model, stage)
+            train_prepare.set_train_mode(model, stage)
             with memory:
                 memory.peak = memory.live
                 loss = engine(input_ids=ids, pixel_values=pixels, labels=ids, skip_logits=True).loss
@@ -108,16 +115,16 @@ def main() -> None:
     """Measure all ZeRO stages; rank 0 prints."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[sys.argv[1]]
     accumulation, bucket = int(sys.argv[2]), int(sys.argv[3])
-    plain = train_engine.deepspeed_config
+    plain = train_engine.build_deepspeed_config
 
     def with_bucket(*args: object) -> dict[str, object]:
         config = plain(*args)  # pyright: ignore[reportArgumentType]
         config["zero_optimization"]["reduce_bucket_size"] = bucket
         return config
 
-    train_engine.deepspeed_config = with_bucket
+    train_engine.build_deepspeed_config = with_bucket
     loss_room._kernel_fits = lambda *_: True  # pyright: ignore[reportPrivateUsage] - as on a GPU
-    with joined_world() as world:
+    with join_world() as world:
         for zero_stage in ZERO_STAGES:
             torch.manual_seed(0)
             row = measured(zero_stage, dtype, accumulation, bucket, world)

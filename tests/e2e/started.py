@@ -124,7 +124,7 @@ def _become(request: dict[str, Any], rank: int, port: int) -> None:
     sys.argv = ["coat-vlm", *request["words"]]
 
 
-def _exit_with(command: Callable[[list[str]], int], words: list[str]) -> NoReturn:
+def exit_with(command: Callable[[list[str]], int], words: list[str]) -> NoReturn:
     """End this process as Python would, but for taking all modules apart, which takes seconds."""
     status: Any = 1
     try:
@@ -186,7 +186,7 @@ def main() -> int:
             if not children[-1]:
                 replies.close()
                 _become(request, rank, port)
-                _exit_with(coat_vlm, request["words"])
+                exit_with(coat_vlm, request["words"])
         replies.write(json.dumps(_wait(children, request["timeout"])) + "\n")
         replies.flush()
     return 0

@@ -47,7 +47,7 @@ def test_bad_gradients_are_counted_and_then_stop_the_run(
 
 def test_a_recipe_may_not_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "quickstart", "offload_optimizer=cpu"]) == 2
-    assert "CPU Adam would step instead of the FP8 optimizer" in capsys.readouterr().err
+    assert "CPU Adam would replace the FP8 optimizer" in capsys.readouterr().err
 
 
 def test_bad_rows_stop_the_run_or_are_listed(tiny_data: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def test_two_processes_measure_one_step(tmp_path: Path, zero: int) -> None:
     assert (row["gpus"], row["zero"], row["problem"]) == ("2", str(zero), "")
     # Two ranks of three rows of 64 tokens, two images of nine each.
     assert (row["tokens"], row["vision_tokens"]) == (str(2 * 3 * 64), str(2 * 3 * 18))
-    assert row["trained_tokens"] == str(2 * 3 * (64 - 1 - 18))
+    assert row["supervised_tokens"] == str(2 * 3 * (64 - 1 - 18))
     assert float(row["tok_s_gpu"]) == pytest.approx(3 * 64e3 / float(row["ms"]), rel=1e-3)
     first, last = row["note"].split("loss ")[1].split(" -> ")
     assert float(last) < float(first)

@@ -8,7 +8,9 @@ import started
 import torch
 import torch.nn.functional as F
 
-from coat_bench.models import SIZES
+from coat_bench.recipe import RecipeBench, build_stage_model, list_stage_cases, make_batch
+from coat_bench.step import StepCase
+from coat_vlm.distributed import World
 
 
 def test_two_processes_measure_one_step_through_zero(tmp_path: Path) -> None:
@@ -20,11 +22,16 @@ def test_two_processes_measure_one_step_through_zero(tmp_path: Path) -> None:
     rows = list(csv.DictReader(path.open()))
     cells = [(r["implementation"], r["optimizer"], r["zero"], r["problem"]) for r in rows]
     assert cells == [("bf16", "adamw", "2", ""), ("coat_lean", "coat", "2", "")]
-    model = SIZES["tiny"].build(torch.device("cpu"), torch.float32)
-    batch = SIZES["tiny"].batch(0, 2, torch.device("cpu"))
-    labels = batch.pop("labels")
-    logits = model(**batch).logits
-    exact = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).item()
+    case = StepCase("bf16", None, True, 2).recipe("tiny", 2)
+    alone = World(rank=0, size=1, device=torch.device("cpu"))
+    (stage,) = list_stage_cases(RecipeBench(recipe=case, images=2), alone)
+    model = build_stage_model(stage, alone.device)
+    exact = 0.0
+    for rank in range(2):
+        batch = make_batch(model, stage.row, 2, None, seed=rank).batch
+        logits = model(input_ids=batch["input_ids"], pixel_values=batch["pixel_values"]).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+        exact += loss.item() / 2
     for row in rows:
         assert (row["gpus"], row["batch"], row["tokens"]) == ("2", "2", "128")
         assert float(row["tok_s"]) == pytest.approx(128e3 / float(row["ms"]), rel=1e-3)

@@ -36,7 +36,7 @@ def changing(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = training["train"](training["no_dropout"](recipe), folder, *options, ranks=ranks)
         assert done.returncode == 0, done.stderr[-3000:]
         if number:
-            assert f"regrouped for {ranks} at stage {zero_stage}" in done.stderr + done.stdout
+            assert f"repartitioned for {ranks} at stage {zero_stage}" in done.stderr + done.stdout
         keep_until(folder / "run", 2 * (number + 1))
     return folder / "run"
 
@@ -86,7 +86,7 @@ def test_a_checkpoint_of_any_stage_exports_its_masters(
     assert any(name.startswith("vision_tower") for name in weights)
     shards = Shards(source)
     for name, weight in weights.items():
-        assert torch.equal(weight, shards.weight(name, weight.shape)), name
+        assert torch.equal(weight, shards.read_parameter(name, weight.shape)), name
     rounded = exported(source, tmp_path / "bf16", "--dtype", "bfloat16")
     assert all(torch.equal(rounded[name], weight.bfloat16()) for name, weight in weights.items())
     ours, processor = load(tmp_path / "bf16")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_cli.main import main
 from coat_data.load.dataset import SampleDataset
-from coat_data.load.lengths import DocumentPieces
+from coat_data.load.lengths import DocumentChunks
 from coat_vlm.generate import load
 from coat_vlm.model.processor import train_tokenizer
 
@@ -110,7 +110,7 @@ def test_rows_are_filled_with_pieces_of_documents(one_rank: Path, texts: Path) -
     """Every character is in one piece, and pieces in the middle fill the context."""
     dataset = SampleDataset(texts / "web.jsonl")
     with np.load(one_rank / "pretrain" / "documents.npz") as saved:
-        pieces = DocumentPieces(dataset, saved["arr_0"])
+        pieces = DocumentChunks(dataset, saved["arr_0"])
     for row in range(len(dataset)):
         own = [index for index in range(len(pieces)) if pieces.rows[index] == row]
         whole = dataset[row].turns[1].text
@@ -134,7 +134,7 @@ def test_it_resumes_exactly(one_rank: Path, texts: Path) -> None:
     (one_rank / "pretrain" / "checkpoints" / "step-00000004" / "manifest.json").unlink()
     said = train(texts, one_rank, "--resume", "auto", precision="fp32", zero_stage=0)
     assert "step-00000002" in said
-    assert "cutting documents" not in said  # the pieces were kept
+    assert "splitting documents" not in said  # the chunks were saved
     assert [row["loss"] for row in rows_of(one_rank, "step")] == [row["loss"] for row in whole]
 
 

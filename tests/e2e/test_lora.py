@@ -157,7 +157,7 @@ def test_what_cannot_be_exported(
     path = copied / "adapter" / "adapter_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "base_model_name_or_path": "gone"}))
-    assert "in no folder (gone)" in refused(str(copied), "--adapter")
+    assert "not in a folder (gone)" in refused(str(copied), "--adapter")
 
 
 def test_a_run_in_coat_at_stage_3_from_its_own_parts(
@@ -180,4 +180,4 @@ def test_a_run_in_coat_at_stage_3_from_its_own_parts(
     assert main(["generate", "--model", model, "--image", str(tiny_data / "1.png"), *question]) == 0
     refused = ["export", model, "--adapter", "--to", str(tmp_path / "b")]
     assert main(refused) == 2
-    assert "export one of the stage's checkpoints" in capsys.readouterr().err
+    assert "export a checkpoint of the stage" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from coat_vlm.checkpoint.load import latest_checkpoint
+from coat_vlm.checkpoint.load import find_latest_checkpoint
 from coat_vlm.checkpoint.metadata import read_progress
 
 training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
@@ -47,7 +47,7 @@ def test_two_ranks_train_the_samples_of_one(
     done = train(recipe, tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     wanted, found = step_rows(one_rank), step_rows(tmp_path / "run")
-    for name in ("samples", "tokens", "trained_tokens", "packing_fill"):
+    for name in ("samples", "tokens", "supervised_tokens", "packing_fill"):
         assert [row[name] for row in found] == [row[name] for row in wanted]
     assert [row["loss"] for row in found] == pytest.approx([r["loss"] for r in wanted], rel=2e-5)
     assert min(row["samples"] for row in found) > 6
@@ -59,7 +59,7 @@ def test_a_packed_run_resumes_from_its_cursor(one_rank: Path) -> None:
     checkpoints = one_rank / "sft" / "checkpoints"
     (one_rank / "sft" / "model" / "manifest.json").unlink()
     (checkpoints / "step-00000005" / "manifest.json").unlink()
-    newest = latest_checkpoint(checkpoints)
+    newest = find_latest_checkpoint(checkpoints)
     assert newest is not None
     assert read_progress(newest).step == 3
     saved = json.loads((newest / "trainer.json").read_text())["cursor"]

@@ -26,7 +26,7 @@ def test_a_run_from_before_the_default_changed_is_told_what_to_set(
     (tmp_path / "run/sft/checkpoints/step-00000004/manifest.json").unlink()
     done = train(recipe, tmp_path, "--resume", "auto")
     assert done.returncode == 2
-    assert "dre_e4m3 fp32's, this run has CoatAdamW dre_e4m3_chance fp32" in done.stderr
+    assert "dre_e4m3 fp32, this run has CoatAdamW dre_e4m3_stochastic fp32" in done.stderr
     assert "resume with fp8.second_moment=nearest" in done.stderr
     done = train(recipe, tmp_path, "--resume", "auto", "fp8.second_moment=nearest")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -16,7 +16,7 @@ import pytest
 import started
 import yaml
 
-from coat_vlm.checkpoint.load import latest_checkpoint
+from coat_vlm.checkpoint.load import find_latest_checkpoint
 from coat_vlm.config import MODULES
 from coat_vlm.generate import load
 
@@ -108,7 +108,7 @@ def videos(run_dir: Path) -> list[dict[str, int]]:
 
 LINE = (
     r"sft step 4/6 loss \d\.\d{4} grad [\d.]+ lr \d\.\de-\d\d tokens/s [\d,]+ \(vision [\d,]+\) "
-    r"TFLOP/s \S+ wait \d+\.\d% mem [\d.]+ GB eta \d:\d\d:\d\d"
+    r"wait \d+\.\d% mem [\d.]+ GB( first step [\d.]+ s)? eta \d:\d\d:\d\d"
 )
 TRAIN = [sys.executable, "-m", "coat_cli.main", "train"]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -315,7 +315,7 @@ def test_a_signal_saves_and_resume_continues_bit_exactly(
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 75, log.read_text()[-3000:]
-    checkpoint = latest_checkpoint(tmp_path / "broken" / "sft" / "checkpoints")
+    checkpoint = find_latest_checkpoint(tmp_path / "broken" / "sft" / "checkpoints")
     assert checkpoint is not None
     assert len(losses(tmp_path / "broken")) < 40
     done = train(broken, tmp_path, "--resume", "auto")
@@ -362,6 +362,18 @@ def test_stages_chain_and_frozen_modules_stay(tiny_data: Path, tmp_path: Path) -
     assert starts[0]["trainable"]["projector"] == starts[0]["total"]["projector"] > 0
     validations = [row for row in rows if row["kind"] == "val"]
     assert [list(row["losses"]) for row in validations] == [["tiny"], ["tiny"]]
+    # The second stage alone, in another run folder, from the first one's model.
+    start = tmp_path / "run" / "align" / "model"
+    new = [f"output_dir={tmp_path / 'new'}", f"init_from={start}", "model.template=vicuna_v1"]
+    done = train(recipe, tmp_path, "--stage", "sft", *new[:2])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"stage sft starts from {start}" in done.stdout
+    assert losses(tmp_path / "new") == losses(tmp_path / "run")
+    done = train(recipe, tmp_path, "--stage", "sft", *new, "--overwrite")
+    assert done.returncode == 0, done.stderr[-2000:]
+    template = tmp_path / "new" / "sft" / "model" / "chat_template.jinja"
+    assert "ASSISTANT" in template.read_text()
+    assert "im_start" not in template.read_text()
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint(tiny_data: Path, tmp_path: Path) -> None:
@@ -369,7 +381,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tiny_data: Path, tmp_path: Pa
     recipe["stages"]["sft"].update(max_steps=2, save_every_steps=1)
     assert train(recipe, tmp_path).returncode == 0
     checkpoints = tmp_path / "run" / "sft" / "checkpoints"
-    before = latest_checkpoint(checkpoints)
+    before = find_latest_checkpoint(checkpoints)
     (tmp_path / "run" / "sft" / "model" / "manifest.json").unlink()
     for path in sorted(checkpoints.glob("step-*"))[1:]:
         (path / "manifest.json").unlink()  # as if it was cut off while being written
@@ -382,7 +394,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tiny_data: Path, tmp_path: Pa
     assert done.returncode == 2, done.stderr[-2000:]
     assert "could not be saved" in done.stderr
     assert "is not used" in done.stderr
-    usable = latest_checkpoint(checkpoints)
+    usable = find_latest_checkpoint(checkpoints)
     assert before is not None
     assert usable == before.with_name("step-00000001")
 

@@ -206,4 +206,4 @@ def test_vila_video_sft_continues_with_its_own_settings(tuned: Path, own: Path) 
     assert processor.image_mode == "resize"
     assert 9 * 4 < steps(run)[0]["tokens"] < 70 * 4
     clip = Media(kind="video", path=str(own / "clip"))
-    assert processor.encoder(train=False).media_plan(clip)[1] == 9 * 4
+    assert processor.encoder(train=False).media.plan(clip).num_token_tiles == 9

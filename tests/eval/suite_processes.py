@@ -18,7 +18,7 @@ import torch
 
 from coat_cli.main import main
 from coat_eval import runner  # noqa: F401 - imported before the forks
-from coat_eval.coat_answerer import CoatAnswerer
+from coat_eval.coat_adapter import CoatAdapter
 
 SLOW_S = 0.05
 PATIENCE_S = 120.0
@@ -87,6 +87,6 @@ def run_ranks(out: Path) -> list[int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    CoatAnswerer.answer = slowly(CoatAnswerer.answer)
+    CoatAdapter.answer = slowly(CoatAdapter.answer)
     kill_one(Path(sys.argv[3]) / "killed")
     sys.exit(any(run_ranks(Path(sys.argv[3]) / "ranks")))

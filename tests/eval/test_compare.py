@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from coat_cli.main import main
-from coat_eval.compare_seeds import compare_runs, draw_curves, format_comparison
+from coat_eval.compare_models import compare_runs, draw_curves, format_comparison
 
 RECIPE: dict[str, Any] = {
     "name": "tiny",
@@ -37,7 +37,7 @@ RECIPE: dict[str, Any] = {
 def make_run(
     folder: Path, naming: list[bool], presence: list[tuple[str, str]], loss: float
 ) -> Path:
-    """A run folder with items (correct), (said, labelled), and four training steps."""
+    """A run folder with items (correct), (said, labeled), and four training steps."""
     for name in ("naming", "presence"):
         (folder / "eval" / name).mkdir(parents=True)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))

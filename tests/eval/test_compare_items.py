@@ -19,10 +19,15 @@ import pytest
 from PIL import Image
 
 from coat_cli.main import main
-from coat_eval.compare_models import compare_items, format_differences, own_figures
+from coat_eval.compare_models import compare_items, compute_headline_metrics, format_differences
 from coat_eval.report import score_official, score_set
 from coat_eval.scored_set import read_sets
-from coat_eval.significance import Figure, bootstrap_intervals, figures, mcnemar
+from coat_eval.significance import (
+    RatioMetric,
+    bootstrap_intervals,
+    compute_metrics,
+    mcnemar_p_value,
+)
 from coat_eval.tasks import get_benchmark, get_task
 
 SPLITS = ("random", "popular", "adversarial")
@@ -81,24 +86,24 @@ def models(tmp_path: Path) -> tuple[Path, Path]:
     ],
 )
 def test_mcnemar_is_twice_the_binomial_tail(b: int, c: int, p: float) -> None:
-    assert mcnemar(b, c) == mcnemar(c, b) == pytest.approx(p, rel=1e-12)
+    assert mcnemar_p_value(b, c) == mcnemar_p_value(c, b) == pytest.approx(p, rel=1e-12)
 
 
 def test_mcnemar_of_many_items_is_the_normal_tail() -> None:
     """Twice the tail of N(0, 1) at (|b - c| - 1) / sqrt(b + c) = 2.991: 0.00278."""
-    assert mcnemar(10212, 9788) == pytest.approx(0.00278, abs=1e-5)
+    assert mcnemar_p_value(10212, 9788) == pytest.approx(0.00278, abs=1e-5)
     # And in whole numbers, which Python adds exactly.
     exact = 2 * sum(math.comb(900, k) for k in range(421)) / 2**900
-    assert mcnemar(420, 480) == pytest.approx(exact, rel=1e-10)
+    assert mcnemar_p_value(420, 480) == pytest.approx(exact, rel=1e-10)
 
 
 def f1(pairs: list[tuple[str, str]]) -> float:
     """From precision and recall, as the paper has it."""
     tp = sum(pair == ("yes", "yes") for pair in pairs)
-    said, labelled = (sum(pair[i] == "yes" for pair in pairs) for i in (0, 1))
+    said, labeled = (sum(pair[i] == "yes" for pair in pairs) for i in (0, 1))
     if not tp:
         return 0.0
-    return 100 * 2 * (tp / said) * (tp / labelled) / (tp / said + tp / labelled)
+    return 100 * 2 * (tp / said) * (tp / labeled) / (tp / said + tp / labeled)
 
 
 def test_the_interval_is_that_of_all_possible_draws() -> None:
@@ -115,11 +120,11 @@ def test_the_interval_is_that_of_all_possible_draws() -> None:
     for one in pairs:
         tp = np.array([pair == ("yes", "yes") for pair in one], float)
         wrong = np.array([pair[0] != pair[1] for pair in one], float)
-        found.append(Figure([(2 * tp, 2 * tp + wrong)]))
+        found.append(RatioMetric([(2 * tp, 2 * tp + wrong)]))
     assert [one.value() for one in found] == pytest.approx([f1(one) for one in pairs])
-    ((low, high),) = bootstrap_intervals([(found[0], found[1])], seed=3, resamples=100_000)
+    ((low, high),) = bootstrap_intervals([(found[:1], found[1:])], seed=3, resamples=100_000)
     assert (low, high) == pytest.approx(tuple(exact), abs=1.0)
-    again = bootstrap_intervals([(found[0], found[1])], seed=3, resamples=100_000)
+    again = bootstrap_intervals([(found[:1], found[1:])], seed=3, resamples=100_000)
     assert again == [(low, high)]
     assert exact[0] < -40 < exact[1]  # an interval that a mistake would move
 
@@ -228,7 +233,7 @@ def test_only_whole_benchmarks_stand_beside_published_figures(tmp_path: Path) ->
         ]
         said = format_differences(compare_items(paths))
         assert ("| LLaVA-1.5-7B |" in said) == (not change)
-        assert ("Not beside published figures: pope of 0a" in said) is False
+        assert ("Not compared with published results: pope of 0a" in said) is False
         for key, value in change.items():
             assert f"pope of {number}a ({key} {value}); pope of {number}b ({key} {value})" in said
     paths = [pope_report(tmp_path / f"8{name}", ANSWERS[name][:8]) for name in "ab"]
@@ -274,21 +279,21 @@ def test_what_does_not_compare_is_an_error(
     (other / "pope").rename(other / "gqa")
     assert "was scored on gqa and a on pope" in fails(models[0], other)
     lmms = pope_report(tmp_path / "lmms", ANSWERS["b"], profile="lmms")
-    assert "score both by one" in fails(models[0], lmms)
-    assert "nothing to compare with" in fails(models[0])
-    assert "named twice" in fails(models[0], models[0])
+    assert "score both with the same profile" in fails(models[0], lmms)
+    assert "a single report cannot be compared" in fails(models[0])
+    assert "given twice" in fails(models[0], models[0])
     assert "without --html" in fails(*models, "--flips", 3)
-    assert "no run folder, no report" in fails(models[0], tmp_path / "nothing")
+    assert "is not a run folder, a report" in fails(models[0], tmp_path / "nothing")
 
 
 def test_ten_thousand_items_take_seconds() -> None:
     rng = np.random.default_rng(0)
     pairs = [
-        tuple(Figure([(rng.random(10_000).round(), np.ones(10_000))]) for _ in range(2))
+        tuple(RatioMetric([(rng.random(10_000).round(), np.ones(10_000))]) for _ in range(2))
         for _ in range(3)
     ]
     started = time.perf_counter()
-    bootstrap_intervals([(a, b) for a, b in pairs])
+    bootstrap_intervals([([a], [b]) for a, b in pairs])
     assert time.perf_counter() - started < 10
 
 
@@ -326,8 +331,8 @@ def test_figures_of_official_files_are_the_scorers(
             report_path=report,
         )
         (scored,) = read_sets(report).values()
-        assert len(figures(scored)) >= expected
-        for metric, value in own_figures({task: scored}).items():
+        assert len(compute_metrics(scored)) >= expected
+        for metric, value in compute_headline_metrics({task: scored}).items():
             wanted = json.loads(report.read_text())["metrics"][metric.removeprefix(f"{task}.")]
             assert value == pytest.approx(wanted, abs=1e-9)
         tried += 1

@@ -2,7 +2,12 @@
 
 import pytest
 
-from coat_eval.extract import choice_letter, mentions_yes_or_no, short_answer, yes_no
+from coat_eval.extract import (
+    extract_choice,
+    extract_pope,
+    extract_short_answer,
+    mentions_yes_or_no,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,14 +42,14 @@ from coat_eval.extract import choice_letter, mentions_yes_or_no, short_answer, y
     ],
 )
 def test_pope_rule(text: str, expected: str):
-    assert yes_no(text) == expected
+    assert extract_pope(text.strip()) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("Yes", True), ("NO!", True), ("not there", True), ("nothing", False), ("", False)],
 )
-def test_blind_yes_is_recognised(text: str, expected: bool):
+def test_blind_yes_is_recognized(text: str, expected: bool):
     assert mentions_yes_or_no(text) is expected
 
 
@@ -91,21 +96,21 @@ NUMBERS = ["One", "Two", "Three", "Four"]
     ],
 )
 def test_choice_letter(text: str, expected: str | None):
-    assert choice_letter(text, NUMBERS) == expected
+    assert extract_choice(text, NUMBERS) == expected
 
 
 def test_an_options_own_text_beats_a_letter_in_it():
-    assert choice_letter("plan A", ["plan B", "plan A"]) == "B"
-    assert choice_letter("A cat", ["A dog", "A cat"]) == "B"
+    assert extract_choice("plan A", ["plan B", "plan A"]) == "B"
+    assert extract_choice("A cat", ["A dog", "A cat"]) == "B"
 
 
 def test_equal_options_cannot_be_told_apart_by_text():
-    assert choice_letter("red", ["red", "red", "blue"]) is None
+    assert extract_choice("red", ["red", "red", "blue"]) is None
 
 
 def test_letters_end_with_the_choices():
-    assert choice_letter("C", ["left", "right"]) is None
-    assert choice_letter("F", ["a", "b", "c", "d", "e", "f"]) == "F"
+    assert extract_choice("C", ["left", "right"]) is None
+    assert extract_choice("F", ["a", "b", "c", "d", "e", "f"]) == "F"
 
 
 @pytest.mark.parametrize(
@@ -122,4 +127,4 @@ def test_letters_end_with_the_choices():
     ],
 )
 def test_short_answer(text: str, expected: str):
-    assert short_answer(text) == expected
+    assert extract_short_answer(text) == expected

@@ -9,11 +9,10 @@ import torch
 
 from coat_cli.main import main
 from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_eval.answerer import ModelOptions
-from coat_eval.benchmark import IMAGE_LINE, Choices, Prompt, prompt_sample
-from coat_eval.coat_answerer import CoatAnswerer
+from coat_eval.benchmark import IMAGE_LINE, Prompt, prompt_sample
+from coat_eval.coat_adapter import CoatAdapter
 from coat_eval.generation import Generation, answer_all
-from coat_eval.runner import load_answerer
+from coat_eval.runner import load_adapter
 from coat_vlm.model.processor import CoatVlmProcessor
 
 NAME = "seedbench_likelihood"
@@ -21,79 +20,80 @@ CHOICES = ("red", "yes no B C", "a dog", "")
 
 
 @pytest.fixture(scope="module")
-def answerer(speaking_model: Path) -> CoatAnswerer:
-    found = load_answerer(str(speaking_model), ModelOptions(device=torch.device("cpu")))
-    assert isinstance(found, CoatAnswerer)
+def adapter(speaking_model: Path) -> CoatAdapter:
+    found = load_adapter(str(speaking_model), torch.device("cpu"))
+    assert isinstance(found, CoatAdapter)
     return found
 
 
-def loss_alone(answerer: CoatAnswerer, folder: Path, text: str, image: Media, answer: str) -> float:
-    """Sum of -log p of what training would train of a conversation, token by token."""
+def loss_alone(adapter: CoatAdapter, folder: Path, text: str, image: Media, answer: str) -> float:
+    """Mean of -log p of what training would train of a conversation, token by token."""
     shown = (Part("image"), Part("text", IMAGE_LINE), Part("text", text))
     turns = (Turn("user", shown), Turn("assistant", (Part("text", answer),)))
     sample = Sample(id="x", turns=turns, media=(image,))
     encoded = CoatVlmProcessor.from_pretrained(folder).encoder(train=False)(sample)
-    model, ids = answerer._model, encoded.input_ids
+    model, ids = adapter._model, encoded.input_ids
     with torch.no_grad():
         embeds = model.embed(ids[None], encoded.pixel_values)  # pyright: ignore[reportArgumentType]
         logits = model.language_model(inputs_embeds=embeds).logits[0].double()
-    return sum(
+    losses = [
         float(logits[place - 1].logsumexp(0) - logits[place - 1, ids[place]])
         for place in range(len(ids))
         if encoded.labels[place] >= 0
-    )
+    ]
+    return sum(losses) / len(losses)
 
 
 def test_a_batch_of_choices_has_the_losses_of_one_at_a_time(
-    answerer: CoatAnswerer, speaking_model: Path, benchmarks: Path
+    adapter: CoatAdapter, speaking_model: Path, benchmarks: Path
 ):
     images = [
         Media(kind="image", path=str(path))
         for path in sorted((benchmarks / "gqa" / "images").iterdir())[:2]
     ]
     texts = ("What?", "Which one then of all of these?")
-    encoder = answerer.encoder
+    encoder = adapter.encoder
     encoded = [
         row
         for text, image in zip(texts, images, strict=True)
-        for row in encoder.answered(prompt_sample(text, [image]), CHOICES)
+        for row in encoder.encode_choices(prompt_sample(text, [image]), CHOICES)
     ]
-    found = answerer.losses(encoder.collate_answered(encoded))
+    batch = encoder.collate_choices(encoded)
+    found = adapter.compute_losses(batch)
     expected = [
-        loss_alone(answerer, speaking_model, text, image, answer)
+        loss_alone(adapter, speaking_model, text, image, answer)
         for text, image in zip(texts, images, strict=True)
         for answer in CHOICES
     ]
-    assert [one.nats for one in found] == pytest.approx(expected, rel=1e-4)
-    assert found[3].tokens == 1  # the token that ends an answer
-    assert found[0].tokens == 2
-    assert found[1].value(per_token=True) == pytest.approx(expected[1] / found[1].tokens, rel=1e-4)
+    assert found == pytest.approx(expected, rel=1e-4)
+    tokens = (batch["labels"] >= 0).sum(1).tolist()
+    assert tokens[3] == 1  # the token that ends an answer
+    assert tokens[0] == 2
 
 
 def test_choices_are_asked_in_as_many_rows_as_a_batch_has(
-    answerer: CoatAnswerer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    adapter: CoatAdapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Eight rows are two questions with four choices; a long choice is listed, not fatal."""
     rows: list[int] = []
-    losses = CoatAnswerer.losses
+    losses = CoatAdapter.compute_losses
 
-    def noted(self: CoatAnswerer, batch: Any) -> list[Any]:
+    def noted(self: CoatAdapter, batch: Any) -> list[Any]:
         rows.append(len(batch["input_ids"]))
         return losses(self, batch)
 
-    monkeypatch.setattr(CoatAnswerer, "losses", noted)
+    monkeypatch.setattr(CoatAdapter, "compute_losses", noted)
     prompts = [
-        Prompt(question_id=str(number), text="What?", choices=Choices(texts=CHOICES))
-        for number in range(3)
+        Prompt(question_id=str(number), text="What?", choices=CHOICES) for number in range(3)
     ]
-    prompts.append(Prompt(question_id="3", text="?", choices=Choices(texts=("x" * 4000,))))
-    generation = Generation(batch_size=8, progress=False)
-    problems = answer_all(answerer, prompts, set(), tmp_path, generation)
+    prompts.append(Prompt(question_id="3", text="?", choices=("x" * 4000,)))
+    generation = Generation(batch_size=8)
+    problems = answer_all(adapter, prompts, set(), tmp_path, generation)
     assert rows == [8, 4]
     assert [row["question_id"] for row in problems] == ["3"]
     assert "with the answer 'xxx" in problems[0]["problem"]
     with pytest.raises(DataError, match="more than max_length"):
-        answerer.encoder.answered(prompt_sample("?"), ["x" * 4000])
+        adapter.encoder.encode_choices(prompt_sample("?"), ["x" * 4000])
 
 
 def test_losses_are_resumed_and_scored_from_their_file(

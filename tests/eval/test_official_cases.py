@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from coat_eval import extract, vqa_text
-from coat_eval.benchmark import Question, Scored, Settings
+from coat_eval.benchmark import Question, ScoredItem, Settings
 from coat_eval.tasks import get_benchmark, mmmu
-from coat_eval.tasks.pope import split_metrics
+from coat_eval.tasks.pope import compute_metrics
 
 DATA = os.environ.get("COAT_EVAL_DATA")
 pytestmark = pytest.mark.skipif(DATA is None, reason="COAT_EVAL_DATA names no official files")
@@ -26,7 +26,7 @@ def cases(name: str) -> list:
     return [pytest.param(row, id=row["id"]) for row in map(json.loads, filter(None, lines))]
 
 
-def run(name: str, text: str, question: Question, **settings) -> Scored:
+def run(name: str, text: str, question: Question, **settings) -> ScoredItem:
     return get_benchmark(name).score_one(question, text, Settings(**settings))
 
 
@@ -37,7 +37,7 @@ def test_pope(row: dict):
             run("pope", text, Question(question_id="1", where="", answer=label))
             for text, label in zip(row["predictions"], row["labels"], strict=True)
         ]
-        metrics = split_metrics(scored, "official")
+        metrics = compute_metrics(scored, "official")
         wanted = {name: 100 * row["expected"][name] for name in metrics}
         assert metrics == pytest.approx(wanted, abs=1e-9)
         return
@@ -65,11 +65,11 @@ def test_vqav2(row: dict):
     question = Question(
         question_id="1",
         where="",
-        answer=[vqa_text.plain(answer) for answer in row["answers"]],
+        answer=[vqa_text.strip_blanks(answer) for answer in row["answers"]],
         details={"unanimous": len(set(row["answers"])) == 1},
     )
     assert question.details["unanimous"] == row["unanimous_gt"]
-    assert vqa_text.normalise_vqa(row["prediction"]) == row["norm_pred_official"]
+    assert vqa_text.normalize_vqa(row["prediction"]) == row["norm_pred_official"]
     for key, settings in (
         ("expected", {"raw": True}),
         ("expected_after_llava_processor", {}),
@@ -104,7 +104,7 @@ def test_vizwiz(row: dict):
 @pytest.mark.parametrize("row", cases("seedbench"))
 def test_seedbench(row: dict):
     if "losses" in row:
-        assert extract.lowest_loss(row["losses"]) == row["expected_pred"]
+        assert extract.select_lowest_loss(row["losses"]) == row["expected_pred"]
         return
     details = {"choices": row["choices"]}
     question = Question(question_id="1", where="", answer=row["answer"], details=details)
@@ -127,7 +127,7 @@ def test_mmmu(row: dict):
         details={"type": kind, "choices": row.get("index2ans", {})},
     )
     if kind == "open":
-        assert sorted(map(str, mmmu.open_values(row["response"]))) == row["parsed_sorted"]
+        assert sorted(map(str, mmmu.parse_open_values(row["response"]))) == row["parsed_sorted"]
         assert run("mmmu", row["response"], question).score == row["expected"]
         lmms = run("mmmu", row["response"], question, profile="lmms")
         assert lmms.score == row["lmms_eval_correct"]
@@ -139,7 +139,7 @@ def test_mmmu(row: dict):
     assert (vlmeval.extracted or False) == row["vlmevalkit_can_infer"]
     [drawn] = get_benchmark("mmmu").score_all([(question, row["response"])], Settings())
     assert drawn.extracted == row["expected_if_first_call_after_seed42"]
-    assert drawn.drawn == row["random_fallback"]
+    assert drawn.random_fallback == row["random_fallback"]
 
 
 @pytest.mark.parametrize("row", cases("videomme"))

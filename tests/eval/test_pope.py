@@ -77,7 +77,7 @@ def test_llavas_answers_with_its_questions_and_the_three_label_files(tmp_path: P
     assert set(report["inputs"]) == {str(path) for path in tmp_path.iterdir()}
 
 
-def test_label_files_are_recognised_by_content_not_by_name(tmp_path: Path):
+def test_label_files_are_recognized_by_content_not_by_name(tmp_path: Path):
     labels = label_files(tmp_path)
     renamed = [path.rename(tmp_path / f"{i}.json") for i, path in enumerate(labels)]
     report = score_official(
@@ -125,7 +125,7 @@ def test_repeated_ids_need_the_category(tmp_path: Path):
     assert report["metrics"]["mean_f1"] == 100
     for row in rows:
         del row["category"]
-    with pytest.raises(DataError, match="'1' stands for several questions: adversarial, popular"):
+    with pytest.raises(DataError, match="'1' belongs to several questions: adversarial, popular"):
         score_official(POPE, [write(tmp_path / "p.jsonl", rows)], labels)
 
 
@@ -139,11 +139,11 @@ def test_no_yes_at_all_is_zero(tmp_path: Path):
 
 
 def test_profiles_read_a_chatty_answer_differently(tmp_path: Path):
-    labelled = [
+    labeled = [
         {"question_id": i, "text": f"{i}?", "label": label, "category": "random"}
         for i, label in enumerate(["yes", "yes", "no", "no"])
     ]
-    references = [write(tmp_path / "labelled.jsonl", labelled)]
+    references = [write(tmp_path / "labeled.jsonl", labeled)]
     said = ["Yes, I do.", "It is there", "I do not see one", "No-one"]
     rows = [{"question_id": i, "prediction": text} for i, text in enumerate(said)]
     predictions = [write(tmp_path / "p.jsonl", rows)]

@@ -16,9 +16,9 @@ from PIL import Image
 
 from coat_data.media.image import open_image
 from coat_data.sample import DataError
-from coat_eval.benchmark import Asking, Prompt
+from coat_eval.benchmark import Prompt, PromptOptions
 from coat_eval.data_folder import DataFolder, find_tables
-from coat_eval.runner import folder_of
+from coat_eval.runner import find_folder
 from coat_eval.tasks import get_benchmark
 from coat_eval.tasks.videomme import read_subtitles
 
@@ -26,10 +26,10 @@ SHORT = "Answer the question using a single word or phrase."
 LETTER = "Answer with the option's letter from the given choices directly."
 
 
-def prompts_of(folder: Path, name: str, **asking: Any) -> list[Prompt]:
+def prompts_of(folder: Path, name: str, **options: Any) -> list[Prompt]:
     benchmark = get_benchmark(name)
-    data = DataFolder.open(folder, name, benchmark.layouts, asking.get("split", ""))
-    return list(benchmark.prompts(data, Asking(**asking)))
+    data = DataFolder.open(folder, name, benchmark.layouts, options.get("split", ""))
+    return list(benchmark.prompts(data, PromptOptions(**options)))
 
 
 def pixels(prompt: Prompt) -> bytes:
@@ -104,7 +104,7 @@ def test_llavas_question_file_is_taken_at_its_word(benchmarks: Path, tmp_path: P
     ]
     path = tmp_path / "llava_textvqa_val_v051_ocr.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match=r"there are no OCR tokens.*textvqa_no_ocr"):
+    with pytest.raises(DataError, match=r"has no OCR tokens.*textvqa_no_ocr"):
         prompts_of(tmp_path, "textvqa")
     path.write_text(
         "".join(json.dumps({**rows[0], "question_id": f"{i:016x}"}) + "\n" for i in range(5))
@@ -277,10 +277,12 @@ def test_folders_of_other_benchmarks_are_not_searched(benchmarks: Path):
 
 def test_the_folder_of_a_benchmark(benchmarks: Path, tmp_path: Path):
     videomme = get_benchmark("videomme")
-    assert folder_of(benchmarks, videomme) == benchmarks / "videomme"
-    assert folder_of(benchmarks / "videomme", videomme) == benchmarks / "videomme"  # not the inner
-    assert folder_of(benchmarks, get_benchmark("mmmu")) == benchmarks / "mmmu"
-    assert folder_of(tmp_path, videomme) == tmp_path
+    assert find_folder(benchmarks, videomme) == benchmarks / "videomme"
+    assert (
+        find_folder(benchmarks / "videomme", videomme) == benchmarks / "videomme"
+    )  # not the inner
+    assert find_folder(benchmarks, get_benchmark("mmmu")) == benchmarks / "mmmu"
+    assert find_folder(tmp_path, videomme) == tmp_path
 
 
 def test_an_empty_cell_is_named(benchmarks: Path, tmp_path: Path):

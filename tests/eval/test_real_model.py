@@ -8,8 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from coat_eval import Choice, Generation, get_task, load_answerer, run_benchmark
-from coat_eval.answerer import Answerer, ModelOptions
+from coat_eval.adapter import ModelAdapter
+from coat_eval.generation import Generation
+from coat_eval.runner import EvalTask, load_adapter, run_benchmark
+from coat_eval.tasks import get_task
 from coat_vlm.config import LanguageConfig, ModelConfig, TokenizerConfig, VisionConfig
 from coat_vlm.model.build import build_model
 from coat_vlm.model.configuration import CoatVlmConfig
@@ -55,19 +57,17 @@ def questions(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load(model_dir: Path) -> Answerer:
-    return load_answerer(str(model_dir), ModelOptions(device=torch.device("cpu")))
+def load(model_dir: Path) -> ModelAdapter:
+    return load_adapter(str(model_dir), torch.device("cpu"))
 
 
 def test_batches_and_workers_do_not_change_answers(model_dir: Path, questions: Path):
-    answerer, task = load(model_dir), get_task("short_answer")
+    adapter, task = load(model_dir), get_task("short_answer")
     answers = []
     for batch_size, num_workers in ((1, 0), (4, 1)):
         out = questions / f"out{batch_size}"
-        generation = Generation(
-            batch_size=batch_size, num_workers=num_workers, max_new_tokens=6, progress=False
-        )
-        report = run_benchmark(answerer, Choice(benchmark=task), questions, out, generation)
+        generation = Generation(batch_size=batch_size, num_workers=num_workers, max_new_tokens=6)
+        report = run_benchmark(adapter, EvalTask(benchmark=task), questions, out, generation)
         assert report["n"] == 9
         rows = map(json.loads, (out / "predictions.jsonl").read_text().splitlines())
         answers.append({row["question_id"]: row["prediction"] for row in rows})
@@ -78,11 +78,11 @@ def test_batches_and_workers_do_not_change_answers(model_dir: Path, questions: P
 def test_a_truncated_image_names_the_row(model_dir: Path, questions: Path):
     path = questions / "5.png"
     path.write_bytes(path.read_bytes()[:100])
-    task, generation = get_task("short_answer"), Generation(num_workers=1, progress=False)
+    task, generation = get_task("short_answer"), Generation(num_workers=1)
     with pytest.raises(ValueError, match=r"questions\.jsonl.*5\.png"):
         run_benchmark(
             load(model_dir),
-            Choice(benchmark=task),
+            EvalTask(benchmark=task),
             questions,
             questions / "out",
             generation,

@@ -12,18 +12,12 @@ import torch
 
 from coat_cli.main import main
 from coat_data.sample import DataError, Sample
-from coat_eval import (
-    Choice,
-    Generation,
-    coat_answerer,
-    evaluate_run,
-    format_table,
-    get_task,
-    run_benchmark,
-    runner,
-)  # fmt: skip
-from coat_eval.coat_answerer import CoatAnswerer
+from coat_eval import coat_adapter, runner
+from coat_eval.coat_adapter import CoatAdapter
 from coat_eval.files import folder_sha256
+from coat_eval.generation import Generation
+from coat_eval.runner import EvalTask, evaluate_run, format_table, run_benchmark
+from coat_eval.tasks import get_task
 from coat_vlm.config.load import load_recipe
 
 ANSWERS = ["yes" if number % 2 else "no" for number in range(10)]
@@ -68,8 +62,8 @@ class FirstTexts:
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     script = Script()
-    monkeypatch.setattr(coat_answerer, "generate_batch", script.answer)
-    monkeypatch.setattr(coat_answerer, "PromptEncoder", FirstTexts)
+    monkeypatch.setattr(coat_adapter, "generate_batch", script.answer)
+    monkeypatch.setattr(coat_adapter, "PromptEncoder", FirstTexts)
     return script
 
 
@@ -108,7 +102,7 @@ def test_the_command_loads_the_model_as_told_and_tells_precisions_apart(
         loaded.append((device.type, options["precision"]))
         return script, None
 
-    monkeypatch.setattr(coat_answerer, "load", load)
+    monkeypatch.setattr(coat_adapter, "load", load)
     places = ["--model", str(folder / "model"), "--data", str(folder / "set")]
     words = ["eval", "--task", "yes_no", *places, "--out", str(folder / "out")]
     words += ["--device", "cpu"]
@@ -129,17 +123,17 @@ def go(
     **options: Any,
 ) -> dict:
     model_dir, task = folder / "model", get_task("yes_no")
-    answerer = CoatAnswerer(
+    adapter = CoatAdapter(
         script,  # pyright: ignore[reportArgumentType]
         SimpleNamespace(),  # pyright: ignore[reportArgumentType]
         lambda: {"model_sha256": folder_sha256(model_dir)},
     )
     return run_benchmark(
-        answerer,
-        Choice(benchmark=task, limit=limit, overwrite=overwrite),
+        adapter,
+        EvalTask(benchmark=task, limit=limit, overwrite=overwrite),
         folder / "set",
         folder / "out",
-        Generation(**{"batch_size": 3, "max_new_tokens": 16, "progress": False, **options}),
+        Generation(**{"batch_size": 3, "max_new_tokens": 16, **options}),
         model_name=str(model_dir),
     )
 
@@ -191,19 +185,6 @@ def test_a_finished_run_is_scored_again_without_asking(folder: Path, script: Scr
     again = go(folder, script)
     assert script.asked == []
     assert first["metrics"] == again["metrics"]
-
-
-def test_predictions_of_earlier_versions_are_kept(folder: Path, script: Script):
-    """They were written as they came, and had no index."""
-    go(folder, script)
-    path = folder / "out" / "predictions.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    old = [{k: v for k, v in row.items() if k != "index"} for row in reversed(rows[:7])]
-    path.write_text("".join(json.dumps(row) + "\n" for row in old))
-    script.asked = []
-    assert go(folder, script)["metrics"]["accuracy"] == 100.0
-    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
-    assert [len(batch) for batch in script.asked] == [3, 1]
 
 
 def test_a_limit_can_be_raised_later(folder: Path, script: Script):
@@ -261,13 +242,13 @@ class Unreadable(FirstTexts):
 def test_a_bad_image_is_a_data_error_from_a_worker_too(
     folder: Path, script: Script, monkeypatch: pytest.MonkeyPatch, num_workers: int
 ):
-    monkeypatch.setattr(coat_answerer, "PromptEncoder", Unreadable)
+    monkeypatch.setattr(coat_adapter, "PromptEncoder", Unreadable)
     with pytest.raises(DataError, match="the image is truncated") as error:
         go(folder, script, num_workers=num_workers)
     assert error.value.where == "set/questions.jsonl:1"
 
 
-QUIET = Generation(max_new_tokens=16, progress=False)
+QUIET = Generation(max_new_tokens=16)
 RECIPE = """\
 name: r
 output_dir: r
@@ -310,10 +291,10 @@ def test_a_run_that_meets_its_requirements(run_dir: Path):
 
 def test_a_run_that_misses_one(run_dir: Path, script: Script, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        coat_answerer, "generate_batch", lambda _m, _p, prompts, _n: ["Yes"] * len(prompts)
+        coat_adapter, "generate_batch", lambda _m, _p, prompts, _n: ["Yes"] * len(prompts)
     )
     (missed,) = evaluate_run(run_dir, QUIET)
-    assert str(missed) == "presence: accuracy is 50.00, required 100.00"
+    assert missed == "presence: accuracy is 50.00, required 100.00"
     table = format_table(
         json.loads((run_dir / "eval.json").read_text()), load_recipe(str(run_dir / "recipe.yaml"))
     )

@@ -12,7 +12,7 @@ import pytest
 
 from coat_cli.evaluate import OFFICIAL
 from coat_cli.main import main
-from coat_eval.benchmark import Asking
+from coat_eval.benchmark import PromptOptions
 from coat_eval.data_folder import DataFolder
 from coat_eval.report import SCORER_VERSION, score_official
 from coat_eval.tasks import BENCHMARKS, get_benchmark
@@ -131,7 +131,7 @@ def test_of_repeated_predictions_the_last_counts(folder: Path):
         ([{"image": "VizWiz_val_1.jpg", "answer": "a"}], "looks like predictions for vizwiz"),
         ([{"question_id": "validation_Art_1", "text": "A"}], "look like predictions for mmmu"),
         (QUESTIONS, "looks like references for gqa"),
-        ([{"question_id": "0"}], "no file of gqa predictions"),
+        ([{"question_id": "0"}], "not a file of gqa predictions"),
         ([*GOOD[:2], {"question_id": "2"}], "row 3: has no prediction or text"),
     ],
     ids=["empty", "vizwiz", "mmmu", "references", "no text", "a row without text"],
@@ -162,11 +162,11 @@ def test_references_of_another_benchmark_or_without_answers(
     ("words", "message"),
     [
         (["gqa", "--profile", "mine"], "allowed: official, lmms, vlmeval"),
-        (["gqa", "--profile", "lmms", "--raw"], "raw belongs to the profile official"),
-        (["gqa", "--fallback", "wrong"], "fallback and seed are MMMU's"),
+        (["gqa", "--profile", "lmms", "--raw"], "raw requires the profile official"),
+        (["gqa", "--fallback", "wrong"], "fallback and seed are for MMMU"),
         (["gqa", "--data", "."], "--references instead of --data"),
         (["gqa"], "needs its reference files"),
-        (["yes_no", "--references", "x"], "it takes --data FOLDER"),
+        (["yes_no", "--references", "x"], "give --data FOLDER"),
         (["gqa", "--limit", "1"], "--limit has no effect with score gqa"),
         (["yes_no", "--data", ".", "--items"], "always gets items.jsonl"),
         (["yes_no", "--data", ".", "--submission", "s"], "--submission has no effect"),
@@ -184,14 +184,13 @@ def test_options_that_do_not_fit(
     assert message in capsys.readouterr().err
 
 
-def test_a_set_of_ones_own_by_position_or_by_option(folder: Path):
+def test_a_set_of_ones_own(folder: Path):
     row = {"question_id": "a", "text": "a?", "answer": "yes"}
     (folder / "questions.jsonl").write_text(json.dumps(row))
     (folder / "p.jsonl").write_text(json.dumps({"question_id": "a", "prediction": "Yes"}))
     words = ["--data", str(folder), "--predictions", str(folder / "p.jsonl")]
-    for name in (["yes_no"], ["--task", "yes_no"]):
-        assert main(["score", *name, *words, "--out", str(folder / "report.json")]) == 0
-        assert report(folder)["metrics"]["accuracy"] == 100
+    assert main(["score", "yes_no", *words, "--out", str(folder / "report.json")]) == 0
+    assert report(folder)["metrics"]["accuracy"] == 100
 
 
 def test_the_command_line_knows_the_benchmarks():
@@ -211,7 +210,7 @@ def test_scoring_imports_neither_torch_nor_transformers(folder: Path):
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
     )
-    assert done.stderr.strip() == "[]", done.stderr
+    assert done.stderr.splitlines()[-1] == "[]", done.stderr
 
 
 def test_ten_thousand_predictions_take_less_than_two_seconds(folder: Path):
@@ -235,7 +234,7 @@ def test_ten_thousand_predictions_take_less_than_two_seconds(folder: Path):
 
 
 def test_the_documented_example_of_a_benchmark_scores(tmp_path: Path):
-    document = Path(__file__).parents[2] / "docs" / "evaluation.md"
+    document = Path(__file__).parents[2] / "docs" / "reference" / "benchmarks.md"
     [code] = re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL)
     room: dict = {}
     exec(code, room)
@@ -252,7 +251,7 @@ def test_the_documented_example_of_a_benchmark_scores(tmp_path: Path):
     rows = [{**row, "picture": "a.png"} for row in rows]
     (tmp_path / "counting.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = DataFolder.open(tmp_path, "counting", room["Counting"].layouts)
-    asked = list(room["Counting"]().prompts(folder, Asking()))
+    asked = list(room["Counting"]().prompts(folder, PromptOptions()))
     assert [one.question_id for one in asked] == [str(row["question_id"]) for row in rows]
     assert asked[0].text == f"How many are there: {rows[0]['kind']}?"
     assert asked[0].media[0].name == str(tmp_path / "pictures" / "a.png")

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from coat_cli.main import main
-from coat_eval.coat_answerer import CoatAnswerer
+from coat_eval.coat_adapter import CoatAdapter
 
 TASKS = "pope,gqa,vqav2,textvqa,vizwiz,seedbench,mmmu,videomme,videomme_subtitles,textvqa_no_ocr"
-RANKED = "seedbench_likelihood,seedbench_likelihood_sum"
+RANKED = "seedbench_likelihood"
 Rows = list[dict[str, Any]]
 
 
@@ -99,7 +99,7 @@ def hand_vizwiz(data: Path, out: Path) -> dict[str, float]:
     scores = []
     for row in json.loads((data / "vizwiz/val.json").read_text()):
         word = predicted(row["image"].removesuffix(".jpg"))[0].lower()
-        # The VizWiz API normalises the prediction alone: "b" is never "B".
+        # The VizWiz API normalizes the prediction alone: "b" is never "B".
         scores.append(min(1.0, [one["answer"] for one in row["answers"]].count(word) / 3))
     return {"overall": 100 * sum(scores) / 5}
 
@@ -156,9 +156,6 @@ HANDS = {
     "textvqa_no_ocr": lambda data, out: hand_textvqa(data, out, "textvqa_no_ocr"),
     "videomme_subtitles": lambda data, out: hand_videomme(data, out, "videomme_subtitles"),
     "seedbench_likelihood": lambda data, out: hand_ranked(data, out, "seedbench_likelihood"),
-    "seedbench_likelihood_sum": lambda data, out: hand_ranked(
-        data, out, "seedbench_likelihood_sum"
-    ),
 }  # fmt: skip
 
 
@@ -192,7 +189,7 @@ def test_the_answers_are_worth_scoring(out: Path):
         (["vizwiz", "--profile", "vlmeval"], "vizwiz has no profile 'vlmeval'"),
         (["gqa", "--limit", "0"], "--limit is 0"),
         (["gqa", "--split", "tset"], "gqa has no split 'tset'"),
-        (["gqa", "--task", "yes_no"], "--task is for a set of your own"),
+        (["gqa", "--task", "yes_no"], "--task is for your own question set"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_asked(
@@ -240,13 +237,13 @@ def test_a_killed_run_goes_on_and_says_the_same(
     path.write_bytes(kept + b'{"index": 17, "question')  # killed in the middle of a line
     first = {json.loads(line)["index"] for line in kept.split(b"\n")[:-1]}
     asked: list[int] = []
-    answer = CoatAnswerer.answer
+    answer = CoatAdapter.answer
 
-    def counted(self: CoatAnswerer, batch: Any, max_new_tokens: int) -> list[str]:
+    def counted(self: CoatAdapter, batch: Any, max_new_tokens: int) -> list[str]:
         asked.append(len(batch["input_ids"]))
         return answer(self, batch, max_new_tokens)
 
-    monkeypatch.setattr(CoatAnswerer, "answer", counted)
+    monkeypatch.setattr(CoatAdapter, "answer", counted)
     assert evaluate(speaking_model, benchmarks, killed.parent, "pope") == 0
     assert sum(asked) == 18 - len(first)
     again, whole = (lines(folder / "predictions.jsonl") for folder in (killed, out / "pope"))
@@ -346,22 +343,15 @@ def test_a_video_that_arrives_later_is_asked_about(
     assert len(lines(path)) == 6
 
 
-def test_subtitles_that_cannot_be_read_are_listed(
+def test_subtitles_that_cannot_be_read_are_named(
     video_mme: Path,
     speaking_model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ):
     (video_mme / "subtitle" / "aaa.srt").write_bytes(b"1\n00:00:00,000 --> 00:00:09,900\ncaf\xe9\n")
-    assert evaluate(speaking_model, video_mme, tmp_path, "videomme_subtitles") == 0
-    assert "3 questions were asked without their subtitles" in capsys.readouterr().out
-    out = tmp_path / "videomme_subtitles"
-    report = json.loads((out / "report.json").read_text())
-    assert (report["n_asked_without"], report["n_media_problems"]) == (3, 3)
-    rows = lines(out / "media_problems.jsonl")
-    assert [row.get("asked", False) for row in rows] == [True] * 3 + [False] * 3
-    assert "aaa.srt is not UTF-8 text" in rows[0]["problem"]
-    assert len(lines(out / "predictions.jsonl")) == 3
+    assert evaluate(speaking_model, video_mme, tmp_path, "videomme_subtitles") == 2
+    assert "aaa.srt: is not UTF-8 text" in capsys.readouterr().err
 
 
 def test_a_run_that_could_ask_nothing_fails(
@@ -381,7 +371,7 @@ def test_in_fp8_the_limit_belongs_to_the_answers(
     capsys: pytest.CaptureFixture[str],
 ):
     shared = property(lambda _: {"scales_shared_by_batch": True})
-    monkeypatch.setattr(CoatAnswerer, "identity", shared)
+    monkeypatch.setattr(CoatAdapter, "identity", shared)
     words = (speaking_model, benchmarks, tmp_path, "gqa")
     assert evaluate(*words, "--limit", "2") == 0
     assert evaluate(*words) == 2

@@ -1,13 +1,20 @@
 """Task scores against confusion matrices and shares counted by hand."""
 
 import json
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
+from PIL import Image
 
+from coat_data.limits import Limits, Network
+from coat_data.media.image import open_image
 from coat_data.sample import DataError
-from coat_eval.benchmark import Question, Scored, Settings
+from coat_eval.benchmark import PromptOptions, Question, ScoredItem, Settings
 from coat_eval.tasks import get_task
+from coat_vlm.report.evaluation import render_media
 
 
 def write_folder(folder: Path, rows: list[dict]) -> Path:
@@ -20,7 +27,7 @@ def load(folder: Path, task: str, rows: list[dict]) -> list[Question]:
     return get_task(task).load(write_folder(folder, rows))
 
 
-def scored_items(task: str, items: list[Question], said: dict[str, str]) -> list[Scored]:
+def scored_items(task: str, items: list[Question], said: dict[str, str]) -> list[ScoredItem]:
     return get_task(task).score_all([(one, said.get(one.question_id)) for one in items], Settings())
 
 
@@ -106,7 +113,7 @@ def test_multiple_choice_counts_unparsed_as_wrong(tmp_path: Path):
     assert values["majority"] == 50.0
 
 
-def test_short_answer_is_normalised_exact_match(tmp_path: Path):
+def test_short_answer_is_normalized_exact_match(tmp_path: Path):
     rows = questions(["Red", "red", "blue", "two"], ["colour", "colour", "colour", "count"])
     items = load(tmp_path, "short_answer", rows)
     said = texts("red.", " RED", "light blue", "")
@@ -227,3 +234,31 @@ def test_a_folder_without_questions(tmp_path: Path):
     (tmp_path / "questions.jsonl").write_text("\n")
     with pytest.raises(DataError, match="there is no question"):
         get_task("yes_no").load(tmp_path)
+
+
+def test_a_private_media_root_that_the_user_named_is_read(tmp_path: Path):
+    """Rows name other hosts only as far as ``network`` allows."""
+    (tmp_path / "media").mkdir()
+    Image.new("RGB", (4, 3), "red").save(tmp_path / "media" / "a.png")
+    rows = questions(["yes", "no"])
+    rows[0]["image"], rows[1]["image"] = "a.png", "http://127.0.0.2/a.png"
+    folder = write_folder(tmp_path / "set", rows)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "media"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        root = f"http://127.0.0.1:{server.server_port}"
+        task = get_task("yes_no", root)
+        named, other = task.prompts(task.open(folder), PromptOptions())
+        assert named.media[0].name == f"{root}/a.png"
+        assert open_image(named.load().media[0]).size == (4, 3)
+        with pytest.raises(DataError, match=r"127\.0\.0\.2, which is not public"):
+            open_image(other.load().media[0])
+        task = get_task("yes_no", root, network=Network(("127.0.0.2",)), limits=Limits())
+        items = task.load(folder)
+        assert items[1].details["sample"].media[0].network.lists("127.0.0.2")
+        media = [{"kind": "image", "path": f"{root}/a.png"}]
+        assert render_media(media)[0] == []
+        assert len(render_media(media, Network().with_hosts_of(root))[0]) == 1
+        server.shutdown()
+    with pytest.raises(DataError, match=r"questions\.jsonl:1: .*network: deny"):
+        get_task("yes_no", root, network=Network(()), limits=Limits()).load(folder)

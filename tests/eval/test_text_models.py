@@ -12,8 +12,14 @@ import yaml
 
 from coat_cli.main import main
 from coat_data.sample import DataError
-from coat_eval.perplexity import load_language_model, measure_perplexity, read_documents
-from coat_eval.text_suite import numbers, run_text_suite, word_problems
+from coat_eval.text import (
+    find_numbers,
+    load_language_model,
+    make_word_problems,
+    measure_perplexity,
+    read_documents,
+    run_text_suite,
+)
 from coat_vlm.config import LanguageConfig, ModelConfig, TokenizerConfig, VisionConfig
 from coat_vlm.model.build import build_model
 from coat_vlm.model.configuration import CoatVlmConfig
@@ -57,7 +63,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def language(checkpoint: Path) -> tuple[Any, Any]:
-    return load_language_model(checkpoint, "cpu")
+    return load_language_model(checkpoint)
 
 
 @torch.no_grad()
@@ -80,28 +86,24 @@ def test_every_token_is_predicted_once_from_its_window(
     model, tokenizer = language
     start = tokenizer.bos_token_id or tokenizer.eos_token_id
     encoded = [[start, *tokenizer(text, add_special_tokens=False).input_ids] for text in TEXTS]
-    found = measure_perplexity(
-        model, tokenizer, TEXTS, window=window, stride=stride, batch_size=3, progress=False
-    )
+    found = measure_perplexity(model, tokenizer, TEXTS, window=window, stride=stride, batch_size=3)
     wanted = sum(by_hand(model, ids, window, stride or window // 2) for ids in encoded)
-    assert found.nll == pytest.approx(wanted, rel=1e-5)
-    assert found.tokens == sum(len(ids) - 1 for ids in encoded)
-    assert found.bytes == sum(len(text.encode()) for text in TEXTS)
-    assert found.perplexity == pytest.approx(math.exp(wanted / found.tokens), rel=1e-5)
-    assert found.bits_per_byte == pytest.approx(wanted / math.log(2) / found.bytes, rel=1e-5)
+    assert found["nll_per_token"] * found["tokens"] == pytest.approx(wanted, rel=1e-5)
+    assert found["tokens"] == sum(len(ids) - 1 for ids in encoded)
+    assert found["bytes"] == sum(len(text.encode()) for text in TEXTS)
+    assert found["perplexity"] == pytest.approx(math.exp(wanted / found["tokens"]), rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(wanted / math.log(2) / found["bytes"], rel=1e-5)
 
 
 def test_windows_change_the_number_and_must_fit(language: tuple[Any, Any]) -> None:
-    values = [
-        measure_perplexity(*language, TEXTS, window=w, stride=w, progress=False).nll
-        for w in (64, 4)
-    ]
+    found = [measure_perplexity(*language, TEXTS, window=w, stride=w) for w in (64, 4)]
+    values = [one["nll_per_token"] * one["tokens"] for one in found]
     assert abs(values[0] - values[1]) > 1
     for window, stride in ((513, 5), (8, 9), (8, -1), (8, 0), (0, None), (-2, None)):
         with pytest.raises(ValueError, match="0 < stride <= window <= 512"):
-            measure_perplexity(*language, TEXTS, window=window, stride=stride, progress=False)
+            measure_perplexity(*language, TEXTS, window=window, stride=stride)
     with pytest.raises(ValueError, match="batch_size=0: give at least one"):
-        measure_perplexity(*language, TEXTS, batch_size=0, progress=False)
+        measure_perplexity(*language, TEXTS, batch_size=0)
 
 
 def test_the_command_reads_rows_and_plain_text(
@@ -116,11 +118,11 @@ def test_the_command_reads_rows_and_plain_text(
     arguments = ["eval-text", "--model", str(checkpoint), "--text", str(rows), str(plain)]
     assert main([*arguments, "--window", "16", "--out", str(out)]) == 0
     report = json.loads(out.read_text())["text"]
-    wanted = measure_perplexity(*language, TEXTS, window=16, progress=False)
-    assert report[str(rows)]["perplexity"] == pytest.approx(wanted.perplexity, rel=1e-6)
+    wanted = measure_perplexity(*language, TEXTS, window=16)
+    assert report[str(rows)]["perplexity"] == pytest.approx(wanted["perplexity"], rel=1e-6)
     assert (report[str(rows)]["documents"], report[str(plain)]["documents"]) == (3, 1)
     assert report[str(plain)]["bytes"] == len(plain.read_bytes())
-    assert f"{rows}: perplexity {wanted.perplexity:.4f}" in capsys.readouterr().out
+    assert f"{rows}: perplexity {wanted['perplexity']:.4f}" in capsys.readouterr().out
     assert main([*arguments, "--text-field", "body"]) == 2
     assert "no text under 'body'" in capsys.readouterr().err
     assert main(["eval-text", "--model", str(checkpoint)]) == 2
@@ -128,7 +130,7 @@ def test_the_command_reads_rows_and_plain_text(
     assert main([*arguments[:2], str(tmp_path), *arguments[3:]]) == 2
     assert "has no config.json" in capsys.readouterr().err
     (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(DataError, match="holds no text"):
+    with pytest.raises(DataError, match="contains no text"):
         read_documents(tmp_path / "empty.txt")
 
 
@@ -138,11 +140,11 @@ def test_the_language_model_alone_is_the_one_inside(
     model, tokenizer = language
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    alone = load_language_model(tmp_path, "cpu")
-    values = [measure_perplexity(*one, TEXTS, progress=False).nll for one in (alone, language)]
+    alone = load_language_model(tmp_path)
+    values = [measure_perplexity(*one, TEXTS)["perplexity"] for one in (alone, language)]
     assert values[0] == pytest.approx(values[1], rel=1e-6)
     with pytest.raises(ValueError, match="checkpoints of this project"):
-        load_language_model(tmp_path, "cpu", precision="coat")
+        load_language_model(tmp_path, precision="coat")
 
 
 def test_without_lm_eval_the_message_says_what_to_install(
@@ -161,17 +163,17 @@ def test_without_lm_eval_the_message_says_what_to_install(
 
 
 def test_numbers_of_an_answer() -> None:
-    assert numbers("It costs $1,200.50, not -3 or 4.0. 5.") == ["1200.5", "-3", "4", "5"]
-    assert numbers("none") == []
+    assert find_numbers("It costs $1,200.50, not -3 or 4.0. 5.") == ["1200.5", "-3", "4", "5"]
+    assert find_numbers("none") == []
     # Half a dollar is no five, and a comma without three digits behind it separates.
-    assert numbers(".5 or $.50 or -.25") == ["0.5", "0.5", "-0.25"]
-    assert numbers("2,3 and 12,3456, 1,234,567.") == ["2", "3", "12", "3456", "1234567"]
+    assert find_numbers(".5 or $.50 or -.25") == ["0.5", "0.5", "-0.25"]
+    assert find_numbers("2,3 and 12,3456, 1,234,567.") == ["2", "3", "12", "3456", "1234567"]
 
 
 def test_word_problems_are_read_from_their_authors_files(tmp_path: Path) -> None:
     path = tmp_path / "svamp.json"
     path.write_text(json.dumps(SVAMP))
-    task = word_problems("svamp", path)
+    task = make_word_problems("svamp", path)
     docs = task["custom_dataset"]()["test"].to_list()
     assert docs[0] == {"question": "Ann has 3 pens. How many pens?", "answer": "3"}
     for said, first, last in (
@@ -188,11 +190,11 @@ def test_word_problems_are_read_from_their_authors_files(tmp_path: Path) -> None
         {"question": "Who?", "answer": {"spans": ["Bo"], "number": ""}, "type": "Type_6"},
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
-    docs = word_problems("numglue", path)["custom_dataset"]()["test"].to_list()
+    docs = make_word_problems("numglue", path)["custom_dataset"]()["test"].to_list()
     assert docs == [{"question": "Two. How many?", "answer": "2"}]
     path.write_text(json.dumps(rows[:1] * 2))
     with pytest.raises(DataError, match="a question and a number"):
-        word_problems("numglue", path)
+        make_word_problems("numglue", path)
 
 
 @torch.no_grad()

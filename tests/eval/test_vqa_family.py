@@ -53,19 +53,19 @@ def ten(*pairs: tuple[str, int]) -> list[str]:
         ("." * 34 + "x", "..x", "..x"),
     ],
 )
-def test_normalisation(text: str, official: str, vlmeval: str):
-    assert vqa_text.normalise_vqa(text) == official
-    assert vqa_text.normalise_vlmeval(text) == vlmeval
+def test_normalization(text: str, official: str, vlmeval: str):
+    assert vqa_text.normalize_vqa(text) == official
+    assert vqa_text.normalize_vlmeval(text) == vlmeval
 
 
 def test_the_processor_cuts_possessives_and_deletes_commas_first():
     assert vqa_text.process_answer("McDonald's, really?") == "mcdonald 's really"
     assert vqa_text.process_answer("what?no") == "whatno"
-    assert vqa_text.normalise_vqa("what?no") == "what no"
+    assert vqa_text.normalize_vqa("what?no") == "what no"
 
 
 def test_vizwiz_contractions_have_curly_apostrophes_with_exceptions():
-    assert vqa_text.normalise_vizwiz("dont weve cant") == "don\u2019t we've can't"
+    assert vqa_text.normalize_vizwiz("dont weve cant") == "don\u2019t we've can't"
 
 
 @given(
@@ -96,7 +96,7 @@ def test_leave_one_out_equals_its_definition(answers: list[str]):
     for left_out in range(10):
         others = answers[:left_out] + answers[left_out + 1 :]
         accuracies.append(min(1, others.count("a") / 3))
-    assert vqa_text.leave_one_out("a", answers) == pytest.approx(sum(accuracies) / 10)
+    assert vqa_text.score_leave_one_out("a", answers) == pytest.approx(sum(accuracies) / 10)
 
 
 # ---- VQA v2
@@ -212,7 +212,7 @@ def test_textvqa_joins_llavas_answers_by_image_and_prompt(tmp_path: Path):
     chunked = score_official(get_benchmark("textvqa"), chunks, references, with_items=True)
     assert chunked["items"] == report["items"]
     path.write_text(json.dumps({"question_id": "img1", "prompt": "a\nb\nc", "text": "x"}))
-    with pytest.raises(DataError, match="cannot tell the question in the prompt"):
+    with pytest.raises(DataError, match="cannot parse the question in the prompt"):
         run("textvqa", path, textvqa_file(tmp_path))
 
 

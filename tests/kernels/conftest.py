@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coat_bench.check import mapped, results
+from coat_bench.check import map_tensors, run_op
 from coat_kernels import E4M3, OPS, Format
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
@@ -55,13 +55,13 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[st
 def run_in_interpreter(op: str, args: Sequence[Any]) -> list[Tensor]:
     """The kernels' Python, one program after the other, on NumPy arrays."""
     with np.errstate(all="ignore"):  # exp overflows on purpose: 1 / (1 + inf) = 0
-        return results(op, OPS[op].triton, args)
+        return run_op(op, OPS[op].triton, args)
 
 
 def run_on_gpu(op: str, args: Sequence[Any]) -> list[Tensor]:
     """As a user runs it: through torch's dispatcher, on CUDA tensors."""
-    on_gpu = mapped(Tensor.cuda, args)
-    return [result.cpu() for result in results(op, OPS[op].dispatch, on_gpu)]
+    on_gpu = map_tensors(Tensor.cuda, args)
+    return [result.cpu() for result in run_op(op, OPS[op].dispatch, on_gpu)]
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def _codes(i: _Inputs) -> dict[str, tuple[Tensor, Tensor]]:
     }
 
 
-def _transpose_codes(i: _Inputs) -> Examples:
+def _transpose_quantized(i: _Inputs) -> Examples:
     return {fmt: (q,) for fmt, (q, _) in _codes(i).items()}
 
 
@@ -175,9 +175,8 @@ def _activation_apply(i: _Inputs) -> Examples:
     examples: Examples = {}
     for name, args in _activation_stats(i).items():
         a, kind, _, fmt = args
-        q, exponents, scale = reference.activation_stats(*args)
-        examples[f"{name}-both"] = (a, None, kind, scale, fmt, True, True)
-        examples[f"{name}-grouped"] = (q, exponents, kind, scale, fmt, False, True)
+        *_, scale = reference.activation_stats(*args)
+        examples[name] = (a, kind, scale, fmt)
     return examples
 
 
@@ -230,17 +229,17 @@ def _adamw_step(i: _Inputs) -> Examples:
     for name, codec in (
         ("paper", "dre_e4m3"),
         ("released", "released"),
-        ("remainder", "dre_e4m3"),  # in BF16
-        ("dre_e4m3_chance", "dre_e4m3_chance"),
+        ("low_bits", "dre_e4m3"),  # in BF16
+        ("dre_e4m3_stochastic", "dre_e4m3_stochastic"),
         ("stochastic", "dre_e4m3"),  # likewise
     ):
         p, g = i.matrix(), i.matrix()
         moments = [*new_moment(p, codec), *new_moment(p, codec, second=True)]
         settings = (1e-3, 0.9, 0.999, 1e-8, 0.1)
-        has_remainder = is_bf16 and name == "remainder"
-        remainder = torch.zeros_like(p, dtype=torch.int16) if has_remainder else None
+        has_low_bits = is_bf16 and name == "low_bits"
+        low_bits = torch.zeros_like(p, dtype=torch.int16) if has_low_bits else None
         seed = 7 if is_bf16 and name == "stochastic" else None
-        how = (codec, remainder, torch.tensor(0.5), seed, 0)
+        how = (codec, low_bits, torch.tensor(0.5), seed, 0)
         if p.numel():  # moments as the first step leaves them
             step: Any = reference.adamw_step
             step(p, i.matrix(), *moments, *settings, 1, *how)
@@ -293,7 +292,7 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "quantize_gradient": _quantize_gradient,
     "quantize_group": _quantize_group,
     "dequantize_group": _dequantize_group,
-    "transpose_codes": _transpose_codes,
+    "transpose_quantized": _transpose_quantized,
     "dequantize_tensor": _dequantize_tensor,
     "quantize_rows": _quantize_rows,
     "dequantize_rows": _dequantize_rows,

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coat_bench.check import assert_same_bits, code_steps, relative_rms
+from coat_bench.check import assert_same_bits, count_steps_between, relative_rms
 from coat_kernels import E4M3, adamw_step, decode_moment, encode_moment, new_moment
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
@@ -30,7 +30,7 @@ def codec(released: bool) -> str:
 
 
 def how(released: bool = False) -> tuple[Any, ...]:
-    """The last arguments of the op: codec, no remainder, no scale of the gradient, no chance."""
+    """The last arguments of the op: codec, no low bits, no scale of the gradient, no seed."""
     return codec(released), None, None, None, 0
 
 
@@ -105,7 +105,7 @@ def test_steps_follow_the_paper(count: int, released: bool, run: Run, grid):
         for moment, (codes, amax, k) in ((m, expected[1:4]), (v, expected[4:7])):
             assert relative_rms(moment[1], torch.from_numpy(np.float64(amax))) < 1e-6
             assert relative_rms(moment[2], torch.from_numpy(np.float64(k))) < 1e-3
-            steps = code_steps(moment[0], torch.from_numpy(codes))
+            steps = count_steps_between(moment[0], torch.from_numpy(codes))
             assert steps.amax() <= 1
             off_by_one.append(float(steps.float().mean()))
     assert np.mean(off_by_one) <= OFF_BY_ONE, off_by_one
@@ -151,7 +151,7 @@ def test_k_is_bounded_and_released_k_is_a_multiple_of_one_sixteenth(run: Run):
 
 
 @RELEASED
-@pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-30, -7e18, 2.0**-149, 0.1])
+@pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-30, -1e12, 2.0**-149, 0.1])
 @pytest.mark.parametrize("count", [1, 128, 130])
 def test_constant_groups_are_exact(value: float, count: int, released: bool, run: Run):
     """Where R = 1 and the paper's k is infinite; the sign of negative ones is kept."""
@@ -171,7 +171,7 @@ def test_zeros_do_not_widen_the_range_of_a_group(released: bool, run: Run):
     alone_q, alone_amax, alone_k = encode_moment(values[~zeros], codec(released))
     assert (amax, k) == (alone_amax, pytest.approx(alone_k, rel=1e-5))
     assert not q.float()[zeros].any()
-    assert int(code_steps(q[~zeros], alone_q).amax()) <= 1
+    assert int(count_steps_between(q[~zeros], alone_q).amax()) <= 1
 
 
 @RELEASED
@@ -184,7 +184,7 @@ def test_one_element_among_zeros_is_exact(released: bool, run: Run):
 
 
 def test_groups_of_enormous_range_lose_only_what_is_far_below_their_largest(run: Run):
-    x = torch.cat([torch.full((64,), 1e30), torch.full((63,), 1e-5), torch.tensor([1e-10])])
+    x = torch.cat([torch.full((64,), 1e12), torch.full((63,), 1e-23), torch.tensor([1e-28])])
     m, _ = encoded_by_kernel(run, x)
     decoded = decode_moment(m)
     assert m[2].isfinite().all()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_bench.check import assert_same_bits, results
+from coat_bench.check import assert_same_bits, run_op
 from coat_kernels import OPS, new_moment
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -32,7 +32,7 @@ bad_values = st.sampled_from([float("nan"), float("inf"), -float("inf")])
 
 
 def run_reference(op: str, args: Sequence[Any]) -> list[Tensor]:
-    return results(op, OPS[op].reference, args)
+    return run_op(op, OPS[op].reference, args)
 
 
 @st.composite

@@ -163,7 +163,7 @@ X, TARGETS, ONE = torch.ones(4, 48), torch.zeros(4, dtype=torch.int64), torch.on
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ((X.double(), TARGETS), "give float32, bfloat16 or float16"),
+        ((X.double(), TARGETS), "pass float32, bfloat16 or float16"),
         ((X.t(), TARGETS), "contiguous rows: flatten"),
         ((X[None], TARGETS), "(1, 4, 48) and strides"),
         ((X[:, :0], TARGETS), "V > 0"),

@@ -12,7 +12,6 @@ from coat_kernels import (
     TensorScaled,
     activation_bwd,
     activation_fwd,
-    activation_recompute,
     adamw_step,
     dequantize_group,
     dequantize_tensor,
@@ -26,9 +25,9 @@ from coat_kernels import (
     quantize_tensor,
     quantize_transposed,
     scaled_mm,
-    transpose_codes,
+    transpose_quantized,
 )
-from coat_kernels.formats import format_of
+from coat_kernels.formats import get_format
 
 X = torch.ones(4, 48)
 WEIGHT = torch.ones(48)
@@ -65,9 +64,9 @@ def test_matrices_are_contiguous_and_of_high_precision(name: str):
         function(COLUMN_MAJOR)
     with pytest.raises(ValueError, match=r"flatten the leading dimensions and call .contiguous"):
         function(THREE_DIMENSIONS)
-    with pytest.raises(ValueError, match=r"is torch.float64; give float32, bfloat16 or float16"):
+    with pytest.raises(ValueError, match=r"is torch.float64; pass float32, bfloat16 or float16"):
         function(FLOAT64)
-    with pytest.raises(ValueError, match=r"is torch.float8_e4m3fn; give float32"):
+    with pytest.raises(ValueError, match=r"is torch.float8_e4m3fn; pass float32"):
         function(FP8_X)
 
 
@@ -103,7 +102,7 @@ def test_a_bad_group_size_names_the_allowed_ones(channels: int, size: int, remed
 def test_the_gate_and_the_up_half_hold_whole_groups():
     with pytest.raises(ValueError, match="N = 24 channels in groups of 16"):
         activation_fwd(X, "silu_mul", group_size=16)
-    with pytest.raises(ValueError, match=r"has 47 columns; give \[gate \| up\]"):
+    with pytest.raises(ValueError, match=r"has 47 columns; pass \[gate \| up\]"):
         activation_fwd(torch.ones(4, 47), "silu_mul", group_size=16)
 
 
@@ -111,7 +110,6 @@ def test_the_gate_and_the_up_half_hold_whole_groups():
     "call",
     [
         lambda: activation_fwd(X, "relu", group_size=16),
-        lambda: activation_recompute(saved_activation(), "relu"),
         lambda: activation_bwd(X, saved_activation(), "relu"),
     ],
 )
@@ -122,7 +120,7 @@ def test_an_unknown_activation_names_the_known_ones(call: Callable[[], Any]):
 
 @pytest.mark.parametrize("parts", [[], [X, torch.ones(4, 32)], [X, X.bfloat16()]])
 def test_stacked_matrices_fit_together(parts: list[torch.Tensor]):
-    with pytest.raises(ValueError, match=r"quantize_layouts: got parts of .*give one or more"):
+    with pytest.raises(ValueError, match=r"quantize_layouts: got parts of .*pass one or more"):
         quantize_layouts(parts, rows=True, transposed=True)
 
 
@@ -134,15 +132,15 @@ def test_stacked_matrices_that_are_transposed_have_whole_words():
 
 @pytest.mark.parametrize("bad", [torch.ones(4, 32), X.bfloat16(), COLUMN_MAJOR])
 def test_a_residual_is_like_what_it_is_added_to(bad: torch.Tensor):
-    with pytest.raises(ValueError, match=r"norm_fwd: delta is .* must be like x"):
+    with pytest.raises(ValueError, match=r"norm_fwd: delta is .* must match x"):
         norm_fwd(X, WEIGHT, None, 1e-6, centered=False, group_size=16, delta=bad)
-    with pytest.raises(ValueError, match=r"norm_bwd: residual is .* must be like dy"):
+    with pytest.raises(ValueError, match=r"norm_bwd: grad_residual is .* must match grad_output"):
         norm_bwd(X, saved_norm(), WEIGHT, bad)
 
 
 def test_an_unknown_format_names_the_known_ones():
     with pytest.raises(ValueError, match="'e3m4' is not known; use one of e4m3, e5m2"):
-        format_of("e3m4")
+        get_format("e3m4")
 
 
 @pytest.mark.parametrize("bad", [torch.ones(47), torch.ones(96)[::2], torch.ones(1, 48)])
@@ -150,7 +148,7 @@ def test_weights_and_biases_have_one_number_per_channel(bad: torch.Tensor):
     def forward(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         return norm_fwd(X, weight, bias, 1e-6, centered=True, group_size=16)
 
-    message = r"contiguous vector \[48\], one number per channel"
+    message = r"contiguous vector \[48\], one value per channel"
     for call in (
         lambda: forward(bad, None),
         lambda: forward(WEIGHT, bad),
@@ -183,21 +181,23 @@ def test_gemm_dimensions(a: TensorScaled, b: TensorScaled):
 
 
 def test_gemm_operands_and_result():
-    with pytest.raises(ValueError, match=r"both operands are E5M2.*make activations and weights"):
+    with pytest.raises(
+        ValueError, match=r"both operands are E5M2.*quantize activations and weights"
+    ):
         scaled_mm(codes(4, 32, E5M2.dtype), codes(16, 32, E5M2.dtype), torch.float32)
-    with pytest.raises(ValueError, match=r"the codes of b are torch.float8_e4m3fn of shape"):
+    with pytest.raises(ValueError, match=r"the FP8 data of b is torch.float8_e4m3fn of shape"):
         scaled_mm(codes(4, 16), TensorScaled(codes(16, 32).q.t(), torch.ones(())), torch.float32)
-    with pytest.raises(ValueError, match=r"the codes of a are torch.float32"):
+    with pytest.raises(ValueError, match=r"the FP8 data of a is torch.float32"):
         scaled_mm(TensorScaled(X, torch.ones(())), codes(16, 48), torch.float32)
     with pytest.raises(ValueError, match=r"the result cannot be torch.float64; use one of"):
         scaled_mm(codes(4, 32), codes(16, 32), torch.float64)
 
 
-@pytest.mark.parametrize("function", [transpose_codes, dequantize_tensor])
+@pytest.mark.parametrize("function", [transpose_quantized, dequantize_tensor])
 def test_codes_are_a_contiguous_fp8_matrix(function: Callable[[TensorScaled], Any]):
     name = getattr(function, "__name__")  # noqa: B009 - a Callable need not have one
     for bad in (X, FP8_X.t(), FP8_X[0]):
-        with pytest.raises(ValueError, match=rf"{name}: the codes of x are .* contiguous matrix"):
+        with pytest.raises(ValueError, match=rf"{name}: the FP8 data of x is .* contiguous matrix"):
             function(TensorScaled(bad, torch.ones(())))
 
 
@@ -247,5 +247,5 @@ def test_adamw_moments_belong_to_the_parameter(name: str):
         (q.t().contiguous().t(), amax, k),
     ]
     for moment in wrong:
-        with pytest.raises(ValueError, match=rf"{name} has codes .* make it with new_moment\(p\)"):
+        with pytest.raises(ValueError, match=rf"{name} has data .* make it with new_moment\(p\)"):
             step(X.clone(), X, *((moment, None) if name == "m" else (None, moment)))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_bench.check import assert_same_bits, results
+from coat_bench.check import assert_same_bits, run_op
 from coat_kernels import (
     E4M3,
     E5M2,
@@ -69,7 +69,7 @@ def test_kernel_quantizes_special_groups_as_the_reference(
         args = (scaled, size, fmt.name)
         for actual, expected in zip(
             run("quantize_group", args),
-            results("", OPS["quantize_group"].reference, args),
+            run_op("", OPS["quantize_group"].reference, args),
             strict=True,
         ):
             assert_same_bits("group", actual, expected)

@@ -48,7 +48,7 @@ WIDTHS = pytest.mark.parametrize("columns", [80, 144, 336])
 def test_rows_are_held_with_few_idle_lanes():
     widths = {80: (128, 0), 144: (128, 16), 336: (256, 128), 448: (512, 0), 1024: (1024, 0)}
     widths |= {1152: (1024, 128), 1536: (1024, 512), 3584: (4096, 0), 5120: (4096, 1024)}
-    assert {columns: norm.pieces(columns) for columns in widths} == widths
+    assert {columns: norm.split_row(columns) for columns in widths} == widths
 
 
 def exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, centered: bool) -> Tensor:

@@ -10,7 +10,7 @@ from op_examples import examples
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_bench.check import FP8, assert_matches, assert_same_bits, mapped, results
+from coat_bench.check import FP8, assert_matches, assert_same_bits, map_tensors, run_op
 from coat_kernels import OPS, Op, norm_fwd, quantize_tensor, use_reference
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
@@ -45,7 +45,7 @@ def expected_of(exact_loss: ExactLoss) -> Callable[[str, Sequence[Any]], list[Te
 
     def expected(op: str, args: Sequence[Any]) -> list[Tensor]:
         if op != "cross_entropy_":
-            return results(op, OPS[op].reference, args)
+            return run_op(op, OPS[op].reference, args)
         logits, targets, divisor = args
         losses, gradient = exact_loss(logits, targets, 1.0 if divisor is None else float(divisor))
         return [losses.float(), logits if divisor is None else gradient.to(logits.dtype)]
@@ -95,7 +95,7 @@ def test_only_declared_arguments_change(op: str, body: str):
     dispatch: Any = OPS[op].dispatch
     schema = dispatch._opoverload._schema
     for args in examples(op, rows=3, columns=32).values():
-        given = mapped(Tensor.clone, args)
+        given = map_tensors(Tensor.clone, args)
         with np.errstate(all="ignore"):
             result = getattr(OPS[op], body)(*given)
         for declared, before, after in zip(schema.arguments, args, given, strict=True):
@@ -139,9 +139,9 @@ def test_the_reference_can_be_asked_for():
 def test_references_run_on_a_gpu(op: str):
     """For GPUs without FP8 tensor cores."""
     for args in examples(op, dtype=torch.bfloat16).values():
-        on_gpu = mapped(Tensor.cuda, args)
-        got = [result.cpu() for result in results(op, OPS[op].reference, on_gpu)]
-        assert_matches(op, got, results(op, OPS[op].reference, args))
+        on_gpu = map_tensors(Tensor.cuda, args)
+        got = [result.cpu() for result in run_op(op, OPS[op].reference, on_gpu)]
+        assert_matches(op, got, run_op(op, OPS[op].reference, args))
 
 
 @pytest.mark.multi_gpu
@@ -149,11 +149,11 @@ def test_references_run_on_a_gpu(op: str):
 def test_ops_run_on_the_device_of_their_tensors(op: str):
     """With another device current, as in a model that is spread over several GPUs."""
     for args in examples(op, rows=3, columns=32).values():
-        on_gpu = mapped(lambda t: t.to("cuda:1"), args)
+        on_gpu = map_tensors(lambda t: t.to("cuda:1"), args)
         with torch.cuda.device(0):
-            got = results(op, OPS[op], on_gpu)
+            got = run_op(op, OPS[op], on_gpu)
         assert {str(result.device) for result in got} == {"cuda:1"}
-        expected = results(op, OPS[op].reference, args)
+        expected = run_op(op, OPS[op].reference, args)
         assert_matches(op, [result.cpu() for result in got], expected)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coat_bench.check import assert_same_bits, code_steps, results
+from coat_bench.check import assert_same_bits, count_steps_between, run_op
 from coat_kernels import ACTIVATIONS, OPS, GroupScaled, dequantize_group, quantize_group
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -55,7 +55,7 @@ def several(number: int) -> Any:
 
 
 def run_reference(op: str, args: Sequence[Any]) -> list[Tensor]:
-    return results(op, OPS[op].reference, args)
+    return run_op(op, OPS[op].reference, args)
 
 
 class Rows(NamedTuple):
@@ -96,8 +96,10 @@ def activation(body: Run, a: Tensor, dh: Tensor, scale: Tensor | None, *, kind: 
     """An activation: codes, recomputed codes, the kept copy; da."""
     q, exponents, own = body("activation_stats", (a, kind, 16, "e4m3"))
     scale = own if scale is None else scale
-    rows, _ = body("activation_apply", (a, None, kind, scale, "e4m3", True, False))
-    _, transposed = body("activation_apply", (q, exponents, kind, scale, "e4m3", False, True))
+    (rows,) = body("activation_apply", (a, kind, scale, "e4m3"))
+    dh = torch.zeros(rows.shape)
+    stats = (dh, q, exponents, kind, scale, "e4m3", "e4m3")
+    _, transposed = body("activation_bwd_stats", stats)
     dh = dh[:, : rows.shape[1]].contiguous()
     da, _ = activation_gradient(body, dh, GroupScaled(q, exponents), kind)
     return Rows(scale, [rows, transposed.t()[: len(a)], q, exponents], da)
@@ -123,7 +125,7 @@ def rope_gradient(body: Run, dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope(body: Run, x: Tensor, dy: Tensor, _: Tensor | None) -> Rows:
-    """One rotation for all tokens: q, k, v; their joint gradient."""
+    """One rotation for all tokens: q, k, v; their fused gradient."""
     number = heads(x.shape[1])[0]
     angles = torch.linspace(-3, 3, 16).repeat(1, 2)
     embedding = (angles.cos(), angles.sin())
@@ -224,7 +226,7 @@ def test_rms_norm_does_not_see_any_factor_when_epsilon_vanishes(
             norm(body, t, dy, None, eps=2.0**-100, centered=False) for t in (x, x * factor)
         )
         torch.testing.assert_close(scaled.scale, plain.scale, rtol=2e-6, atol=0)
-        assert code_steps(scaled.outputs[0], plain.outputs[0]).amax() <= 1
+        assert count_steps_between(scaled.outputs[0], plain.outputs[0]).amax() <= 1
         rows = x.any(-1)
         rstd = scaled.outputs[4] * factor
         torch.testing.assert_close(rstd[rows], plain.outputs[4][rows], rtol=2e-6, atol=0)

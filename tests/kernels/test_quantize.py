@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_bench.check import assert_same_bits, results
+from coat_bench.check import assert_same_bits, run_op
 from coat_kernels import (
     E4M3,
     E5M2,
@@ -19,7 +19,7 @@ from coat_kernels import (
     quantize_layouts,
     quantize_tensor,
     quantize_transposed,
-    transpose_codes,
+    transpose_quantized,
 )
 from coat_kernels.formats import MIN_SCALE
 
@@ -40,7 +40,7 @@ def test_per_tensor_codes_are_the_nearest_values(
     expected = torch.from_numpy(grid.nearest(x.double().numpy(), fmt)).view(fmt.dtype)
     assert_same_bits("rows", q, expected)
     assert_same_bits("transposed", qt[:, : len(x)], expected.t().contiguous())
-    assert_same_bits("reference", results("", OPS["quantize_tensor"].reference, args)[0], expected)
+    assert_same_bits("reference", run_op("", OPS["quantize_tensor"].reference, args)[0], expected)
 
 
 @FORMATS
@@ -92,7 +92,7 @@ def test_codes_that_exist_are_transposed_and_decoded():
     x = torch.randn(63, 48)
     for fmt in (E4M3, E5M2):
         rows, transposed = quantize_layouts([x], fmt, rows=True, transposed=True)
-        assert_same_bits("transposed", transpose_codes(rows).q, transposed.q)
+        assert_same_bits("transposed", transpose_quantized(rows).q, transposed.q)
         values = rows.q.double() * rows.scale.double()
         for dtype in (torch.float32, torch.bfloat16):
             decoded = dequantize_tensor(rows, dtype)
@@ -104,7 +104,7 @@ def test_codes_that_exist_are_transposed_and_decoded():
 def test_stacked_matrices_are_quantized_as_one():
     x = torch.randn(63, 48)
     x[50] *= 100
-    for parts in (list(x.split([32, 0, 31])), list(x.split(16))):
+    for parts in (list(x.split([32, 0, 31])), list(x.split([16, 16, 31]))):
         for whole, stacked in zip(
             quantize_layouts([x], rows=True, transposed=True),
             quantize_layouts(parts, rows=True, transposed=True),
@@ -118,10 +118,9 @@ def test_stacked_matrices_are_quantized_as_one():
     ("sizes", "transposed"),
     [
         ((5, 150), False),  # another number of tiles for each part
-        ((150, 0, 1, 70), False),
+        ((150, 0, 70), False),
         ((64, 160, 23), True),
-        ((16, 160, 0, 64, 32, 1), True),  # two launches
-        ((32, 16, 16, 16, 128, 16, 16, 11), True),
+        ((16, 0, 11), True),
     ],
 )
 def test_parts_are_written_where_they_lie_in_the_whole(
@@ -145,9 +144,7 @@ def test_parts_are_written_where_they_lie_in_the_whole(
             assert not qt[:, len(whole) :].float().any()
 
 
-@pytest.mark.parametrize(
-    ("number", "launches"), [(0, []), (1, [1]), (3, [3]), (4, [2, 2]), (7, [2, 2, 3])]
-)
+@pytest.mark.parametrize(("number", "launches"), [(0, []), (1, [1]), (3, [3])])
 def test_three_parts_take_one_launch(
     number: int, launches: list[int], monkeypatch: pytest.MonkeyPatch
 ):

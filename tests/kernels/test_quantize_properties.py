@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coat_bench.check import assert_same_bits, results
+from coat_bench.check import assert_same_bits, run_op
 from coat_kernels import (
     E4M3,
     E5M2,
@@ -59,7 +59,7 @@ any_value = matrices(
 
 
 def run_reference(op: str, args: Sequence[Any]) -> list[Tensor]:
-    return results(op, OPS[op].reference, args)
+    return run_op(op, OPS[op].reference, args)
 
 
 def half_step(q: Tensor, fmt: Format) -> Tensor:
@@ -193,7 +193,7 @@ def test_kernels_agree_with_the_references_bit_for_bit(run: Run, x: Tensor, size
         ("quantize_rows", (x, fmt.name, True)),
         ("quantize_group", (x, size, fmt.name)),
     ):
-        expected = results(op, OPS[op].reference, args)
+        expected = run_op(op, OPS[op].reference, args)
         for actual, wanted in zip(run(op, args), expected, strict=True):
             assert_same_bits(op, actual, wanted)
 

@@ -83,7 +83,7 @@ def test_a_nan_stays_in_its_head_and_token(run: Run):
         ({"cos": torch.ones(19, CHANNELS), "sin": torch.ones(19, CHANNELS)}, "must divide"),
         ({"sin": torch.ones(PERIOD, 22)}, r"sin has shape \(20, 22\)"),
         ({"qkv": projection().t()}, "contiguous"),
-        ({"qkv": projection().int()}, "give float32, bfloat16 or float16"),
+        ({"qkv": projection().int()}, "pass float32, bfloat16 or float16"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], words: str):

@@ -20,8 +20,7 @@ from coat_kernels import (
     quantize_tensor,
     scaled_mm,
 )
-from coat_kernels.formats import MIN_SCALE, padded
-from coat_kernels.launch import Tile, forced_tile
+from coat_kernels.formats import MIN_SCALE, pad_length
 from coat_kernels.quantize_blockwise import ROW_ELEMENTS, TRANSPOSED_TILE
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
@@ -40,7 +39,7 @@ def by_rows(q: Tensor, rows: int, transposed: bool) -> Tensor:
     """Codes as [M, N]; whatever the padding of transposed ones holds must be zero."""
     if not transposed:
         return q
-    assert q.shape[1] == padded(rows)
+    assert q.shape[1] == pad_length(rows)
     assert not q[:, rows:].float().any()
     return q[:, :rows].t().contiguous()
 
@@ -113,21 +112,11 @@ def test_bad_zero_and_constant_rows(columns: int, transposed: bool, fmt: Format,
 def test_empty_matrices(shape: tuple[int, int], transposed: bool, run: Run):
     args = (torch.ones(shape), "e4m3", transposed)
     for q, scale in (run("quantize_rows", args), OPS["quantize_rows"].reference(*args)):
-        assert q.shape == ((shape[1], padded(shape[0])) if transposed else shape)
+        assert q.shape == ((shape[1], pad_length(shape[0])) if transposed else shape)
         assert scale.tolist() == [MIN_SCALE] * shape[0]
     codes = torch.ones(shape).to(E4M3.dtype)
     (x,) = run("dequantize_rows", (codes, torch.ones(shape[0]), torch.bfloat16))
     assert (x.shape, x.dtype) == (shape, torch.bfloat16)
-
-
-@pytest.mark.parametrize("tile", [Tile(4, 16), Tile(16, 128), Tile(64, 64)], ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_tiles_do_not_change_what_is_computed(tile: Tile, transposed: bool, run: Run):
-    args = (uneven(21, 65), "e4m3", transposed)
-    with forced_tile(tile):
-        found = run("quantize_rows", args)
-    for actual, expected in zip(found, OPS["quantize_rows"].reference(*args), strict=True):
-        assert_same_bits("tiles", actual, expected)
 
 
 @FORMATS
@@ -257,14 +246,14 @@ FP8_X = torch.ones(16, 32).to(E4M3.dtype)
         (RowScaled(FP8_X, torch.ones(16, 1)), r"scales of {} are torch.float32 of shape \(16, 1\)"),
         (
             RowScaled(FP8_X, torch.ones(32)),
-            r"float32 of shape \(32,\) and strides \(1,\); for codes of",
+            r"float32 of shape \(32,\) and strides \(1,\); for FP8 data of",
         ),
         (RowScaled(FP8_X, torch.ones(32)[::2]), r"strides \(2,\); .* contiguous torch.float32"),
         (RowScaled(FP8_X, torch.ones(16).double()), r"scales of {} are torch.float64"),
         (RowScaled(FP8_X, torch.ones(16), True), r"{} is transposed, .* quantize it row-major"),
-        (RowScaled(torch.ones(16, 32), torch.ones(16)), r"the codes of {} are torch.float32"),
-        (RowScaled(FP8_X[0], torch.ones(16)), r"the codes of {} are .* of shape \(32,\)"),
-        (RowScaled(FP8_X.t(), torch.ones(32)), r"the codes of {} are .* strides \(1, 32\)"),
+        (RowScaled(torch.ones(16, 32), torch.ones(16)), r"the FP8 data of {} is torch.float32"),
+        (RowScaled(FP8_X[0], torch.ones(16)), r"the FP8 data of {} is .* of shape \(32,\)"),
+        (RowScaled(FP8_X.t(), torch.ones(32)), r"the FP8 data of {} is .* strides \(1, 32\)"),
     ],
 )
 def test_codes_and_scales_belong_together(bad: RowScaled, message: str):

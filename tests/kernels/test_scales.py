@@ -10,10 +10,10 @@ import torch
 from op_examples import examples
 from torch import Tensor
 
-from coat_bench.check import mapped
+from coat_bench.check import map_tensors
 from coat_kernels import OPS, quantize_tensor, scale_pool
 from coat_kernels.formats import MIN_SCALE
-from coat_kernels.scale_pool import CHUNK, memory_of_their_own, new_scale
+from coat_kernels.scale_pool import CHUNK, allocate_separately, new_scale
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def test_scales_made_while_evaluating_are_good_for_training():
 def test_a_thread_can_ask_for_scales_that_share_nothing():
     first = new_scale(CPU)
     found: list[Tensor] = []
-    with memory_of_their_own():
+    with allocate_separately():
         found += [new_scale(CPU), new_scale(CPU)]
         other = threading.Thread(target=lambda: found.append(new_scale(CPU)))
         other.start()
@@ -139,7 +139,7 @@ def test_a_replayed_graph_finds_the_scale_of_what_is_there_now():
 @pytest.mark.gpu
 def test_the_dispatcher_takes_scales_that_were_handed_out():
     args = examples("activation_bwd_stats", 64, 256, torch.bfloat16)["silu_mul"]
-    given = mapped(Tensor.cuda, args)
+    given = map_tensors(Tensor.cuda, args)
     scale = quantize_tensor(given[0]).scale
     given = [scale if isinstance(a, Tensor) and a.dim() == 0 else a for a in given]
     assert any(a is scale for a in given)

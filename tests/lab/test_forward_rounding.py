@@ -12,7 +12,7 @@ from torch import Tensor
 from coat_bench.rows import read_rows
 from coat_cli.main import main
 from coat_lab import forward_rounding
-from coat_lab.decoder import build_decoder, read_corpus, train_decoder
+from coat_lab.decoder import Corpus, build_decoder, read_corpus, train_decoder
 from coat_vlm.fp8 import fp8_blocks
 
 RESULTS = Path(__file__).parents[2] / "kernels" / "benchmarks" / "results"
@@ -110,7 +110,7 @@ def test_each_letter_changes_one_product() -> None:
 def test_a_variant_names_blocks_and_parts(
     variant: str, expected: dict[tuple[int, str], str]
 ) -> None:
-    found = benchmark.roundings(variant, 3)
+    found = benchmark.parse_variant(variant, 3)
     assert {key: "".join(sorted(operands)) for key, operands in found.items()} == expected
 
 
@@ -127,12 +127,12 @@ def test_only_the_layers_that_are_named_are_rounded() -> None:
 
 def test_a_precision_is_a_variant() -> None:
     model = tiny()
-    masters = benchmark.Masters(model, lambda decayed, plain: torch.optim.AdamW(decayed + plain))
-    model, its_masters = copy.deepcopy((model, masters))
+    master_weights = benchmark.MasterWeights(model, benchmark.SIZES["tiny"])
+    model, master_weights = copy.deepcopy((model, master_weights))
     benchmark.apply_variant(model, "coat_lean,bf16_forward_first=0")
     blocks: list[Any] = [block for _, block in fp8_blocks(model)]
     assert [block.fp8_lean for block in blocks] == [True, True]
-    weights = its_masters._weights
+    weights = master_weights._weights
     assert all(a is b for a, b in zip(model.parameters(), weights, strict=True))
     assert not any(isinstance(m, benchmark.RoundedLinear) for m in model.modules())
 
@@ -174,7 +174,7 @@ def test_nothing_is_trained_for_a_wrong_variant(
 
     monkeypatch.setattr(benchmark, "train_steps", train)
     with pytest.raises(ValueError, match="parts 'gat'"):
-        benchmark.bench_forks([text], "tiny", ["xw", "xw@gat"], at=0, more=10)
+        benchmark.bench_rounding([text], "tiny", ["xw", "xw@gat"], at=0, more=10)
 
 
 def test_what_rounds_nothing_goes_on_as_the_run_would_have(text: Path) -> None:
@@ -182,10 +182,10 @@ def test_what_rounds_nothing_goes_on_as_the_run_would_have(text: Path) -> None:
     corpus = read_corpus([text], bench)
     # Others before it leave the start as it was.
     _, found = benchmark.bench_variants(corpus, bench, ["xwdvga", ""], 3, 5, 10)
-    whole, model = train_decoder(corpus, "fp32", bench, 3)
+    own = Corpus(corpus.training, corpus.training[: 64 * bench.tokens])
+    whole = train_decoder(own, "fp32", bench, 3)
     mean = sum(whole.training[5:]) / 10
-    expected = benchmark.decoder.text_loss(model, corpus.training[: 64 * bench.tokens], bench)
-    assert found == (mean, mean, expected)
+    assert found == (mean, mean, whole.held_out[15])
 
 
 def test_rows_of_a_process(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,7 +214,7 @@ def test_the_measured_rows_can_be_read() -> None:
         assert (row is base) == (row.variant == "")
         assert (row.size, row.seed, row.at, row.more) == (base.size, base.seed, base.at, base.more)
         if not row.variant.startswith(("coat", "fp8_linear")):
-            benchmark.roundings(row.variant, benchmark.SIZES[row.size].num_layers)
+            benchmark.parse_variant(row.variant, benchmark.SIZES[row.size].num_layers)
         for name in ("mean", "last", "text"):
             loss, of_base = getattr(row, f"{name}_loss"), getattr(base, f"{name}_loss")
             # Losses are written with four digits behind the point.

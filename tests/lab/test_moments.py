@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coat_lab import moments
-from coat_lab.moments import bench_moments, gradients, lean
+from coat_lab.moments import bench_moments, generate_gradients, store_lean
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def text(tmp_path: Path) -> Path:
 
 def test_errors_of_moments_are_those_of_the_formulas(text: Path, monkeypatch: pytest.MonkeyPatch):
     """A codec that halves v is off by 1 - sqrt(2), one that keeps everything not at all."""
-    monkeypatch.setattr(moments, "origin", lambda **_: ("2026-01-31", "abc", "cpu", "2", "3"))
+    monkeypatch.setattr(moments, "get_origin", lambda **_: ("2026-01-31", "abc", "cpu", "2", "3"))
 
     def halved(x: Tensor, second: bool) -> Tensor:
         return x / 2 if second else x
@@ -30,7 +30,7 @@ def test_errors_of_moments_are_those_of_the_formulas(text: Path, monkeypatch: py
     assert [(row.codec, row.beta2) for row in rows] == [
         (name, beta2) for beta2 in (0.95, 0.999) for name in kinds
     ]
-    (g,) = gradients(text, 1)
+    (g,) = generate_gradients(text, 1)
     # In the first step m / sqrt(v) is the sign of the gradient, but for eps.
     expected = (g[g != 0].numel() / g.numel()) * (2**0.5 - 1) ** 2
     for row in rows:
@@ -46,15 +46,15 @@ def test_errors_of_moments_are_those_of_the_formulas(text: Path, monkeypatch: py
 def test_lean_is_unbiased_and_keeps_the_ends_of_a_group():
     torch.manual_seed(0)
     v = torch.rand(128).add(0.01)
-    mean = torch.stack([lean(v, True) for _ in range(2000)]).double().mean(0)
+    mean = torch.stack([store_lean(v, True) for _ in range(2000)]).double().mean(0)
     assert ((mean / v - 1).abs() < 2e-3).all()  # five standard errors
-    assert lean(v, True).amax() == v.amax()
-    assert lean(-v, False).amin() == -v.amax()
-    assert not lean(torch.zeros(130), True).any()
+    assert store_lean(v, True).amax() == v.amax()
+    assert store_lean(-v, False).amin() == -v.amax()
+    assert not store_lean(torch.zeros(130), True).any()
 
 
 def test_a_short_text_is_refused(tmp_path: Path):
     path = tmp_path / "short.txt"
     path.write_text("short")
     with pytest.raises(ValueError, match=r"short.txt: has 5 bytes; give a text of at least 256"):
-        next(gradients(path, 1))
+        next(generate_gradients(path, 1))

@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import resource, torch
-from coat_vlm.distributed import joined_world
+from coat_vlm.distributed import join_world
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -15,7 +15,7 @@ def faults():
 
 torch.set_num_threads(1)
 if {keep}:
-    joined = joined_world()
+    joined = join_world()
     joined.__enter__()
 faults()
 print(faults())

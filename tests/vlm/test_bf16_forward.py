@@ -1,4 +1,4 @@
-"""First blocks whose forward products are not FP8 (``fp8.bf16_forward_first``)."""
+"""First blocks whose forward GEMMs are not FP8 (``fp8.bf16_forward_first``)."""
 
 import copy
 from typing import Any
@@ -86,7 +86,7 @@ def llama(layers: int) -> Any:
 def test_how_many_blocks_it_is(layers: int, settings: dict[str, Any], first: int) -> None:
     report = convert(llama(layers), Fp8Config(**settings))
     texts = [report.converted[f"model.layers.{number}"] for number in range(layers)]
-    assert ["forward products in BF16" in text for text in texts] == [
+    assert ["forward GEMMs in BF16" in text for text in texts] == [
         number < first for number in range(layers)
     ]
 

@@ -20,7 +20,7 @@ from coat_vlm.fp8.block_error import BlockError, LiveInput, block_error
 from coat_vlm.fp8.convert import Bf16RoundedLinear, back_to_bf16
 from coat_vlm.generate import load
 from coat_vlm.model.processor import CoatVlmProcessor
-from coat_vlm.train.fp8_monitor import BlockMonitor, chosen
+from coat_vlm.train.fp8_monitor import BlockMonitor, select_blocks
 
 LAYERS = 5
 CPU = Arithmetic(torch.float32, Fp8Config().resolved("coat"), round_linears=True)
@@ -50,7 +50,7 @@ def train_step(model: Any, step: int = 0) -> dict[str, Tensor]:
 
 
 def measured(model: Any, monitor: BlockMonitor) -> dict[str, Any]:
-    with monitor.capturing():
+    with monitor.capture():
         train_step(model)
     return monitor.measure()[0]
 
@@ -80,7 +80,7 @@ def test_the_error_is_that_of_the_two_models_computed_whole() -> None:
             for m in (exact, fp8)
         )
     by_hand = (y8 - y).norm() / (y - x).norm()
-    with monitor.capturing():
+    with monitor.capture():
         fp8.train()(input_ids=ids, labels=ids).loss.backward()
     values = monitor.measure()[0]["layers"]["model.layers.0"]
     # Ours compares with BF16's rounding instead of FP32, which is a tenth of FP8's.
@@ -91,14 +91,14 @@ def test_a_block_with_huge_weights_is_named() -> None:
     model, monitor = watched(MonitorConfig(every=1, layers=("all",)))
     with torch.no_grad():
         model.model.layers[3].mlp.up_proj.weight[0, 0] = 3e6
-    with monitor.capturing():
+    with monitor.capture():
         train_step(model)
     row, warnings = monitor.measure()
     assert warnings
     assert all("model.layers.3:" in text for text in warnings if "weight" in text)
     (text,) = [text for text in warnings if "weight, underflowed" in text]
     assert text.startswith("model.layers.3: weight, underflowed is ")
-    assert "allowed is 0.25 (monitor.max_underflowed)" in text
+    assert "the limit is 0.25 (monitor.max_underflowed)" in text
     assert "monitor.action=bf16" in text
     assert row["sent_back"] == []
 
@@ -115,7 +115,7 @@ def test_nan_of_fp8_alone_is_beyond_every_limit(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("trouble", ["weight", "gradient"])
 def test_what_bf16_cannot_hold_either_is_not_blamed_on_fp8(trouble: str) -> None:
     model, monitor = watched(MonitorConfig(every=1, layers=("all",), action="bf16"))
-    with monitor.capturing():
+    with monitor.capture():
         ids = torch.arange(24).view(2, 12)
         if trouble == "weight":
             with torch.no_grad():
@@ -133,7 +133,7 @@ def test_the_step_is_the_same_with_and_without_the_monitor() -> None:
     model, monitor = watched(MonitorConfig(every=1, layers=("all",)))
     other = copy.deepcopy(model)
     torch.manual_seed(5)
-    with monitor.capturing():
+    with monitor.capture():
         ours = train_step(model, 1)
     monitor.measure()
     ours_next = train_step(model, 2)
@@ -150,10 +150,10 @@ def test_only_the_block_in_trouble_goes_back() -> None:
     config = MonitorConfig(every=1, layers=("last",), max_error=1e-6, action="bf16")
     model, monitor = watched(config)
     row = measured(model, monitor)
-    assert row["sent_back"] == monitor.in_bf16 == ["model.layers.4"]
+    assert row["sent_back"] == monitor.bf16_blocks == ["model.layers.4"]
     assert "computes in BF16 from now on" in row["warnings"][0]
     assert [name for name, _ in fp8_blocks(model)] == [f"model.layers.{n}" for n in range(4)]
-    assert monitor.every == 0
+    assert not monitor.is_due(5)
     left = plain_model()
     fp8 = Fp8Config(skip_last=1)
     Arithmetic(torch.float32, fp8.resolved("coat"), round_linears=True).apply(left)
@@ -177,8 +177,8 @@ def test_linear_layers_alone_go_back_too() -> None:
 
 def test_a_resumed_stage_sends_the_same_blocks_back() -> None:
     model, monitor = watched(MonitorConfig(every=3))
-    monitor.send_back(["model.layers.2", "model.layers.3"])
-    assert monitor.in_bf16 == ["model.layers.2", "model.layers.3"]
+    monitor.switch_to_bf16(["model.layers.2", "model.layers.3"])
+    assert monitor.bf16_blocks == ["model.layers.2", "model.layers.3"]
     assert [name for name, _ in fp8_blocks(model)] == [f"model.layers.{n}" for n in (0, 1, 4)]
     assert list(measured(model, monitor)["layers"]) == ["model.layers.0", "model.layers.4"]
 
@@ -198,7 +198,7 @@ def test_where_nothing_trains_before_a_block_the_output_alone_is_compared() -> N
     model, monitor = watched(MonitorConfig(every=1, layers=("first",)))
     model.requires_grad_(False)
     model.lm_head.weight.requires_grad_(True)
-    with monitor.capturing():
+    with monitor.capture():
         model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
     values = monitor.measure()[0]["layers"]["model.layers.0"]
     assert values["output_error"] > 0
@@ -260,14 +260,14 @@ NAMES = [f"tower.layers.{n}" for n in range(2)] + [f"model.layers.{n}" for n in 
     ],
 )
 def test_which_blocks_are_meant(layers: tuple[str, ...], expected: Any) -> None:
-    assert chosen(NAMES, layers) == [NAMES[number] for number in expected]
+    assert select_blocks(NAMES, layers) == [NAMES[number] for number in expected]
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model\.layers\.9 is no FP8 block.*first, middle"):
-        chosen(NAMES, ("model.layers.9",))
+    with pytest.raises(ValueError, match=r"model\.layers\.9 is not an FP8 block.*first, middle"):
+        select_blocks(NAMES, ("model.layers.9",))
     with pytest.raises(ValueError, match="no FP8 block"):
-        chosen([], ("first",))
+        select_blocks([], ("first",))
     with pytest.raises(ValidationError, match=r"monitor\.layers"):
         MonitorConfig(every=1, layers=())
     with pytest.raises(ValueError, match="monitor has no effect with precision: bf16"):

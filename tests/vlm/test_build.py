@@ -26,6 +26,7 @@ from transformers import (
 
 from coat_vlm.config import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from coat_vlm.model import CoatVlm, build_model
+from coat_vlm.model.pretrained import read_config
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 TEXT: dict[str, Any] = {
@@ -334,3 +335,20 @@ def test_a_tokenizer_without_the_image_token(tiny, tiny_tokenizer):
     plain.get_vocab = lambda: vocabulary
     with pytest.raises(ValueError, match=r"no <image> token.*prepare_tokenizer"):
         build_model(tiny.recipe(), plain)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/models/nowhere", "the folder /models/nowhere does not exist"),
+        ("models/qwen/nowhere", "models/qwen/nowhere does not exist"),
+        ("./nowhere", "nowhere does not exist"),
+        ("~/nowhere", "nowhere does not exist"),
+        (__file__, "test_build.py is not a folder"),
+    ],
+)
+def test_a_wrong_local_path_is_not_taken_for_a_hub_id(path: str, message: str):
+    with pytest.raises(ValueError, match=r"^model\.language\.name_or_path=") as caught:
+        read_config("model.language.name_or_path", path)
+    assert message in str(caught.value)
+    assert "Repo id" not in str(caught.value)

@@ -1,14 +1,20 @@
 """Checkpoints that do not fit: the error names the parameter, and says what to do."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save
 
+from coat_data.saved_files import NewerVersionError
 from coat_kernels.moment_formats import REMOVED_CODECS
-from coat_vlm.checkpoint.metadata import Contents, SavedParameter, read_contents, write_contents
-from coat_vlm.checkpoint.partitions import Piece
+from coat_vlm.checkpoint.atomic_folder import write_json
+from coat_vlm.checkpoint.folder_writer import FolderWriter
+from coat_vlm.checkpoint.manifest import write_manifest
+from coat_vlm.checkpoint.metadata import FORMAT, Contents, SavedParameter, read_contents
+from coat_vlm.checkpoint.partitions import Fragment
 from coat_vlm.checkpoint.shards import Shards, ShardWriter
 from coat_vlm.optim import CoatAdamW, state
 
@@ -39,7 +45,7 @@ def with_head(**changes: object) -> Contents:
         (contents(groups=[]), "1 parameter groups were saved, this run has 0"),
         (
             contents(groups=[{"lr": 0.1, "codec": "CoatAdamW released"}]),
-            "states of head.weight .* CoatAdamW dre_e4m3's, this run has CoatAdamW released",
+            "states of head.weight .* CoatAdamW dre_e4m3, this run has CoatAdamW released",
         ),
     ],
 )
@@ -49,21 +55,38 @@ def test_what_differs_is_named(model: Contents, message: str) -> None:
         contents().check(model, "step-1")
 
 
+def test_deprecated_names_of_codec_and_master_are_read() -> None:
+    names = (
+        "CoatAdamW dre_e4m3_chance bf16_remainder",
+        "CoatAdamW dre_e4m3_stochastic bf16_low_bits",
+    )
+    old, new = (contents(groups=[{"lr": 0.1, "codec": name}]) for name in names)
+    old.check(new, "step-1")
+
+
 @pytest.mark.parametrize(
     ("saved", "ours", "words"),
     [
-        ("CoatAdamW dre_e4m3 fp32", "CoatAdamW dre_e4m3_chance fp32", "=nearest, as this stage"),
-        ("CoatAdamW dre_e4m3_chance fp32", "CoatAdamW dre_e4m3 fp32", "=chance, as this stage"),
+        (
+            "CoatAdamW dre_e4m3 fp32",
+            "CoatAdamW dre_e4m3_stochastic fp32",
+            "=nearest, as this stage",
+        ),
+        (
+            "CoatAdamW dre_e4m3_stochastic fp32",
+            "CoatAdamW dre_e4m3 fp32",
+            "=stochastic, as this stage",
+        ),
         ("CoatAdamW dre_e4m3 fp32", "CoatAdamW released fp32", None),
-        ("CoatAdamW dre_e4m3 fp32", "CoatAdamW dre_e4m3 bf16_remainder", None),
-        ("AdamW", "CoatAdamW dre_e4m3_chance fp32", None),
+        ("CoatAdamW dre_e4m3 fp32", "CoatAdamW dre_e4m3 bf16_low_bits", None),
+        ("AdamW", "CoatAdamW dre_e4m3_stochastic fp32", None),
     ],
 )
 def test_another_rounding_of_the_second_moment_names_its_setting(
     saved: str, ours: str, words: str | None
 ) -> None:
     one, other = (contents(groups=[{"lr": 0.1, "codec": name}]) for name in (saved, ours))
-    with pytest.raises(ValueError, match=f"{saved}'s, this run has {ours}; resume with") as caught:
+    with pytest.raises(ValueError, match=f"{saved}, this run has {ours}; resume with") as caught:
         one.check(other, "step-1")
     setting = "the run's own recipe.yaml" if words is None else f"fp8.second_moment{words}"
     assert f"resume with {setting}" in str(caught.value)
@@ -85,15 +108,18 @@ def test_states_of_a_codec_that_was_removed_say_so(name: str) -> None:
 
 
 def test_contents_are_read_as_written(tmp_path: Path) -> None:
-    write_contents(tmp_path, contents())
+    write_json(tmp_path / "contents.json", {"format": FORMAT, **dataclasses.asdict(contents())})
     assert read_contents(tmp_path) == contents()
 
 
 def test_another_layout_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no contents.json; .*the version that wrote it"):
+    with pytest.raises(ValueError, match=r"has no contents.json, .*the version that wrote"):
         read_contents(tmp_path)
-    (tmp_path / "contents.json").write_text('{"format": 3}')
-    with pytest.raises(ValueError, match="has format 3, this version reads 2"):
+    (tmp_path / "contents.json").write_text('{"format": 1}')
+    with pytest.raises(ValueError, match="has format 1, this version reads 2 to 3; finish"):
+        read_contents(tmp_path)
+    (tmp_path / "contents.json").write_text(json.dumps({"format": FORMAT + 1}))
+    with pytest.raises(NewerVersionError, match=r"has format version 4, .* reads versions up to 3"):
         read_contents(tmp_path)
 
 
@@ -104,28 +130,36 @@ def test_optimizers_and_their_codecs_have_different_names() -> None:
         for optimizer in (
             torch.optim.AdamW([parameter]),
             CoatAdamW([parameter]),
-            CoatAdamW([parameter], released=True),
+            CoatAdamW([parameter], codec="released"),
         )
     }
     assert len(names) == 3
 
 
+def write_shards(writer: ShardWriter, folder: Path) -> None:
+    files = FolderWriter(folder)
+    writer.write(files)
+    write_manifest(folder, files.entries)
+    for path in folder.glob("*.safetensors"):
+        assert save(load_file(path)) == path.read_bytes()  # as the library writes it
+
+
 def test_missing_elements_are_named(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path, 0)
-    writer.add((Piece("w", 0, 6, 0),), torch.arange(6.0))
-    writer.close()
-    assert Shards(tmp_path).weight("w", (2, 3)).tolist() == [[0, 1, 2], [3, 4, 5]]
+    writer = ShardWriter(0)
+    writer.add((Fragment("w", 0, 6, 0),), torch.arange(6.0))
+    write_shards(writer, tmp_path)
+    assert Shards(tmp_path).read_parameter("w", (2, 3)).tolist() == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ValueError, match="lacks 2 of 8 elements of w"):
-        Shards(tmp_path).weight("w", (8,))
+        Shards(tmp_path).read_parameter("w", (8,))
 
 
 def test_many_files_hold_what_one_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coat_vlm.checkpoint.shards.SHARD_BYTES", 100)
-    writer = ShardWriter(tmp_path, 3)
+    writer = ShardWriter(3)
     weights = [torch.randn(size) for size in (7, 30, 1, 50)]
     for number, weight in enumerate(weights):
-        writer.add((Piece(str(number), 0, weight.numel(), 0),), weight)
-    writer.close()
+        writer.add((Fragment(str(number), 0, weight.numel(), 0),), weight)
+    write_shards(writer, tmp_path)
     assert len(list(tmp_path.glob("rank-00003-*.safetensors"))) == 2
     for number, weight in enumerate(weights):
-        assert torch.equal(Shards(tmp_path).weight(str(number), weight.shape), weight)
+        assert torch.equal(Shards(tmp_path).read_parameter(str(number), weight.shape), weight)

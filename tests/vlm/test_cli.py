@@ -133,10 +133,10 @@ BENCHMARK = ["--tasks", "pope", *OWN_SET[2:]]
         ([*OWN_SET, "--max-new-tokens", "0"], "--max-new-tokens is 0; give 1 or more"),
         ([*BENCHMARK, "--max-new-tokens", "0"], "--max-new-tokens is 0; give 1 or more"),
         ([*BENCHMARK, "--batch-size", "0"], "--batch-size is 0; give 1 or more"),
-        ([*BENCHMARK, "--media-root", "d"], "benchmarks have their media below --data"),
+        ([*BENCHMARK, "--media-root", "d"], "media of benchmarks are below --data"),
         (["--run", "r", "--split", "test"], "is for official benchmarks (--tasks)"),
         (["--run", "r", "--precision", "coat"], "--precision has no effect with --run"),
-        (["--run", "r", "--media-root", "d"], "as its recipe says"),
+        (["--run", "r", "--media-root", "d"], "with --run the recipe decides"),
         (["--run", "r", "--overwrite"], "are always replaced"),
         (["--run", "r", "--limit", "0"], "--limit is 0"),
     ],
@@ -173,6 +173,17 @@ def test_generate_shows_the_files_in_the_order_given():
     assert sample.turns[0].text == "\n\n\np"
 
 
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_generate_names_a_missing_file_before_it_loads_the_model(
+    kind: str, capsys: pytest.CaptureFixture[str]
+):
+    words = ["generate", "--model", "nowhere", f"--{kind}", "nope.jpg", "--prompt", "p"]
+    assert main(words) == 2
+    printed = capsys.readouterr().err
+    assert f"--{kind} nope.jpg: there is no such file" in printed
+    assert "media root" not in printed
+
+
 def test_a_prompt_may_say_where_the_images_stand():
     sample = prompt_sample("Is <image> like <image>?", [("image", Path("a")), ("image", Path("b"))])
     assert [part.text or part.kind for part in sample.turns[0].parts] == [
@@ -200,7 +211,7 @@ def test_scenes_are_made_once_and_anew_for_other_settings(
     assert main(words) == 2, "without --reuse nothing of the user's is touched"
     assert main([*words, "--reuse"]) == 0
     assert (out / data.MADE_FILE).stat().st_mtime_ns == made
-    assert "is there already" in capsys.readouterr().out
+    assert "exists already" in capsys.readouterr().out
     assert main([*words, "--reuse", "--seed", "1"]) == 0
     assert (out / data.MADE_FILE).stat().st_mtime_ns > made
 

@@ -1,10 +1,14 @@
 """Codes and scales of compressed weights, beside compressed-tensors' own arithmetic and by hand."""
 
+import json
 import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from coat_vlm.model.compressed import (
@@ -13,8 +17,8 @@ from coat_vlm.model.compressed import (
     WeightFormat,
     dequantize,
     quantize,
+    read_compression,
     round_inputs,
-    scheme_of,
     sqnr_db,
 )
 
@@ -102,13 +106,15 @@ def test_normal_weights_have_the_known_ratio(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_written_configuration_is_read_back(name: WeightFormat) -> None:
-    scheme = SCHEMES[name]
-    assert scheme_of(scheme.config(["lm_head"]), "x") is scheme
+def test_a_written_configuration_is_read_back(name: WeightFormat, tmp_path: Path) -> None:
+    scheme, file = SCHEMES[name], tmp_path / "config.json"
+    file.write_text(json.dumps({"quantization_config": scheme.config(["lm_head"])}))
+    assert read_compression(tmp_path) is scheme
     other = scheme.config([])
     other["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
-    with pytest.raises(ValueError, match=r"here/config\.json: .*none of those"):
-        scheme_of(other, "here/config.json")
+    file.write_text(json.dumps({"quantization_config": other}))
+    with pytest.raises(ValueError, match=r"/config\.json: .*none of the schemes"):
+        read_compression(tmp_path)
 
 
 PRESETS = {"fp8": "FP8_DYNAMIC", "fp8_block": "FP8_BLOCK", "int8": "INT8"}
@@ -155,5 +161,9 @@ def inputs_of(x: Tensor, scheme: Scheme) -> Tensor:
     layer = nn.Linear(x.shape[1], x.shape[1], bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.eye(x.shape[1]))
-        round_inputs(nn.ModuleDict({"layer": layer}), scheme, ["layer"])
+        with TemporaryDirectory() as folder:
+            codes, scale = quantize(layer.weight, scheme)
+            tensors = {"a.weight": codes, "a.weight_scale": scale}
+            save_file(tensors, Path(folder) / "model.safetensors")
+            round_inputs(nn.ModuleDict({"a": layer}), scheme, Path(folder))
         return layer(x)

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from coat_cli.main import main
 from coat_vlm.config import Fp8Config
-from coat_vlm.export import compressed
 from coat_vlm.generate import load
 from coat_vlm.model.compressed import (
     SCHEMES,
@@ -22,6 +22,7 @@ from coat_vlm.model.compressed import (
     dequantize,
     quantize,
     sqnr_db,
+    table,
 )
 from coat_vlm.model.vlm import CoatVlm
 
@@ -89,7 +90,7 @@ def test_the_table_names_every_layer_with_its_ratio(
         back = dequantize(found[key], found[f"{key}_scale"], SCHEMES[name])
         assert row["sqnr_db"] == pytest.approx(sqnr_db(plain[key], back), abs=1e-3)
         assert row["bytes_before"] == 2 * plain[key].numel()
-    lines = compressed.table(folder).splitlines()
+    lines = table(folder).splitlines()
     assert all(any(row["layer"] in line for line in lines) for row in record["layers"])
     left = {DOWN, DOWN.replace("layers.0", "layers.1")} if name == "fp8_block" else set()
     assert record["left"].keys() == left
@@ -189,7 +190,8 @@ def test_weights_alone_are_decompressed_for_training_and_export(
 def test_many_files_have_an_index(
     source: Path, exported: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compressed, "SHARD_BYTES", 20_000)
+    save = partialmethod(CoatVlm.save_pretrained, max_shard_size=20_000)
+    monkeypatch.setattr(CoatVlm, "save_pretrained", save)
     assert export(source, tmp_path / "many", "--weights", "fp8") == 0
     index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
@@ -208,7 +210,7 @@ def test_what_is_refused(
     assert export(source, target, "--weights", "fp8", "--format", "vila") == 2
     assert "model_dtype" in capsys.readouterr().err
     assert export(exported["int8-coat"], target, "--weights", "fp8") == 2
-    assert "compressed already" in capsys.readouterr().err
+    assert "already compressed" in capsys.readouterr().err
     narrow = saved(tiny, tmp_path / "narrow", language=tiny.language("llama"))
     assert export(narrow, target, "--weights", "fp8_block") == 2
     message = capsys.readouterr().err

@@ -170,7 +170,7 @@ def test_names_are_those_of_published_checkpoints(tiny: Any, tmp_path: Path) -> 
     ("choices", "message"),
     [
         ({"projector": "mlp_downsample"}, "projector is mlp_downsample.*allowed: mlp2x_gelu"),
-        ({"mode": "dynamic"}, "mode dynamic.*allowed: resize, pad"),
+        ({"mode": "dynamic"}, "mode is dynamic.*allowed: resize, pad"),
         ({"language": "gemma2", "attention": "eager"}, "Gemma2ForCausalLM.*soft cap"),
         ({"open_clip": True}, "coat_open_clip_vision"),
     ],

@@ -19,12 +19,12 @@ from coat_vlm.config import ModuleTraining, SourceConfig, StageConfig
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.distributed import ALONE, World
 from coat_vlm.model import build_model
-from coat_vlm.model.flops import ModelFlops, Work, model_flops
+from coat_vlm.model.flops import ModelFlops, Work, count_flops
 from coat_vlm.model.packing import PACKED
 from coat_vlm.model.projector import project_scales
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.train import throughput
-from coat_vlm.train.engine import set_train_mode, set_trainable
+from coat_vlm.train.prepare import set_train_mode, set_trainable
 
 IMAGE = 2  # of tiny_tokenizer
 ROWS, TOKENS = 2, 40
@@ -64,9 +64,9 @@ def batch(model: CoatVlm, tiles: int = ROWS, **changes: Any) -> dict[str, Tensor
     return {"input_ids": ids, "labels": labels, "pixel_values": images} | changes
 
 
-def work_of(inputs: Any, image_token_id: int | None = IMAGE) -> Work:
+def measure_work(inputs: Any, image_token_id: int | None = IMAGE) -> Work:
     mask = torch.ones_like(inputs["input_ids"])
-    return throughput.work_of({"attention_mask": mask} | inputs, image_token_id)  # pyright: ignore
+    return throughput.measure_work({"attention_mask": mask} | inputs, image_token_id)  # pyright: ignore
 
 
 def seen(model: CoatVlm, inputs: dict[str, Any]) -> int:
@@ -96,7 +96,7 @@ def test_what_is_frozen_has_no_gradient(tiny: Any, parts: tuple[str, ...], proje
     """``linear`` reads the tower; ``mlp_downsample`` a norm of it, which trains, too."""
     model = trained(tiny.model(projector=projector), stage(*parts))
     inputs = batch(model)
-    found = model_flops(model).of(work_of(inputs))
+    found = count_flops(model).count(measure_work(inputs))
     assert sum(found.values()) == seen(model, inputs) - unseen_pairs([TOKENS] * ROWS)
     assert all(found[name] > 0 for name in PARTS)
 
@@ -124,14 +124,14 @@ def test_every_tower(
         features = model.vision_tower(pixels)
         if "vision" in parts:
             features.sum().backward()
-    work = Work(tiles=len(pixels), vision_tokens=0, trained_tokens=0, lengths=[])
-    assert model_flops(model).of(work)["vision"] == counter.get_total_flops()
+    work = Work(tiles=len(pixels), vision_tokens=0, supervised_tokens=0, lengths=[])
+    assert count_flops(model).count(work)["vision"] == counter.get_total_flops()
 
 
 def test_a_downsampling_projector_pads(tiny: Any) -> None:
     model = trained(tiny.model(projector="mlp_downsample_3x3_fix"), stage(*PARTS))
     inputs = batch(model)
-    found = model_flops(model).of(work_of(inputs))
+    found = count_flops(model).count(measure_work(inputs))
     assert sum(found.values()) == seen(model, inputs) - unseen_pairs([TOKENS] * ROWS)
 
 
@@ -147,8 +147,8 @@ def test_the_output_layer_reads_trained_positions(
     model = text_model(tiny, tiny_tokenizer, tie_word_embeddings=tied)
     inputs = batch(trained(model, stage("language")), tiles=0)
     inputs["labels"][:, 3:20] = -100
-    flops = model_flops(model)
-    found = flops.of(work_of(inputs, None))
+    flops = count_flops(model)
+    found = flops.count(measure_work(inputs, None))
     assert found["language"] == seen(model, inputs) - unseen_pairs([TOKENS] * ROWS)
     assert (found["vision"], found["projector"]) == (0, 0)
     assert flops.output == 6 * 32 * 60
@@ -159,7 +159,7 @@ def test_a_capped_model_makes_all_logits(tiny: Any, tiny_tokenizer: Any) -> None
     model = text_model(tiny, tiny_tokenizer, "eager", kind="gemma2", sliding_window=7)
     inputs = batch(trained(model, stage("language")), tiles=0)
     inputs["labels"][:, 3:20] = -100
-    found = model_flops(model).of(work_of(inputs, None))["language"]
+    found = count_flops(model).count(measure_work(inputs, None))["language"]
     index = torch.arange(TOKENS)
     distance = index[:, None] - index
     pairs = [int(((distance >= 0) & (distance < window)).sum()) for window in (7, TOKENS)]
@@ -171,13 +171,13 @@ def test_lora(tiny: Any, tiny_tokenizer: Any) -> None:
     lora = LoraTraining(rank=4, alpha=8, dropout=0.0)
     model = trained(tiny.model(), stage("projector", "language", lora=lora))
     inputs = batch(model)
-    found = sum(model_flops(model).of(work_of(inputs)).values())
+    found = sum(count_flops(model).count(measure_work(inputs)).values())
     assert found == seen(model, inputs) - unseen_pairs([TOKENS] * ROWS)
     # Nothing trains below: the first block's k and v have no gradient of their input, nor have
     # their adapters' A; they are counted with one.
     model = trained(text_model(tiny, tiny_tokenizer), stage("language", lora=lora))
     inputs = batch(model, tiles=0)
-    found = model_flops(model).of(work_of(inputs, None))["language"]
+    found = count_flops(model).count(measure_work(inputs, None))["language"]
     first = 2 * (2 * ROWS * TOKENS) * (32 * 16 + 32 * 4)
     assert found == seen(model, inputs) - unseen_pairs([TOKENS] * ROWS) + first
 
@@ -196,10 +196,10 @@ def test_packed_sequences_do_not_see_each_other_and_fillers_are_no_work(tiny: An
     whole = collate_packed(samples, pad_token_id=0, align=1)
     filled = collate_packed(samples, pad_token_id=0, align=32)
     assert filled["input_ids"].shape == (1, 64)
-    work = work_of(filled)
-    assert work == work_of(whole) == work_of(collate(samples, pad_token_id=0))
+    work = measure_work(filled)
+    assert work == measure_work(whole) == measure_work(collate(samples, pad_token_id=0))
     assert (work.tiles, work.vision_tokens, work.lengths) == (3, 12, [9, 21, 3])
-    found = model_flops(model).of(work)
+    found = count_flops(model).count(work)
     assert sum(found.values()) == seen(model, dict(whole)) - unseen_pairs([9, 21, 3])
     assert seen(model, dict(filled)) > seen(model, dict(whole))
 
@@ -209,7 +209,7 @@ def test_frames_are_projected_before_they_are_pooled(tiny: Any) -> None:
     inputs = batch(model, tiles=2)
     images = torch.randn(7, 3, 28, 28, generator=torch.Generator().manual_seed(3))
     inputs |= {"pixel_values": images, "frame_groups": torch.tensor([3, 4])}
-    found = model_flops(model).of(work_of(inputs))
+    found = count_flops(model).count(measure_work(inputs))
     sums = 2 * 2 * (2 * 7 * model.config.tokens_per_image * 32)  # a product with ones, and back
     assert sum(found.values()) == seen(model, inputs) - unseen_pairs([TOKENS] * ROWS) - sums
 
@@ -229,7 +229,7 @@ def test_several_scales_project_the_largest(tiny: Any, tiny_tokenizer: Any) -> N
         shaped = [(int(rows), int(columns)) for rows, columns in grids.tolist()]
         project_scales(features, shaped, [28, 56], lambda maps: maps).sum().backward()
     assert resizing.get_total_flops() > 0
-    found = sum(model_flops(model).of(work_of(inputs)).values())
+    found = sum(count_flops(model).count(measure_work(inputs)).values())
     wanted = seen(model, inputs) - unseen_pairs([TOKENS] * ROWS) - resizing.get_total_flops()
     assert found == wanted
 
@@ -246,19 +246,19 @@ def test_by_hand() -> None:
         output=7,
         output_reads_all=False,
     )
-    work = Work(tiles=2, vision_tokens=4, trained_tokens=3, lengths=[3, 1])
+    work = Work(tiles=2, vision_tokens=4, supervised_tokens=3, lengths=[3, 1])
     language = 4 * 10 + (6 + 1) + (5 + 1) + 3 * 7
-    assert flops.of(work) == {"vision": 2000, "projector": 800, "language": language}
+    assert flops.count(work) == {"vision": 2000, "projector": 800, "language": language}
     every = dataclasses.replace(flops, output_reads_all=True, projected_per_tile=None)
-    assert every.of(work) == {"vision": 2000, "projector": 400, "language": language + 7}
+    assert every.count(work) == {"vision": 2000, "projector": 400, "language": language + 7}
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"layer_types": ["full_attention", "linear_attention"]}, "types linear_attention"),
-        ({"kv_lora_rank": 8}, "attention is not that of heads of one width"),
-        ({"num_attention_heads": None}, "attention is not that of heads of one width"),
+        ({"kv_lora_rank": 8}, "attention heads do not have one common width"),
+        ({"num_attention_heads": None}, "attention heads do not have one common width"),
     ],
 )
 def test_other_attention_is_refused(
@@ -267,7 +267,7 @@ def test_other_attention_is_refused(
     model = text_model(tiny, tiny_tokenizer)
     vars(model.language_model.config).update(changes)
     with pytest.raises(ValueError, match=why):
-        model_flops(model)
+        count_flops(model)
 
 
 def test_experts_are_refused_and_a_run_says_so(
@@ -275,16 +275,16 @@ def test_experts_are_refused_and_a_run_says_so(
 ) -> None:
     model = text_model(tiny, tiny_tokenizer, kind="mixtral", num_local_experts=2)
     with pytest.raises(ValueError, match=r"experts\.gate_up_proj has 3 dimensions"):
-        model_flops(model)
+        count_flops(model)
     counts = throughput.Throughput(model, ALONE)
-    assert "no TFLOP/s: the model's work is not known, as" in capsys.readouterr().out
+    assert "no TFLOP/s: the model's FLOPs are not known:" in capsys.readouterr().out
     ids = torch.ones(1, 5, dtype=torch.int64)
     inputs: Any = {"input_ids": ids, "labels": ids, "attention_mask": ids}
     inputs |= {"pixel_values": torch.zeros(0, 3, 1, 1)}
     loaded = LoadedBatch(batch=inputs, bad=[], num_samples=1)
     row = counts.row(counts.count([loaded]))
     assert row == {
-        "trained_tokens": 4,
+        "supervised_tokens": 4,
         "tokens": 5,
         "samples": 1,
         "tiles": 0,
@@ -303,7 +303,7 @@ def test_rates_are_of_all_ranks_and_flops_of_one(tiny: Any) -> None:
     both = two_ranks.count([LoadedBatch(batch=inputs, bad=[], num_samples=2)] * 2)
     row = two_ranks.row({name: 2 * number for name, number in both.items()})
     assert (row["tokens"], row["samples"]) == (4 * 70, 8)
-    parts = model_flops(model).of(work_of(inputs))
+    parts = count_flops(model).count(measure_work(inputs))
     assert (row["tiles"], row["vision_tokens"]) == (8, 8 * model.config.tokens_per_image)
     assert row["tflop"] == {n: pytest.approx(4 * x / 1e12, rel=1e-4) for n, x in parts.items()}
     rates = two_ranks.rates(row, 0.5)

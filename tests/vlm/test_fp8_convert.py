@@ -13,7 +13,6 @@ import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_cli.command import PRECISIONS
 from coat_vlm.config import FP8_PRECISIONS, BlockPrecision, Fp8Config, Fp8Precision, Precision
 from coat_vlm.fp8 import Arithmetic, arithmetic_of, convert, fp8_blocks, saturation
-from coat_vlm.fp8.convert import check_capability
 
 
 def llama(**changes: Any) -> Any:
@@ -122,12 +121,12 @@ def test_skipping_everything_is_refused() -> None:
     [
         ({"optimizer": "adamw", "released_constants": True}, "released_constants has no effect"),
         (
-            {"optimizer": "adamw", "second_moment": "chance"},
+            {"optimizer": "adamw", "second_moment": "stochastic"},
             "second_moment has no effect with fp8.optimizer: adamw",
         ),
         (
-            {"released_constants": True, "second_moment": "chance"},
-            "second_moment: chance has no effect with fp8.released_constants",
+            {"released_constants": True, "second_moment": "stochastic"},
+            "second_moment: stochastic has no effect with fp8.released_constants",
         ),
         ({"vision": "bf16", "language": "bf16"}, "fp8 selects nothing"),
         (
@@ -146,7 +145,7 @@ def test_settings_without_effect_are_refused(settings: dict[str, Any], words: st
     [
         ({"group_size": 64}, "group_size has no effect with vision in fp8_linear"),
         ({"released_constants": True}, "no effect with precision fp8_linear, whose optimizer"),
-        ({"second_moment": "chance"}, "second_moment has no effect with precision fp8_linear"),
+        ({"second_moment": "stochastic"}, "second_moment has no effect with precision fp8_linear"),
     ],
 )
 def test_settings_without_effect_in_a_precision_are_refused(
@@ -158,25 +157,31 @@ def test_settings_without_effect_in_a_precision_are_refused(
 
 
 def test_the_codec_of_moments_is_what_the_settings_say() -> None:
-    settings: list[dict[str, Any]] = [{}, {"released_constants": True}, {"second_moment": "chance"}]
-    found = [Fp8Config(**each).resolved("coat").codec(0.95) for each in settings]
-    assert found == ["dre_e4m3", "released", "dre_e4m3_chance"]
-    found = [Fp8Config(**each).resolved("coat").codec(0.999) for each in settings]
-    assert found == ["dre_e4m3_chance", "released", "dre_e4m3_chance"]
+    settings: list[dict[str, Any]] = [
+        {},
+        {"released_constants": True},
+        {"second_moment": "stochastic"},
+        {"second_moment": "nearest"},
+    ]
+    found = [Fp8Config(**each).resolved("coat").codec for each in settings]
+    assert found == ["dre_e4m3_stochastic", "released", "dre_e4m3_stochastic", "dre_e4m3"]
 
 
-def test_rounding_chosen_by_beta2_is_no_setting_without_effect() -> None:
+def test_automatic_rounding_is_no_setting_without_effect() -> None:
     assert Fp8Config(optimizer="adamw", second_moment="auto").resolved("coat").optimizer == "adamw"
     assert Fp8Config(second_moment="auto").resolved("fp8_linear").optimizer == "adamw"
     both = Fp8Config(released_constants=True, second_moment="auto")
-    assert both.resolved("coat").codec(0.999) == "released"
+    assert both.resolved("coat").codec == "released"
 
 
-def test_an_old_gpu_is_told_what_to_do() -> None:
-    check_capability((8, 9))
-    check_capability((9, 0))
+def test_an_old_gpu_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(8, 9), (9, 0), (8, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: found.pop(0))
+    gpu = torch.device("cuda")
+    for _ in range(2):
+        assert arithmetic_of("coat", None, gpu).fp8 is not None
     with pytest.raises(ValueError, match=r"this GPU has 8\.0: train with precision=bf16") as caught:
-        check_capability((8, 0))
+        arithmetic_of("coat", None, gpu)
     assert "fp8.reference=true" in str(caught.value)
 
 

@@ -10,18 +10,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from transformers import LlamaConfig, LlamaForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
-from coat_bench.step import StepBench, step_cases
 from coat_vlm.config import Fp8Config
 from coat_vlm.config.load import load_recipe
 from coat_vlm.fp8 import arithmetic_of, convert, graph_blocks, reused_weights, watching
 from coat_vlm.fp8.convert import back_to_bf16
 from coat_vlm.fp8.graphs import (
     EAGER_PASSES,
-    MOST_CAPTURED,
+    MAX_CAPTURED,
     BlockGraphs,
     Captured,
-    found_in,
-    in_steps,
+    find_parameters,
+    round_up_packing,
 )
 from coat_vlm.model.packing import PACKED
 
@@ -161,21 +160,21 @@ def test_packed_rows_share_graphs() -> None:
 def test_bounds_are_rounded_up() -> None:
     bounds = torch.tensor([0, 10, 40, 64], dtype=torch.int32)
     given = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 30, "other": None}
-    rounded = in_steps(given, 64)
+    rounded = round_up_packing(given, 64)
     assert rounded["cu_seq_lens_q"].tolist() == [0, 10, 40, 64, 64, 64, 64, 64]
     assert rounded["cu_seq_lens_k"] is rounded["cu_seq_lens_q"]
     assert (rounded["max_length_q"], rounded["other"]) == (32, None)
-    assert in_steps(given | {"max_length_q": 60}, 62)["max_length_q"] == 62
-    assert in_steps(given, 64, window=31)["max_length_q"] == 31  # which still cuts nothing
-    assert in_steps(given, 64, window=29)["max_length_q"] == 32
-    assert in_steps({"use_cache": False}, 64) == {"use_cache": False}
+    assert round_up_packing(given | {"max_length_q": 60}, 62)["max_length_q"] == 62
+    assert round_up_packing(given, 64, window=31)["max_length_q"] == 31  # which still cuts nothing
+    assert round_up_packing(given, 64, window=29)["max_length_q"] == 32
+    assert round_up_packing({"use_cache": False}, 64) == {"use_cache": False}
 
 
 @pytest.mark.gpu
 def test_so_many_shapes_are_captured_and_further_ones_run_as_ever() -> None:
     plain, graphed = llama(), llama()
     (graphs,) = graph_blocks(graphed)
-    lengths = [32 + 16 * i for i in range(MOST_CAPTURED + 1)]
+    lengths = [32 + 16 * i for i in range(MAX_CAPTURED + 1)]
     for tokens in lengths:
         for seed in range(EAGER_PASSES):
             passed(graphed, ids(seed, tokens))
@@ -188,7 +187,7 @@ def test_so_many_shapes_are_captured_and_further_ones_run_as_ever() -> None:
         found = passed(graphed, ids(8, tokens))
         assert found[0] == loss
         assert_close(found[1], expected)
-    assert (graphs.captures, graphs.replays) == (MOST_CAPTURED, MOST_CAPTURED + 2)
+    assert (graphs.captures, graphs.replays) == (MAX_CAPTURED, MAX_CAPTURED + 2)
 
 
 def test_shapes_that_take_turns_are_not_captured_over_and_over(
@@ -204,13 +203,13 @@ def test_shapes_that_take_turns_are_not_captured_over_and_over(
     monkeypatch.setattr(BlockGraphs, "_try_capture", capture)
     _, spec = tree_flatten(((), {}))
     for _ in range(20):
-        for tokens in range(1, MOST_CAPTURED + 4):
-            now = graphs._begin(torch.zeros(1, tokens, 4), [], [], spec)
+        for tokens in range(1, MAX_CAPTURED + 4):
+            now = graphs._begin_pass(torch.zeros(1, tokens, 4), [], [], spec)
             if now is not None:
                 now.backward.add(0)
-    assert captured == list(range(1, MOST_CAPTURED + 1))
-    assert graphs.replays == (20 - EAGER_PASSES) * MOST_CAPTURED
-    assert caplog.text.count("others run without") == 1
+    assert captured == list(range(1, MAX_CAPTURED + 1))
+    assert graphs.replays == (20 - EAGER_PASSES) * MAX_CAPTURED
+    assert caplog.text.count("other shapes") == 1
 
 
 def test_graphs_of_parameters_that_moved_or_train_no_longer_are_stale() -> None:
@@ -221,7 +220,9 @@ def test_graphs_of_parameters_that_moved_or_train_no_longer_are_stale() -> None:
 
     def captured() -> Captured:
         static = (nothing, nothing, nothing, nothing)
-        return Captured(spec, [], *static, [[layer.weight]], [[nothing]], found=found_in([layer]))
+        return Captured(
+            spec, [], *static, [[layer.weight]], [[nothing]], found=find_parameters([layer])
+        )
 
     for change in (
         lambda: layer.weight.requires_grad_(False),
@@ -253,22 +254,6 @@ def test_weights_are_not_kept_beside_graphs() -> None:
         assert arithmetic.weight_reuse(model, CUDA).policy == policy
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"precisions": ["bf16"]}, "no coat or coat_lean below ZeRO-3"),
-        ({"optimizers": ["own"], "zero_stages": [3]}, "no coat or coat_lean below ZeRO-3"),
-        ({"warmup": EAGER_PASSES}, "--warmup has to exceed"),
-    ],
-)
-def test_a_benchmark_of_graphs_has_some(changes: dict[str, Any], message: str) -> None:
-    settings: dict[str, Any] = {"size": "tiny", "precisions": ["bf16", "coat"], "graphs": True}
-    found = step_cases(StepBench(**settings), 1)
-    assert [each.implementation for each in found] == ["bf16", "coat_paper", "coat_paper_graphs"]
-    with pytest.raises(ValueError, match=message):
-        step_cases(StepBench(**settings | changes), 1)
-
-
 @pytest.mark.gpu
 def test_a_pass_whose_backward_pass_is_to_come_is_not_overwritten() -> None:
     model = llama()
@@ -279,7 +264,7 @@ def test_a_pass_whose_backward_pass_is_to_come_is_not_overwritten() -> None:
     model.zero_grad(set_to_none=True)
     before = graphs.replays
     losses = [model(input_ids=ids(s), labels=ids(s), use_cache=False).loss for s in (5, 6)]
-    assert graphs.replays == before + 1  # the second runs as ever
+    assert graphs.replays == before + 1  # the second runs eagerly
     (losses[0] + losses[1]).backward()
     both = {n: expected[0][n] + expected[1][n] for n in expected[0]}
     assert_close({n: p.grad for n, p in model.named_parameters()}, both)
@@ -369,7 +354,7 @@ def test_what_cannot_be_captured_runs_without(
     [
         (["precision=fp8_linear"], "it is about FP8 blocks"),
         (["precision=coat", "fp8.weights=cache"], "quantizes weights in every pass"),
-        (["precision=coat", "zero_stage=3"], "weights that stay in their place"),
+        (["precision=coat", "zero_stage=3"], "weights at fixed addresses"),
         (
             ["precision=coat_lean", "stages.sft.gradient_checkpointing=true"],
             "no effect with stages.sft.gradient_checkpointing",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import coat_kernels
 from coat_bench.layer import IMPLEMENTATIONS
-from coat_bench.shapes import LayerShape, build_layer, forward_of
+from coat_bench.shapes import LayerShape, build_forward, build_layer
 from coat_kernels.registry import Op
 
 SHAPES = {
@@ -67,7 +67,7 @@ def test_a_block_launches_no_more_kernels(
 ) -> None:
     cpu, shape = torch.device("cpu"), SHAPES[family]
     layer = IMPLEMENTATIONS[implementation][1](build_layer(shape, cpu, torch.bfloat16))
-    forward = forward_of(shape, layer, cpu)
+    forward = build_forward(shape, layer, cpu)
     x = torch.randn(1, shape.length, shape.hidden, dtype=torch.bfloat16).requires_grad_()
     with launches() as counts:
         y = forward(x)

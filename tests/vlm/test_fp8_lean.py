@@ -15,7 +15,7 @@ from coat_kernels import GROUP_SIZES, dequantize_group, quantize_group
 from coat_vlm.config import BlockPrecision, Fp8Config
 from coat_vlm.fp8 import blocks, convert, gemm, linear, norm_mlp, sdpa
 from coat_vlm.fp8 import heads as heads_module
-from coat_vlm.fp8.attention import fp8_saved_attention, rounded_heads
+from coat_vlm.fp8.attention import fp8_saved_attention, round_heads
 
 B, T, D = 5, 24, 64
 
@@ -116,7 +116,7 @@ def exact_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return exact(q, k, v, True, None)
 
 
-def test_attention_works_on_the_rounded_heads() -> None:
+def test_attention_works_on_the_round_heads() -> None:
     x = heads(4, 9)
     seen: list[Tensor] = []
 
@@ -127,9 +127,9 @@ def test_attention_works_on_the_rounded_heads() -> None:
     fp8_saved_attention(x, x, x, nn.Linear(4 * D, 16), attend, None)
     for got in seen:
         assert torch.equal(got, representable(x))
-    assert torch.equal(rounded_heads(x), representable(x))
+    assert torch.equal(round_heads(x), representable(x))
     leaf = x.bfloat16().requires_grad_()
-    rounded = rounded_heads(leaf)
+    rounded = round_heads(leaf)
     assert torch.equal(rounded.float(), representable(x.bfloat16().float()))
     rounded.sum().backward()
     assert leaf.grad is not None
@@ -254,20 +254,20 @@ def test_nothing_holds_the_joint_projection_while_the_mlp_runs(
     """A name in the block's forward pass would keep 6 bytes per token and channel at the peak."""
     layer, rotary = block()
     layer.fp8_lean = precision == "coat_lean"
-    joint: list[Any] = []
+    fused: list[Any] = []
     product, mlp = gemm.forward, blocks.norm_mlp
 
     def watched(*args: Any) -> Any:
         y, scale = product(*args)
-        joint.append(weakref.ref(y))
+        fused.append(weakref.ref(y))
         return y, scale
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        assert joint[0]() is None
+        assert fused[0]() is None
         return mlp(*args, **kwargs)
 
     monkeypatch.setattr(gemm, "forward", watched)
     monkeypatch.setattr(blocks, "norm_mlp", checked)
     x = torch.randn(1, T, 256).bfloat16().requires_grad_()
     layer(x, position_embeddings=rotary(x, torch.arange(T)[None])).sum().backward()
-    assert joint
+    assert fused

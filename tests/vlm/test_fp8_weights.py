@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config
-from coat_vlm.fp8 import WeightReuse, convert, kept_bytes, reused_weights, weights
+from coat_vlm.fp8 import WeightReuse, convert, reused_weights, saved_bytes, weights
 from coat_vlm.model.loss import linear_cross_entropy
 
 WEIGHT_GROUPS = 4  # q k v, o, gate up, down
@@ -70,8 +70,8 @@ def test_reused_weights_change_no_gradient_and_are_quantized_once(
         assert quantized == ["quantize_layouts"] * 2 * WEIGHT_GROUPS
         blocks = plain.model.layers
         matrices = [p for p in blocks.parameters() if p.ndim == 2]
-        assert kept_bytes() == 2 * sum(p.numel() for p in matrices)
-    assert kept_bytes() == 0
+        assert saved_bytes() == 2 * sum(p.numel() for p in matrices)
+    assert saved_bytes() == 0
     for (name, expected), actual in zip(
         plain.named_parameters(), reusing.parameters(), strict=True
     ):
@@ -101,7 +101,7 @@ def test_the_next_scope_sees_changed_weights(quantized: list[str]) -> None:
 def test_a_scope_that_is_not_enabled_keeps_nothing(quantized: list[str]) -> None:
     with reused_weights(enabled=False):
         backward(model(), 1)
-        assert kept_bytes() == 0
+        assert saved_bytes() == 0
     assert len(quantized) == 2 * 2 * WEIGHT_GROUPS
 
 
@@ -119,7 +119,7 @@ def test_copies_of_an_output_layer_serve_all_chunks_and_losses() -> None:
         for _ in range(3):
             divisor = torch.tensor(9)
             linear_cross_entropy(head, hidden, targets, divisor, chunk_bytes=3 * 64 * 4).backward()
-        assert kept_bytes() == 2 * head.weight.numel()
+        assert saved_bytes() == 2 * head.weight.numel()
     assert weights.key_of([copy.copy(head)]) == weights.key_of([head])
     assert weights.key_of([copy.deepcopy(head)]) != weights.key_of([head])
 
@@ -148,10 +148,10 @@ def test_auto_decides_once_by_the_peak_of_a_step_without_copies(
     monkeypatch.setattr(cuda, "memory_reserved", lambda _: peak)
     reuse = WeightReuse(policy, nbytes=14, device=torch.device("cuda"))
     with reuse.scope(micro_batches):
-        assert (weights._kept is not None) == (policy == "cache")  # pyright: ignore[reportPrivateUsage]
+        assert (weights._cache is not None) == (policy == "cache")  # pyright: ignore[reportPrivateUsage]
     reuse.after_step()
     # Later peaks hold the copies; what was decided stays.
     monkeypatch.setattr(cuda, "mem_get_info", lambda _: (0, 139))
     reuse.after_step()
     with reuse.scope(micro_batches):
-        assert (weights._kept is not None) == kept  # pyright: ignore[reportPrivateUsage]
+        assert (weights._cache is not None) == kept  # pyright: ignore[reportPrivateUsage]

@@ -219,8 +219,8 @@ def test_an_absent_folder_is_named(tmp_path: Path):
     ("config", "message"),
     [
         (json.dumps({"model_type": "llama"}), "its model_type is 'llama'"),
-        ("{}", "its model_type is None"),
-        ("{", "is not JSON"),
+        ("{}", "no config.json of a coat_vlm checkpoint"),
+        ("{", "not a valid JSON file"),
     ],
 )
 def test_another_kind_of_model_is_refused(tmp_path: Path, config: str, message: str):

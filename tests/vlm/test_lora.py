@@ -14,13 +14,13 @@ import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config, ModuleTraining, Precision, SourceConfig, StageConfig
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.fp8 import arithmetic_of, convert
-from coat_vlm.model.build import build_model, frame_of
-from coat_vlm.model.lora import adapter_config, describe, has_adapters, merge, separated
+from coat_vlm.model.build import build_model, create_meta_model
+from coat_vlm.model.lora import adapter_config, describe, has_adapters, merge, split_adapters
 from coat_vlm.model.vlm import CoatVlm, count_parameters
 from coat_vlm.optim import param_groups
 from coat_vlm.plan.activations import trace
-from coat_vlm.plan.zero import sizes_of
-from coat_vlm.train.engine import set_train_mode, set_trainable
+from coat_vlm.plan.zero import count_sizes
+from coat_vlm.train.prepare import set_train_mode, set_trainable
 
 RANK, ALPHA = 4, 12
 LORA = LoraTraining(rank=RANK, alpha=ALPHA, dropout=0.0)
@@ -125,7 +125,7 @@ def test_gradients_follow_from_those_of_dense_weights(tiny: Any) -> None:
 
 def merged_model(tiny: Any, model: CoatVlm) -> CoatVlm:
     """A plain model with the merged weights."""
-    base, adapters = separated(model.state_dict())
+    base, adapters = split_adapters(model.state_dict())
     merge(base, adapters, ALPHA / RANK)
     vision = tiny.vision(hidden_size=32, intermediate_size=48)
     plain = tiny.model(vision=vision, seed=9)
@@ -157,7 +157,7 @@ def test_a_merge_by_hand() -> None:
         "q.lora_A.default.weight": adapters["q.lora_A.weight"],
         "q.lora_B.default.weight": adapters["q.lora_B.weight"],
     }
-    assert separated(state) == (base, adapters)
+    assert split_adapters(state) == (base, adapters)
     merge(base, adapters, 3.0)
     assert base["q.weight"].tolist() == [[7.0, -4.0], [4.5, 2.5]]
     assert base["q.weight"].dtype == torch.bfloat16
@@ -292,20 +292,20 @@ def test_the_memory_of_a_plan(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     # DeepSpeed's ZeRO-3 replaces it for the rest of the process, by one that keeps every input.
     original: Any = torch._C
     monkeypatch.setattr(nn.functional, "linear", original._nn.linear)
-    made = frame_of(adapted_config(tiny), torch.bfloat16)
+    made = create_meta_model(adapted_config(tiny), torch.bfloat16)
     set_trainable(made, STAGE)
     set_train_mode(made, STAGE)
-    sizes = sizes_of(made, STAGE, 8)
+    sizes = count_sizes(made, STAGE, 8)
     model = adapted(tiny)
     assert sizes.trained == count_parameters(model, trainable_only=True)
     assert sizes.parameters == count_parameters(model)
     memory = trace(made, 2, 64, 1)
     assert memory.backward[-1][0] == sizes.trained
     frozen = replace(STAGE, lora=None, language=ModuleTraining(train=False))
-    still = frame_of(adapted_config(tiny), torch.bfloat16)
+    still = create_meta_model(adapted_config(tiny), torch.bfloat16)
     set_trainable(still, frozen)
     set_train_mode(still, frozen)
-    more = memory.kept["language"] - trace(still, 2, 64, 1).kept["language"]
+    more = memory.saved["language"] - trace(still, 2, 64, 1).saved["language"]
     # Per block and token in BF16, for the gradients of A and B: both normed inputs (32 each), the
     # MLP's hidden values (48), and r of each of seven layers.
     assert more == 2 * (2 * 64) * 2 * (32 + 32 + 48 + 7 * RANK)
@@ -317,9 +317,9 @@ def adapted_config(tiny: Any) -> Any:
 
 def test_what_is_refused(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model()
-    with pytest.raises(ValueError, match=r"'qproj' is no linear layer .* did you mean q_proj"):
+    with pytest.raises(ValueError, match=r"'qproj' is not a linear layer .* did you mean q_proj"):
         set_trainable(model, replace(STAGE, lora=LoraTraining(targets=["qproj"])))
-    with pytest.raises(ValueError, match="'lm_head' is no linear layer"):
+    with pytest.raises(ValueError, match="'lm_head' is not a linear layer"):
         set_trainable(model, replace(STAGE, lora=LoraTraining(targets=["lm_head"])))
     assert not has_adapters(model)
     with pytest.raises(ValidationError, match="greater than 0"):

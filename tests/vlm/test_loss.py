@@ -14,8 +14,8 @@ import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.model import loss as loss_module
 from coat_vlm.model.loss import (
     chunk_tokens,
-    hidden_loss,
     linear_cross_entropy,
+    loss_for_logits,
     next_token_loss,
 )
 
@@ -191,13 +191,14 @@ LABELS = torch.tensor(
 
 @pytest.mark.parametrize("num_items", [None, 1, 12, 12.0, torch.tensor(12)])
 @pytest.mark.parametrize("tokens_per_chunk", [2, 1000])
-def test_hidden_loss_is_transformers_loss(
+def test_loss_of_the_output_layer_is_transformers_loss(
     num_items: Any, tokens_per_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", tokens_per_chunk * TOKEN_BYTES)
     layer = output_layer()
     hidden = inputs(LABELS.numel())[0].detach().view(*LABELS.shape, WIDTH).requires_grad_()
-    ours = hidden_loss(layer, hidden, LABELS, num_items)
+    with loss_for_logits(layer, LABELS, num_items):
+        ours = layer(hidden)
     found = torch.autograd.grad(ours, [hidden, layer.weight])
     logits = layer(hidden)
     for wanted in (
@@ -222,13 +223,17 @@ def test_loss_is_fp32_under_bf16_logits() -> None:
 
 def test_labels_of_another_shape_are_refused() -> None:
     hidden = torch.zeros(3, 4, WIDTH)
-    with pytest.raises(ValueError, match=r"hidden states \(3, 4, 24\) .* \(3, 6\).*skip_logits"):
-        hidden_loss(output_layer(), hidden, LABELS)
+    layer = output_layer()
+    with (
+        loss_for_logits(layer, LABELS),
+        pytest.raises(ValueError, match=r"hidden states \(3, 4, 24\) .* \(3, 6\).*skip_logits"),
+    ):
+        layer(hidden)
 
 
 @pytest.mark.parametrize("shape", [(2, 6), (1, 16), (2, 9), (8, 2)])
 def test_labels_that_do_not_belong_to_the_logits_are_refused(shape: tuple[int, int]) -> None:
     logits, labels = torch.zeros(2, 8, VOCABULARY), torch.ones(shape, dtype=torch.long)
     got = re.escape(f"logits (2, 8, {VOCABULARY}) for labels of shape {shape}")
-    with pytest.raises(ValueError, match=rf"{got}; it needs \(B, T, V\) and \(B, T\)"):
+    with pytest.raises(ValueError, match=rf"{got}; required: \(B, T, V\) and \(B, T\)"):
         next_token_loss(logits, labels)

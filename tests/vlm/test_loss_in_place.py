@@ -38,13 +38,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of the chunks whose logits the kernel gets, in order."""
     seen: list[int] = []
-    original = loss_module._losses
+    original = loss_module._token_losses
 
     def counted(logits: Tensor, *rest: Any) -> Tensor:
         seen.append(len(logits))
         return original(logits, *rest)
 
-    monkeypatch.setattr(loss_module, "_losses", counted)
+    monkeypatch.setattr(loss_module, "_token_losses", counted)
     return seen
 
 

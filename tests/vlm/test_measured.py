@@ -4,19 +4,21 @@ import io
 import json
 import os
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from coat_data.load.encode import Size
-from coat_data.mixture.packing import Budget, Lengths
+from coat_data.mixture.packing import Budget
 from coat_data.sample import Sample
 from coat_vlm.config import SourceConfig
 from coat_vlm.distributed import ALONE, World
-from coat_vlm.train.data import measured
+from coat_vlm.train.data import measure_sources
 from coat_vlm.train.sources import open_source
 
 _T = TypeVar("_T")
@@ -105,9 +107,9 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def lengths_of(data: Path, path: str, encoder: Any, world: World = ALONE) -> Lengths:
+def lengths_of(data: Path, path: str, encoder: Any, world: World = ALONE) -> list[np.ndarray]:
     source = SourceConfig(name="x", path=path, select="first 90%")
-    return measured(
+    return measure_sources(
         [source],
         [open_source(source, seed=0)],
         encoder,
@@ -123,16 +125,16 @@ def lengths_of(data: Path, path: str, encoder: Any, world: World = ALONE) -> Len
 def test_a_source_is_measured_again_only_after_a_change(data: Path, path: str) -> None:
     encoder = Counting()
     before = lengths_of(data, path, encoder)
-    size = len(before.tokens[0])
+    size = len(before[0][:, 0])
     assert encoder.calls == size > 0
-    assert lengths_of(data, path, encoder).tokens[0].tolist() == before.tokens[0].tolist()
+    assert lengths_of(data, path, encoder)[0][:, 0].tolist() == before[0][:, 0].tolist()
     assert encoder.calls == size
     name, write = FORMS[path]
     write(data / name, "a longer answer")
     after = lengths_of(data, path, encoder)
     assert encoder.calls == 2 * size
     # As many more tokens as characters, in each row of the changed file that takes part.
-    grown = (after.tokens[0] - before.tokens[0]).tolist()
+    grown = (after[0][:, 0] - before[0][:, 0]).tolist()
     assert set(grown) <= {0, len("a longer answer") - len("short")}
     assert any(grown)
 
@@ -141,46 +143,46 @@ def test_another_choice_of_a_list_is_measured_again(data: Path) -> None:
     """The same files and as many rows, but other ones."""
     encoder = Counting()
     write_json(data / "b.json", "a longer answer")
-    before = lengths_of(data, "list.yaml", encoder).tokens[0].tolist()
+    before = lengths_of(data, "list.yaml", encoder)[0][:, 0].tolist()
     listing = data / "list.yaml"
     listing.write_text(
         "sources:\n- {name: b, path: b.json, repeat: 2}\n- {name: a, path: a.json}\n"
     )
-    assert lengths_of(data, "list.yaml", encoder).tokens[0].tolist() != before
+    assert lengths_of(data, "list.yaml", encoder)[0][:, 0].tolist() != before
 
 
 class OtherNode(World):
     """Rank 1 of 2, on a node that sees other times of change than rank 0 does."""
 
-    sent: ClassVar[list[Any]] = []
+    decided: ClassVar[list[Any]] = []
+
+    def decide(self, function: Callable[[], _T]) -> _T:
+        """What rank 0 has decided."""
+        return self.decided.pop(0)
 
     def gather(self, value: _T) -> list[_T]:
-        """What rank 0 has sent, and ``value``."""
-        return [*self.sent, value]
-
-    def any(self, flag: bool) -> bool:
-        """As rank 0 has found its file."""
-        return flag
+        return [value, value]
 
 
 def test_the_main_process_alone_looks_at_the_files(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else ranks would disagree on whether to measure, or on what was measured."""
-    sent: list[Any] = []
-    gather = World.gather
+    decided: list[Any] = []
+    decide = World.decide
 
-    def noted(world: World, value: Any) -> list[Any]:
-        sent.append(value)
-        return gather(world, value)
+    def noted(world: World, function: Callable[[], Any]) -> Any:
+        decided.append(decide(world, function))
+        return decided[-1]
 
+    before = lengths_of(data, "a.json+b.json*2", Counting())
     with monkeypatch.context() as patch:
-        patch.setattr(World, "gather", noted)
-        before = lengths_of(data, "a.json+b.json*2", Counting())
-    monkeypatch.setattr(OtherNode, "sent", sent)
+        patch.setattr(World, "decide", noted)
+        lengths_of(data, "a.json+b.json*2", Counting())
+    monkeypatch.setattr(OtherNode, "decided", decided)
     os.utime(data / "b.json", (0, 0))
     encoder = Counting()
     other = OtherNode(rank=1, size=2, device=torch.device("cpu"))
     after = lengths_of(data, "a.json+b.json*2", encoder, other)
     assert encoder.calls == 0
-    assert after.tokens[0].tolist() == before.tokens[0].tolist()
+    assert after[0][:, 0].tolist() == before[0][:, 0].tolist()

@@ -52,7 +52,7 @@ def processor_of(tiny, tokenizer, image: ImageConfig, video: VideoConfig) -> Coa
 def test_options_reach_the_encoder(tiny, tiny_tokenizer):
     image = ImageConfig(mode="dynamic", min_tiles=2, max_tiles=5, max_pixels=1000)
     video = VideoConfig(sampling="fps", fps=2.0, max_frames=9, time_tokens=True)
-    media = processor_of(tiny, tiny_tokenizer, image, video).encoder(train=True)._media
+    media = processor_of(tiny, tiny_tokenizer, image, video).encoder(train=True).media
     assert isinstance(media.transform, TiledTransform)
     assert (media.transform.min_tiles, media.transform.max_tiles) == (2, 5)
     assert media._max_pixels == 1000
@@ -63,8 +63,8 @@ def test_the_older_name_of_the_number_of_frames(tiny, tiny_tokenizer):
     old, new = ImageConfig(num_video_frames=5), VideoConfig(num_frames=5)
     for image, video in [(old, VideoConfig()), (ImageConfig(), new)]:
         made = processor_of(tiny, tiny_tokenizer, image, video)
-        assert made.encoder(train=False)._media.video == VideoSettings(num_frames=5)
-    with pytest.raises(ValueError, match="num_video_frames=5 has no effect beside"):
+        assert made.encoder(train=False).media.video == VideoSettings(num_frames=5)
+    with pytest.raises(ValueError, match="num_video_frames=5 has no effect with"):
         processor_of(tiny, tiny_tokenizer, old, new)
 
 
@@ -78,4 +78,4 @@ def test_a_processor_saved_before_there_were_tiles_and_sampling(tiny_tokenizer, 
     path.write_text(json.dumps({key: value for key, value in saved.items() if key not in new}))
     loaded = CoatVlmProcessor.from_pretrained(tmp_path)
     assert loaded.to_dict() == processor.to_dict()
-    assert loaded.encoder(train=False)._media.video == VideoSettings(num_frames=3)
+    assert loaded.encoder(train=False).media.video == VideoSettings(num_frames=3)

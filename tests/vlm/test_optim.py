@@ -13,7 +13,8 @@ from coat_vlm.distributed import ALONE
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model import CoatVlm, module_parameters
 from coat_vlm.optim import CoatAdamW, lr_factor, param_groups
-from coat_vlm.train.engine import build_optimizer, set_trainable
+from coat_vlm.train.engine import build_optimizer
+from coat_vlm.train.prepare import set_trainable
 
 
 @pytest.mark.parametrize(
@@ -72,16 +73,15 @@ def test_groups_hold_every_trained_parameter_once(tiny):
 @pytest.mark.parametrize(
     ("beta2", "settings", "codec"),
     [
-        (0.95, {}, "dre_e4m3"),
-        (0.99, {}, "dre_e4m3"),
-        (0.999, {}, "dre_e4m3_chance"),
+        (0.95, {}, "dre_e4m3_stochastic"),
+        (0.999, {"second_moment": "auto"}, "dre_e4m3_stochastic"),
         (0.999, {"second_moment": "nearest"}, "dre_e4m3"),
-        (0.95, {"second_moment": "chance"}, "dre_e4m3_chance"),
+        (0.95, {"second_moment": "chance"}, "dre_e4m3_stochastic"),  # the deprecated name
         (0.999, {"released_constants": True}, "released"),
         (0.999, {"released_constants": True, "second_moment": "nearest"}, "released"),
     ],
 )
-def test_the_optimizer_has_the_codec_of_the_stages_beta2(
+def test_the_optimizer_has_the_codec_and_betas_of_the_recipe(
     tiny, beta2: float, settings: dict[str, Any], codec: str
 ):
     model, stage = tiny.model(), replace(STAGE, betas=(0.9, beta2))

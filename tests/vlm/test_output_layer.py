@@ -207,7 +207,7 @@ def test_logits_are_there_when_they_are_asked_for(tiny: Any) -> None:
 def test_labels_of_another_length_are_refused(tiny: Any, skip_logits: bool) -> None:
     given = batch()
     given["labels"] = given["labels"][:, :-2]
-    with pytest.raises(ValueError, match=r"labels of shape \(2, 28\); it needs"):
+    with pytest.raises(ValueError, match=r"labels of shape \(2, 28\); required"):
         tiny.model().eval()(**given, skip_logits=skip_logits)
 
 
@@ -261,7 +261,7 @@ def test_models_that_change_their_logits_keep_them(
         torch.testing.assert_close(output.loss, wanted)
     warnings = [r.getMessage() for r in caplog.records if r.name == "coat_vlm.model.vlm"]
     assert len(warnings) == 1
-    assert "memory for all logits: it changes what" in warnings[0]
+    assert "stores all logits: it changes what" in warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -292,9 +292,9 @@ SMALL: dict[str, dict[str, Any]] = {
     ("change", "why"),
     [
         (lambda m: m.set_output_embeddings(nn.Sequential(nn.Linear(32, 60))), "is a Sequential"),
-        (lambda m: setattr(m.lm_head, "forward", lambda x: x), "replaced already"),
+        (lambda m: setattr(m.lm_head, "forward", lambda x: x), "already replaced"),
         (lambda m: m.lm_head.add_module("adapter", nn.Identity()), "not a plain linear layer"),
-        (lambda m: setattr(m, "base_model_prefix", "elsewhere"), "not its direct parts"),
+        (lambda m: setattr(m, "base_model_prefix", "elsewhere"), "not its direct children"),
     ],
 )
 def test_an_output_layer_that_is_not_plain_keeps_its_logits(

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coat_vlm.distributed import World, joined_world
-from coat_vlm.train.engine import speed_up_step
+from coat_vlm.distributed import World, join_world
+from coat_vlm.train.engine import replace_slow_step
 
 WIDTH = 6
 
@@ -33,7 +33,7 @@ class Layers(nn.Module):
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[World]:
-    with joined_world() as world:
+    with join_world() as world:
         yield world
 
 
@@ -88,7 +88,7 @@ def weights(engine: Any) -> dict[str, Tensor]:
 )
 def test_a_bad_gradient_changes_nothing_and_is_looked_at_once(zero_stage: int, bad: float) -> None:
     engine, asked = build(zero_stage)
-    speed_up_step(engine)
+    replace_slow_step(engine)
     start = weights(engine)
     first = step(engine)
     assert math.isfinite(engine.get_global_grad_norm())
@@ -123,9 +123,9 @@ def test_without_a_norm_nothing_would_be_found() -> None:
 
     blind = SimpleNamespace(has_overflow=ask, check_grad_overflow=True, compute_grad_norm=False)
     engine: Any = SimpleNamespace(optimizer=blind)
-    with pytest.raises(ValueError, match=r"compute_grad_norm is false: .* leave that key out"):
-        speed_up_step(engine)
+    with pytest.raises(ValueError, match=r"compute_grad_norm is false: .* remove that key"):
+        replace_slow_step(engine)
     assert blind.has_overflow is ask
     plain: Any = SimpleNamespace(optimizer=SimpleNamespace())
-    speed_up_step(plain)
+    replace_slow_step(plain)
     assert not vars(plain.optimizer)

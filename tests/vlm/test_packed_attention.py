@@ -316,23 +316,23 @@ def test_several_rows_and_unknown_wishes_are_refused(tiny: Any) -> None:
     model = language_model(tiny, "qwen2")
     with pytest.raises(ValueError, match="one row, got 2 rows"):
         model(tokens().expand(2, -1), use_cache=False, **arguments())
-    with pytest.raises(ValueError, match="position_ids start again"):
+    with pytest.raises(ValueError, match="position_ids restart"):
         model(tokens(), position_ids=positions(), use_cache=False)
     q, k, v = leaves(2, "cpu")
-    with pytest.raises(ValueError, match="has no softcap"):
+    with pytest.raises(ValueError, match="does not support softcap"):
         packed_attention(SimpleNamespace(), q, k, v, None, softcap=30.0, **arguments())
     both = SimpleNamespace(is_causal=False)
-    with pytest.raises(ValueError, match="no sliding window in both directions"):
+    with pytest.raises(ValueError, match="does not support sliding window in both directions"):
         packed_attention(both, q, k, v, None, sliding_window=3, **arguments())
     with pytest.raises(ValueError, match="use_cache=False"):
         packed_attention(SimpleNamespace(), q[:, :, :5], k, v, None, **arguments((4, 1)))
 
 
 def test_the_log_says_once_how_attention_runs(caplog: pytest.LogCaptureFixture) -> None:
-    packed_module._say.cache_clear()
+    packed_module._log_kernel.cache_clear()
     q, k, v = leaves(2, "cpu")
     with caplog.at_level(logging.INFO, logger="coat_vlm"):
         for _ in range(2):
             packed_attention(SimpleNamespace(), q, k, v, None, **arguments())
-    way = "one call of torch's SDPA for each sequence"
-    assert caplog.messages == [f"Packed sequences: attention by {way}."]
+    way = "one call of torch's SDPA per sequence"
+    assert caplog.messages == [f"Packed sequences: attention uses {way}."]

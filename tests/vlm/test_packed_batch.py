@@ -9,13 +9,13 @@ from torch import Tensor
 from coat_data.load.collate import Batch, collate, collate_packed
 from coat_data.load.encode import EncodedSample
 from coat_vlm.model.packing import PACKED
-from coat_vlm.train.throughput import trained_tokens
+from coat_vlm.train.throughput import count_supervised_tokens
 
 
 def loss_and_gradients(model: Any, batches: list[Batch]) -> tuple[float, dict[str, Tensor]]:
     """As the training loop: the summed loss over the trained tokens of all micro-batches."""
     model.zero_grad(set_to_none=True)
-    divisor, total = sum(map(trained_tokens, batches)), 0.0
+    divisor, total = sum(map(count_supervised_tokens, batches)), 0.0
     for batch in batches:
         loss = model(**batch, num_items_in_batch=divisor).loss
         loss.backward()
@@ -37,7 +37,7 @@ def test_packed_rows_train_what_padded_rows_train(
         collate_packed([samples[i] for i in part], pad_token_id=0, align=32)
         for part in ((4, 0, 2), (1, 3))
     ]
-    assert sum(map(trained_tokens, packed)) == sum(map(trained_tokens, padded))
+    assert sum(map(count_supervised_tokens, packed)) == sum(map(count_supervised_tokens, padded))
     assert all(batch["input_ids"].shape[1] % 32 == 0 for batch in packed)
     assert any((batch["attention_mask"] == 0).any() for batch in packed)
     loss, gradients = loss_and_gradients(model, packed)

@@ -21,10 +21,9 @@ from coat_vlm.config import ImageConfig, Precision
 from coat_vlm.fp8 import arithmetic_of, sdpa
 from coat_vlm.model import build_model, loss, packing, vlm
 from coat_vlm.model.packing import PACKED
-from coat_vlm.model.placeholders import placeholder_positions
-from coat_vlm.plan import LiveMemory
-from coat_vlm.plan.activations import flash_attention
-from coat_vlm.train.step import inputs_on
+from coat_vlm.model.placeholders import find_placeholders
+from coat_vlm.plan.activations import LiveMemory, use_flash_attention
+from coat_vlm.train.step import copy_batch_to_device
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 PRECISIONS: tuple[Precision, ...] = ("fp32", "coat_lean")
@@ -70,7 +69,7 @@ def batch_of(samples: list[EncodedSample], model: Any, packed: bool) -> Batch:
 
 def gradients(model: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
-    found = model(**inputs_on(batch, CPU), num_items_in_batch=7.0).loss
+    found = model(**copy_batch_to_device(batch, CPU), num_items_in_batch=7.0).loss
     found.backward()
     return found.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
@@ -90,7 +89,7 @@ def test_losses_and_gradients_are_those_of_masks_bit_by_bit(
         return embeds.masked_scatter(is_image.unsqueeze(-1), features.to(embeds.dtype))
 
     monkeypatch.setattr(vlm, "place_features", scattered)
-    monkeypatch.setattr(loss, "_rows", lambda x, _: x[:, :-1][trained])
+    monkeypatch.setattr(loss, "_select_rows", lambda x, _: x[:, :-1][trained])
     wanted, wanted_gradients = gradients(model, batch)
     assert wanted > 0
     assert any(g.any() for n, g in wanted_gradients.items() if "vision_tower" in n)
@@ -120,13 +119,13 @@ def test_the_collator_knows_the_places(tiny: Any, conversations: Any, side: Any)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([1, 2, 6, 6], "not the places"),
-        ([1, 2, 7, 6], "not the places"),
-        ([1, 2, 6], "not the places"),
-        ([1, 2, 6, 8], "not the places"),
-        ([1, 2, 6, 10], "not the places"),
-        ([-9, 2, 6, 7], "not the places"),
-        ([], "not the places"),
+        ([1, 2, 6, 6], "not the positions"),
+        ([1, 2, 7, 6], "not the positions"),
+        ([1, 2, 6], "not the positions"),
+        ([1, 2, 6, 8], "not the positions"),
+        ([1, 2, 6, 10], "not the positions"),
+        ([-9, 2, 6, 7], "not the positions"),
+        ([], "not the positions"),
         ([[1, 2, 6, 7]], r"int64 of shape \(1, 4\)"),
         ([1.0, 2.0, 6.0, 7.0], "float32"),
     ],
@@ -134,17 +133,20 @@ def test_the_collator_knows_the_places(tiny: Any, conversations: Any, side: Any)
 def test_wrong_places_are_refused(given: list[Any], message: str) -> None:
     is_image = torch.tensor([[0, 1, 1, 0, 0], [0, 1, 1, 0, 0]]).bool()
     right = torch.tensor([1, 2, 6, 7])
-    assert torch.equal(placeholder_positions(is_image, None), right)
-    assert torch.equal(placeholder_positions(is_image, right), right)
+    assert torch.equal(find_placeholders(is_image, None), right)
+    assert torch.equal(find_placeholders(is_image, right), right)
     wrong = torch.tensor(given, dtype=None if given else torch.int64)
     with pytest.raises(ValueError, match=message):
-        placeholder_positions(is_image, wrong)
+        find_placeholders(is_image, wrong)
 
 
 def test_places_of_another_batch_are_refused_by_the_model(tiny: Any, conversations: Any) -> None:
     samples = conversations(model := tiny.model())
     one, other = (collate([samples[i]], pad_token_id=0) for i in (0, 2))
-    for name, message in (("image_positions", "not the places"), ("pixel_values", "hold 2 images")):
+    for name, message in (
+        ("image_positions", "not the positions"),
+        ("pixel_values", "contain 2 images"),
+    ):
         mixed: Any = {**one, name: other.get(name)}
         with pytest.raises(ValueError, match=message):
             model(**mixed)
@@ -166,8 +168,8 @@ def test_generation_looks_for_the_places_itself(tiny: Any, conversations: Any) -
 def flash_on_meta(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     """Attention's kernels are those of a GPU; records reads."""
     for module in (packing, sdpa):
-        monkeypatch.setattr(module, "kernel_for", lambda *_: "flash")
-    with flash_attention(), LiveMemory("meta"), Reads(META) as reads:
+        monkeypatch.setattr(module, "choose_kernel", lambda *_: "flash")
+    with use_flash_attention(), LiveMemory("meta"), Reads(META) as reads:
         yield reads
 
 
@@ -191,7 +193,7 @@ def test_no_pass_reads_what_lies_on_the_device(
         model.gradient_checkpointing_enable()
     model = model.to(META)
     with flash_on_meta(monkeypatch) as reads:
-        inputs = inputs_on(batch, META)
+        inputs = copy_batch_to_device(batch, META)
         assert {name for name in inputs if name.endswith("s") and inputs[name].is_meta} == {
             "input_ids", "pixel_values", "image_positions",
         }  # fmt: skip
@@ -231,7 +233,7 @@ def test_what_stays_unknown_is_read(
     model = tiny.model().train()
     batch = batch_of(conversations(model), model, packed=False)
     model = model.to(META)
-    inputs = inputs_on(batch, META)
+    inputs = copy_batch_to_device(batch, META)
     inputs[name] = None if name == "image_positions" else inputs[name].to(META)
     with flash_on_meta(monkeypatch) as reads, pytest.raises(NotImplementedError, match="nonzero"):
         model(**inputs, num_items_in_batch=7.0)
@@ -252,7 +254,7 @@ def test_a_gpu_is_not_waited_for(
     model = model.to(device, torch.bfloat16)
 
     def run() -> None:
-        inputs = inputs_on(batch, device)
+        inputs = copy_batch_to_device(batch, device)
         places = inputs["image_positions"]
         model.embed(
             inputs["input_ids"], inputs["pixel_values"], image_positions=places

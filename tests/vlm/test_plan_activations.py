@@ -8,14 +8,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from coat_bench.shapes import LayerShape, build_layer, forward_of
+from coat_bench.shapes import LayerShape, build_forward, build_layer
 from coat_vlm.config import BlockPrecision, Fp8Config, ModuleTraining, StageConfig
 from coat_vlm.fp8 import convert
-from coat_vlm.model.build import frame_of
+from coat_vlm.model.build import create_meta_model
 from coat_vlm.model.vlm import CoatVlm
-from coat_vlm.plan import Activations, LiveMemory, trace
-from coat_vlm.plan.activations import flash_attention, flash_workspace
-from coat_vlm.train.engine import set_train_mode, set_trainable
+from coat_vlm.plan.activations import (
+    Activations,
+    LiveMemory,
+    flash_workspace_bytes,
+    trace,
+    use_flash_attention,
+)
+from coat_vlm.train.prepare import set_train_mode, set_trainable
 
 LAYER_ROWS = Path(__file__).parents[2] / "kernels" / "benchmarks" / "results" / "layer.csv"
 PRECISIONS: list[BlockPrecision] = ["bf16", "fp8_linear", "coat", "coat_lean"]
@@ -38,8 +43,8 @@ def block(shape: LayerShape, precision: BlockPrecision, device: str) -> nn.Modul
 def run(shape: LayerShape, layer: nn.Module, device: str) -> tuple[int, int]:
     """On ``meta``: bytes that the forward pass leaves, without its output, and the peak in all."""
     memory = LiveMemory(device, layer.parameters())
-    with flash_attention(), memory:
-        forward = forward_of(shape, layer, torch.device(device))  # makes the rotary embedding
+    with use_flash_attention(), memory:
+        forward = build_forward(shape, layer, torch.device(device))  # makes the rotary embedding
         size = (shape.batch, shape.length, shape.hidden)
         x = torch.empty(size, dtype=torch.bfloat16, device=device, requires_grad=True)
         before = memory.live
@@ -74,7 +79,7 @@ def test_a_block_keeps_what_autograd_saves_of_real_tensors(
     shape = SHAPES[family]
     layer = block(shape, precision, "cpu")
     x = torch.randn(shape.batch, shape.length, shape.hidden).bfloat16().requires_grad_()
-    forward = forward_of(shape, layer, torch.device("cpu"))
+    forward = build_forward(shape, layer, torch.device("cpu"))
     saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -101,7 +106,7 @@ def test_a_block_keeps_what_autograd_saves_of_real_tensors(
 def test_one_layer_takes_what_was_measured_on_an_h200(
     implementation: str, precision: BlockPrecision
 ) -> None:
-    from coat_bench.shapes import shape_called
+    from coat_bench.shapes import find_shape
 
     with LAYER_ROWS.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -112,7 +117,7 @@ def test_one_layer_takes_what_was_measured_on_an_h200(
     }
     assert newest
     for (name, tokens, length), row in newest.items():
-        shape = shape_called(name, int(tokens) // int(length), int(length))
+        shape = find_shape(name, int(tokens) // int(length), int(length))
         kept, peak = run(shape, block(shape, precision, "meta"), "meta")
         assert kept / 2**20 == pytest.approx(float(row["saved_mib"]), rel=0.005), row
         # Heads of 72 channels run in another kernel there, with other workspaces.
@@ -122,9 +127,9 @@ def test_one_layer_takes_what_was_measured_on_an_h200(
 def test_the_workspace_of_flash_attention_by_hand() -> None:
     # 2 rows, 4 heads, 100 -> 128 tokens, 72 -> 96 channels: FP32 sums and query gradient.
     query = torch.Size((2, 4, 100, 72))
-    assert flash_workspace(query, 4, 2) == 4 * 2 * 4 * 128 * 97
+    assert flash_workspace_bytes(query, 4, 2) == 4 * 2 * 4 * 128 * 97
     # Two heads of keys: keys' and values' gradients for four, in BF16.
-    assert flash_workspace(query, 2, 2) == 4 * 2 * 4 * 128 * 97 + 2 * 2 * 2 * 4 * 100 * 72
+    assert flash_workspace_bytes(query, 2, 2) == 4 * 2 * 4 * 128 * 97 + 2 * 2 * 2 * 4 * 100 * 72
 
 
 def stage(*trained: str, checkpointing: bool = False) -> StageConfig:
@@ -140,7 +145,7 @@ def frame(tiny: Any, settings: StageConfig, precision: BlockPrecision = "bf16") 
     model = tiny.model(
         vision=tiny.vision(**wide, num_hidden_layers=5), language=tiny.language(**wide)
     )
-    made = frame_of(model.config, torch.bfloat16)
+    made = create_meta_model(model.config, torch.bfloat16)
     set_trainable(made, settings)
     if precision != "bf16":
         convert(made, Fp8Config().resolved(precision))
@@ -155,8 +160,8 @@ ALL = ("vision", "projector", "language")
 def test_two_micro_batches_tell_all_others(tiny: Any, precision: BlockPrecision) -> None:
     made = frame(tiny, stage(*ALL), precision)
     one, two, seven = (trace(made, rows, 64, 2) for rows in (1, 2, 7))
-    told = one.towards(two, 6)
-    assert told.total_kept == pytest.approx(seven.total_kept, rel=0.01)
+    told = one.extrapolate(two, 6)
+    assert told.total_saved == pytest.approx(seven.total_saved, rel=0.01)
     assert told.peak(2) == pytest.approx(seven.peak(2), rel=0.01)
 
 
@@ -166,8 +171,8 @@ def kept(tiny: Any, *trained: str, checkpointing: bool = False) -> Activations:
 
 def test_a_frozen_tower_keeps_its_output_alone(tiny: Any) -> None:
     """4 of 5 blocks are built; features [6, 16, 64] in BF16 stay for the projector."""
-    assert kept(tiny, "projector", "language").kept["vision"] == 6 * 16 * 64 * 2
-    assert kept(tiny, *ALL).kept["vision"] > 10 * 6 * 16 * 64 * 2
+    assert kept(tiny, "projector", "language").saved["vision"] == 6 * 16 * 64 * 2
+    assert kept(tiny, *ALL).saved["vision"] > 10 * 6 * 16 * 64 * 2
 
 
 def test_gradients_of_frozen_modules_are_not_counted(tiny: Any) -> None:
@@ -176,15 +181,15 @@ def test_gradients_of_frozen_modules_are_not_counted(tiny: Any) -> None:
     projector = frame(tiny, stage("projector")).projector
     assert projector is not None
     assert finished == sum(p.numel() for p in projector.parameters())
-    assert only_projector.kept["language"] > 0  # its gradient goes through the language model
+    assert only_projector.saved["language"] > 0  # its gradient goes through the language model
 
 
 def test_checkpointed_blocks_keep_their_inputs(tiny: Any) -> None:
     checkpointed = kept(tiny, *ALL, checkpointing=True)
     stream = 3 * 64 * 64 * 2  # the residual stream, BF16
     # Two blocks, the last norm in FP32 and what is around them.
-    assert 2 * stream < checkpointed.kept["language"] < 9 * stream
-    assert checkpointed.kept["language"] < 0.35 * kept(tiny, *ALL).kept["language"]
+    assert 2 * stream < checkpointed.saved["language"] < 9 * stream
+    assert checkpointed.saved["language"] < 0.35 * kept(tiny, *ALL).saved["language"]
     assert checkpointed.peak() < kept(tiny, *ALL).peak()
 
 

@@ -13,7 +13,7 @@ from coat_vlm.config.load import load_recipe
 from coat_vlm.config.model import ImageConfig
 from coat_vlm.config.stage import PackingConfig
 from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.plan.stage import images_per_row
+from coat_vlm.plan.stage import count_images_per_row
 
 MODES: dict[str, dict[str, Any]] = {
     "dynamic": {"max_tiles": 6},
@@ -45,7 +45,7 @@ def test_tiles_are_those_of_the_data_room_at_most(recipe: Recipe, mode: Any) -> 
     image = ImageConfig(mode=mode, **settings)
     recipe = replace(recipe, model=replace(recipe.model, image=image))
     model = model_of(settings.get("s2_scales"))
-    found, _ = images_per_row(recipe, recipe.stages["sft"], 256, model)
+    found, _ = count_images_per_row(recipe, recipe.stages["sft"], 256, model)
     if mode == "resize":
         assert found == 1
         return
@@ -60,8 +60,8 @@ def test_tiles_are_those_of_the_data_room_at_most(recipe: Recipe, mode: Any) -> 
 def test_packed_rows_are_full_of_tiles(recipe: Recipe) -> None:
     stage = replace(recipe.stages["sft"], packing=PackingConfig())
     plain, scaled = model_of(None), model_of((32, 64, 96))
-    assert images_per_row(recipe, stage, 256, plain)[0] == 255 // plain.tokens_per_image
-    of_scales = images_per_row(recipe, stage, 9 * scaled.tokens_per_image + 1, scaled)[0]
+    assert count_images_per_row(recipe, stage, 256, plain)[0] == 255 // plain.tokens_per_image
+    of_scales = count_images_per_row(recipe, stage, 9 * scaled.tokens_per_image + 1, scaled)[0]
     assert of_scales == 1 + 4 + 9
     stage = replace(stage, packing=PackingConfig(images=5))
-    assert images_per_row(recipe, stage, 256, plain) == (5, "packing.images")
+    assert count_images_per_row(recipe, stage, 256, plain) == (5, "packing.images")

@@ -14,11 +14,11 @@ from coat_data.media.sample_media import MediaPlan
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import ModelConfig
 from coat_vlm.config.model import ImageConfig, VideoConfig
-from coat_vlm.export.llava import check_llava
+from coat_vlm.export.transformers_parts import check_llava
 from coat_vlm.export.vila import save_vila
 from coat_vlm.generate import PromptEncoder, generate_batch
 from coat_vlm.model import CoatVlm, build_model
-from coat_vlm.model.build import model_frame
+from coat_vlm.model.build import build_meta_model
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.placeholders import pool_frames
 from coat_vlm.model.processor import CoatVlmProcessor, build_processor
@@ -47,7 +47,7 @@ def test_a_mean_in_bf16_is_rounded_like_one() -> None:
 
 @pytest.mark.parametrize("sizes", [[2, 2], [4, 1], [3, 0]])
 def test_groups_that_do_not_fit_are_refused(sizes: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"frame_groups .* hold \d tiles and pixel_values 3"):
+    with pytest.raises(ValueError, match=r"frame_groups .* contain \d tiles and pixel_values 3"):
         pool_frames(torch.zeros(3, 1, 2), sizes)
 
 
@@ -96,8 +96,8 @@ def test_the_model_reads_means_of_projected_frames(
     batch: Any = collate([encoded, encoded], pad_token_id=0)
     assert batch["frame_groups"].tolist() == [1, 2, 2, 1] * 2
     rows, groups = batch["input_ids"], batch["frame_groups"]
-    assert model.images_per_row(rows, None, groups) == [(4, 6)] * 2
-    assert model.images_per_row(rows[:1], None, groups) == [(4, 6)]  # as FP8's record asks
+    assert model.count_row_images(rows, None, groups) == [(4, 6)] * 2
+    assert model.count_row_images(rows[:1], None, groups) == [(4, 6)]  # as FP8's record asks
     tower: Any = model.vision_tower
     projector: Any = model.projector
     with torch.no_grad():
@@ -167,19 +167,19 @@ def test_times_are_those_of_groups(tiny: Any, tiny_tokenizer: Any) -> None:
 
 
 def test_the_plan_counts_groups_as_tokens_and_frames_in_the_tower(tiny: Any) -> None:
-    frame = model_frame(recipe_of(tiny), 60, torch.float32)
+    frame = build_meta_model(recipe_of(tiny), 60, torch.float32)
     per_tile = frame.config.tokens_per_image
     with pytest.raises(ValueError, match="leave no room"):
         trace(frame, 1, 4 * per_tile, 8)
     pooled = trace(frame, 1, 4 * per_tile, 8, pool_frames=4)
-    assert pooled.kept["vision"] == trace(frame, 1, 16 * per_tile, 8).kept["vision"]
+    assert pooled.saved["vision"] == trace(frame, 1, 16 * per_tile, 8).saved["vision"]
 
 
 def test_settings_that_contradict(tiny: Any) -> None:
     with pytest.raises(ValueError, match="pool_frames"):
         VideoConfig(pool_frames=1)
     with pytest.raises(
-        ValueError, match=r"model.video.pool_frames=8 does not go with .*dynamic_s2"
+        ValueError, match=r"model.video.pool_frames=8 is not supported with .*dynamic_s2"
     ):
         dataclasses.replace(
             tiny.recipe(), image=ImageConfig(mode="dynamic_s2"), video=VideoConfig(pool_frames=8)

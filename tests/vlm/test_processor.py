@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
@@ -29,7 +30,7 @@ from coat_vlm.model.processor import (
     IMAGE_TOKEN,
     CoatVlmProcessor,
     build_processor,
-    continued_processor,
+    continue_processor,
     prepare_tokenizer,
     train_tokenizer,
 )
@@ -217,7 +218,7 @@ def test_a_continued_processor_has_the_checkpoints_pixels_and_the_recipes_rest(
 ):
     config = composed(SiglipVisionConfig(**SETTINGS))
     image = ImageConfig(mode="dynamic", max_tiles=4, num_video_frames=5)
-    built = continued_processor(recipe(VisionConfig(config={}), image), processor, config)
+    built = continue_processor(recipe(VisionConfig(config={}), image), processor, config)
     assert built.tokenizer is processor.tokenizer
     assert (built.image_mean, built.image_std) == ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
     assert built.image_resample == 2
@@ -237,7 +238,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 ):
     config = composed(SiglipVisionConfig(**SETTINGS))
     with pytest.raises(ValueError, match=named):
-        continued_processor(recipe(vision, image), processor, config)
+        continue_processor(recipe(vision, image), processor, config)
 
 
 def test_question_equals_the_training_prompt(processor: CoatVlmProcessor, tmp_path: Path):
@@ -311,6 +312,45 @@ def test_pil_images_equal_their_files(processor: CoatVlmProcessor, tmp_path: Pat
 def test_wrong_calls_are_explained(processor: CoatVlmProcessor, call: dict, problem: str):
     with pytest.raises(ValueError, match=problem):
         processor(**call)
+
+
+@pytest.mark.parametrize("bos", [None, "<|endoftext|>"], ids=["qwen", "llama"])
+@pytest.mark.parametrize("name", ["vicuna_v1", "chatml"])
+def test_the_folder_has_the_chat_template_that_was_trained(
+    tmp_path: Path, name: str, bos: str | None
+):
+    """As transformers alone reads it, on a tokenizer that has ChatML with a default system turn."""
+    own: Any = train_tokenizer(TEXTS, 320)
+    own.chat_template = "{{ '<|im_start|>system\nHi<|im_end|>\n' }}" + own.chat_template
+    if bos is not None:
+        own.bos_token = bos
+        own.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, own.convert_tokens_to_ids(bos))]
+        )
+    before = own.chat_template
+    processor = CoatVlmProcessor(own, image_size=28, tokens_per_image=4, template="tokenizer")
+    processor.adopt_template("plain")
+    assert (processor.template, own.chat_template) == ("tokenizer", before)
+    processor.adopt_template(name)
+    assert processor.template == name, "generate prompts as the stage trained"
+    processor.save_pretrained(tmp_path)
+
+    said = ["What is in the image?", "A red circle.", "How many shapes?", "Three."]
+    roles: list[Any] = ["user", "assistant"] * 2
+    turns = tuple(Turn(role, (Part("text", text),)) for role, text in zip(roles, said, strict=True))
+    saved: Any = AutoTokenizer.from_pretrained(tmp_path)
+    encoder = processor.encoder(train=False)
+    for parts in (False, True):
+        messages = [
+            {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
+            for role, text in zip(roles, said, strict=True)
+        ]
+        segments = encoder.segments(Sample(id="a", turns=turns))
+        rendered = saved.apply_chat_template(messages, tokenize=False)
+        assert rendered == "".join(segment.text for segment in segments)
+        segments = encoder.template.render(turns[:3], add_generation_prompt=True)
+        asked = saved.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
+        assert asked == "".join(segment.text for segment in segments)
 
 
 def test_trained_tokenizer(tokenizer: PreTrainedTokenizerFast):

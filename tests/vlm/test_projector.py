@@ -8,7 +8,7 @@ from coat_vlm.model.projector import (
     PROJECTOR_TYPES,
     SpaceToDepth,
     build_projector,
-    projected_tokens,
+    count_projected_tokens,
 )
 
 C, H = 6, 10
@@ -65,7 +65,7 @@ def test_projector_is_vilas(kind, grid):
             parameter.copy_(torch.randn_like(parameter))
     features = torch.randn(2, grid * grid, C)
     output = projector(features)
-    assert output.shape == (2, projected_tokens(kind, grid), H)
+    assert output.shape == (2, count_projected_tokens(kind, grid), H)
     for image in range(2):
         torch.testing.assert_close(
             output[image], expected(kind, projector, features[image]), rtol=1e-4, atol=1e-4
@@ -82,10 +82,12 @@ def test_blocks_are_row_major_and_padded_at_the_bottom_and_the_right(block, grid
 
 
 def test_token_counts_of_published_models():
-    assert projected_tokens("mlp_downsample", 32) == 256  # NVILA, 448 pixels in patches of 14
-    assert projected_tokens("mlp_downsample_3x3_fix", 32) == 121  # NVILA-Lite
-    assert projected_tokens("mlp_downsample", 27) == 196  # VILA-1.5, 384 pixels in patches of 14
-    assert projected_tokens("mlp2x_gelu", 24) == 576  # LLaVA-1.5, 336 pixels in patches of 14
+    assert count_projected_tokens("mlp_downsample", 32) == 256  # NVILA, 448 pixels in patches of 14
+    assert count_projected_tokens("mlp_downsample_3x3_fix", 32) == 121  # NVILA-Lite
+    assert (
+        count_projected_tokens("mlp_downsample", 27) == 196
+    )  # VILA-1.5, 384 pixels in patches of 14
+    assert count_projected_tokens("mlp2x_gelu", 24) == 576  # LLaVA-1.5, 336 pixels in patches of 14
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_an_unknown_type_names_the_allowed_ones():
     with pytest.raises(ValueError, match=r"'mlp3x'.*mlp2x_gelu"):
         build_projector("mlp3x", C, H)
     with pytest.raises(ValueError, match=r"'mlp3x'.*mlp2x_gelu"):
-        projected_tokens("mlp3x", 4)
+        count_projected_tokens("mlp3x", 4)
 
 
 def test_a_class_token_is_refused_where_a_square_is_needed():

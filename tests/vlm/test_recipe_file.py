@@ -6,7 +6,7 @@ import pytest
 
 from coat_cli.main import main
 from coat_vlm.config import MODULES, StageName
-from coat_vlm.config.load import builtin_recipes, load_recipe, save_recipe
+from coat_vlm.config.load import list_builtin_recipes, load_recipe, save_recipe
 
 MINIMAL = """\
 name: small
@@ -64,7 +64,7 @@ def test_a_saved_recipe_loads_equal(recipe_path: Path, tmp_path: Path) -> None:
         ),
         ("stages.sft.vision.lr=1", "stages.sft.vision.train: this key is missing"),
         ("stages.sft.vision={train: false, lr: 1}", "has no effect because train is false"),
-        ("stages.sft.epochs=2", "exactly one of epochs or max_steps"),
+        ("stages.sft.max_steps=null", "exactly one of epochs or max_steps"),
         ("stages.sft.eval_every_steps=2", "no effect without val_data"),
         ("stages.sft.batch_size=-8", "stages.sft.batch_size: input should be greater than 0"),
         ("stages.sft.data.4.path=x", "expected an index below 1, got '4'"),
@@ -77,11 +77,23 @@ def test_a_wrong_key_is_named(recipe_path: Path, override: str, message: str) ->
     assert message in str(caught.value)
 
 
+def test_an_override_changes_one_place_of_a_yaml_alias(recipe_path: Path) -> None:
+    text = MINIMAL.replace("data: [{", "data: &rows [{").replace(
+        "    projector:", "    val_data: *rows\n    projector:"
+    )
+    recipe_path.write_text(text)
+    stage = load_recipe(str(recipe_path), ["stages.sft.val_data.0.path=b.json"]).stages["sft"]
+    assert [source.path for source in (*stage.data, *stage.val_data)] == [
+        "/my/data/a.json",
+        "b.json",
+    ]
+
+
 def test_wrong_files(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="did you mean quickstart"):
         load_recipe("quickstrat")
     recipe_path.write_text(MINIMAL + "name: again\n")
-    with pytest.raises(ValueError, match="'name' stands twice"):
+    with pytest.raises(ValueError, match="'name' is repeated"):
         load_recipe(str(recipe_path))
     recipe_path.write_text("- a\n")
     with pytest.raises(ValueError, match="a recipe is a mapping"):
@@ -108,8 +120,8 @@ def test_the_built_in_recipes_load_and_resolve(tmp_path: Path) -> None:
         "vila_sft",
         "vila_video_sft",
     }
-    assert {"quickstart", "real_photos", "vila_sft_lora"} | published <= set(builtin_recipes())
-    for name in builtin_recipes():
+    assert {"quickstart", "real_photos", "vila_sft_lora"} | published <= set(list_builtin_recipes())
+    for name in list_builtin_recipes():
         recipe = load_recipe(name)
         assert recipe.name == name
         save_recipe(recipe, tmp_path / f"{name}.yaml")
@@ -171,5 +183,67 @@ def test_a_recipe_whose_start_is_missing_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = f"init_from={tmp_path / 'nowhere'}"
-    assert main(["plan", "vila_sft", missing]) == 2
-    assert "train the recipe that leaves it there first" in capsys.readouterr().err
+    assert main(["train", "vila_sft", missing]) == 2
+    assert "first train the recipe that writes it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "suggested"),
+    [
+        (
+            "stages.sft.lr=1",
+            "stages.sft.language.lr or stages.sft.projector.lr or stages.sft.vision.lr",
+        ),
+        (
+            "stages.sft.learning_rate=1",
+            "stages.sft.language.lr or stages.sft.projector.lr or stages.sft.vision.lr",
+        ),
+        ("stages.sft.projector.learning_rate=1", "stages.sft.projector.lr"),
+        ("stages.sft.num_train_epochs=1", "stages.sft.epochs"),
+        ("learning_rate=1", "stages.NAME.language.lr"),
+        ("max_steps=1", "stages.NAME.max_steps"),
+        ("max_length=1", "model.max_length"),
+        ("stages.sft.max_length=1", "model.max_length"),
+        ("stages.sft.data.0.image_folder=x", "stages.sft.data.0.media_root"),
+    ],
+)
+def test_a_key_of_another_place_or_program_is_found(
+    recipe_path: Path, override: str, suggested: str
+) -> None:
+    with pytest.raises(ValueError, match="unknown key") as caught:
+        load_recipe(str(recipe_path), [override])
+    assert f"did you mean {suggested}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "epochs", "max_steps", "said"),
+    [
+        (
+            ["stages.sft.epochs=2"],
+            2,
+            None,
+            ["stages.sft.epochs=2 replaces stages.sft.max_steps=5 of the recipe: "
+             "a stage has one of them"],
+        ),
+        (["stages.sft.max_steps=7"], None, 7, []),
+        (["stages.sft.max_steps=null", "stages.sft.epochs=2"], 2, None, []),
+    ],
+)  # fmt: skip
+def test_one_length_of_a_stage_clears_the_other(
+    recipe_path: Path,
+    overrides: list[str],
+    epochs: float | None,
+    max_steps: int | None,
+    said: list[str],
+) -> None:
+    heard: list[str] = []
+    stage = load_recipe(str(recipe_path), overrides, say=heard.append).stages["sft"]
+    assert (stage.epochs, stage.max_steps) == (epochs, max_steps)
+    assert heard == said
+
+
+def test_max_steps_clears_epochs_where_a_user_sees_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llava_1_5", "stages.sft.max_steps=3", "stages.align.nonsense=1"]) == 2
+    assert "max_steps=3 replaces stages.sft.epochs=" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="exactly one of epochs or max_steps"):
+        load_recipe("quickstart", ["stages.sft.max_steps=3", "stages.sft.epochs=1"])

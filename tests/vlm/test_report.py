@@ -12,10 +12,18 @@ import pytest
 from PIL import Image
 
 from coat_vlm.report import write_report
-from coat_vlm.report.evaluation import baseline, choose, evaluation_rows, sample_cards
-from coat_vlm.report.plots import stage_plots
+from coat_vlm.report.evaluation import (
+    baseline,
+    build_evaluation_rows,
+    build_sample_cards,
+    choose,
+    count_problems,
+    find_interval,
+    read_items,
+)
+from coat_vlm.report.plots import plot_stage
 from coat_vlm.report.run_folder import StageLog, read_run_folder
-from coat_vlm.report.stages import count, duration
+from coat_vlm.report.stages import format_count, format_duration
 
 RECIPE = """\
 name: tiny <b>run</b>
@@ -63,7 +71,7 @@ START = {
     "trainable": {"vision": 0, "projector": 0, "language": 1500},
     "total": {"vision": 700, "projector": 20, "language": 1500},
     "world_size": 2,
-    "device": "cpu",
+    "device": "NVIDIA H200",
     "precision": "bf16",
     "versions": {"torch": "9.9.9"},
 }
@@ -104,32 +112,49 @@ def write_training(folder: Path) -> None:
 
 
 def item(number: int, *, correct: bool, image: str) -> dict:
+    said = "Yes" if correct else " " if number == 3 else "<script>alert(1)</script>"
     return {
         "question_id": str(number),
         "category": "near",
         "question": f"Question {number}?",
         "media": [{"kind": "image", "path": image}],
         "reference": "yes",
-        "prediction": "Yes" if correct else "<script>alert(1)</script>",
+        "prediction": said,
         "extracted": "yes",
         "correct": correct,
     }
 
 
 class Page(HTMLParser):
-    """Collects texts, and the addresses and tags that could load something."""
+    """Collects texts, anchors, and the addresses and tags that could load something."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.texts: list[str] = []
         self.tags: list[str] = []
         self.addresses: list[str] = []
-        self.feed(path.read_text(encoding="utf-8"))
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.outside: list[str] = []
+        self._open: list[tuple[str, str]] = []
+        self.html = path.read_text(encoding="utf-8")
+        self.feed(self.html)
         self.text = " ".join(" ".join(self.texts).split())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        own = dict(attrs)
         self.tags.append(tag)
-        self.addresses += [value or "" for key, value in attrs if key in {"src", "href", "srcset"}]
+        self.addresses += [own[key] or "" for key in ("src", "srcset") if key in own]
+        self.links += [own["href"] or ""] if "href" in own else []
+        self.ids += [own["id"] or ""] if "id" in own else []
+        if tag in ("table", "pre") and not any("scroll" in kind for _, kind in self._open):
+            self.outside.append(tag)
+        if tag not in ("meta", "img", "br"):
+            self._open.append((tag, own.get("class") or ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop()[0] != tag:
+            pass
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data)
@@ -141,36 +166,191 @@ def test_a_complete_run_shows_its_numbers(run: Path):
     page = Page(path)
     for text in (
         "tiny <b>run</b>",
-        "2 x cpu",
+        "2 x NVIDIA H200",
         "torch 9.9.9",
         "frozen",
         "1.5 K",
         "4 of 4",
         "scenes 1.2500",
-        "3.00 GiB",
-        "25.0% of the time",
-        "of them vision 25.0%",
-        "TFLOP/s per GPU, median 12.5",
-        "model FLOPs vision 9.1%, language 90.9%",
+        "measured peak, GiB sft 3.00 Measured",
+        "model FLOPs: vision 7.7%, language 92.3%",
         "data_wait 25.0%, forward 50.0%, rest 25.0%",
-        "2 answers could not be parsed",
-        "presence by category",
     ):
         assert text in page.text, text
-    assert "presence yes_no f1 60.00 47.00 - 50.00 ok" in page.text
-    assert "presence yes_no accuracy 66.67 50.00 55.00 75.00 missed" in page.text
-    assert "Not complete" not in page.text
+    assert "presence f1 60.00 - 30 47.00 - 50.00 ok 2 unparsed, 1 empty" in page.text
+    assert "presence accuracy 66.67 48.8 to 80.8 30 50.00 55.00 75.00 missed" in page.text
+    verdict, _, rest = page.text.partition("required metrics are missed.")
+    assert verdict.endswith("Finished, and 1 of 2 ")
+    notes = rest.partition("results curves")[0]
+    assert "presence: accuracy is 66.67, required 75.00" in notes
+    assert "presence: 2 unparsed, 1 empty of 30 answers" in notes
+    assert "stage sft: 7 bad samples were replaced" in notes
+    assert "stage sft: training waited for data 25% of the time" in notes
 
 
-def test_the_file_loads_nothing_and_runs_nothing(run: Path):
-    path = write_report(run)
-    page = Page(path)
+def test_the_page_begins_with_what_matters_and_has_contents(run: Path):
+    page = Page(write_report(run))
+    sections = [*("results", "curves", "samples", "stages", "data", "memory", "throughput")]
+    sections += ["history", "configuration"]
+    assert [name for name in page.ids if name != "filter"] == sections
+    contents = [link.removeprefix("#") for link in page.links]
+    assert contents[-len(sections) :] == sections
+    assert set(contents) == set(sections)  # those in the verdict, too
+
+
+def test_a_run_without_problems_says_so(run: Path):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | {"bad_samples": 0, "data_wait_s": 0.1} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "recipe.yaml").write_text(RECIPE.replace("accuracy: 75", "accuracy: 60"))
+    report = json.loads((run / "eval/presence/report.json").read_text())
+    (run / "eval/presence/report.json").write_text(
+        json.dumps(report | {"n_unparsed": 0, "n_empty": 0})
+    )
+    assert "Finished, and nothing unusual was found. results" in Page(write_report(run)).text
+
+
+def test_throughput_is_tokens_by_time_of_the_steady_steps(run: Path):
+    """The first step compiles for 40 s, the last one measures FP8 for 30 s."""
+    rows = [START]
+    for number in range(1, 21):
+        seconds = {1: 40.0, 20: 30.0}.get(number, 2.0 + 0.1 * (number % 3))
+        changes = {"step_s": seconds, "tokens": 2000 + 10 * number, "total_steps": 20}
+        changes |= {"peak_memory_mb": None} if number == 20 else {}
+        rows.append(step(number, 1.0) | changes)
+    rows.append({"kind": "save", "stage": "sft", "step": 10, "save_s": 3.2})
+    rows.append({"kind": "val", "stage": "sft", "step": 20, "losses": {"a": 1.0}, "val_s": 61.0})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = Page(write_report(run)).text.partition("Throughput")[2]
+    shown = re.search(r"sft 18 of 20 ([\d,]+) 2\d\.\d% ", text)
+    assert shown is not None, text
+    tokens, seconds = (sum(row[key] for row in rows[2:20]) for key in ("tokens", "step_s"))
+    assert float(shown[1].replace(",", "")) == pytest.approx(tokens / seconds, rel=0.001)
+    assert "1, 40 s 1, 30 s 1, 3.2 s 1, 1 min 01 s" in text
+    assert "first steps measured steps saving validation" in text
+
+
+def test_steps_after_a_resume_and_a_rollback_are_not_steady(run: Path):
+    rows = [START, step(1, 1.0), step(2, 1.0), START, step(3, 1.0)]
+    rows.append({"kind": "rollback", "stage": "sft", "step": 3, "from": 5, "problem": "loss 9"})
+    rows += [step(4, 1.0), step(5, 1.0), step(6, 1.0) | {"captured": True}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (log,) = read_run_folder(run).stages
+    assert [row["step"] for row in log.steady] == [2, 5]
+    assert {kind: [row["step"] for row in own] for kind, own in log.apart.items()} == {
+        "first": [1, 3, 4],
+        "capturing": [6],
+    }
+
+
+def test_a_cpu_has_no_tflops_per_gpu(run: Path):
+    assert "TFLOP/s per GPU" in Page(write_report(run)).text
+    text = (run / "metrics.jsonl").read_text().replace("NVIDIA H200", "cpu")
+    (run / "metrics.jsonl").write_text(text)
+    assert "TFLOP/s per GPU" not in Page(write_report(run)).text
+
+
+def test_planned_memory_stands_beside_the_measured(run: Path):
+    plan = {"sft": {"weights": 1.5 * 2**30, "gradients": 0.0, "peak": 2.5 * 2**30}}
+    assert "sft 3.00 2.50 1.20 weights 1.50 " in Page(write_report(run, plan)).text
+    text = Page(write_report(run, no_plan="not computed: the Hub cannot be reached")).text
+    assert "(not computed: the Hub cannot be reached)" in text
+
+
+def test_data_are_shown_by_source_with_their_losses(run: Path):
+    sources = [
+        {"name": "scenes", "rows": 1000, "samples": 3000, "passes": 3.0, "tokens": 120.4},
+        {"name": "photos", "rows": 5000, "samples": 1000, "passes": 0.2, "tokens": None},
+    ]
+    rows = [START | {"sources": sources}]
+    bad = {"bad_by_source": {"photos": {"rows": 4, "rate": 0.1}}, "samples": 500}
+    rows += [step(number, 1.0) | bad for number in (1, 2)]
+    losses = {"scenes": 1.25, "held_out": 2.5}
+    rows.append({"kind": "val", "stage": "sft", "step": 2, "losses": losses})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = Page(write_report(run)).text
+    assert "sft scenes 1,000 0.75 75.0 120 0 1.2500" in text  # a quarter of an epoch
+    assert "sft photos 5,000 0.05 25.0 - 4 -" in text
+    assert "sft held_out (validation) - - - - - 2.5000" in text
+
+
+def test_the_history_lists_resumes_divergence_rollbacks_and_skipped_steps(run: Path):
+    change = "stages.sft.language.lr: 2e-05 -> 1e-05"
+    rows = [
+        START,
+        step(1, 1.0),
+        step(2, 1.0) | {"skipped_steps": 1},
+        {"kind": "resume", "stage": "sft", "step": 2, "changes": [change], "time": 1.7e9 + 2.1},
+        START | {"time": 1.7e9 + 2.2},
+        {"kind": "resume", "stage": "sft", "step": 2, "changed_data": ["a.json: size 3 -> 4"]},
+        step(3, 1.0) | {"skipped_steps": 0},
+        {"kind": "divergence", "stage": "sft", "step": 3, "problem": "loss 12, usual 1 to 2"},
+        {"kind": "rollback", "stage": "sft", "step": 3, "from": 4, "problem": "loss 12"},
+        step(4, 1.0) | {"skipped_steps": 1},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(write_report(run))
+    history = page.text.partition("what happened")[2]
+    for text in (
+        "started, bf16 on 2 x NVIDIA H200",
+        "skipped: gradients were not finite",
+        f"changed key: {change}",
+        "continued after step 2, bf16",
+        "changed data: a.json: size 3 -> 4",
+        "out of the usual range: loss 12, usual 1 to 2",
+        "went back from step 4 to step 3 and skipped the batches between: loss 12",
+    ):
+        assert text in history, text
+    assert history.count("skipped: gradients") == 2
+    notes = page.text.partition("results curves")[0]
+    assert "2 steps were skipped, because gradients were not finite" in notes
+    assert "loss or gradient norm left the usual range 1 times" in notes
+    assert "training went back to a checkpoint 1 times" in notes
+
+
+def test_intervals():
+    """Of a proportion, independently: the roots p of (p - value)^2 = 1.96^2 p (1 - p) / n."""
+    report = {"n": 30, "categories": {"near": 12}}
+    for metric, n in (("accuracy", 30), ("near.accuracy", 12)):
+        share, square = 0.75, 1.96**2
+        roots = np.roots([1 + square / n, -(2 * share + square / n), share**2])
+        interval = find_interval({metric: 75.0}, report, metric)
+        assert interval == pytest.approx(sorted(100 * roots))
+    assert find_interval({"f1": 75.0}, report, "f1") is None
+    errors = {"standard_errors": {"f1": 5.0}}
+    assert find_interval({"f1": 95.0}, report | errors, "f1") == pytest.approx((85.2, 100.0))
+
+
+def test_answers_that_could_not_be_scored_are_counted():
+    report = {"n_unparsed": 3, "n_missing": 0, "n_media_problems": 1, "n_empty": 2}
+    counts = {"unparsed": 3, "empty": 2, "with unreadable media": 1}
+    assert count_problems(report) == counts
+
+
+def test_the_file_loads_nothing(run: Path):
+    page = Page(write_report(run))
     assert page.addresses
     assert all(address.startswith("data:image/") for address in page.addresses)
-    assert not {"script", "link", "iframe", "object"} & set(page.tags)
-    assert "@import" not in path.read_text()
-    assert "url(" not in path.read_text()
+    assert not {"link", "iframe", "object"} & set(page.tags)
+    assert page.tags.count("script") == 1
+    assert not re.search(
+        r"fetch|XMLHttp|import|eval\(|innerHTML", page.html.partition("<script>")[2]
+    )
+    assert "@import" not in page.html
+    assert "url(" not in page.html
     assert "<script>alert(1)</script>" in page.text  # shown as text
+    assert '<form id="filter" hidden>' in page.html  # without script there is nothing to filter
+
+
+def test_wide_parts_scroll_in_themselves(run: Path):
+    page = Page(write_report(run))
+    assert page.outside == ["pre"]  # the recipe's style has its own overflow
+    style = page.html.partition("<style>")[2].partition("</style>")[0]
+    assert "pre { overflow-x: auto" in style
+    assert "width=device-width" in page.html
+    assert not re.findall(r"(?<!max-)(?<!min-)width: \d", style.replace("width: 100%", ""))
+    for columns in re.findall(r"minmax\(([^)]*)", style):
+        assert columns.startswith(("0", "min(")), columns  # never wider than the window
 
 
 def test_plots_are_svg_of_every_curve(run: Path):
@@ -191,25 +371,24 @@ def test_questions_answered_in_training_are_drawn_and_the_last_are_named(run: Pa
             file.write("\n" + json.dumps(row))
     page = Page(write_report(run))
     assert "naming accuracy 62.50 of 16" in page.text
-    (plot,) = [p for p in stage_plots(read_run_folder(run).stages[-1]) if "questions" in p.title]
+    (plot,) = [p for p in plot_stage(read_run_folder(run).stages[-1]) if "evaluations" in p.title]
     svg = base64.b64decode(plot.address.partition(",")[2]).decode()
     assert "naming accuracy" in svg
     assert svg.count("<use ") >= 2  # its two markers
 
 
 def test_samples_are_small_pictures_half_of_them_wrong(run: Path):
-    cards = sample_cards(run / "eval" / "presence")
-    assert [card["correct"] for card in cards].count(False) == 6
-    assert len(cards) == 12
+    cards = build_sample_cards(read_items(run / "eval" / "presence"))
+    assert [card["correct"] for card in cards] == [False] * 6 + [True] * 6
     picture = base64.b64decode(cards[0]["images"][0].partition(",")[2])
     assert Image.open(io.BytesIO(picture)).size == (256, 128)
     tags = re.findall(r'class="card sample (\w+)"', write_report(run).read_text())
-    assert sorted(tags) == ["right"] * 6 + ["wrong"] * 6
+    assert tags == ["wrong"] * 6 + ["right"] * 6
 
 
 def test_a_missing_image_is_named_on_its_card(run: Path):
     (run / "red.png").unlink()
-    assert "red.png" in Page(write_report(run)).text.partition("Sample answers")[2]
+    assert "red.png" in Page(write_report(run)).text.partition("Up to twelve")[2]
 
 
 def test_a_crashed_run_says_what_is_missing(tmp_path: Path):
@@ -217,11 +396,11 @@ def test_a_crashed_run_says_what_is_missing(tmp_path: Path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()[:4]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "st']))
     text = Page(write_report(tmp_path)).text
-    assert "Not complete" in text
+    assert "Not finished: stage sft is at step 3 of 4." in text
     assert "metrics.jsonl has 1 unreadable lines" in text
-    assert "stage sft is not finished: step 3 of 4" in text
+    assert "stage sft is not finished: the last logged step is 3 of 4" in text
     assert "not evaluated yet" in text
-    assert "presence yes_no f1 - - - 50.00 not run" in text
+    assert "presence f1 - - - - - 50.00 not run" in text
 
 
 @pytest.mark.parametrize(
@@ -237,7 +416,7 @@ def test_metrics_without_a_recipe(tmp_path: Path):
     write_training(tmp_path)
     (tmp_path / "recipe.yaml").unlink()
     text = Page(write_report(tmp_path)).text
-    assert "recipe.yaml is not there" in text
+    assert "recipe.yaml does not exist" in text
     assert "4 of 4" in text
 
 
@@ -266,11 +445,11 @@ def test_long_runs_are_averaged_in_equal_bins():
 
 
 def test_a_stage_without_values_has_no_plots():
-    from coat_vlm.report.plots import stage_plots
+    from coat_vlm.report.plots import plot_stage
 
-    assert stage_plots(StageLog(name="sft", steps=[{"step": 1}])) == []
+    assert plot_stage(StageLog(name="sft", steps=[{"step": 1}])) == []
     nan = StageLog(name="sft", steps=[{"step": 1, "loss": float("nan"), "grad_norm": None}])
-    assert [plot.title for plot in stage_plots(nan)] == ["loss"]
+    assert [plot.title for plot in plot_stage(nan)] == ["loss"]
 
 
 @pytest.mark.parametrize(
@@ -293,15 +472,15 @@ def test_baselines_belong_to_their_metric():
 
 def test_a_required_metric_has_its_own_row():
     sets = {"a": {"task": "yes_no", "require": {"near.f1": 50.0}}}
-    rows = evaluation_rows(
+    rows = build_evaluation_rows(
         {"precision": "bf16", "a": {"f1": 40.0, "near.f1": 49.9}}, sets, {"a": "f1"}
     )
     assert [(row.metric, row.verdict) for row in rows] == [("f1", ""), ("near.f1", "missed")]
 
 
 def test_units_in_words():
-    assert [duration(s) for s in (45, 185, 7620)] == ["45 s", "3 min 05 s", "2 h 07 min"]
-    assert [count(n) for n in (950, 12_300, 20_100_000)] == ["950", "12.3 K", "20.1 M"]
+    assert [format_duration(s) for s in (45, 185, 7620)] == ["45 s", "3 min 05 s", "2 h 07 min"]
+    assert [format_count(n) for n in (950, 12_300, 20_100_000)] == ["950", "12.3 K", "20.1 M"]
 
 
 def test_fp8_is_shown_where_it_was_measured(run: Path):
@@ -334,14 +513,14 @@ def test_fp8_is_shown_where_it_was_measured(run: Path):
     assert "1,500" in texts
     assert "4,500" in texts
     assert "3.00x" in texts
-    assert "nothing is kept (frozen)" in texts
+    assert "nothing is saved (frozen)" in texts
     assert "2.125 bytes per parameter" in texts
     assert "against 6.000" in texts
     assert "2.82x" in texts
     assert "step 4" in texts
     assert "1.2500" in texts
     assert "50.0000" not in texts
-    assert "lm_head: left, a reason" in texts
+    assert "lm_head: not converted, a reason" in texts
 
 
 def test_the_monitor_is_shown_with_its_warnings(run: Path):

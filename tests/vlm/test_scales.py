@@ -18,7 +18,7 @@ from coat_vlm.generate import generate
 from coat_vlm.model import build_model
 from coat_vlm.model.packing import PACKED
 from coat_vlm.model.processor import CoatVlmProcessor, build_processor, train_tokenizer
-from coat_vlm.model.projector import area_average, num_tiles, project_scales, tiles_per_row
+from coat_vlm.model.projector import area_average, count_tiles, project_scales
 from coat_vlm.model.vlm import CoatVlm
 
 SCALES = [28, 56, 84]
@@ -147,10 +147,16 @@ def test_generation_in_a_batch_equals_one_by_one(s2: tuple[Any, Any]):
         assert batch[row].tolist()[: len(found)] == found.tolist()
 
 
-def test_images_are_shared_out_to_rows():
+def test_images_are_shared_out_to_rows(s2: tuple[Any, Any]):
+    model, _ = s2
     grids = [(3, 4), (1, 1), (1, 1), (4, 3)]
-    assert [num_tiles(grid, SCALES) for grid in grids] == [17, 1, 1, 17]
-    assert tiles_per_row([48 + 4, 0, 4 + 48], grids, SCALES, 4) == [(2, 18), (0, 0), (2, 18)]
+    assert [count_tiles(grid, SCALES) for grid in grids] == [17, 1, 1, 17]
+    tokens, image = model.config.tokens_per_image, model.config.image_token_id
+    ids = torch.full((3, 13 * tokens), image + 1)
+    ids[[0, 2]] = image
+    found = model.count_row_images(ids, torch.tensor(grids))
+    assert found == [(2, 18), (0, 0), (2, 18)]
+    assert model.count_row_images(ids[:1], torch.tensor(grids)) == found[:1]
 
 
 def test_training_without_images_gives_zero_gradients(s2: tuple[Any, Any]):

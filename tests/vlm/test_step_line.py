@@ -12,7 +12,7 @@ from coat_vlm.distributed import World
 from coat_vlm.train.throughput import PHASES, PhaseClock
 from coat_vlm.train.tracking import StepLine
 
-TWO = World(rank=0, size=2, device=torch.device("cpu"))
+TWO = World(rank=0, size=2, device=torch.device("cuda", 0))
 
 
 def row(step: int, **changes: Any) -> dict[str, Any]:
@@ -43,10 +43,16 @@ def lines(capsys: pytest.CaptureFixture[str], *rows: dict[str, Any], **changes: 
 
 def test_a_log_file_gets_a_whole_line_at_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: rates of both steps, 4 s; 2 * 1648 TFLOP in 4 s on two GPUs are 412 each."""
-    assert lines(capsys, row(119, peak_memory_mb=None), row(120)) == [
+    assert lines(capsys, row(119), row(120)) == [
         "sft step 120/5198 loss 1.2346 grad 0.871 lr 2.0e-06/2.0e-05 tokens/s 12,345 "
         "(vision 6,144) TFLOP/s 412 wait 0.3% mem 51.2 GB eta 2:49:16"
     ]
+
+
+def test_a_cpu_has_no_tflops_per_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    cpu = World(rank=0, size=2, device=torch.device("cpu"))
+    (line,) = lines(capsys, row(119), row(120), world=cpu)
+    assert "(vision 6,144) wait 0.3%" in line
 
 
 def test_each_line_is_about_the_steps_since_the_last(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,6 +67,35 @@ def test_each_line_is_about_the_steps_since_the_last(capsys: pytest.CaptureFixtu
         "sft step 3/3 loss not finite grad not finite lr 1.0e-04 tokens/s 6,172 TFLOP/s 0.125 "
         "wait 0.1% mem 51.2 GB eta 0:00:00"
     )
+
+
+def test_rates_are_those_of_steady_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: 3 steps of 24,690 tokens in 2 s each; compiling and measuring stand apart."""
+    compiling = row(3, step_s=30.0)
+    measured = row(7, step_s=11.6, peak_memory_mb=None)
+    rows = [compiling, *(row(step) for step in (4, 5, 6)), measured]
+    (line,) = lines(capsys, *rows, done=2, every=7)
+    assert "tokens/s 12,345 (vision 6,144) TFLOP/s 412 wait 0.3% mem 51.2 GB " in line
+    assert line.endswith("mem 51.2 GB first step 30.0 s measured step 11.6 s eta 2:53:02")
+
+
+def test_a_line_without_steady_steps_has_no_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = lines(capsys, row(1, step_s=30.0), every=1)
+    rates = "2.0e-06/2.0e-05 mem 51.2 GB first step 30.0 s eta 1 day, 19:18:30"
+    assert line.split(" lr ")[1] == rates
+
+
+def test_the_step_after_a_rollback_stands_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    with StepLine("sft", 9, 2, 3, TWO) as line:
+        line.show(row(3))
+        line.show(row(4))
+        line.go_back(3)
+        line.show(row(4, step_s=7.0))
+        line.show(row(5))
+        line.show(row(6))
+    text = capsys.readouterr().out.splitlines()[-1]
+    assert "tokens/s 12,345 " in text
+    assert "first step 7.0 s" in text
 
 
 def test_what_is_not_known_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,13 +128,13 @@ def test_phases_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     clock = PhaseClock(torch.device("cpu"), enabled=True)
-    with clock.during("forward"):
+    with clock.measure("forward"):
         pass  # of a validation before the step
     clock.start()
     for _ in range(2):  # micro-batches
-        with clock.during("forward"):
+        with clock.measure("forward"):
             now += 0.02
-        with clock.during("backward"):
+        with clock.measure("backward"):
             now += 0.04
         now += 0.01  # between the phases
     phases = clock.row(data_wait=0.5, seconds=1.0)["phases"]
@@ -112,7 +147,7 @@ def test_phases_add_up_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_phases_are_timed_on_request_only() -> None:
     clock = PhaseClock(torch.device("cpu"), enabled=False)
-    with clock.during("forward"):
+    with clock.measure("forward"):
         pass
     assert clock.row(0.0, 1.0) == {}
 
@@ -127,9 +162,9 @@ def test_on_a_gpu_no_phase_waits_for_it() -> None:
     started = time.perf_counter()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with clock.during("forward"):
+        with clock.measure("forward"):
             y = x @ x
-        with clock.during("backward"):
+        with clock.measure("backward"):
             for _ in range(20):
                 y = y @ x
     finally:

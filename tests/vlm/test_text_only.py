@@ -25,12 +25,12 @@ from coat_vlm.export.hugging_face import export
 from coat_vlm.fp8 import convert
 from coat_vlm.generate import generate
 from coat_vlm.model import CoatVlm, build_model, module_parameters
-from coat_vlm.model.build import model_frame
+from coat_vlm.model.build import build_meta_model
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.processor import (
     CoatVlmProcessor,
     build_processor,
-    continued_processor,
+    continue_processor,
     prepare_tokenizer,
 )
 
@@ -58,11 +58,11 @@ def test_it_computes_what_the_language_model_does(model: CoatVlm, recipe: ModelC
     assert torch.equal(found.logits, expected.logits)
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
     assert set(module_parameters(model)) == {"language"}
-    frame = model_frame(recipe, 60, torch.float32)
+    frame = build_meta_model(recipe, 60, torch.float32)
     assert {n: p.shape for n, p in frame.named_parameters()} == {
         n: p.shape for n, p in model.named_parameters()
     }
-    with pytest.raises(ValueError, match="hold 1 images, and the model has no vision tower"):
+    with pytest.raises(ValueError, match="contain 1 images, and the model has no vision tower"):
         model(input_ids=ids, pixel_values=torch.zeros(1, 3, 28, 28))
 
 
@@ -92,9 +92,9 @@ def test_it_is_saved_loaded_and_exported(
     turns = (Turn("user", (Part("text", "w5 w6"),)),)
     sample = Sample(id="1", turns=turns)
     assert again.tokens_per_image == 0
-    continued_processor(recipe, again, config)
+    continue_processor(recipe, again, config)
     with pytest.raises(ValueError, match=r"model.vision \(whether there is a tower\) is True in"):
-        continued_processor(dataclasses.replace(recipe, vision=_tower()), again, config)
+        continue_processor(dataclasses.replace(recipe, vision=_tower()), again, config)
     assert generate(loaded, again, [sample], 4) == generate(model, processor, [sample], 4)
     prompt = again.encoder(train=False).prompt(sample)
     assert again.tokenizer.decode(prompt.input_ids) == "w5 w6"  # a text to go on with
@@ -143,8 +143,8 @@ def _tower() -> Any:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"image": ImageConfig(mode="pad")}, "model.image has no effect with model.vision: null"),
-        ({"video": VideoConfig(pool_frames=2)}, "model.video has no effect with model.vision"),
+        ({"image": ImageConfig(mode="pad")}, "model.image has no effect without a vision tower"),
+        ({"video": VideoConfig(pool_frames=2)}, "model.video has no effect without a vision tower"),
     ],
 )
 def test_settings_without_effect(recipe: ModelConfig, changes: Any, message: str) -> None:

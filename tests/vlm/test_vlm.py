@@ -132,7 +132,7 @@ def test_loss_is_the_language_models_own(model, num_items):
 
 
 @pytest.mark.parametrize("num_items", [None, 0, 5])
-def test_loss_without_trained_tokens_is_zero_with_a_graph(training, num_items):
+def test_loss_without_supervised_tokens_is_zero_with_a_graph(training, num_items):
     ids = sequence(5, 6, 7)
     loss = training(ids, labels=torch.full_like(ids, -100), num_items_in_batch=num_items).loss
     assert loss.item() == 0.0
@@ -185,8 +185,8 @@ def test_training_keeps_no_cache(training):
 @pytest.mark.parametrize(
     ("parts", "count", "message"),
     [
-        ((5, IMAGE, 6), 2, "4 image placeholders .* 2 images, which make 8 features"),
-        ((5, IMAGE, IMAGE, 6), 1, "8 image placeholders .* 1 images, which make 4 features"),
+        ((5, IMAGE, 6), 2, "4 image placeholders .* 2 images with 8 features"),
+        ((5, IMAGE, IMAGE, 6), 1, "8 image placeholders .* 1 images with 4 features"),
         ((5, 6), 1, "0 image placeholders .* 1 images"),
         ((5, IMAGE, 6), 0, "4 image placeholders .* 0 images"),
         ((5, IMAGE, 6), None, r"4 image placeholders .* 0 images.*give 4 placeholders per image"),

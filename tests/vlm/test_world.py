@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 import torch
 from torch.distributed import all_reduce, new_group
-from coat_vlm.distributed import joined_world
+from coat_vlm.distributed import join_world
 
 def gloo():
     return [task for task in Path("/proc/self/task").iterdir() if "gloo" in names(task)]
@@ -28,7 +28,7 @@ def train(world):
 
 for _ in range(2):
     try:
-        with joined_world() as world:
+        with join_world() as world:
             train(world)
     except (SystemExit, ValueError) as error:
         print(repr(error))

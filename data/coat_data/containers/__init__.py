@@ -1,1 +1,1 @@
-"""One module per way of storing rows; each gives raw rows by number and in order."""
+"""One module per storage format; each returns raw rows by number and in order."""

@@ -21,14 +21,14 @@ _BOM = "\ufeff"
 
 
 CLIP = "__clip__"
-"""The field that is added to a record: number of the clip, (start, end), caption."""
+"""Field that is added to a record: number of the clip, (start, end), caption."""
 
 COLUMNS = frozenset({"videoID", "timestamp", "caption"})
-"""The header by which such a file is known (snap-research/Panda-70M, README)."""
+"""Columns by which the format is recognized (snap-research/Panda-70M, README)."""
 
 
 class CsvRows(IndexedFiles):
-    """Records as objects of column name to text; a record may span several lines.
+    """Records as objects of column name -> text; a record may span several lines.
 
     Attributes:
         columns: the header.
@@ -54,7 +54,7 @@ class CsvRows(IndexedFiles):
         super().__init__([path])
 
     def parse(self, data: bytes, index: int) -> dict[str, Any]:
-        """A record by column."""
+        """Parse a record."""
         fields = self._record(data, self.where(index))
         if len(fields) != len(self.columns):
             raise DataError(
@@ -75,11 +75,11 @@ class CsvRows(IndexedFiles):
             raise DataError(where, f"is not CSV: {error}", "fix it") from error
 
     def spans(self, path: Path) -> Iterator[tuple[int, int]]:
-        """The records behind the header."""
+        """Yield start and end of the records behind the header."""
         return (span for span in self._records(path) if span[0] >= self._header_end)
 
     def _records(self, path: Path) -> Iterator[tuple[int, int]]:
-        """Start and end of every record that is not blank.
+        """Yield start and end of every non-blank record.
 
         The reader takes as many lines as a record has; in Latin-1 they are as long as their bytes.
         """
@@ -107,17 +107,21 @@ class CsvRows(IndexedFiles):
 
 
 class ClipRows(Rows):
-    """The clips of all records.
+    """One row per clip of all records.
 
     Attributes:
-        media_root: the file's folder.
+        media_root: folder of the file.
     """
 
     def __init__(self, path: Path) -> None:
         self._records = CsvRows(path)
         self.media_root = path.parent
-        # A record that does not parse is one row, whose error says why.
-        counts = array("q", [max(1, len(_clips_or_none(row))) for row in self._records.stream()])
+        counts = array("q")
+        for row in self._records.stream():
+            try:
+                counts.append(1 if isinstance(row, DataError) else len(_clips(row, "")))
+            except DataError:
+                counts.append(1)  # a record that does not parse is one row, whose error says why
         self._ends = np.cumsum(np.array(counts, dtype=np.int64), dtype=np.int64)
 
     def __len__(self) -> int:
@@ -130,21 +134,14 @@ class ClipRows(Rows):
         return {**row, CLIP: clips[number]}
 
     def place(self, index: int) -> tuple[str, int]:
-        """The file and the record."""
+        """Return the file, and the record."""
         return self._records.place(locate(self._ends, index)[0])
 
 
-def _clips_or_none(row: Any) -> list[Any]:
-    try:
-        return [] if isinstance(row, DataError) else _clips(row, "")
-    except DataError:
-        return []
-
-
 def _clips(row: dict[str, Any], where: str) -> list[tuple[int, tuple[str, str], str]]:
-    """Number, (start, end) and caption of every clip.
+    """Parse number, (start, end) and caption of every clip of a record.
 
-    Both columns are lists in Python's notation, the first of pairs of times.
+    Both columns are lists in Python syntax, the first of pairs of times.
     """
     try:
         times, captions = ast.literal_eval(row["timestamp"]), ast.literal_eval(row["caption"])

@@ -4,7 +4,6 @@ A row is ``{"path": "cat/1.jpg", "class": "cat"}``, with ``"text"`` where a file
 ending in .txt lies beside it.
 """
 
-import functools
 import json
 import os
 from array import array
@@ -13,38 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
+from coat_data.containers.media_files import VIDEO_SUFFIXES, image_suffixes
 from coat_data.containers.rows import Rows
-from coat_data.sample import DataError
-
-IMAGE_FORMATS = (
-    "JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "DIB", "ICO", "ICNS",
-    "CUR", "DDS", "PCX", "PSD", "QOI", "SGI", "SUN", "TGA", "XBM", "XPM",
-)  # fmt: skip
-"""Pillow's names of them; for every ``Image.open``, since Pillow goes by content and not by ending.
-
-Left out are EPS, which Pillow hands to Ghostscript, a program that can be made to run code; IPTC,
-which opens another image inside of it with all formats; WMF, HDF5, GRIB, BUFR and MPEG, which other
-programs read; and formats that no data set is stored in.
-"""
-
-VIDEO_SUFFIXES = frozenset(
-    {".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".gifv", ".flv", ".ts"}
-)
-
-
-@functools.cache
-def image_suffixes() -> frozenset[str]:
-    """File name endings of :data:`IMAGE_FORMATS`, in lower case with the dot."""
-    Image.init()
-    return frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in IMAGE_FORMATS)
+from coat_data.sample import DataError, printable
 
 
 class FolderRows(Rows):
     """The media files below a folder, in the order of their paths.
 
-    Links are not followed and are no rows.
+    Symbolic links are not followed and are not rows.
 
     Attributes:
         media_root: the folder.
@@ -70,6 +47,10 @@ class FolderRows(Rows):
     def __getitem__(self, index: int) -> dict[str, Any]:
         start = int(self._ends[index - 1]) if index else 0
         path, has_text = json.loads(self._block[start : int(self._ends[index])])
+        if path != printable(path):
+            raise DataError(
+                f"{self.media_root}:{index}", f"the file name {path} is not UTF-8", "rename it"
+            )
         row = {"path": path, "class": Path(path).parent.name}
         if has_text:
             text = (self.media_root / path).with_suffix(".txt")
@@ -82,12 +63,12 @@ class FolderRows(Rows):
         return row
 
     def place(self, index: int) -> tuple[str, int]:
-        """The folder and ``index``."""
+        """Return the folder and ``index``."""
         return str(self.media_root), index
 
 
 def _files(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Relative paths of the folders below, in order, and the plain files in each."""
+    """Yield the relative path of each folder below, in order, with the plain files in it."""
     waiting = [""]
     while waiting:
         current = waiting.pop()

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from datasets import Features
 
 FORMAT = "coat-vlm-samples"
-VERSION = 3
-"""Version 1 had no ``start`` and ``end`` of videos, 2 no ``continues``; they are null then."""
+VERSION = 4
+"""Version 1 had no ``start`` and ``end`` of videos, version 2 no ``continues``, version 3 no
+``frames`` and ``fps`` of videos and no ``supervised`` of turns: read as null."""
 MANIFEST_NAME = "manifest.json"
 BAD_SAMPLES_NAME = "bad_samples.jsonl"
 
@@ -33,13 +34,13 @@ class Shard:
     name: str
     rows: int
     size: int
-    """Bytes."""
+    """Size in bytes."""
     sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What an ingested folder holds and where it came from."""
+    """Contents and origin of an ingested folder."""
 
     rows: int
     """Rows in all shards."""
@@ -91,7 +92,7 @@ class Manifest:
 
 
 def features() -> "Features":
-    """Columns of a shard, as a ``datasets.Features``."""
+    """Return the columns of a shard as a ``datasets.Features``."""
     from datasets import Features, List, Value
 
     part = {"kind": Value("string"), "text": Value("large_string")}
@@ -101,12 +102,16 @@ def features() -> "Features":
         "data": Value("large_binary"),
         "start": Value("float64"),
         "end": Value("float64"),
+        "frames": List(Value("string")),
+        "fps": Value("float64"),
     }
     return Features(
         {
             "id": Value("string"),
             "row": Value("int64"),
-            "turns": List({"role": Value("string"), "parts": List(part)}),
+            "turns": List(
+                {"role": Value("string"), "parts": List(part), "supervised": Value("bool")}
+            ),
             "media": List(medium),
             "continues": Value("bool"),
         }
@@ -120,7 +125,15 @@ def to_record(sample: Sample, media_root: Path | str) -> dict[str, Any]:
         "row": sample.row,
         "turns": [dataclasses.asdict(turn) for turn in sample.turns],
         "media": [
-            {**dataclasses.asdict(media), "path": _relative(media.path, media_root)}
+            {
+                "kind": media.kind,
+                "path": _relative(media.path, media_root),
+                "data": media.data,
+                "start": media.start,
+                "end": media.end,
+                "frames": [_relative(frame, media_root) for frame in media.frames],
+                "fps": media.fps,
+            }
             for media in sample.media
         ],
         "continues": sample.continues,
@@ -142,7 +155,7 @@ class ShardRows(Rows):
     """The records of all shards, memory mapped.
 
     Attributes:
-        media_root: as the manifest says.
+        media_root: the media root in the manifest.
 
     Raises:
         DataError: the folder does not hold what its manifest says.
@@ -154,7 +167,17 @@ class ShardRows(Rows):
         root = manifest.media_root
         self.media_root = root if is_url(root) else Path(root)
         for shard in manifest.shards:
-            _check_shard(folder, shard)
+            path = folder / shard.name
+            if not path.is_file():
+                raise DataError(
+                    str(path), "this shard is missing", "copy the whole folder or ingest again"
+                )
+            if path.stat().st_size != shard.size:
+                raise DataError(
+                    str(path),
+                    f"this shard has {path.stat().st_size} bytes, the manifest says {shard.size}",
+                    "copy the folder again or ingest again",
+                )
         self._table = open_parquet([folder / shard.name for shard in manifest.shards], features())
         if not len(self._table) == manifest.rows == sum(shard.rows for shard in manifest.shards):
             raise DataError(
@@ -170,18 +193,5 @@ class ShardRows(Rows):
         return Record(self._table[index])
 
     def place(self, index: int) -> tuple[str, int]:
-        """The file that was ingested; the record knows its row there."""
+        """Return the file that was ingested, and ``index``; the record has its row there."""
         return self._source, index
-
-
-def _check_shard(folder: Path, shard: Shard) -> None:
-    path = folder / shard.name
-    if not path.is_file():
-        raise DataError(str(path), "this shard is missing", "copy the whole folder or ingest again")
-    size = path.stat().st_size
-    if size != shard.size:
-        raise DataError(
-            str(path),
-            f"this shard has {size} bytes, the manifest says {shard.size}",
-            "copy the folder again or ingest again",
-        )

@@ -1,15 +1,14 @@
-"""Rows of a JSON array or a JSONL file, read by byte offsets.
+"""Rows of a JSON array, of an object of rows, or of a JSONL file, read by byte offsets.
 
-The file is scanned once for the offsets of its rows. A JSONL row is a line. In an array the end of
-an element is found by parsing it in a window of the file that holds a few rows; the window is read
-as Latin-1, in which every byte is one character, so that characters count bytes (all of JSON's own
-characters are ASCII, and no byte of a longer UTF-8 character is). Memory does not grow with the
-file: 16 bytes per row and the window.
+In an object of rows, ``{"id1": {...}, "id2": {...}}``, a name is the ``id`` of its row, unless the
+row has its own. The file is scanned once for the offsets of its rows. A JSONL row is a line. The
+end of an element is found by parsing it in a buffer that holds a few rows of the file. The buffer
+is decoded as Latin-1, in which every byte is one character, so that character positions are byte
+offsets (all of JSON's own characters are ASCII, and no byte of a longer UTF-8 character is).
+Memory: 16 bytes per row, and the buffer.
 """
 
-import contextlib
 import io
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -20,45 +19,35 @@ from coat_data.containers.rows import IndexedFiles
 from coat_data.sample import DataError
 
 MAX_ROW_BYTES = 256 << 20
-"""The longest row of an array; a broken file is not read further to find a row's end."""
+"""Maximum length of a row; in a broken file the search for its end stops there."""
 
 BOM = b"\xef\xbb\xbf"
-"""Of UTF-8, before the text of a file."""
+"""Byte order mark of UTF-8, before the text of a file."""
 
-_LOOKED_AT = 16
 _WINDOW_BYTES = 1 << 20
-_REMEDY = "the file must be a JSON array of rows, or JSONL with one row per line"
+_REMEDY = "the file must be a JSON array or object of rows, or JSONL with one row per line"
 _GAP = re.compile(r"[ \t\r\n]*")
 _NUMBER_PART = re.compile(r"[0-9.eE+-]*")
+_FIELDS_PROBED = 64
+"""Members of the first object that must be objects, so that the object is taken for one of rows."""
 _NEAR_END = 16
-"""The longest token that the end of a window can cut without the parser pointing at the end."""
+"""Maximum length of a token that the end of the buffer cuts without an error at that end."""
 
 
 class JsonRows(IndexedFiles):
-    """The rows of a JSON array or JSONL file; blank lines are not rows and are not counted.
+    """The rows of a JSON or JSONL file; blank lines are skipped and not counted."""
 
-    Args:
-        path: the file.
-
-    Raises:
-        DataError: there is no such file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        if not path.is_file():
-            raise DataError(str(path), "there is no such file", "give a .json or .jsonl file")
-        self._path = path
-        super().__init__([path])
+    reuses_index = True
 
     def spans(self, path: Path) -> Iterator[tuple[int, int]]:
-        """The rows, up to where an array is broken."""
+        """Yield the rows; a DataError ends a damaged array."""
         with path.open("rb") as stream:
             yield from row_spans(stream, str(path))
 
     def parse(self, data: bytes, index: int) -> Any:
-        """The value of a row."""
+        """Parse a row."""
         try:
-            return json.loads(data.decode("utf-8"))
+            return _loads(data.decode("utf-8"))
         except UnicodeDecodeError as error:
             problem = (
                 f"byte {int(self._starts[index]) + error.start} of the file is not UTF-8 "
@@ -69,157 +58,222 @@ class JsonRows(IndexedFiles):
             line = self._line(index) + error.lineno - 1
             problem = f"is not JSON: {error.msg} (line {line}, column {error.colno})"
             raise DataError(self.where(index), problem, _REMEDY) from error
-        except (ValueError, RecursionError) as error:  # an endless number, or too many brackets
+        except (ValueError, RecursionError) as error:  # an infinite number, or too many brackets
             problem = f"is not usable JSON: {error}"
             raise DataError(self.where(index), problem, _REMEDY) from error
 
     def _line(self, index: int) -> int:
-        """The line, from 1, on which row ``index`` starts; reads the file up to there."""
+        """Return the line, from 1, at which row ``index`` starts; reads the file up to there."""
         left, lines = int(self._starts[index]), 1
-        with self._path.open("rb") as stream:
+        with self.files[0].open("rb") as stream:
             while left > 0 and (chunk := stream.read(min(left, 1 << 20))):
                 lines += chunk.count(b"\n")
                 left -= len(chunk)
         return lines
 
 
-def has_rows(path: Path) -> bool:
-    """Whether one of the first 16 rows (lines that are not blank, or elements) is an object.
-
-    A text may begin with ``{"`` or ``[{"`` too; and the first row may be the damaged one.
-    """
-    with path.open("rb") as stream, path.open("rb") as read:
-        try:
-            for start, end in itertools.islice(row_spans(stream, str(path)), _LOOKED_AT):
-                read.seek(start)
-                with contextlib.suppress(DataError):  # that is for whoever reads this row
-                    if isinstance(parse_row(read.read(end - start), str(path)), dict):
-                        return True
-        except DataError:  # an array that ends early, of whose elements none is an object
-            return False
-    return False
-
-
 def parse_row(data: bytes, where: str) -> Any:
-    """The value of a row.
+    """Parse a row.
 
     Raises:
-        DataError: it is not JSON in UTF-8.
+        DataError: the row is not JSON in UTF-8.
     """
     try:
-        return json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # of the text or of the JSON in it
+        return _loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # of the decoder or of the JSON parser
         raise DataError(where, f"is not usable JSON: {error}", _REMEDY) from error
 
 
+def _loads(text: str) -> Any:
+    """Parse a row, or a name and a row of an object of rows."""
+    if text.startswith('"'):
+        try:
+            ((name, row),) = json.loads(f"{{{text}}}").items()
+        except ValueError:
+            return json.loads(text)  # a line that is a string; the reader refuses it
+        return {"id": name, **row} if isinstance(row, dict) else row
+    return json.loads(text)
+
+
 def row_spans(stream: "io.BufferedReader[Any]", where: str) -> Iterator[tuple[int, int]]:
-    """Start and end of every element of a JSON array, or of every line that is not blank.
+    """Yield start and end of every element of an array or object, or of every non-blank line.
 
     Raises:
-        DataError: the text is an array and breaks off or is no JSON; names the line.
+        DataError: the text is an array or object that ends early or is not JSON, or a row is too
+            long; names the line.
     """
     if stream.peek(len(BOM)).startswith(BOM):
         stream.read(len(BOM))
     while (head := stream.peek(1)) and head.isspace():
         stream.read(len(head))
-    if head.lstrip()[:1] == b"[":
-        yield from _array_spans(stream, where)
+    start, first = stream.tell(), head.lstrip()[:1]
+    is_object = first == b"{" and _holds_rows(Window(stream, where))
+    stream.seek(start)
+    if first == b"[" or is_object:
+        yield from _element_spans(stream, where, is_object=is_object)
         return
-    start = stream.tell()
-    for line in stream:
+    while line := stream.readline(MAX_ROW_BYTES + 1):
+        if len(line) > MAX_ROW_BYTES:
+            problem = f"the line at byte {start} has no end within {MAX_ROW_BYTES} bytes"
+            raise DataError(where, problem, _REMEDY)
         if not line.isspace():
             yield start, start + len(line.rstrip(b"\r\n"))
         start += len(line)
 
 
-class _Window:
-    """A part of the file as text, with one character per byte."""
+class Window:
+    """A position in a JSON file, over a part of it as text with one character per byte.
+
+    Strings in parsed values are therefore Latin-1: only their ASCII characters are right.
+    """
 
     def __init__(self, stream: BinaryIO, path: str) -> None:
         self._stream = stream
         self._path = path
-        self.text = ""
-        self.start = stream.tell()
+        self._text = ""
+        self._position = 0
+        self._start = stream.tell()
         """Offset of the window in the file."""
-        self.whole = False
+        self._whole = False
         """Whether the file ends with the window."""
         self._lines = 1
 
-    def more(self) -> None:
-        """Read on: at least as much again as the window holds."""
-        data = self._stream.read(max(_WINDOW_BYTES, len(self.text)))
-        self.whole = not data
-        self.text += data.decode("latin-1")
+    @property
+    def offset(self) -> int:
+        """Return the offset of the position in the file."""
+        return self._start + self._position
 
-    def forget(self, position: int) -> None:
-        """Drop what stands before ``position``."""
-        self._lines += self.text.count("\n", 0, position)
-        self.text = self.text[position:]
-        self.start += position
-
-    def gap(self, position: int) -> int:
-        """The next position at or behind ``position`` that is not white space."""
+    def mark(self) -> str:
+        """Skip white space; return the next character, or an empty text at the end of the file."""
         while True:
-            gap = _GAP.match(self.text, position)
+            gap = _GAP.match(self._text, self._position)
             assert gap is not None  # it may be empty
-            position = gap.end()
-            if position < len(self.text) or self.whole:
-                return position
-            self.more()
+            self._position = gap.end()
+            if self._position < len(self._text) or self._whole:
+                return self._text[self._position : self._position + 1]
+            self._more()
 
-    def error(self, message: str, position: int) -> DataError:
-        """What is wrong at ``position``, with the line of the file."""
-        line = self._lines + self.text.count("\n", 0, position)
-        column = position - self.text.rfind("\n", 0, position)
+    def skip(self, mark: str) -> None:
+        """Skip white space and ``mark``.
+
+        Raises:
+            DataError: another character is there; names the line.
+        """
+        if self.mark() != mark:
+            raise self.error(f"Expecting {mark!r} delimiter")
+        self._position += 1
+
+    def goes_on(self, end: str) -> bool:
+        """Skip the comma before another element; return False at ``end``, which is skipped.
+
+        Raises:
+            DataError: neither is there; names the line.
+        """
+        if self._position > _WINDOW_BYTES:
+            self._lines += self._text.count("\n", 0, self._position)
+            self._text = self._text[self._position :]
+            self._start, self._position = self.offset, 0
+        found = self.mark()
+        self.skip("," if found != end else end)
+        return found != end
+
+    def opens(self, begin: str, end: str) -> bool:
+        """Skip ``begin``, and ``end`` if it follows directly; return whether an element follows."""
+        self.skip(begin)
+        empty = self.mark() == end
+        self._position += empty
+        return not empty
+
+    def value(self) -> Any:
+        """Parse the value at the position and move behind it; reads more if needed.
+
+        Raises:
+            DataError: it is not JSON, or is too long; names the line.
+        """
+        self.mark()
+        decoder = json.JSONDecoder()
+        while True:
+            try:
+                found, end = decoder.raw_decode(self._text, self._position)
+            except json.JSONDecodeError as error:
+                cut = error.msg.startswith("Unterminated string")
+                if not (cut or error.pos >= len(self._text) - _NEAR_END) or self._whole:
+                    raise self.error(error.msg, error.pos) from error
+                if len(self._text) - self._position > MAX_ROW_BYTES:
+                    message = f"this row has no end within {MAX_ROW_BYTES} bytes"
+                    raise self.error(message) from error
+            except (ValueError, RecursionError) as error:
+                raise self.error(str(error)) from error
+            else:
+                if self._whole or not _NUMBER_PART.fullmatch(self._text, end):  # a number goes on
+                    self._position = end
+                    return found
+            self._more()
+
+    def elements(self) -> Iterator[tuple[int, int, Any]]:
+        """Yield start, end and value of each element of the array here; ends behind the array."""
+        more = self.opens("[", "]")
+        while more:
+            self.mark()
+            start = self.offset
+            value = self.value()
+            yield start, self.offset, value
+            more = self.goes_on("]")
+
+    def members(self) -> Iterator[tuple[int, str]]:
+        """Yield start and name of each member of the object at the position.
+
+        The value comes next, and the caller reads it; in the end the object is behind the position.
+        """
+        more = self.opens("{", "}")
+        while more:
+            if self.mark() != '"':
+                raise self.error("Expecting property name enclosed in double quotes")
+            start = self.offset
+            name = str(self.value())
+            self.skip(":")
+            yield start, name
+            more = self.goes_on("}")
+
+    def error(self, message: str, position: int | None = None) -> DataError:
+        """Return the error at ``position`` of the window, by default the own one, with its line."""
+        position = self._position if position is None else position
+        line = self._lines + self._text.count("\n", 0, position)
+        column = position - self._text.rfind("\n", 0, position)
         problem = f"is not JSON: {message} (line {line}, column {column})"
         return DataError(f"{self._path}:{line}", problem, _REMEDY)
 
-
-def _array_spans(stream: BinaryIO, path: str) -> Iterator[tuple[int, int]]:
-    window = _Window(stream, path)
-    position = window.gap(0) + 1  # behind the bracket
-    position = window.gap(position)
-    if window.text[position : position + 1] == "]":
-        _check_rest(window, position + 1)
-        return
-    while True:
-        end = _element_end(window, position)
-        yield window.start + position, window.start + end
-        position = window.gap(end)
-        mark = window.text[position : position + 1]
-        if mark == "]":
-            _check_rest(window, position + 1)
-            return
-        if mark != ",":
-            raise window.error("Expecting ',' delimiter", position)
-        position = window.gap(position + 1)
-        if position > _WINDOW_BYTES:
-            window.forget(position)
-            position = 0
+    def _more(self) -> None:
+        """Read more of the file: at least as many bytes as the buffer has."""
+        data = self._stream.read(max(_WINDOW_BYTES, len(self._text)))
+        self._whole = not data
+        self._text += data.decode("latin-1")
 
 
-def _element_end(window: _Window, position: int) -> int:
-    """Where the element that starts at ``position`` ends; reads on as far as needed."""
-    decoder = json.JSONDecoder()
-    while True:
-        try:
-            _, end = decoder.raw_decode(window.text, position)
-        except json.JSONDecodeError as error:
-            cut = error.msg.startswith("Unterminated string")
-            if not (cut or error.pos >= len(window.text) - _NEAR_END) or window.whole:
-                raise window.error(error.msg, error.pos) from error
-            if len(window.text) - position > MAX_ROW_BYTES:
-                message = f"this row has no end within {MAX_ROW_BYTES} bytes"
-                raise window.error(message, position) from error
-        except (ValueError, RecursionError) as error:
-            raise window.error(str(error), position) from error
-        else:
-            if window.whole or not _NUMBER_PART.fullmatch(window.text, end):  # a number may go on
-                return end
-        window.more()
+def _holds_rows(window: Window) -> bool:
+    """Whether the file is one object whose members are objects; a line of JSONL has other ones."""
+    number = 0
+    try:
+        for number, _ in enumerate(window.members(), 1):
+            if window.mark() != "{":
+                return False
+            window.value()
+            if number == _FIELDS_PROBED:
+                return True
+        return number > 0 and not window.mark()
+    except DataError:
+        return False  # reported when the rows are read
 
 
-def _check_rest(window: _Window, position: int) -> None:
-    position = window.gap(position)
-    if position < len(window.text):
-        raise window.error("Extra data", position)
+def _element_spans(stream: BinaryIO, path: str, *, is_object: bool) -> Iterator[tuple[int, int]]:
+    """Yield the spans of an array's elements, or of an object's members with their names."""
+    window = Window(stream, path)
+    if is_object:
+        for start, _ in window.members():
+            window.value()
+            yield start, window.offset
+    else:
+        for start, end, _ in window.elements():
+            yield start, end
+    if window.mark():
+        raise window.error("Extra data")

@@ -1,86 +1,93 @@
-"""Finds out by content how the rows of a path are stored, and opens them."""
+"""Recognizes by content how the rows of a path are stored, and opens them."""
 
 import glob
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from coat_data.containers.compressed import PackedJsonRows, compression
 from coat_data.containers.csv_file import COLUMNS, ClipRows, CsvRows
 from coat_data.containers.folder import FolderRows
 from coat_data.containers.ingested import MANIFEST_NAME, ShardRows
-from coat_data.containers.json_file import JsonRows, has_rows
-from coat_data.containers.pickle_file import PickleRows
+from coat_data.containers.json_file import JsonRows
+from coat_data.containers.json_object import JoinedRows, open_object
+from coat_data.containers.media_files import check_regular_file
 from coat_data.containers.remote_file import expand_braces
 from coat_data.containers.remote_shards import RemoteRows
 from coat_data.containers.rows import Rows
-from coat_data.containers.table import TableRows
-from coat_data.containers.tar import TarRows, is_compressed
+from coat_data.containers.table import TableRows, is_arrow
+from coat_data.containers.tar import TarRows
 from coat_data.containers.text_file import TextRows
+from coat_data.limits import Limits, Network
 from coat_data.sample import DataError
 
 _JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
-_TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+_TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _SPLIT = re.compile(
     r"(?:^|[-._ 0-9/])"
     r"(train|training|validation|valid|val|dev|test|testing|eval|evaluation)(?=[-._ 0-9/]|$)",
     re.IGNORECASE,
 )
 _JSON_ROW = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[?\s*\{\s*\"")
-"""How rows of JSON may begin, which some keep in files ending in .txt."""
+"""Start of a row of JSON, which some data sets store in files that end in .txt."""
+_SHARD_SUFFIXES = (".parquet", *_TAR_SUFFIXES, ".arrow", ".pkl")
+_MAPPED = re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow")
+"""Results of ``datasets``' map and filter, which lie beside the data in its cache."""
+_IMG2DATASET = {"key", "status", "error_message"}
+"""Columns of img2dataset's metadata."""
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """Rows, and what their folder says about their fields."""
-
-    rows: Rows
-    columns: Mapping[str, str] = field(default_factory=dict)
-    """The reader's names of fields -> those of the rows (Energon's field map)."""
-    paths: tuple[Path, ...] = ()
-    """The files that the rows come from; a folder stands for all files below it."""
-
-
-def open_rows(path: Path | str, *, allow_pickle: bool = False) -> Opened:
-    """The rows of a file, a folder, or a pattern of files (``*``, ``{000..099}``, ``{a,b}``).
+def open_rows(
+    path: Path | str,
+    *,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+    network: Network = Network(),  # noqa: B008
+) -> Rows:
+    """Open the rows of a file, a folder, or a pattern of files (``*``, ``{000..099}``, ``{a,b}``).
 
     Args:
-        path: absolute path or pattern, or an address as text; of a folder prepared by Energon also
-            ``FOLDER#val``, for another split than ``train``.
-        allow_pickle: read .pkl files, through an unpickler that builds plain values only.
+        path: absolute path or pattern, or an address as text. ``FOLDER#val`` and ``FILE#val`` open
+            another split than ``train`` of a folder prepared by Energon or an object of rows.
+        limits: limits of compressed files.
+        network: hosts that may be asked besides that of an address.
 
     Raises:
-        DataError: there is nothing, or nothing that is known, or a folder holds several splits.
+        DataError: nothing is there, the format is unknown, or a folder has several splits.
     """
     if isinstance(path, str):
-        remote = RemoteRows(path)
-        return Opened(remote, paths=remote.paths)
-    if path.is_dir():
-        return replace(_open_folder(path, allow_pickle), paths=(path,))
-    if path.is_file():
-        rows = _open_files(path, [path], allow_pickle)
-        listed = rows.files if isinstance(rows, TarRows) else []  # by a WIDS shard list
-        return Opened(rows, paths=tuple(dict.fromkeys([path, *listed])))
+        return RemoteRows(path, network)
     folder, _, split = str(path).rpartition("#")
-    if split and (Path(folder) / ".nv-meta").is_dir():
-        return replace(_open_energon(Path(folder), split), paths=(Path(folder),))
-    files = matching_files(path)
-    if not files:
-        raise DataError(
-            str(path),
-            "there is no such file or folder",
-            "give a data file, a folder, or a pattern such as shards/{000..099}.tar",
-        )
-    return Opened(_open_files(path, files, allow_pickle), paths=tuple(files))
+    if path.is_dir():
+        rows, paths = _open_folder(path, limits), [path]
+    elif path.is_file():
+        rows = _open_files(path, [path], limits)
+        # A WIDS list has shards, and annotations of VQA v2 a file of questions.
+        paths = [path, *(rows.files if isinstance(rows, TarRows | JoinedRows) else [])]
+    elif split and (Path(folder) / ".nv-meta").is_dir():
+        rows, paths = _open_energon(Path(folder), split), [Path(folder)]
+    elif split and Path(folder).is_file() and (found := open_object(Path(folder), split)):
+        rows, paths = found, [Path(folder)]
+    else:
+        paths = matching_files(path)
+        if not paths:
+            raise DataError(
+                str(path),
+                "there is no such file or folder",
+                "give a data file, a folder, or a pattern such as shards/{000..099}.tar",
+            )
+        rows = _open_files(path, paths, limits)
+    rows.paths = tuple(dict.fromkeys(paths))
+    return rows
 
 
 def matching_files(pattern: Path) -> list[Path]:
-    """The files that a pattern with ``*``, ``{000..099}`` or ``{a,b}`` stands for, in order."""
+    """Return the files that match a pattern with ``*``, ``{000..099}`` or ``{a,b}``, in order."""
     return [
         Path(name)
         for text in expand_braces(str(pattern))
@@ -88,30 +95,70 @@ def matching_files(pattern: Path) -> list[Path]:
     ]
 
 
-def _open_folder(folder: Path, allow_pickle: bool) -> Opened:
+def _open_folder(folder: Path, limits: Limits) -> Rows:
     if (folder / MANIFEST_NAME).is_file():
-        return Opened(ShardRows(folder))
+        return ShardRows(folder)
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return Opened(TableRows(folder, []))
+        return TableRows(folder, [])
     if (folder / ".nv-meta").is_dir():
         return _open_energon(folder)
     if (folder / "wids-meta.json").is_file():
-        return Opened(_open_wids(folder / "wids-meta.json"))
+        return _open_wids(folder / "wids-meta.json")
     for name in _METADATA:
         if (folder / name).is_file():
-            return Opened(_open_files(folder / name, [folder / name], allow_pickle))
-    for suffixes in ((".parquet",), _TAR_SUFFIXES, (".pkl",)):
-        files = [path for path in sorted(folder.rglob("*")) if path.name.endswith(suffixes)]
-        if files:
-            _check_one_split(folder, files)
-            return Opened(_open_files(folder, files, allow_pickle))
-    return Opened(_open_media(folder))
+            return _open_files(folder / name, [folder / name], limits)
+    return _open_shards(folder, limits)
+
+
+def _open_shards(folder: Path, limits: Limits) -> Rows:
+    """Open the tables or tars of a folder; without any, the media files in it."""
+    files = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.name.endswith(_SHARD_SUFFIXES) and not _MAPPED.fullmatch(path.name)
+    ]
+    tables = [path for path in files if path.suffix == ".parquet"]
+    described = tables and _img2dataset_output(tables[0])
+    if described == "files":
+        return _open_captioned(folder)
+    if described == "tar":
+        files = [path for path in files if path not in set(tables)]
+    for suffixes in ((".parquet",), _TAR_SUFFIXES, (".arrow",), (".pkl",)):
+        found = [path for path in files if path.name.endswith(suffixes)]
+        if found:
+            _check_one_split(folder, found)
+            return _open_files(folder, found, limits)
+    return _open_media(folder)
+
+
+def _img2dataset_output(table: Path) -> str:
+    """Return the output format of img2dataset whose metadata a Parquet file is; empty for none.
+
+    Beside the images of shard 00000, as ``00000.tar`` or in the folder ``00000``, img2dataset
+    writes ``00000.parquet`` with the addresses and the state of the downloads, and
+    ``00000_stats.json`` (rom1504/img2dataset, README, "Output format choice").
+    """
+    output = {table.with_suffix(".tar"): "tar", table.with_suffix(""): "files"}
+    found = next((name for path, name in output.items() if path.exists()), "")
+    return found if found and set(TableRows(table, [table]).columns) >= _IMG2DATASET else ""
+
+
+def _open_captioned(folder: Path) -> Rows:
+    """Open a folder of img2dataset's images, whose folders are numbers and no classes."""
+    rows = _open_media(folder)
+    if len(rows) and "text" not in rows[0]:
+        raise DataError(
+            str(folder),
+            f"{rows[0]['path']} has no caption beside it",
+            "run img2dataset again with --caption_col, or write the captions into .txt files",
+        )
+    return rows
 
 
 def _check_one_split(folder: Path, files: list[Path]) -> None:
-    """Raise if the files' names say that they are training and test data.
+    """Raise DataError if the file names belong to several splits, such as train and test.
 
-    The names are those by which the Hugging Face Hub finds splits (huggingface/datasets,
+    The names are those by which the Hugging Face Hub recognizes splits (huggingface/datasets,
     docs/source/repository_structure.mdx).
     """
     patterns: dict[str, str] = {}
@@ -151,66 +198,83 @@ def _open_media(folder: Path) -> Rows:
     )
 
 
-def _open_files(path: Path, files: list[Path], allow_pickle: bool) -> Rows:
+def _open_files(path: Path, files: list[Path], limits: Limits) -> Rows:
+    for file in files:
+        check_regular_file(file)
     first = files[0]
     with first.open("rb") as stream:
         head = stream.read(4096)
     name = first.name.lower()
-    if head[:4] == b"PAR1":
-        return _open_parquet(path, files)
-    if name.endswith(_TAR_SUFFIXES) or head[257:262] == b"ustar":
-        return TarRows(files)
-    if name.endswith((".pkl", ".pickle")):
-        if not allow_pickle:
+    if head[:4] == b"PAR1" or is_arrow(first):
+        rows = TableRows(path, files)
+        if {"turns", "media", "row"} <= set(rows.columns):  # media paths mean nothing by themselves
             raise DataError(
-                str(first),
-                "is a pickle, which can hold code",
-                "allow it with --allow-pickle (only plain values are read), or convert it to JSONL",
+                str(path),
+                f"shards of an ingested folder, but there is no {MANIFEST_NAME}",
+                "copy the whole folder and name it, or ingest again",
             )
-        return PickleRows(files)
-    all_texts = all(file.suffix.lower() == ".txt" for file in files)
-    if all_texts and not (_JSON_ROW.match(head) and has_rows(first)):
-        return TextRows(files)
+        return rows
+    if name.endswith(_TAR_SUFFIXES) or head[257:262] == b"ustar":
+        return TarRows(files, limits)
+    if name.endswith((".pkl", ".pickle")):
+        raise DataError(
+            str(first),
+            "is a pickle, which can hold code",
+            "convert it to JSONL with code that you trust",
+        )
+    if all(file.suffix.lower() == ".txt" for file in files):
+        # A plain text may also start with {" or [{", and the first row may be damaged.
+        probed = islice(JsonRows([first]).stream(), 16) if _JSON_ROW.match(head) else ()
+        if not any(isinstance(row, dict) for row in probed):
+            return TextRows(files)
     if len(files) > 1:
         raise DataError(
             str(path),
             f"matches {len(files)} files",
-            "only Parquet, tar and .txt files go together",
+            "only Parquet, Arrow, tar and .txt files go together",
         )
     if first.name == "wids-meta.json":
         return _open_wids(first)
-    return _open_text(first, head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1])
+    return _open_text(first, head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1], limits)
 
 
-def _open_parquet(path: Path, files: list[Path]) -> Rows:
-    rows = TableRows(path, files)
-    if {"turns", "media", "row"} <= set(rows.columns):  # media paths mean nothing by themselves
-        raise DataError(
-            str(path),
-            f"shards of an ingested folder, but there is no {MANIFEST_NAME}",
-            "copy the whole folder and name it, or ingest again",
-        )
-    return rows
-
-
-def _open_text(path: Path, first_character: bytes) -> Rows:
+def _open_text(path: Path, first_character: bytes, limits: Limits) -> Rows:
     suffix = path.suffix.lower()
     if suffix in _JSON_SUFFIXES or first_character in (b"[", b"{"):
-        return JsonRows(path)
+        rows = open_object(path) if suffix == ".json" and first_character == b"{" else None
+        return JsonRows([path]) if rows is None else rows
     if suffix in (".csv", ".tsv"):
         rows = CsvRows(path)
         return ClipRows(path) if set(rows.columns) >= COLUMNS else rows
-    if is_compressed(path):
-        raise DataError(str(path), "is compressed", "unpack it first")
+    if kind := compression(path):
+        if Path(path.stem).suffix.lower() in _JSON_SUFFIXES:
+            return _open_packed(path, limits)
+        raise DataError(str(path), f"is compressed ({kind})", "unpack it first")
     raise DataError(
         str(path),
-        "is not JSON, JSONL, CSV, Parquet, tar or .txt",
+        "is not JSON, JSONL, CSV, Parquet, Arrow, tar or .txt",
         "give a data file, or a folder written by coat-vlm data ingest",
     )
 
 
+def _open_packed(path: Path, limits: Limits) -> Rows:
+    rows = PackedJsonRows(path, limits)
+    try:
+        is_json = Path(path.stem).suffix.lower() == ".json"
+        published = is_json and open_object(rows.files[0]) is not None
+    except DataError:
+        published = True  # such as annotations without their questions
+    if published:
+        raise DataError(
+            str(path),
+            "is a compressed JSON object with splits, or with a list of rows",
+            "unpack it first",
+        )
+    return rows
+
+
 def _open_wids(path: Path) -> Rows:
-    """The tars that a WIDS shard list names (webdataset, wids; VILA's simple_vila_webdataset)."""
+    """Open the tars of a WIDS shard list (webdataset, wids; VILA's simple_vila_webdataset)."""
     content = _described(path, json.loads)
     shards = content.get("shardlist")
     if not isinstance(shards, list) or not shards:
@@ -243,8 +307,8 @@ def _shard_file(listing: Path, name: str) -> Path:
     return path
 
 
-def _open_energon(folder: Path, name: str = "train") -> Opened:
-    """The shards of a split and the field map of a folder prepared by Energon."""
+def _open_energon(folder: Path, name: str = "train") -> Rows:
+    """Open the shards of one split, and the field map, of a folder prepared by Energon."""
     meta = folder / ".nv-meta"
     split = _described(meta / "split.yaml", yaml.safe_load)
     parts = split.get("split_parts")
@@ -258,16 +322,25 @@ def _open_energon(folder: Path, name: str = "train") -> Opened:
     excluded = set(split.get("exclude") or [])
     shards = [shard for part in parts[name] for shard in expand_braces(str(part))]
     files = [_shard_file(folder / "split.yaml", shard) for shard in shards if shard not in excluded]
-    columns: dict[str, str] = {}
+    rows = TarRows(files)
     if (meta / "dataset.yaml").is_file():
-        field_map = _described(meta / "dataset.yaml", yaml.safe_load).get("field_map") or {}
+        described = _described(meta / "dataset.yaml", yaml.safe_load)
+        loader = described.get("sample_loader")
+        if loader is not None:
+            raise DataError(
+                str(meta / "dataset.yaml"),
+                f"names the sample_loader {loader!r}, which is code and is not run",
+                f"write a field_map instead, or name the tars ({folder}/*.tar) to read them as "
+                "conversations in .json, or as media with captions",
+            )
+        field_map = described.get("field_map") or {}
         if isinstance(field_map, Mapping):
-            columns = {str(name): str(value) for name, value in field_map.items()}
-    return Opened(TarRows(files), columns)
+            rows.field_map = {str(name): str(value) for name, value in field_map.items()}
+    return rows
 
 
 def _described(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
-    """The object in a small JSON or YAML file."""
+    """Parse a small JSON or YAML file whose content is an object."""
     try:
         content = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -1,42 +1,42 @@
-"""Files by address: the one place where a URL is opened, as ranges of bytes or in order.
+"""Files by URL, read whole or as byte ranges.
 
-The standard library reads ``http:`` and ``https:``; fsspec, which finds its credentials itself, all
-else (``hf:``, ``s3:``, ``gs:``, ``memory:``, ``file:``). fsspec's own reading over http is not
-used: here one function makes every request (:func:`_request`), so that hosts, redirects, sizes and
-times can be checked, each answer is compared with the version of the file that was opened, and what
-fails is tried again by one rule (:func:`retried`). Connections belong to the process that opened
-them: a :class:`RemoteFile` is cheap to send to workers.
+``http:`` and ``https:`` use the standard library; all other schemes (``hf:``, ``s3:``, ``gs:``,
+``memory:``, ``file:``) use fsspec, which finds its own credentials. fsspec's http file system is
+not used: here one function makes every request (:mod:`coat_data.containers.http_client`), so that
+hosts, redirects, sizes and timeouts are checked, each response is compared with the version of the
+opened file, and all failures are retried by one rule (:func:`retry`). Connections belong to the
+process that opened them; a :class:`RemoteFile` is cheap to pickle.
 """
 
-import functools
 import http
 import http.client
 import io
+import math
 import os
 import re
 import socket
 import time
 import urllib.error
-import urllib.request
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
+from coat_data.containers.http_client import check_host, is_http, read_body, request
+from coat_data.limits import Limits, Network
 from coat_data.sample import DataError, UnreachableError
 
 WAITS_S = (0.5, 2.0, 8.0)
-"""Between attempts, in seconds: a network may fail for a moment."""
-OUTAGES = (OSError, http.client.HTTPException)
-"""What networks and servers raise."""
+"""Seconds between attempts, for transient failures."""
+IO_ERRORS = (OSError, http.client.HTTPException)
+"""Exceptions of networks and servers."""
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, http.client.InvalidURL)
 _MISTAKES = (
     DataError, TypeError, AttributeError, NameError, LookupError, ValueError, ImportError,
     AssertionError, NotImplementedError, MemoryError,
 )  # fmt: skip
-"""Not of the network: these pass as they are."""
+"""Programming and data errors, which are raised without a retry."""
 
 T = TypeVar("T")
 
@@ -45,72 +45,52 @@ _GROUP = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _TIMEOUT_S = 60.0
 _BLOCK_BYTES = 1 << 20
-_BLOCKS_KEPT = 8
-_SMALL_BYTES = 1 << 17  # shorter ranges are cut from a block, which neighbours share
-
-
-def is_http(url: str) -> bool:
-    """Whether the standard library reads the address."""
-    return url.startswith(("http://", "https://"))
-
-
-def _request(url: str, span: tuple[int, int] | None, timeout_s: float) -> Any:
-    """The answer to a request of some bytes (start, stop), or of all; OSError where it fails."""
-    headers = {"Accept-Encoding": "identity", "User-Agent": _user_agent()}
-    if span is not None:
-        headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
-    request = urllib.request.Request(url, headers=headers)
-    return urllib.request.urlopen(request, timeout=timeout_s)
+_CACHED_BLOCKS = 8
+_SMALL_BYTES = 1 << 17  # shorter ranges are read from a cached block
 
 
 def _version(answer: Any) -> str:
-    """What changes with the file, as far as an answer tells: ETag or time of change, and size."""
+    """Return what changes with the file, if the server sends it: ETag or date, and size."""
     named = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
     total = answer.headers.get("Content-Range", "").rpartition("/")[2]
     return f"{named} {total or answer.headers.get('Content-Length')}"
 
 
-@functools.cache
-def _user_agent() -> str:
-    """What requests say they are from: some hosts refuse Python's own name."""
-    try:
-        return f"coat-vlm/{version('coat-vlm')}"
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "coat-vlm"
-
-
-def retried(attempt: Callable[[], T], waits_s: Sequence[float] | None = None) -> T:
-    """What ``attempt`` returns, tried again where the network or the server fails.
+def retry(
+    attempt: Callable[[], T],
+    waits_s: Sequence[float] | None = None,
+    *,
+    timeouts: bool = True,
+) -> T:
+    """Call ``attempt``, and call it again after transient failures of the network or server.
 
     Args:
-        attempt: is called again after one of :data:`OUTAGES` that may pass.
+        attempt: the function to call.
         waits_s: pauses between attempts, in seconds; :data:`WAITS_S` by default.
+        timeouts: whether a host that sent nothing is asked again.
+
+    Raises:
+        ConnectionError: fsspec raised an exception that is no OSError, such as the httpx errors of
+            ``hf:``, in every attempt.
     """
-    for wait_s in WAITS_S if waits_s is None else waits_s:
+    for wait_s in (*(WAITS_S if waits_s is None else waits_s), None):
         try:
             return attempt()
-        except OUTAGES as error:
-            if _is_final(error):
+        except IO_ERRORS as error:
+            timed_out = isinstance(getattr(error, "reason", error), TimeoutError)
+            if wait_s is None or _is_permanent(error) or (timed_out and not timeouts):
                 raise
-            time.sleep(wait_s)
-    return attempt()
+        except _MISTAKES:
+            raise
+        except Exception as error:
+            if wait_s is None:
+                raise ConnectionError(f"{type(error).__name__}: {error}") from error
+        time.sleep(wait_s)
+    raise AssertionError("the last attempt returns or raises")
 
 
-def told(call: Callable[[], T]) -> T:
-    """What fsspec returns; what its file systems raise of a network, as a ConnectionError.
-
-    Those of ``hf:`` raise errors of httpx, which are no OSError.
-    """
-    try:
-        return call()
-    except (*_MISTAKES, *OUTAGES):
-        raise
-    except Exception as error:
-        raise ConnectionError(f"{type(error).__name__}: {error}") from error
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether trying again is in vain: missing, forbidden, no address, or no such host."""
+def _is_permanent(error: Exception) -> bool:
+    """Whether an error is not retryable: missing, forbidden, no address, or unknown host."""
     if isinstance(error, urllib.error.HTTPError):
         return error.code < http.HTTPStatus.INTERNAL_SERVER_ERROR and error.code not in (408, 429)
     reason = getattr(error, "reason", None)  # of a URLError
@@ -119,19 +99,19 @@ def _is_final(error: Exception) -> bool:
 
 
 def unreachable(url: str, error: Exception) -> DataError:
-    """What to tell the user about an address that failed; a missing file is a plain DataError."""
+    """Return the DataError of an address; an UnreachableError if its cause is transient."""
     problem = f"cannot be read: {type(error).__name__}: {error}"
-    outage = isinstance(error, OUTAGES) and not _is_final(error)
-    kind = UnreachableError if outage else DataError
+    transient = isinstance(error, IO_ERRORS) and not _is_permanent(error)
+    kind = UnreachableError if transient else DataError
     return kind(url, problem, "check the address, the network and the credentials")
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """The names that a pattern stands for; itself if it has no braces.
+    """Return the names that a brace pattern stands for.
 
-    A range keeps the width of its start: ``{08..10}`` is 08, 09, 10.
+    A range keeps the width of its start: ``{08..10}`` gives 08, 09, 10.
     """
-    pieces: list[list[str]] = []
+    parts: list[list[str]] = []
     end = 0
     for match in _GROUP.finditer(pattern):
         start, stop, names = match.groups()
@@ -140,21 +120,21 @@ def expand_braces(pattern: str) -> list[str]:
         else:
             numbers = range(int(start), int(stop) + 1)
             values = [str(number).zfill(len(start)) for number in numbers]
-        pieces += [[pattern[end : match.start()]], values]
+        parts += [[pattern[end : match.start()]], values]
         end = match.end()
-    return ["".join(choice) for choice in product(*pieces, [pattern[end:]])]
+    return ["".join(choice) for choice in product(*parts, [pattern[end:]])]
 
 
 def is_url(path: str | Path) -> TypeGuard[str]:
-    """Whether the path is an address such as ``hf://``, ``s3://`` or ``https://``."""
+    """Whether the path is a URL such as ``hf://``, ``s3://`` or ``https://``."""
     return isinstance(path, str) and _URL.match(path) is not None
 
 
 def expand_urls(pattern: str) -> list[str]:
-    """The addresses that a pattern stands for: braces everywhere, ``*`` but for http.
+    """Return the addresses that match a pattern with braces, or ``*`` (not over http).
 
     Raises:
-        DataError: a pattern with ``*`` matches nothing, or its server cannot be asked.
+        DataError: a pattern with ``*`` matches nothing, or its server cannot be reached.
     """
     found: list[str] = []
     for url in expand_braces(pattern):
@@ -162,8 +142,8 @@ def expand_urls(pattern: str) -> list[str]:
             found.append(url)
             continue
         try:
-            names = retried(lambda url=url: _matching(url))
-        except OUTAGES as error:
+            names = retry(lambda url=url: _glob(url))
+        except IO_ERRORS as error:
             raise unreachable(url, error) from error
         if not names:
             raise DataError(url, "matches no file", "check the address and the credentials")
@@ -171,49 +151,51 @@ def expand_urls(pattern: str) -> list[str]:
     return found
 
 
-def _matching(url: str) -> list[str]:
-    system, path = _filesystem(url)
-    names = told(lambda: system.glob(path))
-    return [system.unstrip_protocol(name) for name in sorted(str(name) for name in names)]
+def _glob(url: str) -> list[str]:
+    system, path = filesystem(url)
+    return [system.unstrip_protocol(name) for name in sorted(map(str, system.glob(path)))]
 
 
 class Blocks:
-    """The last few blocks read by one process, of all files that share them."""
+    """Cache of the last few blocks of all files that share it, per process."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, int], bytes] = OrderedDict()
 
     def get(self, file: "RemoteFile", number: int) -> bytes:
-        """A block of a file, read if it is not kept."""
-        kept = self._kept.pop((file.url, number), None)
-        if kept is None:
-            kept = file.range(number * _BLOCK_BYTES, _BLOCK_BYTES)
-        self._kept[file.url, number] = kept
-        while len(self._kept) > _BLOCKS_KEPT:
-            self._kept.popitem(last=False)
-        return kept
+        """Return a block of a file."""
+        block = self._cache.pop((file.url, number), None)
+        if block is None:
+            block = file.range(number * _BLOCK_BYTES, _BLOCK_BYTES)
+        self._cache[file.url, number] = block
+        while len(self._cache) > _CACHED_BLOCKS:
+            self._cache.popitem(last=False)
+        return block
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_kept": OrderedDict()}
+        return {"_cache": OrderedDict()}
 
 
 class RemoteFile:
-    """One file by its address.
+    """A remote file.
 
     Attributes:
         url: the address.
-        size: bytes; None if the server does not say.
-        version: changes with the content, as far as the server tells (ETag, time of change, size).
-        seekable: whether ranges can be read; else only the whole file in order.
+        size: bytes; None if the server does not send a size.
+        version: changes with the content, as far as the server says (ETag, date, size).
+        seekable: whether byte ranges can be read.
 
     Args:
-        url: see above.
-        blocks: shared by the files of a source, so that many shards take no more memory than one.
-        timeout_s: how long an http server may be silent; 60 seconds by default.
-        waits_s: pauses before it is tried again; 0.5, 2 and 8 seconds by default.
+        url: the address.
+        blocks: cache shared by the files of a source, so that it does not grow with their number.
+        network: hosts that may be asked; by default the public ones and that of ``url``.
+        limits: for a medium of a row, which has less time than a shard: limits of http requests,
+            which are not repeated after a timeout.
+        waits_s: pauses between attempts; 0.5, 2 and 8 seconds by default.
 
     Raises:
-        DataError: there is no such file, no access, or nothing that opens such addresses.
+        DataError: the file does not exist, access is denied, the host is not allowed, or the scheme
+            is not supported.
     """
 
     def __init__(
@@ -221,26 +203,30 @@ class RemoteFile:
         url: str,
         blocks: Blocks,
         *,
-        timeout_s: float | None = None,
+        network: Network | None = None,
+        limits: Limits | None = None,
         waits_s: Sequence[float] | None = None,
     ) -> None:
         self.url = url
+        self.network = Network().with_hosts_of(url) if network is None else network
+        check_host(url, self.network)
         self._blocks = blocks
-        self._timeout_s = _TIMEOUT_S if timeout_s is None else timeout_s
+        self._limits = limits
+        self._timeout_s = _TIMEOUT_S if limits is None else limits.remote_wait_s
         self._waits_s = waits_s
         self._http = is_http(url)
         try:
-            asked = self._ask_server if self._http else self._ask_system
-            self.size, self.version, self.seekable = retried(asked, waits_s)
-        except OUTAGES as error:
+            probe = self._probe_http if self._http else self._probe_filesystem
+            self.size, self.version, self.seekable = self._retry(probe)
+        except IO_ERRORS as error:
             raise unreachable(url, error) from error
 
     def read(self, start: int, size: int) -> bytes:
-        """``size`` bytes from ``start`` on; fewer at the end of the file.
+        """Read ``size`` bytes from ``start`` on; fewer at the end of the file.
 
         Raises:
-            DataError: the file is another one now.
-            OSError: the network fails, also when tried again.
+            DataError: the file has changed since it was opened.
+            OSError: the network still fails after all attempts.
         """
         if size > _SMALL_BYTES:
             return self.range(start, size)
@@ -248,179 +234,74 @@ class RemoteFile:
         while start < stop:
             number, offset = divmod(start, _BLOCK_BYTES)
             block = self._blocks.get(self, number)
-            piece = block[offset : offset + stop - start]
-            if not piece:
+            part = block[offset : offset + stop - start]
+            if not part:
                 break
-            data += piece
-            start += len(piece)
+            data += part
+            start += len(part)
         return data
 
-    def stream(self) -> BinaryIO:
-        """The whole file in order; close it after use.
-
-        If the connection breaks and ranges can be read, reading goes on from the byte reached.
-
-        Raises:
-            OSError: the network fails, also when tried again.
-        """
-        return _InOrder(self)  # pyright: ignore[reportReturnType]
-
-    def open_at(self, start: int) -> BinaryIO:
-        """One connection that gives the file from ``start`` on; more than 0 needs ranges.
-
-        Raises:
-            DataError: the file is another one now.
-            OSError: the network fails.
-        """
-        if self._http and start:
-            return self._part(start, self.size or 0)
-        if self._http:
-            return _request(self.url, None, self._timeout_s)
-        system, path = _filesystem(self.url)
-        stream = told(lambda: system.open(path, "rb", cache_type="readahead"))
-        if start:
-            stream.seek(start)
-        return stream
-
     def range(self, start: int, size: int) -> bytes:
-        """As :meth:`read`, of these bytes alone, past the blocks."""
+        """Read like :meth:`read`, but exactly these bytes and without the cache."""
         stop = start + size if self.size is None else min(start + size, self.size)
         if stop <= start:
             return b""
-        if not self._http:
-            system, path = retried(lambda: _filesystem(self.url), self._waits_s)
-            return retried(
-                lambda: told(lambda: system.cat_file(path, start=start, end=stop)), self._waits_s
-            )
 
         def read() -> bytes:
-            with self._part(start, stop) as answer:
-                return answer.read()
+            if not self._http:
+                system, path = filesystem(self.url)
+                return system.cat_file(path, start=start, end=stop)
+            with self._request(start, stop) as answer:
+                if answer.status != http.HTTPStatus.PARTIAL_CONTENT:
+                    raise OSError(f"{self.url}: the server has stopped answering ranges")
+                if _version(answer) != self.version:
+                    raise DataError(self.url, "has changed since it was opened", "start again")
+                if self._limits is None:
+                    return answer.read()
+                return read_body(answer, self.url, stop - start)
 
-        return retried(read, self._waits_s)
+        return self._retry(read)
 
-    def _part(self, start: int, stop: int) -> Any:
-        """The answer with these bytes."""
-        answer = _request(self.url, (start, stop), self._timeout_s)
-        partial = answer.status == http.HTTPStatus.PARTIAL_CONTENT
-        if partial and _version(answer) == self.version:
-            return answer
-        answer.close()
-        if not partial:
-            raise OSError(f"{self.url}: the server has stopped answering ranges")
-        raise DataError(self.url, "has changed since it was opened", "start again")
+    def _retry(self, attempt: Callable[[], T]) -> T:
+        return retry(attempt, self._waits_s, timeouts=self._limits is None)
 
-    def _ask_server(self) -> tuple[int | None, str, bool]:
-        """Size, version, and whether it answers ranges, from a request of one byte."""
+    def _request(self, start: int, stop: int) -> Any:
+        max_s = math.inf if self._limits is None else self._limits.remote_s
+        return request(self.url, (start, stop), self._timeout_s, self.network, max_s)
+
+    def _probe_http(self) -> tuple[int | None, str, bool]:
+        """Request one byte; return size, version, and whether ranges are supported."""
         try:
-            with _request(self.url, (0, 1), self._timeout_s) as answer:
+            with self._request(0, 1) as answer:
                 partial = answer.status == http.HTTPStatus.PARTIAL_CONTENT
                 whole = answer.headers.get("Content-Length")
                 if partial:
                     whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
                 size = int(whole) if whole and whole.isdigit() else None
-                return size, _version(answer), partial
+                return size, _version(answer), partial and size is not None
         except urllib.error.HTTPError as error:
             if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 return 0, _version(error), True  # the file is empty
             raise
 
-    def _ask_system(self) -> tuple[int | None, str, bool]:
-        system, path = _filesystem(self.url)
-        found = told(lambda: system.info(path))
+    def _probe_filesystem(self) -> tuple[int | None, str, bool]:
+        system, path = filesystem(self.url)
+        found = system.info(path)
         if found.get("type") == "directory":
             raise DataError(self.url, "is a folder", "give files, such as FOLDER/*.tar")
-        return found.get("size"), str(told(lambda: system.ukey(path))), True
-
-
-class _InOrder:
-    """A file in order over as many connections as it takes; see :meth:`RemoteFile.stream`."""
-
-    def __init__(self, file: RemoteFile) -> None:
-        self._file = file
-        self._position = 0
-        self._stream: BinaryIO | None = retried(lambda: file.open_at(0))
-
-    def read(self, size: int = -1) -> bytes:
-        data = retried(lambda: self._piece(size)) if self._file.seekable else self._piece(size)
-        self._position += len(data)
-        return data
-
-    def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-
-    def __enter__(self) -> "_InOrder":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _piece(self, size: int) -> bytes:
-        end = self._file.size or 0
-        if self._stream is None:
-            self._stream = self._file.open_at(self._position)
-        stream = self._stream
-        try:
-            data = told(lambda: stream.read(size))
-            if not data and size and self._position < end:
-                raise ConnectionError(
-                    f"{self._file.url}: broke off at byte {self._position} of {end}"
-                )
-        except OUTAGES:
-            if self._file.seekable:
-                stream.close()
-                self._stream = None
-            raise
-        return data
-
-
-def fetch(
-    url: str, *, timeout_s: float, waits_s: Sequence[float], limit_s: float, limit_bytes: int
-) -> bytes:
-    """A whole file, in one request.
-
-    Args:
-        url: its address.
-        timeout_s: how long an http server may be silent.
-        waits_s: pauses before it is tried again.
-        limit_s: how long an http server may take for all of it.
-        limit_bytes: the most that an http server may send.
-
-    Raises:
-        DataError: nothing here opens such addresses, or the file is larger.
-        OSError, http.client.HTTPException: the network fails, also when tried again.
-    """
-
-    def read() -> bytes:
-        if not is_http(url):
-            system, path = _filesystem(url)
-            return told(lambda: system.cat_file(path))
-        until = time.monotonic() + limit_s
-        data = io.BytesIO()
-        with _request(url, None, timeout_s) as answer:
-            while piece := answer.read1(1 << 20):
-                data.write(piece)
-                if data.tell() > limit_bytes:
-                    raise DataError(url, f"is larger than {limit_bytes} bytes", "download it first")
-                if time.monotonic() > until:
-                    raise TimeoutError(f"not read within {limit_s:g} s ({data.tell()} bytes came)")
-            if answer.length:  # read1 is silent about what is missing
-                raise ConnectionError(f"broke off {answer.length} bytes before the end")
-        return data.getvalue()
-
-    return retried(read, waits_s)
+        size = found.get("size")
+        return size, str(system.ukey(path)), size is not None
 
 
 class RangeFile(io.RawIOBase):
-    """A file for libraries that read it in places.
+    """A seekable file object over a function that reads byte ranges.
 
     Attributes:
-        failure: why bytes could not be read, if so; not the fault of what is in the file.
+        failure: the exception of the last failed read; it does not mean that the file is damaged.
 
     Args:
         size: bytes of the file.
-        read_at: bytes from a start up to a stop or before, at least one.
+        read_at: returns bytes from a start up to a stop at most, at least one.
     """
 
     def __init__(self, size: int, read_at: Callable[[int, int], bytes]) -> None:
@@ -444,7 +325,7 @@ class RangeFile(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: Any) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Fill the buffer; it is left shorter at the end of the file only."""
+        """Fill the buffer; it stays shorter only at the end of the file."""
         view = memoryview(buffer).cast("B")
         stop = min(self._place + len(view), self._size)
         done = 0
@@ -459,20 +340,12 @@ class RangeFile(io.RawIOBase):
         return done
 
 
-def read_whole(stream: BinaryIO, size: int) -> bytes:
-    """``size`` bytes of a stream that may give fewer at a time; fewer only at its end."""
-    data = io.BytesIO()
-    while data.tell() < size and (piece := stream.read(size - data.tell())):
-        data.write(piece)
-    return data.getvalue()
-
-
-def _filesystem(url: str) -> tuple[Any, str]:
-    """The file system for an address; fsspec keeps one per process."""
+def filesystem(url: str) -> tuple[Any, str]:
+    """Return the file system of an address; fsspec caches one per process."""
     import fsspec
 
     try:
-        return told(lambda: fsspec.core.url_to_fs(url))
+        return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise DataError(
             url, f"nothing here opens such addresses: {error}", "install what it names"
@@ -480,6 +353,6 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 
 def cache_folder() -> Path:
-    """Where indices are kept: ``COAT_VLM_CACHE``, by default ``~/.cache/coat-vlm``."""
+    """Return the cache folder: ``COAT_VLM_CACHE``, by default ``~/.cache/coat-vlm``."""
     own = os.environ.get("COAT_VLM_CACHE")
     return Path(own).expanduser() if own else Path.home() / ".cache" / "coat-vlm"

@@ -1,7 +1,8 @@
-"""Rows of Parquet files and of ``datasets`` folders (``save_to_disk``).
+"""Rows of Parquet files, of ``datasets`` folders (``save_to_disk``) and of their ``.arrow`` files.
 
 In order, Parquet is read a few rows at a time. By number, it is read through the memory-mapped
-Arrow files of the cache of ``datasets``, which are made when the first row is asked for.
+Arrow files of the cache of ``datasets``, which are made when more than :data:`_PROBED` rows are
+asked for: making them reads the whole table, and the checks before training need a few rows.
 """
 
 import glob
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 _ROWS_PER_BATCH = 32
 """Rows held while reading in order; each may carry its images."""
+_PROBED = 16
+"""Rows that are read by number from Parquet itself."""
+_ARROW_FILE = b"ARROW1"
 
 
 class TableRows(Rows):
@@ -30,21 +34,46 @@ class TableRows(Rows):
 
     Args:
         path: for messages: the file or folder that the user named.
-        files: Parquet files in order, or nothing for a folder written by ``save_to_disk``.
+        files: Parquet files, or ``.arrow`` files of ``datasets``, in order; nothing for a folder
+            written by ``save_to_disk``.
 
     Raises:
-        DataError: a file is not what its name says, or their columns differ.
+        DataError: a file is not what its name says, their columns differ, or a folder holds several
+            splits.
     """
 
     def __init__(self, path: Path, files: Sequence[Path]) -> None:
         self._path = path
         self._files = list(files)
         self._table: Dataset | None = None
+        self._num_probed = 0
         self.media_root = path if path.is_dir() else path.parent
-        if files:
-            counts, self.columns = _parquet_facts(self._files)
+        self._groups: list[tuple[int, int]] = []  # file and row group
+        self._starts = np.zeros(0, dtype=np.int64)  # first row of each of them
+        self._ahead: Iterator[tuple[int, Any]] = iter(())  # batches behind self._batch
+        self._batch: tuple[int, Any] = (-1, [])  # first row, and the batch
+        self._is_parquet = bool(files) and not is_arrow(self._files[0])
+        if self._is_parquet:
+            groups, self.columns = _parquet_facts(self._files)
+            counts = [sum(sizes) for sizes in groups]
+            self._groups = [(i, j) for i, sizes in enumerate(groups) for j in range(len(sizes))]
+            self._starts = np.cumsum([0, *(size for sizes in groups for size in sizes)])[:-1]
+        elif files:
+            counts, self._table = _open_arrow(self._files)
+            self.columns = list(self._table.column_names)
         else:
-            self._table = open_disk(path)
+            import datasets
+
+            try:
+                table = datasets.load_from_disk(str(path))  # memory mapped; media stay encoded
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                problem = f"is not a folder written by datasets: {error}"
+                raise DataError(str(path), problem, "save it again with save_to_disk") from error
+            if not isinstance(table, datasets.Dataset):
+                splits = ", ".join(str(split) for split in table)
+                problem = f"holds the splits {splits}"
+                raise DataError(str(path), problem, "name the folder of one of them")
+            self._table = table.with_format("arrow")
             counts, self.columns = [len(self._table)], list(self._table.column_names)
         self._ends = np.cumsum(counts, dtype=np.int64)
 
@@ -52,46 +81,114 @@ class TableRows(Rows):
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if self._table is None and self._num_probed < _PROBED:
+            self._num_probed += 1
+            (_, row), *_ = self.read_range(range(index, index + 1))
+            if isinstance(row, DataError):
+                raise row
+            return row
         if self._table is None:
             self._table = open_parquet(self._files).with_format("arrow")
         rows: Any = self._table[int(index)]  # an Arrow table of one row
         return rows.to_pylist()[0]
 
-    def stream(self) -> Iterator[Any]:
-        """Rows in order; a DataError in the place of the rest of a damaged file."""
-        if not self._files:
-            yield from super().stream()
+    def read_range(self, rows: range) -> Iterator[tuple[int, Any]]:
+        """Yield consecutive rows; a DataError replaces the unreadable rest of a row group.
+
+        Batches are decoded once if the ranges that a process asks for are ascending.
+        """
+        if not self._is_parquet:
+            yield from super().read_range(rows)
             return
+        end: tuple[int, Any] = (len(self), [])
+        group = max(0, int(np.searchsorted(self._starts, rows.start, side="right")) - 1)
+        if rows and not self._starts[group] <= self._batch[0] <= rows.start:
+            self._ahead = self._batches(group)
+            self._batch = next(self._ahead, end)
+        while rows and (first := self._batch[0]) < rows.stop:
+            batch = self._batch[1]
+            start, stop = max(0, rows.start - first), min(len(batch), rows.stop - first)
+            if start < stop:
+                damaged = isinstance(batch, list)
+                found = batch if damaged else batch.slice(start, stop - start).to_pylist()
+                yield from enumerate(found, first + start)
+            if first + len(batch) > rows.stop:
+                return  # the next range starts in this batch
+            self._batch = next(self._ahead, end)
+
+    def _batches(self, group: int) -> Iterator[tuple[int, Any]]:
+        """Yield first row and Arrow batch, or a list of the DataError that ends a row group."""
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
 
-        for path in self._files:
+        for (number, own), start in zip(self._groups[group:], self._starts[group:], strict=True):
+            first, path = int(start), self._files[number]
             try:
                 with ParquetFile(path) as file:
-                    for batch in file.iter_batches(_ROWS_PER_BATCH):
-                        yield from batch.to_pylist()
+                    for batch in file.iter_batches(_ROWS_PER_BATCH, row_groups=[own]):
+                        yield first, batch
+                        first += len(batch)
             except (ArrowException, OSError) as error:
-                yield DataError(str(path), f"is damaged: {error}", "copy the file again")
+                problem = f"is damaged: {error}"
+                yield first, [DataError(str(path), problem, "copy the file again")]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ahead": iter(()), "_batch": (-1, [])}
 
     def place(self, index: int) -> tuple[str, int]:
-        """The Parquet file and the row in it."""
+        """Return the file, and the row in it."""
         if not self._files:
             return str(self._path), index
         number, row = locate(self._ends, index)
         return str(self._files[number]), row
 
 
-def _parquet_facts(files: Sequence[Path]) -> tuple[list[int], list[str]]:
-    """Rows of each file, and the columns that all have."""
+def is_arrow(path: Path) -> bool:
+    """Whether the file is in one of Arrow's two formats, by its first bytes."""
+    with path.open("rb") as stream:
+        head = stream.read(6)
+    return head == _ARROW_FILE or (head[:4] == b"\xff" * 4 and path.suffix == ".arrow")
+
+
+def _open_arrow(files: Sequence[Path]) -> "tuple[list[int], Dataset]":
+    """Return the number of rows of each file, and the memory-mapped files as one table.
+
+    Raises:
+        DataError: a file is damaged, has other columns than the first one, or is in Arrow's format
+            with random access, which ``datasets`` does not write.
+    """
+    import datasets
+    from pyarrow import ArrowException
+
+    parts: list[Dataset] = []
+    for path in files:
+        try:
+            parts.append(datasets.Dataset.from_file(str(path)).with_format("arrow"))
+        except (ArrowException, OSError, ValueError, KeyError) as error:
+            problem = f"is not a file of datasets: {error}"
+            remedy = "copy the file again, or save the table as Parquet"
+            raise DataError(str(path), problem, remedy) from error
+        if parts[-1].features != parts[0].features:
+            raise DataError(
+                str(path),
+                f"has the columns {parts[-1].features}, the file before it {parts[0].features}",
+                "name files of one kind only",
+            )
+    return [len(part) for part in parts], datasets.concatenate_datasets(parts)
+
+
+def _parquet_facts(files: Sequence[Path]) -> tuple[list[list[int]], list[str]]:
+    """Return the rows of each row group of each file, and the common columns."""
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
-    counts: list[int] = []
+    groups: list[list[int]] = []
     columns: list[str] = []
     for path in files:
         try:
             with ParquetFile(path) as file:
-                counts.append(file.metadata.num_rows)
+                sizes = (file.metadata.row_group(i).num_rows for i in range(file.num_row_groups))
+                groups.append(list(sizes))
                 names = list(file.schema_arrow.names)
         except (ArrowException, OSError) as error:
             raise DataError(str(path), f"is not Parquet: {error}", "copy the file again") from error
@@ -102,20 +199,20 @@ def _parquet_facts(files: Sequence[Path]) -> tuple[list[int], list[str]]:
                 f"has the columns {names}, the file before it {columns}",
                 "name files of one kind only",
             )
-    return counts, columns
+    return groups, columns
 
 
 def open_parquet(files: Sequence[Path], features: "Features | None" = None) -> "Dataset":
-    """Parquet files as one memory-mapped table.
+    """Open Parquet files as one memory-mapped table.
 
-    ``datasets`` turns Parquet into Arrow files in its own cache (``HF_DATASETS_CACHE``, by default
+    ``datasets`` converts Parquet to Arrow files in its own cache (``HF_DATASETS_CACHE``, by default
     ``~/.cache/huggingface/datasets``), under a lock and keyed by the shards' paths and modification
-    times. All ranks and workers of a host then share one mapping; reading Parquet into memory would
-    hold a copy per rank, media included where they are embedded.
+    times. All ranks and workers of a host then share one mapping; reading Parquet into memory
+    would take a copy per rank, including embedded media.
 
     Args:
         files: the Parquet files.
-        features: the columns; those that the files declare by default.
+        features: the columns; by default those that the files declare.
 
     Raises:
         DataError: a file cannot be read.
@@ -138,22 +235,3 @@ def open_parquet(files: Sequence[Path], features: "Features | None" = None) -> "
         ) from error
     assert isinstance(table, Dataset)
     return table
-
-
-def open_disk(folder: Path) -> "Dataset":
-    """A folder written by ``Dataset.save_to_disk``, memory mapped; media stay encoded.
-
-    Raises:
-        DataError: it holds several splits, or cannot be read.
-    """
-    from datasets import Dataset, load_from_disk
-
-    try:
-        table = load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        problem = f"is not a folder written by datasets: {error}"
-        raise DataError(str(folder), problem, "save it again with save_to_disk") from error
-    if not isinstance(table, Dataset):
-        splits = ", ".join(str(split) for split in table)
-        raise DataError(str(folder), f"holds the splits {splits}", "name the folder of one of them")
-    return table.with_format("arrow")

@@ -1,10 +1,9 @@
 """Samples of WebDataset tars: members that share a key are one sample.
 
-The key of a member is its path up to the first dot of its file name; what follows the dot is its
-field, which may have dots itself (``0001.left.jpg`` is the field ``left.jpg`` of ``0001``). Members
-of a sample stand one after the other (webdataset/webdataset, README; tar groups as in
-``group_by_keys``). A plain tar is read by number, as a sample is a range of its bytes; a compressed
-one only in order.
+The key of a member is its path up to the first dot of its file name; the text behind the dot is the
+field and may have dots (``0001.left.jpg`` is the field ``left.jpg`` of ``0001``). The members of a
+sample are adjacent (webdataset/webdataset, README; grouped as in ``group_by_keys``). A plain tar
+has random access, as a sample is a byte range; a compressed one is read in order.
 """
 
 import io
@@ -13,33 +12,52 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from coat_data.containers.compressed import UnpackedStream, compression
+from coat_data.containers.media_files import KEY
 from coat_data.containers.rows import IndexedFiles
-from coat_data.sample import DataError
+from coat_data.limits import Limits
+from coat_data.sample import DataError, printable
 
-KEY = "__key__"
-"""The field of a row that holds the sample's key."""
+_HEADER_TYPES = (
+    tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)  # fmt: skip
+_MOST_HEADER_BYTES = 1 << 20
 
 _DAMAGE = (tarfile.TarError, EOFError, UnicodeError)
 
 
+class _Header(tarfile.TarInfo):
+    """Refuses names and attributes of more than 1 MiB, which tarfile would read at once."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
+        header = super().frombuf(buf, encoding, errors)
+        if header.type in _HEADER_TYPES and header.size > _MOST_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {header.size} bytes")
+        return header
+
+
 class TarRows(IndexedFiles):
-    """The samples of several tars; a row is an object of field to bytes, and the key.
+    """The samples of several tars; a row is an object of field -> bytes, and the key.
 
     Attributes:
         files: the tars in order.
-        media_root: the folder of the first tar.
-        damage: set when a tar breaks off; the samples before are good.
+        media_root: folder of the first tar.
+        damage: set if a tar is truncated or damaged; the samples before the damage can be read.
 
     Args:
-        files: see above.
+        files: the tars, in order.
+        limits: limits of compressed tars.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self.random_access = not any(is_compressed(path) for path in files)
+    def __init__(self, files: Sequence[Path], limits: Limits = Limits()) -> None:  # noqa: B008
+        self._limits = limits
+        self.random_access = self.reuses_index = not any(compression(path) for path in files)
         super().__init__(files)
 
     def spans(self, path: Path) -> Iterator[tuple[int, int]]:
-        """The samples of a tar; of compressed tars none."""
+        """Yield the spans of the samples of a tar; none for compressed tars."""
         if not self.random_access:
             return
         try:
@@ -49,7 +67,7 @@ class TarRows(IndexedFiles):
             raise _damaged(str(path), error) from error
 
     def parse(self, data: bytes, index: int) -> dict[str, Any]:
-        """The sample."""
+        """Parse a sample."""
         return sample_of(data, self.where(index))
 
     def __len__(self) -> int:
@@ -58,38 +76,46 @@ class TarRows(IndexedFiles):
         return super().__len__()
 
     def stream(self) -> Iterator[Any]:
-        """Rows in order; what stops a compressed tar from being read comes as a DataError."""
+        """Yield rows in order; damage of a compressed tar is yielded as a DataError."""
         if self.random_access:
             yield from super().stream()
             return
         for path in self.files:
             try:
-                with tarfile.open(path, "r|*") as archive:
-                    yield from _samples(archive, str(path))
+                yield from self._unpacked(path)
             except (*_DAMAGE, OSError) as error:
                 yield _damaged(str(path), error)
             except DataError as error:
                 yield error
 
+    def _unpacked(self, path: Path) -> Iterator[dict[str, Any]]:
+        if not compression(path):
+            with tarfile.open(path, "r|", encoding="utf-8", tarinfo=_Header) as archive:
+                yield from _samples(archive, str(path))
+            return
+        with (
+            UnpackedStream(path, self._limits) as stream,
+            tarfile.open(fileobj=stream, mode="r|", encoding="utf-8", tarinfo=_Header) as archive,
+        ):
+            for row in _samples(archive, str(path), self._limits):
+                yield row
+                stream.progress()
+
     def place(self, index: int) -> tuple[str, int]:
-        """The tar and the sample in it; of compressed tars, the first one and ``index``."""
+        """Return the tar and the sample in it; for compressed tars the first one and ``index``."""
         return super().place(index) if self.random_access else (str(self.files[0]), index)
 
 
-def is_compressed(path: Path) -> bool:
-    """Whether the tar is compressed as a whole, by its first bytes (gzip, bzip2, xz)."""
-    with path.open("rb") as stream:
-        return stream.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00"))
-
-
 def sample_of(data: bytes, where: str) -> dict[str, Any]:
-    """The row that the bytes of one sample's members hold, headers included.
+    """Parse the bytes of one sample's members, headers included.
 
     Raises:
-        DataError: they are not those of one sample.
+        DataError: the bytes are not those of one sample.
     """
     try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+        with tarfile.open(
+            fileobj=io.BytesIO(data), mode="r:", encoding="utf-8", tarinfo=_Header
+        ) as archive:
             rows = list(_samples(archive, where))
     except _DAMAGE as error:
         problem = f"the sample is damaged: {error}"
@@ -99,35 +125,36 @@ def sample_of(data: bytes, where: str) -> dict[str, Any]:
     return rows[0] if rows else {}
 
 
-def sample_spans(stream: BinaryIO, where: str, size: int | None) -> Iterator[tuple[int, int]]:
-    """From the first header of each sample to the end of its last member's last block.
+def sample_spans(stream: BinaryIO, where: str, size: int) -> Iterator[tuple[int, int]]:
+    """Yield start (first header) and end (last block of the last member) of each sample.
 
     Args:
         stream: a plain tar.
-        where: its name.
-        size: its bytes, if the stream can seek; None reads all of it.
+        where: name of the tar, for messages.
+        size: size of the tar in bytes.
 
     Raises:
         DataError: the tar is damaged, or a member is a link or leaves the archive.
     """
-    last = _LastBlock(stream)
     current: str | None = None
     start = end = 0
     try:
-        # Blocks of 512 bytes: the last one read is the one at which tarfile stopped.
-        mode = "r|" if size is None else "r:"
-        with tarfile.open(fileobj=last, mode=mode, bufsize=tarfile.BLOCKSIZE) as archive:  # pyright: ignore[reportCallIssue, reportArgumentType]
+        with tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", tarinfo=_Header) as archive:
             for info, key, _ in _members(archive, where):
-                if size is not None and info.offset_data + info.size > size:
-                    raise DataError(where, f"the tar breaks off in {info.name!r}", "copy it again")
+                if info.offset_data + info.size > size:
+                    raise DataError(
+                        where, f"the tar breaks off in {printable(info.name)!r}", "copy it again"
+                    )
                 if key != current:
                     if current is not None:
                         yield start, end
                     current, start = key, info.offset
                 blocks = -(-info.size // tarfile.BLOCKSIZE)
                 end = info.offset_data + blocks * tarfile.BLOCKSIZE
-            if last.block.strip(b"\0"):  # tarfile takes a damaged header for the end
-                problem = f"the header at byte {archive.offset} is damaged"  # pyright: ignore[reportAttributeAccessIssue]
+            stop: int = archive.offset  # pyright: ignore[reportAttributeAccessIssue]
+            stream.seek(stop)
+            if stream.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes it for the end
+                problem = f"the header at byte {stop} is damaged"
                 raise DataError(where, problem, "copy the tar again")
     except _DAMAGE as error:
         raise _damaged(where, error) from error
@@ -135,64 +162,81 @@ def sample_spans(stream: BinaryIO, where: str, size: int | None) -> Iterator[tup
         yield start, end
 
 
-class _LastBlock:
-    """A stream that remembers what it gave last."""
+def _samples(
+    archive: tarfile.TarFile, where: str, limits: Limits | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an archive that is read in order; with limits for a compressed one.
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self.block = b""
-        self._stream = stream
-        self.seek, self.tell = stream.seek, stream.tell
-
-    def read(self, size: int) -> bytes:
-        self.block = self._stream.read(size)
-        return self.block
-
-
-def _samples(archive: tarfile.TarFile, where: str) -> Iterator[dict[str, Any]]:
-    """The rows of an archive that is read in order."""
+    A field that a sample has twice is a DataError in its place, which the reader of the row raises.
+    """
     row: dict[str, Any] = {}
-    for info, key, field in _members(archive, where):
+    row_bytes = 0
+    for number, (info, key, field) in enumerate(_members(archive, where), 1):
         if row and key != row[KEY]:
             yield row
-            row = {}
+            row, row_bytes = {}, 0
+        row_bytes += info.size
+        if limits is not None:
+            _check_limit(limits, "archive_sample_bytes", row_bytes, where, key)
+            _check_limit(limits, "archive_members", number, where, key)
         stream = archive.extractfile(info)
         assert stream is not None  # a plain file
-        row |= {KEY: key, field: stream.read()}
+        data = stream.read()
+        row |= {KEY: key, field: _twice(where, key, field) if field in row else data}
     if row:
         yield row
+
+
+def _check_limit(limits: Limits, name: str, value: int, where: str, key: str) -> None:
+    most = getattr(limits, name)
+    if value > most:
+        raise DataError(
+            where,
+            f"the sample {key!r} exceeds limits.{name}: {value}, allowed are {most}",
+            f"raise it (--limit {name}=NUMBER) if you trust the file",
+        )
+
+
+def _twice(where: str, key: str, field: str) -> DataError:
+    problem = f"the sample {key} has two members {field} (names differ in case, or are equal)"
+    return DataError(where, problem, "rename or remove one of them")
 
 
 def _members(archive: tarfile.TarFile, where: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]:
     """The plain files that belong to samples, with their keys and fields in lower case.
 
+    Hidden files and names without a field belong to no sample. Bytes of a name that are not UTF-8
+    are escaped.
+
     Raises:
         DataError: a member is a link, or its name is absolute or leaves the tar.
     """
     for info in archive:
+        name = printable(info.name)
         if info.issym() or info.islnk():
             raise DataError(
                 where,
-                f"the member {info.name!r} is a link to {info.linkname!r}",
+                f"the member {name!r} is a link to {info.linkname!r}",
                 "do not use this tar; write it again with files only",
             )
-        split = _split_key(info.name, where) if info.isfile() else None
-        if split is not None:
-            yield info, *split
+        if info.issparse():
+            raise DataError(
+                where,
+                f"the member {name!r} is a sparse file of {info.size} bytes",
+                "do not use this tar, or write it again without sparse files",
+            )
+        path = PurePosixPath(name)
+        if info.isfile() and (path.is_absolute() or ".." in path.parts):
+            raise DataError(
+                where,
+                f"the member {name!r} leaves the archive",
+                "do not use this tar; write it again",
+            )
+        base, dot, field = path.name.partition(".")
+        if info.isfile() and base and dot and path.parts[0] != "__MACOSX":
+            yield info, str(path.parent / base), field.lower()
         # else tarfile keeps every header for the life of the archive
         archive.members = []  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _split_key(name: str, where: str) -> tuple[str, str] | None:
-    """Key and field of a member, or None for a hidden file, a folder's entry or no field."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise DataError(
-            where, f"the member {name!r} leaves the archive", "do not use this tar; write it again"
-        )
-    base, dot, field = path.name.partition(".")
-    if not base or not dot or path.parts[0] == "__MACOSX":
-        return None
-    return str(path.parent / base), field.lower()
 
 
 def _damaged(where: str, error: Exception) -> DataError:

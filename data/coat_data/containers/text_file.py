@@ -1,8 +1,8 @@
 """Rows of plain text files: a file is one document, read in blocks.
 
 A block is at most 64 KiB. It ends behind the last blank line in its second half, else behind the
-last line end, space or character there. Every block but a file's last says that its text goes on,
-so that no end of a document is learned where there is none.
+last line end, space or character there. All blocks of a file but the last are marked as continued,
+so that no end token is supervised inside a document.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ class TextRows(IndexedFiles):
     """``{"text": ..., "continues": ...}`` for each block of each file.
 
     Attributes:
-        media_root: the folder of the first file.
+        media_root: folder of the first file.
 
     Args:
-        files: in order; a file of white space alone has no rows.
+        files: the files, in order; a file of white space alone has no rows.
     """
 
     def spans(self, path: Path) -> Iterator[tuple[int, int]]:
-        """Byte offsets of the blocks, those of white space alone left out."""
+        """Yield the byte offsets of the blocks, without blocks of white space alone."""
         with path.open("rb") as stream:
             start = len(BOM) if stream.read(len(BOM)) == BOM else 0
             while True:
@@ -54,7 +54,7 @@ class TextRows(IndexedFiles):
 
 
 def _cut(data: bytes) -> int:
-    """Bytes of a block at the beginning of ``data``."""
+    """Return the length of the block at the beginning of ``data``."""
     for end in _ENDS:
         found = data.rfind(end, len(data) // 2)
         if found >= 0:

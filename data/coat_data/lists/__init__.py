@@ -1,1 +1,1 @@
-"""Lists of sources in the forms that people have; each is read as entries of a recipe."""
+"""Lists of sources in several formats; all are read as entries of a recipe's ``data``."""

@@ -1,6 +1,6 @@
-r"""Lists of sources as people have them: our own, LLaVA-NeXT's, InternVL's, LlamaFactory's.
+r"""List formats: coat-vlm's own, LLaVA-NeXT's, InternVL's, LlamaFactory's.
 
-Paths start from the folder of the list. Our own, the ``data`` entries of a recipe in a file::
+Paths are relative to the folder of the list. coat-vlm's own: a recipe's ``data`` entries::
 
     sources:
       - {name: captions, path: blip_laion_cc_sbu_558k.json, media_root: images}
@@ -13,14 +13,14 @@ have braces, ``{a,b,c}.json``::
       - json_path: a.json
         sampling_strategy: first:50%      # all, first:N, end:N, random:N, each also in percent
 
-InternVL (OpenGVLab/InternVL, internvl_chat_finetune.py); ``repeat_time`` below 1 is the first part
-of the file, above 1 a whole number of repeats; ``data_augment`` and ``max_dynamic_patch`` are
-settings of the model here and are not taken over::
+InternVL (OpenGVLab/InternVL, internvl_chat_finetune.py); ``repeat_time`` below 1 selects the first
+part of the file, above 1 it is a whole number of repeats; ``data_augment`` and
+``max_dynamic_patch`` are ignored, as they are settings of the model here::
 
     {"name": {"root": "images", "annotation": "a.jsonl", "repeat_time": 1, "length": 1000}}
 
-LlamaFactory's dataset_info.json (hiyouga/LLaMA-Factory, data/README.md); files and media paths
-start from the folder of the file::
+LlamaFactory's dataset_info.json (hiyouga/LLaMA-Factory, data/README.md); files and media paths are
+relative to the folder of the file::
 
     {"name": {"file_name": "a.json", "formatting": "sharegpt",
               "columns": {"messages": "messages", "images": "images"},
@@ -38,16 +38,11 @@ from coat_data.containers.remote_file import expand_braces
 from coat_data.lists.entry import SourceEntry, absolute, positive, text
 from coat_data.sample import DataError
 
-_KEYS = tuple(field.name for field in dataclasses.fields(SourceEntry) if field.name != "ignored")
-
-
-def read_native(content: Mapping[str, Any], path: Path) -> list[SourceEntry]:
-    """The sources of our own list.
-
-    Raises:
-        DataError: an entry is wrong or has an unknown key; names its number.
-    """
-    return [_native(entry, path, f"{path}:{n}") for n, entry in enumerate(content["sources"])]
+_KEYS = tuple(
+    field.name
+    for field in dataclasses.fields(SourceEntry)
+    if field.name not in ("ignored", "field_map")
+)
 
 
 def _native(entry: Any, path: Path, where: str) -> SourceEntry:
@@ -64,12 +59,29 @@ def _native(entry: Any, path: Path, where: str) -> SourceEntry:
         if key in given:
             given[key] = text(given[key], key, where)
     _check_seed(given, where)
+    _check_fields(given, where)
     if "path" not in given:
         raise DataError(where, "the source has no path", "give it a file or folder")
     for key in ("path", "media_root"):
         if key in given:
             given[key] = absolute(given[key], path)
     return SourceEntry(**{"name": Path(given["path"]).stem, **given})
+
+
+def _check_fields(given: dict[str, Any], where: str) -> None:
+    """Check columns, ignore_fields and supervise; columns of earlier versions are a field map."""
+    columns = given.get("columns", {})
+    if not isinstance(columns, Mapping):
+        raise DataError(where, f"columns is {columns!r}", "write {image: img_path, ...}")
+    if columns.keys() & _FIELD_MAP:
+        given["field_map"] = given.pop("columns")
+    ignored = given.get("ignore_fields", [])
+    if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
+        raise DataError(where, f"ignore_fields is {ignored!r}", "give a list of names of fields")
+    if "ignore_fields" in given:
+        given["ignore_fields"] = tuple(ignored)
+    if given.get("supervise", "all") not in ("all", "last"):
+        raise DataError(where, f"supervise is {given['supervise']!r}", "use all or last")
 
 
 def _check_seed(given: Mapping[str, Any], where: str) -> None:
@@ -84,7 +96,7 @@ _STRATEGY = re.compile(r"(first|end|random):(\d+(?:\.\d+)?%?)")
 
 
 def read_llava_next(content: Mapping[str, Any], path: Path) -> list[SourceEntry]:
-    """The sources of LLaVA-NeXT's list.
+    """Read the sources of LLaVA-NeXT's list.
 
     Raises:
         DataError: an entry is wrong; names its number.
@@ -109,7 +121,7 @@ def read_llava_next(content: Mapping[str, Any], path: Path) -> list[SourceEntry]
 
 
 def read_internvl(content: Mapping[str, Any], path: Path) -> list[SourceEntry]:
-    """The sources of InternVL's meta file.
+    """Read the sources of InternVL's meta file.
 
     Raises:
         DataError: an entry is wrong; names it.
@@ -138,21 +150,23 @@ def read_internvl(content: Mapping[str, Any], path: Path) -> list[SourceEntry]:
 _REMOTE = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 _FORMATS = {"alpaca": "query", "sharegpt": "llava", "openai": "messages"}
 _TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag", "system_tag")
+_FIELD_MAP = {"prompt", "query", "response", "history", *_TAGS}
+"""Names of a field map alone, which lists of earlier versions had in ``columns``."""
 _COLUMNS: Mapping[str, Mapping[str, str]] = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output", "history": ""},
     "sharegpt": {"messages": "conversations"},
     "openai": {"messages": "messages"},
 }
-"""The names of fields that ``columns`` may change, with LlamaFactory's own."""
+"""Fields that ``columns`` may rename, with LlamaFactory's default names."""
 
 
 def read_llama_factory(
     content: Mapping[str, Any], path: Path, names: Sequence[str]
 ) -> list[SourceEntry]:
-    """The sources called ``names`` of LlamaFactory's list, or all.
+    """Read the sources ``names``, or all sources, of LlamaFactory's list.
 
     Raises:
-        DataError: there is no such source, it lies on a hub, or its formatting is unknown.
+        DataError: a source does not exist, is stored on a hub, or has an unknown formatting.
     """
     missing = [name for name in names if name not in content]
     if missing:
@@ -183,12 +197,12 @@ def _llama_factory(name: str, entry: Mapping[str, Any], path: Path) -> SourceEnt
         media_root=str(path.parent),
         format=_FORMATS[formatting],
         select=f"random {positive(number, 'num_samples', where):.0f}" if number else None,
-        columns=_columns(entry, formatting),
+        field_map=_columns(entry, formatting),
     )
 
 
 def _columns(entry: Mapping[str, Any], formatting: str) -> dict[str, str]:
-    """Where LlamaFactory looks: its defaults, or with ``columns`` only what they name."""
+    """Return LlamaFactory's field names: the defaults, or only those in ``columns`` if given."""
     given = entry.get("columns") or {}
     own = dict(_COLUMNS[formatting])
     if given:
@@ -205,14 +219,15 @@ def _columns(entry: Mapping[str, Any], formatting: str) -> dict[str, str]:
 def read_form(
     content: Mapping[str, Any], path: Path, names: Sequence[str]
 ) -> list[SourceEntry] | None:
-    """The sources of a parsed file, those called ``names`` or all; None if it is no such list.
+    """Read the sources ``names``, or all sources, of a parsed list; None if it is no list.
 
     Raises:
-        DataError: it has a mistake, or no source of a name.
+        DataError: the list has a mistake, or no source of a requested name.
     """
     datasets = content.get("datasets")
     if isinstance(content.get("sources"), list):
-        entries = read_native(content, path)
+        sources = enumerate(content["sources"])
+        entries = [_native(entry, path, f"{path}:{number}") for number, entry in sources]
     elif isinstance(datasets, list) and _all_have(datasets, "json_path"):
         entries = read_llava_next(content, path)
     elif _all_have(content.values(), "annotation"):

@@ -1,4 +1,4 @@
-"""Tells a list of sources from a source, and reads it."""
+"""Recognizes and reads lists of sources."""
 
 import dataclasses
 import json
@@ -22,14 +22,14 @@ _TEXT_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv")
 
 
 def read_list(path: str | Path) -> list[SourceEntry] | None:
-    """The sources of a list, or None if ``path`` is something else.
+    """Read a list of sources; return None if ``path`` is not a list.
 
-    Lists are the files of LLaVA-NeXT, InternVL, LlamaFactory and our own, each also with the names
-    of the sources wanted (``dataset_info.json#demo,other``); Energon's, with the split wanted
-    (``metadataset.yaml#val``); and lines such as ``a.json+b.json*2``.
+    Lists are the files of LLaVA-NeXT, InternVL, LlamaFactory and coat-vlm, optionally with the
+    names of the requested sources (``dataset_info.json#demo,other``); Energon's, with the requested
+    split (``metadataset.yaml#val``); and lines such as ``a.json+b.json*2``.
 
     Raises:
-        DataError: it is a list with a mistake.
+        DataError: the list has a mistake.
     """
     if is_url(path):
         return None  # shards of one source
@@ -60,13 +60,13 @@ def read_list(path: str | Path) -> list[SourceEntry] | None:
 
 
 def list_file(path: str | Path) -> Path | None:
-    """The file that a list is written in; None for a line or a pattern of sources."""
+    """Return the file of a list; None for a line or a pattern of sources."""
     file, _ = _wanted(str(path))
     return file if file.is_file() else None
 
 
 def _wanted(text: str) -> tuple[Path, Sequence[str]]:
-    """The file, and the names behind ``#``."""
+    """Split a path into the file and the names behind ``#``."""
     file, mark, names = text.rpartition("#")
     if mark and not Path(text).exists() and Path(file).is_file() and not names.isdigit():
         return Path(file).absolute(), names.split(",")
@@ -74,7 +74,7 @@ def _wanted(text: str) -> tuple[Path, Sequence[str]]:
 
 
 def _content(path: Path) -> Any:
-    """The object in a small JSON or YAML file; None for anything else."""
+    """Parse the object in a small JSON or YAML file; None for any other file."""
     if not path.is_file():
         return None
     is_yaml = path.suffix in (".yaml", ".yml")
@@ -88,11 +88,11 @@ def _content(path: Path) -> Any:
     except yaml.YAMLError as error:
         raise DataError(str(path), f"is not YAML: {error}", "fix it") from error
     except (ValueError, RecursionError):
-        return None  # data, which its own reader explains
+        return None  # not a list; the reader of the data reports the error
 
 
 def _files(pattern: Path) -> list[Path]:
-    """Several text files that a pattern stands for; shards of one source are none."""
+    """Return the text files of a pattern, if several; shards of one source are not text files."""
     if pattern.exists():
         return []
     found = matching_files(pattern)
@@ -104,15 +104,15 @@ _ITEM = re.compile(
     r"(?:\*(?P<late>\d+(?:\.\d+)?))?"
 )
 _BETWEEN = re.compile(r"[+,](?![^{]*\})")
-"""Not inside the braces of a pattern."""
+"""Separators of a line, outside the braces of a pattern."""
 
 
 def _named(item: str, line: str) -> SourceEntry:
-    """A source of a line as VILA, Qwen and ms-swift write them on their command lines.
+    """Parse one source of a line in the syntax of VILA's, Qwen's and ms-swift's command lines.
 
     ``a.json+b.json*2`` reads b twice (VILA), ``a.json%50,b.json`` half of a (Qwen),
-    ``a.jsonl#1000`` 1000 random rows (ms-swift). The names are paths here, from the current folder,
-    and the marks may be combined.
+    ``a.jsonl#1000`` 1000 random rows (ms-swift). Names are paths relative to the current folder;
+    the marks may be combined.
 
     Raises:
         DataError: a mark has no number, or a repeat or share is 0.
@@ -137,7 +137,7 @@ def _named(item: str, line: str) -> SourceEntry:
 
 
 def _unique(entries: list[SourceEntry]) -> list[SourceEntry]:
-    """The entries with names made different by a number, none of them another entry's own name."""
+    """Make the names unique by appending a number that gives no other entry's name."""
     own = {entry.name for entry in entries}
     taken: set[str] = set()
     unique: list[SourceEntry] = []

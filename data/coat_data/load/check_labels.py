@@ -1,21 +1,21 @@
-"""Checks the label mask: a loss on exactly the assistant's tokens and their end tokens.
+"""Checks the label mask: exactly the assistant's tokens and their end tokens are supervised.
 
-The labels are read back into text and compared with what the row says, so that nothing of how they
-were made is taken for granted. Media are not opened.
+The labels are decoded to text and compared with the row, so that the check does not depend on the
+code that made them. Media are not opened.
 """
 
 from collections.abc import Sequence
 
-from coat_data.load.encode import IGNORE_INDEX, Encoder
-from coat_data.mixture.selection import Rows, rows_to_look_at
+from coat_data.load.encode import IGNORE_INDEX, Encoder, supervised_answers
+from coat_data.mixture.selection import Rows
 from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_data.text.tokens import PieceTokenizer
+from coat_data.text.tokens import SegmentTokenizer
 
 ROWS_PER_SOURCE = 16
-"""Rows of each source that are verified when training starts."""
+"""Rows of each source that are checked when training starts."""
 
 _SHOWN = 200
-"""Characters of a text that a message shows."""
+"""Maximum characters of a text in a message."""
 
 _ANSWERS = (
     "A dog.",
@@ -33,10 +33,10 @@ _ANSWERS = (
 
 
 def synthetic_conversations(*, images: bool = True) -> list[Sample]:
-    """Conversations that have broken label masks: lines, no words, unicode, special tokens.
+    """Return conversations that often break label masks: newlines, unicode, special tokens.
 
     Args:
-        images: whether each shows an image.
+        images: whether each conversation has an image.
     """
     media = (Media(kind="image", path="image.jpg"),) if images else ()
     shown = (Part("image"),) if images else ()
@@ -60,7 +60,7 @@ def verify_template(encoder: Encoder) -> None:
     """Check the encoder's template and tokenizer on :func:`synthetic_conversations`.
 
     Raises:
-        DataError: something else than the answers and their ends is trained; shows both.
+        DataError: other tokens than the answers and their ends are supervised; shows both.
         ValueError: the template refuses such conversations.
     """
     for sample in synthetic_conversations(images=encoder.shows_media):
@@ -74,10 +74,10 @@ def verify_rows(
     """Check the first rows of each source; bad rows are left to the loader.
 
     Returns:
-        Rows that were checked.
+        Number of checked rows.
 
     Raises:
-        DataError: something else than the answers and their ends is trained; names file and row.
+        DataError: other tokens than the answers and their ends are supervised; names the row.
     """
     checked = 0
     for dataset in datasets:
@@ -92,81 +92,71 @@ def verify_rows(
     return checked
 
 
-def dropped_question(dataset: Rows) -> str | None:
-    """Where a user's words without media stand, among :func:`rows_to_look_at`; None if nowhere.
-
-    The template ``plain`` drops such words, so that their answer would be trained as an answer to
-    nothing.
-    """
-    for sample in rows_to_look_at(dataset):
-        asks = any(turn.role == "user" and turn.text.strip() for turn in sample.turns)
-        if asks and not sample.media:
-            return sample.where
-    return None
-
-
 def check_labels(
     sample: Sample, ids: Sequence[int], labels: Sequence[int], encoder: Encoder
 ) -> None:
-    """Compare what is trained with what the sample's answers say.
+    """Compare the supervised tokens with the sample's answers.
 
     Args:
         sample: the conversation.
         ids: its tokens.
-        labels: their labels; IGNORE_INDEX where nothing is trained.
-        encoder: whose template and tokenizer made them.
+        labels: their labels; IGNORE_INDEX for unsupervised tokens.
+        encoder: the encoder with the template and tokenizer that made them.
 
     Raises:
-        DataError: a label is not its token, or the trained tokens do not read as the answers with
-            their ends. A text that the tokenizer cannot write as it stands (an unknown character)
-            is compared as the tokenizer reads it back.
+        DataError: a label differs from its token, or the supervised tokens do not decode to the
+            answers with their ends. A text that the tokenizer cannot represent (an unknown
+            character) is compared as the tokenizer decodes it.
     """
-    pieces = encoder.pieces
+    tokenizer = encoder.tokenizer
     for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (IGNORE_INDEX, token):
             raise _error(sample, f"token {place} has id {token}, but its label is {label}")
     trained = [label for label in labels if label != IGNORE_INDEX]
-    spans = _split_after_control(trained, pieces)
+    spans = _split_after_control(trained, tokenizer)
+    flags = supervised_answers(sample)
     answers = [turn.text for turn in sample.turns if turn.role == "assistant"]
     ends = [
         segment.text
         for segment in encoder.segments(sample)
         if segment.kind == "literal" and segment.trained
     ]
-    marked = all(pieces.is_control(end.strip()) for end in ends)
+    marked = all(tokenizer.is_control(end.strip()) for end in ends)
     ends += [""] if sample.continues else []
     if not marked or len(ends) != len(answers):
         raise _error(sample, f"its {len(answers)} answers end with {ends}, not one special token")
+    answers = [answer for answer, flag in zip(answers, flags, strict=True) if flag]
+    ends = [end for end, flag in zip(ends, flags, strict=True) if flag]
     for number, answer in enumerate(answers):
-        got = pieces.decode(spans[number]) if number < len(spans) else ""
-        if got not in _readings(answer, ends[number], pieces):
+        got = tokenizer.decode(spans[number]) if number < len(spans) else ""
+        if got not in _readings(answer, ends[number], tokenizer):
             raise _error(
                 sample,
                 f"of answer {number} the labels train {got[:_SHOWN]!r}, expected "
                 f"{(answer + ends[number])[:_SHOWN]!r}",
             )
     if len(spans) > len(answers):
-        rest = pieces.decode([token for span in spans[len(answers) :] for token in span])
+        rest = tokenizer.decode([token for span in spans[len(answers) :] for token in span])
         raise _error(sample, f"besides its answers the labels train {rest[:_SHOWN]!r}")
 
 
-def _readings(answer: str, end: str, pieces: PieceTokenizer) -> set[str]:
-    """What the tokens of an answer and its end may read as."""
-    readings = {answer + end, pieces.decode(pieces.text(answer)) + end}
-    if pieces.hides_first_space:
+def _readings(answer: str, end: str, tokenizer: SegmentTokenizer) -> set[str]:
+    """Return the texts that an answer and its end may decode to."""
+    readings = {answer + end, tokenizer.decode(tokenizer.text(answer)) + end}
+    if tokenizer.hides_first_space:
         # Decoding drops a space in front; one that belongs to the template may show as well.
         readings |= {reading.removeprefix(" ") for reading in readings}
     return readings
 
 
-def _split_after_control(ids: Sequence[int], pieces: PieceTokenizer) -> list[list[int]]:
+def _split_after_control(ids: Sequence[int], tokenizer: SegmentTokenizer) -> list[list[int]]:
     spans: list[list[int]] = []
     open_span = False
     for token in ids:
         if not open_span:
             spans.append([])
         spans[-1].append(token)
-        open_span = not pieces.is_control_id(token)
+        open_span = not tokenizer.is_control_id(token)
     return spans
 
 

@@ -1,4 +1,4 @@
-"""Makes a batch of encoded samples: padded to one length, or packed into one row."""
+"""Collates encoded samples: padded to one length, or packed into one row."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -17,18 +17,18 @@ class Batch(TypedDict):
     attention_mask: torch.Tensor
     """(B, T) int64: 1 on tokens, 0 on padding."""
     labels: torch.Tensor
-    """(B, T) int64, not shifted; IGNORE_INDEX where nothing is trained."""
+    """(B, T) int64, not shifted; IGNORE_INDEX for unsupervised tokens."""
     pixel_values: torch.Tensor
     """(N, 3, H, W) float32, the tiles of all samples in order; N is 0 without images."""
     image_grids: NotRequired[torch.Tensor]
-    """(M, 2) int64, rows and columns of each image's largest scale; in mode ``dynamic_s2`` only."""
+    """(M, 2) int64, rows and columns of each image's largest scale; only in mode ``dynamic_s2``."""
     frame_groups: NotRequired[torch.Tensor]
-    """(G,) int64, tiles that share the tokens of one; where frames of videos are pooled only."""
+    """(G,) int64, tiles per group that shares the tokens of one; only if frames are pooled."""
     image_positions: NotRequired[torch.Tensor]
-    """(P,) int64, ascending: the places of image tokens in the flattened ``input_ids``; for a
-    language model alone there are none. With them no GPU has to be asked for the places."""
+    """(P,) int64, ascending: indices of image tokens in the flattened ``input_ids``; absent for a
+    language model without vision. They avoid a device synchronization to find these tokens."""
     cu_seq_lens_q: NotRequired[torch.Tensor]
-    """Packed: (sequences + 1,) int32, where each sequence starts, and T."""
+    """Packed: (sequences + 1,) int32, start of each sequence, and T."""
     max_length_q: NotRequired[int]
     """Packed: tokens of the longest sequence."""
 
@@ -39,11 +39,11 @@ def collate(
     pad_token_id: int,
     padding_side: Literal["left", "right"] = "right",
 ) -> Batch:
-    """The batch of ``samples``, padded to the longest.
+    """Collate ``samples``, padded to the longest one.
 
     Args:
-        samples: at least one; their images have one size.
-        pad_token_id: fills ``input_ids``; its label is IGNORE_INDEX, its attention 0.
+        samples: at least one; all images have one size.
+        pad_token_id: pads ``input_ids``; its label is IGNORE_INDEX, its attention 0.
         padding_side: ``right`` for training, ``left`` for generation.
 
     Raises:
@@ -79,14 +79,14 @@ def collate(
 
 
 def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align: int) -> Batch:
-    """One row (1, T) of ``samples`` one after the other, T a multiple of ``align``.
+    """Concatenate ``samples`` to one row (1, T), T a multiple of ``align``.
 
-    What fills the row up is a sequence of its own without labels. No sequence's first token is
-    trained, as nothing predicts it.
+    The padding is a separate sequence without labels. The first token of each sequence is not
+    supervised, as nothing predicts it.
 
     Args:
-        samples: at least one; their images have one size.
-        pad_token_id: fills the row; its label is IGNORE_INDEX, its attention 0.
+        samples: at least one; all images have one size.
+        pad_token_id: pads the row; its label is IGNORE_INDEX, its attention 0.
         align: T is a multiple of this.
 
     Raises:
@@ -116,7 +116,7 @@ def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align
 
 
 def _add_layout(batch: Batch, samples: Sequence[EncodedSample], starts: Sequence[int]) -> None:
-    """Where media lie; ``starts`` are the samples' first places in the flattened ids."""
+    """Add the layout of media; ``starts``: first index of each sample in the flattened ids."""
     grids = [sample.image_grids for sample in samples if sample.image_grids is not None]
     if grids:
         batch["image_grids"] = torch.cat(grids)

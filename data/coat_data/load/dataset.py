@@ -1,66 +1,79 @@
-"""Map-style access to the samples of a source in any of the known formats, or of a list of them."""
+"""Map-style data set over a source in any known format, or over a list of sources."""
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from coat_data.containers.open import open_rows
 from coat_data.containers.remote_file import is_url
-from coat_data.containers.rows import Rows, Shards, locate
+from coat_data.containers.rows import Rows, locate
+from coat_data.limits import Limits, Network
 from coat_data.lists.entry import SourceEntry
 from coat_data.lists.read import list_file, read_list
+from coat_data.media.remote_media import restrict_media
 from coat_data.media.root import MediaRoot
 from coat_data.mixture.selection import select_rows
 from coat_data.readers import llava
-from coat_data.readers.catalogue import find_reader, reader_named
+from coat_data.readers.catalogue import find_reader, get_reader
+from coat_data.readers.fields import check_columns, rename
 from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Sample
 
 _SEED = 0
-"""Of ``random`` selections without a seed: a list names the same rows whenever it is opened."""
+"""Seed of ``random`` selections without a seed, so that a list always selects the same rows."""
 
 
 _ROWS_PROBED = 100
-"""Rows in which a known kind is looked for; the first ones of a file may be broken."""
+"""Rows in which a known format is searched; the first rows of a file may be broken."""
 
 
 class SampleDataset:
     """The samples of a data file, a folder, a pattern of shards, or a list of these.
 
-    How rows are stored and what they hold is found out by content; ``data/README.md`` lists the
-    formats. Rows stay on disk, so that an instance is small and cheap to send to worker processes.
+    Storage and format of the rows are detected by content; ``data/README.md`` lists the formats.
+    Rows stay on disk, so that an instance is small and cheap to pickle.
 
     Attributes:
-        name: name in messages and tables; the file's or folder's name by default.
-        format: what the rows were read as; of a list, the formats of its sources.
-        media_root: absolute folder, or address, that relative media paths start from.
-        random_access: whether samples can be taken by number.
-        paths: the files that the rows are from, of a list also the list itself; a folder stands
-            for all files below it. Media that rows name by path are not among them.
+        path: the file, folder, pattern or address of the rows.
+        name: name in messages and tables; the name of the file or folder by default.
+        format: name of the reader; for a list, the readers of its sources.
+        media_root: absolute folder, or address, that relative media paths start from; for a list
+            the deepest folder above those of all sources.
+        random_access: whether samples can be read by number.
+        in_parallel: whether several processes may share the rows (:meth:`read_range`).
+        container: the raw rows; for a list an empty container.
+        paths: the files of the rows, and the list itself; a folder stands for all files below it.
+            Media files that rows refer to are not included.
 
     Args:
         path: the file or folder, an address of shards (:mod:`coat_data.containers.remote_shards`),
             or a list of sources (:mod:`coat_data.lists.read`).
-        media_root: folder or address; defaults to the file's folder, or to what the manifest or
+        media_root: folder or address; default: the file's folder, or the one in the manifest or
             list says.
-        name: see above.
-        format: name of a reader, where the content does not tell.
-        allow_pickle: read .pkl files, through an unpickler that builds plain values only.
+        name: name in messages and tables.
+        format: name of a reader, if the content does not show it.
         follow_links: allow links below the media root that lead out of it.
-        columns: the reader's names of fields -> those of the file.
-        in_order: for a full read by :meth:`stream` only: also what cannot be read by number, and
-            what breaks off; without a list's weights.
-        without_weights: pass over a list's weights, which are shares of an epoch, for reading every
-            row once; otherwise they are an error.
+        columns: names of :data:`coat_data.readers.fields.COLUMNS` -> columns of the file.
+        ignore_fields: fields that may be left out although they look like media or loss weights.
+        supervise: ``last`` supervises the last answer of each conversation alone.
+        field_map: the reader's field names -> field names of the file (LlamaFactory).
+        network: hosts that rows may name in addresses; those of ``path`` and ``media_root`` may be
+            asked as well, unless there are none.
+        limits: limits of archives and of media by address.
+        in_order: open for a full read by :meth:`stream` only: also accept sources without random
+            access and truncated files, and ignore a list's weights.
+        without_weights: ignore a list's weights, which are shares of an epoch, to read every row
+            once; otherwise they are an error.
 
     Raises:
-        DataError: ``path`` or ``media_root`` does not exist, the file does not parse, its rows are
-            of no known kind, or it can only be read in order.
-        ValueError: there is no such format.
+        DataError: ``path`` or ``media_root`` does not exist, the file does not parse, the format of
+            its rows is unknown, or it has no random access.
+        ValueError: there is no such format or column name.
     """
 
     def __init__(
@@ -70,9 +83,13 @@ class SampleDataset:
         name: str | None = None,
         *,
         format: str | None = None,
-        allow_pickle: bool = False,
         follow_links: bool = False,
         columns: Mapping[str, str] | None = None,
+        ignore_fields: Iterable[str] = (),
+        supervise: Literal["all", "last"] = "all",
+        field_map: Mapping[str, str] | None = None,
+        network: Network = Network(),  # noqa: B008 - frozen
+        limits: Limits = Limits(),  # noqa: B008
         in_order: bool = False,
         without_weights: bool = False,
     ) -> None:
@@ -84,182 +101,89 @@ class SampleDataset:
         entries = read_list(path)
         if entries is not None and without_weights:
             entries = [dataclasses.replace(entry, weight=None) for entry in entries]
+        self.path = str(path)
         self.name = Path(path).stem if name is None else name
-        self._rows: _OneSource | _Concatenation
-        self._raw = Rows()
+        self.container = Rows()
         self._sources: list[SampleDataset] = []
+        self._whole: list[bool] = []
+        self._chosen: list[np.ndarray] = []
         self.paths: tuple[Path, ...]
         if entries is not None:
             self._sources = [
                 SampleDataset(
                     entry.path,
-                    entry.media_root or media_root,  # the user's holds where the list names none
+                    entry.media_root or media_root,  # the user's, if the list has none
                     entry.name,
-                    format=entry.format,
-                    allow_pickle=allow_pickle,
+                    format=entry.format or format,
                     follow_links=follow_links,
-                    columns=entry.columns,
+                    columns=entry.columns or columns,
+                    ignore_fields=(*entry.ignore_fields, *ignore_fields),
+                    supervise=supervise if entry.supervise == "all" else entry.supervise,
+                    field_map=entry.field_map,
+                    network=network,
+                    limits=limits,
                     in_order=in_order,
                     without_weights=without_weights,
                 )
                 for entry in entries
             ]
-            self._rows = _Concatenation(entries, self._sources)
             listing = list_file(path)
             parts = [part for source in self._sources for part in source.paths]
-            paths = parts if listing is None else [listing, *parts]
-            self.paths = tuple(dict.fromkeys(paths))
+            self.paths = tuple(dict.fromkeys(parts if listing is None else [listing, *parts]))
+            self._concatenate(entries)
         else:
-            self._rows = _OneSource(
-                str(path) if is_url(path) else Path(path).absolute(),
-                media_root,
-                format,
-                allow_pickle,
-                follow_links,
-                columns,
+            self.container = open_rows(
+                str(path) if is_url(path) else Path(path).absolute(), limits=limits, network=network
             )
-            self.paths = self._rows.paths
-            self._raw = self._rows.raw
-        self.format = self._rows.format
-        self.media_root = self._rows.media_root
-        self.random_access = self._rows.random_access
+            self.paths = self.container.paths
+            self.random_access = self.container.random_access
+            self.in_parallel = self.container.in_parallel
+            self._columns = dict(columns or {})
+            check_columns(self._columns)
+            self._field_map = {**self.container.field_map, **(field_map or {})}
+            self._ignore = frozenset(ignore_fields)
+            self._only_last = supervise == "last"
+            root = media_root or self.container.media_root
+            self._root = MediaRoot(
+                root if is_url(root) else Path(root).absolute(), follow_links=follow_links
+            )
+            self.media_root = self._root.folder
+            self._network = network.with_hosts_of(path, media_root)
+            self._limits = limits
+            if format is None:
+                probed = map(self._renamed, islice(self.container.stream(), _ROWS_PROBED))
+                self.format = (find_reader(probed, str(path)) or llava.READER).name
+            else:
+                self.format = get_reader(format).name
         if in_order:
             return
-        if self._rows.damage is not None:
-            raise self._rows.damage
+        if self.container.damage is not None:
+            raise self.container.damage
         if not self.random_access:
             raise DataError(
                 str(path),
-                "can only be read in order (a pickle or a compressed tar), not by number",
+                "can only be read in order (a compressed tar), not by number",
                 f"run: coat-vlm data ingest {path} --embed-media --out FOLDER, and train on FOLDER",
             )
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Sample:
-        """The sample in row ``index`` (0 to ``len - 1``).
+    def _concatenate(self, entries: Sequence[SourceEntry]) -> None:
+        """Concatenate the selected rows of the sources of a list.
 
         Raises:
-            DataError: the row is bad; names the file and the row.
-            IndexError: there is no such row.
+            ValueError: an entry selects no row or too many, or has a weight.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.name}: row {index} of {len(self)} rows")
-        return self._rows.sample(int(index))
-
-    def stream(self) -> Iterator[Sample | DataError]:
-        """All samples in order; in the place of a bad row, what is wrong with it.
-
-        Reads with bounded memory, and ends with the reason where a file breaks off.
-        """
-        return self._rows.stream()
-
-    @property
-    def shards(self) -> Shards | None:
-        """How the rows lie in shards read over a network; None for a list, and on this machine."""
-        return self._raw.shards
-
-    @property
-    def replayed(self) -> int:
-        """Rows that this process read over, as their server cannot be asked for others alone."""
-        return self._raw.replayed
-
-    @property
-    def unseekable(self) -> str | None:
-        """The address that can only be read from its beginning, if there is one."""
-        return self._raw.unseekable
-
-    def sources(self) -> "Sequence[SampleDataset]":
-        """The sources of a list, each as a whole; else this dataset alone."""
-        return self._sources or [self]
-
-
-class _OneSource:
-    """Rows and the reader that understands them."""
-
-    def __init__(
-        self,
-        path: Path | str,
-        media_root: str | Path | None,
-        format_name: str | None,
-        allow_pickle: bool,
-        follow_links: bool,
-        columns: Mapping[str, str] | None,
-    ) -> None:
-        opened = open_rows(path, allow_pickle=allow_pickle)
-        self.raw = opened.rows
-        self.paths = opened.paths
-        self._columns = {**opened.columns, **(columns or {})}
-        root = media_root or opened.rows.media_root
-        self._root = MediaRoot(
-            root if is_url(root) else Path(root).absolute(), follow_links=follow_links
-        )
-        if format_name is None:
-            probed = islice(opened.rows.stream(), _ROWS_PROBED)
-            self.format = (find_reader(probed, str(path)) or llava.READER).name
-        else:
-            self.format = reader_named(format_name).name
-        self.media_root = self._root.folder
-        self.random_access = opened.rows.random_access
-        self.damage = opened.rows.damage
-
-    def __len__(self) -> int:
-        return len(self.raw)
-
-    def sample(self, index: int) -> Sample:
-        return self._sample(self.raw[index], index)
-
-    def stream(self) -> Iterator[Sample | DataError]:
-        for index, row in enumerate(self.raw.stream()):
-            if isinstance(row, DataError):
-                yield row
-                continue
-            try:
-                yield self._sample(row, index)
-            except DataError as error:
-                yield error
-        if self.damage is not None:
-            yield self.damage
-
-    def _sample(self, row: object, index: int) -> Sample:
-        source, number = self.raw.place(index)
-        place = Place(source=source, row=number, root=self._root, columns=self._columns)
-        return reader_named(self.format).to_sample(row, place)
-
-
-class _Concatenation:
-    """The samples of a list of sources.
-
-    Attributes:
-        format: the formats of the sources.
-        media_root: the deepest folder above those of all sources, for relative paths in an
-            ingested folder.
-        random_access: whether all sources can be read by number.
-
-    Args:
-        entries: the list.
-        parts: its sources, opened.
-
-    Raises:
-        ValueError: an entry selects nothing, or more than there is; or has a weight.
-    """
-
-    damage: DataError | None = None
-
-    def __init__(self, entries: Sequence[SourceEntry], parts: "Sequence[SampleDataset]") -> None:
-        self._parts = list(parts)
-        self.format = "+".join(dict.fromkeys(part.format for part in parts))
-        self.media_root = _common_root([part.media_root for part in parts])
-        self.random_access = all(part.random_access for part in parts)
-        self._whole = [_is_whole(entry) for entry in entries]
+        self.format = "+".join(dict.fromkeys(source.format for source in self._sources))
+        self.media_root = _common_root([source.media_root for source in self._sources])
+        self.random_access = all(source.random_access for source in self._sources)
+        self.in_parallel = all(source.in_parallel for source in self._sources)
+        self._whole = [entry.select is None and entry.repeat is None for entry in entries]
         self._chosen = [
-            _rows(entry, len(part)) if part.random_access else np.zeros(0, dtype=np.int64)
-            for entry, part in zip(entries, parts, strict=True)
+            _rows(entry, len(source)) if source.random_access else np.zeros(0, dtype=np.int64)
+            for entry, source in zip(entries, self._sources, strict=True)
         ]
         self._ends = np.cumsum([len(rows) for rows in self._chosen], dtype=np.int64)
-        for entry, part in zip(entries, parts, strict=True):
-            if entry.weight is not None or not (part.random_access or _is_whole(entry)):
+        for entry, source, whole in zip(entries, self._sources, self._whole, strict=True):
+            if entry.weight is not None or not (source.random_access or whole):
                 what = "weight" if entry.weight is not None else "select and repeat"
                 raise ValueError(
                     f"{entry.name}: {what} has no meaning when a list is read as one source: "
@@ -268,30 +192,106 @@ class _Concatenation:
                 )
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._ends[-1]) if self._sources else len(self.container)
 
-    def sample(self, index: int) -> Sample:
-        """The sample at ``index``, in the order of the list."""
-        number, own = locate(self._ends, index)
-        return self._parts[number][int(self._chosen[number][own])]
+    def __getitem__(self, index: int) -> Sample:
+        """Return the sample in row ``index`` (0 to ``len - 1``).
+
+        Raises:
+            DataError: the row is bad; names file and row.
+            IndexError: the row does not exist.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.name}: row {index} of {len(self)} rows")
+        if not self._sources:
+            return self._sample(self.container[int(index)], int(index))
+        number, own = locate(self._ends, int(index))
+        return self._sources[number][int(self._chosen[number][own])]
+
+    def _sample(self, row: object, index: int) -> Sample:
+        source, number = self.container.place(index)
+        place = Place(
+            source=source,
+            row=number,
+            root=self._root,
+            columns=self._field_map,
+            ignore=self._ignore,
+        )
+        if self._columns:
+            row = rename(row, self._columns, place.where)
+        sample = get_reader(self.format).read(row, place)
+        if self._only_last:
+            sample = sample.only_last_supervised()
+        return restrict_media(sample, self._network, self._limits)
+
+    def _renamed(self, row: object) -> object:
+        """Return a probed row with mapped columns, or the DataError of a missing one."""
+        try:
+            return rename(row, self._columns, self.name) if self._columns else row
+        except DataError as error:
+            return error
 
     def stream(self) -> Iterator[Sample | DataError]:
-        """All samples in order, errors in the place of bad ones."""
-        for part, rows, whole in zip(self._parts, self._chosen, self._whole, strict=True):
-            if whole:
-                yield from part.stream()
-                continue
-            for row in rows:
-                try:
-                    yield part[int(row)]
-                except DataError as error:
-                    yield error
+        """Yield all samples in order, and a DataError for each bad row.
+
+        Reads with bounded memory. A truncated file ends with the DataError that says so.
+        """
+        if self.random_access:
+            yield from self.read_range(range(len(self)))
+        elif not self._sources:
+            yield from self._convert(enumerate(self.container.stream()))
+        for source, rows, whole in zip(self._sources, self._chosen, self._whole, strict=True):
+            if not self.random_access:
+                yield from source.stream() if whole else source._read_each(rows)
+
+    def read_range(self, rows: range) -> Iterator[Sample | DataError]:
+        """Yield consecutive samples, and a DataError for each bad row; needs random access.
+
+        The last row of a truncated file is followed by the DataError that says so: consecutive
+        ranges together yield what :meth:`stream` yields.
+        """
+        if not self._sources:
+            yield from self._convert(self.container.read_range(rows))
+            if rows.stop == len(self) and self.container.damage is not None:
+                yield self.container.damage
+        start = 0
+        for source, chosen, whole in zip(self._sources, self._chosen, self._whole, strict=True):
+            own = range(max(rows.start - start, 0), min(rows.stop - start, len(chosen)))
+            # A source without rows may be a damaged file; it belongs to the range that ends there.
+            empty = not len(chosen) and (
+                rows.start < start <= rows.stop or start == rows.start == 0
+            )
+            if own or empty:
+                yield from (
+                    source.read_range(own)
+                    if whole
+                    else source._read_each(chosen[own.start : own.stop])
+                )
+            start += len(chosen)
+
+    def _read_each(self, rows: np.ndarray) -> Iterator[Sample | DataError]:
+        for row in rows:
+            try:
+                yield self[int(row)]
+            except DataError as error:
+                yield error
+
+    def _convert(self, rows: Iterable[tuple[int, object]]) -> Iterator[Sample | DataError]:
+        for index, row in rows:
+            try:
+                yield row if isinstance(row, DataError) else self._sample(row, index)
+            except DataError as error:
+                yield error
+
+    def sources(self) -> "Sequence[SampleDataset]":
+        """Return the sources of a list, each with all rows; otherwise this dataset alone."""
+        return self._sources or [self]
 
 
 def _common_root(given: Sequence[Path | str]) -> Path | str:
-    """The deepest folder that holds all roots, also where links among them lead.
+    """Return the deepest folder that contains all roots, with links resolved.
 
-    Addresses are no part of it: what lies below one is stored with its whole address.
+    URLs are ignored: media below them are stored with their whole address.
     """
     roots = [root for root in given if isinstance(root, Path)]
     if not roots:
@@ -303,12 +303,8 @@ def _common_root(given: Sequence[Path | str]) -> Path | str:
     return Path(common)
 
 
-def _is_whole(entry: SourceEntry) -> bool:
-    return entry.select is None and entry.repeat is None
-
-
 def _rows(entry: SourceEntry, size: int) -> np.ndarray:
-    """The rows that an entry asks for: int64, repeats one after the other."""
+    """Return the rows that an entry selects: int64, repeats one after the other."""
     rows = select_rows(size, entry.select, entry.seed or _SEED, entry.name)
     copies, rest = divmod(entry.repeat or 1.0, 1.0)
     part = round(rest * len(rows))

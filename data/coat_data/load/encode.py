@@ -1,10 +1,10 @@
-"""Turns a sample into the model's inputs: token ids, labels and pixel values.
+"""Converts a sample to model inputs: token ids, labels and pixel values.
 
-Every tile of an image, and every frame of a video, is ``tokens_per_image`` image tokens in the
-place where it stands in the conversation (mode ``dynamic_s2``: every tile of the largest scale).
-Between the tiles of an image in mode ``dynamic`` stands a line break, as in VILA's prompts. Nothing
-is ever truncated: a sample that is too long is an error, as a sequence cut inside an image would no
-longer match its pixel values.
+Every tile of an image, and every frame of a video, is ``tokens_per_image`` image tokens at its
+place in the conversation (mode ``dynamic_s2``: every tile of the largest scale). In mode
+``dynamic`` a line break separates the tiles of an image, as in VILA's prompts. Samples are never
+truncated: a sample that is too long is an error, as a sequence cut inside an image would no longer
+match its pixel values.
 """
 
 from collections import Counter
@@ -20,10 +20,10 @@ from coat_data.media.sample_media import MediaLoader, MediaPlan
 from coat_data.media.sampling import VideoSettings
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 from coat_data.text.chat import ChatTemplate, Segment
-from coat_data.text.tokens import PieceTokenizer, TokenizerLike
+from coat_data.text.tokens import SegmentTokenizer, TokenizerLike
 
 IGNORE_INDEX = -100
-"""The label of a token that is not trained (PyTorch's default ``ignore_index``)."""
+"""Label of an unsupervised token (PyTorch's default ``ignore_index``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,37 +33,38 @@ class EncodedSample:
     input_ids: torch.Tensor
     """(T,) int64."""
     labels: torch.Tensor
-    """(T,) int64, equal to ``input_ids`` where trained, else IGNORE_INDEX; not shifted."""
+    """(T,) int64, equal to ``input_ids`` for supervised tokens, else IGNORE_INDEX; not shifted."""
     pixel_values: torch.Tensor
     """(N, 3, H, W) float32; N is 0 without images."""
     image_grids: torch.Tensor | None = None
     """(M, 2) int64 in mode ``dynamic_s2``: rows and columns of the largest scale of each image;
-    (1, 1) for one that is a single tile, as a frame of a video is. None in other modes."""
+    (1, 1) for a single tile, such as a frame of a video. None in other modes."""
     frame_groups: torch.Tensor | None = None
-    """(G,) int64 where frames of videos are pooled: how many consecutive tiles share the tokens of
-    one, 1 for a tile of an image. None without pooling."""
+    """(G,) int64 if frames of videos are pooled: number of consecutive tiles per group that shares
+    the tokens of one tile; 1 for a tile of an image. None without pooling."""
     image_positions: torch.Tensor | None = None
-    """(P,) int64, ascending: the places of image tokens in ``input_ids``. None for a language model
-    alone."""
+    """(P,) int64, ascending: indices of image tokens in ``input_ids``. None for a language model
+    without vision."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """What happened while its media were read, e.g. ``video_decord_timeout``: 1."""
+    """Events while media were read, e.g. ``video_decord_timeout``: 1."""
 
 
 class Size(NamedTuple):
-    """What a sample will take, known before any medium is decoded."""
+    """Size of an encoded sample, measured without decoding media."""
 
     tokens: int
     """Tokens, image tokens included."""
     images: int
-    """Tiles of images, and frames, that go through the vision tower."""
+    """Tiles of images, and frames, that the vision tower processes."""
 
 
 class Encoder:
-    """Encodes samples; an instance can be sent to a worker process.
+    """Encodes samples; an instance can be pickled.
 
     Attributes:
-        pieces: the tokenizer.
-        template: writes a conversation as segments.
+        tokenizer: tokenizes segments.
+        template: renders a conversation as segments.
+        media: reads images and videos, and plans their tiles from headers alone.
         shows_media: whether the model has a vision tower.
         max_length: longest allowed sequence in tokens.
     """
@@ -84,32 +85,32 @@ class Encoder:
 
         Args:
             tokenizer: a transformers fast tokenizer.
-            template: writes a conversation as segments.
-            transform: turns an image into the tower's input.
-            tokens_per_image: image tokens that stand for one tile.
-            image_token_id: their id; None for a language model alone, for which a sample with media
-                is bad.
-            video: how videos are read; 8 frames uniform in time when absent.
+            template: renders a conversation as segments.
+            transform: converts an image to the input of the vision tower.
+            tokens_per_image: image tokens per tile.
+            image_token_id: id of the image token; None for a language model without vision, which
+                rejects samples with media.
+            video: how videos are read; by default 8 frames uniform in time.
             max_length: longest allowed sequence in tokens, image tokens included.
-            max_pixels: most pixels of an image file (:func:`coat_data.media.image.open_image`).
+            max_pixels: maximum pixels of an image (:func:`coat_data.media.image.open_image`).
 
         Raises:
             ValueError: the tokenizer is not a fast one.
         """
-        self.pieces = PieceTokenizer(tokenizer)
+        self.tokenizer = SegmentTokenizer(tokenizer)
         self.template = template
-        self._media = MediaLoader(transform, video or VideoSettings(), max_pixels)
+        self.media = MediaLoader(transform, video or VideoSettings(), max_pixels)
         self.shows_media = image_token_id is not None
         self._image_token_id = image_token_id
         self._image_ids = [] if image_token_id is None else [image_token_id] * tokens_per_image
         self.max_length = max_length
 
     def __call__(self, sample: Sample, rng: np.random.Generator | None = None) -> EncodedSample:
-        """The whole conversation, with the answers as labels.
+        """Encode the whole conversation, with the answers as labels.
 
         Args:
             sample: a conversation with at least one answer.
-            rng: source of the augmentation's draws; None for none.
+            rng: generator of the augmentation; None turns augmentation off.
 
         Raises:
             DataError: a medium cannot be read, the placeholders do not match the media, there is
@@ -117,23 +118,24 @@ class Encoder:
         """
         encoded = self._encode(sample, sample.media, self.segments(sample), rng)
         _check_answered(sample)
-        return encoded
+        notes = Counter(sample.reading.notes)
+        return replace(encoded, counts=notes + Counter(encoded.counts)) if notes else encoded
 
     def measure(self, sample: Sample) -> Size:
-        """The size of :meth:`__call__`'s result, from headers; no medium is decoded.
+        """Measure the size of :meth:`__call__`'s result from headers; no medium is decoded.
 
-        Larger only where a video turns out shorter than its header says, and by the digits of
-        times; headers are read where a size depends on them.
+        The measured size is larger only if a video is shorter than its header says, or by the
+        digits of time tokens. Headers are read only if a size depends on them.
 
         Raises:
-            DataError: as for a call, as far as it can be known from headers.
+            DataError: as for a call, as far as headers show it.
         """
-        ids, _, plans = self._planned(sample, self._media.plan)
+        ids, _, plans = self._planned(sample, self.media.plan)
         self._check_length(sample, len(ids), plans)
         return Size(len(ids), sum(plan.num_tiles for plan in plans))
 
     def layout(self, sample: Sample) -> tuple[list[int], list[int]]:
-        """Ids and labels of a sample of any length, each medium as one tile; none is opened.
+        """Return ids and labels, with each medium as one tile; any length, nothing is opened.
 
         Raises:
             DataError: there is no answer, or the placeholders do not match the media.
@@ -144,31 +146,30 @@ class Encoder:
     def _planned(
         self, sample: Sample, plan: Callable[[Media], MediaPlan]
     ) -> tuple[list[int], list[int], list[MediaPlan]]:
-        """Ids, labels and the media's plans of a whole conversation."""
+        """Return ids, labels and the media's plans of a whole conversation."""
         _check_answered(sample)
         segments = self.segments(sample)
         self._check_media(sample, sample.media, segments)
         try:
             plans = [plan(medium) for medium in sample.media]
-            return *self._tokens(segments, plans, before_answer=False), plans
+            return *self._tokens(sample, segments, plans, before_answer=False), plans
         except DataError as error:
             raise error.within(sample.where) from error
 
     def segments(self, sample: Sample) -> list[Segment]:
-        """The conversation in the template; up to its last words where these go on."""
+        """Render the conversation; a document that continues ends without an end token."""
         segments = self.template.render(sample.turns)
         while sample.continues and segments[-1].kind == "literal":
             segments = segments[:-1]
         return segments
 
     def prompt(self, sample: Sample) -> EncodedSample:
-        """The conversation up to its last user turn, and the template's start of an answer.
+        """Encode the conversation up to its last user turn, and the template's answer prefix.
 
-        Token for token the beginning of what the encoder gives for the whole conversation; no label
-        is trained.
+        The tokens are a prefix of those of the whole conversation; all labels are IGNORE_INDEX.
 
         Raises:
-            DataError: as for a call; or nobody asks anything.
+            DataError: as for a call, or the conversation has no user turn.
         """
         turns, media = _asked(sample)
         segments = self.template.render(turns, add_generation_prompt=True)
@@ -176,13 +177,13 @@ class Encoder:
         return replace(encoded, labels=torch.full_like(encoded.labels, IGNORE_INDEX))
 
     def answered(self, sample: Sample, answers: Sequence[str]) -> list[EncodedSample]:
-        """The prompt of :meth:`prompt`, once with each of ``answers`` behind it.
+        """Encode the :meth:`prompt` followed by each of ``answers``.
 
-        Token for token the beginning of what the encoder gives for the whole conversation, up to
-        the token that ends the answer; the answer's labels are the same. The media are read once.
+        The tokens are a prefix of those of the whole conversation, up to the token that ends the
+        answer, with the same labels for the answer. The media are read once.
 
         Raises:
-            DataError: as for :meth:`prompt`, or with an answer the sequence is too long.
+            DataError: as for :meth:`prompt`, or the sequence with an answer is too long.
         """
         prompt = self.prompt(sample)
         turns, media = _asked(sample)
@@ -206,26 +207,6 @@ class Encoder:
             found.append(replace(prompt, input_ids=input_ids, labels=labels))
         return found
 
-    def media_plan(self, media: Media) -> tuple[MediaPlan, int]:
-        """What an image or video becomes and its number of tokens, from its header alone.
-
-        Exact for images; for videos the most that reading can give, but for the digits of times
-        (:meth:`coat_data.media.sample_media.MediaLoader.plan`).
-
-        Raises:
-            DataError: the header cannot be read.
-        """
-        plan = self._media.plan(media)
-        return plan, len(self._media_ids(plan))
-
-    def keep_last_clip(self) -> None:
-        """Keep a decoded video until another is asked for.
-
-        For questions about one video that come one after the other; training would only hold
-        memory.
-        """
-        self._media.keeps_last_clip = True
-
     def _encode(
         self,
         sample: Sample,
@@ -237,22 +218,22 @@ class Encoder:
     ) -> EncodedSample:
         self._check_media(sample, media, segments)
         try:
-            opened = [self._media.open(medium) for medium in media]
+            opened = [self.media.open(medium) for medium in media]
             plans = [plan for plan, _ in opened]
-            ids, labels = self._tokens(segments, plans, before_answer)
+            ids, labels = self._tokens(sample, segments, plans, before_answer)
             self._check_length(sample, len(ids), plans)
-            pixel_values = self._media.write(opened, rng)
+            pixel_values = self.media.write(opened, rng)
         except DataError as error:
             if error.where == sample.where:
                 raise
             raise error.within(sample.where) from error
-        counts, self._media.counts = self._media.counts, Counter()
+        counts, self.media.counts = self.media.counts, Counter()
         input_ids = _as_tensor(ids)
         grids = groups = positions = None
-        if self._media.transform.mode == "dynamic_s2":
+        if self.media.transform.mode == "dynamic_s2":
             shapes = [(tiles.rows, tiles.columns) for plan in plans for tiles in plan.tiles]
             grids = torch.tensor(shapes, dtype=torch.int64).reshape(-1, 2)
-        if self._media.video.pool_frames > 1:
+        if self.media.video.pool_frames > 1:
             sizes = [size for plan in plans for size in plan.group_sizes]
             groups = torch.tensor(sizes, dtype=torch.int64)
         if self._image_token_id is not None:
@@ -262,47 +243,56 @@ class Encoder:
         )
 
     def _tokens(
-        self, segments: list[Segment], plans: list[MediaPlan], before_answer: bool
+        self,
+        sample: Sample,
+        segments: list[Segment],
+        plans: list[MediaPlan],
+        before_answer: bool,
     ) -> tuple[list[int], list[int]]:
-        """Ids and labels of the segments.
+        """Tokenize the segments of ``sample`` and return ids and labels.
 
-        A space between template text and words belongs to the words, as in running text ("USER:
-        Hi" is "USER", ":", " Hi"); but not to an answer, of which only its own characters are to be
-        trained, unless the tokenizer does not count the first space as a character anyway.
+        An answer has labels up to the end token behind it, unless its turn is not supervised.
+
+        A space between template text and a user's text is tokenized with the user's text, as in
+        running text ("USER: Hi" is "USER", ":", " Hi"). It is not tokenized with an answer, whose
+        own characters alone are supervised, unless the tokenizer hides the first space anyway.
         """
-        pieces = self.pieces
+        tokenizer = self.tokenizer
         ids: list[int] = []
         labels: list[int] = []
         shown = iter(plans)
+        flags = supervised_answers(sample)
+        answer = 0
         first, space = True, ""
         behind = Segment("text", trained=True) if before_answer else Segment("image")
         for segment, following in zip(segments, [*segments[1:], behind], strict=True):
             kind, text, trained = segment
             if kind == "literal":
                 moves = following.kind == "text" and (
-                    pieces.hides_first_space or not following.trained
+                    tokenizer.hides_first_space or not following.trained
                 )
                 space = " " if moves and text.endswith(" ") else ""
                 text = text[: len(text) - len(space)]
-                piece = pieces.literal(text, first=first)
-                first = first and pieces.is_control(text)
+                part = tokenizer.literal(text, first=first)
+                first = first and tokenizer.is_control(text)
             elif kind == "text":
-                piece = pieces.text((space or (pieces.prefix if first else "")) + text)
+                part = tokenizer.text((space or (tokenizer.prefix if first else "")) + text)
                 first, space = False, ""
             else:
-                piece = self._media_ids(next(shown))
-            ids += piece
-            labels += piece if trained else [IGNORE_INDEX] * len(piece)
+                part = self._media_ids(next(shown))
+            ids += part
+            labels += part if trained and flags[answer] else [IGNORE_INDEX] * len(part)
+            answer += trained and kind == "literal" and answer < len(flags) - 1
         return ids, labels
 
     def _media_ids(self, plan: MediaPlan) -> list[int]:
-        """The tokens of an image or video."""
-        if self._media.video.time_tokens and plan.times_s is not None:
+        """Return the tokens of an image or video."""
+        if self.media.video.time_tokens and plan.times_s is not None:
             times = [f"<{time:.1f} seconds>" for time in plan.group_times_s]
-            return [i for time in times for i in (*self.pieces.text(time), *self._image_ids)]
+            return [i for time in times for i in (*self.tokenizer.text(time), *self._image_ids)]
         if not any(tiles.separated for tiles in plan.tiles):
             return self._image_ids * plan.num_token_tiles
-        between = self.pieces.literal("\n") + self._image_ids
+        between = self.tokenizer.literal("\n") + self._image_ids
         return self._image_ids + between * (plan.num_token_tiles - 1)
 
     def _check_media(
@@ -346,13 +336,18 @@ class Encoder:
             )
 
 
+def supervised_answers(sample: Sample) -> list[bool]:
+    """Return for each answer whether it is supervised."""
+    return [turn.supervised for turn in sample.turns if turn.role == "assistant"]
+
+
 def _as_tensor(numbers: list[int]) -> torch.Tensor:
-    """int64; through numpy, which reads a long list several times as fast as torch."""
+    """Convert to int64; through numpy, which is several times as fast as torch here."""
     return torch.from_numpy(np.array(numbers, dtype=np.int64))
 
 
 def _asked(sample: Sample) -> tuple[tuple[Turn, ...], tuple[Media, ...]]:
-    """The conversation up to its last user turn, and the media that it shows."""
+    """Return the conversation up to its last user turn, and the media in it."""
     asked = [number for number, turn in enumerate(sample.turns) if turn.role == "user"]
     if not asked:
         raise DataError(sample.where, "there is no question to answer", "add a human turn")

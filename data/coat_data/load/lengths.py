@@ -1,81 +1,228 @@
-"""Measures the lengths of samples for packing, and splits long documents, in worker processes.
+"""Measures lengths of samples for packing and splits long documents, in worker processes.
 
-Both run in worker processes (:func:`in_workers`), which :mod:`coat_data.load.loader` loads with
-too. A row is measured without decoding a medium.
-
-A document longer than ``max_length`` tokens becomes several pieces, each a sample of its own, cut
-in front of a word where there is one in the second half of what fits. No character is lost: the
-pieces put together are the document. All but the last are trained without an end token. A piece
-is found by its characters, so that encoding one does not need the whole document's tokens.
+Rows are measured without decoding media. A document longer than ``max_length`` tokens is split
+into chunks, each a sample of its own, at a word start in the second half of the maximum chunk, if
+there is one. No character is lost: the concatenated chunks are the document. All chunks but the
+last have no end token. A chunk is stored as a character range, so that encoding it does not need
+the tokens of the whole document. :mod:`coat_data.load.loader` uses the same worker processes
+(:func:`in_workers`).
 """
 
+import atexit
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+import multiprocessing
+import multiprocessing.util  # registers its handler at exit before this module
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from coat_data.load.encode import Encoder, Size
-from coat_data.mixture.selection import Rows, SelectedRows, rows_to_look_at
+from coat_data.mixture.selection import Rows, SelectedRows, shards_of
 from coat_data.sample import DataError, Part, Sample, UnreachableError
 
-_ROWS_MEASURED, _ROWS_CUT = 64, 16
-"""Rows that a worker measures or cuts before it answers."""
+_ROWS_MEASURED, _ROWS_SPLIT = 64, 16
+"""Rows per request to a worker."""
 
 _WHEN_UNREACHABLE = (
-    "rows are measured before training and their sizes are kept, so nothing is trained during an "
-    "outage: check the network and the credentials and start again; if the address is gone for "
-    "good, remove the row (coat-vlm data lint lists all of them)"
+    "rows are measured before training and the sizes are saved, so training does not start while a "
+    "medium cannot be reached: check the network and the credentials and start again; if the "
+    "address no longer exists, remove the row (coat-vlm data lint lists all of them)"
 )
 
-_WHOLE = -1
-"""The end of a row that is not cut."""
+_PROBED_ROWS = 16
+"""Rows that are read to find out what a source contains."""
 
-Asked = TypeVar("Asked")
+_WHOLE = -1
+"""End of a row that is not split."""
+
+Request = TypeVar("Request")
 T = TypeVar("T")
 
 
 def in_workers(
-    work: Callable[[Asked], T], requests: Iterable[Asked], num_workers: int
+    work: Callable[[Request], T],
+    requests: Iterable[Request],
+    num_workers: int,
+    timeout_s: float = 0.0,
+    describe: Callable[[Request], str] = str,
 ) -> Iterator[T]:
-    """What ``work`` makes of each request, in order, ahead of its use where there are workers.
+    """Yield ``work(request)`` for each request, in order; worker processes prefetch.
 
     Args:
-        work: called in worker processes, so it can be pickled.
-        requests: what it is called with.
-        num_workers: processes; 0 works in this one.
+        work: a function that can be pickled.
+        requests: its arguments.
+        num_workers: worker processes; 0 works in the main process.
+        timeout_s: time limit on waiting for one result of a worker, in seconds; 0 for none.
+        describe: names the rows of a request, for the errors below.
 
     Raises:
-        DataError: that of ``work``, as it is.
+        DataError: raised by ``work``, unchanged; or a worker gave no result in ``timeout_s``
+            seconds, or was killed.
     """
+    waiting: deque[Request] = deque()
+    current = multiprocessing.RawArray("q", max(1, num_workers))  # the request of each worker
+
+    def issued() -> Iterator[tuple[int, Request]]:
+        for number, request in enumerate(requests):
+            if num_workers:
+                waiting.append(request)
+            yield number, request
+
     loader = DataLoader(
-        _Work(work),
-        sampler=requests,
+        _Work(work, current),
+        sampler=issued(),
         batch_size=None,
         collate_fn=_unchanged,
         num_workers=num_workers,
-        generator=torch.Generator(),  # else it would draw from the generator that dropout uses
+        worker_init_fn=ignore_sigterm,
+        generator=torch.Generator(),  # do not draw from the global generator, as dropout does
     )
-    for found in loader:
-        if isinstance(found, DataError):
-            raise found
-        yield found
+    others = set(multiprocessing.active_children())
+    results = iter(loader)
+    started = set(multiprocessing.active_children()) - others
+    workers = sorted(started, key=lambda worker: worker.pid or 0)
+    expired = threading.Event()
+    try:
+        for received in itertools.count():
+            try:
+                with _limit(workers, timeout_s, expired):
+                    found = next(results)
+            except StopIteration:
+                return
+            except (RuntimeError, OSError, EOFError) as error:  # the queue of a dead worker
+                limit = timeout_s if expired.is_set() else None
+                dead = _find_dead(workers)
+                if not dead and limit is None:
+                    raise
+                # Requests go to the workers in turn.
+                late = current[dead[0] if limit is None else received % num_workers]
+                rows = describe(waiting[max(0, late - received)])
+                raise _make_worker_error(error, limit, rows) from error
+            if num_workers:
+                waiting.popleft()
+            if isinstance(found, DataError):
+                raise found
+            yield found
+    finally:
+        del results  # ends the workers, except after an error
+        _kill(workers)
+
+
+@contextmanager
+def _limit(
+    workers: Sequence[BaseProcess], timeout_s: float, expired: threading.Event
+) -> Iterator[None]:
+    """Kill a worker if the block takes longer, which raises an error in it.
+
+    The timeout of a DataLoader is not enough: a tensor in its queue is read from the worker that
+    made it, and waiting for a stopped worker there has no limit.
+    """
+    ended = threading.Event()
+
+    def stop() -> None:
+        expired.set()
+        # One alone: each death may raise RuntimeError (see _kill), also while the first is handled.
+        workers[0].kill()
+        if not ended.wait(5.0):  # the block does not run in the main thread, which has the handler
+            _kill(workers)
+
+    timer = threading.Timer(timeout_s, stop)
+    if workers and timeout_s:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        timer.cancel()
+
+
+def _kill(workers: Sequence[BaseProcess]) -> None:
+    """Kill the workers that still run: a stopped one would not end, nor let this process end."""
+    left = list(workers)
+    while left:
+        # The DataLoader's handler of SIGCHLD raises RuntimeError when a worker was killed, also
+        # while this loop is at another one.
+        with suppress(RuntimeError):
+            for worker in left:
+                worker.kill()
+            for worker in left:
+                worker.join()
+            left = [worker for worker in left if worker.is_alive()]
+
+
+def _find_dead(workers: Sequence[BaseProcess]) -> list[int]:
+    """Return which workers died; waits a moment: a queue breaks before its process is gone."""
+    for worker in workers:
+        with suppress(RuntimeError):  # see _kill
+            worker.join(timeout=0.2)
+    return [i for i, worker in enumerate(workers) if worker.exitcode not in (None, 0)]
+
+
+def _make_worker_error(error: Exception, timeout_s: float | None, rows: str) -> DataError:
+    """Return the error for workers that were killed, by the time limit or by something else."""
+    if timeout_s is not None:
+        return DataError(
+            rows,
+            f"a loader process has not finished reading these rows in {timeout_s:g} s",
+            "check that their files and servers answer (coat-vlm data lint), or raise "
+            "data_timeout_s",
+        )
+    return DataError(
+        rows,
+        f"a loader process was killed while these rows were read: {str(error).splitlines()[0]}",
+        "if the machine ran out of memory, lower num_workers or packing.buffer",
+    )
+
+
+def ignore_sigterm(_worker: int) -> None:
+    """Ignore SIGTERM in a worker process; for ``worker_init_fn`` of a DataLoader.
+
+    torchrun and schedulers send it to the whole process group. Without its worker processes, the
+    main process would end with an error instead of saving a checkpoint. Workers end when the main
+    process tells them to, or has ended.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _kill_workers() -> None:
+    """Kill the worker processes that are left when the main process exits.
+
+    Python would send them SIGTERM and wait; a stopped or stuck one would never end.
+    """
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+
+
+atexit.register(_kill_workers)  # runs before the handler of multiprocessing, which is imported
 
 
 class _Work(Dataset[Any]):
-    """Answers requests. An error in the data is returned, not raised.
+    """Calls ``work`` with requests, and returns a DataError instead of raising it.
 
-    A DataLoader rebuilds what a worker raises from its text alone, with the worker's traceback in
+    A DataLoader rebuilds a worker's exception from its text alone, with the worker's traceback in
     front.
     """
 
-    def __init__(self, work: Callable[[Any], Any]) -> None:
+    def __init__(self, work: Callable[[Any], Any], current: MutableSequence[int]) -> None:
         self._work = work
+        self._current = current
 
-    def __getitem__(self, request: Any) -> Any:
+    def __getitem__(self, numbered: tuple[int, Any]) -> Any:
+        number, request = numbered
+        worker = get_worker_info()
+        self._current[0 if worker is None else worker.id] = number
         try:
             return self._work(request)
         except DataError as error:
@@ -83,11 +230,11 @@ class _Work(Dataset[Any]):
 
 
 def _unchanged(found: Any) -> Any:
-    """Keep a worker's answer as it is; the default would convert its parts to tensors."""
+    """Return ``found``; the default collate function would convert its values to tensors."""
     return found
 
 
-def _chunks(rows: Sequence[int], size: int) -> list[Sequence[int]]:
+def _batches(rows: Sequence[int], size: int) -> list[Sequence[int]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
@@ -100,16 +247,16 @@ def measure_rows(
     num_workers: int = 0,
     skip_bad: bool = False,
 ) -> Iterator[np.ndarray]:
-    """Tokens and images of ``rows``, some at a time.
+    """Yield tokens and images of ``rows``, several rows at a time.
 
     Args:
         dataset: the source.
-        measure: such as :meth:`coat_data.load.encode.Encoder.measure`.
-        rows: which rows, in order.
-        max_images: a row with more is bad.
-        num_workers: measuring processes; 0 measures in this one.
-        skip_bad: give a bad row the size (0, 0), instead of raising its error; not where a network
-            or server fails, as an outage says nothing of the row and sizes are kept.
+        measure: for example :meth:`coat_data.load.encode.Encoder.measure`.
+        rows: the rows to measure, in order.
+        max_images: a row with more images is bad.
+        num_workers: worker processes; 0 measures in the main process.
+        skip_bad: give a bad row the size (0, 0), instead of raising its error; not after a
+            transient I/O error, as sizes are saved and the row may be good.
 
     Yields:
         (rows, 2) int32: tokens and images.
@@ -119,7 +266,7 @@ def measure_rows(
         DataError: a row is bad and ``skip_bad`` is False.
     """
     work = partial(_measure, dataset, measure, max_images, skip_bad)
-    return in_workers(work, _chunks(rows, _ROWS_MEASURED), num_workers)
+    return in_workers(work, _batches(rows, _ROWS_MEASURED), num_workers)
 
 
 def _measure(
@@ -154,54 +301,75 @@ def _size(sample: Sample, measure: Callable[[Sample], Size], max_images: int | N
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowKinds:
-    """What some rows of a source are."""
+    """Number of rows of each kind among the probed rows of a source."""
 
     documents: int
-    """Texts to learn as a whole."""
+    """Texts to train on as a whole."""
     others: int
-    """Conversations, captions, and what else is no document."""
+    """Conversations, captions, and other rows."""
+    dropped_question: str | None
+    """File and row of a question without media, if any: the template ``plain`` drops the question
+    and would train the answer alone."""
+
+
+def probe_rows(dataset: Rows) -> list[int]:
+    """Return the numbers of 16 evenly spaced rows.
+
+    Of remote shards these are the first 16 rows, as other rows may be slow to reach.
+    """
+    size = len(dataset)
+    number = min(size, _PROBED_ROWS)
+    near = shards_of(dataset) is not None
+    return [place if near else place * size // number for place in range(number)]
 
 
 def row_kinds(dataset: Rows) -> RowKinds:
-    """How many documents are among the good ones of :func:`rows_to_look_at`."""
-    found = [sample.is_document for sample in rows_to_look_at(dataset)]
-    return RowKinds(sum(found), len(found) - sum(found))
+    """Count the kinds of the rows of :func:`probe_rows`; bad rows are skipped.
 
-
-def holds_documents(dataset: Rows) -> bool:
-    """Whether a source holds documents: any of :func:`rows_to_look_at` is one.
-
-    Then each row is asked by itself: of a mixed source the documents are cut, the others are not.
+    A source with any document among them is a source of documents. Each row is then checked
+    separately: the documents of a mixed source are split, its other rows are not.
     """
-    return any(sample.is_document for sample in rows_to_look_at(dataset))
+    documents = others = 0
+    dropped: str | None = None
+    for place in probe_rows(dataset):
+        try:
+            sample = dataset[place]
+        except DataError:
+            continue
+        documents += sample.is_document
+        others += not sample.is_document
+        asks = any(turn.role == "user" and turn.text.strip() for turn in sample.turns)
+        if dropped is None and asks and not sample.media:
+            dropped = sample.where
+    return RowKinds(documents, others, dropped)
 
 
-class DocumentPieces(SelectedRows):
-    """The pieces of the rows of a source.
+class DocumentChunks(SelectedRows):
+    """The chunks of the rows of a source.
 
     Args:
         dataset: the source.
-        pieces: (n, 3) int64, as :func:`cut_rows` gives them: row, first and last character + 1.
+        chunks: (n, 3) int64 of :func:`split_rows`: row, first character, last character + 1.
     """
 
     in_shards = False
 
-    def __init__(self, dataset: Rows, pieces: np.ndarray) -> None:
-        rows = pieces[:, 0]
+    def __init__(self, dataset: Rows, chunks: np.ndarray) -> None:
+        rows = chunks[:, 0]
         if isinstance(dataset, SelectedRows):
             rows, dataset = dataset.rows[rows], dataset.dataset
         super().__init__(dataset, rows)
-        self._spans = pieces[:, 1:]
+        self._spans = chunks[:, 1:]
 
     def __getitem__(self, index: int) -> Sample:
-        """The piece; DataError and IndexError as the source's."""
+        """Return a chunk; raises DataError and IndexError as the source does."""
         sample = super().__getitem__(index)
         start, end = self._spans[index].tolist()
-        return sample if end == _WHOLE else piece_of(sample, start, end)
+        return sample if end == _WHOLE else get_chunk(sample, start, end)
 
 
-def piece_of(sample: Sample, start: int, end: int) -> Sample:
-    """The characters ``start`` to ``end`` of a document as a sample of its own."""
+def get_chunk(sample: Sample, start: int, end: int) -> Sample:
+    """Return the characters ``start`` to ``end`` of a document as a sample."""
     question, answer = sample.turns
     text = answer.text
     turn = dataclasses.replace(answer, parts=(Part("text", text[start:end]),))
@@ -210,19 +378,19 @@ def piece_of(sample: Sample, start: int, end: int) -> Sample:
     )
 
 
-def cut(sample: Sample, encoder: Encoder) -> list[tuple[int, int]]:
-    """First character and last + 1 of each piece of a document.
+def split_document(sample: Sample, encoder: Encoder) -> list[tuple[int, int]]:
+    """Split a document; return the first character and last character + 1 of each chunk.
 
     Args:
         sample: a document.
-        encoder: its tokenizer, template and ``max_length`` decide.
+        encoder: the encoder with the tokenizer, template and ``max_length``.
 
     Raises:
         DataError: the template alone fills ``max_length``.
     """
     text = sample.turns[1].text
-    starts = encoder.pieces.starts(text)
-    around = len(encoder.layout(piece_of(sample, 0, 1))[0]) - 1
+    starts = encoder.tokenizer.starts(text)
+    around = len(encoder.layout(get_chunk(sample, 0, 1))[0]) - 1
     room = encoder.max_length - around
     if room < 1:
         raise DataError(
@@ -232,13 +400,13 @@ def cut(sample: Sample, encoder: Encoder) -> list[tuple[int, int]]:
         )
     spans: list[tuple[int, int]] = []
     begin, first = 0, 0
-    # Cut from its context, a text may have other tokens than inside it; the last one has an end.
+    # A chunk may have other tokens than the same text in its document; the last one has an end.
     while len(starts) - first > 1 and (
-        len(starts) - first > room or _too_long(piece_of(sample, begin, len(text)), encoder)
+        len(starts) - first > room or _too_long(get_chunk(sample, begin, len(text)), encoder)
     ):
         high = min(first + room, len(starts) - 1)
         last = _word_start(text, starts, first + (high - first) // 2, high)
-        while last > first + 1 and _too_long(piece_of(sample, begin, starts[last]), encoder):
+        while last > first + 1 and _too_long(get_chunk(sample, begin, starts[last]), encoder):
             last = max(first + 1, last - 1 - (last - first) // 32)
         end = max(starts[last], begin + 1)
         spans.append((begin, end))
@@ -253,7 +421,7 @@ def _too_long(sample: Sample, encoder: Encoder) -> bool:
 
 
 def _word_start(text: str, starts: Sequence[int], low: int, high: int) -> int:
-    """The last token in ``low`` + 1 to ``high`` that begins a word; ``high`` if none does."""
+    """Return the last token in ``low`` + 1 to ``high`` that starts a word; else ``high``."""
     for token in range(high, low, -1):
         place = starts[token]
         if place > starts[token - 1] and (text[place].isspace() or text[place - 1].isspace()):
@@ -261,39 +429,39 @@ def _word_start(text: str, starts: Sequence[int], low: int, high: int) -> int:
     return high
 
 
-def cut_rows(
+def split_rows(
     dataset: Rows, encoder: Encoder, rows: Sequence[int], *, num_workers: int = 0
 ) -> Iterator[np.ndarray]:
-    """The pieces of ``rows``, some rows at a time.
+    """Yield the chunks of ``rows``, several rows at a time.
 
-    A row that fits, is no document, or is bad, is one piece that is not cut: what is wrong with it
-    is met in training.
+    A row that fits, is no document, or is bad, is one chunk; errors of a bad row are reported in
+    training.
 
     Args:
         dataset: the source.
-        encoder: see :func:`cut`.
-        rows: which rows, in order.
-        num_workers: cutting processes; 0 cuts in this one.
+        encoder: see :func:`split_document`.
+        rows: the rows to split, in order.
+        num_workers: worker processes; 0 splits in the main process.
 
     Yields:
-        (n, 3) int64: row, first character, last + 1 (-1: the whole row).
+        (n, 3) int64: row, first character, last character + 1 (-1: the whole row).
 
     Raises:
-        DataError: as :func:`cut`.
+        DataError: as :func:`split_document`.
     """
-    return in_workers(partial(_cut_each, dataset, encoder), _chunks(rows, _ROWS_CUT), num_workers)
+    work = partial(_split_each, dataset, encoder)
+    return in_workers(work, _batches(rows, _ROWS_SPLIT), num_workers)
 
 
-def _cut_each(dataset: Rows, encoder: Encoder, rows: Sequence[int]) -> np.ndarray:
-    found = [(row, *span) for row in rows for span in _spans(dataset, encoder, row)]
+def _split_each(dataset: Rows, encoder: Encoder, rows: Sequence[int]) -> np.ndarray:
+    found: list[tuple[int, int, int]] = []
+    for row in rows:
+        try:
+            sample = dataset[row]
+            splits = sample.is_document and _too_long(sample, encoder)
+        except DataError:
+            found.append((row, 0, _WHOLE))
+            continue
+        spans = split_document(sample, encoder) if splits else [(0, _WHOLE)]
+        found += [(row, *span) for span in spans]
     return np.array(found, dtype=np.int64).reshape(-1, 3)
-
-
-def _spans(dataset: Rows, encoder: Encoder, row: int) -> list[tuple[int, int]]:
-    try:
-        sample = dataset[row]
-        if not sample.is_document or not _too_long(sample, encoder):
-            return [(0, _WHOLE)]
-    except DataError:
-        return [(0, _WHOLE)]
-    return cut(sample, encoder)

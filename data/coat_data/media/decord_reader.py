@@ -1,12 +1,12 @@
 """Reads frames with decord in a child process, which is killed when decord hangs.
 
 The parent is :class:`DecordReader`; the child is this module, run as a script. Workers of a
-DataLoader are daemons, which may have no children of ``multiprocessing``; so the child is a plain
-subprocess that each reading process owns and uses for all its clips. Both sides pickle what they
-say: a request is ``(path or bytes, times, limit in seconds)``, the answer ``(start times, frames)``
-with frames (N, height, width, 3) uint8 in RGB, or a string that says why there are none.
+DataLoader are daemons, which may not have children of ``multiprocessing``; so the child is a plain
+subprocess that each reading process owns and uses for all its clips. Messages are pickled: a
+request is ``(path or bytes, times, limit in seconds)``, the answer ``(start times, frames)`` with
+frames (N, height, width, 3) uint8 in RGB, or a string with the error.
 
-The frame at a time is the last one that starts by then, or the first of all; each is given once.
+The frame at a time is the last one that starts by then, or the first one; duplicates are dropped.
 """
 
 import io
@@ -30,7 +30,7 @@ _COMMAND = (sys.executable, "-P", "-m", "coat_data.media.decord_reader")
 
 
 class DecordError(Exception):
-    """decord did not give the frames.
+    """decord did not return the frames.
 
     Attributes:
         kind: ``timeout``: killed after the limit; ``crash``: the child ended; ``error``: decord
@@ -43,11 +43,11 @@ class DecordError(Exception):
 
 
 class DecordReader:
-    """Reads with decord in a child that is started when needed and killed when it hangs.
+    """Reads with decord in a child process, which is started on demand and killed when it hangs.
 
     Args:
         timeout_s: wall-clock limit of one request in seconds, the child's start included.
-        command: what to run as the child.
+        command: command line of the child.
     """
 
     def __init__(self, timeout_s: float, command: Sequence[str] = _COMMAND) -> None:
@@ -57,14 +57,14 @@ class DecordReader:
         self._owner = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the child, which belongs to this process."""
+        """Return the state without the child, which belongs to this process."""
         return {**self.__dict__, "_child": None}
 
-    def shown_at(self, media: Media, times: list[float]) -> list[tuple[float, Image.Image]]:
-        """The distinct frames on screen at ``times``, with their start times, upright.
+    def read_at(self, media: Media, times: list[float]) -> list[tuple[float, Image.Image]]:
+        """Return the distinct frames at ``times``, upright, with their start times.
 
         Raises:
-            DecordError: there are none, and why.
+            DecordError: the frames could not be read.
         """
         child = self._running()
         assert child.stdin is not None
@@ -93,7 +93,7 @@ class DecordReader:
         return [(time, Image.fromarray(frame)) for time, frame in zip(*answer, strict=True)]
 
     def close(self) -> None:
-        """Kill the child, if this process has one."""
+        """Kill the child of this process, if any."""
         child, self._child = self._child, None
         if child is None or self._owner != os.getpid():
             return
@@ -103,7 +103,7 @@ class DecordReader:
             assert pipe is not None
             try:
                 pipe.close()
-            except BrokenPipeError:  # what was still to be written has no reader any more
+            except BrokenPipeError:  # the child is gone, so the rest of the request cannot be sent
                 continue
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -116,22 +116,22 @@ class DecordReader:
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # FFmpeg's remarks on every damaged packet
+                stderr=subprocess.DEVNULL,  # FFmpeg's warnings for every damaged packet
             )
         return self._child
 
 
 def frame_indices(starts: Sequence[float], times: Sequence[float]) -> list[int]:
-    """The distinct frames on screen at ``times``, by the ascending times at which frames start."""
+    """Return the distinct frames at ``times``; ``starts``: ascending start times of all frames."""
     started = np.searchsorted(starts, times, side="right") - 1
     return np.unique(started.clip(min=0)).tolist()
 
 
-def _decoded(source: Any, times: Sequence[float]) -> tuple[list[float], np.ndarray]:
-    """Start times of the frames on screen at ``times``, and their pixels (N, H, W, 3) uint8."""
+def _decode(source: Any, times: Sequence[float]) -> tuple[list[float], np.ndarray]:
+    """Decode the frames at ``times``: start times, and pixels (N, H, W, 3) uint8."""
     import decord  # pyright: ignore[reportMissingImports] - optional
 
-    # Threads of their own would only contend with those of the other loading processes.
+    # More threads would only compete with the other loading processes.
     reader = decord.VideoReader(source, ctx=decord.cpu(0), num_threads=1)
     starts = reader.get_frame_timestamp(range(len(reader)))[:, 0]
     indices = frame_indices(starts, times)
@@ -139,13 +139,13 @@ def _decoded(source: Any, times: Sequence[float]) -> tuple[list[float], np.ndarr
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     while requests.peek(1):  # pyright: ignore[reportAttributeAccessIssue]
         source, times, limit_s = pickle.load(requests)
-        # Should the parent be gone too, the kernel ends this process; it needs no lock for that.
+        # If the parent is gone as well, the kernel ends this process; this needs no lock.
         signal.alarm(math.ceil(limit_s) + 1)
         try:
-            answer = _decoded(io.BytesIO(source) if isinstance(source, bytes) else source, times)
+            answer = _decode(io.BytesIO(source) if isinstance(source, bytes) else source, times)
         except Exception as error:  # decord's own, MemoryError, ImportError, and others
             answer = f"{type(error).__name__}: {error}"
         signal.alarm(0)
@@ -155,5 +155,5 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 if __name__ == "__main__":
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries
     _serve(sys.stdin.buffer, out)

@@ -1,59 +1,71 @@
-"""Opens images and turns them into the vision tower's input.
+"""Opens images and converts them to the input of the vision tower.
 
     pixel = (value / 255 - mean) / std        value in 0..255, mean and std per channel
 
 In mode ``resize`` this equals transformers' SigLIP and CLIP image processors (PIL backend) with a
 square ``size`` and without a centre crop. Images of several tiles: :mod:`coat_data.media.tiling`.
 
-JPEGs are decoded whole. ``PIL.Image.draft`` would decode at a half, a quarter or an eighth of the
-size in less time, but the pixels after scaling differ from those of the whole picture, and no model
-of the field was trained on such pixels.
+JPEGs are decoded at full size. ``PIL.Image.draft`` would decode at 1/2, 1/4 or 1/8 of the size in
+less time, but the scaled pixels would differ from those of the full image, and no published model
+was trained on such pixels.
 """
 
 import io
 import os
+import stat
+import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from coat_data.containers.folder import IMAGE_FORMATS, image_suffixes
+from coat_data.containers.media_files import IMAGE_FORMATS, check_regular_file
 from coat_data.containers.remote_file import is_url
-from coat_data.media.remote_media import fetched, header_of
+from coat_data.media.remote_media import fetch_media, open_header
 from coat_data.sample import DataError, Media
 
 ImageMode = Literal["resize", "pad", "dynamic", "dynamic_s2"]
 Augment = Literal["none", "crop_flip"]
 
+_STRIP_PIXELS = 1 << 20
+_MOST_SIDE = 65_535
+"""Maximum side of an image in pixels, as of JPEG: resizing a line of millions of pixels to a square
+takes a buffer of as many rows."""
+
 _WIDTH, _HEIGHT = 0x0100, 0x0101  # TIFF tags
-_ORIENTATION = 0x0112  # EXIF tag; values of 5 to 8 lay the picture on its side
+_HEAD_BYTES = 4096
+_MARKER, _START_OF_SCAN, _QUANTIZATION_TABLES = 0xFF, 0xDA, 0xDB  # JPEG
+_FRAMES = (0xC0, 0xC1, 0xC2)
+"""JPEG's frame headers with Huffman coding: baseline, extended, progressive."""
+_SKIPPED = frozenset({0xC4, 0xFE, *range(0xE0, 0xF0)} - {0xE1})
+"""JPEG's Huffman tables, comments and application data, without APP1: EXIF has an orientation."""
+_SHORTEST = 9  # shorter application data are damaged
+_ORIENTATION = 0x0112  # EXIF tag; values 5 to 8 rotate the image by 90 degrees
 
 
 def open_image(media: Media | str | os.PathLike[str], max_pixels: int | None = None) -> Image.Image:
-    """The decoded image in RGB, turned upright by its EXIF orientation.
+    """Decode an image to RGB, rotated upright by its EXIF orientation.
 
-    Transparent pixels are laid over white, as in transformers 5.23 (5.17 and VILA drop the alpha
-    channel and show whatever colour is stored under it). Of an animation, the first frame. Of 16
-    bits per channel the upper 8, as Pillow does by itself for colour (grey it would clip at 255,
-    which turns nearly every such picture white). Palette, CMYK, grey and black-and-white as Pillow
-    converts them.
+    Transparent pixels are composited over white, as in transformers 5.23 (5.17 and VILA drop the
+    alpha channel and use the color stored under it). An animation gives its first frame. 16-bit
+    channels give their upper 8 bits, as Pillow does for color images (it would clip gray at 255,
+    which turns nearly every such image white). Palette, CMYK, gray and black-and-white images are
+    converted by Pillow.
 
     Args:
         media: the image, or its path.
-        max_pixels: most pixels a file may declare, against decompression bombs;
-            ``PIL.Image.MAX_IMAGE_PIXELS`` when absent.
+        max_pixels: maximum pixels that a file may declare, against decompression bombs;
+            ``PIL.Image.MAX_IMAGE_PIXELS`` by default.
 
     Raises:
-        DataError: the file is missing, empty, truncated, not an image, of floating point numbers,
-            or has more pixels than allowed; names the path.
+        DataError: the file is missing, empty, truncated, not an image, has floating point pixels,
+            or more pixels than allowed; names the path.
     """
     with _opened(media, max_pixels, decode=True) as (image, where):
         ImageOps.exif_transpose(image, in_place=True)
@@ -63,30 +75,82 @@ def open_image(media: Media | str | os.PathLike[str], max_pixels: int | None = N
 def image_size(
     media: Media | str | os.PathLike[str], max_pixels: int | None = None
 ) -> tuple[int, int]:
-    """Width and height that :func:`open_image` will give, from the file's header alone.
+    """Return the width and height of :func:`open_image`'s result, from the header alone.
 
-    No pixel is decoded, so a file that is damaged further back passes here.
+    No pixel is decoded, so damage behind the header is not found.
 
     Raises:
         DataError: as for :func:`open_image`, as far as the header shows it.
     """
+    plain = _plain_jpeg_size(_read_head(media))
+    limit = Image.MAX_IMAGE_PIXELS if max_pixels is None else max_pixels
+    if plain is not None and (limit is None or plain[0] * plain[1] <= limit):
+        return plain
     with _opened(media, max_pixels, decode=False) as (image, _):
         width, height = image.size
-        if isinstance(image, TiffImageFile):  # Pillow may have turned the size already
+        if isinstance(image, TiffImageFile):  # Pillow may have swapped width and height already
             width, height = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT]
-        if isinstance(image, PngImageFile) and not _describes_itself_behind(image):
-            # Pillow's own PNG getexif() decodes the picture to see what stands behind it.
+        if isinstance(image, PngImageFile) and not _has_metadata_after_pixels(image):
+            # Pillow's own PNG getexif() decodes the image to read metadata behind the pixels.
             orientation = Image.Image.getexif(image).get(_ORIENTATION, 1)
         else:
             orientation = image.getexif().get(_ORIENTATION, 1)
         return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
 
+def _read_head(media: Media | str | os.PathLike[str]) -> bytes:
+    """Return the first bytes of a local image; none if it cannot be read, or lies elsewhere."""
+    path = media.path if isinstance(media, Media) else os.fspath(media)
+    if isinstance(media, Media) and media.data is not None:
+        return media.data[:_HEAD_BYTES]
+    try:
+        if path is None or not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
+            return b""
+        descriptor = os.open(path, os.O_RDONLY)
+    except (OSError, ValueError):  # ValueError: a null byte in the path
+        return b""
+    try:
+        return os.read(descriptor, _HEAD_BYTES)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
+
+
+def _plain_jpeg_size(head: bytes) -> tuple[int, int] | None:
+    """Return width and height of a JPEG without EXIF data; None for all other images.
+
+    Most images of data sets are such JPEGs, whose headers Pillow reads in three times the time.
+    Source: ITU-T T.81, annex B (markers and frame header).
+    """
+    size: tuple[int, int] | None = None
+    at = 2
+    while head.startswith(b"\xff\xd8") and at + 10 <= len(head) and head[at] == _MARKER:
+        kind, length = head[at + 1], int.from_bytes(head[at + 2 : at + 4], "big")
+        if kind == _START_OF_SCAN:
+            return size
+        if kind in _FRAMES:
+            bits, height, width, channels = struct.unpack_from(">BHHB", head, at + 4)
+            if bits != 8 or not width * height or channels not in (1, 3, 4):
+                return None
+            if length != 8 + 3 * channels:
+                return None
+            size = width, height
+        elif kind == _QUANTIZATION_TABLES:
+            tables = head[at + 4 : at + 2 + length : 65]
+            if (length - 2) % 65 or any(table > 3 for table in tables):  # not of 8 bits
+                return None
+        elif kind not in _SKIPPED or length < _SHORTEST:
+            return None
+        at += 2 + length
+    return None
+
+
 @contextmanager
 def _opened(
     media: Media | str | os.PathLike[str], max_pixels: int | None, *, decode: bool
 ) -> Iterator[tuple[Image.Image, str]]:
-    """The image with its header read and its size checked, and its name for messages."""
+    """Open the image, read its header and check its size; also return its name for messages."""
     if not isinstance(media, Media):
         media = Media(kind="image", path=str(media))
     where = media.path or "<image bytes>"
@@ -97,7 +161,7 @@ def _opened(
             yield image, where
     except DataError:
         raise
-    except Image.DecompressionBombError as error:  # Pillow's, above twice the limit
+    except Image.DecompressionBombError as error:  # raised by Pillow above twice the limit
         raise _too_large(where, str(error)) from error
     except FileNotFoundError as error:
         raise DataError(where, "no such file", "fix the path or the media root") from error
@@ -111,7 +175,7 @@ def _opened(
 
 @contextmanager
 def _limit_of_pillow(max_pixels: int | None) -> Iterator[None]:
-    """Pillow's own limit, which is global, replaced while ours is in force."""
+    """Replace Pillow's global pixel limit inside the context."""
     before = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = before if max_pixels is None else max_pixels
     try:
@@ -124,21 +188,36 @@ def _rgb(image: Image.Image, where: str) -> Image.Image:
     if image.mode == "F":
         raise DataError(
             where,
-            "the pixels are floating point numbers, of which nobody can say which one is white",
+            "the pixels are floating point numbers without a known value of white",
             "convert the file to 8 or 16 bits per channel",
         )
-    if image.mode.startswith("I"):  # grey of 16 bits, or of 32 with the values of 16
-        high = np.asarray(image).astype(np.int64) >> 8
+    if image.mode.startswith("I"):  # 16-bit gray, or 32-bit gray with 16-bit values
+        high = np.asarray(image) >> 8
         return Image.fromarray(high.clip(0, 255).astype(np.uint8)).convert("RGB")
     if "A" in image.getbands() or image.info.get("transparency") is not None:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image).convert("RGB")
+        return _over_white(image)
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _describes_itself_behind(image: PngImageFile) -> bool:
-    """Whether a PNG may have EXIF or XMP data behind its pixels, where no header shows it."""
+def _over_white(image: Image.Image) -> Image.Image:
+    """Composite an image over white in strips: at once, it would be held five times."""
+    out = Image.new("RGB", image.size)
+    for box in _strips(*image.size):
+        strip = image.crop(box).convert("RGBA")
+        white = Image.new("RGBA", strip.size, "white")
+        out.paste(Image.alpha_composite(white, strip).convert("RGB"), box)
+    return out
+
+
+def _strips(width: int, height: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield boxes (left, upper, right, lower) of whole rows that cover an image, in order."""
+    rows = max(1, _STRIP_PIXELS // width)
+    for top in range(0, height, rows):
+        yield 0, top, width, min(top + rows, height)
+
+
+def _has_metadata_after_pixels(image: PngImageFile) -> bool:
+    """Whether a PNG may have EXIF or XMP data behind its pixels, where headers do not show it."""
     file = image.fp
     if file is None:
         return True
@@ -160,12 +239,13 @@ def _describes_itself_behind(image: PngImageFile) -> bool:
 def _source(media: Media, *, decode: bool) -> BinaryIO | str:
     if media.path is not None and is_url(media.path):
         if media.data is None and not decode:
-            return header_of(media)
-        media = fetched(media)
+            return open_header(media)
+        media = fetch_media(media)
     if media.data is not None:
         return io.BytesIO(media.data)
     if media.path is None:
         raise DataError("<image>", "the media has neither a path nor data", "give it one of them")
+    check_regular_file(media.path)
     return media.path
 
 
@@ -174,6 +254,12 @@ def _check_size(image: Image.Image, where: str) -> None:
     if limit is not None and image.width * image.height > limit:
         found = f"{image.width} x {image.height} pixels, and the limit is {limit}"
         raise _too_large(where, found)
+    if max(image.size) > _MOST_SIDE:
+        raise DataError(
+            where,
+            f"the image has {image.width} x {image.height} pixels; a side has at most {_MOST_SIDE}",
+            "scale the image down, or remove the row",
+        )
 
 
 def _too_large(where: str, found: str) -> DataError:
@@ -186,17 +272,17 @@ def _too_large(where: str, found: str) -> DataError:
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """How an image is cut into tiles of the tower's size."""
+    """How an image is split into tiles of the tower's input size."""
 
     num_tiles: int
-    """Tiles that the vision tower sees."""
+    """Tiles that the vision tower processes."""
     rows: int
     columns: int
-    """The grid whose tiles become tokens, row-major; a thumbnail is no part of it."""
+    """Grid of the tiles that become tokens, row-major; it does not include a thumbnail."""
     num_token_tiles: int
     """Tiles whose features become tokens (``tokens_per_image`` each)."""
     separated: bool
-    """Whether a line break stands between the tiles in the token sequence."""
+    """Whether a line break separates the tiles in the token sequence."""
 
 
 ONE_TILE = TilePlan(num_tiles=1, rows=1, columns=1, num_token_tiles=1, separated=False)
@@ -210,16 +296,16 @@ class ImageTransform:
         size: side of the output in pixels.
         mean: mean of each channel, in 0..1.
         std: standard deviation of each channel, in 0..1.
-        mode: ``resize`` stretches to a square; ``pad`` first pads to a square with the mean colour
+        mode: ``resize`` stretches to a square; ``pad`` first pads to a square with the mean color
             (``int(255 * mean)``; expand2square of haotian-liu/LLaVA, llava/mm_utils.py).
-        augment: ``crop_flip`` moves the scaled image by up to an eighth of its side in both
-            directions (a random crop of the image padded with the mean colour) and mirrors it with
+        augment: ``crop_flip`` shifts the scaled image by up to an eighth of its side in both
+            directions (a random crop of the image padded with the mean color) and flips it with
             probability 1/2.
     """
 
     modes: tuple[ImageMode, ...] = ("resize", "pad")
     one_tile = True
-    """Whether every image is one tile, whatever its size."""
+    """Whether every image is one tile, for any image size."""
 
     def __init__(
         self,
@@ -250,28 +336,12 @@ class ImageTransform:
         self.mode = mode
         self.resample = Image.Resampling(resample)
         self.augment = augment
-        self._mean_colour = tuple(int(255 * value) for value in self.mean)
-        self._blank = np.full((size, size, 3), self._mean_colour, dtype=np.uint8)
-        self._steps = [_steps(*channel) for channel in zip(self.mean, self.std, strict=True)]
-
-    def __call__(
-        self, image: Image.Image, rng: np.random.Generator | None = None
-    ) -> torch.FloatTensor:
-        """The tower's input for ``image`` as one square.
-
-        Args:
-            image: an RGB image of any size.
-            rng: source of the augmentation's draws; without it nothing is augmented.
-
-        Returns:
-            float32 (3, size, size).
-        """
-        pixels = np.empty((3, self.size, self.size), dtype=np.float32)
-        self.write_square(image, pixels, rng)
-        return torch.from_numpy(pixels)  # pyright: ignore[reportReturnType]
+        self._mean_color = tuple(int(255 * value) for value in self.mean)
+        self._blank = np.full((size, size, 3), self._mean_color, dtype=np.uint8)
+        self._mean, self._std = (np.array(one, np.float32).reshape(3, 1, 1) for one in (mean, std))
 
     def plan(self, width: int, height: int) -> TilePlan:  # noqa: ARG002 - subclasses need them
-        """How an image of this size is cut; known before it is decoded."""
+        """Return the tiles of an image of this size, before it is decoded."""
         return ONE_TILE
 
     def write(
@@ -284,35 +354,42 @@ class ImageTransform:
         self, image: Image.Image, out: NDArray[np.float32], rng: np.random.Generator | None = None
     ) -> None:
         """Write the image as one square into ``out``, float32 (3, size, size)."""
+        values = np.asarray(self.square(image))
+        if rng is not None and self.augment == "crop_flip":
+            values = self._crop_and_flip(values, rng)
+        self.normalize(values, out)
+
+    def square(self, image: Image.Image) -> Image.Image:
+        """Return the image as a square of ``size`` pixels, padded before in mode ``pad``.
+
+        A padded image is resized in strips, first in width and then in height, as Pillow does: the
+        square itself may be far larger than the image.
+        """
         if self.mode == "pad" and image.width != image.height:
-            image = self._padded_to_square(image)
+            side = max(image.size)
+            left, upper = (side - image.width) // 2, (side - image.height) // 2
+            narrow = Image.new("RGB", (self.size, side), self._mean_color)
+            for box in _strips(side, image.height):
+                strip = Image.new("RGB", (side, box[3] - box[1]), self._mean_color)
+                strip.paste(image.crop((0, box[1], image.width, box[3])), (left, 0))
+                strip = strip.resize((self.size, strip.height), self.resample)
+                narrow.paste(strip, (0, upper + box[1]))
+            image = narrow
         if image.size != (self.size, self.size):
             image = image.resize((self.size, self.size), self.resample)
-        channels = channels_of(image)
-        if rng is not None and self.augment == "crop_flip":
-            moved = self._cropped_and_flipped(np.stack(channels, axis=-1), rng)
-            channels = list(moved.transpose(2, 0, 1))
-        self.normalize(channels, out)
+        return image
 
-    def normalize(self, channels: Sequence[NDArray[np.uint8]], out: NDArray[np.float32]) -> None:
-        """Write normalized ``channels``, three of (size, size), into ``out`` (3, size, size)."""
-        for values, pixels, (divisor, mean, std) in zip(channels, out, self._steps, strict=True):
-            pixels[...] = values
-            pixels /= divisor
-            pixels -= mean
-            if std is not None:
-                pixels /= std
+    def normalize(self, values: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
+        """Write normalized ``values``, (size, size, 3), into ``out`` (3, size, size)."""
+        out[...] = values.transpose(2, 0, 1)
+        out /= np.float32(255)
+        out -= self._mean
+        out /= self._std
 
-    def _padded_to_square(self, image: Image.Image) -> Image.Image:
-        side = max(image.size)
-        square = Image.new("RGB", (side, side), self._mean_colour)
-        square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
-        return square
-
-    def _cropped_and_flipped(
+    def _crop_and_flip(
         self, values: NDArray[np.uint8], rng: np.random.Generator
     ) -> NDArray[np.uint8]:
-        """A crop of the padded image equals the image moved over the mean colour."""
+        """Shift over the mean color, which equals a crop of the padded image; flip at random."""
         reach = self.size // 8
         down, right = int(rng.integers(-reach, reach + 1)), int(rng.integers(-reach, reach + 1))
         if rng.random() < 0.5:
@@ -322,47 +399,6 @@ class ImageTransform:
         return moved
 
 
-def channels_of(image: Image.Image) -> list[NDArray[np.uint8]]:
-    """The channels of an RGB image, three of (height, width), not to be written to.
-
-    Pillow keeps four bytes per pixel: to part the channels takes as long as to pack three of them,
-    and channels are read several times as fast as every third byte.
-    """
-    return [_values(channel) for channel in image.split()]
-
-
-def _values(channel: Image.Image) -> NDArray[np.uint8]:
-    """The values (height, width) of an image of one channel, where Pillow can share its memory."""
-    import pyarrow  # half a second, which headers do not need
-
-    data: Any = None
-    if hasattr(channel, "__arrow_c_array__"):  # Pillow 11.2
-        with suppress(ValueError):  # more than 16 MiB, in several blocks, which are copied below
-            data = pyarrow.array(channel).buffers()[1]
-    data = channel.tobytes() if data is None else data
-    return np.frombuffer(data, np.uint8).reshape(channel.height, channel.width)
-
-
-def _steps(mean: float, std: float) -> tuple[np.float32, np.float32, np.float32 | None]:
-    """What a channel is divided by, less what, and divided by in the end.
-
-    The formula has two divisions in float32. Where one, by 255 std and less mean / std, gives the
-    same bits for all 256 values (so for std 1/2), it takes two thirds of the time.
-    """
-    divisor, mean32, std32 = np.float32(255), np.float32(mean), np.float32(std)
-    values = np.arange(256, dtype=np.float32)
-    folded = values / (divisor * std32) - mean32 / std32
-    if np.array_equal(folded, (values / divisor - mean32) / std32):
-        return divisor * std32, mean32 / std32, None
-    return divisor, mean32, std32
-
-
 def _target(shift: int) -> slice:
-    """Where an axis lands inside its own range when it is moved by ``shift``."""
+    """Return the part of an axis that is filled when it is shifted by ``shift``."""
     return slice(shift, None) if shift >= 0 else slice(None, shift)
-
-
-def list_frames(folder: Path) -> list[Path]:
-    """The image files of a folder of video frames, in the order of their names."""
-    suffixes = image_suffixes()
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in suffixes)

@@ -1,8 +1,8 @@
-"""Shows what is on screen at given times of a video, with PyAV (FFmpeg's libraries).
+"""Reads the frames at given times of a video with PyAV (FFmpeg's libraries).
 
-Damaged packets are passed over, so that what is readable of a damaged file is used. Only what is
-needed is decoded: a keyframe can be decoded without what came before it, so what came before is
-dropped undecoded when the next wanted time lies at the keyframe or behind it.
+Damaged packets are skipped, so that the readable part of a damaged file is used. Only needed
+packets are decoded: packets before a keyframe are dropped if the next requested time is at or
+behind that keyframe, which can be decoded without them.
 """
 
 import contextlib
@@ -20,51 +20,81 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from PIL import Image
 
+from coat_data.containers.media_files import check_regular_file
 from coat_data.containers.remote_file import is_url
-from coat_data.media.remote_media import header_of
-from coat_data.sample import Media
+from coat_data.media.remote_media import open_header
+from coat_data.sample import DataError, Media
 
 _SEEK_SECONDS = 60.0
-"""A wanted time further ahead than this is neared by seeking half the way back from it (seeking is
-imprecise in some formats); from there, and to nearer times, the file is read on."""
+"""If a requested time is further ahead than this, the reader seeks to half this distance before it
+(seeking is imprecise in some formats) and reads on from there."""
 
 _FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,m4v,h264,hevc,flv,ogg,asf,"
     "gif,apng,ivf,nut,mxf,rm,dv,wtv,av1,obu,swf"
 )
-"""FFmpeg's names of the formats read. It goes by content, not by ending, and the formats left out
-(concat, hls, dash, image2, and others) are lists that make it open other files or addresses, past
-the guard of the media root."""
+"""FFmpeg's names of the supported formats. FFmpeg detects the format by content, and the formats
+left out (concat, hls, dash, image2, and others) are lists that open other files or addresses and
+so bypass the check of the media root."""
 
 _ONLY_VIDEO_FILES = {"format_whitelist": _FORMATS, "protocol_whitelist": "file"}
 
 _EXACT_IN_DECORD = ("h264", "vp9", "mpeg4")
 
 _MAX_READ_ERRORS = 100
-"""Reading errors after which the rest of a file is given up."""
+"""Reading errors after which the rest of a file is skipped."""
 
 _MAX_DECODED_FRAMES = 50_000
-"""Decoding stops here, so that one endless file cannot hold a loader; 28 minutes at 30 fps."""
+"""Maximum number of decoded frames, so that an endless file cannot block a loader; 28 minutes at
+30 fps."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSpan:
-    """When a video is on screen, by its own clock."""
+    """Start and duration of a video, by its own clock."""
 
     start_s: float
-    """Time of the first frame in seconds; in frames if the file has no times."""
+    """Time of the first frame in seconds; a frame number if the file has no times."""
     duration_s: float
-    """Likewise."""
+    """Duration in seconds; the number of frames if the file has no times."""
     num_frames: int | None
-    """Number of frames, where the file's header says it."""
+    """Number of frames in the header, if any."""
 
 
 class PyavVideo:
-    """One open video; a context manager. FFmpeg's errors pass through."""
+    """An open video, as a context manager; raises FFmpeg's errors.
 
-    def __init__(self, media: Media) -> None:
+    Args:
+        media: the video.
+        max_pixels: maximum pixels of a frame.
+
+    Raises:
+        DataError: a frame has more pixels.
+    """
+
+    def __init__(self, media: Media, max_pixels: int = 1 << 25) -> None:
         self._media = media
-        self._container = _open(media)
+        self._max_pixels = max_pixels
+        self._container = _open(media, max_pixels)
+        self._stream = _video_stream(self._container)
+        if not self.frame_pixels:  # for some codecs the limit hides the size
+            self._container.close()
+            self._container = _open(media, None)
+            self._stream = _video_stream(self._container)
+        codec = self._stream.codec_context
+        if self.frame_pixels > max_pixels:
+            self._container.close()
+            raise DataError(
+                media.path or "<video bytes>",
+                f"a frame has {codec.width} x {codec.height} pixels, and the limit is {max_pixels}",
+                "scale the video down, or raise model.video.max_frame_pixels if you trust the file",
+            )
+        codec.options = {"max_pixels": str(max_pixels)}  # the size may change in the stream
+
+    @property
+    def frame_pixels(self) -> int:
+        """Pixels of a frame, by the header."""
+        return self._stream.codec_context.width * self._stream.codec_context.height
 
     def __enter__(self) -> "PyavVideo":
         return self
@@ -73,57 +103,144 @@ class PyavVideo:
         self._container.close()
 
     def span(self) -> TimeSpan:
-        """The video's own time span, from its header or else from its packets."""
-        start, duration = _time_span(self._container)
-        frames = _video_stream(self._container).frames or None
-        if duration is None:
-            times = self.packet_times()
-            start, duration = times[0], times[-1] - times[0]
-            if times == [float(number) for number in range(len(times))]:
-                duration = float(len(times))  # counted, not timed
-            frames = len(times)
-        return TimeSpan(start, duration, frames)
+        """Return the time span of the video from its header, or else from its packets."""
+        stream, duration = self._stream, self._container.duration
+        start = float((stream.start_time or 0) * (stream.time_base or 0))
+        frames = stream.frames or None
+        if stream.duration is not None and stream.time_base is not None:
+            return TimeSpan(start, float(stream.duration * stream.time_base), frames)
+        if duration is not None:
+            return TimeSpan(start, duration / av.time_base, frames)
+        times = self.packet_times()
+        untimed = times == [float(number) for number in range(len(times))]
+        length = float(len(times)) if untimed else times[-1] - times[0]
+        return TimeSpan(times[0], length, len(times))
 
     def packet_times(self) -> list[float]:
-        """Start times of all frames, ascending, without decoding; their numbers if untimed.
+        """Return the start times of all frames, ascending, without decoding; or frame numbers.
 
         Raises:
-            ValueError: there is no packet.
+            ValueError: the video has no packet.
         """
-        with _open(self._media) as container:
-            found = [_time(packet) for packet in _packets(container, _video_stream(container))]
+        with PyavVideo(self._media, self._max_pixels) as video:
+            found = [_time(packet) for packet in video._packets()]
         known = [time for time in found if time is not None]
         if not found:
             raise ValueError("no frame could be decoded")
         return sorted(known) if known else [float(number) for number in range(len(found))]
 
     def suits_decord(self) -> bool:
-        """Whether decord 0.6.0 shows the right frames of such a stream (found by comparison)."""
-        stream = _video_stream(self._container)
-        codec = stream.codec_context
+        """Whether decord 0.6.0 returns the right frames of such streams (found by comparison)."""
+        codec = self._stream.codec_context
         return (
             codec.codec.canonical_name in _EXACT_IN_DECORD
             and codec.pix_fmt in ("yuv420p", "yuvj420p")
             and self._container.format.name != "mpegts"
-            and not stream.start_time
+            and not self._stream.start_time
         )
 
-    def shown_at(self, times: list[float]) -> list[tuple[float, Image.Image]]:
-        """The distinct frames on screen at ``times`` (ascending), with their start times, upright.
+    def read_at(self, times: list[float]) -> Iterator[tuple[float, Image.Image]]:
+        """Yield the distinct frames at ``times`` (ascending), upright, with their start times.
 
-        The frame at a time is the last one that starts by then, or the first of all.
+        The frame at a time is the last one that starts by then, or the first one.
         """
-        frames = _shown_at(self._container, times)
-        return [(time, _upright(frame)) for time, frame in frames]
+        last = None
+        for time, frame in self._chosen(deque(times)):
+            if frame is not last:
+                yield time, _upright(frame)
+            last = frame
+
+    def _chosen(self, wanted: deque[float]) -> Iterator[tuple[float, VideoFrame]]:
+        """Yield a frame for each time."""
+        current: tuple[float, VideoFrame] | None = None
+        for time, frame in self._decode(wanted):
+            while wanted and time > wanted[0]:
+                wanted.popleft()
+                yield current or (time, frame)
+            current = (time, frame)
+            if not wanted:
+                break
+        if wanted and current is not None:  # the video is shorter than its duration says
+            yield current
+
+    def _decode(self, wanted: deque[float]) -> Iterator[tuple[float, VideoFrame]]:
+        """Yield times and frames in display order, at least the frames at the times in ``wanted``.
+
+        The caller removes times from ``wanted`` when it gets a later frame, and stops when it is
+        empty.
+        """
+        seconds = float(self._stream.time_base or 1)  # frame.time is missing after the last packet
+        time = -1.0
+        for number, frame in enumerate(self._decode_packets(wanted)):
+            time = time + 1.0 if frame.pts is None else frame.pts * seconds
+            yield time, frame
+            if number == _MAX_DECODED_FRAMES:
+                return
+
+    def _decode_packets(self, wanted: deque[float]) -> Iterator[VideoFrame]:
+        for packet in self._needed_packets(wanted):
+            if packet is None:
+                self._stream.codec_context.flush_buffers()
+                continue
+            with contextlib.suppress(FFmpegError):  # skip a damaged packet
+                yield from packet.decode()  # pyright: ignore[reportReturnType]
+        with contextlib.suppress(FFmpegError):
+            yield from self._stream.decode(None)
+
+    def _needed_packets(self, wanted: deque[float]) -> Iterator[Packet | None]:
+        """Yield the packets to decode for the times in ``wanted``; None before a gap."""
+        held: list[Packet] = []  # not yet known to be needed
+        fed = False
+        sought = None
+        for packet in self._packets():
+            time = _time(packet)
+            if time is None or time > wanted[0]:
+                yield from (*held, packet)
+                held.clear()
+                fed = True
+                continue
+            if packet.is_keyframe:
+                held.clear()
+                if fed:
+                    yield None
+                    fed = False
+                if wanted[0] - time > _SEEK_SECONDS and sought != wanted[0]:
+                    sought = wanted[0]
+                    self._seek(sought - _SEEK_SECONDS / 2)
+                    continue
+            held.append(packet)
+        yield from held
+
+    def _seek(self, seconds: float) -> None:
+        """Seek to about ``seconds``; errors are ignored, as reading on reaches it as well."""
+        offset = round(seconds / float(self._stream.time_base or 1))
+        with contextlib.suppress(FFmpegError):
+            self._container.seek(offset, stream=self._stream)
+
+    def _packets(self) -> Iterator[Packet]:
+        """Yield the stream's packets in file order; continues after reading errors."""
+        for _ in range(_MAX_READ_ERRORS):
+            try:
+                packets = self._container.demux(self._stream)
+                yield from (packet for packet in packets if packet.size)
+            except FFmpegError:
+                continue
+            return
 
 
-def _open(media: Media) -> InputContainer:
+def _open(media: Media, max_pixels: int | None) -> InputContainer:
     source: Any = media.path if media.data is None else io.BytesIO(media.data)
     if isinstance(source, str) and is_url(source):
-        source = header_of(media)
+        source = open_header(media)
+    elif isinstance(source, str):
+        check_regular_file(source)
+    # FFmpeg decodes the first frames when it opens a file.
+    options = dict(_ONLY_VIDEO_FILES)
+    if max_pixels is not None:
+        options["max_pixels"] = str(max_pixels)
     try:
-        return av.open(source, metadata_errors="replace", options=_ONLY_VIDEO_FILES)  # pyright: ignore[reportReturnType]
-    except ArgumentError as error:  # what FFmpeg answers to a format that is not in the list
+        return av.open(source, metadata_errors="replace", options=options)  # pyright: ignore[reportReturnType]
+    except ArgumentError as error:  # raised by FFmpeg for a format that is not in the list
         raise ValueError(f"its format is none of {_FORMATS}") from error
 
 
@@ -133,112 +250,14 @@ def _video_stream(container: InputContainer) -> VideoStream:
         raise ValueError("it has no video stream")
     if stream.codec_context is None:
         raise ValueError("no decoder knows its codec")
-    stream.thread_type = "NONE"  # loader workers are processes; threads inside them only contend
+    stream.thread_type = "NONE"  # workers are processes; more threads would only compete
     return stream
-
-
-def _time_span(container: InputContainer) -> tuple[float, float | None]:
-    """Start and duration of the video in seconds; the duration is None when the file has none."""
-    stream = _video_stream(container)
-    start = float((stream.start_time or 0) * (stream.time_base or 0))
-    if stream.duration is not None and stream.time_base is not None:
-        return start, float(stream.duration * stream.time_base)
-    if container.duration is not None:
-        return start, container.duration / av.time_base
-    return start, None
-
-
-def _shown_at(container: InputContainer, times: list[float]) -> list[tuple[float, VideoFrame]]:
-    wanted = deque(times)
-    chosen: list[tuple[float, VideoFrame]] = []
-    shown: tuple[float, VideoFrame] | None = None
-    for time, frame in _decoded(container, wanted):
-        while wanted and time > wanted[0]:
-            wanted.popleft()
-            chosen.append(shown or (time, frame))
-        shown = (time, frame)
-        if not wanted:
-            break
-    if wanted and shown is not None:  # the video ends before its duration says
-        chosen.append(shown)
-    return list({id(frame): (time, frame) for time, frame in chosen}.values())
 
 
 def _upright(frame: VideoFrame) -> Image.Image:
     image = frame.to_image()
     quarter_turns = round(frame.rotation / 90)
     return image.rotate(90 * quarter_turns, expand=True) if quarter_turns else image
-
-
-def _decoded(container: InputContainer, wanted: deque[float]) -> Iterator[tuple[float, VideoFrame]]:
-    """Times and frames in display order, at least what is on screen at the times in ``wanted``.
-
-    The caller takes times out of ``wanted`` as it meets a later frame, and stops when it is empty.
-    """
-    stream = _video_stream(container)
-    seconds = float(stream.time_base or 1)  # frame.time is missing after the last packet
-    time = -1.0
-    for number, frame in enumerate(_decoded_packets(container, stream, wanted)):
-        time = time + 1.0 if frame.pts is None else frame.pts * seconds
-        yield time, frame
-        if number == _MAX_DECODED_FRAMES:
-            return
-
-
-def _decoded_packets(
-    container: InputContainer, stream: VideoStream, wanted: deque[float]
-) -> Iterator[VideoFrame]:
-    for packet in _needed_packets(container, stream, wanted):
-        if packet is None:
-            stream.codec_context.flush_buffers()
-            continue
-        with contextlib.suppress(FFmpegError):  # a damaged packet: the next ones may be whole
-            yield from packet.decode()  # pyright: ignore[reportReturnType]
-    with contextlib.suppress(FFmpegError):
-        yield from stream.decode(None)
-
-
-def _needed_packets(
-    container: InputContainer, stream: VideoStream, wanted: deque[float]
-) -> Iterator[Packet | None]:
-    """The packets to decode for the times in ``wanted``; None before a gap."""
-    held: list[Packet] = []  # read, and not yet known to be needed
-    fed = False
-    sought = None
-    for packet in _packets(container, stream):
-        time = _time(packet)
-        if time is None or time > wanted[0]:
-            yield from (*held, packet)
-            held.clear()
-            fed = True
-            continue
-        if packet.is_keyframe:
-            held.clear()
-            if fed:
-                yield None
-                fed = False
-            if wanted[0] - time > _SEEK_SECONDS and sought != wanted[0]:
-                sought = wanted[0]
-                _seek(container, stream, sought - _SEEK_SECONDS / 2)
-                continue
-        held.append(packet)
-    yield from held
-
-
-def _seek(container: InputContainer, stream: VideoStream, seconds: float) -> None:
-    """Go to about ``seconds``; without an index it fails, and reading on also gets there."""
-    with contextlib.suppress(FFmpegError):
-        container.seek(round(seconds / float(stream.time_base or 1)), stream=stream)
-
-
-def _packets(container: InputContainer, stream: VideoStream) -> Iterator[Packet]:
-    """The packets of ``stream`` in file order; where reading fails, it is tried again behind."""
-    for _ in range(_MAX_READ_ERRORS):
-        try:
-            yield from (packet for packet in container.demux(stream) if packet.size)
-        except FFmpegError:
-            continue
-        return
 
 
 def _time(packet: Packet) -> float | None:

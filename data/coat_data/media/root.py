@@ -1,8 +1,9 @@
-"""The folder that media paths start from, and the guard that no path leaves it."""
+"""Resolves media paths below the media root, and rejects paths that leave it."""
 
 import functools
 import os
 import posixpath
+import stat
 import urllib.parse
 from pathlib import Path
 
@@ -10,26 +11,26 @@ from coat_data.containers.remote_file import is_url
 from coat_data.sample import DataError
 
 ROW_SCHEMES = ("http", "https", "s3", "gs", "hf")
-"""Of addresses that a row may give for a medium; none of them reaches this machine's files."""
+"""Schemes of addresses in rows; none of them opens files of this machine."""
 
 
-_OF_ADDRESSES = "!#$%&'()*+,/:;=?@[]~"
-"""Characters that may stand in an address as they are (RFC 3986); of rows, "%" is taken as one."""
+_SAFE_CHARACTERS = "!#$%&'()*+,/:;=?@[]~"
+"""Characters of an address that are not quoted (RFC 3986); "%" in rows is taken as quoted."""
 
 
 class MediaRoot:
-    """Turns the media paths of a data file into absolute paths below one folder.
+    """Converts the media paths of a data file to absolute paths below one folder.
 
-    A data file comes from somebody else: ``../../secret.png``, an absolute path or a link that was
-    unpacked with the images must not make a training set of the user's other files.
+    Data files come from third parties: with ``../../secret.png``, an absolute path or a link among
+    the unpacked images, a data set could contain the user's other files.
 
     Attributes:
-        folder: as given; an address as text.
+        folder: the absolute folder, or the address as text.
 
     Args:
         folder: absolute folder, or an address of one.
-        follow_links: allow links below the folder that lead out of it; for folders that the user
-            has linked together.
+        follow_links: allow links below the folder that lead out of it, for folders that the user
+            assembled from links.
     """
 
     def __init__(self, folder: str | Path, *, follow_links: bool = False) -> None:
@@ -39,12 +40,12 @@ class MediaRoot:
         self._real_folder = os.path.realpath(folder)
 
     def file(self, name: str, where: str) -> str:
-        """The absolute path or the address of ``name``; it need not exist.
+        """Return the absolute path or the address of ``name``; the file need not exist.
 
-        An address of one of :data:`ROW_SCHEMES` stands for itself: it is no file of this machine.
+        An address with one of :data:`ROW_SCHEMES` is returned as an address.
 
         Raises:
-            DataError: the path leaves the folder, by itself or through a link.
+            DataError: the path leaves the folder, directly or through a link.
         """
         if is_url(name):
             return self._address(name, where)
@@ -63,7 +64,7 @@ class MediaRoot:
         return path
 
     def name(self, name: str) -> str:
-        """Where ``name`` would be, for messages: nothing is opened there."""
+        """Return the path of ``name`` for messages, without a check; nothing is opened."""
         return name if is_url(name) else os.path.join(self._folder, name)  # noqa: PTH118
 
     def _address(self, name: str, where: str) -> str:
@@ -77,8 +78,8 @@ class MediaRoot:
                 f"use one of {', '.join(ROW_SCHEMES)}, or download it and give its path",
             )
         if scheme.lower() in ("http", "https"):
-            return urllib.parse.quote(f"{scheme.lower()}://{rest}", safe=_OF_ADDRESSES)
-        if "::" in rest:  # fsspec would open another file system by what follows
+            return urllib.parse.quote(f"{scheme.lower()}://{rest}", safe=_SAFE_CHARACTERS)
+        if "::" in rest:  # fsspec would open another file system with the rest
             raise DataError(where, f"the address {name[:80]!r} has '::' in it", "name one file")
         return f"{scheme.lower()}://{rest}"
 
@@ -95,13 +96,18 @@ class MediaRoot:
 
     def _check_links(self, path: str, name: str, where: str) -> None:
         real = _real_folder(os.path.dirname(path))  # noqa: PTH120
-        if os.path.islink(path):  # noqa: PTH114
+        try:
+            mode = os.lstat(path).st_mode
+        except (OSError, ValueError):
+            mode = 0
+        if stat.S_ISLNK(mode):
             real = os.path.realpath(path)
         outside = None if _is_below(real, self._real_folder) else real
-        if outside is None and os.path.isdir(path):  # noqa: PTH112 - frames of a video
-            outside = next(
-                (found for found in _links(path) if not _is_below(found, self._real_folder)), None
-            )
+        folder = not stat.S_ISREG(mode) and mode and os.path.isdir(path)  # noqa: PTH112
+        if outside is None and folder:  # frames of a video
+            with os.scandir(path) as entries:
+                links = [os.path.realpath(entry.path) for entry in entries if entry.is_symlink()]
+            outside = next((to for to in links if not _is_below(to, self._real_folder)), None)
         if outside is not None:
             raise DataError(
                 where,
@@ -114,11 +120,6 @@ class MediaRoot:
 @functools.lru_cache(maxsize=4096)
 def _real_folder(folder: str) -> str:
     return os.path.realpath(folder)
-
-
-def _links(folder: str) -> list[str]:
-    with os.scandir(folder) as entries:
-        return [os.path.realpath(entry.path) for entry in entries if entry.is_symlink()]
 
 
 def _is_below(path: str, folder: str) -> bool:

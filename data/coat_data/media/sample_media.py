@@ -1,4 +1,4 @@
-"""Loads the images and videos of a sample, and says beforehand how many tiles they make."""
+"""Loads the images and videos of a sample, and plans their tiles from headers."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from coat_data.media.image import ONE_TILE, ImageTransform, TilePlan, image_size, open_image
-from coat_data.media.remote_media import fetched
+from coat_data.media.remote_media import fetch_media
 from coat_data.media.sampling import VideoSettings
 from coat_data.sample import DataError, Media
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MediaPlan:
-    """What an image or a video becomes in the model."""
+    """The tiles of an image or a video."""
 
     tiles: tuple[TilePlan, ...]
-    """One for an image, one per frame for a video."""
+    """One plan for an image; one per frame for a video."""
     times_s: tuple[float, ...] | None = None
-    """When each frame of a video is shown, in seconds from its beginning; None without times."""
+    """Time of each frame of a video, in seconds from its beginning; None without times."""
     pool_frames: int = 1
-    """Of a video: so many consecutive frames share the tokens of one; the last may be fewer."""
+    """Video frames per pooling group, which shares the tokens of one; the last may be smaller."""
 
     @property
     def group_sizes(self) -> list[int]:
-        """Tiles that share the tokens of one, in order; all 1 without pooling."""
+        """Return the tiles of each pooling group, in order; all 1 without pooling."""
         if self.pool_frames == 1:
             return [1] * self.num_tiles
         starts = range(0, len(self.tiles), self.pool_frames)
@@ -39,7 +39,7 @@ class MediaPlan:
 
     @property
     def group_times_s(self) -> list[float]:
-        """Mean time of the frames of each group, in seconds; the frames' own without pooling."""
+        """Return the mean time of the frames of each pooling group, in seconds."""
         times = self.times_s or ()
         starts = range(0, len(times), self.pool_frames)
         groups = [times[start : start + self.pool_frames] for start in starts]
@@ -47,36 +47,37 @@ class MediaPlan:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles that the vision tower sees: N of the pixel values."""
+        """Return N, the number of tiles that the vision tower processes."""
         return sum(plan.num_tiles for plan in self.tiles)
 
     @property
     def num_token_tiles(self) -> int:
-        """Tiles, or groups of frames, whose features become tokens."""
+        """Return the number of tiles, or groups of frames, whose features become tokens."""
         if self.pool_frames > 1:
             return len(self.group_sizes)
         return sum(plan.num_token_tiles for plan in self.tiles)
 
 
 class MediaLoader:
-    """Reads media as its transform and its video settings want them.
+    """Reads images and videos with an image transform and video settings.
 
     Attributes:
-        transform: cuts, scales and normalizes images.
+        transform: splits, scales and normalizes images.
         video: how videos are read.
-        counts: what happened while reading videos (:class:`coat_data.media.video.VideoReader`).
-        keeps_last_clip: whether a decoded video is kept until another is asked for.
+        counts: events while videos were read (:class:`coat_data.media.video.VideoReader`).
+        keeps_last_clip: whether the last decoded video is cached, for consecutive questions about
+            one video; training would only waste memory.
     """
 
     def __init__(
         self, transform: ImageTransform, video: VideoSettings, max_pixels: int | None = None
     ) -> None:
-        """Prepare.
+        """Create a loader.
 
         Args:
-            transform: see above.
-            video: see above.
-            max_pixels: most pixels of an image file (:func:`coat_data.media.image.open_image`).
+            transform: splits, scales and normalizes images.
+            video: how videos are read.
+            max_pixels: maximum pixels of an image (:func:`coat_data.media.image.open_image`).
         """
         self.transform = transform
         self.video = video
@@ -87,11 +88,10 @@ class MediaLoader:
         self._reader: VideoReader | None = None
 
     def plan(self, media: Media) -> MediaPlan:
-        """What ``media`` becomes, from its header alone.
+        """Plan the tiles of ``media`` from its header alone.
 
-        Exact for images. For videos the number of frames is the largest that reading can give,
-        which is their number in whole files that are long enough; the times are right to within a
-        frame.
+        The plan is exact for images. For a video it has the maximum number of frames, which is the
+        number in intact files that are long enough; the times are exact to within a frame.
 
         Raises:
             DataError: the header cannot be read.
@@ -102,17 +102,17 @@ class MediaLoader:
         return MediaPlan((self._image_plan(media),))
 
     def open(self, media: Media) -> tuple[MediaPlan, "Clip | Media"]:
-        """What ``media`` becomes for certain, and what :meth:`write` needs.
+        """Return the exact plan of ``media``, and the input of :meth:`write`.
 
-        A video is decoded, as only that shows how many frames it has. Of an image the header is
-        read where its size matters: pixels are decoded one image at a time. What has an address is
-        fetched here, once.
+        Videos are decoded, as only decoding finds the number of frames. Of an image only the header
+        is read, if the plan depends on it: pixels are decoded one image at a time. Files at URLs
+        are fetched here, once.
 
         Raises:
-            DataError: it cannot be read.
+            DataError: the medium cannot be read.
         """
         if media.kind == "image":
-            media = fetched(media)
+            media = fetch_media(media)
             return MediaPlan((self._image_plan(media),)), media
         clip = self._clip(media)
         return self._video_plan(len(clip.frames), clip.times_s), clip
@@ -125,7 +125,7 @@ class MediaLoader:
         if self._last_clip is not None and self._last_clip[0] == media:
             return self._last_clip[1]
         reader = self._video_reader()
-        clip = reader.read(media)
+        clip = reader.read(media, self.transform.square)
         self.counts.update(reader.counts)
         reader.counts.clear()
         if self.keeps_last_clip:
@@ -137,11 +137,11 @@ class MediaLoader:
         opened: Sequence[tuple[MediaPlan, "Clip | Media"]],
         rng: np.random.Generator | None,
     ) -> torch.Tensor:
-        """The pixel values of all media, (N, 3, H, W) float32; N is 0 without media.
+        """Decode all media to pixel values, (N, 3, H, W) float32; N is 0 without media.
 
         Args:
-            opened: what :meth:`open` gave for each.
-            rng: source of the augmentation's draws; all frames of a video are augmented alike.
+            opened: results of :meth:`open`.
+            rng: generator of the augmentation; all frames of a video are augmented alike.
 
         Raises:
             DataError: an image cannot be decoded.
@@ -151,36 +151,22 @@ class MediaLoader:
         remaining: NDArray[np.float32] = pixels.numpy()
         for plan, medium in opened:
             out, remaining = np.split(remaining, [plan.num_tiles])
-            if isinstance(medium, Media):
-                self._write_image(medium, plan.tiles[0], out, rng)
-            else:
-                self._write_clip(medium, out, rng)
+            if not isinstance(medium, Media):
+                seed = int(rng.integers(2**63)) if rng is not None and len(out) > 1 else None
+                for frame, place in zip(medium.frames, out, strict=True):
+                    frame_rng = rng if seed is None else np.random.default_rng(seed)
+                    self.transform.write_square(frame, place, frame_rng)
+                continue
+            image = open_image(medium, self._max_pixels)
+            if self.transform.plan(*image.size) != plan.tiles[0]:
+                raise DataError(
+                    medium.path or "<image bytes>",
+                    f"the header announces another size than the {image.width} x {image.height} "
+                    "pixels that were decoded",
+                    "save the image again with another program",
+                )
+            self.transform.write(image, out, rng)
         return pixels
-
-    def _write_image(
-        self,
-        media: Media,
-        plan: TilePlan,
-        out: NDArray[np.float32],
-        rng: np.random.Generator | None,
-    ) -> None:
-        image = open_image(media, self._max_pixels)
-        if self.transform.plan(*image.size) != plan:
-            raise DataError(
-                media.path or "<image bytes>",
-                f"the header announces another size than the {image.width} x {image.height} pixels "
-                "that were decoded",
-                "save the image again with another program",
-            )
-        self.transform.write(image, out, rng)
-
-    def _write_clip(
-        self, clip: "Clip", out: NDArray[np.float32], rng: np.random.Generator | None
-    ) -> None:
-        seed = int(rng.integers(2**63)) if rng is not None and len(out) > 1 else None
-        for frame, place in zip(clip.frames, out, strict=True):
-            frame_rng = rng if seed is None else np.random.default_rng(seed)
-            self.transform.write_square(frame, place, frame_rng)
 
     def _image_plan(self, media: Media) -> TilePlan:
         if self.transform.one_tile:
@@ -189,7 +175,7 @@ class MediaLoader:
 
     def _video_reader(self) -> "VideoReader":
         if self._reader is None:
-            # Images alone need no video decoder; loading one costs every worker some megabytes.
+            # Images alone need no video decoder, which takes several megabytes per worker.
             from coat_data.media.video import VideoReader
 
             self._reader = VideoReader(self.video)

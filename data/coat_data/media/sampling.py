@@ -1,7 +1,7 @@
-"""Which moments of a video are shown: a rule of times, the same for every decoder.
+"""Times of the sampled frames of a video, the same for every decoder.
 
-A clip (or the part of it between ``start`` and ``end``) is cut into N equal spans, and each span is
-shown by the frame on screen at its middle:
+A clip (or the part of it between ``start`` and ``end``) is divided into N equal spans, and each
+span gives the frame at its middle:
 
     time_i = start + duration * (i + 1/2) / N,    i = 0 .. N - 1
 
@@ -9,7 +9,7 @@ shown by the frame on screen at its middle:
     fps       N = duration * fps, rounded, at least 1 and at most max_frames
     all       every frame; if there are more than max_frames, N = max_frames
 
-Two spans may be shown by the same frame, which is then given once: a short clip gives fewer frames.
+If two spans give the same frame, it is used once: a short clip gives fewer frames.
 """
 
 import math
@@ -31,10 +31,10 @@ VIDEO_COUNTS = (
     "video_decord_crash",
     "video_decord_error",
 )
-"""What is counted while videos are read: what read them, and why decord did not."""
+"""Counters of video reading: the reader that was used, and why decord was not."""
 
 _ROUNDING_S = 1e-6
-"""A middle is moved by this much, so that rounding does not decide when a frame starts there."""
+"""Offset of the middles, so that rounding does not decide which of two frames is at a middle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,24 +46,29 @@ class VideoSettings:
     """
 
     backend: VideoBackend = "auto"
-    """``pyav``: PyAV; ``decord``: that library, in a child process that is killed when it hangs,
-    and PyAV for what it does not read exactly (:mod:`coat_data.media.video`); ``auto``: what was
-    measured to be the better, which is PyAV."""
+    """``pyav``: PyAV; ``decord``: decord in a child process that is killed when it hangs, with PyAV
+    for streams that decord does not read exactly (:mod:`coat_data.media.video`); ``auto``: PyAV,
+    which was measured to be the better one."""
     sampling: Sampling = "uniform"
     """``uniform`` in time, so many frames per second (``fps``), or ``all`` frames."""
     num_frames: int = 8
-    """Frames under ``uniform``."""
+    """Number of frames for ``uniform``."""
     fps: float | None = None
-    """Frames per second under ``fps``."""
+    """Frames per second for ``fps``."""
     max_frames: int = 64
-    """Most frames under ``fps`` and ``all``."""
+    """Maximum number of frames for ``fps`` and ``all``."""
+    max_frame_pixels: int = 1 << 25
+    """Maximum pixels of a frame in the file; the default has room for 8K (7,680 x 4,320)."""
+    max_total_pixels: int = 1 << 28
+    """Maximum pixels of all frames that are kept, in the size in which they are kept: training
+    keeps squares of the tower's size."""
     timeout_s: float = 30.0
     """Wall-clock limit of decord for one video, in seconds."""
     time_tokens: bool = False
-    """Write before each frame when it is shown, as text: ``<1.5 seconds>``; with ``pool_frames``
-    before each group, the mean of its frames' times."""
+    """Insert the time of each frame before its tokens, as text: ``<1.5 seconds>``; with
+    ``pool_frames`` the mean time of each group."""
     pool_frames: int = 1
-    """Consecutive frames whose features are averaged into the tokens of one; 1 for none."""
+    """Consecutive frames whose features are averaged into the tokens of one frame; 1 for none."""
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -72,6 +77,9 @@ class VideoSettings:
             allowed = ", ".join(SAMPLINGS)
             raise ValueError(f"video sampling is {self.sampling!r}; allowed: {allowed}")
         counts = (self.num_frames, self.max_frames, self.pool_frames)
+        pixels = (self.max_frame_pixels, self.max_total_pixels)
+        if min(pixels) < 1:
+            raise ValueError(f"max_frame_pixels, max_total_pixels = {pixels}; give at least 1")
         if min(counts) < 1 or self.timeout_s <= 0:
             raise ValueError(
                 f"num_frames={self.num_frames}, max_frames={self.max_frames}, pool_frames="
@@ -85,7 +93,7 @@ class VideoSettings:
             )
 
     def num_spans(self, duration_s: float) -> int:
-        """N for a clip of ``duration_s`` seconds; for ``all`` its largest value."""
+        """Return N for a clip of ``duration_s`` seconds; for ``all`` the maximum."""
         if self.sampling == "uniform":
             return self.num_frames
         if self.sampling == "fps" and self.fps is not None:
@@ -94,6 +102,6 @@ class VideoSettings:
 
 
 def middles(start_s: float, duration_s: float, num_spans: int) -> list[float]:
-    """The times, in seconds, in the middle of equal spans."""
+    """Return the middles of equal spans, in seconds."""
     step = duration_s / num_spans
     return [start_s + step * (i + 0.5) + _ROUNDING_S for i in range(num_spans)]

@@ -1,50 +1,55 @@
-"""Cuts an image into tiles of the tower's size, as InternVL and VILA do.
+"""Splits an image into tiles of the tower's input size, as InternVL and VILA do.
 
 ``dynamic`` (InternVL 1.5, Chen et al. 2024, arXiv:2404.16821, section 3.3; OpenGVLab/InternVL,
-``dynamic_preprocess``; NVlabs/VILA, ``llava/mm_utils.py``): of all grids of ``min_tiles`` to
-``max_tiles`` tiles the one whose width over height is closest to the image's. The image is scaled
-to the whole grid, not keeping its proportions, and cut row by row; unless the grid is one tile, the
-whole image scaled to one tile (the thumbnail) follows. Each tile is an image of its own to the
-model, with a line break between them, as in VILA's prompts.
+``dynamic_preprocess``; NVlabs/VILA, ``llava/mm_utils.py``): uses the grid of ``min_tiles`` to
+``max_tiles`` tiles whose aspect ratio is closest to the image's. The image is scaled to the whole
+grid, without keeping its aspect ratio, and split row by row; if the grid has more than one tile,
+the whole image scaled to one tile (the thumbnail) follows. The model encodes each tile as an image,
+with a line break between tiles, as in VILA's prompts.
 
 ``dynamic_s2`` (VILA's ``dynamic_s2_preprocess``; S2 is Shi et al. 2024, arXiv:2403.13043): the
-image at several scales. All but the largest are squares of 1, 4, ... tiles. The largest is the
-closest grid of at least as many tiles as its square would have, and at most ``max_tiles``. The
-model puts the features of each scale together again and concatenates the scales by channels, so
-that only the largest grid becomes tokens (:mod:`coat_vlm.model.projector`).
+image at several scales. All scales but the largest are squares of 1, 4, ... tiles. The largest is
+the closest grid with at least as many tiles as its square, and at most ``max_tiles``. The model
+joins the features of the tiles of each scale and concatenates the scales by channels, so that only
+the largest grid becomes tokens (:mod:`coat_vlm.model.projector`).
 
-Frames of a video are one tile each in both modes.
+Frames of a video are one tile in both modes.
 """
 
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from coat_data.media.image import ImageMode, ImageTransform, TilePlan, channels_of
+from coat_data.media.image import ImageMode, ImageTransform, TilePlan
 
 
 @functools.lru_cache(maxsize=4096)
 def closest_grid(
     width: int, height: int, tile: int, min_tiles: int, max_tiles: int
 ) -> tuple[int, int]:
-    """Rows and columns of the grid for an image of ``width`` x ``height`` pixels.
+    """Return rows and columns of the grid for an image of ``width`` x ``height`` pixels.
 
-    Grids are tried by their number of tiles, then by their columns. One as close as the best so far
-    replaces it if it does not blow the image up too far: if the image has more than half its
-    pixels. (InternVL and VILA try grids of equal number in the order of a Python set of pairs,
-    which is the interpreter's affair; the order here is that of transformers' GOT-OCR2 and InternVL
-    image processors.)
+    Grids are compared in the order of their number of tiles, then of their columns. A grid with the
+    same distance as the best one replaces it if the image has more than half as many pixels as the
+    grid, which limits upscaling. (InternVL and VILA compare grids of equal number in the order of a
+    Python set of pairs, which depends on the interpreter; the order here is that of transformers'
+    GOT-OCR2 and InternVL image processors.)
 
     Raises:
-        ValueError: there is no such grid.
+        ValueError: no grid has this number of tiles.
     """
     wanted, area = width / height, width * height
     best, best_distance = (0, 0), float("inf")
-    for rows, columns in _grids(min_tiles, max_tiles):
+    grids = [
+        (rows, columns)
+        for columns in range(1, max_tiles + 1)
+        for rows in range(1, max_tiles // columns + 1)
+        if rows * columns >= min_tiles
+    ]
+    for rows, columns in sorted(grids, key=lambda grid: grid[0] * grid[1]):
         distance = abs(wanted - columns / rows)
         fits = area > 0.5 * tile * tile * rows * columns
         if distance < best_distance or (distance == best_distance and fits):
@@ -54,26 +59,14 @@ def closest_grid(
     return best
 
 
-@functools.lru_cache(maxsize=64)
-def _grids(min_tiles: int, max_tiles: int) -> list[tuple[int, int]]:
-    """(rows, columns) with ``min_tiles`` to ``max_tiles`` tiles."""
-    grids = [
-        (rows, columns)
-        for columns in range(1, max_tiles + 1)
-        for rows in range(1, max_tiles // columns + 1)
-        if rows * columns >= min_tiles
-    ]
-    return sorted(grids, key=lambda grid: grid[0] * grid[1])
-
-
 class TiledTransform(ImageTransform):
-    """Cuts an image into normalized tiles; a frame of a video is one tile.
+    """Splits an image into normalized tiles; a frame of a video is one tile.
 
     Attributes:
-        min_tiles: fewest tiles of a grid in mode ``dynamic``, without the thumbnail.
-        max_tiles: most tiles of a grid, likewise.
+        min_tiles: minimum tiles of a grid in mode ``dynamic``, without the thumbnail.
+        max_tiles: maximum tiles of a grid, without the thumbnail.
         scales: sides of the scales in pixels for mode ``dynamic_s2``, ascending multiples of
-            ``size``; empty in mode ``dynamic``.
+            ``size`` (the model's configuration checks them); empty in mode ``dynamic``.
     """
 
     modes: tuple[ImageMode, ...] = ("dynamic", "dynamic_s2")
@@ -99,7 +92,6 @@ class TiledTransform(ImageTransform):
         super().__init__(size, mean, std, mode, resample)
         self.scales = tuple(scales)
         if mode == "dynamic_s2":
-            check_scales(self.scales, size)
             min_tiles = (self.scales[-1] // size) ** 2
         elif self.scales:
             raise ValueError(f"scales={list(scales)} have no effect in mode {mode!r}; remove them")
@@ -113,7 +105,7 @@ class TiledTransform(ImageTransform):
         self.max_tiles = max_tiles
 
     def plan(self, width: int, height: int) -> TilePlan:
-        """How an image of this size is cut; known before it is decoded."""
+        """Return the tiles of an image of this size, before it is decoded."""
         rows, columns = closest_grid(width, height, self.size, self.min_tiles, self.max_tiles)
         tiles = rows * columns
         if self.mode == "dynamic_s2":
@@ -130,47 +122,21 @@ class TiledTransform(ImageTransform):
     ) -> None:
         """Write the tiles of ``plan(*image.size)`` into ``out``, float32 (tiles, 3, size, size).
 
-        Mode ``dynamic``: the grid, then the thumbnail. Mode ``dynamic_s2``: scale after scale,
-        ascending. Each grid row by row.
+        Mode ``dynamic``: the grid, then the thumbnail. Mode ``dynamic_s2``: the scales in ascending
+        order. Each grid is written row by row.
         """
-        for tile, place in zip(self._cut(image), out, strict=True):
-            self.normalize(tile, place)
-
-    def _cut(self, image: Image.Image) -> Iterator[list[NDArray[np.uint8]]]:
-        """The channels of each tile, three of (size, size)."""
         plan = self.plan(*image.size)
-        for scale in self.scales[:-1]:
-            side = scale // self.size
-            yield from self._grid(image, side, side)
-        yield from self._grid(image, plan.rows, plan.columns)
+        grids = [(scale // self.size, scale // self.size) for scale in self.scales[:-1]]
+        grids.append((plan.rows, plan.columns))
         if self.mode == "dynamic" and plan.num_tiles > 1:
-            yield from self._grid(image, 1, 1)
-
-    def _grid(
-        self, image: Image.Image, rows: int, columns: int
-    ) -> Iterator[list[NDArray[np.uint8]]]:
-        size = self.size
-        target = (columns * size, rows * size)
-        channels = channels_of(
-            image if image.size == target else image.resize(target, self.resample)
-        )
-        for top in range(0, rows * size, size):
-            for left in range(0, columns * size, size):
-                yield [values[top : top + size, left : left + size] for values in channels]
-
-
-def check_scales(scales: Sequence[int], size: int) -> None:
-    """Check the scales of mode ``dynamic_s2`` for a tower of ``size`` pixels.
-
-    Raises:
-        ValueError: they are fewer than two, do not begin with the tower's size, or are not
-            ascending multiples of it.
-    """
-    ascending = all(a < b for a, b in itertools.pairwise(scales))
-    multiples = all(scale % size == 0 for scale in scales)
-    if len(scales) < 2 or scales[0] != size or not ascending or not multiples:
-        raise ValueError(
-            f"s2_scales={list(scales)} do not fit a tower of {size} pixels; give two or more "
-            f"ascending multiples of {size} that begin with it, e.g. [{size}, {2 * size}, "
-            f"{3 * size}]"
-        )
+            grids.append((1, 1))
+        size, places = self.size, iter(out)
+        for rows, columns in grids:
+            target = (columns * size, rows * size)
+            values = np.asarray(
+                image if image.size == target else image.resize(target, self.resample)
+            )
+            for top in range(0, rows * size, size):
+                for left in range(0, columns * size, size):
+                    tile = values[top : top + size, left : left + size]
+                    self.normalize(tile, next(places))

@@ -1,69 +1,73 @@
-"""Reads the frames of a video that a sampling rule asks for, with decord or PyAV.
+"""Reads the sampled frames of a video, with decord or PyAV.
 
-PyAV is the default. It decodes what is needed only and was measured to be as fast as decord on few
+PyAV is the default. It decodes only needed packets and was measured to be as fast as decord for few
 frames of a long clip (data/README.md).
 
-decord is for those who want it. Its last release can hang while it holds the interpreter's lock, or
-abort (dmlc/decord issues 269, 363, 375), so it runs in a child process with a time limit
-(:mod:`coat_data.media.decord_reader`). It also shows wrong frames of H.265 with keyframes between
-others, of MPEG transport streams and of videos whose clock does not start at zero, and other
-colours than today's FFmpeg of 10-bit video; so it is asked only for streams in which it was found
-exact. What it is not asked for, or cannot read, PyAV reads. Which frames are shown is decided here,
-from times that PyAV finds in the file's header, and is the same for both.
+decord is optional. Its last release can hang while it holds the interpreter's lock, or abort
+(dmlc/decord issues 269, 363, 375), so it runs in a child process with a time limit
+(:mod:`coat_data.media.decord_reader`). It also returns wrong frames of H.265 with keyframes between
+other frames, of MPEG transport streams and of videos whose clock does not start at zero, and other
+colors than current FFmpeg for 10-bit video; so it is used only for streams for which it was found
+to be exact. PyAV reads all other streams, and those that decord fails to read. The sampled times
+are computed here, from the header that PyAV reads, and are the same for both.
 """
 
 import importlib.util
+import math
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from PIL import Image
 
+from coat_data.containers.media_files import image_suffixes
 from coat_data.containers.remote_file import is_url
 from coat_data.media.decord_reader import DecordError, DecordReader
-from coat_data.media.image import list_frames, open_image
+from coat_data.media.image import open_image
 from coat_data.media.pyav_reader import PyavVideo, TimeSpan
-from coat_data.media.remote_media import fetched
+from coat_data.media.remote_media import fetch_media
 from coat_data.media.sampling import VideoSettings, middles
 from coat_data.sample import DataError, Media
+
+Convert = Callable[[Image.Image], Image.Image]
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Frames of a video in order."""
+    """Sampled frames of a video, in order."""
 
     frames: list[Image.Image]
-    """In RGB, upright."""
+    """In RGB, upright; or what they were converted to."""
     times_s: list[float] | None
-    """When each frame comes on screen, in seconds from the video's first frame; None for a folder
-    of frames, which has no times."""
+    """Start time of each frame, in seconds from the video's first frame; None for a folder of
+    frames, which has no times."""
     duration_s: float | None = None
-    """Seconds of the part that the frames are taken from; None for a folder of frames."""
+    """Duration in seconds of the sampled part; None for a folder of frames."""
 
 
 class VideoReader:
-    """Reads clips; can be sent to a worker process, where it starts its own child for decord.
+    """Reads clips; can be pickled for a worker process, which starts its own child for decord.
 
     Attributes:
-        settings: what is read, and how.
+        settings: how videos are read.
         counts: videos read by ``video_pyav``, ``video_decord`` and ``video_folder``; and those that
-            PyAV read in decord's place, by why: ``video_decord_unsuited`` (a stream that decord is
-            not asked for), ``video_decord_timeout``, ``video_decord_crash``,
+            PyAV read instead of decord, by reason: ``video_decord_unsuited`` (decord does not read
+            the stream exactly), ``video_decord_timeout``, ``video_decord_crash``,
             ``video_decord_error``.
     """
 
     def __init__(self, settings: VideoSettings, decord: DecordReader | None = None) -> None:
-        """Choose the backend.
+        """Create a reader.
 
         Args:
-            settings: what is read, and how.
-            decord: takes the place of the usual child process; for tests of what happens when it
-                hangs.
+            settings: how videos are read.
+            decord: replaces the default child process, for tests of hangs.
 
         Raises:
-            ValueError: decord is asked for and not installed.
+            ValueError: the backend is decord, which is not installed.
         """
         self.settings = settings
         self.counts: Counter[str] = Counter()
@@ -76,49 +80,59 @@ class VideoReader:
                 )
             self._decord = decord or DecordReader(settings.timeout_s)
 
-    def read(self, media: Media) -> Clip:
-        """The frames that the settings ask for; fewer where the video is short.
+    def read(self, media: Media, convert: Convert | None = None) -> Clip:
+        """Read the sampled frames; a short video gives fewer frames.
 
-        ``media.path`` may be a folder of frames, which are taken in the order of their names,
-        evenly by number: ``num_frames`` of them, or under other sampling than uniform up to
-        ``max_frames``.
+        ``convert`` is applied to each frame when it is decoded, so that only its result is held.
+
+        ``media.path`` may be a folder of frames (in the order of :func:`natural_key`), and
+        ``media.frames`` a list of frames. With ``media.fps`` they are sampled by time like a video,
+        otherwise evenly by number: ``num_frames`` of them, or, unless the sampling is uniform, up
+        to ``max_frames``.
 
         Raises:
-            DataError: the file is missing or not a video, no frame of it can be decoded, or
-                ``start`` and ``end`` do not fit it; names the path.
+            DataError: the file is missing or not a video, no frame of it can be decoded, ``start``
+                and ``end`` do not fit it, or a frame or all have more pixels than allowed; names
+                the path.
         """
-        if (folder := _folder_of(media)) is not None:
+        if (paths := _frames_of(media)) is not None:
             self.counts["video_folder"] += 1
-            paths = _frames_of(folder, media)
-            return Clip([open_image(paths[i]) for i in self._chosen(len(paths))], None)
-        media = fetched(media)
-        with _opened(media) as video:
+            indices, times = self._frame_indices(media, len(paths))
+            stamps = [0.0] * len(indices) if times is None else times
+            opened = (
+                (time, open_image(fetch_media(paths[i])))
+                for time, i in zip(stamps, indices, strict=True)
+            )
+            return Clip([image for _, image in self._kept(opened, media, convert)], times)
+        media = fetch_media(media)
+        with self._opened(media) as video:
             span = video.span()
-            start, duration = _window(media, span)
+            start, duration = _time_range(media, span)
             times = self._times(video, start, duration)
-            frames = self._frames(video, media, times)
+            frames = self._kept(self._frames(video, media, times), media, convert)
         if not frames:
             raise _unreadable(media, "no frame could be decoded")
-        shown = [time - span.start_s for time, _ in frames]
-        return Clip([image for _, image in frames], shown, duration)
+        starts = [time - span.start_s for time, _ in frames]
+        return Clip([image for _, image in frames], starts, duration)
 
     def plan(self, media: Media) -> tuple[int, list[float] | None]:
-        """The largest number of frames that :meth:`read` gives, from the header alone.
+        """Return the maximum number of frames of :meth:`read`, from the header alone.
 
-        It is the number itself for a whole file with at least as many frames as are asked for.
+        It is the exact number for an intact file with at least as many frames as are sampled.
 
         Returns:
-            That number, and the middles of as many spans in seconds from the video's first frame
+            The number, and the middles of as many spans in seconds from the video's first frame
             (None for a folder), which are the frames' times to within a frame.
 
         Raises:
             DataError: as for :meth:`read`, as far as the header shows it.
         """
-        if (folder := _folder_of(media)) is not None:
-            return len(self._chosen(len(_frames_of(folder, media)))), None
-        with _opened(media) as video:
+        if (paths := _frames_of(media)) is not None:
+            indices, times = self._frame_indices(media, len(paths))
+            return len(indices), times
+        with self._opened(media) as video:
             span = video.span()
-            start, duration = _window(media, span)
+            start, duration = _time_range(media, span)
             count = self.settings.num_spans(duration)
             frames = span.num_frames
             if frames is None and self.settings.sampling == "all":
@@ -127,7 +141,7 @@ class VideoReader:
             return count, middles(start - span.start_s, duration, count)
 
     def close(self) -> None:
-        """End decord's child process; the next video would start another."""
+        """End decord's child process; the next video starts another one."""
         if self._decord is not None:
             self._decord.close()
 
@@ -141,57 +155,82 @@ class VideoReader:
 
     def _frames(
         self, video: PyavVideo, media: Media, times: list[float]
-    ) -> list[tuple[float, Image.Image]]:
-        if self._decord is not None and not video.suits_decord():
+    ) -> Iterable[tuple[float, Image.Image]]:
+        fits = video.frame_pixels * len(times) <= self.settings.max_total_pixels  # held at once
+        if self._decord is not None and not (fits and video.suits_decord()):
             self.counts["video_decord_unsuited"] += 1
         elif self._decord is not None:
             try:
-                frames = self._decord.shown_at(media, times)
+                frames = self._decord.read_at(media, times)
             except DecordError as error:
                 self.counts[f"video_decord_{error.kind}"] += 1
             else:
                 self.counts["video_decord"] += 1
                 return frames
         self.counts["video_pyav"] += 1
-        return video.shown_at(times)
+        return video.read_at(times)
 
-    def _chosen(self, num_files: int) -> list[int]:
-        """Indices of the frames of a folder; without times, they are evenly spaced by number."""
-        settings = self.settings
-        spans = settings.num_frames if settings.sampling == "uniform" else settings.max_frames
-        return sorted({(2 * i + 1) * num_files // (2 * spans) for i in range(spans)})
+    def _frame_indices(self, media: Media, num_files: int) -> tuple[list[int], list[float] | None]:
+        """Return the indices and, if known, the times of the sampled frames among all frames."""
+        settings, rate = self.settings, media.fps
+        if rate is None:
+            spans = settings.num_frames if settings.sampling == "uniform" else settings.max_frames
+            return sorted({(2 * i + 1) * num_files // (2 * spans) for i in range(spans)}), None
+        start, duration = _time_range(media, TimeSpan(0.0, num_files / rate, num_files))
+        first, last = math.ceil(start * rate - 1e-6), math.ceil((start + duration) * rate - 1e-6)
+        indices = list(range(first, last))
+        if settings.sampling != "all" or len(indices) > settings.max_frames:
+            times = middles(start, duration, settings.num_spans(duration))
+            indices = sorted({min(int(time * rate), num_files - 1) for time in times})
+        return indices, [index / rate for index in indices]
+
+    def _kept(
+        self, frames: Iterable[tuple[float, Image.Image]], media: Media, convert: Convert | None
+    ) -> list[tuple[float, Image.Image]]:
+        """Convert the frames one by one, and check the pixels that are held."""
+        kept: list[tuple[float, Image.Image]] = []
+        left = self.settings.max_total_pixels
+        for time, frame in frames:
+            image = frame if convert is None else convert(frame)
+            left -= image.width * image.height
+            if left < 0:
+                raise DataError(
+                    _name(media),
+                    f"{len(kept) + 1} frames of {image.width} x {image.height} pixels exceed "
+                    f"the limit of {self.settings.max_total_pixels} pixels",
+                    "ask for fewer frames, scale the video down, or raise "
+                    "model.video.max_total_pixels",
+                )
+            kept.append((time, image))
+        return kept
+
+    @contextmanager
+    def _opened(self, media: Media) -> Iterator[PyavVideo]:
+        """Open a video; errors name the file."""
+        try:
+            with PyavVideo(media, self.settings.max_frame_pixels) as video:
+                yield video
+        except DataError:
+            raise
+        except FileNotFoundError as error:
+            raise DataError(
+                _name(media), "no such file", "fix the path or the media root"
+            ) from error
+        except Exception as error:  # FFmpeg's errors, IndexError, UnicodeDecodeError and others
+            raise _unreadable(media, f"{type(error).__name__}: {error}") from error
 
 
 def read_frames(media: Media, num_frames: int) -> list[Image.Image]:
-    """Up to ``num_frames`` frames in RGB, uniform in time, upright, read with PyAV.
+    """Read up to ``num_frames`` frames in RGB, uniform in time, upright, with PyAV.
 
-    A video with fewer frames gives each of them once. ``media.path`` may be a folder of frames,
-    which are taken in the order of their names.
+    A video with fewer frames gives each of them once. ``media.path`` may be a folder of frames, in
+    the order of :func:`natural_key`.
 
     Raises:
         DataError: as :meth:`VideoReader.read`.
         ValueError: ``num_frames`` is not positive.
     """
     return VideoReader(VideoSettings(backend="pyav", num_frames=num_frames)).read(media).frames
-
-
-@contextmanager
-def _opened(media: Media) -> Iterator[PyavVideo]:
-    """The open video; errors name the file."""
-    try:
-        with PyavVideo(media) as video:
-            yield video
-    except DataError:
-        raise
-    except Exception as error:
-        raise _named(media, error) from error
-
-
-def _named(media: Media, error: Exception) -> DataError:
-    """FFmpeg's errors, IndexError, UnicodeDecodeError and others, with the file's name."""
-    if isinstance(error, FileNotFoundError):
-        return DataError(_name(media), "no such file", "fix the path or the media root")
-    return _unreadable(media, f"{type(error).__name__}: {error}")
 
 
 def _unreadable(media: Media, problem: str) -> DataError:
@@ -203,27 +242,47 @@ def _name(media: Media) -> str:
     return media.path or "<video bytes>"
 
 
-def _folder_of(media: Media) -> Path | None:
+def _frames_of(media: Media) -> Sequence[Media] | None:
+    """Return the images of a list of frames or of a folder, in order; None for a video."""
+    if media.frames:
+        if media.fps is None and (media.start is not None or media.end is not None):
+            raise DataError(
+                _name(media),
+                "start and end are given in seconds, and the list of frames has no times",
+                "give its frames per second (fps), or list only the wanted frames",
+            )
+        return media.frame_images()
     if media.data is not None or media.path is None or is_url(media.path):
         return None
     folder = Path(media.path)
-    return folder if folder.is_dir() else None
-
-
-def _frames_of(folder: Path, media: Media) -> list[Path]:
+    if not folder.is_dir():
+        return None
     if media.start is not None or media.end is not None:
         raise DataError(
             str(folder),
             "start and end are given in seconds, and a folder of frames has no times",
             "remove start and end, or put only the wanted frames into a folder",
         )
-    if not (paths := list_frames(folder)):
+    suffixes = image_suffixes()
+    found = (path for path in folder.iterdir() if path.suffix.lower() in suffixes)
+    paths = sorted(found, key=lambda path: (natural_key(path.stem), path.name))
+    if not paths:
         raise _unreadable(media, "the folder has no image files")
-    return paths
+    return replace(media, frames=tuple(map(str, paths))).frame_images()
 
 
-def _window(media: Media, span: TimeSpan) -> tuple[float, float]:
-    """Start and duration of what is to be shown, by the video's own clock."""
+def natural_key(stem: str) -> list[str | int]:
+    """Return the key that sorts names of frames: digits as whole numbers, all else as text.
+
+    ``2`` comes before ``10``, ``a9_2`` before ``a10_1``. Names without digits are sorted as text,
+    by code points; so are names with equal numbers (``01``, ``1``).
+    """
+    parts = re.split("([0-9]+)", stem)
+    return [int(part) if number % 2 else part for number, part in enumerate(parts)]
+
+
+def _time_range(media: Media, span: TimeSpan) -> tuple[float, float]:
+    """Return start and duration of the part to sample, by the video's own clock."""
     start = 0.0 if media.start is None else media.start
     end = span.duration_s if media.end is None else min(media.end, span.duration_s)
     if media.start is None and media.end is None:
@@ -231,7 +290,7 @@ def _window(media: Media, span: TimeSpan) -> tuple[float, float]:
     if not 0 <= start < end:
         raise DataError(
             _name(media),
-            f"start={media.start}, end={media.end} show nothing of a video of "
+            f"start={media.start}, end={media.end} select nothing of a video of "
             f"{span.duration_s:.3f} seconds",
             "give seconds from the video's beginning, start before end and before the video's end",
         )

@@ -1,1 +1,1 @@
-"""Which sample stands where: selection, mixture, sampler, packing."""
+"""Order of the samples: selection, mixture, sampler, packing."""

@@ -1,23 +1,22 @@
-"""Packs samples into rows of a token budget, in the global order.
+"""Sampler that packs samples into batch rows of a fixed token budget.
 
-An epoch's positions are cut into windows of at most ``buffer``, as equal as possible. The samples
-of a window are put into bins (two heuristics, under two budgets; the fewer bins are kept), and the
-window's bins are shuffled. So the bins are a function of the seed, the order and the measured
-lengths; ranks and workers get whole bins (:func:`coat_data.mixture.sampler.deal`). A sample is
-never
-cut.
+The positions of an epoch are split into packing windows: consecutive positions, at most ``buffer``
+of them, in windows of nearly equal size. The samples of a window are packed by two bin-packing
+heuristics under a token and an image budget, where a bin is a batch row; the result with fewer rows
+is used, in shuffled order. So the rows depend only on the seed, the mixture and the measured
+lengths. Samples are never truncated or split.
 
-Minimum bin slack: the longest sample that is left opens a bin, and of all sets of others the one
-that fills it best joins (Gupta and Ho 1999, "A new heuristic algorithm for the one-dimensional
-bin-packing problem", Production Planning & Control 10(6); with the longest one fixed as in Fleszar
-and Hindi 2002, Computers & Operations Research 29(7)). Where images are scarce, of sets that
-fill it alike the one with the most images, so that the last bins are not short of one budget only.
+Minimum bin slack: the longest remaining sample opens a bin, and the set of other samples that fills
+the bin best is added (Gupta and Ho 1999, "A new heuristic algorithm for the one-dimensional
+bin-packing problem", Production Planning & Control 10(6); with the longest sample fixed as in
+Fleszar and Hindi 2002, Computers & Operations Research 29(7)). If the image budget is scarce, ties
+are broken in favor of the set with the most images, so that the last bins are not limited by one
+budget only.
 
-Best fit decreasing: the longest sample that is left joins the fullest bin that has room (Johnson
-1974, "Near-optimal bin packing algorithms", MIT). It leaves twice the slack where rows hold about
-five samples of similar length, as images make them, and less where they hold two: bins that are
-filled without slack one after the other leave the samples over that fit in twos only
-(data/README.md).
+Best fit decreasing: the longest remaining sample joins the fullest bin that it fits (Johnson
+1974, "Near-optimal bin packing algorithms", MIT). It leaves twice the slack of minimum bin slack if
+a row holds about five samples of similar length, as with images, and less slack if a row holds two:
+minimum bin slack then leaves samples that fit only in pairs (data/README.md).
 """
 
 from bisect import bisect_left, insort
@@ -26,35 +25,42 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coat_data.mixture.sampler import Bin, Cursor, Mixture, Stream, generator
+from coat_data.mixture.sampler import (
+    BatchRow,
+    Mixture,
+    PlainSampler,
+    SamplerState,
+    Stream,
+    generator,
+)
 
 MAX_DRAWS = 1000
-"""Rows drawn in search of one that is good, and short enough, in place of a bad one."""
+"""Rows drawn at most to replace a bad row by a good one that fits."""
 
 _TRIED_UNDER_BOTH = 64
-"""Samples of all lengths that are tried where the image budget matters, which takes longer."""
+"""Samples, spread over all lengths, that are tried if the image budget matters: it is slower."""
 
 _SCARCE = 0.75
-"""Share of the image budget that rows full of tokens would need on the average; above it a bin
-filled by tokens alone would take the samples without images first, and leave to the last ones what
-fits by tokens only."""
+"""Mean share of the image budget that rows full of tokens need, above which images are scarce:
+filling bins by tokens alone would use up the samples without images, and the last bins would be
+limited by images."""
 
-_WINDOWS_KEPT = 4
-"""A loader looks a few windows ahead of what is trained."""
+_CACHED_WINDOWS = 4
+"""Packed windows in memory: worker processes prefetch a few windows ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What a bin may hold."""
+    """Limits of a batch row, and the size of the packing windows."""
 
     tokens: int
     """LLM tokens, image tokens included; a multiple of ``align``."""
     images: int | None = None
-    """Images, tiles or frames; None for any number."""
+    """Images (tiles, frames); None for no limit."""
     buffer: int = 1000
-    """Most samples that are looked at together."""
+    """Maximum samples of a packing window."""
     align: int = 128
-    """Rows are filled up to a multiple of this many tokens."""
+    """Rows are padded to a multiple of this number of tokens."""
 
     def __post_init__(self) -> None:
         sizes = (self.tokens, self.buffer, self.align, 1 if self.images is None else self.images)
@@ -66,48 +72,25 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
-    """What packing makes of an epoch."""
+class PackingEstimate:
+    """Estimated result of packing an epoch."""
 
-    epoch_bins: float
-    """Bins per epoch."""
-    samples_per_bin: float
-    images_per_bin: float
+    samples_per_row: float
+    images_per_row: float
     fill: float
-    """Tokens over the bins' budgets."""
-
-
-class Lengths:
-    """Measured sizes of every row of every source.
-
-    Attributes:
-        tokens: (rows,) int32 of each source; 0 marks a row that cannot be used.
-        images: (rows,) int32 of each source.
-
-    Args:
-        tokens: see above.
-        images: see above.
-    """
-
-    def __init__(self, tokens: Sequence[np.ndarray], images: Sequence[np.ndarray]) -> None:
-        self.tokens = list(tokens)
-        self.images = list(images)
-
-    def of(self, source: int, row: int) -> tuple[int, int]:
-        """Tokens and images of a row; (0, 0) if it cannot be used."""
-        return int(self.tokens[source][row]), int(self.images[source][row])
+    """Tokens divided by the token budgets of all rows."""
 
 
 def pack(tokens: Sequence[int], images: Sequence[int], budget: Budget) -> list[list[int]]:
-    """Few bins, under both budgets: those of the better one of two heuristics.
+    """Pack samples into few bins with the better one of two heuristics.
 
     Args:
-        tokens: of each sample, 1 to ``budget.tokens``.
-        images: of each sample, up to ``budget.images``.
-        budget: what a bin may hold.
+        tokens: tokens of each sample, 1 to ``budget.tokens``.
+        images: images of each sample, up to ``budget.images``.
+        budget: limits of a bin.
 
     Returns:
-        Indices of the samples in each bin, each in one.
+        Indices of the samples in each bin; each sample is in one bin.
     """
     bins = minimum_bin_slack(tokens, images, budget)
     others = best_fit_decreasing(tokens, images, budget)
@@ -117,7 +100,7 @@ def pack(tokens: Sequence[int], images: Sequence[int], budget: Budget) -> list[l
 def minimum_bin_slack(
     tokens: Sequence[int], images: Sequence[int], budget: Budget
 ) -> list[list[int]]:
-    """Bins with the least slack in tokens, one after the other; arguments as :func:`pack`'s."""
+    """Fill bins one after the other with the least token slack; arguments as in :func:`pack`."""
     left = _longest_first(tokens, images)
     most = sum(images) if budget.images is None else budget.images
     needed = sum(images) * budget.tokens / sum(tokens) if tokens else 0.0
@@ -125,12 +108,12 @@ def minimum_bin_slack(
     bins: list[list[int]] = []
     while left:
         first, *left = left
-        room = budget.tokens - tokens[first]
+        free_tokens = budget.tokens - tokens[first]
         free_images = most - images[first]
-        chosen = [] if scarce else _fullest(left, tokens, room, [0] * len(tokens), 0)
+        chosen = [] if scarce else _fullest(left, tokens, free_tokens, [0] * len(tokens), 0)
         if scarce or sum(images[sample] for sample in chosen) > free_images:
             some = left[:: max(1, -(-len(left) // _TRIED_UNDER_BOTH))]
-            chosen = _fullest(some, tokens, room, images, free_images)
+            chosen = _fullest(some, tokens, free_tokens, images, free_images)
         bins.append([first, *chosen])
         taken = set(chosen)
         left = [sample for sample in left if sample not in taken]
@@ -140,22 +123,22 @@ def minimum_bin_slack(
 def best_fit_decreasing(
     tokens: Sequence[int], images: Sequence[int], budget: Budget
 ) -> list[list[int]]:
-    """Each sample in the fullest bin with room, long ones first; arguments as :func:`pack`'s."""
+    """Put samples, longest first, into the fullest bin they fit; arguments as in :func:`pack`."""
     bins: list[list[int]] = []
-    by_room: list[tuple[int, int, int]] = []  # free tokens, free images, bin; ascending
+    bins_by_free: list[tuple[int, int, int]] = []  # free tokens, free images, bin; ascending
     most = sum(images) if budget.images is None else budget.images
     for sample in _longest_first(tokens, images):
         length, shown = tokens[sample], images[sample]
-        place = bisect_left(by_room, (length, 0, 0))
-        while place < len(by_room) and by_room[place][1] < shown:
+        place = bisect_left(bins_by_free, (length, 0, 0))
+        while place < len(bins_by_free) and bins_by_free[place][1] < shown:
             place += 1
-        if place < len(by_room):
-            room, free_images, number = by_room.pop(place)
+        if place < len(bins_by_free):
+            free_tokens, free_images, number = bins_by_free.pop(place)
         else:
-            room, free_images, number = budget.tokens, most, len(bins)
+            free_tokens, free_images, number = budget.tokens, most, len(bins)
             bins.append([])
         bins[number].append(sample)
-        insort(by_room, (room - length, free_images - shown, number))
+        insort(bins_by_free, (free_tokens - length, free_images - shown, number))
     return bins
 
 
@@ -164,22 +147,25 @@ def _longest_first(tokens: Sequence[int], images: Sequence[int]) -> list[int]:
 
 
 def _fullest(
-    samples: Sequence[int], tokens: Sequence[int], room: int, images: Sequence[int], most: int
+    samples: Sequence[int],
+    tokens: Sequence[int],
+    free_tokens: int,
+    images: Sequence[int],
+    most: int,
 ) -> list[int]:
-    """The samples that fill ``room`` best with at most ``most`` images.
+    """Return the samples that fill ``free_tokens`` best with at most ``most`` images.
 
-    Of sets that fill it alike, one with the most images, as those are the harder ones to place; and
-    of these one with early samples.
-
-    Subset sums as bits of one integer: bit ``i * stride + t`` stands for t tokens with i images.
+    Ties are broken in favor of the set with the most images, which are harder to place, then in
+    favor of early samples. Subset sums are the bits of one integer: bit ``i * stride + t`` is set
+    if some subset has t tokens and i images.
     """
-    stride = 2 * room + 1  # so that one sample more never reaches the next block's sums
-    block = (1 << (room + 1)) - 1
+    stride = 2 * free_tokens + 1  # adding a sample never carries into the next block
+    block = (1 << (free_tokens + 1)) - 1
     mask = sum(block << (i * stride) for i in range(most + 1))
-    full = 1 << (most * stride + room)
+    full = 1 << (most * stride + free_tokens)
     sums, tried = 1, []
     for sample in samples:
-        if tokens[sample] <= room and images[sample] <= most:
+        if tokens[sample] <= free_tokens and images[sample] <= most:
             tried.append((sample, sums))
             sums |= (sums << (images[sample] * stride + tokens[sample])) & mask
             if sums & full:
@@ -188,102 +174,101 @@ def _fullest(
     rest = place[1] * stride + place[0]
     chosen: list[int] = []
     for sample, before in reversed(tried):
-        if not before >> rest & 1:  # without this sample the sum is out of reach
+        if not before >> rest & 1:  # the sum needs this sample
             chosen.append(sample)
             rest -= images[sample] * stride + tokens[sample]
     return chosen[::-1]
 
 
-class PackedOrder:
-    """Steps of packed bins.
+class PackedSampler:
+    """Sampler whose batch rows are packed.
 
     Attributes:
-        budget: what a bin may hold.
+        budget: limits of a batch row.
 
     Args:
-        mixture: what stands at a position.
-        lengths: sizes of the mixture's rows.
-        budget: what a bin may hold.
-        batch_size: bins per optimizer step.
-        seed: of the bins' order and of replacements.
+        mixture: the samples by position.
+        sizes: measured tokens and images of the rows of each source, (rows, 2); 0 tokens mark a row
+            that cannot be used.
+        budget: limits of a batch row.
+        batch_size: batch rows per optimizer step.
+        seed: seed of the order of batch rows and of replacements.
 
     Raises:
         ValueError: no row can be used.
     """
 
     def __init__(
-        self, mixture: Mixture, lengths: Lengths, budget: Budget, batch_size: int, seed: int
+        self,
+        mixture: Mixture,
+        sizes: Sequence[np.ndarray],
+        budget: Budget,
+        batch_size: int,
+        seed: int,
     ) -> None:
         self.budget = budget
         self._mixture = mixture
-        self._lengths = lengths
+        self._sizes = list(sizes)
         self._batch_size = batch_size
         self._seed = seed
         self._windows = -(-mixture.epoch_size // budget.buffer)
-        self._kept: dict[int, list[Bin]] = {}
-        if not any(tokens.any() for tokens in lengths.tokens):
+        self._cache: dict[int, list[BatchRow]] = {}
+        if not any(own[:, 0].any() for own in sizes):
             raise ValueError("packing: no row can be used; check the data with coat-vlm data lint")
 
-    def step(self, cursor: Cursor) -> tuple[list[Bin], Cursor]:
-        """The bins of the step that starts at ``cursor``, and the cursor after it."""
-        bins: list[Bin] = []
-        position, used = cursor
-        while len(bins) < self._batch_size:
+    def step(self, state: SamplerState) -> tuple[list[BatchRow], SamplerState]:
+        """Return the batch rows of the step that starts at ``state``, and the state after it."""
+        rows: list[BatchRow] = []
+        position, used = state
+        while len(rows) < self._batch_size:
             start, stop = self._window(position)
-            window = self._bins(start, stop)
+            window = self._pack_window(start, stop)
             if used > len(window):
                 raise ValueError(
-                    f"packing: the checkpoint has used {used} rows of the window at position "
-                    f"{position}, which now has {len(window)}: the data are not those that were "
-                    "packed; restore them, or start the stage over"
+                    f"packing: the checkpoint has used {used} rows of the packing window at "
+                    f"position {position}, which now has {len(window)}: the data has changed; "
+                    "restore it, continue with --allow-changed-data, or start the stage over"
                 )
-            taken = window[used : used + self._batch_size - len(bins)]
-            bins += taken
+            taken = window[used : used + self._batch_size - len(rows)]
+            rows += taken
             used += len(taken)
             if used == len(window):
                 position, used = stop, 0
-        return bins, Cursor(position, used)
+        return rows, SamplerState(position, used)
 
-    def met(self, cursor: Cursor) -> np.ndarray:
-        """Samples used before ``cursor`` of each source: int64, (sources,)."""
-        found = self._mixture.met(cursor.position)
-        used = self._bins(*self._window(cursor.position))[: cursor.bins]
-        for position in (position for bin in used for position in bin.positions):
-            found[self._mixture.locate(position)[0]] += 1
-        return found
+    def count_by_source(self, state: SamplerState) -> np.ndarray:
+        """Return the number of samples of each source before ``state``: int64, (sources,)."""
+        counts = self._mixture.count_by_source(state.position)
+        used = self._pack_window(*self._window(state.position))[: state.rows]
+        for position in (position for row in used for position in row.positions):
+            counts[self._mixture.locate(position)[0]] += 1
+        return counts
 
-    def outlook(self, max_windows: int = 20) -> "Outlook":
-        """What an epoch comes to, from its first ``max_windows`` windows."""
-        bins: list[Bin] = []
+    def estimate(self) -> PackingEstimate:
+        """Estimate the packing of an epoch from its first 20 windows."""
+        rows: list[BatchRow] = []
         position = 0
-        for _ in range(min(self._windows, max_windows)):
+        for _ in range(min(self._windows, 20)):
             start, position = self._window(position)
-            bins += self._bins(start, position)
-        per_position = len(bins) / position
-        tokens = sum(bin.tokens for bin in bins)
-        return Outlook(
-            epoch_bins=per_position * self._mixture.epoch_size,
-            samples_per_bin=1 / per_position,
-            images_per_bin=sum(bin.images for bin in bins) / len(bins),
-            fill=tokens / (len(bins) * self.budget.tokens),
+            rows += self._pack_window(start, position)
+        return PackingEstimate(
+            samples_per_row=1 / (len(rows) / position),
+            images_per_row=sum(row.images for row in rows) / len(rows),
+            fill=sum(row.tokens for row in rows) / (len(rows) * self.budget.tokens),
         )
 
-    def replaced(self, position: int, attempt: int) -> int:
-        """The position whose row is tried for ``position``; see :func:`replacement`."""
-        return replacement(self._mixture, self._seed, position, attempt)
-
     def size(self, position: int) -> tuple[int, int]:
-        """Tokens and images that are planned for a position.
+        """Return the measured tokens and images of the row at a position.
 
-        Those of the row that stands there; if it cannot be used, of the first usable one that is
-        drawn for it.
+        If that row cannot be used, the sizes are those of its first usable replacement.
 
         Raises:
             ValueError: none of the rows drawn can be used.
         """
         for attempt in range(1 + MAX_DRAWS):
-            source, row = self._mixture.locate(self.replaced(position, attempt))
-            tokens, images = self._lengths.of(source, row)
+            place = replacement(self._mixture, self._seed, position, attempt)
+            source, row = self._mixture.locate(place)
+            tokens, images = self._sizes[source][row].tolist()
             if tokens:
                 return tokens, images
         raise ValueError(
@@ -291,59 +276,60 @@ class PackedOrder:
             "the data with coat-vlm data lint"
         )
 
-    def usable(self, position: int, tokens: int, images: int | None) -> bool:
-        """Whether the row at ``position`` can be used and takes no more than that."""
-        own_tokens, own_images = self._lengths.of(*self._mixture.locate(position))
-        return 0 < own_tokens <= tokens and (images is None or own_images <= images)
+    def usable(self, position: int, tokens: float, images: float) -> bool:
+        """Whether the row at ``position`` can be used and has at most these tokens and images."""
+        source, row = self._mixture.locate(position)
+        own_tokens, own_images = self._sizes[source][row].tolist()
+        return 0 < own_tokens <= tokens and own_images <= images
 
     def _window(self, position: int) -> tuple[int, int]:
-        """First position of the window around ``position``, and the one after its last."""
+        """Return start and stop of the packing window that contains ``position``."""
         epoch, index = divmod(position, self._mixture.epoch_size)
         size, windows = self._mixture.epoch_size, self._windows
         number = ((index + 1) * windows - 1) // size  # largest with start <= index
         first = epoch * size
         return first + number * size // windows, first + (number + 1) * size // windows
 
-    def _bins(self, start: int, stop: int) -> list[Bin]:
-        """The bins of a window, shuffled."""
-        kept = self._kept.pop(start, None)
-        if kept is None:
-            kept = self._pack(start, stop)
-        self._kept[start] = kept
-        while len(self._kept) > _WINDOWS_KEPT:
-            del self._kept[next(iter(self._kept))]
-        return kept
-
-    def _pack(self, start: int, stop: int) -> list[Bin]:
+    def _pack_window(self, start: int, stop: int) -> list[BatchRow]:
+        """Return the batch rows of a packing window, in shuffled order; cached."""
+        if start in self._cache:
+            self._cache[start] = self._cache.pop(start)
+            return self._cache[start]
         sources, rows = self._mixture.locate_range(start, stop)
         tokens = np.zeros(stop - start, dtype=np.int64)
         images = np.zeros_like(tokens)
         for source in np.unique(sources):
             here = sources == source
-            tokens[here] = self._lengths.tokens[source][rows[here]]
-            images[here] = self._lengths.images[source][rows[here]]
+            tokens[here], images[here] = self._sizes[source][rows[here]].T
         for index in np.flatnonzero(tokens == 0):
             tokens[index], images[index] = self.size(start + int(index))
-        bins = [
-            Bin(
+        packed = [
+            BatchRow(
                 tuple(start + index for index in sorted(bin)),
                 int(tokens[bin].sum()),
                 int(images[bin].sum()),
             )
             for bin in pack(tokens.tolist(), images.tolist(), self.budget)
         ]
-        order = generator(self._seed, Stream.BIN_ORDER, start).permutation(len(bins))
-        return [bins[index] for index in order]
+        order = generator(self._seed, Stream.ROW_ORDER, start).permutation(len(packed))
+        self._cache[start] = [packed[index] for index in order]
+        while len(self._cache) > _CACHED_WINDOWS:
+            del self._cache[next(iter(self._cache))]
+        return self._cache[start]
+
+
+Sampler = PlainSampler | PackedSampler
+"""Returns the batch rows of optimizer steps."""
 
 
 def replacement(mixture: Mixture, seed: int, position: int, attempt: int) -> int:
-    """The position whose row is tried for ``position``; one of the same epoch.
+    """Return the position, in the same epoch, whose row replaces the one at ``position``.
 
     Args:
-        mixture: what stands at a position.
-        seed: of the replacements.
-        position: where a row is wanted.
-        attempt: 0 is the position itself; later ones are drawn by hash of seed and position.
+        mixture: the samples by position.
+        seed: seed of the replacements.
+        position: the position to fill.
+        attempt: 0 returns ``position``; others are drawn from the seed, position and attempt.
     """
     if attempt == 0:
         return position

@@ -1,18 +1,19 @@
-"""Which samples each optimizer step holds: the seeded, resumable order over a mixture of sources.
+"""Seeded, resumable sampler over a mixture of sources.
 
-Positions 0, 1, 2, ... run through epoch after epoch. Everything is a pure function of the seed and
-the position, so a run can start anywhere, on any number of ranks, and see what it would have seen.
+Samples have positions 0, 1, 2, ..., counted on from epoch to epoch. The sample at a position
+depends only on the seed and the position, so a run resumes at any position, on any number of ranks,
+and reads the samples that an uninterrupted run reads.
 
-A :class:`Cursor` says how far training has got, an :class:`Order` what the optimizer step after it
-holds. A step is a list of bins; a bin is the samples of one row of a batch, one sample where
-nothing is packed. Only then :func:`deal` gives the bins to ranks and micro-batches.
+:class:`PlainSampler` and :class:`~coat_data.mixture.packing.PackedSampler` return the batch rows of
+the optimizer step that starts at a :class:`SamplerState`. A batch row is one sample, or several if
+they are packed. :func:`assign_to_ranks` then assigns the rows to ranks and micro-batches.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,20 +21,20 @@ from coat_data.containers.rows import Shards
 
 
 class Stream(IntEnum):
-    """Uses of a seed that must not draw the same numbers."""
+    """Random streams that share a seed but must be independent."""
 
     EPOCH_ORDER = 0
     PARTIAL_PASS = 1
     SOURCE_PASS = 2
     AUGMENTATION = 3
     REPLACEMENT = 4
-    BIN_ORDER = 5
+    ROW_ORDER = 5
     SELECTION = 6
     STREAM_PASS = 7
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:
-    """The random generator of one use and key, such as a position; equal keys draw equally."""
+    """Return the random generator of a stream and a key, such as a position."""
     return np.random.default_rng([seed, stream, *key])
 
 
@@ -55,26 +56,25 @@ class SourceShare:
 class Mixture:
     """A seeded, endless sequence of (source, row) over several sources.
 
-    With repeats, an epoch is a permutation of ``repeat`` copies of each source; a fraction of a
-    copy is a random part of the source, drawn anew each epoch. With weights, an epoch has as many
-    samples as all sources together, shared out by weight (largest remainder); each source is then
-    read in passes, shuffled anew and continued over epochs, so that its rows are seen equally
-    often.
+    With repeats, an epoch is a permutation of ``repeat`` copies of each source; for a fraction of a
+    copy, each epoch draws a different random subset of the source. With weights, an epoch has as
+    many samples as all sources together, split by weight (largest remainder method); each source
+    is then read in passes that continue over epochs, each newly shuffled, so that every row is
+    read equally often.
 
-    A source that is read from shards stands at the positions that it would have otherwise, but its
-    rows come in the order of its shards (:class:`~coat_data.containers.rows.Shards`), pass after
-    pass.
+    The rows of a source in shards come in the order of :class:`~coat_data.containers.rows.Shards`,
+    pass after pass. The positions of the source do not change.
 
     Attributes:
         epoch_size: samples per epoch.
 
     Args:
         sizes: rows of each source.
-        repeats: passes per epoch of each source; None is 1.
-        weights: relative share of each source; for all sources or for none.
+        repeats: passes per epoch of each source; None means 1.
+        weights: relative share of each source, given for all sources or for none.
         seed: at least 0.
         names: names of the sources in messages.
-        shards: how the rows of each source lie, where that matters.
+        shards: the shards of each source; None for sources with random access.
 
     Raises:
         ValueError: a source has no rows or no samples in an epoch, a repeat or weight is not a
@@ -117,15 +117,15 @@ class Mixture:
         self._rows = np.empty(0, dtype=np.int64)
 
     def locate(self, position: int) -> tuple[int, int]:
-        """The source's index and the row in it that stand at ``position`` (0 or greater)."""
+        """Return the source index and the row in the source at ``position`` (0 or greater)."""
         sources, rows = self.locate_range(position, position + 1)
         return int(sources[0]), int(rows[0])
 
     def locate_range(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """:meth:`locate` for the positions from ``start`` to before ``stop``, of one epoch.
+        """Return :meth:`locate` of the positions in ``[start, stop)``, which are of one epoch.
 
         Returns:
-            Indices of sources and rows in them, int64, (stop - start,) each.
+            Source indices and rows in the sources, int64, (stop - start,) each.
         """
         epoch, first = divmod(start, self.epoch_size)
         if epoch != self._epoch:
@@ -134,8 +134,8 @@ class Mixture:
         assert len(places) == stop - start, "the positions are of one epoch"
         return np.searchsorted(self._starts, places, side="right") - 1, self._rows[places]
 
-    def met(self, position: int) -> np.ndarray:
-        """How many of the positions before ``position`` are of each source: int64, (sources,)."""
+    def count_by_source(self, position: int) -> np.ndarray:
+        """Return the number of samples of each source before ``position``: int64, (sources,)."""
         epoch, index = divmod(position, self.epoch_size)
         whole = epoch * np.array(self._samples, dtype=np.int64)
         if not index:
@@ -144,7 +144,7 @@ class Mixture:
         return whole + np.bincount(sources, minlength=len(self._samples))
 
     def accounting(self) -> list[SourceShare]:
-        """Rows, samples per epoch and passes per epoch of each source, in order."""
+        """Return rows, samples per epoch and passes per epoch of each source, in order."""
         return [
             SourceShare(name=name, rows=rows, samples=samples)
             for name, rows, samples in zip(self._names, self._sizes, self._samples, strict=True)
@@ -176,7 +176,7 @@ class Mixture:
                     raise ValueError(f"{name}: {what}={value} must be greater than 0 and finite")
 
     def _draw(self, epoch: int) -> None:
-        """Draw the epoch: ``_rows`` lists it source by source, ``_order`` shuffles that list."""
+        """Draw an epoch: ``_rows`` lists the rows by source, ``_order`` is a permutation of it."""
         draw = self._continued_passes if self._weighted else self._repeated
         sources = range(len(self._sizes))
         self._rows = np.concatenate(
@@ -187,7 +187,7 @@ class Mixture:
         )
         self._order = generator(self._seed, Stream.EPOCH_ORDER, epoch).permutation(self.epoch_size)
         for source, shards in zip(sources, self._shards, strict=True):
-            if shards is not None:  # in the order drawn, at the places that it was dealt
+            if shards is not None:  # the source keeps its positions and the order of its shards
                 first, stop = int(self._starts[source]), int(self._starts[source + 1])
                 own = (self._order >= first) & (self._order < stop)
                 self._order[own] = np.arange(first, stop)
@@ -205,20 +205,17 @@ class Mixture:
         size, samples = self._sizes[source], self._samples[source]
         first, skipped = divmod(epoch * samples, size)
         last = (epoch * samples + samples - 1) // size
-        passes = [self._pass(source, number) for number in range(first, last + 1)]
-        return np.concatenate(passes)[skipped : skipped + samples]
-
-    def _pass(self, source: int, number: int) -> np.ndarray:
-        """All rows of a source, shuffled for its pass ``number``."""
         shards = self._shards[source]
-        if shards is None:
-            rng = generator(self._seed, Stream.SOURCE_PASS, source, number)
-            return rng.permutation(self._sizes[source])
-        return shards.order(generator(self._seed, Stream.STREAM_PASS, source, number))
+        stream = Stream.SOURCE_PASS if shards is None else Stream.STREAM_PASS
+        passes: list[np.ndarray] = []
+        for number in range(first, last + 1):
+            rng = generator(self._seed, stream, source, number)
+            passes.append(rng.permutation(size) if shards is None else shards.order(rng))
+        return np.concatenate(passes)[skipped : skipped + samples]
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:
-    """``total`` shared out by weight: floors, then the largest remainders get one more each."""
+    """Split ``total`` by weight with the largest remainder method."""
     exact = [total * weight / math.fsum(weights) for weight in weights]
     shares = [math.floor(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda i: (shares[i] - exact[i], i))
@@ -227,42 +224,30 @@ def _shares(total: int, weights: Sequence[float]) -> list[int]:
     return shares
 
 
-class Cursor(NamedTuple):
-    """How far the order has been used: all that has to be saved of it."""
+class SamplerState(NamedTuple):
+    """State of a sampler between two optimizer steps. Checkpoints save it."""
 
     position: int = 0
-    """Positions before this one are used."""
-    bins: int = 0
-    """Packing: and this many bins of the window that starts there."""
+    """All samples before this position have been used."""
+    rows: int = 0
+    """Packing: number of used batch rows of the packing window that starts at ``position``."""
 
 
-class Bin(NamedTuple):
+class BatchRow(NamedTuple):
     """The samples of one row of a batch."""
 
     positions: tuple[int, ...]
     tokens: int = 0
-    """Measured tokens of all of them; 0 where nothing is packed."""
+    """Measured tokens of all samples; 0 without packing."""
     images: int = 0
-    """Measured images (tiles, frames), likewise."""
+    """Measured images (tiles, frames) of all samples; 0 without packing."""
 
 
-class Order(Protocol):
-    """The sequence of optimizer steps."""
-
-    def step(self, cursor: Cursor) -> tuple[list[Bin], Cursor]:
-        """The bins of the step that starts at ``cursor``, and the cursor after it."""
-        ...
-
-    def met(self, cursor: Cursor) -> np.ndarray:
-        """Samples used before ``cursor`` of each source: int64, (sources,)."""
-        ...
-
-
-class PlainOrder:
-    """One sample per bin: a step holds the next ``batch_size`` positions.
+class PlainSampler:
+    """Sampler without packing: a step has the samples at the next ``batch_size`` positions.
 
     Args:
-        mixture: what stands at a position.
+        mixture: the samples by position.
         batch_size: samples per optimizer step.
     """
 
@@ -270,42 +255,44 @@ class PlainOrder:
         self._mixture = mixture
         self._batch_size = batch_size
 
-    def step(self, cursor: Cursor) -> tuple[list[Bin], Cursor]:
-        """The bins of the step that starts at ``cursor``, and the cursor after it."""
-        end = cursor.position + self._batch_size
-        return [Bin((position,)) for position in range(cursor.position, end)], Cursor(end)
+    def step(self, state: SamplerState) -> tuple[list[BatchRow], SamplerState]:
+        """Return the batch rows of the step that starts at ``state``, and the state after it."""
+        end = state.position + self._batch_size
+        return [BatchRow((position,)) for position in range(state.position, end)], SamplerState(end)
 
-    def met(self, cursor: Cursor) -> np.ndarray:
-        """Samples used before ``cursor`` of each source: int64, (sources,)."""
-        return self._mixture.met(cursor.position)
+    def count_by_source(self, state: SamplerState) -> np.ndarray:
+        """Return the number of samples of each source before ``state``: int64, (sources,)."""
+        return self._mixture.count_by_source(state.position)
 
 
-def deal(bins: Sequence[Bin], micro_batch_size: int, world_size: int) -> list[list[list[Bin]]]:
-    """Give a step's bins to its micro-steps and ranks.
+def assign_to_ranks(
+    rows: Sequence[BatchRow], micro_batch_size: int, world_size: int
+) -> list[list[list[BatchRow]]]:
+    """Assign the batch rows of a step to micro-steps and ranks.
 
-    Ranks wait for each other in every micro-step, so the bins of one should cost alike: those with
-    the most images (then tokens) come first, and within a micro-step each bin goes to the rank that
-    has the fewest images (then tokens) so far and still has room. Bins that were not measured keep
-    their order.
+    Ranks wait for each other in every micro-step, so the rows of a micro-step should cost about the
+    same: rows are sorted by images, then tokens, largest first. Within a micro-step each row is
+    assigned to the rank with the fewest images (then tokens) that has fewer than
+    ``micro_batch_size`` rows. Rows without measured sizes keep their order.
 
     Args:
-        bins: a multiple of ``micro_batch_size * world_size``.
-        micro_batch_size: bins per rank and micro-step.
+        rows: batch rows; their number is a multiple of ``micro_batch_size * world_size``.
+        micro_batch_size: batch rows per rank and micro-step.
         world_size: number of ranks.
 
     Returns:
-        Bins by micro-step and rank.
+        Batch rows by micro-step and rank.
     """
     unit = micro_batch_size * world_size
-    ranked = sorted(bins, key=lambda bin: (-bin.images, -bin.tokens))  # stable
-    micro_steps: list[list[list[Bin]]] = []
+    ranked = sorted(rows, key=lambda row: (-row.images, -row.tokens))  # stable
+    micro_steps: list[list[list[BatchRow]]] = []
     for start in range(0, len(ranked), unit):
-        ranks: list[list[Bin]] = [[] for _ in range(world_size)]
-        for number, bin in enumerate(ranked[start : start + unit]):
+        ranks: list[list[BatchRow]] = [[] for _ in range(world_size)]
+        for number, row in enumerate(ranked[start : start + unit]):
             rank = ranks[number // micro_batch_size]
-            if bin.tokens:
+            if row.tokens:
                 free = [rank for rank in ranks if len(rank) < micro_batch_size]
                 rank = min(free, key=lambda r: (sum(b.images for b in r), sum(b.tokens for b in r)))
-            rank.append(bin)
+            rank.append(row)
         micro_steps.append(ranks)
     return micro_steps

@@ -1,24 +1,28 @@
-"""Which rows of a source take part: first, last or random ones, less those of bad_samples.jsonl."""
+"""Selects rows of a source: first, last or random rows, without those in a bad_samples.jsonl."""
 
 import dataclasses
 import json
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from coat_data.containers.rows import Rows as RawRows
 from coat_data.containers.rows import Shards
 from coat_data.mixture.sampler import Stream, generator
 from coat_data.sample import DataError, Sample
+
+ANY_SOURCE = ""
+"""Stands for the source of listed rows that name their file alone."""
 
 _SELECT = re.compile(r"(first|last|random) (\d+(?:\.\d+)?)(%?)")
 
 
 class Rows(Protocol):
-    """Samples by row, as a :class:`~coat_data.load.dataset.SampleDataset` has them."""
+    """Samples by row: a :class:`~coat_data.load.dataset.SampleDataset` or a selection of rows."""
 
     name: str
 
@@ -27,23 +31,18 @@ class Rows(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
 
-_LOOKED_AT = 16
-"""Rows that tell what a source holds."""
-
-
 class SelectedRows:
-    """Some rows of a dataset.
+    """A subset of the rows of a dataset.
 
     Attributes:
-        name: the dataset's.
-        dataset: the source.
-        rows: (n,) int64, the dataset's row of each row here.
-
-        in_shards: whether the order of the dataset's shards can be kept.
+        name: name of the dataset.
+        dataset: the dataset.
+        rows: (n,) int64, row in the dataset of each selected row.
+        in_shards: whether these rows can be read in the order of the dataset's shards.
 
     Args:
-        dataset: see above.
-        rows: see above.
+        dataset: the dataset.
+        rows: the selected rows.
     """
 
     in_shards = True
@@ -57,60 +56,53 @@ class SelectedRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
-        """The sample in row ``index`` of these; DataError and IndexError as the dataset's."""
+        """Return selected sample ``index``; raises DataError and IndexError as the dataset does."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: row {index} of {len(self)} selected rows")
         return self.dataset[int(self.rows[index])]
 
 
 def shards_of(dataset: Rows) -> Shards | None:
-    """How the rows lie in shards that are read over a network; None for all others."""
-    if not isinstance(dataset, SelectedRows):
-        return getattr(dataset, "shards", None)
-    if not dataset.in_shards:
-        return None
-    whole: Shards | None = getattr(dataset.dataset, "shards", None)
-    return None if whole is None else dataclasses.replace(whole, kept=dataset.rows)
-
-
-def rows_to_look_at(dataset: Rows) -> Iterator[Sample]:
-    """The good ones of 16 rows that stand for a source: at even distances, the first among them.
-
-    Of shards read over a network the first 16 rows, as others may take long to reach.
-    """
-    size = len(dataset)
-    number = min(size, _LOOKED_AT)
-    near = shards_of(dataset) is not None
-    for place in range(number):
-        try:
-            yield dataset[place if near else place * size // number]
-        except DataError:
-            continue
-
-
-def replayed_rows(dataset: Rows) -> int:
-    """Rows that this process read over to get to others; see :class:`SampleDataset`."""
+    """Return the shards of a source that is read over a network; None for other sources."""
     whole = dataset.dataset if isinstance(dataset, SelectedRows) else dataset
-    return getattr(whole, "replayed", 0)
-
-
-def unseekable(dataset: Rows) -> str | None:
-    """The address of the source that can only be read from its beginning, if there is one."""
-    whole = dataset.dataset if isinstance(dataset, SelectedRows) else dataset
-    return getattr(whole, "unseekable", None)
+    shards = getattr(whole, "container", RawRows()).shards  # a list has no container of its own
+    if shards is None or not isinstance(dataset, SelectedRows):
+        return shards
+    return dataclasses.replace(shards, selected=dataset.rows) if dataset.in_shards else None
 
 
 def original_row(dataset: Rows, index: int) -> int:
-    """The row in the source's file or folder that ``dataset[index]`` is."""
+    """Return the row of ``dataset[index]`` in the source's file or folder."""
     return int(dataset.rows[index]) if isinstance(dataset, SelectedRows) else index
 
 
-def parse_select(select: str) -> tuple[str, float, bool]:
-    """What ``first 1000`` or ``random 10%`` asks for: where, how much, and whether in percent.
+def describe_row(dataset: Rows, index: int) -> str:
+    """Name source, file and row of ``dataset[index]`` for a message; nothing is read."""
+    whole = dataset.dataset if isinstance(dataset, SelectedRows) else dataset
+    paths = getattr(whole, "paths", ())
+    file = f" ({paths[0]})" if paths else ""
+    return f"source {dataset.name}{file}, row {original_row(dataset, index)}"
+
+
+def select_rows(size: int, select: str | None, seed: int, name: str) -> np.ndarray:
+    """Return the rows that ``select`` selects, in ascending order.
+
+    Args:
+        size: rows of the source.
+        select: ``first``, ``last`` or ``random``, then a number of rows or a percentage, such as
+            ``first 1000`` or ``random 10%``; None selects all rows.
+        seed: seed of ``random``; combined with ``name``, so that sources differ.
+        name: name of the source.
+
+    Returns:
+        (n,) int64.
 
     Raises:
-        ValueError: it is something else, nothing, part of a row, or more than 100%.
+        ValueError: ``select`` does not parse, or selects no row, a part of a row or more rows than
+            the source has.
     """
+    if select is None:
+        return np.arange(size)
     found = _SELECT.fullmatch(select.strip())
     if found is None:
         raise ValueError(
@@ -123,30 +115,9 @@ def parse_select(select: str) -> tuple[str, float, bool]:
             f"select={select!r}: ask for a whole number of rows above 0, or more than 0% and at "
             "most 100%"
         )
-    return kind, amount, percent
-
-
-def select_rows(size: int, select: str | None, seed: int, name: str) -> np.ndarray:
-    """The rows of a source that ``select`` asks for, in ascending order.
-
-    Args:
-        size: rows of the source.
-        select: see :func:`parse_select`; None for all.
-        seed: of ``random``, together with the name, so that sources differ.
-        name: the source's.
-
-    Returns:
-        (n,) int64.
-
-    Raises:
-        ValueError: it asks for more rows than there are, or for a percentage that is no row.
-    """
-    if select is None:
-        return np.arange(size)
-    kind, amount, percent = parse_select(select)
     if not percent:
         number = int(amount)
-    elif kind == "last":  # what the first rows leave, so that both together are all, each once
+    elif kind == "last":  # the complement of ``first (100 - amount)%``
         number = size - round(size * (100 - amount) / 100)
     else:
         number = round(size * amount / 100)
@@ -163,60 +134,70 @@ def select_rows(size: int, select: str | None, seed: int, name: str) -> np.ndarr
     return np.sort(rng.permutation(size)[:number])
 
 
-def read_quarantine(path: Path, source: str, file: str, size: int) -> set[int]:
-    """The rows of one source that a run listed in its bad_samples.jsonl.
+def read_excluded_rows(path: Path, source: str, file: str, size: int) -> set[int]:
+    """Return the rows of one source that a bad_samples.jsonl, or a list of overlaps, lists.
 
     Args:
-        path: the list; JSON lines with ``source``, ``file`` and ``row``. Those of other sources
-            are passed over.
+        path: the bad_samples.jsonl of a run, or the list of ``coat-vlm data overlap``, whose rows
+            have no source: those of this file are used.
         source: name of the source.
-        file: the source's file or folder; its last part has to be the one that was listed.
+        file: file or folder of the source; the list must have the same file name.
         size: rows of the source.
 
     Raises:
-        DataError: the list is missing or damaged, names no row of this source, or was made with
-            another file under this name.
+        DataError: the list is missing or damaged, has no row of this source, or was written for
+            another file.
     """
-    rows: set[int] = set()
-    others: set[str] = set()
-    named = False
-    for number, name, listed, row in _quarantined(path):
-        named = named or name == source
-        if name != source:
-            others.add(name)
-        elif row is None:
-            continue
-        elif listed != Path(file).name or not 0 <= row < size:
-            raise DataError(
-                f"{path}:{number}",
-                f"row {row} of {listed} is not of source {source!r}, {Path(file).name} with "
-                f"{size} rows",
-                "take the list of a run on this file, or remove exclude",
-            )
-        else:
-            rows.add(row)
-    if not named:
+    listed = read_bad_samples(path)
+    if not lists_rows_of(listed, source, file):
+        files = sorted({name for _, name, _ in listed.get(ANY_SOURCE, [])})
+        others = [repr(name) for name in sorted(listed) if name != ANY_SOURCE] + files
         raise DataError(
             str(path),
-            f"lists no row of source {source!r}, only of {sorted(others) or 'none'}",
-            "name the source as the run did that wrote the list, or remove exclude",
+            f"lists no row of source {source!r} ({file}), only of {', '.join(others) or 'none'}",
+            "name source and file as in the command that wrote the list, or remove exclude",
         )
-    return rows
+    own = listed.get(source, [])
+    for number, name, row in own:
+        if name != Path(file).name or not 0 <= row < size:
+            raise _make_row_error(f"{path}:{number}", row, name, source, file, size)
+    of_file = [entry for entry in listed.get(ANY_SOURCE, []) if _is_same_file(entry[1], file)]
+    for number, name, row in of_file:
+        if not 0 <= row < size:
+            raise _make_row_error(f"{path}:{number}", row, name, source, file, size)
+    return {row for _, _, row in own + of_file}
 
 
-def listed_sources(path: Path) -> set[str]:
-    """The names of the sources that a bad_samples.jsonl has rows of.
+def _make_row_error(
+    where: str, row: int, name: str, source: str, file: str, size: int
+) -> DataError:
+    problem = f"row {row} of {name} is not of source {source!r}, {file} with {size} rows"
+    return DataError(where, problem, "use the list of a run on this file, or remove exclude")
+
+
+def lists_rows_of(
+    listed: Mapping[str, Sequence[tuple[int, str, int]]], source: str, file: str
+) -> bool:
+    """Return whether the result of :func:`read_bad_samples` has this source or its file."""
+    return source in listed or any(
+        _is_same_file(name, file) for _, name, _ in listed.get(ANY_SOURCE, ())
+    )
+
+
+def _is_same_file(name: str, file: str) -> bool:
+    return name == file or Path(name).absolute() == Path(file).absolute()
+
+
+def read_bad_samples(path: Path) -> dict[str, list[tuple[int, str, int]]]:
+    """Read a bad_samples.jsonl: for each source, tuples of line number, file name and row.
+
+    Every line is a JSON object with ``source``, ``file`` and ``row``. Rows with transient I/O
+    errors are left out, as they may be good; a source with only such rows maps to an empty list.
+    The rows of a list of overlaps have no source: they are those of :data:`ANY_SOURCE`, with the
+    whole path of the file.
 
     Raises:
         DataError: the list is missing or damaged.
-    """
-    return {source for _, source, _, _ in _quarantined(path)}
-
-
-def _quarantined(path: Path) -> Iterator[tuple[int, str, str, int | None]]:
-    """Number, source, last part of the file, and row of each line of a bad_samples.jsonl.
-
-    The row of an outage is None: nothing is known to be wrong with it.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -224,19 +205,18 @@ def _quarantined(path: Path) -> Iterator[tuple[int, str, str, int | None]]:
         raise DataError(
             str(path), f"cannot be read: {error.strerror}", "fix exclude, or remove it"
         ) from error
+    found: dict[str, list[tuple[int, str, int]]] = {}
     for number, line in enumerate(lines):
         try:
             entry = json.loads(line)
-            row = None if entry.get("outage") else int(entry["row"])
-            yield number, str(entry["source"]), Path(entry["file"]).name, row
+            rows = found.setdefault(str(entry.get("source", ANY_SOURCE)), [])
+            name = Path(entry["file"]).name if "source" in entry else str(entry["file"])
+            if not entry.get("outage"):  # deprecated name of a transient I/O error, on disk
+                rows.append((number, name, int(entry["row"])))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
                 f"{path}:{number}",
                 f"not a line of bad_samples.jsonl ({type(error).__name__}: {error})",
-                "each line is a JSON object with source, file and row",
+                "each line is a JSON object with file and row, and with source if a run wrote it",
             ) from error
-
-
-def without(rows: np.ndarray, excluded: Sequence[int] | set[int]) -> np.ndarray:
-    """``rows`` (n,) that are not excluded, in order."""
-    return rows[~np.isin(rows, np.fromiter(excluded, dtype=np.int64, count=len(excluded)))]
+    return found

@@ -1,20 +1,20 @@
 """Images or videos with one caption each: in columns, in sets of video captions, in folders.
 
-The names of the columns of a CSV, JSONL or Parquet file are those that people use: ``image``,
-``file_name`` (the image folder of ``datasets``), ``path``, ...; ``caption``, ``text``, ``title``,
-... A column of another name can be mapped (``columns``: ``image``, ``video``, ``caption``).
-WebVid's columns are known too (m-bain/webvid, README): its file is ``page_dir/videoid.mp4``, or
-``videoid.mp4``.
+CSV, JSONL and Parquet files may have columns with the usual names: ``image``, ``file_name`` (the
+image folder of ``datasets``), ``path``, ...; ``caption``, ``text``, ``title``, ... Several images
+precede the caption, or stand at the ``<image>`` in it. WebVid's columns (m-bain/webvid, README)
+stand for the file ``page_dir/videoid.mp4``, or ``videoid.mp4``.
 
-Two sets have fields of their own. ShareGPT4Video (ShareGPT4Omni/ShareGPT4Video, dataset card): the
-caption with ``idx`` -1 is the summary::
+Two data sets have fields of their own. ShareGPT4Video (ShareGPT4Omni/ShareGPT4Video, dataset card):
+the caption with ``idx`` -1 is the summary::
 
     {"video_id": "a", "video_path": "a.mp4", "captions": [{"idx": "-1", "content": "..."}]}
 
-Panda-70M (snap-research/Panda-70M, README): a CSV of ``videoID, url, timestamp, caption`` where a
-record lists several clips; each one is a row here (:mod:`coat_data.containers.csv_file`).
+Panda-70M (snap-research/Panda-70M, README): a CSV of ``videoID, url, timestamp, caption`` whose
+records list several clips; each clip is a row here (:mod:`coat_data.containers.csv_file`).
 
-Of a file in a folder, the text beside it is the caption, else its folder is its class.
+For a file in a folder, the text file with its name is the caption; without one, the folder's name
+is its class.
 """
 
 import os
@@ -23,40 +23,46 @@ from collections.abc import Mapping
 from typing import Any
 
 from coat_data.containers.csv_file import CLIP
-from coat_data.containers.folder import VIDEO_SUFFIXES
+from coat_data.containers.media_files import VIDEO_SUFFIXES
+from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import (
+    MEDIA_FIELDS,
+    PLACEHOLDERS,
     Place,
     Reader,
+    Said,
     as_list,
     as_object,
     as_string,
     caption_turns,
+    first_of,
     has_fields,
-    is_missing,
+    media_first,
     media_path,
+    place_media,
     row_id,
     to_media,
+    with_span,
 )
-from coat_data.sample import DataError, Media, MediaKind, Part, Sample, Turn
+from coat_data.sample import DataError, Media, MediaKind, Sample, Turn
 from coat_data.text.chat import SHORT_ANSWER_SUFFIX
 
 _MEDIA_FIELDS: Mapping[str, MediaKind | None] = {
-    "image": "image",
-    "image_path": "image",
-    "img": "image",
-    "img_path": "image",
-    "jpg": "image",
-    "video": "video",
-    "video_path": "video",
-    "clip": "video",
+    **dict.fromkeys(
+        ("image", "images", "image_path", "image_file", "image_name", "image_url", "img"), "image"
+    ),
+    **dict.fromkeys(("img_path", "jpg"), "image"),
+    **dict.fromkeys(("video", "videos", "video_path", "clip"), "video"),
     "file_name": None,
     "filename": None,
     "filepath": None,
     "file": None,
     "path": None,
 }
-"""Columns of media; of None, the ending of the file name says the kind."""
+"""Columns of media; for None, the file name extension decides the kind."""
 
+_NOT_ALONE = {"images", "videos", "image_url", "image_name", "image_file"}
+"""Columns that are often null beside the text of a document."""
 _CAPTION_FIELDS = ("caption", "text", "title", "description", "txt", "captions")
 _WEBVID = {"videoid", "name", "page_dir"}
 _TIME = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
@@ -72,54 +78,74 @@ def _has_columns(row: Any) -> bool:
     if not isinstance(row, Mapping):
         return False
     names = {str(name).lower() for name in row}
+    media = {
+        str(name).lower()
+        for name, value in row.items()
+        if str(name).lower() in _MEDIA_FIELDS
+        and not (str(name).lower() in _NOT_ALONE and is_missing(value))
+    }
     return names >= _WEBVID or bool(
-        names & set(_MEDIA_FIELDS) and names & set(_CAPTION_FIELDS) and "question" not in names
+        media and names & set(_CAPTION_FIELDS) and "question" not in names
     )
 
 
 def _from_columns(row: Any, place: Place) -> Sample:
-    """One caption pair.
+    """Convert a row with media and a caption.
 
     Raises:
         DataError: a column is missing or empty.
     """
-    row = {str(name).lower(): value for name, value in as_object(row, place.where).items()}
-    if set(row) >= _WEBVID:
-        names = [str(row[name]) for name in ("page_dir", "videoid")]
-        candidates = ["/".join(names) + ".mp4", f"{names[1]}.mp4"]
-        media = Media(kind="video", path=_first_file(candidates, "videoid", place))
-        name = "name"
+    row = as_object(row, place.where)
+    names = {str(name).lower(): name for name in row}
+    if names.keys() >= _WEBVID:
+        page, video = str(row[names["page_dir"]]), str(row[names["videoid"]])
+        path = _first_file([f"{page}/{video}.mp4", f"{video}.mp4"], "videoid", place)
+        media = [Media(kind="video", path=path)]
+        caption = as_string(row[names["name"]], "name", place.where)
     else:
-        media = _medium(row, place)
-        name = _column(row, "caption", _CAPTION_FIELDS, place)
-    value = row[name][0] if isinstance(row[name], list) and row[name] else row[name]
-    turns = caption_turns([media], as_string(value, name, place.where))
-    return place.sample(row_id(row, place), turns, [media])
+        name = _column(row, names, "image or video", tuple(_MEDIA_FIELDS), place)
+        media = _media(row, name, place)
+        name = _column(row, names, "caption", _CAPTION_FIELDS, place)
+        caption = as_string(first_of(row[name], place), name, place.where)
+    if any(token in caption for token in PLACEHOLDERS):  # an interleaved document
+        files: dict[MediaKind, list[Media]] = {
+            kind: [one for one in media if one.kind == kind] for kind in MEDIA_FIELDS
+        }
+        turns, shown = place_media([("user", caption)], files, place)
+        turns = (Turn("user", ()), Turn("assistant", turns[0].parts))
+        return place.sample(row_id(row, place), turns, shown)
+    return place.sample(row_id(row, place), caption_turns(media, caption), media)
 
 
-def _medium(row: Mapping[str, Any], place: Place) -> Media:
-    for kind in ("image", "video"):
-        if kind in place.columns:
-            return to_media(row.get(place.columns[kind].lower()), kind, kind, place)
-    name = _column(row, "image or video", tuple(_MEDIA_FIELDS), place)
-    kind = _MEDIA_FIELDS[name] or _kind_by_ending(str(row[name]))
-    return to_media(row[name], kind, name, place)
+def _media(row: Mapping[str, Any], name: str, place: Place) -> list[Media]:
+    items = row[name] if isinstance(row[name], list | tuple) else [row[name]]
+    kind = _MEDIA_FIELDS[name.lower()] or _kind_by_ending(str(items[0]))
+    media = [to_media(item, kind, name, place) for item in items]
+    if len(media) == 1 and kind == "video":
+        media = [with_span(media[0], row, "the row", place)]
+    return media
 
 
-def _column(row: Mapping[str, Any], what: str, names: tuple[str, ...], place: Place) -> str:
-    own = place.columns.get(what, "").lower()
-    found = next((name for name in ((own,) if own else names) if not is_missing(row.get(name))), "")
-    if not found:
-        raise DataError(
-            place.where,
-            f"there is no {what} (columns: {', '.join(row)})",
-            f"name the column one of {', '.join(names)}",
-        )
-    return found
+def _column(
+    row: Mapping[str, Any],
+    by_lower: Mapping[str, str],
+    what: str,
+    names: tuple[str, ...],
+    place: Place,
+) -> str:
+    """Return the column of the first of ``names`` that has a value."""
+    for name in names:
+        if name in by_lower and not is_missing(row.get(by_lower[name])):
+            return by_lower[name]
+    raise DataError(
+        place.where,
+        f"there is no {what} (columns: {', '.join(map(str, row))})",
+        f"name the column one of {', '.join(names)}, or map it with columns",
+    )
 
 
 def _first_file(candidates: list[str], field: str, place: Place) -> str:
-    """The absolute path of the first candidate that exists; the first one if none does."""
+    """Return the absolute path of the first candidate that exists; else the first candidate."""
     paths = [media_path(name, field, place) for name in candidates]
     return next((path for path in paths if os.path.exists(path)), paths[0])  # noqa: PTH110
 
@@ -133,7 +159,7 @@ def _is_video_set(row: Any) -> bool:
 
 
 def _from_video_set(row: Any, place: Place) -> Sample:
-    """One caption pair.
+    """Convert a video and its caption.
 
     Raises:
         DataError: a field is missing or of the wrong type.
@@ -152,6 +178,8 @@ def _share_gpt(row: Mapping[str, Any], place: Place) -> tuple[Media, str]:
     ]
     if not captions:
         raise DataError(place.where, "captions is empty", "remove the row")
+    if len(captions) > 1:
+        place.notes.append("later_captions")
     summary = next((entry for entry in captions if str(entry.get("idx")) == "-1"), captions[-1])
     caption = as_string(summary.get("content"), "the summary's content", place.where)
     return to_media(row.get("video_path"), "video", "video_path", place), caption
@@ -178,10 +206,10 @@ def _seconds(time: str, place: Place) -> float:
 
 
 def _from_file(row: Any, place: Place) -> Sample:
-    """A caption pair, or a question for the class (``_`` and ``-`` in its name are spaces).
+    """Convert to a caption pair, or a question about the class (with spaces for ``_`` and ``-``).
 
     Raises:
-        DataError: the file has neither a text beside it nor a folder that could be its class.
+        DataError: the file has neither a text file nor a folder that could be its class.
     """
     row = as_object(row, place.where)
     name = as_string(row.get("path"), "path", place.where)
@@ -198,13 +226,9 @@ def _from_file(row: Any, place: Place) -> Sample:
             "put it into a folder named after its class, or write its caption into a .txt file of "
             "the same name",
         )
-    question = f"\nWhat is in the {kind}?{SHORT_ANSWER_SUFFIX}"
     answer = folder.replace("_", " ").replace("-", " ")
-    turns = (
-        Turn("user", (Part(kind), Part("text", question))),
-        Turn("assistant", (Part("text", answer),)),
-    )
-    return place.sample(name, turns, [media])
+    said: Said = [("user", f"What is in the {kind}?{SHORT_ANSWER_SUFFIX}"), ("assistant", answer)]
+    return place.sample(name, media_first(said, [media], place), [media])
 
 
 COLUMNS = Reader(

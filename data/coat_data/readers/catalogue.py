@@ -1,33 +1,48 @@
-"""All readers, and the one that fits a source."""
+"""All readers, and the detection of the reader for a source."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from coat_data.containers.ingested import Record
-from coat_data.readers import captions, documents, llava, messages, pairs, webdataset
+from coat_data.readers import (
+    captions,
+    documents,
+    llava,
+    messages,
+    obelics,
+    pairs,
+    published,
+    webdataset,
+)
 from coat_data.readers.reader import Place, Reader
 from coat_data.sample import DataError, Media, Part, Sample, Turn
 
 
 def _stored(row: Any, place: Place) -> Sample:
-    """The sample that :func:`coat_data.containers.ingested.to_record` stored, as it was checked.
+    """Rebuild a sample that :func:`coat_data.containers.ingested.to_record` stored.
 
     Raises:
-        DataError: the path of a file to be opened leaves the media root.
+        DataError: a media path leaves the media root.
     """
     if not isinstance(row, Record):
         raise DataError(place.where, "the row is no stored sample", "give an ingested folder")
     where = f"{place.source}:{row['row']}"
     media = [dict(entry) for entry in row["media"]]
     for entry in media:
-        # Of stored bytes the path is only a name; nothing is opened.
+        # With stored bytes the path is only a name; nothing is opened.
         stored = entry["data"] is not None
         path = entry["path"]
         entry["path"] = place.root.name(path) if stored else place.root.file(path, where)
+        frames = entry.get("frames") or ()
+        entry["frames"] = tuple(place.root.file(frame, where) for frame in frames)
     return Sample(
         id=row["id"],
         turns=tuple(
-            Turn(turn["role"], tuple(Part(**part) for part in turn["parts"]))
+            Turn(
+                turn["role"],
+                tuple(Part(**part) for part in turn["parts"]),
+                turn.get("supervised") is not False,
+            )
             for turn in row["turns"]
         ),
         media=tuple(Media(**entry) for entry in media),
@@ -46,44 +61,50 @@ READERS = (
     ),
     webdataset.READER,
     captions.FILES,
+    published.PIXMO,
     llava.READER,
     messages.READER,
+    obelics.READER,
     pairs.CAULDRON,
     documents.INTERLEAVED,
     captions.VIDEO_SETS,
     pairs.QUERY,
+    published.CHOICES,
+    published.VQA,
+    pairs.QUESTION,
     captions.COLUMNS,
+    published.LINKS,
     documents.TEXTS,
 )
-"""The first one that matches reads a source: special kinds stand before general ones."""
+"""The first reader that matches is used: specific formats are listed before general ones."""
+_BY_NAME = {reader.name: reader for reader in READERS}
 
 
-def reader_named(name: str) -> Reader:
-    """The reader that a user names.
+def get_reader(name: str) -> Reader:
+    """Return the reader with a name.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: the name is unknown.
     """
-    for reader in READERS:
-        if name == reader.name:
-            return reader
+    if name in _BY_NAME:
+        return _BY_NAME[name]
     names = ", ".join(reader.name for reader in READERS)
     raise ValueError(f"format is {name!r}; allowed: {names}")
 
 
 def find_reader(first_rows: Iterable[Any], path: str) -> Reader | None:
-    """The reader of the first of ``first_rows`` that any reader knows.
+    """Detect the reader of a source: the one of the first row that any reader matches.
 
     Args:
-        first_rows: raw rows; a DataError stands for one that does not parse. No more are taken than
-            needed and none is kept, since rows may hold media.
+        first_rows: raw rows; a DataError stands for a row that does not parse. Rows are consumed
+            one by one and not stored, since they may contain media.
         path: the source, for messages.
 
     Returns:
         The reader; None if there are no rows.
 
     Raises:
-        DataError: none knows any of them.
+        DataError: no reader matches any row.
     """
     seen = None
     kind = ""
@@ -91,17 +112,17 @@ def find_reader(first_rows: Iterable[Any], path: str) -> Reader | None:
         for reader in READERS:
             if reader.matches(row):
                 return reader
-        seen = seen or _seen(row)
+        if seen is None and isinstance(row, dict):
+            seen = f"fields: {', '.join(map(str, list(row)[:12])) or 'none'}"
+        elif seen is None and isinstance(row, DataError):
+            seen = row.problem
         kind = kind or type(row).__name__
     if not kind:
         return None
     found = seen or f"the first one is {kind}"
     known = "; ".join(f"{reader.name}: {reader.summary}" for reader in READERS)
-    remedy = f"name the format with --format if it is one of these: {known}"
-    raise DataError(path, f"the rows are of no known kind ({found})", remedy)
-
-
-def _seen(row: Any) -> str | None:
-    if isinstance(row, dict):
-        return f"fields: {', '.join(map(str, list(row)[:12])) or 'none'}"
-    return row.problem if isinstance(row, DataError) else None
+    remedy = (
+        "map its columns, such as columns: {image: img_path, question: q, answer: a}, or name the "
+        f"format with --format if it is one of these: {known}"
+    )
+    raise DataError(path, f"the format of the rows is unknown ({found})", remedy)

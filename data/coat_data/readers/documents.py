@@ -1,13 +1,13 @@
-"""Documents to learn as a whole: a text per row, or sentences with images between them.
+"""Documents to train on as a whole: one text per row, or sentences with images between them.
 
-A document is an answer to nothing: the template ``plain`` trains all of it and its end. C4, the
-Pile, FineWeb and plain files have a text per row. Those of mmc4 are sentences, and images that
-belong to one of them each::
+A document becomes the answer to an empty question: the template ``plain`` supervises the text and
+its end token. C4, the Pile, FineWeb and plain files have one text per row. A row of mmc4 has
+sentences, and images that each belong to one of the sentences::
 
     {"text_list": ["...", "..."],
      "image_info": [{"image_name": "a.jpg", "matched_text_index": 1, "matched_sim": 0.3}]}
 
-An image stands before its sentence; VILA's copies hold ``image_base64`` in place of a name
+An image precedes its sentence; VILA's copies have ``image_base64`` instead of a name
 (allenai/mmc4, README; NVlabs/VILA, llava/data/dataset.py, ``LazyMMC4Dataset``).
 """
 
@@ -32,26 +32,19 @@ from coat_data.sample import DataError, Media, Part, Sample, Turn
 _FIELDS = ("text", "content")
 
 
-def _has_text(row: Any) -> bool:
-    """Whether the row has a text and nothing that a special kind of row has."""
-    return isinstance(row, Mapping) and any(isinstance(row.get(name), str) for name in _FIELDS)
-
-
 def _from_text(row: Any, place: Place) -> Sample:
-    """One document.
+    """Convert a document.
 
     Raises:
-        DataError: there is no text, or it is empty.
+        DataError: the text is missing or empty.
     """
     row = as_object(row, place.where)
-    own = place.columns.get("text")
-    names = _FIELDS if own is None else (own,)
-    name = next((name for name in names if row.get(name) is not None), None)
+    name = next((name for name in _FIELDS if row.get(name) is not None), None)
     if name is None:
         raise DataError(
             place.where,
             f"there is no text (fields: {', '.join(map(str, row)) or 'none'})",
-            f"name the field one of {', '.join(names)}",
+            f"name the field one of {', '.join(_FIELDS)}, or map it: columns: {{text: FIELD}}",
         )
     text = as_string(row[name], name, place.where)
     if not text.strip():
@@ -60,10 +53,10 @@ def _from_text(row: Any, place: Place) -> Sample:
 
 
 def _interleaved(row: Any, place: Place) -> Sample:
-    """One document. Sentences are joined by a space; images of the same sentence keep their order.
+    """Convert a document: sentences joined by spaces, images of one sentence in their order.
 
     Raises:
-        DataError: a field is missing or of the wrong type, or an image names no sentence.
+        DataError: a field is missing or of the wrong type, or an image has no sentence.
     """
     row = as_object(row, place.where)
     sentences = [
@@ -84,7 +77,7 @@ def _interleaved(row: Any, place: Place) -> Sample:
 
 
 def _images(row: Mapping[str, Any], num_sentences: int, place: Place) -> dict[int, list[Media]]:
-    """The images of each sentence."""
+    """Return the images of each sentence."""
     images: dict[int, list[Media]] = defaultdict(list)
     for number, info in enumerate(as_list(row.get("image_info") or [], "image_info", place.where)):
         name = f"image_info[{number}]"
@@ -96,26 +89,22 @@ def _images(row: Mapping[str, Any], num_sentences: int, place: Place) -> dict[in
                 f"{name}.matched_text_index is {index!r}",
                 f"give the number of one of the {num_sentences} sentences",
             )
-        images[index].append(_image(info, name, place))
+        file, data = info.get("image_name"), info.get("image_base64")
+        if file is None and data is None:
+            raise DataError(
+                place.where,
+                f"{name} has neither image_name nor image_base64",
+                "download the images (raw_url is their address) and name the files",
+            )
+        field, item = ("image_name", file) if data is None else ("image_base64", {"base64": data})
+        images[index].append(to_media(item, "image", f"{name}.{field}", place))
     return images
-
-
-def _image(info: Mapping[str, Any], name: str, place: Place) -> Media:
-    if info.get("image_base64") is not None:
-        return to_media({"base64": info["image_base64"]}, "image", f"{name}.image_base64", place)
-    if info.get("image_name") is None:
-        raise DataError(
-            place.where,
-            f"{name} has neither image_name nor image_base64",
-            "download the images (raw_url is their address) and name the files",
-        )
-    return to_media(info["image_name"], "image", f"{name}.image_name", place)
 
 
 TEXTS = Reader(
     "documents",
-    "a text per row (text or content), or plain .txt files: documents to learn as a whole",
-    _has_text,
+    "a text per row (text or content), or plain .txt files: documents to train on as a whole",
+    lambda row: isinstance(row, Mapping) and any(isinstance(row.get(f), str) for f in _FIELDS),
     _from_text,
 )
 INTERLEAVED = Reader(

@@ -1,4 +1,4 @@
-r"""LLaVA's conversations, and what grew out of them (InternVL, LLaVA-NeXT, LLaVA-Video, ShareGPT).
+r"""LLaVA's conversations and their variants (InternVL, LLaVA-NeXT, LLaVA-Video, ShareGPT).
 
 A row looks like this (haotian-liu/LLaVA, docs/Finetune_Custom_Data.md)::
 
@@ -6,39 +6,37 @@ A row looks like this (haotian-liu/LLaVA, docs/Finetune_Custom_Data.md)::
         {"from": "human", "value": "<image>\nWhat colour is the bus?"},
         {"from": "gpt", "value": "Red."}]}
 
-Files on users' disks differ from it in many ways; the rules for each are in :func:`to_sample`.
+Files of other projects differ in many ways; :func:`to_sample` lists the rules.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coat_data.readers.fields import check_unused
 from coat_data.readers.reader import (
+    LOSS_FIELDS,
     NOT_SFT,
+    ROLES,
     Place,
     Reader,
     Said,
     as_object,
     as_string,
     continued,
+    get_role,
     has_fields,
+    is_chat,
+    is_supervised,
     kind_of,
     media_fields,
     place_media,
     refuse_fields,
     row_id,
+    with_loss,
     with_system,
     without_first_answer,
 )
 from coat_data.sample import DataError, Role, Sample
-
-ROLES: Mapping[str, Role] = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-}
-"""Names of the speakers in a file, and the role each one has in a sample."""
 
 _TAGS: Mapping[str, Role] = {
     "user_tag": "user",
@@ -48,63 +46,50 @@ _TAGS: Mapping[str, Role] = {
 
 
 def to_sample(row: Any, place: Place) -> Sample:
-    """One row as a checked sample. Does not decode the media.
+    """Convert a row to a checked sample. Does not decode the media.
 
-    Rules for what the format leaves open:
+    Rules for variants of the format:
 
-    - ``id`` may be a string, an int, absent or repeated; absent, it is the row number.
-    - ``image``, ``images``, ``video`` or ``videos``: anything that
-      :func:`~coat_data.readers.reader.to_media` takes, or a list of it; null and an empty list mean
-      none.
-    - Placeholders are read as :func:`~coat_data.readers.reader.place_media` says.
-    - ``system`` of the row becomes a system turn where there is none.
-    - An answer before the first question is dropped, as LLaVA does (llava/train/train.py,
+    - ``id`` may be a string, an int, absent or repeated; if absent, it is the row number.
+    - ``image``, ``images``, ``video`` or ``videos``: any value that
+      :func:`~coat_data.readers.reader.to_media` accepts, or a list of such values; null and an
+      empty list mean no media.
+    - Placeholders are handled by :func:`~coat_data.readers.reader.place_media`.
+    - ``system`` of the row becomes a system turn if the conversation has none.
+    - An answer before the first question is dropped, as in LLaVA (llava/train/train.py,
       ``preprocess_v1``).
-    - ``"continues": true``, which :mod:`coat_data.tools.export` writes, says that a document goes
-      on in the next row.
+    - ``"continues": true``, which :mod:`coat_data.tools.export` writes, means that a document
+      continues in the next row.
+    - An answer with ``"weight": 0`` or ``"loss": false`` is shown and not supervised.
     - The names of fields and speakers may be mapped (``place.columns``).
 
     Args:
         row: a parsed row.
-        place: where it stands.
+        place: its place in the source.
 
     Raises:
         DataError: a field is missing or of the wrong type, the placeholders do not match the
-            files, or :meth:`~coat_data.Sample.check` fails.
+            files, or :meth:`~coat_data.sample.Sample.check` fails.
     """
     where = place.where
     row = as_object(row, where)
     refuse_fields(row, NOT_SFT, where)
-    turns, media = place_media(_said(row, place), media_fields(row, place), place)
+    said, supervised = _said(row, place)
+    turns, media = place_media(said, media_fields(row, place), place)
+    turns = with_loss(turns, supervised)
     return continued(place.sample(row_id(row, place), turns, media), row)
 
 
-def _said(row: Mapping[str, Any], place: Place) -> Said:
+def _said(row: Mapping[str, Any], place: Place) -> tuple[Said, list[bool]]:
+    """Return the conversation, and for each answer of the file whether it is supervised."""
     where, columns = place.where, place.columns
     name = columns.get("messages", "conversations")
-    roles: dict[str, Role] = {
-        **ROLES,
-        **{columns[tag]: role for tag, role in _TAGS.items() if tag in columns},
-    }
+    tags: dict[str, Role] = {columns[tag]: role for tag, role in _TAGS.items() if tag in columns}
+    roles: Mapping[str, Role] = {**ROLES, **tags} if tags else ROLES
     speaker_field = columns.get("role_tag", "from")
     text_field = columns.get("content_tag", "value")
     said: Said = []
-    for number, turn in enumerate(_turns(row, name, where)):
-        field = f"{name}[{number}]"
-        turn = as_object(turn, where, field, "give it from and value")
-        speaker = as_string(turn.get(speaker_field), f"{field}.{speaker_field}", where)
-        if speaker not in roles:
-            raise DataError(
-                where,
-                f"{field}.{speaker_field} is {speaker!r}",
-                f"use one of {', '.join(sorted(roles))}",
-            )
-        text = as_string(turn.get(text_field), f"{field}.{text_field}", where)
-        said.append((roles[speaker], text))
-    return without_first_answer(with_system(said, row, place))
-
-
-def _turns(row: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
+    supervised: list[bool] = []
     turns = row.get(name)
     if not isinstance(turns, Sequence) or isinstance(turns, str | bytes):
         problem = (
@@ -113,12 +98,25 @@ def _turns(row: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
             else f"there is no field {name} (fields: {', '.join(map(str, row)) or 'none'})"
         )
         raise DataError(where, problem, f'add "{name}": [{{"from": "human", "value": ...}}, ...]')
-    return turns
+    known = {speaker_field, text_field, *LOSS_FIELDS}
+    for number, turn in enumerate(turns):
+        field = f"{name}[{number}]"
+        turn = as_object(turn, where, field, "give it from and value")
+        role = get_role(turn.get(speaker_field), roles, f"{field}.{speaker_field}", where)
+        said.append((role, as_string(turn.get(text_field), f"{field}.{text_field}", where)))
+        answered = role == "assistant"
+        if len(turn) > 2:
+            answered = is_supervised(turn, role, field, place)
+            if unused := turn.keys() - known:
+                check_unused(turn, unused, place.ignore, f"{where}: {field}")
+        if role == "assistant":
+            supervised.append(answered)
+    return without_first_answer(with_system(said, row, place)), supervised
 
 
 READER = Reader(
     "llava",
     "LLaVA JSON, JSONL or Parquet: conversations with from and value, image, video",
-    has_fields("conversations"),
+    lambda row: has_fields("conversations")(row) and not is_chat(row["conversations"]),
     to_sample,
 )

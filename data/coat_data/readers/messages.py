@@ -4,9 +4,11 @@
                   {"role": "assistant", "content": [{"type": "text", "text": "..."}]}],
      "images": ["a.jpg"]}
 
-``content`` may be a string, with ``<image>`` and ``<video>`` where the media of the columns stand.
-``prompt`` and ``completion`` (texts or messages) may stand for ``messages``. Keys that are null
-count as missing, as Arrow writes them. Sources: huggingface/trl, docs/source/dataset_formats.md;
+``content`` may be a string, with ``<image>`` and ``<video>`` at the places of the media of the
+columns. The list may be called ``conversations`` or ``conversation`` (MiniCPM-V, Mantis), and
+``prompt`` and ``completion`` (texts or messages) may replace it. Keys that are null count as
+missing, as Arrow writes them.
+Sources: huggingface/trl, docs/source/dataset_formats.md;
 modelscope/ms-swift, docs/source_en/Customization/Custom-dataset.md.
 """
 
@@ -15,8 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from coat_data.containers.remote_file import is_url
+from coat_data.media.image import image_size
+from coat_data.readers.boxes import EDGES, write_box
+from coat_data.readers.fields import check_unused, has_placeholder, is_missing
 from coat_data.readers.reader import (
+    LOSS_FIELDS,
     NOT_SFT,
+    ROLES,
     Place,
     Reader,
     Said,
@@ -24,28 +32,20 @@ from coat_data.readers.reader import (
     as_object,
     as_string,
     continued,
-    is_missing,
+    get_role,
+    is_chat,
+    is_supervised,
     media_fields,
     place_media,
     refuse_fields,
     row_id,
     to_media,
+    with_loss,
     with_span,
     with_system,
     without_first_answer,
 )
 from coat_data.sample import DataError, Media, MediaKind, Part, Role, Sample, Turn
-
-ROLES: Mapping[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-}
-"""Names of the roles in a file, and the role each one has in a sample."""
 
 _TEXT_TYPES = ("text", "input_text", "output_text")
 _MEDIA_TYPES: Mapping[str, MediaKind] = {
@@ -55,45 +55,59 @@ _MEDIA_TYPES: Mapping[str, MediaKind] = {
     "video": "video",
     "video_url": "video",
 }
+_OTHER_NAMES = ("conversations", "conversation")
 _OBJECT_TOKEN = re.compile("<ref-object>|<bbox>")
 
 
 def matches(row: Any) -> bool:
     """Whether the row has ``messages``, or ``prompt`` and ``completion``."""
-    return isinstance(row, Mapping) and ("messages" in row or {"prompt", "completion"} <= set(row))
+    if not isinstance(row, Mapping):
+        return False
+    named = "messages" in row or {"prompt", "completion"} <= set(row)
+    return named or any(is_chat(row.get(name)) for name in _OTHER_NAMES)
 
 
 def to_sample(row: Any, place: Place) -> Sample:
-    """One row as a checked sample. Does not decode the media.
+    """Convert a row to a checked sample. Does not decode the media.
 
-    - If any message has an image or video part, strings are text and the parts say where the media
-      stand: a part without a source takes the next medium of the columns ``images`` or ``videos``.
-    - Else the placeholders of the texts do, as in LLaVA's rows.
-    - A single answer without a question is a text to learn as a whole (ms-swift's pre-training):
-      it gets an empty question, and may hold media itself.
-    - ``objects`` fills ms-swift's ``<ref-object>`` and ``<bbox>`` in order: the name, and
-      ``[x1, y1, x2, y2]`` as the file has the numbers.
-    - ``"continues": true``, which :mod:`coat_data.tools.export` writes, says that a document goes
-      on in the next row.
-    - A message with ``"loss": false`` is refused: a sample is trained on all of its answers.
+    - If any message has an image or video part, the parts are the places of the media, and strings
+      are not parsed: a part without a source takes the next medium of ``images`` or ``videos``.
+    - Otherwise the placeholders in the texts are the places, as in LLaVA's rows.
+    - A single answer without a question is a text to train on as a whole (ms-swift's pre-training):
+      it gets an empty question, and may contain media.
+    - ``objects`` fills ms-swift's ``<ref-object>`` and ``<bbox>`` in order: the name, and the box
+      as :mod:`coat_data.readers.boxes` writes it.
+    - ``"continues": true``, which :mod:`coat_data.tools.export` writes, means that a document
+      continues in the next row.
+    - An answer with ``"weight": 0`` or ``"loss": false`` is shown and not supervised.
 
     Raises:
-        DataError: the row is wrong; names the field.
+        DataError: the row is invalid; names the field.
     """
     where = place.where
     row = as_object(row, where)
-    refuse_fields(row, {**NOT_SFT, "label": "use rows with answers, not labels"}, where)
-    messages = [_Message.read(message, number, place) for number, message in _messages(row, place)]
-    _fill_objects(messages, row, place)
+    refuse_fields(row, NOT_SFT, where)
+    if "label" in row and isinstance(row["label"], int):  # a boolean too; a text is a property
+        refuse_fields(row, {"label": "use rows with answers, not labels"}, where)
+    read = [_message(message, number, place) for number, message in _messages(row, place)]
+    messages = [message for message, _ in read]
     files = media_fields(row, place)
-    if len(messages) == 1 and messages[0].role == "assistant":
-        turns, media = _document(messages[0], files, place)
-    elif any(piece.kind != "text" for message in messages for piece in message.pieces):
+    _fill_objects(messages, row, files["image"], place)
+    by_parts = any(piece.kind != "text" for _, pieces in messages for piece in pieces)
+    is_document = len(messages) == 1 and messages[0][0] == "assistant"
+    if by_parts:
         turns, media = _by_parts(messages, files, place)
     else:
-        said: Said = [(message.role, message.text) for message in messages]
-        said = without_first_answer(with_system(said, row, place))
+        said: Said = [
+            ("user" if is_document else role, "".join(piece.text for piece in pieces))
+            for role, pieces in messages
+        ]
+        if not is_document:
+            said = without_first_answer(with_system(said, row, place))
         turns, media = place_media(said, files, place)
+    if is_document:  # the answer may have media; the question is empty
+        turns = (Turn("user", ()), Turn("assistant", turns[0].parts))
+    turns = with_loss(turns, [flag for (role, _), flag in read if role == "assistant"])
     return continued(place.sample(row_id(row, place), turns, media), row)
 
 
@@ -102,39 +116,28 @@ class _Piece:
     kind: str
     text: str = ""
     source: Mapping[str, Any] = field(default_factory=dict)
-    """The part: where the medium comes from; without a source it is the next one of the columns."""
+    """The content part, which may have the medium; without one, the columns have it."""
 
 
-@dataclass(slots=True)
-class _Message:
-    role: Role
-    pieces: list[_Piece] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
-
-    @classmethod
-    def read(cls, message: Any, number: int, place: Place) -> "_Message":
-        where, name = place.where, f"messages[{number}]"
-        message = as_object(message, where, name, "give it role and content")
-        role = as_string(message.get("role", message.get("from")), f"{name}.role", where)
-        if role not in ROLES:
-            raise DataError(
-                where, f"{name}.role is {role!r}", f"use one of {', '.join(sorted(ROLES))}"
-            )
-        loss = message.get("loss")
-        if loss is not None and bool(loss) != (ROLES[role] == "assistant"):
-            raise DataError(
-                where,
-                f"{name}.loss is {loss!r} in a turn of {role}",
-                "all answers of a row are trained, and nothing else: split the row",
-            )
-        content = message.get("content", message.get("value"))
-        return cls(ROLES[role], list(_pieces(content, f"{name}.content", where)))
+_Message = tuple[Role, list[_Piece]]
 
 
-def _pieces(content: Any, name: str, where: str) -> Iterator[_Piece]:
+def _message(message: Any, number: int, place: Place) -> tuple[_Message, bool]:
+    """Return role and pieces of a message, and whether it is supervised."""
+    where, name = place.where, f"messages[{number}]"
+    message = as_object(message, where, name, "give it role and content")
+    role = get_role(message.get("role", message.get("from")), ROLES, f"{name}.role", where)
+    supervised = role == "assistant"
+    if len(message) > 2:
+        supervised = is_supervised(message, role, name, place)
+        unused = message.keys() - {"role", "from", "content", "value", *LOSS_FIELDS}
+        check_unused(message, unused, place.ignore, f"{where}: {name}")
+    content = message.get("content", message.get("value"))
+    return (role, list(_pieces(content, f"{name}.content", place))), supervised
+
+
+def _pieces(content: Any, name: str, place: Place) -> Iterator[_Piece]:
+    where = place.where
     if isinstance(content, str):
         yield _Piece("text", as_string(content, name, where))
         return
@@ -149,11 +152,21 @@ def _pieces(content: Any, name: str, where: str) -> Iterator[_Piece]:
             (name for name in ("text", *_MEDIA_TYPES) if name in part), None
         )
         if kind in _TEXT_TYPES:
-            yield _Piece("text", as_string(part.get("text"), f"{own}.text", where))
+            text = as_string(part.get("text"), f"{own}.text", where)
+            if has_placeholder(text):  # media are parts of their own
+                place.notes.append("placeholder_as_text")
+            yield _Piece("text", text)
+            unused = part.keys() - {"type", "text"}
         elif isinstance(kind, str) and kind in _MEDIA_TYPES:
             yield _Piece(_MEDIA_TYPES[kind], source=part)
+            other = "video" if _MEDIA_TYPES[kind] == "image" else "image"
+            unused = {other, f"{other}_url"} & part.keys()
+            if part.get("text"):
+                raise DataError(where, f"{own} has both a medium and text", "make two parts of it")
         else:
             raise DataError(where, f"{own} has the type {kind!r}", "use text, image or video")
+        if unused:
+            check_unused(part, unused, place.ignore, f"{where}: {own}")
 
 
 _SOURCES = ("image", "video", "image_url", "video_url", "url", "path", "bytes", "base64", "data")
@@ -161,6 +174,8 @@ _SOURCES = ("image", "video", "image_url", "video_url", "url", "path", "bytes", 
 
 def _messages(row: Mapping[str, Any], place: Place) -> Iterator[tuple[int, Any]]:
     name = place.columns.get("messages", "messages")
+    if name not in row and not {"prompt", "completion"} <= set(row):
+        name = next((other for other in _OTHER_NAMES if other in row), name)
     if name in row or "prompt" not in row:
         yield from enumerate(as_list(row.get(name), name, place.where))
         return
@@ -173,26 +188,15 @@ def _messages(row: Mapping[str, Any], place: Place) -> Iterator[tuple[int, Any]]
             number += 1
 
 
-def _document(
-    message: _Message, files: Mapping[MediaKind, Sequence[Media]], place: Place
-) -> tuple[tuple[Turn, ...], tuple[Media, ...]]:
-    """One answer with media of its own, after an empty question."""
-    if any(piece.kind != "text" for piece in message.pieces):
-        turns, media = _by_parts([message], files, place)
-    else:
-        turns, media = place_media([("user", message.text)], files, place)
-    return (Turn("user", ()), Turn("assistant", turns[0].parts)), media
-
-
 def _by_parts(
     messages: Sequence[_Message], files: Mapping[MediaKind, Sequence[Media]], place: Place
 ) -> tuple[tuple[Turn, ...], tuple[Media, ...]]:
     waiting = {kind: list(items) for kind, items in files.items()}
     media: list[Media] = []
     turns: list[Turn] = []
-    for number, message in enumerate(messages):
+    for number, (role, pieces) in enumerate(messages):
         parts: list[Part] = []
-        for piece in message.pieces:
+        for piece in pieces:
             if piece.kind == "text":
                 parts += [Part("text", piece.text)] if piece.text else []
                 continue
@@ -209,7 +213,7 @@ def _by_parts(
                     f"the messages show more {kind}s than the row's {len(files.get(kind, ()))}",
                     f'list the file in "{kind}s", or put it into the part',
                 )
-        turns.append(Turn(message.role, tuple(parts)))
+        turns.append(Turn(role, tuple(parts)))
     left = sum(len(items) for items in waiting.values())
     if left:
         raise DataError(
@@ -220,24 +224,66 @@ def _by_parts(
     return tuple(turns), tuple(media)
 
 
-def _fill_objects(messages: Sequence[_Message], row: Mapping[str, Any], place: Place) -> None:
-    """Write the names and boxes of ms-swift's ``objects`` into the texts."""
+def _fill_objects(
+    messages: Sequence[_Message], row: Mapping[str, Any], images: Sequence[Media], place: Place
+) -> None:
+    """Replace ms-swift's placeholders in the texts by the names and boxes of ``objects``.
+
+    Raises:
+        DataError: there are more or fewer placeholders than names or boxes, or a box is wrong.
+    """
     objects = row.get("objects")
     if is_missing(objects):
         return
     objects = as_object(objects, place.where)
     names = iter(as_list(objects.get("ref") or [], "objects.ref", place.where))
-    boxes = iter(as_list(objects.get("bbox") or [], "objects.bbox", place.where))
+    boxes = iter(enumerate(as_list(objects.get("bbox") or [], "objects.bbox", place.where)))
 
     def fill(match: re.Match[str]) -> str:
         if match[0] == "<bbox>":
-            box = as_list(next(boxes, None), "the box of a <bbox>", place.where)
-            return f"[{', '.join(map(str, box))}]"
+            number, box = next(boxes, (0, None))
+            box = as_list(box, "the box of a <bbox>", place.where)
+            return write_box(box, _edges(objects, number, images, place), place.where)
         return as_string(next(names, None), "the name of a <ref-object>", place.where)
 
-    for message in messages:
-        for piece in message.pieces:
+    for _, pieces in messages:
+        for piece in pieces:
             piece.text = _OBJECT_TOKEN.sub(fill, piece.text)
+    for left, token in ((list(names), "<ref-object>"), (list(boxes), "<bbox>")):
+        if left:
+            raise DataError(
+                place.where,
+                f"objects has {len(left)} more entries than the texts have {token}",
+                f"write {token} where each of them belongs, or remove them",
+            )
+
+
+def _edges(
+    objects: Mapping[str, Any], number: int, images: Sequence[Media], place: Place
+) -> tuple[float, float]:
+    """Return the right and lower edge of the image of box ``number``, in the unit of the boxes."""
+    unit = objects.get("bbox_type") or "real"
+    if unit in EDGES:
+        return EDGES[unit]
+    of_boxes = objects.get("image_id") or []
+    index = of_boxes[number] if isinstance(of_boxes, list) and number < len(of_boxes) else 0
+    if unit != "real" or not isinstance(index, int) or not 0 <= index < len(images):
+        raise DataError(
+            place.where,
+            f"objects.bbox_type is {unit!r}, and box {number} is in image {index!r} of the row's "
+            f"{len(images)} images",
+            f"use real (pixels of an image of the row), {' or '.join(EDGES)}",
+        )
+    if is_url(images[index].path or "") and images[index].data is None:
+        raise DataError(
+            place.where,
+            f"the box {number} is in pixels of an image at an address, whose size is not known",
+            f"download the images, or give the boxes as {' or '.join(EDGES)}",
+        )
+    try:
+        return image_size(images[index])
+    except DataError as error:
+        raise error.within(place.where) from error
 
 
 READER = Reader(

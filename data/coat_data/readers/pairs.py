@@ -5,19 +5,23 @@
     {"system": "...", "conversation": [{"human": "...", "assistant": "..."}]}
     {"video": "a.mp4", "QA": [{"q": "...", "a": "..."}]}
     {"images": [...], "texts": [{"user": "...", "assistant": "...", "source": "..."}]}
+    {"image": "a.jpg", "question": "...", "answer": "..."}
 
 Sources: hiyouga/LLaMA-Factory, data/README.md (the columns prompt, query, response, system and
 history may be mapped); modelscope/ms-swift, docs/source_en/Customization/Custom-dataset.md;
-NVlabs/VILA, llava/data/dataset_impl/lita.py (VideoQA). The last form is that of The Cauldron and
+NVlabs/VILA, llava/data/dataset_impl/lita.py (VideoQA). The last format is that of The Cauldron and
 FineVision (HuggingFaceM4/the_cauldron and HuggingFaceM4/FineVision, dataset cards): the images come
-before the first question, in order; FineVision's ratings are not read.
+before the first question, in order; FineVision's ratings are ignored.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import (
+    MEDIA_FIELDS,
     NOT_SFT,
+    PLACEHOLDERS,
     Place,
     Reader,
     Said,
@@ -36,7 +40,7 @@ from coat_data.sample import DataError, Sample
 
 
 def _is_query(row: Any) -> bool:
-    """Whether the row has the fields of one of the first four kinds."""
+    """Whether the row has the fields of one of the first four formats."""
     if not isinstance(row, Mapping):
         return False
     pairs = row.get("conversation", row.get("QA"))
@@ -48,7 +52,7 @@ def _is_query(row: Any) -> bool:
 
 
 def _query(row: Any, place: Place) -> Sample:
-    """``input`` follows ``instruction`` on a line of its own; ``history`` comes first.
+    """Convert a row; ``input`` follows ``instruction`` on a new line, ``history`` comes first.
 
     Raises:
         DataError: a field is missing or of the wrong type, or the placeholders do not match.
@@ -78,7 +82,7 @@ def _said(row: Mapping[str, Any], place: Place) -> Said:
 
 
 def _cauldron(row: Any, place: Place) -> Sample:
-    """The sample of the last form.
+    """Convert a row of The Cauldron or FineVision.
 
     Raises:
         DataError: a field is missing or of the wrong type.
@@ -108,6 +112,50 @@ def _pairs(value: Any, name: str, keys: tuple[Any, Any], where: str) -> Said:
     return said
 
 
+def _is_question(row: Any) -> bool:
+    """Whether the row has a question with its answer, and is not the text of a document."""
+    if not isinstance(row, Mapping) or not {"question", "answer"} <= set(row):
+        return False
+    media = (name for names in MEDIA_FIELDS.values() for name in names)
+    return any(not is_missing(row.get(name)) for name in media) or not any(
+        isinstance(row.get(name), str) for name in ("text", "content")
+    )
+
+
+_CHOICES = ("choices", "options", "candidates", "multiple_choices")
+
+
+def _question(row: Any, place: Place) -> Sample:
+    """Convert a question and its answer; a number is written as text.
+
+    Raises:
+        DataError: a field is missing or of the wrong type, the placeholders do not match, or there
+            are choices, which belong into the question.
+    """
+    row = as_object(row, place.where)
+    refuse_fields(row, NOT_SFT, place.where)
+    for name in _CHOICES:
+        if not is_missing(row.get(name)) and name not in place.ignore:
+            raise DataError(
+                place.where,
+                f"the row has {name}, which are not shown to the model",
+                "write them into the question and the right one into the answer, or leave them out "
+                f"with ignore_fields: [{name}]",
+            )
+    answer = row.get("answer")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
+    question = as_string(row.get("question"), "question", place.where)
+    said: Said = [("user", question), ("assistant", as_string(answer, "answer", place.where))]
+    files = media_fields(row, place)
+    if any(token in question for token in PLACEHOLDERS):
+        turns, media = place_media(with_system(said, row, place), files, place)
+    else:
+        media = [*files["image"], *files["video"]]
+        turns = media_first(with_system(said, row, place), media, place)
+    return place.sample(row_id(row, place), turns, media)
+
+
 QUERY = Reader(
     "query",
     "alpaca (instruction, input, output), query and response, human/assistant or q/a pairs",
@@ -119,4 +167,10 @@ CAULDRON = Reader(
     "The Cauldron and FineVision: images, and texts with user and assistant",
     has_fields("texts", "images"),
     _cauldron,
+)
+QUESTION = Reader(
+    "question",
+    "a question and an answer per row, with image or video",
+    _is_question,
+    _question,
 )

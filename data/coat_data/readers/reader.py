@@ -1,32 +1,39 @@
-"""The base of all readers, and what they share: checks of fields, media of a row, turns.
+"""Base of all readers, and shared functions: checks of fields, media of a row, turns.
 
-A medium is a path, a struct of bytes, a ``data:`` address or base64 text. In a text, ``<image>``
-and ``<video>`` stand where the media of the row belong.
+A medium is a path, a struct of bytes, a ``data:`` URL or base64 text. In texts, ``<image>`` and
+``<video>`` are the places of the row's media.
 """
 
 import base64
 import binascii
+import os
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from coat_data.containers.media_files import KEY, image_suffixes
 from coat_data.media.root import MediaRoot
-from coat_data.sample import DataError, Media, MediaKind, Part, Role, Sample, Turn
+from coat_data.readers.boxes import convert_tags
+from coat_data.readers.fields import Row, check_unused, find_placeholder, is_missing
+from coat_data.sample import DataError, Media, MediaKind, Part, Reading, Role, Sample, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a row stands, and where its media paths start."""
+    """Place of a row in its source, and the root of its media paths."""
 
     source: str
-    """The file, for messages."""
+    """File name, for messages."""
     row: int
-    """The row in it, from 0."""
+    """Row in the file, from 0."""
     root: MediaRoot
     columns: Mapping[str, str] = field(default_factory=dict)
-    """The user's names of fields, by the reader's (LlamaFactory's ``columns`` and ``tags``)."""
+    """The reader's field names -> field names of the file (LlamaFactory's columns and tags)."""
+    ignore: frozenset[str] = frozenset()
+    """Fields that the user allows to be left out."""
+    notes: list[str] = field(default_factory=list)
+    """Keys of :data:`~coat_data.sample.NOTES` that the reader of the row adds."""
 
     @property
     def where(self) -> str:
@@ -34,7 +41,8 @@ class Place:
         return f"{self.source}:{self.row}"
 
     def sample(self, name: str, turns: Sequence[Turn], media: Sequence[Media] = ()) -> Sample:
-        """The checked sample of the row, with ``name`` as its id."""
+        """Return the checked sample of the row, with ``name`` as its id."""
+        turns = convert_tags(turns, self.where) if media else turns
         return Sample(
             id=name, turns=tuple(turns), media=tuple(media), source=self.source, row=self.row
         ).check()
@@ -42,25 +50,55 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """One kind of row."""
+    """One row format."""
 
     name: str
-    """What ``--format`` and a recipe's ``format`` call it."""
+    """Name for ``--format`` and a recipe's ``format``."""
     summary: str
     """One line for ``--help``."""
     matches: Callable[[Any], bool]
-    """Whether a raw row is of this kind, by its fields; takes any value."""
+    """Whether a raw row has this format, by its fields; accepts any value."""
     to_sample: Callable[[Any, Place], Sample]
-    """The checked sample of a row, or a :class:`DataError` and nothing else; decodes no media."""
+    """Returns the checked sample of a row; raises only :class:`DataError`; decodes no media."""
+
+    def read(self, row: Any, place: Place) -> Sample:
+        """Return the sample of a row with its :class:`~coat_data.sample.Reading`.
+
+        Raises:
+            DataError: as :attr:`to_sample`, or a field that must not be left out is not used
+                (:mod:`coat_data.readers.fields`).
+        """
+        if type(row) is not dict:
+            return self.to_sample(row, place)
+        row = Row(row)
+        sample = self.to_sample(row, place)
+        used, unused = row.keys() & row.used, row.keys() - row.used
+        if unused and not (place.columns and KEY in row):  # a field map of Energon is complete
+            check_unused(row, unused, place.ignore, place.where, sample)
+        noted = "placeholder_as_text" in place.notes  # by a reader that knows that it is text
+        if not noted and find_placeholder(sample, place.ignore):
+            place.notes.append("placeholder_as_text")
+        inner = sample.reading
+        notes = tuple(dict.fromkeys(place.notes))
+        reading = Reading(inner.used.union(used), inner.ignored.union(unused), notes)
+        # Nobody else has the new sample; a copy of it takes as long as reading its turns.
+        object.__setattr__(sample, "reading", reading)
+        return sample
 
 
 def has_fields(*names: str) -> Callable[[Any], bool]:
-    """A :attr:`Reader.matches` for rows that have all these fields."""
+    """Return a :attr:`Reader.matches` for rows that have all these fields."""
     return lambda row: isinstance(row, Mapping) and set(names) <= set(row)
 
 
+def is_chat(turns: object) -> bool:
+    """Whether a list has messages with ``role`` and ``content``."""
+    first = turns[0] if isinstance(turns, list | tuple) and turns else None
+    return isinstance(first, Mapping) and {"role", "content"} <= first.keys()
+
+
 def kind_of(value: object) -> str:
-    """The type of a JSON value, for messages."""
+    """Return the type of a JSON value, for messages."""
     return "null" if value is None else type(value).__name__
 
 
@@ -70,18 +108,20 @@ def as_object(
     name: str = "the row",
     remedy: str = "write one JSON object per row",
 ) -> Mapping[str, Any]:
-    """The value, or a DataError if it is not an object."""
-    if not isinstance(value, Mapping):
+    """Return the value; DataError if it is not an object."""
+    if not isinstance(value, dict | Mapping):  # dict first: Mapping is checked in Python
         raise DataError(where, f"{name} is {kind_of(value)}, not an object", remedy)
     return value
 
 
 def as_string(value: object, name: str, where: str) -> str:
-    """The value, or a DataError if it is not a string of characters."""
+    """Return the value; DataError if it is not a string of valid characters."""
     if not isinstance(value, str):
         raise DataError(where, f"{name} is {kind_of(value)}, not a string", f"make {name} a string")
+    if value.isascii():
+        return value
     try:
-        value.encode("utf-8")  # half a surrogate pair parses as JSON but is not a character
+        value.encode("utf-8")  # a lone surrogate parses as JSON but is not a character
     except UnicodeEncodeError as error:
         raise DataError(
             where, f"{name} has a broken character at {error.start}", "remove the \\ud... escape"
@@ -90,22 +130,18 @@ def as_string(value: object, name: str, where: str) -> str:
 
 
 def as_list(value: object, name: str, where: str) -> Sequence[Any]:
-    """The value, or a DataError if it is not a list."""
+    """Return the value; DataError if it is not a list."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise DataError(where, f"{name} is {kind_of(value)}, not a list", f"make {name} a list")
     return value
 
 
-def is_missing(value: object) -> bool:
-    """Whether a field counts as absent: null, an empty list, or Arrow's object of nulls."""
-    if isinstance(value, Mapping):
-        return all(item is None for item in value.values())
-    return value is None or (isinstance(value, list | tuple) and not value)
-
-
 def row_id(row: Mapping[str, Any], place: Place) -> str:
-    """The row's id as text; the row number where it has none."""
-    value = next((row[name] for name in ("id", "sample_id") if row.get(name) is not None), None)
+    """Return the row's id as text; the row number if there is none."""
+    value = row.get("id")
+    value = row.get("sample_id") if value is None else value
+    if isinstance(value, float):  # pandas writes a column of numbers with gaps as such
+        value = int(value) if value.is_integer() else str(value) if value == value else None
     if value is None:
         return str(place.row)
     if isinstance(value, int):
@@ -114,72 +150,74 @@ def row_id(row: Mapping[str, Any], place: Place) -> str:
 
 
 def continued(sample: Sample, row: Mapping[str, Any]) -> Sample:
-    """The sample; a document of whose row ``continues`` is true goes on in the next row."""
-    goes_on = row.get("continues") is True and sample.is_document
+    """Return the sample, marked as continued if it is a document with ``"continues": true``."""
+    goes_on = "continues" in row and row["continues"] is True and sample.is_document
     return replace(sample, continues=True) if goes_on else sample
 
 
 def refuse_fields(row: Mapping[str, Any], names: Mapping[str, str], where: str) -> None:
-    """Raise for a field that would have to be trained differently: what it asks for, by name."""
+    """Raise DataError for unsupported fields; ``names`` maps them to remedies."""
     for name, remedy in names.items():
-        if not is_missing(row.get(name)):
+        if name in row and not is_missing(row[name]):
             raise DataError(where, f"the row has {name}", remedy)
 
 
 NOT_SFT = {
-    "audio": "remove the rows with audio: only images and videos are read",
-    "audios": "remove the rows with audio: only images and videos are read",
     "chosen": "this is preference data; make conversations with the chosen answer of it",
     "rejected": "this is preference data; make conversations with the chosen answer of it",
     "rejected_response": "this is preference data; make conversations with the better answer of it",
 }
-"""Fields that a conversation cannot stand for, and what to do about them."""
+"""Fields that are not supported for fine-tuning -> remedy."""
 
 MEDIA_FIELDS: Mapping[MediaKind, tuple[str, ...]] = {
     "image": ("image", "images"),
     "video": ("video", "videos", "video_path"),
 }
-"""Fields of a row that hold its media; one of each kind may be set."""
+"""Fields of a row with its media; one field per kind may be set."""
 
 _DATA = re.compile(r"data:[^,;]*(?:;[^,;]*)*,")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 _LONGEST_PATH = 4096
-"""PATH_MAX of Linux: a longer text is no path."""
+"""PATH_MAX of Linux: a longer text is not a path."""
 _DEEPEST_STRUCT = 4
-"""A part, its image_url, its url, and the text."""
+"""Levels of nesting: a part, its image_url, its url, and the text."""
 
 PLACEHOLDERS: Mapping[str, MediaKind] = {"<image>": "image", "<video>": "video"}
-"""What stands for media in a human turn, and the kind of media."""
+"""Placeholders of media in a human turn -> kind of media."""
+
+ROLES: Mapping[str, Role] = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("tool", "tool_response", "function", "observation", "ipython"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "bot", "chatbot", "model", "ai"), "assistant"),
+    **dict.fromkeys(("bing", "bard", "claude", "tool_call", "function_call"), "assistant"),
+}
+"""Names of speakers in a file -> roles in a sample. Results of tools are input to the model, as in
+the chat templates of Qwen (role ``user``); calls of tools are answers."""
+
+LOSS_FIELDS = ("weight", "loss", "train")
+"""Fields of a turn that say whether it is supervised."""
 
 Said = list[tuple[Role, str]]
 """Speakers and texts of a conversation."""
 _KINDS: tuple[MediaKind, ...] = ("image", "video")
 
 
-def media_list(value: object, kind: MediaKind, field: str, place: Place) -> list[Media]:
-    """The media of a field that holds one medium, a list of them, or nothing.
-
-    Raises:
-        DataError: an entry is no medium; names ``field``.
-    """
-    if is_missing(value):
-        return []
-    items = value if isinstance(value, list | tuple) else [value]
-    return [to_media(item, kind, field, place) for item in items]
-
-
 def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
-    """One medium from a path, ``{"path": ...}``, ``{"bytes": ..., "path": ...}`` or an address.
+    """Convert a path, ``{"path": ...}``, ``{"bytes": ..., "path": ...}`` or a URL to a medium.
 
-    ``bytes`` may be bytes, as in Parquet, or base64 text, as in JSON. The same goes for the keys
-    ``url``, ``base64``, ``data`` and the kind itself, alone or nested (OpenAI's
+    ``bytes`` may be bytes, as in Parquet, or base64 text, as in JSON. The keys ``url``, ``base64``,
+    ``data`` and the kind itself are read in the same way, also nested (OpenAI's
     ``{"image_url": {"url": "data:..."}}``). A video's ``start`` and ``end`` are seconds.
+    A list is a video as the paths of its frames (QwenLM/Qwen2.5-VL, qwen-vl-utils).
 
     Raises:
-        DataError: it is none of these, or a path that leaves the media root.
+        DataError: the item has another form, or is a path that leaves the media root.
     """
     if isinstance(item, Mapping):
         return with_span(_from_struct(item, kind, field, place), item, field, place)
+    if isinstance(item, list | tuple) and kind == "video":
+        return _from_frames(item, field, place)
     if isinstance(item, bytes | bytearray | memoryview):
         return Media(kind=kind, path=_member(field, place), data=bytes(item))
     text = as_string(item, field, place.where)
@@ -191,26 +229,81 @@ def to_media(item: object, kind: MediaKind, field: str, place: Place) -> Media:
     return Media(kind=kind, path=media_path(text, field, place))
 
 
+def _from_frames(items: Sequence[Any], field: str, place: Place) -> Media:
+    """Return the video of a list of frames, which are paths or addresses of images."""
+    if not items:
+        raise DataError(place.where, f"{field} is an empty list", "list the frames of the video")
+    frames = [to_media(one, "image", f"{field}[{n}]", place) for n, one in enumerate(items)]
+    if any(frame.data is not None for frame in frames):
+        raise DataError(
+            place.where, f"{field} has embedded frames", "store them as files and give their paths"
+        )
+    paths = tuple(frame.path or "" for frame in frames)
+    return Media(kind="video", path=paths[0], frames=paths)
+
+
+def _is_frame_list(items: Sequence[Any]) -> bool:
+    """Whether a list in a field of videos is one video: the paths of its frames."""
+    return bool(items) and all(
+        isinstance(item, str) and os.path.splitext(item)[1].lower() in image_suffixes()  # noqa: PTH122
+        for item in items
+    )
+
+
+def _with_rate(media: Media, item: Mapping[str, Any], field: str, place: Place) -> Media:
+    """Return the medium, for a list of frames with the frames per second of ``item`` if given."""
+    rate = next((item[n] for n in ("sample_fps", "fps") if item.get(n) is not None), None)
+    if not media.frames or rate is None:
+        return media
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
+        raise DataError(place.where, f"{field}: fps is {rate!r}", "give frames per second above 0")
+    return replace(media, fps=float(rate))
+
+
 def with_span(media: Media, item: Mapping[str, Any], field: str, place: Place) -> Media:
-    """The medium, of which a video shows from ``start`` to ``end`` seconds if ``item`` says so.
+    """Return the medium, for a video with the seconds of ``item`` if given.
+
+    They are ``start`` and ``end``, or ``video_start`` and ``video_end`` (QwenLM/Qwen2.5-VL,
+    qwen-vl-utils); texts are read as numbers, as CSV files have no others.
 
     Raises:
-        DataError: a time is no number of seconds, or the end comes first.
+        DataError: a time is no number of seconds, is given twice, or the end comes first.
     """
-    start, end = item.get("start"), item.get("end")
-    if media.kind != "video" or (start is None and end is None):
+    if media.kind != "video":
         return media
-    for time in (start, end):
-        known = isinstance(time, int | float) and not isinstance(time, bool)
-        if time is not None and not (known and 0 <= time < float("inf")):
-            raise DataError(
-                place.where, f"{field}: the time {time!r} is wrong", "give seconds, 0 or greater"
-            )
+    media = _with_rate(media, item, field, place)
+    start, end = (_time(item, name, getattr(media, name), field, place) for name in _SPAN)
+    if start is None and end is None:
+        return media
     if start is not None and end is not None and end <= start:
         raise DataError(
             place.where, f"{field} ends at {end} s and starts at {start} s", "swap them"
         )
     return replace(media, start=start, end=end)
+
+
+_SPAN = ("start", "end")
+
+
+def _time(
+    item: Mapping[str, Any], name: str, own: float | None, field: str, place: Place
+) -> float | None:
+    """Return the time ``name`` of a clip in seconds; ``own`` is that of the medium itself."""
+    given = {time for key in (name, f"video_{name}") if (time := item.get(key)) not in (None, "")}
+    found: list[float] = [] if own is None else [own]
+    for time in given:
+        try:
+            seconds = -1.0 if isinstance(time, bool) else float(time)
+        except (TypeError, ValueError):
+            seconds = -1.0
+        if not 0 <= seconds < float("inf"):
+            raise DataError(
+                place.where, f"{field}: the time {time!r} is wrong", "give seconds, 0 or greater"
+            )
+        found.append(seconds if isinstance(time, str) else time)
+    if len(set(found)) > 1:
+        raise DataError(place.where, f"{field} has two times: {name} {found}", "keep one of them")
+    return found[0] if found else None
 
 
 def _from_struct(item: Mapping[str, Any], kind: MediaKind, field: str, place: Place) -> Media:
@@ -229,10 +322,10 @@ def _from_struct(item: Mapping[str, Any], kind: MediaKind, field: str, place: Pl
 
 
 def media_path(text: str, field: str, place: Place) -> str:
-    """The absolute path or the address of a medium.
+    """Return the absolute path or the URL of a medium.
 
     Raises:
-        DataError: the text is no path, or leaves the media root.
+        DataError: the text is not a path, or the path leaves the media root.
     """
     if not text or "\0" in text or len(text) > _LONGEST_PATH:
         raise DataError(
@@ -244,7 +337,7 @@ def media_path(text: str, field: str, place: Place) -> str:
 
 
 def _struct_bytes(item: Mapping[str, Any], field: str, place: Place) -> bytes | None:
-    """The bytes that a struct holds; None if it holds none."""
+    """Return the bytes in a struct; None if it has none."""
     for name in ("bytes", "base64", "data"):
         value = item.get(name)
         if isinstance(value, bytes | bytearray | memoryview):
@@ -282,20 +375,33 @@ def _decode(text: str, field: str, place: Place) -> bytes:
         ) from error
 
 
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 def media_fields(row: Mapping[str, Any], place: Place) -> dict[MediaKind, list[Media]]:
-    """The row's images and videos, of which each kind may stand in one field only."""
+    """Return the row's images and videos; fields of the same kind must not differ."""
     media: dict[MediaKind, list[Media]] = {}
     for kind, names in MEDIA_FIELDS.items():
         own = place.columns.get(f"{kind}s")
-        given = [field for field in ([own] if own else names) if not is_missing(row.get(field))]
-        if len(given) > 1:
+        names = (own,) if own else names
+        given = [field for field in names if field in row and not is_missing(row[field])]
+        if not given:
+            media[kind] = []
+            continue
+        items, *others = (_listed(row[field]) for field in given)
+        if any(other != items for other in others):
             raise DataError(place.where, f"both {' and '.join(given)} are set", "keep one of them")
-        media[kind] = media_list(row[given[0]], kind, given[0], place) if given else []
+        items = [items] if kind == "video" and _is_frame_list(items) else items
+        media[kind] = [to_media(item, kind, given[0], place) for item in items]
+    videos = media["video"]
+    if len(videos) == 1:
+        media["video"] = [with_span(videos[0], row, "the row", place)]
     return media
 
 
 def with_system(said: Said, row: Mapping[str, Any], place: Place) -> Said:
-    """The conversation with the row's ``system`` field before it, if it has no system turn."""
+    """Prepend the row's ``system`` field as a system turn, if the conversation has none."""
     field = place.columns.get("system", "system")
     system = row.get(field)
     if system is None or system == "" or (said and said[0][0] == "system"):
@@ -303,8 +409,69 @@ def with_system(said: Said, row: Mapping[str, Any], place: Place) -> Said:
     return [("system", as_string(system, field, place.where)), *said]
 
 
+def get_role(name: object, roles: Mapping[str, Role], field: str, where: str) -> Role:
+    """Return the role of a speaker, by its name in lower case if it is not in ``roles``.
+
+    Raises:
+        DataError: the name is unknown.
+    """
+    text = as_string(name, field, where)
+    role = roles.get(text) or roles.get(text.lower())
+    if role is None:
+        known = ", ".join(sorted(roles))
+        raise DataError(where, f"{field} is {text!r}", f"use one of {known}")
+    return role
+
+
+def is_supervised(turn: Mapping[str, Any], role: Role, name: str, place: Place) -> bool:
+    """Return whether a turn is supervised, by ``weight``, ``loss`` or ``train``: 0, 1 or a boolean.
+
+    Sources: OpenAI, fine-tuning API (``weight``); modelscope/ms-swift, Custom-dataset.md
+    (``loss``); axolotl, docs/dataset-formats/conversation.qmd (``train``).
+
+    Raises:
+        DataError: the value is another one, the names contradict each other, or a turn that is no
+            answer is to be supervised.
+    """
+    given = {
+        key: turn[key]
+        for key in LOSS_FIELDS
+        if turn.get(key) is not None and key not in place.ignore
+    }
+    if not given:
+        return role == "assistant"
+    key, value = next(iter(given.items()))
+    known = all(isinstance(one, bool | int | float) and one in (0, 1) for one in given.values())
+    if not known or len({bool(one) for one in given.values()}) > 1:
+        raise DataError(place.where, f"{name} has {given}", f"set {key} to 0 or 1")
+    if value and role != "assistant":
+        raise DataError(
+            place.where,
+            f"{name}.{key} is {value!r} in a turn of {role}",
+            "only answers can be supervised: set it to 0 or remove it",
+        )
+    return bool(value)
+
+
+def with_loss(turns: Sequence[Turn], supervised: Sequence[bool]) -> tuple[Turn, ...]:
+    """Return the turns with labels on the supervised answers alone.
+
+    Args:
+        turns: the conversation.
+        supervised: one for each answer of the file; the first may have been removed from the turns.
+    """
+    if all(supervised):
+        return tuple(turns)
+    flags = list(supervised)
+    marked = [
+        replace(turn, supervised=flags.pop()) if turn.role == "assistant" else turn
+        for turn in reversed(turns)
+    ]
+    return tuple(reversed(marked))
+
+
 def without_first_answer(said: Said) -> Said:
-    """The conversation without an answer that stands before the first question."""
+    """Remove an answer before the first question."""
     first = 1 if said and said[0][0] == "system" else 0
     if len(said) > first + 1 and said[first][0] == "assistant":
         return [*said[:first], *said[first + 1 :]]
@@ -314,12 +481,12 @@ def without_first_answer(said: Said) -> Said:
 def place_media(
     said: Said, files: Mapping[MediaKind, Sequence[Media]], place: Place
 ) -> tuple[tuple[Turn, ...], tuple[Media, ...]]:
-    """The turns with their media in place, and the media in the order in which they stand.
+    """Return the turns with media at the placeholders, and the media in their order.
 
-    Placeholders count in human turns only and keep their order and the text around them. In a row
-    with videos and no images ``<image>`` may stand for a video too. A row with media but no
-    placeholder shows the media, each followed by a newline, before the first human text. A
-    placeholder that no file of the row calls for is text, and so is any in an answer.
+    Only placeholders in human turns are replaced; the text around them is kept. In a row with
+    videos and without images, ``<image>`` may stand for a video. If a row has media but no
+    placeholders, the media, each followed by a newline, precede the first human text. Placeholders
+    without a file, and placeholders in answers, are plain text.
 
     Args:
         said: the conversation.
@@ -329,52 +496,52 @@ def place_media(
     Raises:
         DataError: the placeholders do not match the files.
     """
-    said, tokens = _tokens(said, {kind: len(files.get(kind, ())) for kind in _KINDS}, place.where)
+    tokens = _tokens(said, {kind: len(files.get(kind, ())) for kind in _KINDS}, place)
+    if not tokens:
+        media = [one for kind in _KINDS for one in files.get(kind, ())]
+        if media:
+            place.notes.append("media_first")
+        return media_first(said, media, place), tuple(media)
     waiting = {kind: iter(files.get(kind, ())) for kind in _KINDS}
+    pattern = re.compile(f"({'|'.join(tokens)})")
     media: list[Media] = []
     turns: list[Turn] = []
     for role, text in said:
-        shown = tokens if role == "user" else {}
-        pieces = re.split(f"({'|'.join(shown)})", text) if shown else [text]
-        parts = [Part(shown[one]) if one in shown else Part("text", one) for one in pieces if one]
+        if role != "user" or "<" not in text:
+            turns.append(Turn(role, (Part("text", text),) if text else ()))
+            continue
+        pieces = pattern.split(text)
+        parts = [Part(tokens[one]) if one in tokens else Part("text", one) for one in pieces if one]
         turns.append(Turn(role, tuple(parts)))
         media += [next(waiting[part.kind]) for part in parts if part.kind != "text"]
     return tuple(turns), tuple(media)
 
 
-def _tokens(
-    said: Said, files: Mapping[MediaKind, int], where: str
-) -> tuple[Said, dict[str, MediaKind]]:
-    """The turns with a placeholder for every file, and what the placeholders stand for."""
+def _tokens(said: Said, files: Mapping[MediaKind, int], place: Place) -> dict[str, MediaKind]:
+    """Return the kind of each placeholder; empty if the texts have none for the files."""
     tokens: dict[str, MediaKind] = {
         token: kind for token, kind in PLACEHOLDERS.items() if files[kind]
     }
-    human = [number for number, (role, _) in enumerate(said) if role == "user"]
-    if not tokens:
-        return said, tokens
-    if not human:
-        raise DataError(where, "there is no human turn", "start with a human turn")
-    pattern = "|".join(PLACEHOLDERS)
-    found = Counter(token for number in human for token in re.findall(pattern, said[number][1]))
+    if not any(files.values()):
+        return {}
+    asked = [text for role, text in said if role == "user" and "<" in text]
+    found = {token: sum(text.count(token) for text in asked) for token in PLACEHOLDERS}
     if all(found[token] == files[kind] for token, kind in tokens.items()):
-        return said, tokens
-    if not files["image"] and found.total() == files["video"]:
-        return said, dict.fromkeys(PLACEHOLDERS, "video")
+        return tokens
+    if not files["image"] and sum(found.values()) == files["video"]:
+        return dict.fromkeys(PLACEHOLDERS, "video")
     if found["<image>"] or (files["video"] and found["<video>"]):
         raise DataError(
-            where,
+            place.where,
             f"{found['<image>']} <image> and {found['<video>']} <video> placeholders in the human "
             f"turns, but {files['image']} image and {files['video']} video files",
             "write one placeholder per file, or none to show the files first",
         )
-    first = "".join(f"{token}\n" * files[kind] for token, kind in tokens.items())
-    said = list(said)
-    said[human[0]] = ("user", first + said[human[0]][1])
-    return said, tokens
+    return {}
 
 
 def media_first(said: Said, media: Sequence[Media], place: Place) -> tuple[Turn, ...]:
-    """The turns with all media, each followed by a newline, before the first human text.
+    """Return the turns with all media, each followed by a newline, before the first human text.
 
     Raises:
         DataError: there are media but no human turn.
@@ -392,8 +559,17 @@ def media_first(said: Said, media: Sequence[Media], place: Place) -> tuple[Turn,
     return tuple(turns)
 
 
+def first_of(value: Any, place: Place) -> Any:
+    """Return the value, or the first one of a list; the others are noted."""
+    if not isinstance(value, list) or not value:
+        return value
+    if len(value) > 1:
+        place.notes.append("later_captions")
+    return value[0]
+
+
 def caption_turns(media: Sequence[Media], caption: str) -> tuple[Turn, ...]:
-    """A caption pair: the media, and the caption as the answer (what the template plain trains)."""
+    """Return the turns of a caption pair: the media as the question, the caption as the answer."""
     return (
         Turn("user", tuple(Part(item.kind) for item in media)),
         Turn("assistant", (Part("text", caption),)),

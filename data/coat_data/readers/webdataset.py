@@ -1,14 +1,14 @@
 """Samples of WebDataset tars: an object of field to bytes (:mod:`coat_data.containers.tar`).
 
-- Fields that end in an image's or video's ending, or in ``img`` (Eagle), are media, in natural
-  order of their names: ``img2.jpg`` before ``img10.jpg``.
-- ``json`` with ``conversations``, ``messages``, ``texts`` or query fields is a row of that kind,
-  and the media of the tar are the row's media: those that it names, in its order and with its
-  ``start`` and ``end`` (``{"path": "0001.mp4", "start": 1.5}``), or all where it names none.
-- Else the sample is a caption pair: ``txt``, ``caption`` or ``text``, or the caption in ``json``
-  (img2dataset; VILA's WIDS folders).
-- Energon's ``field_map`` says which fields are ``image`` or ``video``, ``caption``, or ``context``
-  and ``answers``; ``json[a][b]`` is a value inside of a field (NVIDIA/Megatron-Energon,
+- Fields that end in an image or video extension, or in ``img`` (Eagle), are media, in natural order
+  of their names: ``img2.jpg`` before ``img10.jpg``.
+- ``json`` with ``conversations``, ``messages``, ``texts`` or query fields is a row of that format,
+  and the media of the tar are the row's media: those that the row names, in its order and with its
+  ``start`` and ``end`` (``{"path": "0001.mp4", "start": 1.5}``), or all if it names none.
+- Otherwise the sample is a caption pair: ``txt``, ``caption`` or ``text``, or the caption in
+  ``json`` (img2dataset; VILA's WIDS folders).
+- Energon's ``field_map`` maps ``image`` or ``video``, ``caption``, or ``context`` and ``answers``
+  to fields; ``json[a][b]`` is a value inside a field (NVIDIA/Megatron-Energon,
   docs/source/basic/data_prep.md).
 """
 
@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from coat_data.containers.folder import VIDEO_SUFFIXES, image_suffixes
-from coat_data.containers.tar import KEY
+from coat_data.containers.media_files import KEY, VIDEO_SUFFIXES, image_suffixes
 from coat_data.readers import llava, messages, pairs
+from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import (
     MEDIA_FIELDS,
     Place,
@@ -28,7 +28,7 @@ from coat_data.readers.reader import (
     Said,
     as_string,
     caption_turns,
-    is_missing,
+    first_of,
     place_media,
 )
 from coat_data.sample import DataError, Media, MediaKind, Sample
@@ -36,30 +36,33 @@ from coat_data.sample import DataError, Media, MediaKind, Sample
 _CAPTION_FIELDS = ("txt", "caption", "text", "cap")
 _CAPTION_KEYS = ("caption", "text", "title", "captions")
 _LONGEST_NAME = 4096
-"""A longer text is the medium itself."""
+"""A longer text is the medium, not its name."""
 _ROW_READERS = (llava.READER, messages.READER, pairs.CAULDRON, pairs.QUERY)
 _NUMBERED = re.compile(r"<image-(\d+)>")
 _SELECTOR = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 
 
 def _matches(row: Any) -> bool:
-    """Whether the row is one of a tar."""
+    """Whether the row comes from a tar."""
     return (
         isinstance(row, Mapping)
         and KEY in row
-        and all(isinstance(value, bytes) for name, value in row.items() if name != KEY)
+        and all(isinstance(value, bytes | DataError) for name, value in row.items() if name != KEY)
     )
 
 
 def _to_sample(row: Any, place: Place) -> Sample:
-    """One sample. Does not decode the media.
+    """Convert a sample. Does not decode the media.
 
     Raises:
-        DataError: there is no text, or it does not fit the media.
+        DataError: the text is missing, or does not match the media.
     """
     if not _matches(row):
         raise DataError(place.where, "the row is no sample of a tar", "give a .tar file")
     key = str(row[KEY])
+    for value in row.values():
+        if isinstance(value, DataError):
+            raise value if value.where == place.where else value.within(place.where)
     if any(name in place.columns for name in ("image", "video", "images", "videos")):
         return _mapped(row, key, place)
     media = [_medium(row, field, place) for field in _media_members(row)]
@@ -68,7 +71,7 @@ def _to_sample(row: Any, place: Place) -> Sample:
     if isinstance(value, Mapping):
         reader = next((one for one in _ROW_READERS if one.matches(value)), None)
         if reader is not None:
-            return reader.to_sample(_with_media(value, row, place), place)
+            return reader.read(_with_media(value, row, place), place)
     caption = _caption(row, value, place)
     if not media:
         problem = f"{key} has no image or video (fields: {_fields(row)})"
@@ -88,10 +91,10 @@ def _kind(field: str) -> MediaKind | None:
 
 
 def _natural(field: str) -> list[tuple[int, int, str]]:
-    """Sorts digits as numbers."""
+    """Return a sort key that compares digits as numbers."""
     return [
-        (0, int(piece), "") if piece.isdigit() else (1, 0, piece)
-        for piece in re.findall(r"\d+|\D+", field)
+        (0, int(part), "") if part.isdigit() else (1, 0, part)
+        for part in re.findall(r"\d+|\D+", field)
     ]
 
 
@@ -118,7 +121,7 @@ def _parsed(row: Mapping[str, Any], field: str, place: Place) -> Any:
 
 
 def _with_media(value: Mapping[str, Any], row: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """The row of the JSON with the media of the tar in place of their names."""
+    """Return the JSON's row with the media of the tar instead of their names."""
     changed = {"id": str(row[KEY]), **value}
     members = _media_members(row)
     for kind, names in MEDIA_FIELDS.items() if members else ():
@@ -129,27 +132,27 @@ def _with_media(value: Mapping[str, Any], row: Mapping[str, Any], place: Place) 
         if own:
             changed[f"{kind}s"] = [
                 {"bytes": row[member], "path": _path(row, member, place), **_span(entry)}
-                for member, entry in _shown(entries, own, row, place)
+                for member, entry in _match_members(entries, own, row, place)
             ]
     if isinstance(changed.get("conversations"), list):
-        changed["conversations"] = [_unnumbered(turn) for turn in changed["conversations"]]
+        changed["conversations"] = [_remove_numbers(turn) for turn in changed["conversations"]]
     return changed
 
 
-def _shown(
+def _match_members(
     entries: list[Any], own: list[str], row: Mapping[str, Any], place: Place
 ) -> list[tuple[str, Any]]:
-    """The members that the JSON names, in its order; all of them where it names none.
+    """Return the members that the JSON names, in its order; all members if it names none.
 
     Args:
-        entries: the JSON's media of one kind.
-        own: the tar's members of that kind, in natural order.
+        entries: media of one kind in the JSON.
+        own: members of the tar of that kind, in natural order.
         row: the sample of the tar.
         place: for messages.
 
     Raises:
-        DataError: some entries name members and some do not, or times are given of media that are
-            not as many as the members.
+        DataError: only some entries name members, or the entries have times and are not as many as
+            the members.
     """
     base = PurePosixPath(str(row[KEY])).name.lower()
     by_name = {**{member: member for member in own}, **{f"{base}.{one}": one for one in own}}
@@ -178,7 +181,7 @@ def _shown(
 
 
 def _name(entry: Any) -> str:
-    """The file that an entry of the JSON names; empty if it names none."""
+    """Return the file name of an entry of the JSON; empty if it has none."""
     if isinstance(entry, Mapping):
         names = (entry.get(field) for field in ("path", "image", "video", "url"))
         entry = next((name for name in names if name is not None), None)
@@ -186,14 +189,14 @@ def _name(entry: Any) -> str:
 
 
 def _span(entry: Any) -> dict[str, Any]:
-    """The times of a clip."""
+    """Return the times of a clip."""
     if not isinstance(entry, Mapping):
         return {}
     return {time: entry[time] for time in ("start", "end") if entry.get(time) is not None}
 
 
-def _unnumbered(turn: Any) -> Any:
-    """A turn with ``<image-1>`` as ``<image>``."""
+def _remove_numbers(turn: Any) -> Any:
+    """Replace ``<image-1>`` in a turn by ``<image>``."""
     if isinstance(turn, Mapping) and isinstance(turn.get("value"), str):
         return {**turn, "value": _NUMBERED.sub("<image>", turn["value"])}
     return turn
@@ -205,8 +208,9 @@ def _caption(row: Mapping[str, Any], value: Any, place: Place) -> str:
             return _text(row[field], f"{row[KEY]}.{field}", place)
     if isinstance(value, Mapping):
         for name in _CAPTION_KEYS:
-            if isinstance(value.get(name), str):
-                return as_string(value[name], name, place.where).strip()
+            text = first_of(value.get(name), place)
+            if isinstance(text, str):
+                return as_string(text, name, place.where).strip()
     raise DataError(
         place.where,
         f"{row[KEY]} has no text (fields: {_fields(row)})",
@@ -224,7 +228,7 @@ def _text(value: Any, name: str, place: Place) -> str:
 
 
 def _mapped(row: Mapping[str, Any], key: str, place: Place) -> Sample:
-    """A sample by Energon's field map."""
+    """Convert a sample with Energon's field map."""
     columns = place.columns
     media = []
     for name in ("image", "images", "video", "videos"):
@@ -238,7 +242,7 @@ def _mapped(row: Mapping[str, Any], key: str, place: Place) -> Sample:
     if "context" in columns and "answers" in columns:
         question = _text(_selected(row, columns["context"], place), columns["context"], place)
         answers = _selected(row, columns["answers"], place)
-        answer = answers[0] if isinstance(answers, list) and answers else answers
+        answer = first_of(answers, place)
         said: Said = [
             ("user", question),
             ("assistant", _text(answer, columns["answers"], place)),
@@ -256,7 +260,7 @@ def _mapped(row: Mapping[str, Any], key: str, place: Place) -> Sample:
 
 
 def _selected(row: Mapping[str, Any], selector: str, place: Place) -> Any:
-    """The value of ``txt``, ``json[caption]`` or ``answers.json``."""
+    """Return the value of ``txt``, ``json[caption]`` or ``answers.json``."""
     found = _SELECTOR.fullmatch(selector)
     if found is None or found[1] not in row:
         raise DataError(place.where, f"{row[KEY]} has no field {selector}", "fix the field map")

@@ -1,11 +1,13 @@
-"""Chat templates: a conversation as a list of segments, with the trained ones marked.
+"""Chat templates: render a conversation as a list of segments, and mark the supervised ones.
 
-A segment is template text (``literal``), a user's or assistant's own words (``text``), or the place
-of one image or video. Words are never mixed into template text, so that nothing that a user writes
-can look like a part of the template, and the trained tokens are known without searching for them:
-the words of the assistant, and the token that ends them.
+A segment is template text (``literal``), a user's or assistant's text (``text``), or the place of
+one image or video. Texts are never merged into template text, so that no user text can look like a
+part of the template, and the supervised tokens are known without a search: the assistant's text,
+and the token that ends it.
 """
 
+import itertools
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
@@ -29,27 +31,27 @@ LETTER_SUFFIX = "\nAnswer with the option's letter from the given choices direct
 
 
 class Segment(NamedTuple):
-    """A piece of a rendered conversation."""
+    """A part of a rendered conversation."""
 
     kind: Literal["literal", "text", "image", "video"]
     text: str = ""
     """Empty for images and videos."""
     trained: bool = False
-    """Whether the model learns to write it."""
+    """Whether the segment is supervised."""
 
 
 class ChatTemplate(Protocol):
-    """Writes conversations as segments."""
+    """Renders conversations as segments."""
 
     def render(
         self, turns: Sequence[Turn], *, add_generation_prompt: bool = False
     ) -> list[Segment]:
-        """The segments of ``turns``, and what precedes the next answer if asked for."""
+        """Return the segments of ``turns``, optionally with the prefix of the next answer."""
         ...
 
 
 def get_template(name: str, tokenizer: TokenizerLike) -> ChatTemplate:
-    """The chat template ``name``: plain, vicuna_v1, chatml, or tokenizer (the tokenizer's own).
+    """Return the chat template plain, vicuna_v1, chatml, or tokenizer (the tokenizer's own).
 
     Raises:
         ValueError: the name is unknown, or the tokenizer lacks what the template needs.
@@ -73,8 +75,8 @@ def _parts(turn: Turn) -> list[Segment]:
     ]
 
 
-def _begin(tokenizer: TokenizerLike) -> list[Segment]:
-    """The begin-of-text token, if the tokenizer puts it before every text by itself."""
+def begin_of_text(tokenizer: TokenizerLike) -> list[Segment]:
+    """Return the begin-of-text token, if the tokenizer adds it to every text."""
     bos = tokenizer.special_tokens_map.get("bos_token")
     if bos is None:
         return []
@@ -96,14 +98,14 @@ class _EndsWithEos:
                 f"chat template {self.name!r} ends answers with the tokenizer's eos_token, but "
                 f"{tokenizer.name_or_path!r} has none; set eos_token or choose another template"
             )
-        self._begin = _begin(tokenizer)
+        self._begin = begin_of_text(tokenizer)
         self._end = Segment("literal", eos, trained=True)
 
 
 class PlainTemplate(_EndsWithEos):
     """Media, then the answer: captions without a question, as in LLaVA's alignment stage.
 
-    The words of system and user turns are dropped (haotian-liu/LLaVA, llava/train/train.py,
+    The text of system and user turns is dropped (haotian-liu/LLaVA, llava/train/train.py,
     ``preprocess_plain``). The answer ends with the end-of-text token, where LLaVA has a newline.
     """
 
@@ -112,9 +114,9 @@ class PlainTemplate(_EndsWithEos):
     def render(
         self, turns: Sequence[Turn], *, add_generation_prompt: bool = False
     ) -> list[Segment]:
-        """The segments of ``turns``; before an answer there is nothing to add.
+        """Return the segments of ``turns``; there is no answer prefix.
 
-        A prompt without media is a text to go on with: there its last turn's words stay.
+        A prompt without media is a text to continue: the text of its last turn is kept.
         """
         segments = list(self._begin)
         if add_generation_prompt and all(p.kind == "text" for turn in turns for p in turn.parts):
@@ -139,7 +141,7 @@ class VicunaTemplate(_EndsWithEos):
     def render(
         self, turns: Sequence[Turn], *, add_generation_prompt: bool = False
     ) -> list[Segment]:
-        """The segments of ``turns``, and `` ASSISTANT: `` if a generation prompt is asked for."""
+        """Return the segments of ``turns``, and optionally the answer prefix `` ASSISTANT: ``."""
         segments = list(self._begin)
         if turns and turns[0].role == "system":
             segments += _parts(turns[0])
@@ -160,7 +162,7 @@ class VicunaTemplate(_EndsWithEos):
 class ChatmlTemplate:
     """ChatML, the format of Qwen's models, without a default system turn.
 
-    A turn is ``<|im_start|>``, the role, a newline, the words, ``<|im_end|>``, a newline.
+    A turn is ``<|im_start|>``, the role, a newline, the text, ``<|im_end|>``, a newline.
     """
 
     def __init__(self, tokenizer: TokenizerLike) -> None:
@@ -172,12 +174,12 @@ class ChatmlTemplate:
                     f"{tokenizer.name_or_path!r} does not have; set template to tokenizer or "
                     "vicuna_v1"
                 )
-        self._begin = _begin(tokenizer)
+        self._begin = begin_of_text(tokenizer)
 
     def render(
         self, turns: Sequence[Turn], *, add_generation_prompt: bool = False
     ) -> list[Segment]:
-        """The segments of ``turns``, and the assistant's header if asked for."""
+        """Return the segments of ``turns``, and optionally the assistant's header."""
         segments = list(self._begin)
         for turn in turns:
             end = Segment("literal", "<|im_end|>", trained=turn.role == "assistant")
@@ -191,11 +193,11 @@ class ChatmlTemplate:
 class TokenizerTemplate:
     """The tokenizer's own chat template (its ``chat_template``, in Jinja).
 
-    The template is rendered once per shape of conversation, with a private-use character in the
-    place of every part. Where these characters come out is where the parts belong; what stands
-    between them is template text. An answer is trained up to the first special token that follows
-    it, with the white space between, and to the tokenizer's eos_token where nothing follows it.
-    Begin-of-text tokens are the template's own business, as in transformers.
+    The template is rendered once per shape of conversation, with a private-use character for every
+    part. The positions of these characters in the output are the places of the parts; the text
+    between them is template text. An answer is supervised up to the first special token that
+    follows it, white space included, or up to the tokenizer's eos_token if no text follows.
+    Begin-of-text tokens are left to the template, as in transformers.
     """
 
     def __init__(self, tokenizer: TokenizerLike) -> None:
@@ -207,7 +209,7 @@ class TokenizerTemplate:
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template; set template to "
                 "plain, vicuna_v1 or chatml"
             )
-        # The longest token first: one may begin like another.
+        # Longest token first, as a token may be a prefix of another one.
         self._control = sorted(control_tokens(tokenizer).values(), key=len, reverse=True)
         self._swallows = {
             str(token) for token in tokenizer.added_tokens_decoder.values() if token.rstrip
@@ -217,11 +219,11 @@ class TokenizerTemplate:
     def render(
         self, turns: Sequence[Turn], *, add_generation_prompt: bool = False
     ) -> list[Segment]:
-        """The segments of ``turns``; a generation prompt is all that precedes one more answer.
+        """Return the segments of ``turns``; a generation prompt is the text before an answer.
 
         Raises:
-            ValueError: the template refuses the conversation, drops, repeats or reorders parts of
-                it, or does not mark the end of an answer.
+            ValueError: the template rejects the conversation, drops, repeats or reorders parts, or
+                does not mark the end of an answer.
         """
         parts = [part for turn in turns for part in _parts(turn)]
         if add_generation_prompt:
@@ -235,13 +237,27 @@ class TokenizerTemplate:
         return [parts[place] if isinstance(place, int) else place for place in layout]
 
     def _layout(self, shape: "_Shape") -> list[Segment | int]:
-        """Template text and the numbers of the parts, in the order in which they are rendered."""
+        """Return template text and the numbers of the parts, in rendered order."""
         marks, messages = iter(range(_FIRST_MARK, sys.maxunicode)), []
         for role, kinds in shape:
             messages.append({"role": role, "content": "".join(chr(next(marks)) for _ in kinds)})
-        literals, numbers = _split_at_marks(self._rendered(messages))
+        try:
+            rendered = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        except TemplateError as error:
+            roles = [message["role"] for message in messages]
+            raise ValueError(
+                f"{self._name} refuses a conversation of {roles}: {error}; set template to "
+                "vicuna_v1 or chatml, or change the data"
+            ) from error
+        found = _MARK.split(rendered)
+        literals, numbers = found[::2], [ord(mark) - _FIRST_MARK for mark in found[1::2]]
         self._check_parts(numbers, shape)
-        answer_ends = _last_parts_of_answers(shape)
+        ends = itertools.accumulate(len(kinds) for _, kinds in shape)
+        answer_ends = {
+            end - 1
+            for end, (role, kinds) in zip(ends, shape, strict=True)
+            if role == "assistant" and kinds
+        }
         layout: list[Segment | int] = [Segment("literal", literals[0])] if literals[0] else []
         for number, text in zip(numbers, literals[1:], strict=True):
             layout.append(number)
@@ -253,25 +269,15 @@ class TokenizerTemplate:
                 layout.append(Segment("literal", rest))
         return layout
 
-    def _rendered(self, messages: list[dict[str, str]]) -> str:
-        try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False)
-        except TemplateError as error:
-            roles = [message["role"] for message in messages]
-            raise ValueError(
-                f"{self._name} refuses a conversation of {roles}: {error}; set template to "
-                "vicuna_v1 or chatml, or change the data"
-            ) from error
-
     def _check_parts(self, numbers: list[int], shape: "_Shape") -> None:
-        """Every part once; media in the order of the files. A system turn may move."""
+        """Check that each part occurs once, media in order. A system turn may move."""
         described = [(role, kind) for role, kinds in shape for kind in kinds]
         for number, (role, kind) in enumerate(described):
             times = numbers.count(number)
             if times != 1:
                 raise ValueError(
                     f"{self._name} writes the {kind} of a {role} turn {times} times instead of "
-                    "once, so the trained tokens cannot be told; set template to vicuna_v1 or "
+                    "once, so the supervised tokens are unknown; set template to vicuna_v1 or "
                     "chatml, or change the chat template"
                 )
         media = [number for number in numbers if described[number][1] != "text"]
@@ -282,7 +288,7 @@ class TokenizerTemplate:
             )
 
     def _split_end(self, text: str, *, is_last: bool) -> tuple[str, str]:
-        """The end of an answer and the rest of the template text that follows the answer."""
+        """Split template text into the end of the answer before it, and the rest."""
         stripped = text.lstrip()
         for token in self._control:
             if stripped.startswith(token):
@@ -300,28 +306,9 @@ class TokenizerTemplate:
 
 
 _Shape = tuple[tuple[str, tuple[str, ...]], ...]
-"""Role and kinds of the parts of every turn: all that a chat template's output depends on."""
+"""Roles and kinds of parts of all turns: a chat template's output depends only on these."""
 
 _FIRST_MARK = 0xF0000
 """First of the 65,534 private-use characters of Unicode's plane 15."""
 
-
-def _split_at_marks(rendered: str) -> tuple[list[str], list[int]]:
-    """The texts around the marks, one more than there are marks, and the marks' numbers."""
-    literals, numbers = [""], []
-    for character in rendered:
-        if ord(character) < _FIRST_MARK:
-            literals[-1] += character
-        else:
-            numbers.append(ord(character) - _FIRST_MARK)
-            literals.append("")
-    return literals, numbers
-
-
-def _last_parts_of_answers(shape: _Shape) -> set[int]:
-    last, found = -1, set()
-    for role, kinds in shape:
-        last += len(kinds)
-        if role == "assistant" and kinds:
-            found.add(last)
-    return found
+_MARK = re.compile(f"([{chr(_FIRST_MARK)}-{chr(sys.maxunicode)}])")

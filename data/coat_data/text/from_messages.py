@@ -1,10 +1,10 @@
-"""Builds a sample from chat messages or a question in memory; rows of files: readers.messages.
+"""Converts chat messages or a question in memory to a sample; for files: readers.messages.
 
     {"role": "user",
      "content": [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": "What is it?"}]}
 
 ``content`` may be a string. A picture is a path, a PIL image or encoded bytes; an image part
-without one takes the next of the images that are given beside the messages. Keys that are None
+without one takes the next of the images that are passed beside the messages. Keys that are None
 count as missing, as Arrow writes them.
 """
 
@@ -25,7 +25,7 @@ _PLACEHOLDER = "<image>"
 
 
 def messages_to_sample(messages: Sequence[Message], images: Sequence[Picture] = ()) -> Sample:
-    """The sample of a conversation.
+    """Convert a conversation.
 
     Raises:
         ValueError: a role or part is unknown, or the image parts do not match ``images``.
@@ -44,7 +44,15 @@ def messages_to_sample(messages: Sequence[Message], images: Sequence[Picture] = 
                 parts.append(Part("text", part["text"]))
             else:
                 parts.append(Part(kind))
-                media.append(_medium(part, kind, remaining, len(images)))
+                source = part.get(kind, part.get("path"))
+                if source is None and kind == "image":
+                    source = next(remaining, None)
+                if source is None:
+                    raise ValueError(
+                        f"the messages have more {kind} parts than media ({len(images)} images are "
+                        f'given); put the path under the key "{kind}" of the part'
+                    )
+                media.append(to_media(source, kind))
         turns.append(Turn(role, tuple(parts)))
     unused = len(list(remaining))
     if unused:
@@ -56,7 +64,7 @@ def messages_to_sample(messages: Sequence[Message], images: Sequence[Picture] = 
 
 
 def question_to_sample(text: str, images: Sequence[Picture] = ()) -> Sample:
-    """The sample of one question: images where ``<image>`` stands, or else before the text.
+    """Convert one question: images at ``<image>``, or before the text without placeholders.
 
     Raises:
         ValueError: the number of ``<image>`` is neither zero nor that of the images.
@@ -78,16 +86,16 @@ def question_to_sample(text: str, images: Sequence[Picture] = ()) -> Sample:
 
 
 def to_media(picture: Picture, kind: MediaKind) -> Media:
-    """A medium from a path, encoded bytes, or a PIL image (which is encoded without loss)."""
+    """Convert a path, encoded bytes, or a PIL image (encoded losslessly) to a medium."""
     if isinstance(picture, Media):
         return picture
     if isinstance(picture, bytes):
         return Media(kind=kind, path=f"<{kind} bytes>", data=picture)
     if isinstance(picture, Image.Image):
         buffer = io.BytesIO()
-        # What open_image has its own rule for is kept; it is to decide, as for a file.
-        kept = picture.mode in ("L", "P", "RGBA", "LA", "I", "I;16", "F")
-        picture = picture if kept else picture.convert("RGB")
+        # Modes with special rules in open_image are not converted here.
+        if picture.mode not in ("L", "P", "RGBA", "LA", "I", "I;16", "F"):
+            picture = picture.convert("RGB")
         if picture.mode in ("I", "F"):
             picture.save(buffer, "TIFF")
         else:
@@ -106,15 +114,3 @@ def _content(message: Message) -> Iterator[dict[str, Any]]:
                 f"a message has the part {part}; allowed types: text (with text), image, video"
             )
         yield part
-
-
-def _medium(part: Message, kind: MediaKind, remaining: Iterator[Picture], num_images: int) -> Media:
-    source = part.get(kind, part.get("path"))
-    if source is None and kind == "image":
-        source = next(remaining, None)
-    if source is None:
-        raise ValueError(
-            f"the messages have more {kind} parts than media ({num_images} images are given); put "
-            f'the path under the key "{kind}" of the part'
-        )
-    return to_media(source, kind)

@@ -1,8 +1,8 @@
-"""Tokenizes a conversation piece by piece, so that every token belongs to exactly one piece.
+"""Tokenizes a conversation by segments, so that every token belongs to exactly one segment.
 
-Template text is parsed for special tokens; a user's text never is: ``<|im_end|>`` or ``<image>``
-inside a question is spelled out in ordinary tokens. SentencePiece-like tokenizers put a space
-before every text they are given; here only the first text of a sequence gets it.
+Special tokens are parsed in template text, never in a user's text: ``<|im_end|>`` or ``<image>`` in
+a question is encoded with ordinary tokens. SentencePiece-like tokenizers put a space before every
+text; here only the first text of a sequence gets it.
 """
 
 import json
@@ -15,14 +15,14 @@ from coat_data.sample import DataError
 
 
 class TokenizerLike(Protocol):
-    """What this package uses of a transformers fast tokenizer."""
+    """The part of a transformers fast tokenizer that this package uses."""
 
     name_or_path: str
     chat_template: Any
 
     @property
     def special_tokens_map(self) -> Mapping[str, Any]:
-        """``bos_token``, ``eos_token``, ``unk_token``, ..., as far as there are any."""
+        """``bos_token``, ``eos_token``, ``unk_token``, ..., if the tokenizer has them."""
         ...
 
     @property
@@ -32,22 +32,22 @@ class TokenizerLike(Protocol):
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """The tokens outside of the model's pieces, by id, with ``content`` and ``rstrip``."""
+        """The added tokens by id, with ``content`` and ``rstrip``."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The ids of ``text``; special tokens inside it are parsed."""
+        """Return the ids of ``text``; special tokens in it are parsed."""
         ...
 
     def apply_chat_template(self, conversation: list[dict[str, str]], *, tokenize: bool) -> Any:
-        """The conversation in the tokenizer's own chat template, as a string."""
+        """Render the conversation with the tokenizer's own chat template, as a string."""
         ...
 
 
 def control_tokens(tokenizer: TokenizerLike) -> dict[int, str]:
-    """The added tokens that mean something, by id: all except white space and the unknown token.
+    """Return the added control tokens by id: all except white space and the unknown token.
 
-    White space is added as tokens by some tokenizers (Gemma, Phi) and is text like any other.
+    Some tokenizers (Gemma, Phi) add white space as tokens, which are ordinary text.
     """
     unknown = tokenizer.special_tokens_map.get("unk_token")
     return {
@@ -57,13 +57,13 @@ def control_tokens(tokenizer: TokenizerLike) -> dict[int, str]:
     }
 
 
-class PieceTokenizer:
-    """Tokenizes the pieces of a conversation.
+class SegmentTokenizer:
+    """Tokenizes the segments of a conversation.
 
     Attributes:
-        prefix: the space that the tokenizer puts before a text by itself, or nothing.
-        hides_first_space: whether decoding drops the first space of a text (SentencePiece). Such a
-            tokenizer's words carry the space before them, also the first word of an answer.
+        prefix: the space that the tokenizer puts before a text, or nothing.
+        hides_first_space: whether decoding drops the first space of a text (SentencePiece). Words
+            of such tokenizers include the space before them, also the first word of an answer.
     """
 
     def __init__(self, tokenizer: TokenizerLike) -> None:
@@ -90,29 +90,34 @@ class PieceTokenizer:
         self.hides_first_space = self._plain.decode(spaced) == "a"
 
     def text(self, text: str) -> list[int]:
-        """The ids of a user's text, none of which is a control token.
+        """Return the ids of a user's text; none is a control token.
 
         Raises:
-            DataError: the tokenizer has no other way to write the text.
+            DataError: the tokenizer can only encode the text with a control token.
         """
         ids = self._plain.encode(text, add_special_tokens=False).ids
         return ids if self._control_ids.isdisjoint(ids) else self._cut_text(text)
 
     def starts(self, text: str) -> list[int]:
-        """The character of ``text`` at which each of its tokens begins, in ascending order."""
+        """Return the first character of each token of ``text``, in ascending order."""
         return [start for start, _ in self._plain.encode(text, add_special_tokens=False).offsets]
 
     def literal(self, text: str, *, first: bool = False) -> list[int]:
-        """The ids of template text, special tokens parsed; cached, do not change the list.
+        """Return the ids of template text, with special tokens parsed; cached, do not modify.
 
         Args:
-            text: a piece of the template.
-            first: whether no text comes before it in the sequence.
+            text: a part of the template.
+            first: whether it is the first text of the sequence.
         """
-        ids = self._literals.get((text, first))
-        if ids is None:
-            ids = self._literals[text, first] = self._literal(text, first)
-        return ids
+        if (text, first) not in self._literals:
+            # Text before the first control token is plain; behind it the tokenizer adds spaces.
+            starts = [text.find(token) for token in self._control_texts if token in text]
+            start = min(starts, default=len(text))
+            head, tail = text[:start], text[start:]
+            if head and first:
+                head = self.prefix + head
+            self._literals[text, first] = self.text(head) + (self._parsed(tail) if tail else [])
+        return self._literals[text, first]
 
     def is_control(self, text: str) -> bool:
         """Whether ``text`` is one control token."""
@@ -123,30 +128,19 @@ class PieceTokenizer:
         return token in self._control_ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, control tokens included."""
+        """Decode ``ids``, control tokens included."""
         backend = self._tokenizer.backend_tokenizer
         return backend.decode(list(ids), skip_special_tokens=False)
-
-    def _literal(self, text: str, first: bool) -> list[int]:
-        """Plain text up to the first control token; behind it the tokenizer decides on spaces."""
-        starts = [text.find(token) for token in self._control_texts if token in text]
-        start = min(starts, default=len(text))
-        head, tail = text[:start], text[start:]
-        if head and first:
-            head = self.prefix + head
-        return self.text(head) + (self._parsed(tail) if tail else [])
 
     def _parsed(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _cut_text(self, text: str) -> list[int]:
-        """The ids of a text that spells a control token which is also a piece of the vocabulary."""
-        pieces = [text]
+        """Return the ids of a text with a control token that is also in the vocabulary."""
+        parts = [text]
         for token in self._control_texts:
-            pieces = [cut for piece in pieces for cut in _cut(piece, token)]
-        ids = [
-            i for piece in pieces for i in self._plain.encode(piece, add_special_tokens=False).ids
-        ]
+            parts = [one for part in parts for one in _split_inside(part, token)]
+        ids = [i for part in parts for i in self._plain.encode(part, add_special_tokens=False).ids]
         if not self._control_ids.isdisjoint(ids):
             raise DataError(
                 f"text {text[:80]!r}",
@@ -156,18 +150,18 @@ class PieceTokenizer:
         return ids
 
 
-def _cut(text: str, token: str) -> list[str]:
-    """``text`` in pieces without ``token``: each one is cut behind its first character."""
+def _split_inside(text: str, token: str) -> list[str]:
+    """Split ``text`` behind the first character of each occurrence of ``token``."""
     head, *rest = text.split(token)
-    pieces = [head]
-    for piece in rest:
-        pieces[-1] += token[0]
-        pieces.append(token[1:] + piece)
-    return pieces
+    parts = [head]
+    for part in rest:
+        parts[-1] += token[0]
+        parts.append(token[1:] + part)
+    return parts
 
 
 def _plain_copy(backend: Tokenizer, control_ids: frozenset[int]) -> Tokenizer:
-    """``backend`` without control tokens, added spaces, truncation, padding and post-processing."""
+    """Copy ``backend`` without control tokens, prefix spaces, truncation, padding and templates."""
     state = json.loads(backend.to_str())
     state["added_tokens"] = [
         token for token in state["added_tokens"] if token["id"] not in control_ids
@@ -179,13 +173,13 @@ def _plain_copy(backend: Tokenizer, control_ids: frozenset[int]) -> Tokenizer:
 
 
 def _without_prefix(step: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer without the parts that put a space before the text."""
+    """Return a normalizer or pre-tokenizer without steps that put a space before the text."""
     if step is None or step["type"] == "Prepend":
         return None
     step = dict(step)
     for children in {"normalizers", "pretokenizers"} & step.keys():
-        kept: Sequence[Any] = [_without_prefix(child) for child in step[children]]
-        step[children] = [child for child in kept if child is not None]
+        steps: Sequence[Any] = [_without_prefix(child) for child in step[children]]
+        step[children] = [child for child in steps if child is not None]
     if "prepend_scheme" in step:
         step["prepend_scheme"] = "never"
     if "add_prefix_space" in step:

@@ -1,1 +1,1 @@
-"""What the commands do with data: ingest, lint, stats, preview, export."""
+"""Implementation of the commands ``coat-vlm data``: ingest, lint, stats, preview, export."""

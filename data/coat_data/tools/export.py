@@ -1,14 +1,13 @@
 """Writes the samples of a source as LLaVA JSON, messages JSONL or WebDataset tars.
 
-Every row is read back by the reader of its format before it is kept: a sample that the format
-cannot hold is left out and listed, never changed. Media are copied into a folder beside the rows,
-or named where they are.
+Every row is read back by the reader of its format before it is written: a sample that the format
+cannot represent is left out and listed, never changed. Media are copied into a folder beside the
+rows, or referenced at their present paths.
 """
 
 import dataclasses
 import io
 import json
-import os
 import shutil
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -19,22 +18,23 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from coat_data.containers.folder import VIDEO_SUFFIXES
-from coat_data.containers.remote_file import is_url
-from coat_data.containers.tar import KEY
+from coat_data.containers.media_files import IMAGE_FORMATS, KEY, VIDEO_SUFFIXES, image_suffixes
 from coat_data.load.dataset import SampleDataset
-from coat_data.media.image import IMAGE_FORMATS, image_suffixes
-from coat_data.media.remote_media import fetched
+from coat_data.media.remote_media import fetch_media
 from coat_data.media.root import MediaRoot
 from coat_data.readers import llava, messages, webdataset
 from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Media, Part, Role, Sample, Turn
-from coat_data.tools.source import list_bad, media_bytes, new_folder, walk
+from coat_data.tools.source import list_bad, media_bytes, new_folder, read_samples
+
+_Name = str | list[str]
+"""Path of a medium, or of each frame of a list."""
 
 FOLDER = "media"
 """Name of the folder beside the exported rows."""
 
 _FILES_PER_FOLDER = 1000
+_ROWS_PER_TAR = 1000
 
 
 ExportFormat = Literal["llava", "messages", "webdataset"]
@@ -51,54 +51,40 @@ _SPEAKERS: Mapping[Role, str] = {"system": "system", "user": "human", "assistant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSummary:
-    """What was written."""
+    """Result of an export."""
 
     rows: int
     left_out: int
-    """Bad samples, and samples that the format cannot hold; ``left_out.jsonl`` lists them."""
+    """Bad samples, and samples that the format cannot represent; see ``left_out.jsonl``."""
     path: Path
-    """What to open again: the data file, or the folder of tars."""
+    """The exported data: the data file, or the folder of tars."""
 
 
 def export(
     path: str | Path,
     out_dir: str | Path,
     to: ExportFormat,
-    *,
-    keep_paths: bool = False,
-    shard_rows: int = 1000,
     **options: Any,
 ) -> ExportSummary:
     """Write every good sample of ``path`` to the new folder ``out_dir``.
 
     Args:
-        path: as :class:`SampleDataset` takes it.
-        out_dir: folder to make; it appears when everything is on disk, or not at all.
+        path: the source, as for :class:`SampleDataset`.
+        out_dir: folder to make; it appears when all files are complete, or not at all.
         to: ``llava`` writes data.json, ``messages`` data.jsonl, both beside a folder of the media;
-            ``webdataset`` tars with the media inside.
-        keep_paths: do not copy media; name them relative to the source's media root.
-        shard_rows: samples per tar.
+            ``webdataset`` writes tars with the media inside.
         options: further arguments of :class:`SampleDataset`.
 
     Raises:
         DataError: the source cannot be opened, no sample is good, or ``out_dir`` is not empty.
-        ValueError: tars are to keep paths, or ``shard_rows`` < 1.
     """
-    if to == "webdataset" and keep_paths:
-        raise ValueError("keep_paths: the tars of a WebDataset hold their media")
-    if shard_rows < 1:
-        raise ValueError(f"shard_rows={shard_rows} must be at least 1")
     dataset = SampleDataset(path, in_order=True, **options)
     rows = left_out = 0
     why = "there are no rows"
     with new_folder(out_dir) as folder:
-        keep_root = dataset.media_root if keep_paths else None
-        if to == "webdataset":
-            writer = _TarWriter(folder, shard_rows)
-        else:
-            writer = _JsonWriter(folder, to, keep_root)
+        writer = _TarWriter(folder) if to == "webdataset" else _JsonWriter(folder, to)
         with closing(writer):
-            for sample in walk(dataset, f"export {to}"):
+            for sample in read_samples(dataset, f"export {to}"):
                 try:
                     if isinstance(sample, DataError):
                         raise sample
@@ -117,7 +103,7 @@ def export(
 
 
 def media_suffix(media: Media) -> str:
-    """The ending of a medium's file name: its own if it fits the kind, else by its content."""
+    """Return the extension of a medium's file name: its own if it fits the kind, else detected."""
     own = Path(media.path or "").suffix.lower()
     if media.kind == "video":
         is_folder = media.data is None and Path(media.path or "").is_dir()
@@ -127,21 +113,21 @@ def media_suffix(media: Media) -> str:
     try:
         with Image.open(io.BytesIO(media_bytes(media)), formats=IMAGE_FORMATS) as image:
             return f".{(image.format or 'img').lower()}"
-    except Exception:  # whatever Pillow raises: an image that nobody can read is copied as it is
+    except Exception:  # Pillow raises many: an image that cannot be read is copied unchanged
         return ".img"
 
 
-def llava_row(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
-    """The sample as a row of LLaVA's JSON.
+def llava_row(sample: Sample, names: Sequence[_Name]) -> dict[str, Any]:
+    """Convert the sample to a row of LLaVA's JSON.
 
     Args:
-        sample: what to write.
-        names: path of each medium, relative to the media root.
+        sample: the sample.
+        names: path of each medium, relative to the media root; those of the frames of a list.
     """
     row = _head(sample)
     for kind in ("image", "video"):
         own = [
-            {"path": name, **span} if (span := _span(medium)) else name
+            {"path": name, **span} if (span := _span(medium)) or medium.frames else name
             for medium, name in zip(sample.media, names, strict=True)
             if medium.kind == kind
         ]
@@ -150,17 +136,18 @@ def llava_row(sample: Sample, names: Sequence[str]) -> dict[str, Any]:
     row["conversations"] = []
     for turn in sample.turns:
         texts = [part.text if part.kind == "text" else f"<{part.kind}>" for part in turn.parts]
-        row["conversations"].append({"from": _SPEAKERS[turn.role], "value": "".join(texts)})
+        said = {"from": _SPEAKERS[turn.role], "value": "".join(texts)}
+        row["conversations"].append(said | _loss(turn))
     return row
 
 
-def messages_row(sample: Sample, names: Sequence[str] | None) -> dict[str, Any]:
-    """The sample as chat messages with content parts.
+def messages_row(sample: Sample, names: Sequence[_Name] | None) -> dict[str, Any]:
+    """Convert the sample to chat messages with content parts.
 
     Args:
-        sample: what to write.
-        names: path of each medium, relative to the media root; None leaves them out, for media
-            that stand beside the row in order.
+        sample: the sample.
+        names: path of each medium, relative to the media root; None writes no paths, for media
+            that are stored beside the row in order.
     """
     waiting = iter(zip(sample.media, names or [""] * len(sample.media), strict=True))
     messages: list[dict[str, Any]] = []
@@ -173,12 +160,12 @@ def messages_row(sample: Sample, names: Sequence[str] | None) -> dict[str, Any]:
             medium, name = next(waiting)
             path = {"path": name} if names is not None else {}
             content.append({"type": part.kind, **path, **_span(medium)})
-        messages.append({"role": turn.role, "content": content})
+        messages.append({"role": turn.role, "content": content} | _loss(turn))
     return {**_head(sample), "messages": messages}
 
 
-def joined(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns with neighbouring texts in one part: equal lists are the same conversation."""
+def merge_texts(turns: Sequence[Turn]) -> list[Turn]:
+    """Merge neighboring text parts, so that equal conversations have equal turns."""
     found: list[Turn] = []
     for turn in turns:
         parts: list[Part] = []
@@ -187,36 +174,43 @@ def joined(turns: Sequence[Turn]) -> list[Turn]:
                 parts[-1] = Part("text", parts[-1].text + part.text)
             elif part.kind != "text" or part.text:
                 parts.append(part)
-        found.append(Turn(turn.role, tuple(parts)))
+        found.append(dataclasses.replace(turn, parts=tuple(parts)))
     return found
 
 
 def check_same(sample: Sample, read: Sample, format_name: str) -> None:
-    """Raise unless what was read back is what was written.
+    """Check that the row that was read back equals the sample.
 
     Raises:
-        DataError: the format cannot say what the sample says.
+        DataError: the format cannot represent the sample.
     """
 
     def media(of: Sample) -> list[Media]:
-        return [dataclasses.replace(medium, path=None, data=None) for medium in of.media]
+        return [
+            dataclasses.replace(medium, path=None, data=None, frames=("",) * len(medium.frames))
+            for medium in of.media
+        ]
 
-    same = joined(sample.turns) == joined(read.turns) and media(sample) == media(read)
+    same = merge_texts(sample.turns) == merge_texts(read.turns) and media(sample) == media(read)
     if not same or sample.continues != read.continues:
         raise DataError(
             sample.where,
-            f"cannot be written as {format_name}: read back, it is another conversation",
-            "export it as messages, which can hold every sample",
+            f"cannot be written as {format_name}: it would be read back as another conversation",
+            "export it as messages, which can represent every sample",
         )
 
 
 def _head(sample: Sample) -> dict[str, Any]:
-    """Fields of the row besides what was said and shown."""
+    """Return the fields of the row besides the conversation and the media."""
     return {"id": sample.id, **({"continues": True} if sample.continues else {})}
 
 
+def _loss(turn: Turn) -> dict[str, int]:
+    return {} if turn.supervised else {"weight": 0}
+
+
 def _span(medium: Media) -> dict[str, float]:
-    span = {"start": medium.start, "end": medium.end}
+    span = {"start": medium.start, "end": medium.end, "fps": medium.fps}
     return {name: time for name, time in span.items() if time is not None}
 
 
@@ -225,50 +219,47 @@ def _place(sample: Sample, folder: Path) -> Place:
 
 
 class _JsonWriter:
-    """``data.json`` with rows of LLaVA, or ``data.jsonl`` with messages; their media beside it.
+    """Writes ``data.json`` with rows of LLaVA, or ``data.jsonl`` with messages, and the media.
 
     Args:
-        folder: the export's folder.
-        to: which of them.
-        keep_root: name the media where they are, relative to this media root, or by their
-            addresses; None copies them.
+        folder: folder of the export.
+        to: the format.
     """
 
-    def __init__(self, folder: Path, to: ExportFormat, keep_root: Path | str | None) -> None:
+    def __init__(self, folder: Path, to: ExportFormat) -> None:
         self._folder = folder
-        self._keep_root = keep_root
         self._count = 0
         if to == "llava":
-            self._row, self._read, self._name = llava_row, llava.to_sample, "LLaVA JSON"
+            self._row, self._read, self._name = llava_row, llava.READER.read, "LLaVA JSON"
             self._before, self._between, self._end = "[\n", ",\n", "\n]\n"
         else:
-            self._row, self._read, self._name = messages_row, messages.to_sample, "messages"
+            self._row, self._read, self._name = messages_row, messages.READER.read, "messages"
             self._before, self._between, self._end = "", "\n", "\n"
         self._stream = (folder / _NAMES[to]).open("w", encoding="utf-8")
 
     def write(self, sample: Sample) -> None:
-        trial = self._row(sample, ["m"] * len(sample.media))
+        trial = self._row(sample, [["m"] * len(one.frames) or "m" for one in sample.media])
         check_same(sample, self._read(trial, _place(sample, self._folder)), self._name)
-        row = self._row(sample, [self._add(medium) for medium in sample.media])
+        row = self._row(
+            sample,
+            [
+                [self._add(frame) for frame in medium.frame_images()] or self._add(medium)
+                for medium in sample.media
+            ],
+        )
         self._stream.write(self._before + json.dumps(row))
         self._before = self._between
 
     def _add(self, media: Media) -> str:
-        """The path of a medium relative to the export's media root; DataError if it has none."""
+        """Copy a medium into the folder and return its path; DataError if there is no file."""
         where = media.path or f"<{media.kind} bytes>"
-        if self._keep_root is not None:
-            if media.data is not None:
-                raise DataError(where, "has no file of its own", "export without --keep-paths")
-            if is_url(where):
-                return where
-            return os.path.relpath(where, self._keep_root)
         folder = f"{FOLDER}/{self._count // _FILES_PER_FOLDER:05d}"
         name = f"{folder}/{self._count % _FILES_PER_FOLDER:03d}{media_suffix(media)}"
         self._count += 1
         (self._folder / folder).mkdir(parents=True, exist_ok=True)
         target = self._folder / name
         try:
-            media = fetched(media)
+            media = fetch_media(media)
             if media.data is not None:
                 target.write_bytes(media.data)
             elif Path(where).is_dir():
@@ -285,11 +276,10 @@ class _JsonWriter:
 
 
 class _TarWriter:
-    """Tars ``00000.tar``, ...: per sample a ``.json`` with messages, and its media in order."""
+    """Writes tars ``00000.tar``, ...: per sample a ``.json`` with messages, and its media."""
 
-    def __init__(self, folder: Path, shard_rows: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._shard_rows = shard_rows
         self._count = 0
         self._archive: tarfile.TarFile | None = None
 
@@ -299,11 +289,11 @@ class _TarWriter:
         row["json"] = json.dumps(messages_row(sample, None)).encode("ascii")
         for number, medium in enumerate(sample.media):
             row[f"{number:03d}{media_suffix(medium)}"] = media_bytes(medium)
-        read = webdataset.READER.to_sample(row, _place(sample, self._folder))
+        read = webdataset.READER.read(row, _place(sample, self._folder))
         check_same(sample, read, "WebDataset")
-        if self._count % self._shard_rows == 0:
+        if self._count % _ROWS_PER_TAR == 0:
             self.close()
-            name = f"{self._count // self._shard_rows:05d}.tar"
+            name = f"{self._count // _ROWS_PER_TAR:05d}.tar"
             self._archive = tarfile.open(self._folder / name, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
         assert self._archive is not None
         for field, data in row.items():

@@ -1,32 +1,37 @@
-"""Looks at every row of a source and tells what is wrong with each, without stopping."""
+"""Checks every row of a source and reports the problem of each bad row, without stopping."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-
-from tqdm import tqdm
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import image_size
 from coat_data.media.remote_media import check_video
-from coat_data.sample import DataError, Media, UnreachableError
-from coat_data.tools.source import decode, walk
+from coat_data.sample import DataError, Sample, UnreachableError
+from coat_data.tools.field_counts import FieldCounts
+from coat_data.tools.source import decode
+from coat_data.tools.workers import Chunk, map_chunks, map_samples, read_link
 
 MediaCheck = Literal["none", "header", "decode"]
+
+_CHUNK_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintSummary:
-    """What was looked at."""
+    """Number of rows and problems."""
 
     rows: int
     bad: int
-    """Rows with a problem, and files that break off."""
+    """Rows with a problem, and truncated files."""
     unreachable: int = 0
-    """Those of them whose media a network or server failed to give: they may be good."""
+    """Bad rows whose cause is a transient I/O error: they may be good."""
     format: str
-    """What the rows were read as; empty if the source could not be opened."""
+    """Name of the reader; empty if the source could not be opened."""
+    fields: Mapping[str, FieldCounts] = field(default_factory=dict)
+    """Source -> fields of its rows; several for a list of sources."""
 
 
 def lint(
@@ -34,17 +39,17 @@ def lint(
     report: Callable[[DataError], None],
     *,
     check_media: MediaCheck = "header",
-    progress: bool = True,
+    workers: int | None = None,
     **options: Any,
 ) -> LintSummary:
-    """Give every problem of a source to ``report``.
+    """Report every problem of a source.
 
     Args:
-        path: as :class:`SampleDataset` takes it.
+        path: the source, as for :class:`SampleDataset`.
         report: called with each problem, in the order of the rows.
-        check_media: ``none``; ``header``: every file is there and begins as an image; ``decode``:
-            every image and a frame of every video can be decoded.
-        progress: show a progress bar.
+        check_media: ``none``; ``header``: check that every file exists and starts as an image;
+            ``decode``: decode every image and one frame of every video.
+        workers: processes; see :func:`coat_data.tools.workers.count_workers`.
         options: further arguments of :class:`SampleDataset`.
     """
     try:
@@ -53,31 +58,62 @@ def lint(
         report(error)
         return LintSummary(rows=0, bad=1, format="")
     rows = bad = unreachable = 0
-    for sample in walk(dataset, "lint", progress=progress):
-        rows += 1
-        error = sample if isinstance(sample, DataError) else None
-        if not isinstance(sample, DataError):
-            error = _media_problem(sample.media, sample.where, check_media)
-        if error is not None:
-            bad += 1
-            unreachable += isinstance(error, UnreachableError)
-            with tqdm.external_write_mode():  # so that the bar and the lines do not mix
-                report(error)
+    fields = {source.name: FieldCounts() for source in dataset.sources()}
+    names = {str(path): source.name for source in dataset.sources() for path in source.paths}
+    work = partial(_check_chunk, check_media, names, dataset.sources()[0].name)
+    for found in map_chunks(dataset, work, "lint", workers=workers, rows=_CHUNK_ROWS):
+        number, errors, counts = found
+        rows += number
+        bad += len(errors)
+        unreachable += sum(isinstance(error, UnreachableError) for error in errors)
+        for name, own in counts.items():
+            fields[name].merge(own)
+        for error in errors:
+            report(error)
     if not rows:
         bad += 1
         report(DataError(str(path), "there are no rows", "give a source with at least one row"))
-    return LintSummary(rows=rows, bad=bad, unreachable=unreachable, format=dataset.format)
+    return LintSummary(
+        rows=rows, bad=bad, unreachable=unreachable, format=dataset.format, fields=fields
+    )
 
 
-def _media_problem(media: tuple[Media, ...], where: str, check: MediaCheck) -> DataError | None:
-    for medium in media if check != "none" else ():
+def _check_chunk(
+    check_media: MediaCheck, names: Mapping[str, str], other: str, samples: Chunk
+) -> tuple[int, list[DataError], dict[str, FieldCounts]]:
+    """Return the number of rows, the problem of each bad one, and the fields of each source.
+
+    Args:
+        check_media: see :func:`lint`.
+        names: sources by file.
+        other: the source of other files.
+        samples: the rows.
+    """
+    fields: dict[str, FieldCounts] = {}
+
+    def counted() -> Chunk:
+        for sample in samples:
+            if isinstance(sample, Sample):
+                fields.setdefault(names.get(sample.source, other), FieldCounts()).add(sample)
+            yield sample
+
+    found = map_samples(counted(), partial(find_media_problem, check=check_media))
+    return len(found), [error for error in found if error is not None], fields
+
+
+def find_media_problem(sample: Sample, check: MediaCheck) -> DataError | None:
+    """Return the problem of the first bad medium of a sample, with the row; None if all are good.
+
+    Args:
+        sample: the sample.
+        check: see :func:`lint`.
+    """
+    for medium in sample.media if check != "none" else ():
         try:
             if check == "decode":
-                decode(medium)
-            elif medium.kind == "image":
-                image_size(medium)
+                read_link(medium, decode)
             else:
-                check_video(medium)
+                read_link(medium, image_size if medium.kind == "image" else check_video)
         except DataError as error:
-            return error.within(where)
+            return error.within(sample.where)
     return None

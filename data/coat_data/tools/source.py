@@ -1,50 +1,66 @@
-"""What the tools share: walking over a source, opening media, writing a folder at once."""
+"""Functions shared by the tools: reading a source, opening media, writing a folder atomically."""
 
+import fcntl
 import json
 import os
+import re
+import secrets
 import shutil
+import socket
+import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tqdm import tqdm
 
+from coat_data.containers.media_files import check_regular_file
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import open_image
-from coat_data.media.remote_media import fetched
+from coat_data.media.remote_media import check_video, fetch_media
 from coat_data.media.video import read_frames
 from coat_data.sample import DataError, Media, Sample
 
+_OWNER = ".owner"
+"""File in a temporary folder, locked by the process that writes it, with the name of its host."""
 
-def walk(
-    dataset: SampleDataset, job: str, *, progress: bool = True
-) -> Iterator[Sample | DataError]:
-    """All samples in order, errors in the place of bad ones, with a progress bar."""
+
+def read_samples(dataset: SampleDataset, job: str) -> Iterator[Sample | DataError]:
+    """Yield all samples in order, and the errors of bad rows, with a progress bar."""
     total = len(dataset) if dataset.random_access else None
-    return iter(tqdm(dataset.stream(), f"{job} {dataset.name}", total, disable=not progress))
+    return iter(tqdm(dataset.stream(), f"{job} {dataset.name}", total))
 
 
 def decode(media: Media) -> None:
     """Decode an image, or one frame of a video.
 
     Raises:
-        DataError: it cannot be decoded; names the path.
+        DataError: the medium cannot be decoded; names the path.
     """
     if media.kind == "image":
         open_image(media)
     else:
+        if media.frames:
+            check_video(media)
         read_frames(media, 1)
 
 
 def media_bytes(media: Media) -> bytes:
-    """The encoded file.
+    """Read the encoded file of a medium.
 
     Raises:
-        DataError: it is missing or a folder, or its address cannot be read; names the path.
+        DataError: it is missing or several files, or its URL cannot be read; names the path.
     """
-    media = fetched(media)
+    if media.frames:
+        raise DataError(
+            str(media.path),
+            f"is the first of {len(media.frames)} frames of a video, which has no file of its own",
+            "encode the frames as a video, or keep them as files beside the data",
+        )
+    media = fetch_media(media)
     if media.data is not None:
         return media.data
+    check_regular_file(media.path or "")
     try:
         return Path(media.path or "").read_bytes()
     except OSError as error:
@@ -54,21 +70,21 @@ def media_bytes(media: Media) -> bytes:
 
 
 def list_bad(path: Path, errors: Iterable[DataError]) -> None:
-    """Append what is wrong with the rows that were left out to a JSONL file."""
+    """Append the errors of rows that were left out to a JSONL file."""
     with path.open("a", encoding="utf-8") as stream:
         stream.writelines(json.dumps(error.row()) + "\n" for error in errors)
 
 
 @contextmanager
-def new_folder(out_dir: str | Path, *, replace: bool = False) -> Iterator[Path]:
-    """A temporary folder beside ``out_dir`` that takes its name when the block ends well.
+def new_folder(out_dir: str | Path) -> Iterator[Path]:
+    """Create a temporary folder beside ``out_dir``, and rename it when the block succeeds.
 
-    After an error or Ctrl-C in the block, the temporary folder is removed and ``out_dir`` is as
-    before.
+    After an error or Ctrl-C in the block, the temporary folder is removed and ``out_dir`` is
+    unchanged. The temporary folder of a process that was killed is removed by the next call for
+    the same ``out_dir``, or named in a warning.
 
     Args:
         out_dir: folder to make; it must not exist, or be empty.
-        replace: it may exist and hold files, which are removed in the end.
 
     Yields:
         The folder to write into.
@@ -76,26 +92,50 @@ def new_folder(out_dir: str | Path, *, replace: bool = False) -> Iterator[Path]:
     Raises:
         DataError: ``out_dir`` has files in it or is a file.
     """
-    target = Path(out_dir).absolute()
-    fresh = not target.exists() or (target.is_dir() and not any(target.iterdir()))
-    if not fresh and not replace:
+    target = Path(out_dir).resolve()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise DataError(
             str(target), "already exists and is not empty", "choose another folder or delete it"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial, old = (target.parent / f".{target.name}.{os.getpid()}.{end}" for end in ("new", "old"))
-    shutil.rmtree(partial, ignore_errors=True)
+    _remove_leftovers(target)
+    partial = target.parent / f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.new"
     partial.mkdir()
     try:
-        yield partial
-        if target.exists():
-            target.rename(old)
-        try:
+        with (partial / _OWNER).open("x", encoding="utf-8") as owner:
+            fcntl.flock(owner, fcntl.LOCK_EX)
+            owner.write(socket.gethostname())
+            owner.flush()
+            yield partial
+            (partial / _OWNER).unlink()
             partial.rename(target)
-        except BaseException:
-            if old.exists():
-                old.rename(target)
-            raise
-        shutil.rmtree(old, ignore_errors=fresh)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove temporary folders of ``target`` whose process has ended, and warn about others.
+
+    A process of this host has ended if the kernel has released its lock. Whether a process of
+    another host runs is not known here, nor the process of a folder without a lock, which an
+    earlier version may have made.
+    """
+    name = re.compile(rf"\.{re.escape(target.name)}\.\d+(\.[0-9a-f]{{8}})?\.new")
+    for folder in target.parent.iterdir():
+        if not name.fullmatch(folder.name):
+            continue
+        host = "an unknown host"
+        with suppress(FileNotFoundError), (folder / _OWNER).open("r+", encoding="utf-8") as owner:
+            host = owner.read() or host
+            try:
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue  # its process is alive
+            if host == socket.gethostname():
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+        warnings.warn(
+            f"{folder} was left by a command that was killed, or is being written by one on "
+            f"{host}; delete it if no other command writes {target}",
+            stacklevel=2,
+        )

@@ -1,27 +1,29 @@
-"""Counts what a source holds: rows, media, turns, lengths of text, sizes of images."""
+"""Statistics of a source: rows, media, turns, lengths of text, sizes of images."""
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.image import image_size
 from coat_data.sample import DataError, Sample
-from coat_data.tools.source import walk
+from coat_data.tools.workers import Chunk, map_chunks, map_samples, read_link
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
-"""What is shown of a distribution: minimum, 10%, median, 90%, 99%, maximum."""
+"""Quantiles of each distribution: minimum, 10%, median, 90%, 99%, maximum."""
+
+_CHUNK_ROWS = 256
 
 
 @dataclass(slots=True, kw_only=True)
 class SourceStats:
-    """What one source holds."""
+    """Statistics of one source."""
 
     name: str
     format: str
@@ -33,35 +35,38 @@ class SourceStats:
     text_only: int = 0
     """Rows without media."""
     unreadable_images: int = 0
-    """Images whose header cannot be read; they have no size below."""
+    """Images whose header cannot be read; their sizes are not counted."""
     measured: "defaultdict[str, array[int]]" = field(
-        default_factory=lambda: defaultdict(lambda: array("q"))
+        default_factory=lambda: defaultdict(partial(array, "q"))
     )
-    """Turns and characters of text per row; with a tokenizer its text tokens, without template and
-    media; width and height of images in pixels."""
+    """Turns and characters of text per row; width and height of images in pixels."""
 
-    def add(self, sample: Sample, count: Callable[[str], int] | None, *, sizes: bool) -> None:
-        """Count a sample."""
+    def add(self, sample: Sample, sizes: Sequence[tuple[int, int] | None]) -> None:
+        """Count a sample; ``sizes`` has the (width, height) of its images, None if unreadable."""
         self.rows += 1
         self.media.update(medium.kind for medium in sample.media)
         self.text_only += not sample.media
         self.measured["turns"].append(len(sample.turns))
-        texts = [turn.text for turn in sample.turns]
-        self.measured["text characters"].append(sum(map(len, texts)))
-        if count is not None:
-            self.measured["text tokens"].append(sum(map(count, texts)))
-        for medium in sample.media if sizes else ():
-            if medium.kind == "image":
-                try:
-                    width, height = image_size(medium)
-                except DataError:
-                    self.unreadable_images += 1
-                else:
-                    self.measured["image width"].append(width)
-                    self.measured["image height"].append(height)
+        self.measured["text characters"].append(sum(len(turn.text) for turn in sample.turns))
+        for size in sizes:
+            if size is None:
+                self.unreadable_images += 1
+            else:
+                self.measured["image width"].append(size[0])
+                self.measured["image height"].append(size[1])
+
+    def merge(self, later: "SourceStats") -> None:
+        """Add the statistics of later rows of the same source."""
+        self.rows += later.rows
+        self.bad += later.bad
+        self.media.update(later.media)
+        self.text_only += later.text_only
+        self.unreadable_images += later.unreadable_images
+        for name, values in later.measured.items():
+            self.measured[name].extend(values)
 
     def distributions(self) -> dict[str, list[float]]:
-        """:data:`QUANTILES` of everything that was measured, by name."""
+        """Return the :data:`QUANTILES` of every measured distribution, by name."""
         return {
             name: np.quantile(np.asarray(values), QUANTILES).tolist()
             for name, values in self.measured.items()
@@ -69,56 +74,52 @@ class SourceStats:
 
 
 def collect(
-    path: str | Path,
-    *,
-    tokenizer: str | Path | None = None,
-    sizes: bool = True,
-    progress: bool = True,
-    **options: Any,
+    path: str | Path, *, sizes: bool = True, workers: int | None = None, **options: Any
 ) -> list[SourceStats]:
-    """Count every source of ``path``; of a list one entry per source, each read as a whole.
+    """Return the statistics of every source of ``path``: one entry for each source of a list.
 
     Args:
-        path: as :class:`SampleDataset` takes it.
-        tokenizer: folder with a ``tokenizer.json``; None counts no tokens.
+        path: the source, as for :class:`SampleDataset`.
         sizes: read the header of every image.
-        progress: show a progress bar.
+        workers: processes; see :func:`coat_data.tools.workers.count_workers`.
         options: further arguments of :class:`SampleDataset`.
 
     Raises:
-        DataError: a source cannot be opened; the tokenizer is missing.
+        DataError: a source cannot be opened.
     """
-    count = token_counter(tokenizer) if tokenizer is not None else None
     found: list[SourceStats] = []
     for dataset in SampleDataset(path, in_order=True, **options).sources():
         stats = SourceStats(name=dataset.name, format=dataset.format)
-        for sample in walk(dataset, "stats", progress=progress):
-            if isinstance(sample, DataError):
-                stats.bad += 1
-            else:
-                stats.add(sample, count, sizes=sizes)
+        work = partial(_count_chunk, sizes)
+        for part in map_chunks(dataset, work, "stats", workers=workers, rows=_CHUNK_ROWS):
+            stats.merge(part)
         found.append(stats)
     return found
 
 
-def token_counter(folder: str | Path) -> Callable[[str], int]:
-    """A function that counts the tokens of a text.
+def _count_chunk(sizes: bool, samples: Chunk) -> SourceStats:
+    stats = SourceStats(name="", format="")
+    for result in map_samples(samples, partial(_measure, sizes)):
+        if isinstance(result, DataError):
+            stats.bad += 1
+        else:
+            stats.add(*result)
+    return stats
 
-    Raises:
-        DataError: the folder has no readable ``tokenizer.json``.
-    """
-    path = Path(folder) / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise DataError(
-            str(path), f"cannot be read: {error}", "give a folder with a tokenizer.json"
-        ) from error
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+def _measure(sizes: bool, sample: Sample) -> tuple[Sample, list[tuple[int, int] | None]]:
+    found: list[tuple[int, int] | None] = []
+    for medium in sample.media if sizes else ():
+        if medium.kind == "image":
+            try:
+                found.append(read_link(medium, image_size))
+            except DataError:
+                found.append(None)
+    return sample, found
 
 
 def as_text(found: list[SourceStats]) -> list[str]:
-    """Lines of a table per source."""
+    """Return the lines of a table per source."""
     lines: list[str] = []
     for stats in found:
         lines.append(f"{stats.name} ({stats.format})")

@@ -1,9 +1,9 @@
-"""What a scene is, how one is drawn by lot, and its picture.
+"""Scenes: their definition, random generation, and rendering.
 
 A scene has 2 to 5 objects, each in its own cell of a 3x3 grid. No two objects of a scene share a
-shape, so that "What color is the circle?" has one answer; colours repeat. The pairs in
+shape, so that "What color is the circle?" has one answer; colors repeat. The pairs in
 :data:`HELD_OUT` never occur in training, neither in an image nor in a text.
-The picture has antialiased shapes on a light, slightly noisy background.
+The image has antialiased shapes on a light, slightly noisy background.
 """
 
 import math
@@ -15,12 +15,14 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 GRID = 3
+IMAGE_SIZE = 48
+"""Width and height in pixels, a multiple of :data:`GRID`."""
 MIN_OBJECTS, MAX_OBJECTS = 2, 5
 REPEAT_COLOR = 0.3
-"""Chance that an object takes the colour of an earlier one, so that counts above one occur."""
+"""Probability that an object has the color of an earlier one, so that counts above one occur."""
 
 Pair = tuple[str, str]
-"""(colour, shape)."""
+"""(color, shape)."""
 
 COLORS: dict[str, tuple[int, int, int]] = {
     "red": (220, 30, 40),
@@ -58,7 +60,7 @@ HELD_OUT: frozenset[Pair] = frozenset(
         ("black", "circle"),
     }
 )
-"""The pairs of the test only: one of each colour, one or two of each shape."""
+"""Pairs that occur in the test only: one of each color, one or two of each shape."""
 
 ALL_PAIRS: frozenset[Pair] = frozenset((color, shape) for color in COLORS for shape in SHAPES)
 SEEN: frozenset[Pair] = ALL_PAIRS - HELD_OUT
@@ -81,12 +83,12 @@ class SceneObject:
 
     @property
     def pair(self) -> Pair:
-        """(colour, shape)."""
+        """(color, shape)."""
         return self.color, self.shape
 
     @property
     def position(self) -> str:
-        """The cell's name."""
+        """Name of the cell."""
         return POSITIONS[self.cell]
 
 
@@ -98,37 +100,39 @@ class Scene:
 
     @property
     def layout(self) -> frozenset[tuple[int, str, str]]:
-        """What can be asked about the scene: (cell, colour, shape) of every object."""
+        """(cell, color, shape) of every object: everything that questions ask about."""
         return frozenset((thing.cell, thing.color, thing.shape) for thing in self.objects)
 
     @property
     def pairs(self) -> frozenset[Pair]:
-        """The (colour, shape) pairs in the scene."""
+        """The (color, shape) pairs in the scene."""
         return frozenset(thing.pair for thing in self.objects)
 
 
-def draw_scene(rng: np.random.Generator, image_size: int, pairs: Collection[Pair] = SEEN) -> Scene:
-    """A random scene.
+def draw_scene(rng: np.random.Generator, pairs: Collection[Pair] = SEEN) -> Scene:
+    """Draw a random scene.
 
     Args:
-        rng: source of chance.
-        image_size: width and height of the image in pixels, a multiple of 3.
-        pairs: the (colour, shape) pairs that may occur.
+        rng: random generator.
+        pairs: the (color, shape) pairs that may occur.
     """
-    cell_size = image_size // GRID
+    cell_size = IMAGE_SIZE // GRID
     number = int(rng.integers(MIN_OBJECTS, MAX_OBJECTS + 1))
     shapes = rng.permutation(len(SHAPES))[:number]
     cells = rng.permutation(GRID * GRID)[:number]
     objects: list[SceneObject] = []
     for shape_index, cell_index in zip(shapes, cells, strict=True):
         shape, cell = SHAPES[shape_index], int(cell_index)
-        # 12 to 14 pixels in a cell of 16; the jitter leaves a pixel free at the left and top edge,
-        # so that neighbours never touch.
+        # 12 to 14 pixels in a cell of 16; the jitter leaves a pixel at the left and top edge, so
+        # that neighbors never touch.
         size = int(rng.integers(round(0.75 * cell_size), round(0.88 * cell_size) + 1))
         right, down = (int(shift) for shift in rng.integers(1, cell_size - size + 1, size=2))
+        allowed = [color for color in COLORS if (color, shape) in pairs]
+        present = [thing.color for thing in objects if thing.color in allowed]
+        choices = present if present and rng.random() < REPEAT_COLOR else allowed
         objects.append(
             SceneObject(
-                color=_draw_color(rng, shape, objects, pairs),
+                color=choices[rng.integers(len(choices))],
                 shape=shape,
                 cell=cell,
                 left=cell % GRID * cell_size + right,
@@ -137,15 +141,6 @@ def draw_scene(rng: np.random.Generator, image_size: int, pairs: Collection[Pair
             )
         )
     return Scene(tuple(sorted(objects, key=lambda thing: thing.cell)))
-
-
-def _draw_color(
-    rng: np.random.Generator, shape: str, earlier: list[SceneObject], pairs: Collection[Pair]
-) -> str:
-    allowed = [color for color in COLORS if (color, shape) in pairs]
-    present = [thing.color for thing in earlier if thing.color in allowed]
-    choices = present if present and rng.random() < REPEAT_COLOR else allowed
-    return choices[rng.integers(len(choices))]
 
 
 SUPERSAMPLING = 4
@@ -158,7 +153,7 @@ _STAR = [
     for corner, radius in enumerate([0.525, 0.21] * 5)
 ]
 _ARM = (0.32, 0.68)
-"""Where the arms of the cross begin and end, as shares of its width."""
+"""Start and end of the arms of the cross, relative to its width."""
 
 _CORNERS: dict[str, list[tuple[float, float]]] = {
     "square": [(0, 0), (1, 0), (1, 1), (0, 1)],
@@ -176,29 +171,28 @@ _CORNERS: dict[str, list[tuple[float, float]]] = {
 
 @lru_cache(maxsize=256)
 def coverage(shape: str, size: int) -> np.ndarray:
-    """How much of each pixel the shape covers: float32 (size, size, 1) in 0..1."""
+    """Return the fraction of each pixel that the shape covers: float32 (size, size, 1) in 0..1."""
     scale = size * SUPERSAMPLING
     mask = Image.new("L", (scale, scale))
     pen = ImageDraw.Draw(mask)
     if shape == "circle":
         pen.ellipse((0, 0, scale - 1, scale - 1), fill=255)
     else:
-        # PIL fills up to and including the corner's pixel.
+        # PIL fills up to and including the corner pixel.
         pen.polygon([(x * (scale - 1), y * (scale - 1)) for x, y in _CORNERS[shape]], fill=255)
     small = mask.resize((size, size), Image.Resampling.BOX)
     return np.asarray(small, dtype=np.float32)[..., None] / 255
 
 
-def draw_image(scene: Scene, image_size: int, rng: np.random.Generator) -> Image.Image:
-    """Draw ``scene`` as an RGB image of ``image_size`` x ``image_size`` pixels.
+def draw_image(scene: Scene, rng: np.random.Generator) -> Image.Image:
+    """Draw ``scene`` as an RGB image of :data:`IMAGE_SIZE` x :data:`IMAGE_SIZE` pixels.
 
     Args:
-        scene: the objects, placed for this image size.
-        image_size: width and height in pixels.
-        rng: source of the background's brightness, tint and noise.
+        scene: the scene.
+        rng: draws the background's brightness, tint and noise.
     """
     tint = rng.integers(224, 246) + rng.integers(-5, 6, size=3)
-    noise = rng.integers(-4, 5, size=(image_size, image_size, 3))
+    noise = rng.integers(-4, 5, size=(IMAGE_SIZE, IMAGE_SIZE, 3))
     canvas = (tint + noise).astype(np.float32)
     for thing in scene.objects:
         place = np.s_[thing.top : thing.top + thing.size, thing.left : thing.left + thing.size]

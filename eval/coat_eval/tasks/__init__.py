@@ -1,6 +1,7 @@
-"""Benchmarks by name: the official ones, and the kinds of question sets of one's own."""
+"""Benchmarks by name: official benchmarks, and the kinds of question sets."""
 
 from pathlib import Path
+from typing import Any
 
 from coat_eval.benchmark import Benchmark
 from coat_eval.tasks.gqa import Gqa
@@ -24,20 +25,21 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 
-def get_task(name: str, media_root: Path | str | None = None) -> QuestionSet:
-    """The kind of question set called ``name``; ValueError with the allowed names for another one.
+def get_task(name: str, media_root: Path | str | None = None, **access: Any) -> QuestionSet:
+    """Return the kind of question set by name; ValueError with the allowed names.
 
     Args:
         name: one of :data:`TASKS`.
-        media_root: folder or address where relative media paths start; the set's by default.
+        media_root: root of relative media paths, a folder or address; default: the set's folder.
+        access: ``network`` and ``limits`` of :class:`QuestionSet`.
     """
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; allowed: {', '.join(TASKS)}")
-    return TASKS[name](media_root)
+    return TASKS[name](media_root, **access)
 
 
 def get_benchmark(name: str) -> Benchmark:
-    """The official benchmark called ``name``; ValueError with the allowed names for another one."""
+    """Return the official benchmark by name; ValueError with the allowed names."""
     if name not in BENCHMARKS:
         raise ValueError(f"unknown benchmark {name!r}; allowed: {', '.join(BENCHMARKS)}")
     return BENCHMARKS[name]

@@ -1,9 +1,9 @@
 """GQA: exact match over the balanced questions, with all sub-tables of the official script.
 
 Source: Hudson and Manning, "GQA: A New Dataset for Real-World Visual Reasoning", section 4; eval.py
-of GQA v1.2, which compares strings as they are; LLaVA scripts/convert_gqa_for_eval.py, which
-prepares the predictions. Validity and plausibility need choice files that v1.2 does not ship for
-testdev, and grounding needs attention maps: these three are left out.
+of GQA v1.2, which compares strings without normalization; LLaVA scripts/convert_gqa_for_eval.py,
+which prepares the predictions. Validity and plausibility need choice files that v1.2 does not ship
+for testdev, and grounding needs attention maps: these three are not computed.
 """
 
 import re
@@ -14,17 +14,17 @@ from typing import Any, ClassVar
 
 from coat_eval.benchmark import (
     SHORT_ANSWER,
-    Asking,
     Benchmark,
     Prompt,
+    PromptOptions,
     Question,
-    Scored,
+    ScoredItem,
     Settings,
-    percent,
     pick,
-    table_percents,
+    to_percent,
+    to_table_percents,
 )
-from coat_eval.data_folder import DataFolder, Layouts, ShownCell
+from coat_eval.data_folder import DataFolder, Layouts, ParquetImage
 from coat_eval.files import Table
 
 _LAST_STEPS = ("exist", "query: name", "choose name")
@@ -35,9 +35,10 @@ class Gqa(Benchmark):
     """Accuracy, binary and open, by structure, semantics, steps and words; the distribution."""
 
     name = "gqa"
-    source = "GQA v1.2 eval.py; LLaVA scripts/convert_gqa_for_eval.py"
+    source = "GQA v1.2 eval.py; LLaVA scripts/convert_gqa_for_eval.py @c121f04"
     headline = ("accuracy", "binary", "open", "distribution")
     profiles = ("official", "lmms", "vlmeval")
+    sizes: ClassVar[Mapping[str, int]] = {"testdev_balanced": 12578, "val_balanced": 132062}
     id_fields = ("questionId", "question_id")
     layouts: ClassVar[Layouts] = {
         split: (
@@ -52,29 +53,34 @@ class Gqa(Benchmark):
         return table.has("question", "imageId")
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
-        """One that is not balanced is known but not counted."""
+        """Convert a row; unbalanced questions are not counted."""
         text = pick(row, ("question",), where)
         types = row.get("types") or {}
         tables = {name: types[name] for name in ("structural", "semantic") if types.get(name)}
         if row.get("semantic"):
-            tables["steps"] = str(num_steps(row["semantic"]))
+            # The reasoning steps of the question's program, without the final query.
+            steps = [f"{step['operation']}: {step['argument']}" for step in row["semantic"]]
+            whole = [step for step in steps if not any(last in step for last in _LAST_STEPS)]
+            tables["steps"] = str(len(whole))
+        entailed = row.get("entailed") or ()
+        if isinstance(entailed, str):  # Parquet files of lmms-lab/GQA: Python text, "['1', '2']"
+            entailed = re.findall(r"[^][\s,'\"]+", entailed)
         return Question(
             question_id=str(pick(row, ("question_id", "id"), where)),
             answer=row.get("answer"),
             tables={**tables, "words": str(len(text.split()))},
-            details={
-                "group": (row.get("groups") or {}).get("global"),
-                "entailed": _ids(row.get("entailed") or ()),
-            },
+            details={"group": (row.get("groups") or {}).get("global"), "entailed": entailed},
             counted=row.get("isBalanced", True) is not False,
+            text=str(text),
+            cluster=str(row.get("imageId") or ""),
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
-        """LLaVA's prompt about every balanced question; pictures by ``imageId``."""
-        # In Parquet the pictures stand in tables of their own, with the question's imageId as id.
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield LLaVA's prompt for every balanced question; images by ``imageId``."""
+        # In Parquet the images are in separate tables, with the question's imageId as id.
         images = {
-            str(row.values["id"]): ShownCell(row.table.path, row.index, "image")
+            str(row.values["id"]): ParquetImage(row.table.path, row=row.index, column="image")
             for row in folder.rows("id")
             if row.in_parquet and "question" not in row.values
         }
@@ -90,9 +96,9 @@ class Gqa(Benchmark):
             )
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
-        """The text without trailing periods in lower case; ``raw``: the text itself.
+        """Convert the text to lower case without trailing periods; ``raw``: the text itself.
 
-        Nothing else is done: blanks, articles and plurals stay, and make an answer wrong. lmms:
+        Blanks, articles and plurals remain, and make an answer wrong. lmms:
         lower case without ASCII punctuation. vlmeval: stripped, lower case.
         """
         if settings.profile == "lmms":
@@ -102,19 +108,18 @@ class Gqa(Benchmark):
         return text if settings.raw else text.rstrip(".").lower()
 
     def score(self, extracted: str, question: Question, settings: Settings) -> float:
-        """1 for the reference's string; other profiles normalise the reference too."""
+        """Return 1 for the reference string; other profiles normalize the reference too."""
         if settings.profile == "official":
             return float(extracted == question.answer)
         return float(extracted == self.extract(question.answer, question, settings))
 
-    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
-        """Percentages; ``distribution`` is the official statistic itself, lower is better.
+    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
+        """Compute percentages; ``distribution`` is the official statistic, lower is better.
 
-        ``consistency`` is there if the references hold every entailed question and the predictions
-        answer them all.
+        ``consistency`` requires references and predictions for every entailed question.
         """
         counted = [one for one in scored if one.question.counted]
-        metrics = {"accuracy": percent([one.score for one in counted])}
+        metrics = {"accuracy": to_percent([one.score for one in counted])}
         for name, is_open in (("binary", False), ("open", True)):
             part = [
                 one.score
@@ -123,27 +128,24 @@ class Gqa(Benchmark):
                 and (structural == "query") == is_open
             ]
             if part:
-                metrics[name] = percent(part)
-        found = {"distribution": distribution(counted), "consistency": consistency(scored)}
+                metrics[name] = to_percent(part)
+        found = {
+            "distribution": compute_distribution(counted),
+            "consistency": compute_consistency(scored),
+        }
         metrics |= {name: value for name, value in found.items() if value is not None}
-        return metrics | dict(sorted(table_percents(counted).items(), key=_table_order))
+        return metrics | dict(sorted(to_table_percents(counted).items(), key=_table_sort_key))
 
-    def submission(self, scored: Sequence[Scored], settings: Settings) -> list[dict[str, str]]:
-        """The official list of {questionId, prediction}, prepared as LLaVA does."""
+    def submission(self, scored: Sequence[ScoredItem], settings: Settings) -> list[dict[str, str]]:
+        """Return the official list of {questionId, prediction}, with LLaVA's preprocessing."""
         return [
             {"questionId": one.question.question_id, "prediction": one.extracted or ""}
             for one in scored
         ]
 
 
-def num_steps(semantic: Sequence[Mapping[str, Any]]) -> int:
-    """Reasoning steps of a question's program, without those that only ask for the answer."""
-    steps = [f"{step['operation']}: {step['argument']}" for step in semantic]
-    return sum(not any(last in step for last in _LAST_STEPS) for step in steps)
-
-
-def distribution(scored: Sequence[Scored]) -> float | None:
-    """Chi-square between gold and predicted answers, averaged over question groups, / 100.
+def compute_distribution(scored: Sequence[ScoredItem]) -> float | None:
+    """Compute chi-square between gold and predicted answers, averaged over groups, / 100.
 
     Per group: sum over gold answers of (predicted count - gold count)^2 / gold count; groups are
     weighted by their number of questions. None if no question has a global group.
@@ -166,10 +168,10 @@ def distribution(scored: Sequence[Scored]) -> float | None:
     return weighted / total / 100
 
 
-def consistency(scored: Sequence[Scored]) -> float | None:
-    """Mean accuracy, in percent, over the questions entailed by each rightly answered one.
+def compute_consistency(scored: Sequence[ScoredItem]) -> float | None:
+    """Compute the mean accuracy, in percent, over the questions entailed by each right answer.
 
-    None unless all entailed questions are there. Source: ``updateConsistency`` of GQA's eval.py.
+    None if an entailed question is missing. Source: ``updateConsistency`` of GQA's eval.py.
     """
     scores = {one.question.question_id: one.score for one in scored}
     means = []
@@ -181,15 +183,10 @@ def consistency(scored: Sequence[Scored]) -> float | None:
             return None
         if one.score:
             means.append(sum(scores[i] for i in entailed) / len(entailed))
-    return percent(means) if means else None
+    return to_percent(means) if means else None
 
 
-def _ids(value: str | Sequence[str]) -> Sequence[str]:
-    """Question ids; the Parquet files of lmms-lab/GQA hold a list's Python text, "['1', '2']"."""
-    return re.findall(r"[^][\s,'\"]+", value) if isinstance(value, str) else value
-
-
-def _table_order(entry: tuple[str, float]) -> tuple[str, int, str]:
-    """Steps and words by number."""
+def _table_sort_key(entry: tuple[str, float]) -> tuple[str, int, str]:
+    """Sort key; steps and words are sorted by number."""
     table, _, value = entry[0].partition(".")
     return table, int(value) if value.isdigit() else 0, value

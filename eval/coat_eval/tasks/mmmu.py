@@ -2,32 +2,33 @@
 
 Source: Yue et al., "MMMU: A Massive Multi-discipline Multimodal Understanding and Reasoning
 Benchmark"; MMMU-Benchmark/MMMU main_parse_and_eval.py, main_eval_only.py, utils/eval_utils.py.
-Where no letter can be read the official parser draws one. It seeds once and goes through the
-subjects in a fixed order, so the draws can be replayed; ``fallback: wrong`` draws nothing.
+If no letter can be parsed, the official parser draws one. It seeds once and processes the subjects
+in a fixed order, so the draws are reproducible; ``fallback: wrong`` disables them.
 """
 
 import ast
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
 from coat_eval.benchmark import (
     LETTER_ANSWER,
     SHORT_ANSWER,
-    Asking,
     Benchmark,
     Prediction,
     Prompt,
+    PromptOptions,
     Question,
-    Scored,
+    ScoredItem,
     Settings,
-    percent,
     pick,
+    to_percent,
 )
 from coat_eval.data_folder import DataFolder, Layouts
-from coat_eval.extract import inferred_letter, lettered
+from coat_eval.extract import infer_letter, letter_choices
 from coat_eval.files import Table
 
 DOMAINS = {
@@ -53,7 +54,7 @@ DOMAINS = {
     ),
 }
 SUBJECTS = tuple(sorted(subject for subjects in DOMAINS.values() for subject in subjects))
-"""In the official order (the values of CAT_SHORT2LONG), which is that of the alphabet."""
+"""In the official order (the values of CAT_SHORT2LONG), which is alphabetical."""
 _DOMAIN = {subject: domain for domain, subjects in DOMAINS.items() for subject in subjects}
 _ID = re.compile(r"(?:dev|validation|test)_(\w+)_(\d+)$")
 _IMAGE = re.compile(r"<image (\d)>")
@@ -74,9 +75,14 @@ class Mmmu(Benchmark):
     """Accuracy over all questions, per domain, subject and kind of question."""
 
     name = "mmmu"
-    source = "MMMU-Benchmark/MMMU main_parse_and_eval.py, main_eval_only.py, utils/eval_utils.py"
+    source = (
+        "MMMU-Benchmark/MMMU main_parse_and_eval.py, main_eval_only.py, utils/eval_utils.py "
+        "@bb0b95a"
+    )
     headline = ("overall", *(f"domain.{domain}" for domain in DOMAINS))
     profiles = ("official", "lmms", "vlmeval")
+    sizes: ClassVar[Mapping[str, int]] = {"validation": 900, "dev": 150, "test": 10500}
+    constants = tuple("ABCD")
     id_fields = ("question_id", "id")
     text_fields = ("prediction", "response", "text", "value")
     id_pattern = _ID
@@ -87,7 +93,7 @@ class Mmmu(Benchmark):
         for split in ("validation", "dev", "test")
     }
     variants: ClassVar[Mapping[str, str]] = {
-        "all_images": "all images that the question names, where LLaVA shows the first"
+        "all_images": "all images that the question names; LLaVA uses the first"
     }
 
     def is_reference(self, table: Table) -> bool:
@@ -103,39 +109,39 @@ class Mmmu(Benchmark):
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
-        """The references' questions; choices may stand in them or in official outputs."""
+        """Return the references' questions; choices may be in them or in official outputs."""
         choices: dict[str, dict[str, str]] = {}
         for table in [*predictions, *references]:
             for row in table.rows:
-                found = _choices(row)
+                found = _read_choices(row)
                 if found:
-                    choices[_row_id(row)] = found
+                    choices[_get_id(row)] = found
         carrying = [table for table in predictions if self.is_reference(table)]
         questions: dict[str, Question] = {}
         repeated: list[Question] = []
         for table in references or carrying:
             for index, row in enumerate(table.rows):
-                one = _question(row, table, index, choices)
+                one = _make_question(row, table, index, choices)
                 earlier = questions.get(one.question_id)
-                # A question may come as answer and again with its choices; these are read above.
+                # A question may occur again with its choices, which are read above.
                 if earlier is None or earlier.answer is None:
                     questions[one.question_id] = one
-                elif table.path == earlier.details["path"]:
+                elif references and table.path == earlier.details["path"]:
                     repeated.append(one)
         return [*questions.values(), *repeated]
 
-    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
-        """MMMU's own prompt, which LLaVA and VILA use; ``<image 1>`` stays in the text."""
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield MMMU's own prompt, which LLaVA and VILA use; ``<image 1>`` stays in the text."""
         for row in folder.rows("question", "question_type"):
-            options = list(_choices(row.values).items())
+            choices = list(_read_choices(row.values).items())
             is_choice = row.values["question_type"] == MULTIPLE_CHOICE
-            listed = "".join(f"({letter}) {option}\n" for letter, option in options)
+            listed = "".join(f"({letter}) {option}\n" for letter, option in choices)
             text = f"{row.values['question']}\n\n"
             text += f"{listed}\n\n{LETTER_ANSWER}" if is_choice else SHORT_ANSWER
             named = sorted({int(number) for number in _IMAGE.findall(text)}) or [1]
-            shown = named if asking.variant == "all_images" else named[:1]
+            shown = named if options.variant == "all_images" else named[:1]
             yield Prompt(
-                question_id=_row_id(row.values),
+                question_id=_get_id(row.values),
                 text=text,
                 media=tuple(
                     row.image(str(row.values.get(column)), (".", "images"), column=column)
@@ -145,40 +151,43 @@ class Mmmu(Benchmark):
             )
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """As every benchmark; the answers of {id: answer} are marked as read already.
+        """Return the predictions; the answers of {id: answer} are marked as parsed.
 
         Raises:
-            DataError: also at a text that must be parsed for a question without its choices.
+            DataError: also if a text must be parsed and its question has no choices.
         """
         predictions = super().predictions(table, questions)
         if table.form == "mapping" and table.has("value"):
-            # main_eval_only.py: the letters have been read already.
-            return [_ReadAnswer.of(one) for one in predictions]
+            # main_eval_only.py: the letters are already parsed.
+            return [
+                replace(one, text=_ReadAnswer(one.text)) if isinstance(one.text, str) else one
+                for one in predictions
+            ]
         _check_choices(predictions, questions)
         return predictions
 
     def extract(self, text: str, question: Question, settings: Settings) -> Any:
-        """A letter, or None if there is none; for open questions the values as sorted texts.
+        """Return a letter or None; for open questions the set of values.
 
-        A text from {id: answer}, and a bare letter where the choices are not known, is compared as
-        it is, as main_eval_only.py does. lmms: its variant of the parser.
-        vlmeval: see :func:`coat_eval.extract.inferred_letter`; an open question is a choice
+        A text from {id: answer}, and a bare letter without known choices, is compared without
+        parsing, as in main_eval_only.py. lmms: its variant of the parser.
+        vlmeval: see :func:`coat_eval.extract.infer_letter`; an open question is a choice
         between its answer and "Other Answers".
         """
         if settings.profile == "vlmeval":
             choices = question.details["choices"]
             if not _is_choice(question):
                 choices = {"A": str(question.answer), "B": "Other Answers"}
-            return inferred_letter(text, choices)
+            return infer_letter(text, choices)
         if not _is_choice(question):
-            return open_values(text)
+            return parse_open_values(text)
         choices = question.details["choices"]
         if isinstance(text, _ReadAnswer) or not choices:
             return str(text)
         return parse_choice(text, choices, lmms=settings.profile == "lmms")
 
     def score(self, extracted: Any, question: Question, settings: Settings) -> float:
-        """1 for the letter (or one of several), or for an open answer that fits."""
+        """Return 1 for the letter (or one of several), or for an open answer that matches."""
         if _is_choice(question):
             gold = question.answer
             return float(extracted in gold if isinstance(gold, list) else extracted == gold)
@@ -187,18 +196,18 @@ class Mmmu(Benchmark):
         # lmms-eval keeps one value of the set as text and then compares its characters: always 0.
         if settings.profile == "lmms":
             return 0.0
-        return float(open_correct(extracted, question.answer))
+        return float(is_open_correct(extracted, question.answer))
 
-    def parsed(self, extracted: Any, text: str) -> bool:
-        """Whether a letter was read, or an open answer is more than an empty text."""
+    def is_parsed(self, extracted: Any, text: str) -> bool:
+        """Return whether a letter was parsed, or an open answer is not empty."""
         if isinstance(extracted, str):
             return len(extracted) == 1 and extracted.isupper()
         return extracted is not None and extracted != {""}
 
     def score_all(
         self, joined: Iterable[tuple[Question, str | None]], settings: Settings
-    ) -> list[Scored]:
-        """All items; letters that could not be read are drawn in the official order.
+    ) -> list[ScoredItem]:
+        """Score all items; unparsable letters are drawn in the official order.
 
         ``random.seed(seed)`` once, then one ``random.choice`` per such question, subject by
         subject, within a subject by number.
@@ -206,27 +215,34 @@ class Mmmu(Benchmark):
         scored = super().score_all(joined, settings)
         if settings.fallback == "wrong" or settings.profile == "vlmeval":
             return scored
+
+        def place(one: ScoredItem) -> tuple[int, str, int]:
+            found = _ID.match(one.question.question_id)
+            subject, number = (found[1], int(found[2])) if found else ("", 0)
+            known = subject in SUBJECTS
+            return SUBJECTS.index(subject) if known else len(SUBJECTS), subject, number
+
         generator = random.Random(settings.seed)
-        for one in sorted(scored, key=_official_order):
+        for one in sorted(scored, key=place):
             unread = one.text is not None and one.extracted is None
             if unread and _is_choice(one.question) and one.question.details["choices"]:
                 one.extracted = generator.choice(list(one.question.details["choices"]))
-                one.drawn = True
+                one.random_fallback = True
                 one.score = self.rate(one.extracted, one.question, settings)
         return scored
 
-    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
-        """``overall``, ``domain.<name>``, ``subject.<name>``, ``type.<kind>``.
+    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
+        """Compute ``overall``, ``domain.<name>``, ``subject.<name>``, ``type.<kind>``.
 
-        All are over questions. ``overall_fallback_wrong`` counts drawn letters as wrong.
+        All are means over questions. ``overall_fallback_wrong`` counts drawn letters as wrong.
         """
-        wrong = percent([0.0 if one.drawn else one.score for one in scored])
-        overall = percent([one.score for one in scored])
+        wrong = to_percent([0.0 if one.random_fallback else one.score for one in scored])
+        overall = to_percent([one.score for one in scored])
         found = {"overall": overall, "overall_fallback_wrong": wrong}
         return found | super().aggregate(scored, settings)
 
-    def submission(self, scored: Sequence[Scored], settings: Settings) -> dict[str, str]:
-        """EvalAI's {id: answer}: letters, and the text itself for open questions."""
+    def submission(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, str]:
+        """Return EvalAI's {id: answer}: letters, and the text itself for open questions."""
         return {
             one.question.question_id: str(one.extracted or "")
             if _is_choice(one.question)
@@ -236,14 +252,9 @@ class Mmmu(Benchmark):
 
 
 class _ReadAnswer(str):
-    """An answer of main_eval_only.py, in which letters have been read already."""
+    """An answer of main_eval_only.py, which is already parsed."""
 
     __slots__ = ()
-
-    @classmethod
-    def of(cls, one: Prediction) -> Prediction:
-        text = cls(one.text) if isinstance(one.text, str) else one.text
-        return Prediction(question_id=one.question_id, where=one.where, text=text)
 
 
 def _is_choice(question: Question) -> bool:
@@ -251,7 +262,7 @@ def _is_choice(question: Question) -> bool:
 
 
 def _check_choices(predictions: Iterable[Prediction], questions: Iterable[Question]) -> None:
-    """answer_dict_val.json has no choices, and "(B)" or "red" cannot be read without them."""
+    """Raise DataError for texts such as "(B)" or "red" if the references have no choices."""
     unknown = {
         one.question_id for one in questions if _is_choice(one) and not one.details["choices"]
     }
@@ -266,29 +277,22 @@ def _check_choices(predictions: Iterable[Prediction], questions: Iterable[Questi
             )
 
 
-def _official_order(one: Scored) -> tuple[int, str, int]:
-    found = _ID.match(one.question.question_id)
-    subject, number = (found[1], int(found[2])) if found else ("", 0)
-    place = SUBJECTS.index(subject) if subject in SUBJECTS else len(SUBJECTS)
-    return place, subject, number
-
-
-def _row_id(row: Mapping[str, Any]) -> str:
+def _get_id(row: Mapping[str, Any]) -> str:
     return str(row.get("question_id", row.get("id")))
 
 
-def _choices(row: Mapping[str, Any]) -> dict[str, str]:
-    """Choices by letter, from official outputs or from Parquet (a list, or its Python text)."""
+def _read_choices(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return choices by letter, from official outputs or Parquet (a list or its Python text)."""
     if row.get("index2ans"):
         by_letter = row["index2ans"]
         letters = row.get("all_choices") or list(by_letter)
         return {letter: str(by_letter.get(letter, "")) for letter in letters}
-    options = _python_list(row.get("options") or ())
-    return lettered([str(option) for option in options])
+    options = _parse_list(row.get("options") or ())
+    return letter_choices([str(option) for option in options])
 
 
-def _python_list(value: Any) -> Any:
-    """The list in a text such as "['a', 'b']", as MMMU's Parquet files have it; else ``value``."""
+def _parse_list(value: Any) -> Any:
+    """Parse a list in a text such as "['a', 'b']" (MMMU's Parquet files); else ``value``."""
     if not isinstance(value, str) or not value.startswith("["):
         return value
     try:
@@ -297,18 +301,18 @@ def _python_list(value: Any) -> Any:
         return value
 
 
-def _question(
+def _make_question(
     row: Mapping[str, Any], table: Table, index: int, choices: Mapping[str, dict[str, str]]
 ) -> Question:
-    question_id = _row_id(row)
+    question_id = _get_id(row)
     found = _ID.match(question_id)
     if found is None:
         raise DataError(
             table.where(index),
-            f"id {question_id!r} names no subject",
+            f"id {question_id!r} does not contain a subject",
             "MMMU's ids are like validation_Accounting_1",
         )
-    answer = _python_list(row.get("ground_truth", row.get("answer")))
+    answer = _parse_list(row.get("ground_truth", row.get("answer")))
     if isinstance(answer, list):
         answer = [str(one) for one in answer]
     elif answer not in (None, "", "?"):
@@ -325,22 +329,23 @@ def _question(
             **({"domain": _DOMAIN[subject]} if subject in _DOMAIN else {}),
         },
         details={"type": kind, "choices": choices.get(question_id, {}), "path": table.path},
+        text=str(row.get("question") or ""),
         where=table.where(index),
     )
 
 
 def parse_choice(text: str, choices: Mapping[str, str], *, lmms: bool = False) -> str | None:
-    """``parse_multi_choice_response``: the letter, or None where upstream draws one at random.
+    """``parse_multi_choice_response``: the letter, or None if upstream draws one at random.
 
-    Each of ``, . ! ? ; : '`` is stripped once, in this order, and a space put on both sides. Then
-    the first rule with a hit decides: "(A)"; " A "; if there are more than five words, the text of
-    a choice, in any case. Of several letters the one with the last place wins.
+    Each of ``, . ! ? ; : '`` is stripped once, in this order, and a space is added on both sides.
+    Then the first rule that matches applies: "(A)"; " A "; if there are more than five words, the
+    text of a choice, in any case. Of several letters the last position wins.
 
     Args:
         text: what the model wrote.
         choices: texts by letter, in order.
-        lmms: lmms-eval's variant, which takes "A " and then "A." instead of " A " (but still
-            compares the places of " A ").
+        lmms: lmms-eval's variant, which matches "A " and then "A." instead of " A " (but still
+            compares the positions of " A ").
     """
     for mark in _OUTER:
         text = text.strip(mark)
@@ -350,7 +355,7 @@ def parse_choice(text: str, choices: Mapping[str, str], *, lmms: bool = False) -
         found = [letter for letter in choices if form.format(letter) in text]
         if found:
             placed = "({})" if form == "({})" else " {} "
-            # Of equals the first, as numpy.argmax has it.
+            # The first of equal positions, as numpy.argmax.
             return max(found, key=lambda letter, form=placed: text.rfind(form.format(letter)))
     if len(text.split()) <= 5:
         return None
@@ -359,29 +364,29 @@ def parse_choice(text: str, choices: Mapping[str, str], *, lmms: bool = False) -
     return max(found, key=lambda letter: lower.rfind(choices[letter].lower()), default=None)
 
 
-def open_values(text: str) -> set[Value]:
-    """``parse_open_response``: everything in a text that may count as its answer.
+def parse_open_values(text: str) -> set[Value]:
+    """``parse_open_response``: all values in a text that may count as its answer.
 
     The text is stripped, also of periods, and lower-cased; only newlines split it, because the
-    pattern for sentences looks for capitals. Of each piece the shortest tail behind a sign ("is ",
-    "so ", ...; "=" from the last piece on) is taken; without any, the whole text. All numbers in
-    these are added, and everything is normalised.
+    pattern for sentences requires capitals. Each part contributes the shortest tail after an
+    indicator ("is ", "so ", ...; "=" for the last part only); without any, the whole text is used.
+    All numbers in these texts are added, and everything is normalized.
     """
     whole = text.strip().strip(".").lower()
     pieces = re.split(r"\.\s(?=[A-Z])|\n", whole)
     tails = [
         tail
         for number, piece in enumerate(pieces, start=1)
-        if (tail := _tail(piece, (*_SIGNS, "=") if number == len(pieces) else _SIGNS))
+        if (tail := _find_tail(piece, (*_SIGNS, "=") if number == len(pieces) else _SIGNS))
         and tail not in _OUTER
     ]
     texts = tails or [whole]
     texts += [found for tail in texts for pattern in _NUMBERS for found in pattern.findall(tail)]
-    return {value for part in texts for value in normalise(part)}
+    return {value for part in texts for value in normalize(part)}
 
 
-def _tail(piece: str, signs: Sequence[str]) -> str:
-    """The shortest tail behind a sign, an empty one giving way to any later one."""
+def _find_tail(piece: str, signs: Sequence[str]) -> str:
+    """Return the shortest tail after an indicator; any later tail replaces an empty one."""
     shortest = ""
     for sign in signs:
         if sign in piece:
@@ -391,10 +396,10 @@ def _tail(piece: str, signs: Sequence[str]) -> str:
     return shortest
 
 
-def normalise(text: str) -> list[Value]:
-    """``normalize_str``: a number of two decimals, else lower case.
+def normalize(text: str) -> list[Value]:
+    """``normalize_str``: a number with two decimals, else lower case.
 
-    One character becomes two strings, with a blank before and behind, to avoid trivial matches.
+    One character becomes two strings, with a blank before and after, to avoid trivial matches.
     """
     text = text.strip()
     try:
@@ -404,15 +409,15 @@ def normalise(text: str) -> list[Value]:
     return [f" {lower}", f"{lower} "] if len(lower) == 1 else [lower]
 
 
-def open_correct(values: set[Value], gold: str | Sequence[str]) -> bool:
-    """``eval_open``: whether a string holds a gold string, or a number equals a gold number.
+def is_open_correct(values: set[Value], gold: str | Sequence[str]) -> bool:
+    """``eval_open``: whether a string contains a gold string, or a number equals a gold number.
 
     Args:
-        values: from :func:`open_values`.
+        values: from :func:`parse_open_values`.
         gold: the answer or the list of accepted answers.
     """
     answers = [gold] if isinstance(gold, str) else gold
-    wanted = [value for answer in answers for value in normalise(answer)]
+    wanted = [value for answer in answers for value in normalize(answer)]
     strings = [value for value in wanted if isinstance(value, str)]
     return any(
         any(string in value for string in strings) if isinstance(value, str) else value in wanted

@@ -1,19 +1,18 @@
-"""Folders of questions of one's own: yes/no, multiple choice and short answers.
+"""Question sets, folders with your own questions: yes/no, multiple choice, short answers.
 
 ``questions.jsonl`` has one object per line::
 
     {"question_id": "7", "image": "img/7.png", "text": "Is there a dog?", "answer": "yes",
      "category": "presence"}
 
-``question_id``, ``text`` and ``answer`` are needed (POPE's ``label`` may stand for ``answer``);
-``image`` is a path or a list of paths, ``video`` a path, and a row without either is text only.
-``category`` is optional; multiple choice rows have ``choices``. Paths start from the media root.
-The text is the prompt exactly as the model saw such prompts in training; when it has no ``<image>``
-(``<video>``) placeholder of its own, the media come first, each on its own line
-(:func:`coat_data.readers.llava.to_sample` has all rules).
+``question_id``, ``text`` and ``answer`` (or POPE's ``label``) are required. ``image`` is a path or
+a list of paths, ``video`` a path; a row without them is text only. ``category`` is optional;
+multiple choice rows have ``choices``. Paths are relative to the media root. The text should equal
+the prompts in training; without ``<image>`` (``<video>``) placeholders, the media come first,
+each on its own line (see :func:`coat_data.readers.llava.to_sample`).
 
-Metrics are percentages of two decimals. A text from which no answer can be read is wrong and is
-counted in ``n_unparsed``; nothing is ever guessed.
+Metrics are percentages with two decimals. A text without a parsable answer is wrong and is counted
+in ``n_unparsed``; answers are never drawn at random.
 """
 
 from abc import abstractmethod
@@ -24,52 +23,79 @@ from string import ascii_uppercase
 from typing import Any
 
 from coat_data.containers.remote_file import is_url
+from coat_data.limits import Limits, Network
+from coat_data.media.remote_media import restrict_media
 from coat_data.media.root import MediaRoot
 from coat_data.readers.llava import to_sample
 from coat_data.readers.reader import Place
 from coat_data.sample import DataError, Sample
 from coat_eval import extract
-from coat_eval.benchmark import Asking, Benchmark, Prompt, Question, Scored, Settings
-from coat_eval.data_folder import DataFolder, ShownFile
+from coat_eval.benchmark import (
+    Benchmark,
+    Prompt,
+    PromptOptions,
+    Question,
+    ScoredItem,
+    Settings,
+    group_by_table,
+)
+from coat_eval.data_folder import DataFolder, MediaFile
 from coat_eval.files import Table, read_json_lines
-from coat_eval.tasks.pope import split_metrics
+from coat_eval.tasks.pope import compute_metrics
 
 QUESTIONS_FILE = "questions.jsonl"
 MEDIA_KEYS = ("image", "images", "video", "videos")
 
 
 class QuestionSet(Benchmark):
-    """Accuracy over all questions and per category, beside what guessing reaches.
+    """Accuracy over all questions and per category, with the accuracy of guessing.
 
     Args:
-        media_root: folder or address where relative media paths start; the folder of
-            questions.jsonl by default.
+        media_root: root of relative media paths, a folder or an address; default: the folder of
+            questions.jsonl.
+        network: hosts that questions may name; that of ``media_root`` may be asked as well, unless
+            there are none.
+        limits: limits of media by address.
     """
 
     source = "coat_eval/tasks/question_set.py"
     headline = ("accuracy",)
 
-    def __init__(self, media_root: Path | str | None = None) -> None:
+    def __init__(
+        self,
+        media_root: Path | str | None = None,
+        network: Network = Network(),  # noqa: B008 - frozen
+        limits: Limits = Limits(),  # noqa: B008
+    ) -> None:
         self.media_root = media_root
+        self._network = network.with_hosts_of(media_root)
+        self._limits = limits
 
     @abstractmethod
     def check_answer(self, answer: Any, choices: Any) -> str:
-        """The reference in canonical form; ValueError if it cannot be scored."""
+        """Return the reference in canonical form; ValueError if it is invalid."""
 
     @abstractmethod
     def chance(self, questions: Sequence[Question]) -> float:
-        """Expected accuracy of a uniform guess, in percent."""
+        """Return the expected accuracy of a uniform guess in percent."""
 
-    def metrics(self, scored: Sequence[Scored]) -> dict[str, float]:
-        """The task's own metrics over some items, in percent."""
+    def metrics(self, scored: Sequence[ScoredItem]) -> dict[str, float]:
+        """Compute the task's metrics over some items in percent."""
         return {"accuracy": _percent(sum(one.score for one in scored), len(scored))}
 
+    def evaluate(
+        self, questions: Sequence[Question], texts: Sequence[str | None]
+    ) -> dict[str, float]:
+        """Score one text per question, and compute all metrics."""
+        scored = self.score_all(zip(questions, texts, strict=True), Settings())
+        return self.aggregate(scored, Settings())
+
     def open(self, folder: Path) -> DataFolder:
-        """The folder with its one table.
+        """Read the folder's table.
 
         Raises:
-            FileNotFoundError: it has no questions.jsonl.
-            DataError: naming file and line of a row that is no object, or the file without a row.
+            FileNotFoundError: the folder has no questions.jsonl.
+            DataError: a row is not an object (names file and line), or there is no row.
         """
         path = Path(folder) / QUESTIONS_FILE
         if not path.is_file():
@@ -82,31 +108,36 @@ class QuestionSet(Benchmark):
         return DataFolder(Path(folder), [Table(path=path, rows=list(objects), lines=lines)])
 
     def load(self, folder: Path, *, check_media: bool = True) -> list[Question]:
-        """The questions of a folder in file order.
+        """Load the questions of a folder in file order.
 
         Args:
             folder: evaluation folder.
-            check_media: whether every image and video must exist now (scoring needs none).
+            check_media: whether every image and video must exist (scoring needs none).
 
         Raises:
             FileNotFoundError: the folder has no questions.jsonl.
-            DataError: naming file:line of the first bad row, or the file when it has no row.
+            DataError: the first bad row (names file and line), or there is no row.
         """
         tables = self.open(folder).tables
         questions = self.questions(tables, [])
-        if check_media:
-            for one in questions:
-                _check_media(one.details["sample"], one.where)
+        media = [(own, one.where) for one in questions for own in one.details["sample"].media]
+        for own, where in media if check_media else ():
+            if own.path is not None and not (is_url(own.path) or Path(own.path).exists()):
+                raise DataError(
+                    where,
+                    f"the {own.kind} {own.path} does not exist",
+                    "correct the path or the media root",
+                )
         return questions
 
     def is_reference(self, table: Table) -> bool:
-        """A file of this name is never anything else."""
+        """Return whether the file is questions.jsonl."""
         return table.path.name == QUESTIONS_FILE
 
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
-        """The rows of the table; an id that comes twice is an error."""
+        """Convert the rows of the table; a repeated id is an error."""
         questions = super().questions(references, predictions)
         first: dict[str, str] = {}
         for one in questions:
@@ -120,7 +151,7 @@ class QuestionSet(Benchmark):
         return questions
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
-        """A question with its conversation; ``category`` is a sub-table."""
+        """Convert a row to a question with its conversation; ``category`` is a sub-table."""
         missing = [key for key in ("question_id", "text") if row.get(key) in (None, "")]
         if missing:
             problem = f"missing or empty: {', '.join(missing)}; the row has {sorted(row)}"
@@ -134,59 +165,61 @@ class QuestionSet(Benchmark):
         except ValueError as error:
             raise DataError(where, str(error), "correct the row or choose another task") from error
         category = str(row.get("category") or "")
+        sample = self._make_sample(row, str(answer), table.path, where)
         return Question(
             question_id=str(row["question_id"]),
             answer=canonical,
             tables={"category": category} if category else {},
             details={
-                "sample": self._sample(row, str(answer), table.path, where),
+                "sample": sample,
                 "choices": [str(one) for one in choices] if isinstance(choices, list) else [],
             },
+            text=str(row["text"]),
+            cluster="\n".join(one.path or "" for one in sample.media),
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
-        """The conversations up to the answer, which is never shown; every medium must exist."""
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield the conversations without the answers; every medium must exist."""
         for one in self.load(folder.path):
             sample: Sample = one.details["sample"]
             yield Prompt(
                 question_id=one.question_id,
-                text=user_text(sample),
-                media=tuple(ShownFile(Path(own.path or ""), own.kind) for own in sample.media),
+                text=get_text(sample),
+                media=tuple(MediaFile(own.path or "", own.kind) for own in sample.media),
                 where=one.where,
                 sample=sample,
             )
 
-    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
-        """Metrics in percent: over all items, then per category as ``category.metric``.
+    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
+        """Compute metrics in percent: over all items, then per category as ``category.metric``.
 
-        ``chance`` is the accuracy of guessing uniformly, ``majority`` that of always giving the
-        commonest reference answer; both are there per category as well.
+        ``chance`` is the accuracy of a uniform guess, ``majority`` that of always giving the most
+        frequent reference answer; both are also computed per category.
         """
-        values = self._with_baselines(scored)
-        for category, members in by_category(scored).items():
-            for metric, value in self._with_baselines(members).items():
-                values[f"{category}.{metric}"] = value
+        values: dict[str, float] = {}
+        by_category = {f"{name}.": rows for name, rows in group_by_category(scored).items()}
+        for prefix, rows in [("", scored), *by_category.items()]:
+            questions = [one.question for one in rows]
+            answers = Counter(one.answer for one in questions)
+            found = {
+                **self.metrics(rows),
+                "chance": self.chance(questions),
+                "majority": _percent(max(answers.values(), default=0), len(questions)),
+            }
+            values |= {f"{prefix}{metric}": value for metric, value in found.items()}
         return values
 
-    def _with_baselines(self, scored: Sequence[Scored]) -> dict[str, float]:
-        questions = [one.question for one in scored]
-        commonest = Counter(one.answer for one in questions).most_common(1)
-        return {
-            **self.metrics(scored),
-            "chance": self.chance(questions),
-            "majority": _percent(commonest[0][1], len(questions)) if commonest else 0.0,
-        }
-
-    def _sample(self, row: Mapping[str, Any], answer: str, path: Path, where: str) -> Sample:
-        """The question as a conversation, read by the same reader as the training data."""
+    def _make_sample(self, row: Mapping[str, Any], answer: str, path: Path, where: str) -> Sample:
+        """Convert the question to a conversation with the reader of training data."""
         start = path.parent if self.media_root is None else self.media_root
         root = MediaRoot(start if is_url(start) else Path(start).absolute(), follow_links=True)
         media = {key: row[key] for key in MEDIA_KEYS if key in row}
         said = [{"from": "human", "value": row["text"]}, {"from": "gpt", "value": answer}]
         place = Place(source=str(path), row=int(where.rpartition(":")[2]) - 1, root=root)
         try:
-            return to_sample({"id": str(row["question_id"]), **media, "conversations": said}, place)
+            fields = {"id": str(row["question_id"]), **media, "conversations": said}
+            return restrict_media(to_sample(fields, place), self._network, self._limits)
         except DataError as error:
             raise DataError(where, error.problem, error.remedy) from error
 
@@ -195,49 +228,50 @@ class YesNo(QuestionSet):
     """Accuracy, precision, recall, F1 and yes-ratio; "yes" is the positive class.
 
     Source: Li et al., "Evaluating Object Hallucination in Large Vision-Language Models" (POPE),
-    section 5, and RUCAIBox/POPE evaluate.py. The rule answers every text, so a text without "yes",
-    "no" or "not" is counted as unparsed and still scored as "yes".
+    section 5, and RUCAIBox/POPE evaluate.py. The rule applies to every text: a text without
+    "yes", "no" or "not" is counted as unparsed and scored as "yes".
     """
 
     name = "yes_no"
     headline = ("f1",)
+    constants = ("yes", "no")
 
     def check_answer(self, answer: Any, choices: Any) -> str:
-        """``"yes"`` or ``"no"`` in lower case; ValueError for any other answer."""
+        """Return ``"yes"`` or ``"no"``; ValueError for any other answer."""
         canonical = str(answer).strip().lower()
         if canonical not in {"yes", "no"}:
             raise ValueError(f"answer {answer!r} is neither 'yes' nor 'no'")
         return canonical
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
-        """``"yes"`` or ``"no"`` by :func:`coat_eval.extract.yes_no`."""
-        return extract.yes_no(text)
+        """Return ``"yes"`` or ``"no"``, by :func:`coat_eval.extract.extract_pope`."""
+        return extract.extract_pope(text.strip())
 
-    def parsed(self, extracted: str, text: str) -> bool:
-        """Whether the text mentions yes or no at all."""
+    def is_parsed(self, extracted: str, text: str) -> bool:
+        """Return whether the text contains yes, no or not."""
         return extract.mentions_yes_or_no(text)
 
     def chance(self, questions: Sequence[Question]) -> float:
-        """50: the accuracy of a fair coin."""
+        """Return 50, the accuracy of a fair coin."""
         return 50.0
 
-    def metrics(self, scored: Sequence[Scored]) -> dict[str, float]:
-        """POPE's five metrics, and what a coin and a constant "yes" get as F1.
+    def metrics(self, scored: Sequence[ScoredItem]) -> dict[str, float]:
+        """Compute POPE's five metrics, and the F1 of a fair coin and of a constant "yes".
 
         With a share p of yes labels a fair coin has F1 = p / (p + 1/2), and "yes" to everything has
         F1 = 2p / (p + 1). A missing prediction counts as the wrong answer.
         """
         positive = sum(one.question.answer == "yes" for one in scored)
         return {
-            **{name: round(one, 2) for name, one in split_metrics(scored, "official").items()},
+            **{name: round(one, 2) for name, one in compute_metrics(scored, "official").items()},
             "f1_chance": _percent(2 * positive, 2 * positive + len(scored)),
             "f1_majority": _percent(2 * positive, positive + len(scored)),
         }
 
-    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
-        """As every set, and ``mean_f1`` over the categories: the POPE number of papers."""
+    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
+        """Add ``mean_f1`` over the categories, which papers report for POPE."""
         values = super().aggregate(scored, settings)
-        f1s = [values[f"{category}.f1"] for category in by_category(scored)]
+        f1s = [values[f"{category}.f1"] for category in group_by_category(scored)]
         return {**values, "mean_f1": _mean(f1s)} if f1s else values
 
 
@@ -247,7 +281,7 @@ class MultipleChoice(QuestionSet):
     name = "multiple_choice"
 
     def check_answer(self, answer: Any, choices: Any) -> str:
-        """An upper-case letter; ValueError without usable choices or letter."""
+        """Return an upper-case letter; ValueError if choices or letter are invalid."""
         if not isinstance(choices, list) or not 2 <= len(choices) <= len(ascii_uppercase):
             raise ValueError(f"choices must be a list of 2 to 26 texts, got {choices!r}")
         letters = ascii_uppercase[: len(choices)]
@@ -257,68 +291,54 @@ class MultipleChoice(QuestionSet):
         return letter
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
-        """The chosen letter by :func:`coat_eval.extract.choice_letter`, or None."""
-        return extract.choice_letter(text, question.details["choices"])
+        """Return the letter or None, see :func:`coat_eval.extract.extract_choice`."""
+        return extract.extract_choice(text, question.details["choices"])
 
     def chance(self, questions: Sequence[Question]) -> float:
-        """The mean of 1 / number of choices, in percent."""
+        """Return the mean of 1 / number of choices in percent."""
         return _mean([100.0 / len(one.details["choices"]) for one in questions])
 
 
 class ShortAnswer(QuestionSet):
-    """Answers of a word or a phrase, compared as strings after a small normalisation.
+    """Answers of a word or a phrase, which are normalized and compared as strings.
 
-    The prediction and the reference are both stripped, freed of trailing periods and lower-cased
-    (:func:`coat_eval.extract.short_answer`); then they must be equal. There is no credit for
-    synonyms, plurals or articles. An empty text is unparsed and wrong.
+    Prediction and reference are stripped, lose trailing periods and are lower-cased
+    (:func:`coat_eval.extract.extract_short_answer`); then they must be equal. There is no credit
+    for synonyms, plurals or articles. An empty text is unparsed and wrong.
     """
 
     name = "short_answer"
 
     def check_answer(self, answer: Any, choices: Any) -> str:
-        """The normalised answer; ValueError when nothing is left of it."""
-        canonical = extract.short_answer(str(answer))
+        """Return the normalized answer; ValueError if it is empty."""
+        canonical = extract.extract_short_answer(str(answer))
         if not canonical:
-            raise ValueError(f"answer {answer!r} is empty after normalisation")
+            raise ValueError(f"answer {answer!r} is empty after normalization")
         return canonical
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
-        """The normalised text, or None when it is empty."""
-        return extract.short_answer(text) or None
+        """Return the normalized text, or None if it is empty."""
+        return extract.extract_short_answer(text) or None
 
     def chance(self, questions: Sequence[Question]) -> float:
-        """100 / number of distinct reference answers."""
+        """Return 100 / number of distinct reference answers."""
         return _percent(1, len({one.answer for one in questions}))
 
 
-def by_category(scored: Sequence[Scored]) -> dict[str, list[Scored]]:
-    """The scored items by category, in order of first appearance; none for unnamed categories."""
-    groups: dict[str, list[Scored]] = {}
-    for one in scored:
-        if "category" in one.question.tables:
-            groups.setdefault(one.question.tables["category"], []).append(one)
-    return groups
+def group_by_category(scored: Sequence[ScoredItem]) -> dict[str, list[ScoredItem]]:
+    """Return the scored items by category in order of appearance; items without one are skipped."""
+    return {name.removeprefix("category."): rows for name, rows in group_by_table(scored).items()}
 
 
-def user_text(sample: Sample) -> str:
-    """The words of the question, without its media."""
+def get_text(sample: Sample) -> str:
+    """Return the text of the question without its media."""
     return [turn for turn in sample.turns if turn.role == "user"][-1].text.strip()
 
 
 def _percent(part: float, whole: float) -> float:
-    """``100 * part / whole`` rounded to two decimals; 0 when ``whole`` is 0."""
+    """Return ``100 * part / whole`` rounded to two decimals; 0 if ``whole`` is 0."""
     return round(100.0 * part / whole, 2) if whole else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:
     return round(sum(values) / len(values), 2) if values else 0.0
-
-
-def _check_media(sample: Sample, where: str) -> None:
-    for media in sample.media:
-        if media.path is not None and not (is_url(media.path) or Path(media.path).exists()):
-            raise DataError(
-                where,
-                f"the {media.kind} {media.path} does not exist",
-                "correct the path or the media root",
-            )

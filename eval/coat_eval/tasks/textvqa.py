@@ -14,19 +14,21 @@ from coat_data.sample import DataError
 from coat_eval import vqa_text
 from coat_eval.benchmark import (
     SHORT_ANSWER,
-    Asking,
     Benchmark,
     Prediction,
     Prompt,
+    PromptOptions,
     Question,
-    Scored,
+    ScoredItem,
     Settings,
-    percent,
+    find_asked,
+    find_prompt,
     pick,
+    to_percent,
 )
-from coat_eval.data_folder import DataFolder, Layouts, Row
+from coat_eval.data_folder import DataFolder, Layouts
 from coat_eval.files import Table
-from coat_eval.tasks.vqav2 import evalai_rows
+from coat_eval.tasks.vqav2 import make_evalai_rows
 
 NUM_ANSWERS = 10
 
@@ -35,9 +37,12 @@ class TextVqa(Benchmark):
     """Leave-one-out accuracy; there is no shortcut for unanimous annotators."""
 
     name = "textvqa"
-    source = "facebookresearch/mmf m4c_evaluators.py; LLaVA llava/eval/eval_textvqa.py"
+    source = (
+        "facebookresearch/mmf m4c_evaluators.py @b0ffc7f; LLaVA llava/eval/eval_textvqa.py @c121f04"
+    )
     headline = ("accuracy",)
     profiles = ("official", "lmms", "vlmeval")
+    sizes: ClassVar[Mapping[str, int]] = {"val": 5000, "test": 5734}
     text_fields = ("prediction", "text", "answer")
     id_pattern = re.compile(r"[0-9a-f]{16}")
     layouts: ClassVar[Layouts] = {
@@ -66,19 +71,19 @@ class TextVqa(Benchmark):
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
-        """The annotated questions.
+        """Return the annotated questions.
 
-        Where LLaVA's answers are joined by image and question and several questions share these,
-        all get the answers of the last, as in eval_textvqa.py's dictionary.
+        LLaVA's answers are joined by image and question. If several questions share both, all get
+        the answers of the last one, as in eval_textvqa.py's dictionary.
         """
         questions = super().questions(references, predictions)
         if any(table.has("prompt") for table in predictions):
-            last = {_place(one): one.answer for one in questions}
-            questions = [replace(one, answer=last[_place(one)]) for one in questions]
+            last = {_join_key(one): one.answer for one in questions}
+            questions = [replace(one, answer=last[_join_key(one)]) for one in questions]
         return questions
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
-        """Exactly ten answers, or none in a test split."""
+        """Convert a row with exactly ten answers, or none in a test split."""
         answers = row.get("answers") or None
         if answers is not None and len(answers) != NUM_ANSWERS:
             raise DataError(where, f"has {len(answers)} answers", "the metric needs exactly ten")
@@ -89,16 +94,23 @@ class TextVqa(Benchmark):
                 "image_id": str(row.get("image_id")),
                 "text": str(row.get("question")).lower(),
             },
+            text=str(row.get("question") or ""),
+            cluster=str(row.get("image_id") or ""),
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
-        """LLaVA's prompt with the reference OCR tokens; the variant ``no_ocr`` without them.
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield LLaVA's prompt with the reference OCR tokens, or without them (``no_ocr``).
 
-        LLaVA's question file, where it is there, is taken at its word. Otherwise the question
-        begins with a capital letter, as there, and the tokens are the row's own or Rosetta's.
+        If LLaVA's question file exists, its prompts are used unchanged. Otherwise the question gets
+        a capital first letter as in that file, and the tokens are the row's own or Rosetta's.
         """
-        written = {_asked_place(row): str(row.values["text"]) for row in folder.rows("text")}
+        # The id of a row of LLaVA's question file is the image.
+        written = {
+            (str(row.values["question_id"]), parse_question(text, row.where)): text
+            for row in folder.rows("text")
+            for text in [str(row.values["text"])]
+        }
         tokens = {
             str(row.values["image_id"]): row.values["ocr_tokens"]
             for row in folder.rows("image_id", "ocr_tokens")
@@ -107,8 +119,17 @@ class TextVqa(Benchmark):
             question = str(row.values["question"])
             image = str(row.values["image_id"])
             text = f"{question[:1].upper()}{question[1:]}\n{SHORT_ANSWER}"
-            if asking.variant != "no_ocr":
-                text = written.get((image, question.lower())) or _with_tokens(text, image, tokens)
+            known = written.get((image, question.lower()))
+            if options.variant != "no_ocr" and not (known or image in tokens):
+                raise DataError(
+                    f"TextVQA image {image}",
+                    "has no OCR tokens",
+                    "put TextVQA_Rosetta_OCR_v0.2_val.json or llava_textvqa_val_v051_ocr.jsonl "
+                    "beside the annotations, or use prompts without tokens: textvqa_no_ocr",
+                )
+            if options.variant != "no_ocr":
+                listed = f"Reference OCR token: {', '.join(tokens.get(image, ()))}"
+                text = known or text.replace("\n", f"\n{listed}\n", 1)
             yield Prompt(
                 question_id=str(row.values["question_id"]),
                 text=text,
@@ -119,54 +140,58 @@ class TextVqa(Benchmark):
     def all_predictions(
         self, tables: Sequence[Table], questions: Sequence[Question]
     ) -> list[Prediction]:
-        """By question id; LLaVA's answers, whose id is the image's, by image and prompt.
+        """Return predictions by question id; LLaVA's answers are matched by image and prompt.
 
-        Questions that share image and words are answered by one row each, in order, whichever of
-        the files (LLaVA writes one per GPU) the rows stand in.
+        Questions with the same image and text get one row each, in the order of all files (LLaVA
+        writes one per GPU).
         """
         known = {one.question_id for one in questions}
         places: dict[tuple[str, str], list[str]] = {}
         for one in questions:
-            places.setdefault(_place(one), []).append(one.question_id)
+            places.setdefault(_join_key(one), []).append(one.question_id)
         predictions = []
         for table in tables:
+            asked = find_asked(table, questions)
             for index, row in enumerate(table.rows):
                 where = table.where(index)
                 question_id = str(pick(row, self.id_fields, where))
                 if question_id not in known and "prompt" in row:
-                    place = (question_id, asked(str(row["prompt"]), where))
+                    place = (question_id, parse_question(str(row["prompt"]), where))
                     ids = places.get(place, [f"{question_id}: {place[1]}"])
                     question_id = ids.pop(0) if len(ids) > 1 else ids[0]
-                text = pick(row, self.text_fields, where)
-                predictions.append(Prediction(question_id=question_id, text=text, where=where))
+                text = self.pick_text(row, where, asked.get(question_id, ""))
+                prompt = find_prompt(row)
+                predictions.append(
+                    Prediction(question_id=question_id, text=text, prompt=prompt, where=where)
+                )
         return predictions
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
-        """The processed text; the processing is the scorer's own, so ``raw`` changes nothing."""
+        """Process the text; this is part of the scorer, so ``raw`` has no effect."""
         return _process(text, settings)
 
     def score(self, extracted: str, question: Question, settings: Settings) -> float:
-        """0, 0.3, 0.6, 0.9 or 1 for 0, 1, 2, 3 and more of ten annotators."""
+        """Return 0, 0.3, 0.6, 0.9 or 1 for 0, 1, 2, 3 and more of ten annotators."""
         answers = [_process(answer, settings) for answer in question.answer]
-        return vqa_text.leave_one_out(extracted, answers)
+        return vqa_text.score_leave_one_out(extracted, answers)
 
-    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
-        """``accuracy``."""
-        return {"accuracy": percent([one.score for one in scored])}
+    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
+        """Compute ``accuracy``."""
+        return {"accuracy": to_percent([one.score for one in scored])}
 
-    def submission(self, scored: Sequence[Scored], settings: Settings) -> list[dict[str, Any]]:
-        """EvalAI's list of {question_id, answer}."""
-        return evalai_rows(scored, settings)
+    def submission(self, scored: Sequence[ScoredItem], settings: Settings) -> list[dict[str, Any]]:
+        """Return EvalAI's list of {question_id, answer}."""
+        return make_evalai_rows(scored, settings)
 
 
-def asked(prompt: str, where: str) -> str:
-    """The question in a prompt of LLaVA's, in lower case (``prompt_processor``).
+def parse_question(prompt: str, where: str) -> str:
+    """Parse the question in one of LLaVA's prompts, in lower case (``prompt_processor``).
 
-    Three forms: "OCR tokens: ... Question: Q Short answer:"; three lines with the reference OCR
+    Three formats: "OCR tokens: ... Question: Q Short answer:"; three lines with the reference OCR
     tokens on the first or the second of them; two lines, the question first.
 
     Raises:
-        DataError: at ``where``, for any other prompt.
+        DataError: the prompt has another format.
     """
     lines = prompt.split("\n")
     if prompt.startswith("OCR tokens: "):
@@ -179,34 +204,16 @@ def asked(prompt: str, where: str) -> str:
         return lines[0].lower()
     raise DataError(
         where,
-        f"cannot tell the question in the prompt {prompt[:80]!r}",
+        f"cannot parse the question in the prompt {prompt[:80]!r}",
         "use LLaVA's prompts, or give TextVQA's own question ids",
     )
 
 
-def _asked_place(row: Row) -> tuple[str, str]:
-    """Image and question of a row of LLaVA's question file."""
-    image = str(row.values["question_id"])
-    return image, asked(str(row.values["text"]), row.where)
-
-
-def _with_tokens(text: str, image: str, tokens: Mapping[str, Sequence[str]]) -> str:
-    if image not in tokens:
-        raise DataError(
-            f"TextVQA image {image}",
-            "there are no OCR tokens for it",
-            "put TextVQA_Rosetta_OCR_v0.2_val.json or llava_textvqa_val_v051_ocr.jsonl beside the "
-            "annotations, or ask without tokens: textvqa_no_ocr",
-        )
-    question, _, instruction = text.partition("\n")
-    return f"{question}\nReference OCR token: {', '.join(tokens[image])}\n{instruction}"
-
-
 def _process(text: str, settings: Settings) -> str:
     if settings.profile == "vlmeval":
-        return vqa_text.normalise_vlmeval(text)
+        return vqa_text.normalize_vlmeval(text)
     return vqa_text.process_answer(text)
 
 
-def _place(question: Question) -> tuple[str, str]:
+def _join_key(question: Question) -> tuple[str, str]:
     return question.details["image_id"], question.details["text"]

@@ -1,34 +1,38 @@
 """Video-MME: three choices about each of 900 videos, short, medium and long.
 
 Source: Fu et al., "Video-MME: The First-Ever Comprehensive Evaluation Benchmark of Multi-modal LLMs
-in Video Analysis"; thanku-all/parse_answer eval_your_results.py of 2024-06-23. Answers that cannot
-be read count neither as right nor as wrong there; ``unanswered_wrong.*`` counts them as wrong.
+in Video Analysis"; thanku-all/parse_answer eval_your_results.py of 2024-06-23. Unparsable
+answers count neither as right nor as wrong there; ``unanswered_wrong.*`` counts them as wrong.
 """
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from coat_data.sample import DataError
 from coat_eval.benchmark import (
-    Asking,
     Benchmark,
     FrameTimes,
     Prediction,
     Prompt,
+    PromptOptions,
     Question,
-    Scored,
+    ScoredItem,
     Settings,
-    by_table,
-    percent,
+    find_prompt,
+    group_by_table,
     pick,
+    to_percent,
 )
-from coat_eval.data_folder import DataFolder, Layouts, Shown
-from coat_eval.extract import PREFIXES_20240603, first_letter, inferred_letter, ranked_letter
-from coat_eval.files import Table
+from coat_eval.data_folder import DataFolder, Layouts, MediaFile
+from coat_eval.extract import (
+    PREFIXES_20240603,
+    extract_first_letter,
+    extract_ranked_letter,
+    infer_letter,
+)
+from coat_eval.files import Table, file_sha256
 
 DURATIONS = ("short", "medium", "long")
 _VIDEOS = ("data", "videos", "video", ".")
@@ -46,9 +50,11 @@ class VideoMme(Benchmark):
     """Accuracy overall, by duration, domain, sub-category and type of task."""
 
     name = "videomme"
-    source = "thanku-all/parse_answer eval_your_results.py @2024-06-23"
+    source = "thanku-all/parse_answer eval_your_results.py @afd52cf (2024-06-23)"
     headline = ("overall", *DURATIONS, "unanswered_wrong.overall")
     profiles = ("official", OLDER, "lmms", "vlmeval")
+    sizes: ClassVar[Mapping[str, int]] = {"all": 2700, "one duration": 900}
+    constants = tuple("ABCD")
     text_fields = ("prediction", "response", "text")
     id_pattern = re.compile(r"\d{3}-[123]")
     carries_answers = True
@@ -56,7 +62,7 @@ class VideoMme(Benchmark):
         "test": (("videomme/test-*.parquet",), ("test-*.parquet",), ("*.parquet",), ("*.json",))
     }
     variants: ClassVar[Mapping[str, str]] = {
-        "subtitles": "with the subtitles of the frames that are shown"
+        "subtitles": "with the subtitles of the sampled frames"
     }
 
     def is_reference(self, table: Table) -> bool:
@@ -68,129 +74,154 @@ class VideoMme(Benchmark):
     def is_predictions(self, table: Table) -> bool:
         """Official results, or rows by question id."""
         if table.has("questions"):
-            return any("response" in asked for _, asked, _ in _asked(table))
+            return any("response" in asked for _, asked, _ in _iterate_questions(table))
         return super().is_predictions(table)
 
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
-        """The references' questions, or those of the results themselves."""
+        """Return the references' questions, or those in the results."""
         carrying = [table for table in predictions if self.is_reference(table)]
-        return [
-            _question(video, asked, where)
+        questions = [
+            _make_question(*found)
             for table in references or carrying
-            for video, asked, where in _asked(table)
+            for found in _iterate_questions(table)
         ]
+        # Results may repeat a question, which is then a repeated prediction.
+        return questions if references else list({one.key: one for one in questions}.values())
 
-    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
-        """The official prompt; options carry their letters. Videos without subtitles have none."""
-        subtitles: dict[str, _Subtitles] = {}
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield the official prompt; options contain their letters. Videos may lack subtitles."""
+        subtitles: dict[str, tuple[str, str]] = {}
         for table in filter(self.is_reference, folder.tables):
-            for video, asked, where in _asked(table):
+            for video, asked, where in _iterate_questions(table):
                 name = str(video.get("videoID") or pick(video, ("video_id",), where))
                 shown = folder.file(name, _VIDEOS, (".mp4", ".webm", ".mkv", ".avi"), "video")
-                if asking.variant == "subtitles" and name not in subtitles:
-                    subtitles[name] = _subtitles(folder, name, shown, asking.frame_times)
+                if options.variant == "subtitles" and name not in subtitles:
+                    subtitles[name] = _format_subtitles(folder, name, shown, options.frame_times)
                 question = str(pick(asked, ("question",), where))
-                options = "\n".join(map(str, pick(asked, ("options",), where)))
-                own = subtitles.get(name, _Subtitles())
-                task = f"{_TASK}\n{question}\n{options}\n{_END}"
+                choices = "\n".join(map(str, pick(asked, ("options",), where)))
+                spoken, sha256 = subtitles.get(name, ("", ""))
+                task = f"{_TASK}\n{question}\n{choices}\n{_END}"
                 yield Prompt(
                     question_id=str(pick(asked, ("question_id",), where)),
-                    text=f"{own.text}{task}",
+                    text=f"{spoken}{task}",
                     media=(shown,),
                     where=where,
-                    fingerprint=f"{own.sha256}{task}",
-                    lacking=own.problem,
+                    fingerprint=f"{sha256}{task}",
                 )
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """Official results question by question, without videos marked missing; or rows by id."""
+        """Return the predictions of official results, without missing videos, or of rows by id."""
         if not table.has("questions"):
             return super().predictions(table, questions)
         return [
             Prediction(
                 question_id=str(pick(asked, ("question_id",), where)),
                 text=asked["response"],
+                prompt=find_prompt(asked),
                 where=where,
             )
-            for video, asked, where in _asked(table)
+            for video, asked, where in _iterate_questions(table)
             if "response" in asked and not video.get("missing")
         ]
 
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
-        """A letter, or None if there is none.
+        """Return a letter or None.
 
-        official: see :func:`coat_eval.extract.first_letter`, with the prefixes of 2024-06-23 or,
-        as ``official_20240603``, of that day. lmms: :func:`coat_eval.extract.ranked_letter`.
-        vlmeval: the official rule, then a choice's text.
+        official: :func:`coat_eval.extract.extract_first_letter` with the prefixes of 2024-06-23, or
+        of 2024-06-03 (``official_20240603``). lmms: see
+        :func:`coat_eval.extract.extract_ranked_letter`. vlmeval: the official rule, then a choice's
+        text.
         """
         if settings.profile == "lmms":
-            return ranked_letter(text) or None
+            return extract_ranked_letter(text) or None
         if settings.profile == OLDER:
-            return first_letter(text, PREFIXES_20240603) or None
-        letter = first_letter(text) or None
+            return extract_first_letter(text, PREFIXES_20240603) or None
+        letter = extract_first_letter(text) or None
         if letter is None and settings.profile == "vlmeval":
-            return inferred_letter(text, question.details["choices"])
+            return infer_letter(text, question.details["choices"])
         return letter
 
-    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
-        """Per table, over answered questions; ``unanswered_wrong.<table>`` over all.
+    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
+        """Compute accuracies of answered questions; ``unanswered_wrong.<table>`` is over all.
 
-        lmms and vlmeval have the latter as their accuracy.
+        lmms and vlmeval use the latter as accuracy. ``domain.Knowledge.short`` is a category within
+        a duration.
         """
-        tables = by_table(scored)
+        tables = group_by_table(scored)
         durations = {name: tables.pop(f"duration.{name}", []) for name in DURATIONS}
         tables = {name: rows for name, rows in sorted(tables.items()) if "duration." not in name}
-        groups = {"overall": list(scored), **durations, **tables}
+        groups = {"overall": list(scored), **durations}
+        for name, rows in tables.items():
+            groups[name] = rows
+            for duration in DURATIONS:  # as the official script prints them
+                groups[f"{name}.{duration}"] = [
+                    one for one in rows if one.question.tables.get("duration") == duration
+                ]
         groups = {name: rows for name, rows in groups.items() if rows or name == "overall"}
         official = settings.profile in ("official", OLDER)
         answered = {
-            name: percent([r.score for r in rows if r.extracted is not None or not official])
+            name: to_percent([r.score for r in rows if r.extracted is not None or not official])
             for name, rows in groups.items()
         }
-        wrong = {name: percent([r.score for r in rows]) for name, rows in groups.items()}
+        wrong = {name: to_percent([r.score for r in rows]) for name, rows in groups.items()}
         return answered | {f"unanswered_wrong.{name}": value for name, value in wrong.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Subtitles:
-    """What a prompt says of a video's subtitles."""
+def format_duration_table(metrics: Mapping[str, float]) -> str:
+    """Format the accuracies of each domain by duration as aligned lines; "-" without questions."""
+    domains = [name for name in metrics if name.startswith("domain.") and name.count(".") == 1]
+    if not domains:
+        return ""
+    width = max(map(len, domains)) - len("domain.")
+    lines = [" " * width + "".join(f"{name:>9}" for name in (*DURATIONS, "overall"))]
+    for name in domains:
+        values = [metrics.get(f"{name}.{duration}") for duration in DURATIONS]
+        cells = ["-" if one is None else f"{one:.2f}" for one in (*values, metrics[name])]
+        row = name.removeprefix("domain.").ljust(width)
+        lines.append(row + "".join(f"{cell:>9}" for cell in cells))
+    return "\n".join(lines)
 
-    text: str = ""
-    sha256: str = ""
-    """Of the file. The lines in ``text`` also depend on the video, which may be missing for now."""
-    problem: DataError | None = None
 
+def _format_subtitles(
+    folder: DataFolder, name: str, video: MediaFile, frame_times: FrameTimes
+) -> tuple[str, str]:
+    """Format the subtitles on screen in the sampled frames, one line each, in order; or nothing.
 
-def _subtitles(folder: DataFolder, name: str, video: Shown, frame_times: FrameTimes) -> _Subtitles:
-    """The part of a prompt with the subtitles on screen in the shown frames; or nothing."""
+    VILA and lmms-eval use a set of the same entries, so their order may differ. Uses all entries if
+    the times of the frames are not known.
+
+    Returns:
+        The text, and the file's SHA-256: the text also depends on the video, which may still be
+        missing.
+    """
     path = folder.path / "subtitle" / f"{name}.srt"
     if not path.is_file():
-        return _Subtitles()
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        return "", ""
+    sha256 = file_sha256(path)
     try:
         times = frame_times(video.load())
     except DataError:
-        # It cannot be shown either, and is listed when it is asked about.
-        return _Subtitles(sha256=sha256)
-    try:
-        spoken = spoken_at(path, times)
-    except DataError as error:
-        return _Subtitles(sha256=sha256, problem=error)
-    text = f"This video's subtitles are listed below:\n{spoken}\n" if spoken else ""
-    return _Subtitles(text=text, sha256=sha256)
+        # The video cannot be read; generation reports it.
+        return "", sha256
+    spoken = "\n".join(
+        words
+        for start, end, words in read_subtitles(path)
+        if words and (times is None or any(start <= time <= end for time in times))
+    )
+    return f"This video's subtitles are listed below:\n{spoken}\n" if spoken else "", sha256
 
 
-def _asked(table: Table) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any], str]]:
-    """Every question with its video and its place; flat rows are both."""
+def _iterate_questions(table: Table) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any], str]]:
+    """Yield every question with its video and its position; a flat row is both."""
     for index, row in enumerate(table.rows):
         for asked in row.get("questions", (row,)):
             yield row, asked, table.where(index)
 
 
-def _question(video: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> Question:
-    # The second names are those of VILA's copy of the annotations.
+def _make_question(video: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> Question:
+    # The second names are from VILA's copy of the annotations.
     tables = {
         "duration": video.get("duration", video.get("duration_category")),
         "domain": video.get("domain", video.get("video_category")),
@@ -203,15 +234,17 @@ def _question(video: Mapping[str, Any], asked: Mapping[str, Any], where: str) ->
         answer=asked.get("answer") or None,
         tables={name: str(value) for name, value in tables.items() if value},
         details={
-            # Options carry their letter: "A. Two."
+            # Options contain their letter: "A. Two."
             "choices": {str(one)[:1]: str(one)[2:].strip(" .") for one in options}
         },
+        text=str(asked.get("question") or ""),
+        cluster=str(video.get("video_id") or video.get("videoID") or ""),
         where=where,
     )
 
 
 def read_subtitles(path: Path) -> list[tuple[float, float, str]]:
-    """Start and end in seconds and the text of each entry, in file order, without markup.
+    """Read start and end in seconds and the text of each entry in order, without markup.
 
     Raises:
         DataError: the file is not UTF-8 text.
@@ -224,24 +257,9 @@ def read_subtitles(path: Path) -> list[tuple[float, float, str]]:
     for block in re.split(r"\n\s*\n", text.replace("\r\n", "\n")):
         found = _SPAN.search(block)
         if found:
-            times = [_seconds(*found.groups()[i : i + 4]) for i in (0, 4)]
-            words = _TAG.sub("", block[found.end() :]).split()
-            entries.append((times[0], times[1], " ".join(words)))
+            start, end = (
+                int(hours) * 3600 + int(minutes) * 60 + int(seconds) + float(f"0.{fraction}")
+                for hours, minutes, seconds, fraction in (found.groups()[:4], found.groups()[4:])
+            )
+            entries.append((start, end, " ".join(_TAG.sub("", block[found.end() :]).split())))
     return entries
-
-
-def spoken_at(path: Path, times: Sequence[float] | None) -> str:
-    """The entries on screen at one of ``times`` (seconds), one line each, in file order.
-
-    VILA and lmms-eval show the same entries, from a set, so that their order may differ there.
-    All entries if the times are not known.
-    """
-    return "\n".join(
-        words
-        for start, end, words in read_subtitles(path)
-        if words and (times is None or any(start <= time <= end for time in times))
-    )
-
-
-def _seconds(hours: str, minutes: str, seconds: str, fraction: str) -> float:
-    return int(hours) * 3600 + int(minutes) * 60 + int(seconds) + float(f"0.{fraction}")

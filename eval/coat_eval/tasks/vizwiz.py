@@ -1,7 +1,7 @@
 """VizWiz-VQA: questions of blind people; many have no answer in the picture.
 
 Source: Gurari et al., "VizWiz Grand Challenge"; vqaEval.py of the VizWiz API, which compares the
-normalised prediction with the annotators' answers as they are, and whose leave-one-out leaves
+normalized prediction with the raw answers of the annotators, and whose leave-one-out leaves
 nothing out; LLaVA scripts/convert_vizwiz_for_submission.py, which prepares the predictions.
 """
 
@@ -13,20 +13,20 @@ from typing import Any, ClassVar
 from coat_eval import vqa_text
 from coat_eval.benchmark import (
     SHORT_ANSWER,
-    Asking,
     Benchmark,
     Prediction,
     Prompt,
+    PromptOptions,
     Question,
-    Scored,
+    ScoredItem,
     Settings,
-    percent,
     pick,
-    table_percents,
+    to_percent,
+    to_table_percents,
 )
 from coat_eval.data_folder import DataFolder, Layouts
 from coat_eval.files import Table
-from coat_eval.tasks.vqav2 import submitted
+from coat_eval.tasks.vqav2 import clean_answer
 
 ANSWER_TYPES = ("unanswerable", "other", "yes/no", "number")
 _UNANSWERABLE = "When the provided information is insufficient, respond with 'Unanswerable'."
@@ -35,12 +35,17 @@ _SUFFIX = re.compile(r"\.(?:jpe?g|png)$", re.IGNORECASE)
 
 
 class VizWiz(Benchmark):
-    """min(matches / 3, 1) overall and by type of answer, and how often "unanswerable" is said."""
+    """min(matches / 3, 1) overall and by type of answer, and the rate of "unanswerable"."""
 
     name = "vizwiz"
-    source = "VizWiz API vqaEval.py; LLaVA scripts/convert_vizwiz_for_submission.py"
+    source = (
+        "VizWiz API vqaEval.py (copied in atharva-naik/MMML-TermProject-VizWiz-VQA-Challenge "
+        "@06e4901); "
+        "LLaVA scripts/convert_vizwiz_for_submission.py @c121f04"
+    )
     headline = ("overall", *(f"answer_type.{kind}" for kind in ANSWER_TYPES), "unanswerable_rate")
     profiles = ("official", "lmms")
+    sizes: ClassVar[Mapping[str, int]] = {"val": 4319, "test": 8000}
     id_fields = ("question_id", "image")
     text_fields = ("prediction", "text", "answer")
     id_pattern = re.compile(r"VizWiz_\w+(?:\.\w+)?")
@@ -59,13 +64,13 @@ class VizWiz(Benchmark):
         return (named and (asked or table.has("answers"))) or table.has("image", "answers")
 
     def is_predictions(self, table: Table) -> bool:
-        """Submissions name images; other rows have ids."""
+        """Return whether rows have an id or, as in submissions, an image."""
         return super().is_predictions(table) and not table.has("answers")
 
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
-        """One question per image; LLaVA's question file adds the ids of its answers."""
+        """Return one question per image; LLaVA's question file adds the ids of its answers."""
         images: dict[str, Question] = {}
         repeated: list[Question] = []
         for table in sorted(references, key=lambda table: table.has("text")):
@@ -83,7 +88,7 @@ class VizWiz(Benchmark):
         return [*images.values(), *repeated]
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
-        """Known by its image, whose name may lack its suffix."""
+        """Convert a row; the id is the name of the image, with or without suffix."""
         image = row.get("image") if isinstance(row.get("image"), str) else None
         name = image or str(pick(row, ("question_id", "image"), where))
         answers = [
@@ -92,74 +97,76 @@ class VizWiz(Benchmark):
         ]
         kind = row.get("answer_type") or row.get("category")
         return Question(
-            question_id=_stem(name),
+            question_id=_strip_suffix(name),
             answer=answers or None,
             tables={"answer_type": kind} if kind in ANSWER_TYPES else {},
             details={
                 "image": name if _SUFFIX.search(name) else f"{name}.jpg",
                 **({"alias": str(row["question_id"])} if "question_id" in row else {}),
             },
+            text=str(row.get("question") or ""),
+            cluster=_strip_suffix(name),
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
-        """LLaVA's prompt, which tells the model when to say 'Unanswerable'."""
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield LLaVA's prompt, which contains an instruction about 'Unanswerable'."""
         for row in folder.rows("question"):
             name = str(pick(row.values, ("image", "question_id"), row.where))
             split = name.split("_")[1] if name.count("_") == 2 else "val"
             yield Prompt(
-                question_id=_stem(name),
+                question_id=_strip_suffix(name),
                 text=f"{row.values['question']}\n{_UNANSWERABLE}\n{SHORT_ANSWER}",
                 media=(row.image(name, (split, "images", f"images/{split}", ".")),),
                 where=row.where,
             )
 
     def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
-        """By image, with or without suffix, or by the ids of LLaVA's question file."""
+        """Return predictions by image, with or without suffix, or by LLaVA's question ids."""
         names = {one.question_id: one.question_id for one in questions}
         names |= {
             one.details["alias"]: one.question_id for one in questions if "alias" in one.details
         }
         predictions = super().predictions(table, questions)
         for index, one in enumerate(predictions):
-            stem = _stem(one.question_id)
-            # Where the id says nothing (LLaVA's, without its question file) the image may.
-            image = _stem(str(table.rows[index].get("image")))
+            stem = _strip_suffix(one.question_id)
+            # LLaVA's ids are unknown without its question file; then use the image.
+            image = _strip_suffix(str(table.rows[index].get("image")))
             known = names.get(one.question_id) or names.get(stem) or names.get(image)
             predictions[index] = replace(one, question_id=known or stem)
         return predictions
 
     def extract(self, text: str, question: Question, settings: Settings) -> str:
-        """The text as it is compared: EvalAIAnswerProcessor (not with ``raw``), then the API's."""
+        """Apply EvalAIAnswerProcessor (not with ``raw``), then the API's normalization."""
         if settings.profile == "lmms":
             return vqa_text.process_answer(text)
         if not settings.raw:
             text = vqa_text.process_answer(text)
-        return vqa_text.normalise_vizwiz(text)
+        return vqa_text.normalize_vizwiz(text)
 
     def score(self, extracted: str, question: Question, settings: Settings) -> float:
-        """min(matches / 3, 1) with raw answers; lmms: leave-one-out with processed ones."""
+        """Return min(matches / 3, 1) with raw answers; lmms: leave-one-out, processed answers."""
         if settings.profile == "lmms":
             answers = [vqa_text.process_answer(answer) for answer in question.answer]
-            return vqa_text.leave_one_out(extracted, answers)
-        return vqa_text.all_ten(extracted, question.answer)
+            return vqa_text.score_leave_one_out(extracted, answers)
+        return vqa_text.score_all_ten(extracted, question.answer)
 
-    def aggregate(self, scored: Sequence[Scored], settings: Settings) -> dict[str, float]:
-        """``overall``, ``answer_type.<type>`` and ``unanswerable_rate``."""
+    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
+        """Compute ``overall``, ``answer_type.<type>`` and ``unanswerable_rate``."""
         said = [float(one.extracted == "unanswerable") for one in scored]
         return {
-            "overall": percent([one.score for one in scored]),
-            **table_percents(scored),
-            "unanswerable_rate": percent(said),
+            "overall": to_percent([one.score for one in scored]),
+            **to_table_percents(scored),
+            "unanswerable_rate": to_percent(said),
         }
 
-    def submission(self, scored: Sequence[Scored], settings: Settings) -> list[dict[str, Any]]:
-        """EvalAI's list of {image, answer}."""
+    def submission(self, scored: Sequence[ScoredItem], settings: Settings) -> list[dict[str, Any]]:
+        """Return EvalAI's list of {image, answer}."""
         return [
-            {"image": one.question.details["image"], "answer": submitted(one.text, settings)}
+            {"image": one.question.details["image"], "answer": clean_answer(one.text, settings)}
             for one in scored
         ]
 
 
-def _stem(name: str) -> str:
+def _strip_suffix(name: str) -> str:
     return _SUFFIX.sub("", name)

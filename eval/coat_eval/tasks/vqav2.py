@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 from coat_eval import vqa_text
 from coat_eval.benchmark import (
     SHORT_ANSWER,
-    Asking,
     Benchmark,
     Prompt,
+    PromptOptions,
     Question,
-    Scored,
+    ScoredItem,
     Settings,
     pick,
 )
@@ -26,9 +26,13 @@ class VqaV2(Benchmark):
     """Leave-one-out accuracy overall, by type of answer and by type of question."""
 
     name = "vqav2"
-    source = "GT-Vision-Lab/VQA vqaEval.py; LLaVA scripts/convert_vqav2_for_submission.py"
+    source = (
+        "GT-Vision-Lab/VQA vqaEval.py @a013f00; "
+        "LLaVA scripts/convert_vqav2_for_submission.py @c121f04"
+    )
     headline = ("overall", "answer_type.yes/no", "answer_type.number", "answer_type.other")
     profiles = ("official", "lmms", "vlmeval")
+    sizes: ClassVar[Mapping[str, int]] = {"val": 214354, "test-dev": 107394, "test": 447793}
     text_fields = ("prediction", "text", "answer")
     layouts: ClassVar[Layouts] = {
         "val": (
@@ -55,7 +59,7 @@ class VqaV2(Benchmark):
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
     ) -> list[Question]:
-        """The annotated questions, and those that only a question file has, without answers."""
+        """Return the annotated questions, and those of question files without answers."""
         found: dict[str, Question] = {}
         repeated: list[Question] = []
         for table in sorted(references, key=lambda table: not table.has("answers")):
@@ -68,20 +72,22 @@ class VqaV2(Benchmark):
         return [*found.values(), *repeated]
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
-        """Ten answers, and whether all annotators agree."""
+        """Convert a row; records whether all annotators agree."""
         given = row.get("answers") or ()
-        answers = [vqa_text.plain(pick(one, ("answer",), where)) for one in given]
+        answers = [vqa_text.strip_blanks(pick(one, ("answer",), where)) for one in given]
         types = ("answer_type", "question_type")
         return Question(
             question_id=str(pick(row, ("question_id",), where)),
             answer=answers or None,
             tables={name: str(row[name]) for name in types if row.get(name)},
             details={"unanimous": len(set(answers)) == 1},
+            text=str(row.get("question") or ""),
+            cluster=str(row.get("image_id") or ""),
             where=where,
         )
 
-    def prompts(self, folder: DataFolder, asking: Asking) -> Iterator[Prompt]:
-        """LLaVA's prompt; the pictures of COCO val2014 or test2015, or those in Parquet."""
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield LLaVA's prompt with images of COCO val2014 or test2015, or from Parquet."""
         for row in folder.rows("question_id", "question"):
             images = str(row.table.head.get("data_subtype", "val2014")).replace("-dev", "")
             yield Prompt(
@@ -99,42 +105,42 @@ class VqaV2(Benchmark):
     def extract(self, text: str, question: Question, settings: Settings) -> str:
         """The text as it is compared with the answers.
 
-        official: EvalAIAnswerProcessor (not with ``raw``), then vqaEval.py's normalisation unless
-        all annotators agree. lmms and vlmeval normalise always.
+        official: EvalAIAnswerProcessor (not with ``raw``), then vqaEval.py's normalization unless
+        all annotators agree. lmms and vlmeval normalize always.
         """
         if settings.profile == "lmms":
-            return vqa_text.normalise_vqa(text)
+            return vqa_text.normalize_vqa(text)
         if settings.profile == "vlmeval":
-            return vqa_text.normalise_vlmeval(text)
-        text = vqa_text.plain(text if settings.raw else vqa_text.process_answer(text))
-        return text if question.details["unanimous"] else vqa_text.normalise_vqa(text)
+            return vqa_text.normalize_vlmeval(text)
+        text = vqa_text.strip_blanks(text if settings.raw else vqa_text.process_answer(text))
+        return text if question.details["unanimous"] else vqa_text.normalize_vqa(text)
 
     def score(self, extracted: str, question: Question, settings: Settings) -> float:
-        """0, 0.3, 0.6, 0.9 or 1 for 0, 1, 2, 3 and more of ten annotators."""
+        """Return 0, 0.3, 0.6, 0.9 or 1 for 0, 1, 2, 3 and more of ten annotators."""
         if settings.profile == "vlmeval":
-            answers = [vqa_text.normalise_vlmeval(answer) for answer in question.answer]
+            answers = [vqa_text.normalize_vlmeval(answer) for answer in question.answer]
         elif settings.profile == "official" and question.details["unanimous"]:
             answers = question.answer
         else:
-            answers = [vqa_text.normalise_vqa(answer) for answer in question.answer]
-        return vqa_text.leave_one_out(extracted, answers)
+            answers = [vqa_text.normalize_vqa(answer) for answer in question.answer]
+        return vqa_text.score_leave_one_out(extracted, answers)
 
-    def submission(self, scored: Sequence[Scored], settings: Settings) -> list[dict[str, Any]]:
-        """EvalAI's list of {question_id, answer} over all questions, "" where nothing is said."""
-        return evalai_rows(scored, settings)
+    def submission(self, scored: Sequence[ScoredItem], settings: Settings) -> list[dict[str, Any]]:
+        """Return EvalAI's list of {question_id, answer} over all questions; "" without answer."""
+        return make_evalai_rows(scored, settings)
 
 
-def submitted(text: str | None, settings: Settings) -> str:
-    """A text as LLaVA and VILA submit it: EvalAIAnswerProcessor, unless ``raw``."""
+def clean_answer(text: str | None, settings: Settings) -> str:
+    """Apply EvalAIAnswerProcessor as LLaVA and VILA do for submissions, unless ``raw``."""
     if text is None or settings.raw:
         return text or ""
     return vqa_text.process_answer(text)
 
 
-def evalai_rows(scored: Sequence[Scored], settings: Settings) -> list[dict[str, Any]]:
-    """EvalAI's {question_id, answer}, ids of digits as numbers."""
+def make_evalai_rows(scored: Sequence[ScoredItem], settings: Settings) -> list[dict[str, Any]]:
+    """Make EvalAI's rows {question_id, answer}; ids of digits become numbers."""
     ids = [one.question.question_id for one in scored]
     return [
-        {"question_id": int(i) if i.isdigit() else i, "answer": submitted(one.text, settings)}
+        {"question_id": int(i) if i.isdigit() else i, "answer": clean_answer(one.text, settings)}
         for i, one in zip(ids, scored, strict=True)
     ]

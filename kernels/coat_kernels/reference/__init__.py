@@ -1,12 +1,14 @@
 """Every op in plain PyTorch, with the rounding points of the kernels: the numerics.
 
 One module per operation, named as in :mod:`coat_kernels`. All arithmetic is FP32. ``x`` may be
-FP32, BF16 or FP16; results named ``y`` come back in the dtype the docstring says. These functions
-are what runs on a CPU, and what the kernels are tested against: quantization bit for bit,
-everything that sums or exponentiates to a relative tolerance.
+FP32, BF16 or FP16; docstrings state the dtype of results named ``y``. These functions run on a CPU,
+and the kernels are tested against them: quantization bit for bit, sums and exponentials to a
+relative tolerance.
 
 Shapes: M tokens, N or K channels, G channels per group, M' tokens padded to a multiple of 16.
 """
+
+# ruff: noqa: F401 - re-exports
 
 from coat_kernels.reference.activation import (
     ACTIVATIONS,
@@ -30,38 +32,6 @@ from coat_kernels.reference.quantize import (
     quantize_rows,
     quantize_tensor,
     tensor_scale,
-    transpose_codes,
+    transpose_quantized,
 )
 from coat_kernels.reference.rope import rope, rope_gradient, rope_gradient_values, rope_quantize
-
-__all__ = [
-    "ACTIVATIONS",
-    "activation_apply",
-    "activation_bwd",
-    "activation_bwd_stats",
-    "activation_gradient",
-    "activation_stats",
-    "activation_values",
-    "adamw_step",
-    "cross_entropy_",
-    "decode_moment",
-    "dequantize_group",
-    "dequantize_rows",
-    "dequantize_tensor",
-    "encode_moment",
-    "norm_apply",
-    "norm_bwd",
-    "norm_stats",
-    "norm_values",
-    "quantize_gradient",
-    "quantize_group",
-    "quantize_rows",
-    "quantize_tensor",
-    "rope",
-    "rope_gradient",
-    "rope_gradient_values",
-    "rope_quantize",
-    "scaled_mm",
-    "tensor_scale",
-    "transpose_codes",
-]

@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from coat_kernels.formats import format_of
+from coat_kernels.formats import get_format
 from coat_kernels.reference.quantize import (
     dequantize_group,
-    layouts,
+    make_layouts,
     quantize_group,
     tensor_scale,
 )
 
 ACTIVATIONS = ("silu_mul", "gelu", "gelu_tanh", "quick_gelu")
-"""``silu_mul`` takes [gate | up], the others one matrix."""
+"""``silu_mul`` has the input [gate | up], the others one matrix."""
 
 
 _TANH_SLOPE = 1.5957691216057308
@@ -20,17 +20,19 @@ _TANH_SLOPE = 1.5957691216057308
 
 
 def _gate(a: Tensor, kind: str) -> Tensor:
-    """What the input is multiplied with: Phi(a) or a sigmoid."""
+    """Compute the factor of the input: Phi(a) or a sigmoid."""
     if kind == "gelu":
         return 0.5 * (1.0 + torch.erf(a * 0.7071067811865476))
     if kind == "gelu_tanh":
         # 0.5 * (1 + tanh(u)) = sigmoid(2u)
         return torch.sigmoid(_TANH_SLOPE * (a + 0.044715 * a * a * a))
+    if kind not in ("quick_gelu", "silu_mul"):
+        raise ValueError(f"activation {kind!r} has no formula; use one of {', '.join(ACTIVATIONS)}")
     return torch.sigmoid(1.702 * a if kind == "quick_gelu" else a)
 
 
 def _slope(a: Tensor, gate: Tensor, kind: str) -> Tensor:
-    """d(a * gate) / da."""
+    """Compute d(a * gate) / da."""
     if kind == "gelu":
         return gate + a * torch.exp(-0.5 * a * a) * 0.3989422804014327
     inner = 1.702 if kind == "quick_gelu" else 1.0
@@ -40,7 +42,7 @@ def _slope(a: Tensor, gate: Tensor, kind: str) -> Tensor:
 
 
 def activation_values(a: Tensor, kind: str) -> Tensor:
-    """FP32 [M, F] of a [M, 2F] (``silu_mul``) or [M, F]."""
+    """Compute the activation, FP32 [M, F], of a [M, 2F] (``silu_mul``) or [M, F]."""
     if kind == "silu_mul":
         a, up = a.float().chunk(2, -1)
         return _gate(a, kind).mul_(a).mul_(up)
@@ -51,23 +53,19 @@ def activation_values(a: Tensor, kind: str) -> Tensor:
 def activation_stats(
     a: Tensor, kind: str, group_size: int, fmt: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """First pass: a's group-scaled codes and exponents (kept for backward), and h's scale []."""
+    """Run the first pass: a's FP8 data and exponents (saved for backward), and h's scale []."""
     q, exponents = quantize_group(a, group_size, fmt)
     return q, exponents, tensor_scale([activation_values(a, kind)], fmt)
 
 
-def activation_apply(
-    a: Tensor, exponents: Tensor | None, kind: str, scale: Tensor, fmt: str, rows: bool,
-    transposed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Second pass: h's per-tensor codes, [M, F] and/or [F, M']."""
-    a32 = a.float() if exponents is None else dequantize_group(a, exponents, torch.float32)
-    return layouts(activation_values(a32, kind), scale, format_of(fmt), rows, transposed)
+def activation_apply(a: Tensor, kind: str, scale: Tensor, fmt: str) -> Tensor:
+    """Run the second pass: h in per-tensor FP8 [M, F]."""
+    return make_layouts(activation_values(a, kind), scale, get_format(fmt), True, False)[0]
 
 
-def activation_gradient(dh: Tensor, a: Tensor, kind: str) -> Tensor:
-    """FP32 gradient of :func:`activation_values`'s input, of a's shape."""
-    a, dh = a.float(), dh.float()
+def activation_gradient(grad_output: Tensor, a: Tensor, kind: str) -> Tensor:
+    """Compute the FP32 gradient of :func:`activation_values`'s input, of a's shape."""
+    a, dh = a.float(), grad_output.float()
     if kind != "silu_mul":
         return dh * _slope(a, _gate(a, kind), kind)
     a, up = a.chunk(2, -1)
@@ -79,24 +77,25 @@ def activation_bwd_stats(
     dh: Tensor, a: Tensor, exponents: Tensor, kind: str, output_scale: Tensor | None,
     output_fmt: str, fmt: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """First pass: da's scale [] in ``fmt``; with h's scale, h's codes [F, M'] in ``output_fmt``."""
-    ht = a.new_empty(0, dtype=format_of(output_fmt).dtype)
+    """Compute da's scale [] in ``fmt``; with h's scale, also h in ``output_fmt``, [F, M']."""
+    form = get_format(output_fmt)
+    ht = a.new_empty(0, dtype=form.dtype)
+    a32 = dequantize_group(a, exponents, torch.float32)
     if output_scale is not None:
-        _, ht = activation_apply(a, exponents, kind, output_scale, output_fmt, False, True)
-    da = activation_gradient(dh, dequantize_group(a, exponents, torch.float32), kind)
-    return tensor_scale([da], fmt), ht
+        _, ht = make_layouts(activation_values(a32, kind), output_scale, form, False, True)
+    return tensor_scale([activation_gradient(dh, a32, kind)], fmt), ht
 
 
 def activation_bwd(
     dh: Tensor, a: Tensor, exponents: Tensor, kind: str, fmt: str, rows: bool, transposed: bool,
     bias: bool, scale: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradient of the activation's input from its group-scaled copy, in FP8.
+    """Compute the gradient of the activation's input in FP8, from the saved input.
 
     Returns:
-        da's per-tensor codes [M, W] and/or [W, M'], and with ``bias`` the sum of da over the
-        tokens, FP32 [W].
+        da in per-tensor FP8 [M, W] and/or [W, M'], and with ``bias`` the sum of da over the tokens,
+        FP32 [W].
     """
     da = activation_gradient(dh, dequantize_group(a, exponents, torch.float32), kind)
     sums = da.sum(0) if bias else da.new_empty(0)
-    return *layouts(da, scale, format_of(fmt), rows, transposed), sums
+    return *make_layouts(da, scale, get_format(fmt), rows, transposed), sums

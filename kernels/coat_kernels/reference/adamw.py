@@ -1,7 +1,7 @@
 """AdamW with FP8 moments: numerics of ``adamw.py``, and of every codec of moments.
 
-What the kernels compute with the special function unit (``tile.py``) is computed here with the
-CPU's functions: before its rounding a code differs by some 2^-20 of itself.
+The kernels use the GPU's special function unit (``device.py``) where this module uses the CPU's
+functions: before rounding, quantized values differ by a relative error of some 2^-20.
 """
 
 import math
@@ -12,45 +12,55 @@ from torch.nn.functional import pad
 
 from coat_kernels.formats import E4M3, E5M2
 from coat_kernels.master_weights import (
-    CODE_SALT,
+    MOMENT_SALT,
     join_master,
     random_words,
     round_stochastically,
     rounding_key,
     split_master,
 )
-from coat_kernels.moment_formats import GROUP, K_MAX, SMALLEST_RATIO, Codec, Moment, codec_called
+from coat_kernels.moment_formats import (
+    GROUP,
+    K_MAX,
+    LIMIT_BITS,
+    OUTLIER,
+    SMALLEST_RATIO,
+    SMALLEST_V,
+    Codec,
+    Moment,
+    get_codec,
+)
 
-_CODES = torch.arange(128, dtype=torch.uint8, device="cpu")
-_RATIO = {fmt.dtype: _CODES.view(fmt.dtype).float() * (1.0 / fmt.max) for fmt in (E4M3, E5M2)}
-"""code / max of the 128 non-negative codes: looked up, as there are so few."""
+_BYTES = torch.arange(128, dtype=torch.uint8, device="cpu")
+_RATIO = {fmt.dtype: _BYTES.view(fmt.dtype).float() * (1.0 / fmt.max) for fmt in (E4M3, E5M2)}
+"""q / max of the 128 non-negative FP8 values, as a table."""
 _LOG2_RATIO = {dtype: ratio.log2() for dtype, ratio in _RATIO.items()}
 
 
-def _grouped(x: Tensor) -> Tensor:
-    """[groups, 128], the last group padded with zeros."""
+def _group(x: Tensor) -> Tensor:
+    """Reshape to [groups, 128], the last group padded with zeros."""
     flat = x.reshape(-1)
     return pad(flat, (0, -flat.numel() % GROUP)).view(-1, GROUP)
 
 
-def _round_by_chance(code: Tensor, k: Tensor, key: int) -> Tensor:
-    """E4M3 neighbours of codes, so that the mean of the decoded values is right.
+def _round_stochastically(q32: Tensor, k: Tensor, key: int) -> Tensor:
+    """Round to E4M3 neighbors, so that the mean of the decoded values is right.
 
     Args:
-        code: FP32 [groups, 128], 0 to 448 before rounding; a NaN stays.
+        q32: FP32 [groups, 128], 0 to 448 before rounding; a NaN stays.
         k: FP32 [groups, 1].
         key: 32 bits, from ``rounding_key``.
     """
-    exponent = (code.view(torch.int32) >> 23).clamp_min(121)  # subnormals have the step of 2^-6
+    exponent = (q32.view(torch.int32) >> 23).clamp_min(121)  # subnormals have the spacing of 2^-6
     step = ((exponent - 3) << 23).view(torch.float32)
-    steps = code * ((257 - exponent) << 23).view(torch.float32)
+    steps = q32 * ((257 - exponent) << 23).view(torch.float32)
     low = steps.floor()
     part = steps - low
     curvature = (0.5 * (1.0 / k - 1.0)) / torch.where(steps > 1.0, steps, 1.0)
-    chance = part - curvature * (part * (1.0 - part))
-    uniform = (random_words(code, key ^ CODE_SALT) >> 8).float() * 2.0**-24
-    rounded = (low + (uniform < chance).float()) * step
-    rounded = torch.where((code > 0.0) & (rounded == 0.0), E4M3.min_subnormal, rounded)
+    probability = part - curvature * (part * (1.0 - part))
+    uniform = (random_words(q32, key ^ MOMENT_SALT) >> 8).float() * 2.0**-24
+    rounded = (low + (uniform < probability).float()) * step
+    rounded = torch.where((q32 > 0.0) & (rounded == 0.0), E4M3.min_subnormal, rounded)
     return torch.where(rounded > E4M3.max, E4M3.max, rounded)
 
 
@@ -61,35 +71,35 @@ def encode_moment(
     second: bool = False,
     key: int | None = None,
 ) -> Moment:
-    """A moment as it is stored, from its values.
+    """Encode a moment from its values.
 
     Args:
         values: FP32, BF16 or FP16, any shape; non-negative for a second moment.
         codec: a name in :data:`coat_kernels.CODECS`, or another codec.
-        second: the second moment; a codec may store it otherwise than the first.
-        key: 32 bits by which a second moment is rounded up or down where its codec rounds by
-            chance; without one it is rounded to nearest. Nothing else hangs on it.
+        second: encode the second moment, which a codec may store differently.
+        key: 32 bits of a key for stochastic rounding, used for the second moment of a stochastic
+            codec; rounds to nearest if absent.
 
     Returns:
-        Codes of the values' shape, then per group of 128 the codec's metadata.
+        FP8 data of the values' shape, then per group of 128 the codec's metadata.
 
     Raises:
-        ValueError: there is no such codec.
+        ValueError: the codec is unknown.
     """
-    how = codec if isinstance(codec, Codec) else codec_called(codec)
+    how = codec if isinstance(codec, Codec) else get_codec(codec)
     fmt = how.format(second)
-    groups = _grouped(values.float())
+    groups = _group(values.float())
     magnitudes = groups.abs()
     amax = magnitudes.amax(1)
-    # Multiplied with a power of two, which is exact, amax is between 1 and 2: logarithms are small
-    # and their rounding does not hang on the size of the group.
+    # Multiplying with a power of two, which is exact, makes amax 1 to 2: logarithms are small and
+    # their rounding does not depend on the magnitude of the group.
     exponent = ((amax.view(torch.int32) >> 23) & 0xFF).clamp(1, 253)
     unit = ((254 - exponent) << 23).view(torch.float32)
     unit = torch.where(amax.isfinite(), unit, math.nan)
     top = amax * unit
     scaled = magnitudes.mul_(unit[:, None])
     if not how.expand:
-        code = scaled.mul_((fmt.max / torch.where(amax == 0, 1.0, top))[:, None])
+        q32 = scaled.mul_((fmt.max / torch.where(amax == 0, 1.0, top))[:, None])
         k = None
     else:
         log_top = torch.where(amax == 0, 0.0, top.log2())
@@ -103,61 +113,74 @@ def encode_moment(
             k = (k * 16.0).floor() / 16.0
         k = k.half()
         bias = math.log2(fmt.max) - k.float() * log_top
-        code = logs.mul_(k.float()[:, None]).add_(bias[:, None]).exp2_()
-        if second and how.second_by_chance and key is not None:
+        q32 = logs.mul_(k.float()[:, None]).add_(bias[:, None]).exp2_()
+        if second and how.second_stochastic and key is not None:
             is_largest = (groups * unit[:, None] == top[:, None]) & (groups > 0.0)
-            code.masked_fill_(is_largest, fmt.max)
-            code = _round_by_chance(code, k.float()[:, None], key)
-    if fmt == E5M2:  # casts of a GPU saturate, torch's to E5M2 do not
-        code.clamp_(max=fmt.max)
-    code = torch.copysign(code, groups)
-    q = code.to(fmt.dtype).view(-1)[: values.numel()].view(values.shape)
+            q32.masked_fill_(is_largest, fmt.max)
+            q32 = _round_stochastically(q32, k.float()[:, None], key)
+    if fmt == E5M2:  # GPU casts saturate, torch's cast to E5M2 does not
+        q32.clamp_(max=fmt.max)
+    q32 = torch.copysign(q32, groups)
+    q = q32.to(fmt.dtype).view(-1)[: values.numel()].view(values.shape)
     return (q, amax) if k is None else (q, amax, k)
 
 
 def decode_moment(moment: Moment, codec: str | Codec = "dre_e4m3") -> Tensor:
-    """Values of a stored moment, FP32 of its codes' shape.
+    """Decode a moment to FP32, in the shape of its FP8 data.
 
     Args:
-        moment: from :func:`encode_moment`, or of an optimizer's state: codes, then metadata.
+        moment: from :func:`encode_moment` or an optimizer's state: FP8 data, then metadata.
         codec: a name in :data:`coat_kernels.CODECS`, or the codec that encoded it.
 
     Raises:
-        ValueError: there is no such codec.
+        ValueError: the codec is unknown.
     """
-    expand = (codec if isinstance(codec, Codec) else codec_called(codec)).expand
+    expand = (codec if isinstance(codec, Codec) else get_codec(codec)).expand
     q, amax = moment[:2]
-    codes = _grouped(q.view(torch.int8))
-    index = (codes & 0x7F).view(-1).int()
+    bits = _group(q.view(torch.int8))
+    index = (bits & 0x7F).view(-1).int()
     table = (_LOG2_RATIO if expand else _RATIO)[q.dtype].to(q.device)
-    value = table.index_select(0, index).view(codes.shape)
+    value = table.index_select(0, index).view(bits.shape)
     if expand:
         value.mul_((1.0 / moment[2].float())[:, None]).exp2_()  # log2 of zero is -inf
-    # 0 * amax keeps a NaN or an infinity of the group visible in its zeros.
+    # 0 * amax propagates a NaN or an infinity of the group to its zeros.
     value.mul_(amax[:, None])
-    return torch.copysign(value, codes).view(-1)[: q.numel()].view(q.shape)
+    return torch.copysign(value, bits).view(-1)[: q.numel()].view(q.shape)
+
+
+def _limit_gradient(g32: Tensor, v_amax: Tensor) -> Tensor:
+    """Limit finite gradients, FP32; see ``moment_formats.py``."""
+    if (g32.abs() <= OUTLIER).all():
+        return g32
+    groups = _group(g32)
+    bits = (v_amax.clamp(min=SMALLEST_V).view(torch.int32) >> 1) + LIMIT_BITS
+    limit = bits.view(torch.float32).clamp(max=OUTLIER)[:, None]
+    limited = torch.copysign(limit, groups) + (groups - groups)  # NaN for an infinity and for NaN
+    groups = torch.where(groups.abs() <= OUTLIER, groups, limited)
+    return groups.view(-1)[: g32.numel()].view(g32.shape)
 
 
 def adamw_step(
     p: Tensor, g: Tensor, m: Tensor, m_amax: Tensor, m_k: Tensor, v: Tensor, v_amax: Tensor,
     v_k: Tensor, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
-    codec: str, remainder: Tensor | None, grad_scale: Tensor | None, seed: int | None, index: int,
+    codec: str, low_bits: Tensor | None, grad_scale: Tensor | None, seed: int | None, index: int,
 ) -> None:  # fmt: skip
-    """One step in place; see :func:`coat_kernels.adamw.adamw_step`."""
+    """Run one step in place; see :func:`coat_kernels.adamw.adamw_step`."""
     moments = ((m, m_amax, m_k), (v, v_amax, v_k))
     g32 = g.float() if grad_scale is None else g.float() * grad_scale
+    g32 = _limit_gradient(g32, v_amax)
     m32, v32 = (decode_moment(moment, codec) for moment in moments)
     m32.add_((1.0 - beta1) * (g32 - m32))
     v32.mul_(beta2).add_((1.0 - beta2) * g32 * g32)
     key = rounding_key(seed or 0, step, index)
-    p32 = p.float() if remainder is None else join_master(p, remainder)
+    p32 = p.float() if low_bits is None else join_master(p, low_bits)
     p32 = p32 - (lr * weight_decay) * p32
     denominator = v32.sqrt().div_((1.0 - beta2**step) ** 0.5).add_(eps)
     p32 -= (lr / (1.0 - beta1**step)) * m32 / denominator
-    if remainder is not None:
+    if low_bits is not None:
         rounded, rest = split_master(p32)
         p.copy_(rounded)
-        remainder.copy_(rest)
+        low_bits.copy_(rest)
     else:
         if seed is not None and p.dtype == torch.bfloat16:
             p32 = round_stochastically(p32, key)

@@ -1,4 +1,4 @@
-"""Losses of rows of logits and their gradient, in FP32: numerics of ``cross_entropy.py``."""
+"""Cross-entropy of rows of logits and its gradient, in FP32: numerics of ``cross_entropy.py``."""
 
 import math
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, divisor: Tensor | None) -> Tensor:
-    """Losses of the rows of logits [M, V], FP32 [M]; with a divisor, gradients over the logits.
+    """Compute losses of logits [M, V], FP32 [M]; with a divisor, overwrite logits with gradients.
 
     loss = log(sum_v exp(x_v)) - x_target; x <- (softmax(x) - one_hot(target)) / divisor, rounded
-    once to the logits' dtype. Everything of a row whose target is not in [0, V) is NaN.
+    once to the logits' dtype. A row whose target is not in [0, V) becomes NaN.
     """
     is_known = (targets >= 0) & (targets < logits.shape[1])
     places = targets.where(is_known, 0)[:, None]

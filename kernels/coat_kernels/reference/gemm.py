@@ -10,10 +10,10 @@ def scaled_mm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None,
     dtype: torch.dtype, _fast: bool = False,
 ) -> Tensor:  # fmt: skip
-    """(a [M, K] @ b [N, K]^T) * (a_scale * b_scale) + bias [N], FP32 inside, rounded to dtype.
+    """Compute (a [M, K] @ b [N, K]^T) * (a_scale * b_scale) + bias [N] in FP32; round to dtype.
 
     Scales are one per tensor, [], or one per row, [M, 1] and [1, N]. The bias is rounded to
-    ``dtype`` before it is added. Fast accumulation is a GPU's.
+    ``dtype`` before it is added. Fast accumulation has no effect.
     """
     y = (to_float(a) @ to_float(b).t()).mul_(a_scale * b_scale)
     if bias is not None:

@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from coat_kernels.formats import format_of
+from coat_kernels.formats import get_format
 from coat_kernels.reference.quantize import (
     dequantize_group,
-    layouts,
+    make_layouts,
     quantize_group,
     tensor_scale,
 )
 
 
-def _normalized(x: Tensor, rstd: Tensor, mean: Tensor | None) -> Tensor:
+def _normalize(x: Tensor, rstd: Tensor, mean: Tensor | None) -> Tensor:
     return (x if mean is None else x - mean[:, None]) * rstd[:, None]
 
 
@@ -20,11 +20,11 @@ def norm_stats(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
     centered: bool, group_size: int, fmt: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """First pass of RMSNorm, or of LayerNorm when ``centered``, of x + delta.
+    """Run the first pass of RMSNorm, or of LayerNorm if ``centered``, of x + delta.
 
     Returns:
-        x + delta in x's dtype (empty without a delta), its group-scaled codes [M, N] and exponents
-        [M, N / G] (kept for backward), rstd FP32 [M], mean FP32 [M] (empty without centering), and
+        x + delta in x's dtype (empty without a delta), its FP8 data [M, N] and exponents [M, N / G]
+        (saved for backward), rstd FP32 [M], mean FP32 [M] (empty without centering), and
         the per-tensor scale of y FP32 [].
     """
     total = x.new_empty(0) if delta is None else (x.float() + delta.float()).to(x.dtype)
@@ -42,8 +42,8 @@ def norm_stats(
 def norm_values(
     x: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor, mean: Tensor | None
 ) -> Tensor:
-    """FP32 [M, N]: (x - mean) * rstd * weight + bias."""
-    y = _normalized(x, rstd, mean).mul_(weight.float())
+    """Compute (x - mean) * rstd * weight + bias, FP32 [M, N]."""
+    y = _normalize(x, rstd, mean).mul_(weight.float())
     return y if bias is None else y.add_(bias.float())
 
 
@@ -51,20 +51,20 @@ def norm_apply(
     x: Tensor, exponents: Tensor | None, weight: Tensor, bias: Tensor | None, rstd: Tensor,
     mean: Tensor, scale: Tensor, fmt: str, rows: bool, transposed: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Second pass: y's per-tensor codes, [M, N] and/or [N, M'].
+    """Run the second pass: y in per-tensor FP8, [M, N] and/or [N, M'].
 
-    ``x`` is the input itself, or its group-scaled codes together with ``exponents``.
+    ``x`` is the input in high precision, or its FP8 data with ``exponents``.
     """
     x32 = x.float() if exponents is None else dequantize_group(x, exponents, torch.float32)
     y = norm_values(x32, weight, bias, rstd, mean if mean.numel() else None)
-    return layouts(y, scale, format_of(fmt), rows, transposed)
+    return make_layouts(y, scale, get_format(fmt), rows, transposed)
 
 
 def norm_bwd(
     dy: Tensor, x: Tensor, exponents: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor,
     residual: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of a norm from its group-scaled input.
+    """Compute the gradients of a norm from its group-scaled input.
 
     With xhat = (x - mean) * rstd and g = dy * weight, averages over the channels:
     dx = rstd * (g - [centered] avg(g) - xhat * avg(g * xhat)) + residual,
@@ -75,7 +75,7 @@ def norm_bwd(
     """
     centered = mean.numel() > 0
     x32 = dequantize_group(x, exponents, torch.float32)
-    xhat = _normalized(x32, rstd, mean if centered else None)
+    xhat = _normalize(x32, rstd, mean if centered else None)
     dy32 = dy.float()
     g = dy32 * weight.float()
     dx = g - xhat * (g * xhat).mean(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Rotary embedding of a joint q, k, v projection, and its gradient: numerics of ``rope.py``."""
+"""Rotary embedding of a fused QKV projection, and its gradient: numerics of ``rope.py``."""
 
 import torch
 from torch import Tensor
@@ -6,8 +6,8 @@ from torch import Tensor
 from coat_kernels.reference.quantize import dequantize_group, quantize_gradient, quantize_group
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
-    """FP32 [M, heads, D] of x [M, heads * D]."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
+    """Rotate x [M, heads * D]; returns FP32 [M, heads, D]."""
     tokens, (period, channels) = x.shape[0], cos.shape
     c1, c2 = cos.float().repeat(tokens // period, 1)[:, None].chunk(2, -1)
     s1, s2 = sin.float().repeat(tokens // period, 1)[:, None].chunk(2, -1)
@@ -17,21 +17,21 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
     return torch.cat([x1 * c1 - x2 * s1, x2 * c2 + x1 * s2], -1)
 
 
-def _rotated_heads(
+def _rotate_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """FP32 q and k, rotated, and v: [M, heads * D] and twice [M, kv_heads * D]."""
+    """Return FP32 q and k, rotated, and v: [M, heads * D] and twice [M, kv_heads * D]."""
     sizes = [n * cos.shape[1] for n in (heads, kv_heads, kv_heads)]
     q, k, v = qkv.float().split(sizes, -1)
-    q, k = (_rotated(x, cos, sin, backward=False).flatten(-2) for x in (q, k))
+    q, k = (_rotate(x, cos, sin, backward=False).flatten(-2) for x in (q, k))
     return q, k, v
 
 
 def rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Q and k rotated, v copied: [M, heads * D] and twice [M, kv_heads * D], in qkv's dtype."""
-    q, k, v = _rotated_heads(qkv, cos, sin, heads, kv_heads)
+    """Rotate q and k, copy v: [M, heads * D] and twice [M, kv_heads * D], in qkv's dtype."""
+    q, k, v = _rotate_heads(qkv, cos, sin, heads, kv_heads)
     v = v.to(qkv.dtype, copy=True, memory_format=torch.contiguous_format)
     return q.to(qkv.dtype), k.to(qkv.dtype), v
 
@@ -39,19 +39,20 @@ def rope(
 def rope_quantize(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`rope` quantized per head from FP32: q, k, v rounded to their copies, codes, exponents.
+    """Quantize :func:`rope` per head from FP32: dequantized q, k, v; FP8 data; exponents.
 
-    Codes are E4M3 of the shapes of q, k, v; exponents E8M0, [M, heads] and twice [M, kv_heads].
+    FP8 data is E4M3 of the shapes of q, k, v; exponents are E8M0, [M, heads] and twice
+    [M, kv_heads].
     """
-    parts = _rotated_heads(qkv, cos, sin, heads, kv_heads)
+    parts = _rotate_heads(qkv, cos, sin, heads, kv_heads)
     (q8, eq), (k8, ek), (v8, ev) = (quantize_group(x, cos.shape[1], "e4m3") for x in parts)
     q, k, v = (dequantize_group(*x, qkv.dtype) for x in ((q8, eq), (k8, ek), (v8, ev)))
     return q, k, v, q8, k8, v8, eq, ek, ev
 
 
 def rope_gradient_values(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """FP32 gradient [M, (heads + 2 kv_heads) * D] of qkv."""
-    back = (_rotated(x, cos, sin, backward=True).flatten(-2) for x in (dq, dk))
+    """Compute the FP32 gradient [M, (heads + 2 kv_heads) * D] of qkv."""
+    back = (_rotate(x, cos, sin, backward=True).flatten(-2) for x in (dq, dk))
     return torch.cat([*back, dv.float()], -1)
 
 
@@ -59,6 +60,6 @@ def rope_gradient(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, fmt: str, rows: bool,
     transposed: bool, bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """:func:`quantize_gradient` of :func:`rope_gradient_values`."""
+    """Quantize :func:`rope_gradient_values` with :func:`quantize_gradient`."""
     gradient = rope_gradient_values(dq, dk, dv, cos, sin)
     return quantize_gradient([gradient], fmt, rows, transposed, bias)

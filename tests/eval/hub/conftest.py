@@ -32,9 +32,8 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from coat_eval.answerer import ModelOptions
-from coat_eval.hub_answerer import HubAnswerer
-from coat_eval.runner import load_answerer
+from coat_eval.hub_adapter import HubAdapter
+from coat_eval.runner import load_adapter
 
 SPECIAL = [
     "<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
@@ -216,14 +215,13 @@ def video_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture
-def load() -> Callable[[Path], HubAnswerer]:
+def load() -> Callable[[Path], HubAdapter]:
     """The function that loads a model, which sees two frames of a video."""
 
-    def loaded(folder: Path) -> HubAnswerer:
-        options = ModelOptions(device=torch.device("cpu"), num_frames=2)
-        answerer = load_answerer(str(folder), options)
-        assert isinstance(answerer, HubAnswerer)
-        return answerer
+    def loaded(folder: Path) -> HubAdapter:
+        adapter = load_adapter(str(folder), torch.device("cpu"), num_frames=2)
+        assert isinstance(adapter, HubAdapter)
+        return adapter
 
     return loaded
 

@@ -15,9 +15,9 @@ from PIL import Image
 from coat_cli.main import main
 from coat_data.sample import DataError, Media
 from coat_eval.benchmark import prompt_sample
-from coat_eval.hub_answerer import HubAnswerer
+from coat_eval.hub_adapter import HubAdapter
 
-Load = Callable[[Path], HubAnswerer]
+Load = Callable[[Path], HubAdapter]
 
 
 def pictures(folder: Path, number: int) -> list[Media]:
@@ -29,9 +29,9 @@ def pictures(folder: Path, number: int) -> list[Media]:
     return found
 
 
-def alone(answerer: HubAnswerer, text: str, media: list[Media]) -> str:
+def alone(adapter: HubAdapter, text: str, media: list[Media]) -> str:
     """One prompt as transformers' documentation asks it."""
-    model, processor = answerer._model, answerer.encoder._processor
+    model, processor = adapter._model, adapter.encoder._processor
     content = [{"type": "image", "image": Image.open(str(one.path))} for one in media]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": [*content, {"type": "text", "text": text}]}],
@@ -49,22 +49,22 @@ def alone(answerer: HubAnswerer, text: str, media: list[Media]) -> str:
 def test_a_left_padded_batch_says_what_one_prompt_alone_says(
     load: Load, folder: Path, tmp_path: Path, num_images: int
 ):
-    answerer = load(folder)
+    adapter = load(folder)
     images = pictures(tmp_path, 4)
     texts = ["what is this ?", "is this dog ? " * 4 + "yes no ?", "no"]
     shown = [images[i : i + num_images] for i in range(3)]
-    encoder = answerer.encoder
+    encoder = adapter.encoder
     samples = [prompt_sample(*one) for one in zip(texts, shown, strict=True)]
     batch = encoder.collate([encoder.encode(one) for one in samples])
     assert batch["attention_mask"].sum(1).tolist() != [batch["attention_mask"].shape[1]] * 3
-    answers = answerer.answer(batch, 6)
-    assert answers == [alone(answerer, *one) for one in zip(texts, shown, strict=True)]
+    answers = adapter.answer(batch, 6)
+    assert answers == [alone(adapter, *one) for one in zip(texts, shown, strict=True)]
     assert len(set(answers)) == 3
 
 
-def loss_alone(answerer: HubAnswerer, text: str, media: list[Media], answer: str) -> float:
+def loss_alone(adapter: HubAdapter, text: str, media: list[Media], answer: str) -> float:
     """The mean loss of an answer's words and the end token, as transformers computes it."""
-    model, processor = answerer._model, answerer.encoder._processor
+    model, processor = adapter._model, adapter.encoder._processor
     content = [{"type": "image"} for _ in media]
     prompt = processor.apply_chat_template(
         [{"role": "user", "content": [*content, {"type": "text", "text": text}]}],
@@ -86,24 +86,25 @@ def loss_alone(answerer: HubAnswerer, text: str, media: list[Media], answer: str
 def test_a_batch_of_choices_has_the_losses_of_one_at_a_time(
     load: Load, folder: Path, tmp_path: Path, num_images: int
 ):
-    answerer = load(folder)
-    encoder, images = answerer.encoder, pictures(tmp_path, 2)
+    adapter = load(folder)
+    encoder, images = adapter.encoder, pictures(tmp_path, 2)
     asked = {"what is this ?": ("dog", "w1 w2 w3"), "is this " * 5 + "?": ("yes", "no dog ?", "")}
     shown = [images[i : i + num_images] for i in range(2)]
     encoded = [
         row
         for (text, choices), own in zip(asked.items(), shown, strict=True)
-        for row in encoder.answered(prompt_sample(text, own), choices)
+        for row in encoder.encode_choices(prompt_sample(text, own), choices)
     ]
-    found = answerer.losses(encoder.collate_answered(encoded))
+    batch = encoder.collate_choices(encoded)
+    tokens = (batch["labels"] >= 0).sum(1).tolist()
+    found = adapter.compute_losses(batch)
     expected = [
-        loss_alone(answerer, text, own, answer)
+        loss_alone(adapter, text, own, answer)
         for (text, choices), own in zip(asked.items(), shown, strict=True)
         for answer in choices
     ]
-    assert [one.value(per_token=True) for one in found] == pytest.approx(expected, rel=1e-4)
-    assert [one.tokens for one in found] == [2, 4, 2, 4, 1]
-    assert found[1].value(per_token=False) == pytest.approx(4 * expected[1], rel=1e-4)
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert tokens == [2, 4, 2, 4, 1]
     assert len({round(one, 3) for one in expected}) == 5
     assert encoder.tokenizer.padding_side == "left"  # as answers need it
 
@@ -112,7 +113,7 @@ def test_a_batch_of_choices_has_the_losses_of_one_at_a_time(
     ("prompt", "behind"), [("A :", " dog</s>"), ("A\n", "dog</s>"), ("x <|im_start|>", "dog</s>")]
 )
 def test_an_answer_is_set_off_from_a_word(load: Load, folder: Path, prompt: str, behind: str):
-    assert load(folder).encoder._behind(prompt, "dog") == behind
+    assert load(folder).encoder._format_answer(prompt, "dog") == behind
 
 
 def test_a_video_is_shown_as_its_frames(load: Load, folder: Path, benchmarks: Path):

@@ -12,16 +12,16 @@ from coat_cli.main import main
 from coat_data.media.video import read_frames
 from coat_data.sample import Media
 from coat_eval.benchmark import prompt_sample
-from coat_eval.hub_answerer import HubAnswerer, HubEncoder
+from coat_eval.hub_adapter import HubAdapter, HubEncoder
 
-Load = Callable[[Path], HubAnswerer]
+Load = Callable[[Path], HubAdapter]
 
 
 def test_a_video_is_handed_over_with_its_times(load: Load, video_folder: Path, benchmarks: Path):
     """Frames, rate and numbers of frames as transformers would have them, by hand."""
-    answerer = load(video_folder)
-    model, encoder = answerer._model, answerer.encoder
-    assert answerer.identity["videos_as"] == "video"
+    adapter = load(video_folder)
+    model, encoder = adapter._model, adapter.encoder
+    assert adapter.identity["videos_as"] == "video"
     video = Media(kind="video", path=str(benchmarks / "videomme" / "data" / "aaa.mp4"))
     texts = ["what is this ?", "is this dog ? " * 4 + "yes no ?", "no"]
     batch = encoder.collate([encoder.encode(prompt_sample(text, [video])) for text in texts])
@@ -45,15 +45,15 @@ def test_a_video_is_handed_over_with_its_times(load: Load, video_folder: Path, b
         output = model.generate(**inputs, max_new_tokens=6, do_sample=False)
         answer = output[0, inputs["input_ids"].shape[1] :]
         answers.append(encoder.tokenizer.decode(answer, skip_special_tokens=True).strip())
-    assert answerer.answer(batch, 6) == answers
+    assert adapter.answer(batch, 6) == answers
     assert len(set(answers)) == 3
 
 
 def test_videos_of_different_lengths_share_a_batch(
     load: Load, video_folder: Path, benchmarks: Path
 ):
-    answerer = load(video_folder)
-    encoder = HubEncoder(answerer.encoder._processor, 6)
+    adapter = load(video_folder)
+    encoder = HubEncoder(adapter.encoder._processor, 6)
     video = Media(kind="video", path=str(benchmarks / "videomme" / "data" / "aaa.mp4"))
     folder = Media(kind="video", path=str(benchmarks / "gqa" / "images"))  # six pictures
     short, long = (encoder.encode(prompt_sample("what ?", [one])) for one in (video, folder))
@@ -61,8 +61,8 @@ def test_videos_of_different_lengths_share_a_batch(
     times = short.videos[0].times_s
     assert times is not None
     assert sorted(set(times)) == pytest.approx([0, 1, 2, 3], abs=1e-3)
-    both = answerer.answer(encoder.collate([short, long]), 4)
-    assert both == [answerer.answer(encoder.collate([one]), 4)[0] for one in (short, long)]
+    both = adapter.answer(encoder.collate([short, long]), 4)
+    assert both == [adapter.answer(encoder.collate([one]), 4)[0] for one in (short, long)]
 
 
 def test_the_command_shows_videos(video_folder: Path, benchmarks: Path, tmp_path: Path):

@@ -1,0 +1,60 @@
+"""Decides which checkpoints of a stage are deleted when a new one is complete."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepRule:
+    """Which checkpoints are kept; one that any of these rules names is kept."""
+
+    last: int
+    """The newest ones, without those of a spike."""
+    every_steps: int = 0
+    """Those whose step is a multiple of this; 0 turns this off."""
+    best: bool = False
+    """The one with the lowest validation loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedStep:
+    """What the rule must know about a checkpoint."""
+
+    step: int
+    spike: bool = False
+    """Whether loss or gradient norm had diverged when the checkpoint was saved."""
+    discarded: bool = False
+    """Whether this run found it damaged or went back to an earlier one."""
+
+
+def choose_deletions(
+    checkpoints: Sequence[SavedStep], newest: int, rule: KeepRule, losses: Mapping[int, float]
+) -> list[int]:
+    """Return the steps of the checkpoints to delete.
+
+    A checkpoint of a spike never takes the place of a good one in ``rule.last``, and stays only
+    while there are fewer. Checkpoints of later steps than ``newest`` are another process's and
+    are not deleted, unless they are discarded.
+
+    Args:
+        checkpoints: all checkpoints of the stage.
+        newest: step of the checkpoint that was just completed; it is never deleted.
+        rule: which ones are kept.
+        losses: validation losses by step, for ``rule.best``; steps without one are ignored.
+    """
+    earlier = [one for one in checkpoints if one.step < newest and not one.discarded]
+    good = sorted(one.step for one in earlier if not one.spike)
+    spike = any(one.spike for one in checkpoints if one.step == newest)
+    others = rule.last if spike else rule.last - 1
+    kept = {newest, *good[max(0, len(good) - others) :]}
+    spikes = sorted((one.step for one in earlier if one.spike), reverse=True)
+    kept.update(spikes[: max(0, rule.last - len(kept))])
+    if rule.every_steps:
+        kept.update(step for step in good if step % rule.every_steps == 0)
+    candidates = good if spike else [*good, newest]
+    measured = [step for step in candidates if math.isfinite(losses.get(step, math.inf))]
+    if rule.best and measured:
+        kept.add(min(measured, key=lambda step: losses[step]))
+    discarded = [one.step for one in checkpoints if one.discarded and one.step != newest]
+    return sorted({one.step for one in earlier} - kept | set(discarded))

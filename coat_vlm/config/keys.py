@@ -1,0 +1,104 @@
+"""The keys of a recipe: which are allowed where, and which one a wrong key was meant to be."""
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from coat_vlm.config import MODULES, Recipe
+
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "steps": "max_steps",
+    "per_device_train_batch_size": "micro_batch_size",
+    "train_batch_size": "batch_size",
+    "model_max_length": "max_length",
+    "max_grad_norm": "grad_clip",
+    "gradient_clipping": "grad_clip",
+    "lr_scheduler_type": "schedule",
+    "save_steps": "save_every_steps",
+    "eval_steps": "eval_every_steps",
+    "logging_steps": "log_every_steps",
+    "image_folder": "media_root",
+    "data_path": "path",
+    "dataloader_num_workers": "num_workers",
+    "lora_r": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+}
+"""Names of transformers' Trainer, DeepSpeed, LLaVA and VILA -> keys of a recipe."""
+
+_MOST = 3
+
+
+def list_allowed_keys(keys: Sequence[str]) -> list[str]:
+    """Return the keys allowed below the dotted path ``keys``."""
+    kind: Any = Recipe
+    for key in keys:
+        kind = _type_below(_without_none(kind), key)
+    kind = _without_none(kind)
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind)]
+    return [str(n) for n in get_args(get_args(kind)[0])] if get_origin(kind) is dict else []
+
+
+def suggest_keys(keys: Sequence[str]) -> list[str]:
+    """Return the dotted keys, most likely first, that an unknown key may have been meant to be.
+
+    In this order: a neighbour that is spelled nearly alike; the same name, or the name of another
+    program's option, in the sections below the unknown key's section, then elsewhere; any
+    neighbour that resembles it.
+
+    Args:
+        keys: the parts of the dotted unknown key.
+    """
+    *section, wrong = keys
+    known = list_allowed_keys(section)
+    for cutoff in (0.75, 0.4):
+        close = difflib.get_close_matches(wrong, known, n=1, cutoff=cutoff)
+        if close:
+            return [".".join([*section, close[0]])]
+        name = OTHER_NAMES.get(wrong, wrong)
+        here = tuple(section)
+        every = [path for path in _list_paths((), Recipe, here) if path[-1] == name]
+        inside = [path for path in every if path[: len(here)] == here]
+        # Where the name is a key of several modules, the language model's is the likeliest.
+        found = sorted(inside or every, key=lambda path: -_rank_module(path))
+        if found:
+            return [".".join(path) for path in found[:_MOST]]
+    return []
+
+
+def _rank_module(path: Sequence[str]) -> int:
+    return next((MODULES.index(key) + 1 for key in path if key in MODULES), 0)
+
+
+def _list_paths(
+    path: tuple[str, ...], kind: Any, section: tuple[str, ...]
+) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of all keys below ``kind``; in maps and lists, those of ``section``."""
+    kind = _without_none(kind)
+    if dataclasses.is_dataclass(kind):
+        for name, below in get_type_hints(kind).items():
+            yield (*path, name)
+            yield from _list_paths((*path, name), below, section)
+    elif get_origin(kind) in (dict, list):
+        on_the_way = section[: len(path)] == path and len(section) > len(path)
+        key = section[len(path)] if on_the_way else "NAME" if get_origin(kind) is dict else "0"
+        yield from _list_paths((*path, key), get_args(kind)[-1], section)
+
+
+def _type_below(kind: Any, key: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return get_type_hints(kind).get(key)
+    return next(iter(get_args(kind)[-1:]), None)
+
+
+def _without_none(kind: Any) -> Any:
+    """Return X of ``X | None``."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return next((arg for arg in get_args(kind) if arg is not type(None)), None)
+    return kind

@@ -1,0 +1,1 @@
+"""What keeps a run whole: its lock, signals, and the life of its processes."""

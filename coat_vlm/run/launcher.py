@@ -1,0 +1,80 @@
+"""Ends a rank whose launcher is gone."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of Linux's prctl."""
+_POLL_S = 1.0
+
+
+def die_with_launcher() -> None:
+    """Let this process die when its launcher does, if a launcher started it.
+
+    torchrun, deepspeed and the SLURM script set RANK, LOCAL_RANK and WORLD_SIZE. A launcher that
+    is killed (``kill -9``, a signal that it does not handle) can end its ranks no more: they would
+    train on unseen, beside the run that replaces them. Linux sends them SIGKILL in that moment;
+    elsewhere a thread looks every second whether the parent process has changed. A command without
+    these variables is not affected: under nohup it outlives its shell.
+
+    Linux counts the end of the *thread* that started the process as the end of the parent. A
+    program that starts ranks from a thread must keep the thread until they have ended.
+
+    DeepSpeed's ``deepspeed`` starts a second process, which starts the ranks. They die with the
+    second one. If the first one ends alone, which the second does not notice, they stop as after
+    SIGTERM: this end may follow a signal that the ranks have received too, and they are saving.
+    """
+    if not all(name in os.environ for name in _RANK_VARIABLES):
+        return
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        _check_parent(parent)  # it may have died before the call
+        runner = _find_parent(parent)
+        # DeepSpeed sets CROSS_RANK. Its second process may also have been started by a shell, which
+        # may end first, as under nohup.
+        if "CROSS_RANK" in os.environ and b"deepspeed" in _read(f"/proc/{runner}/cmdline"):
+            threading.Thread(
+                target=_stop_without, args=(parent, runner), name="launcher", daemon=True
+            ).start()
+    else:
+        threading.Thread(target=_watch, args=(parent,), name="launcher", daemon=True).start()
+
+
+def _stop_without(parent: int, runner: int) -> None:
+    """Send SIGTERM to this process when its parent's parent is no longer ``runner``."""
+    while _find_parent(parent) == runner:
+        time.sleep(_POLL_S)
+    sys.stderr.write("coat-vlm: DeepSpeed's launcher is gone; this rank stops\n")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _find_parent(pid: int) -> int:
+    """Return the parent of a process of this machine; 0 if the process has ended."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return int(fields[1]) if fields else 0
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+def _watch(parent: int) -> None:
+    while True:
+        _check_parent(parent)
+        time.sleep(_POLL_S)
+
+
+def _check_parent(parent: int) -> None:
+    if os.getppid() != parent:
+        sys.stderr.write("coat-vlm: the launcher is gone; this rank ends\n")
+        os._exit(1)

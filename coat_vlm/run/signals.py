@@ -1,0 +1,178 @@
+"""Stops a command after a signal: at once, or where the work that must stay whole ends.
+
+SIGTERM, SIGUSR1 and SIGHUP (unless it is ignored, as under nohup) end a command with status 75, so
+that a scheduler starts it again; Ctrl-C ends it with 130. Each signal is acknowledged by one line
+on stderr within a moment, even while the main thread waits in a collective: C code writes the
+signal's number into a socket (:func:`signal.set_wakeup_fd`), and a thread reads it. Then
+
+- inside :meth:`Signals.hold` (the steps of training, an atomic save) the signal is recorded, and
+  raised at the end of the context;
+- inside :meth:`Signals.wait` (waiting for a batch) the wait ends at once;
+- anywhere else SystemExit is raised at once.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TypeVar
+
+EXIT_REQUEUE = 75
+"""EX_TEMPFAIL: SIGTERM, SIGUSR1 or SIGHUP stopped the command; start the same command again."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C stopped the command."""
+
+_NAMES = ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")  # Windows has two of them
+_NUMBERS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+_END = b"\0"
+"""Ends the thread that acknowledges signals."""
+
+_T = TypeVar("_T")
+
+
+class _WaitEnded(BaseException):
+    """Raised by the handler inside :meth:`Signals.wait`."""
+
+
+class Signals:
+    """The signals of this process; use the one instance :data:`SIGNALS`.
+
+    Loader processes inherit the handlers and ignore the signals: the main process ends the loaders.
+
+    Attributes:
+        received: the last signal since :meth:`handle` was entered, or None.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._holds: list[str] = []
+        self._process = -1
+        self._waits = False
+
+    @property
+    def exit_status(self) -> int:
+        """Exit status of the process after the signal."""
+        return EXIT_INTERRUPTED if self.received == signal.SIGINT else EXIT_REQUEUE
+
+    @contextmanager
+    def handle(self) -> Iterator["Signals"]:
+        """Handle signals inside this context; an inner one changes nothing.
+
+        Must be entered in the main thread.
+        """
+        if self._process == os.getpid():
+            yield self
+            return
+        self.received, self._holds, self._waits = None, [], False
+        self._process = os.getpid()
+        reading, writing = socket.socketpair()
+        writing.setblocking(False)
+        acknowledges = threading.Thread(
+            target=self._acknowledge, args=(reading,), name="signals", daemon=True
+        )
+        acknowledges.start()
+        before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        handlers = {number: signal.getsignal(number) for number in _NUMBERS}
+        try:
+            for number, handler in handlers.items():
+                if number == signal.SIGINT or handler != signal.SIG_IGN:
+                    signal.signal(number, self._handle)
+            yield self
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(before)
+            self._process = -1
+            writing.send(_END)  # forked processes may still hold the socket open
+            acknowledges.join(timeout=1.0)
+            writing.close()
+            reading.close()
+
+    @contextmanager
+    def hold(self, until: str) -> Iterator[None]:
+        """Only record signals inside this context; raise the recorded one at its end.
+
+        An exception that leaves the context has precedence, except an error of a collective: the
+        other ranks may have stopped already.
+
+        Args:
+            until: completes the sentence "stops ...", for the line that acknowledges a signal.
+
+        Raises:
+            SystemExit: a signal was received.
+            KeyboardInterrupt: Ctrl-C was received; at once if it was the second.
+        """
+        self._holds.append(until)
+        try:
+            yield
+        except RuntimeError:
+            self._holds.pop()
+            self._stop()
+            raise
+        except BaseException:
+            self._holds.pop()
+            raise
+        self._holds.pop()
+        self._stop()
+
+    def wait(self, get: Callable[[], _T]) -> _T | None:
+        """Return ``get()``, or None if a signal ended it or had been received before."""
+        if self.received is not None:
+            return None
+        try:
+            try:
+                self._waits = True
+                return get()
+            finally:
+                self._waits = False
+        except _WaitEnded:
+            return None
+
+    def _stop(self) -> None:
+        """Raise for the received signal, if there is one and nothing holds it."""
+        if self.received is None or self._holds:
+            return
+        if self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(EXIT_REQUEUE)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            return
+        if self.received == number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+        if self._waits:
+            self._waits = False  # a second signal must not be raised while the first one is handled
+            raise _WaitEnded
+        self._stop()
+
+    def _acknowledge(self, reading: socket.socket) -> None:
+        """Print one line per signal, in a thread of its own."""
+        rank = f"[rank {os.environ.get('RANK')}] " if "RANK" in os.environ else ""
+        numbers = b""
+        while _END not in numbers:
+            numbers = reading.recv(64)
+            for number in dict.fromkeys(numbers):
+                if number in _NUMBERS:
+                    name, when = signal.Signals(number).name, [*self._holds, "now"][0]
+                    sys.stderr.write(f"coat-vlm: {rank}{name} received; stops {when}\n")
+                    sys.stderr.flush()
+
+
+SIGNALS = Signals()
+"""The signals of this process."""
+
+
+def _forget_in_child() -> None:
+    """Detach a forked process from its parent's socket, or the parent would read its signals."""
+    if SIGNALS._process != -1:
+        signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,170 @@
+"""Checks the data of a stage before training: paths, formats, and sixteen rows of every source."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coat_data.containers.remote_file import is_url
+from coat_data.load.check_labels import check_labels, verify_template
+from coat_data.load.encode import Encoder
+from coat_data.load.lengths import probe_rows
+from coat_data.mixture.sampler import Mixture
+from coat_data.mixture.selection import Rows, shards_of
+from coat_data.sample import DataError, UnreachableError
+from coat_data.tools.lint import find_media_problem
+from coat_data.tools.problems import group_equal, summarize
+from coat_vlm.config import Recipe, SourceConfig, StageName
+from coat_vlm.model.processor import CoatVlmProcessor
+from coat_vlm.train.sources import access_of, check_names, open_source, open_sources
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedData:
+    """What is known of a stage's data."""
+
+    num_steps: int | None
+    """Optimizer steps; None if only training finds them (packing, documents, a broken source)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """Checks rows of one stage."""
+
+    encoder: Encoder | None
+    """None if the model's section has a problem of its own."""
+    splits_documents: bool
+    measures: bool
+    """Whether the lengths of texts are known; not before the run has trained its tokenizer."""
+
+    def find_problems(self, rows: Rows) -> tuple[int, list[DataError]]:
+        """Return the number of rows that were checked, and the problems of the bad ones.
+
+        A server that does not answer ends the check of a source: training asks it again.
+        """
+        found: list[DataError | None] = []
+        for place in probe_rows(rows):
+            found.append(self._find_problem(rows, place))
+            if isinstance(found[-1], UnreachableError):
+                break
+        return len(found), [error for error in found if error is not None]
+
+    def _find_problem(self, rows: Rows, place: int) -> DataError | None:
+        try:
+            sample = rows[place]
+            if self.encoder is not None:
+                check_labels(sample, *self.encoder.layout(sample), self.encoder)
+            # Servers are not asked: one that is silent would hold up the start.
+            if any(is_url(medium.path or "") for medium in sample.media):
+                return None
+            problem = find_media_problem(sample, "header")
+            if problem is not None or self.encoder is None:
+                return problem
+            if self.measures and not (self.splits_documents and sample.is_document):
+                self.encoder.measure(sample)
+        except DataError as error:
+            return error
+        return None
+
+
+def check_stage_data(
+    recipe: Recipe,
+    name: StageName,
+    processor: CoatVlmProcessor | None,
+    problems: list[str],
+    notes: list[str],
+) -> CheckedData:
+    """Open the sources of a stage as training does, and check sixteen rows of each.
+
+    Args:
+        recipe: the recipe.
+        name: the stage's name.
+        processor: converts samples; None to check paths, formats and media only.
+        problems: receives each problem.
+        notes: receives bad rows that the stage allows.
+    """
+    stage = recipe.stages[name]
+    encoder = None
+    if processor is not None:
+        try:
+            encoder = processor.encoder(train=False, template=stage.template)
+            verify_template(encoder)
+        except ValueError as error:
+            problems.append(f"stages.{name}: {error}")
+            encoder = None
+    template = stage.template or recipe.model.template
+    trained = recipe.model.tokenizer.train_vocab_size is None or recipe.init_from is not None
+    probe = _Probe(encoder, splits_documents=template == "plain", measures=trained)
+    sources, datasets, whole = _open(recipe, name, problems)
+    replaces = bool(stage.max_bad_samples or stage.max_bad_fraction)
+    for source, rows in zip(sources, datasets, strict=True):
+        _report(name, source, probe.find_problems(rows), replaces, problems, notes)
+    for source in stage.val_data:
+        try:
+            rows = open_source(source, recipe.seed, access=access_of(recipe), without_weights=True)
+        except (ValueError, OSError) as error:
+            problems.append(f"stages.{name}.val_data {source.name}: {error}")
+            continue
+        _report(name, source, probe.find_problems(rows), False, problems, notes)
+    if not whole:
+        return CheckedData(None)
+    try:
+        mixture = Mixture(
+            [len(rows) for rows in datasets],
+            [source.repeat for source in sources],
+            [source.weight for source in sources],
+            recipe.seed,
+            names=[source.name for source in sources],
+            shards=[shards_of(rows) for rows in datasets],
+        )
+    except ValueError as error:
+        problems.append(f"stages.{name}.data: {error}")
+        return CheckedData(None)
+    if stage.max_steps is not None:
+        return CheckedData(stage.max_steps)
+    if stage.packing is not None or template == "plain":
+        return CheckedData(None)
+    assert stage.epochs is not None
+    return CheckedData(max(1, round(stage.epochs * mixture.epoch_size / stage.batch_size)))
+
+
+def _open(
+    recipe: Recipe, name: StageName, problems: list[str]
+) -> tuple[list[SourceConfig], list[Rows], bool]:
+    """Open the training sources one by one; returns also whether all could be opened."""
+    sources: list[SourceConfig] = []
+    datasets: list[Rows] = []
+    before = len(problems)
+    for source in recipe.stages[name].data:
+        try:
+            found, opened = open_sources([source], recipe.seed, access_of(recipe))
+        except (ValueError, OSError) as error:
+            problems.append(f"stages.{name}.data {source.name}: {error}")
+            continue
+        sources += found
+        datasets += opened
+    try:
+        check_names(sources)
+    except ValueError as error:
+        problems.append(f"stages.{name}.data: {error}")
+    return sources, datasets, len(problems) == before
+
+
+def _report(
+    name: StageName,
+    source: SourceConfig,
+    checked: tuple[int, Sequence[DataError]],
+    replaces: bool,
+    problems: list[str],
+    notes: list[str],
+) -> None:
+    """Add the bad rows of a source: a problem if training would stop at them, else a note."""
+    number, errors = checked
+    if errors and isinstance(errors[-1], UnreachableError):
+        notes.append(f"stages.{name} {source.name}: not all rows were inspected: {errors[-1]}")
+        number, errors = number - 1, errors[:-1]
+    if not errors:
+        return
+    fatal = not replaces or len(errors) == number
+    lines = [summarize(equal) for equal in group_equal(errors)]
+    allowed = "" if fatal else " (max_bad_samples allows some)"
+    head = f"stages.{name} {source.name}: {len(errors)} of {number} inspected rows are bad{allowed}"
+    (problems if fatal else notes).append("\n".join([f"{head}:", *lines]))

@@ -1,0 +1,387 @@
+"""Checks a recipe before the engine starts, and lists all problems with their remedies.
+
+Everything that the recipe, the headers of files and sixteen rows of every source show is checked in
+seconds, without loading weights and without DeepSpeed. The checks are those of training, of
+``coat-vlm plan``, ``lint`` and ``export``, on a model without memory (device ``meta``).
+"""
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from coat_data.load.loader import check_batch_sizes
+from coat_data.sample import Part, Turn
+from coat_data.text.chat import get_template
+from coat_data.text.tokens import TokenizerLike
+from coat_vlm.checkpoint.manifest import find_problem
+from coat_vlm.config import Precision, Recipe, StageName
+from coat_vlm.config.load import list_builtin_recipes, load_recipe
+from coat_vlm.export.transformers_parts import check_llava
+from coat_vlm.fp8 import arithmetic_of, find_gpu_problem
+from coat_vlm.model import CoatVlm, count_parameters
+from coat_vlm.model.build import build_meta_model
+from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.model.loss import why_logits_are_needed
+from coat_vlm.model.pretrained import check_composed_folder
+from coat_vlm.model.processor import (
+    CoatVlmProcessor,
+    build_processor,
+    continue_processor,
+    load_tokenizer,
+    prepare_tokenizer,
+    train_tokenizer,
+)
+from coat_vlm.run.lock import LOCK
+from coat_vlm.train.check_data import CheckedData, check_stage_data
+from coat_vlm.train.prepare import (
+    build_planned_model,
+    check_run_folder,
+    describe_missing_start,
+    find_start,
+    select_stages,
+)
+
+_META = torch.device("meta")
+_TOKENIZER_SIZE = 512
+
+
+@dataclass
+class Findings:
+    """What the checks found."""
+
+    problems: list[str] = field(default_factory=list)
+    """Each with its remedy; training cannot start, or would stop."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know; training starts."""
+
+    @contextmanager
+    def collect(self, where: str = "") -> Iterator[None]:
+        """Add an error of the block to the problems instead of raising it.
+
+        Args:
+            where: put before the error, for errors that do not name their key.
+        """
+        try:
+            yield
+        except (ValueError, OSError, ImportError) as error:
+            self.add(f"{where}: {error}" if where else f"{error}")
+
+    def add(self, problem: str) -> None:
+        """Add a problem; the same one of several stages once."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def raise_problems(self) -> None:
+        """Raise ValueError with all problems, if there are any.
+
+        Of the ranks of a node, which see the same files, only the first one lists them. Another one
+        repeats its first problem, which may be its own (a failed read, another GPU).
+        """
+        if not self.problems:
+            return
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            first = self.problems[0].splitlines()[0]
+            raise ValueError(f"{count} found, see local rank 0 of this node; the first: {first}")
+        lines = [problem.replace("\n", "\n    ") for problem in self.problems]
+        raise ValueError("\n  - ".join([f"{count} found before training:", *lines]))
+
+
+def check_recipe(
+    recipe: Recipe,
+    *,
+    only_stage: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    num_ranks: int = 1,
+) -> Findings:
+    """Check what training with the same arguments needs.
+
+    Args:
+        recipe: the recipe.
+        only_stage: check only this stage.
+        resume: an earlier run is continued; finished stages are not checked.
+        overwrite: an earlier run in the output folder will be deleted.
+        num_ranks: number of processes.
+
+    Returns:
+        All problems and notes.
+    """
+    findings = Findings()
+    run_dir = Path(recipe.output_dir)
+    names: list[StageName] = []
+    with findings.collect():
+        names = select_stages(recipe, only_stage)
+    if not (run_dir / LOCK).exists():  # else the lock says whether another run writes the folder
+        with findings.collect():
+            check_run_folder(run_dir, continues=resume or only_stage is not None or overwrite)
+    if resume:
+        names = [name for name in names if find_problem(run_dir / name / "model") is not None]
+    if not names:
+        return findings
+    if recipe.tracking.wandb_project and find_spec("wandb") is None:
+        findings.add(
+            f"tracking.wandb_project={recipe.tracking.wandb_project!r} needs the wandb package; "
+            "install coat-vlm[wandb] or remove the key"
+        )
+    for name in names:
+        stage = recipe.stages[name]
+        with findings.collect(f"stages.{name}"):
+            check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, num_ranks)
+    _check_device(recipe, findings)
+    known = len(findings.problems)
+    emptied = overwrite and (run_dir / "recipe.yaml").is_file()
+    if emptied:
+        _check_kept(recipe, names, run_dir, findings)
+    start = _check_start(recipe, names[0], run_dir, findings, emptied=emptied)
+    processor, vocab_size = None, 0
+    if len(findings.problems) == known:
+        processor, vocab_size = _build_processor(recipe, start, findings)
+    data: dict[StageName, CheckedData] = {
+        name: check_stage_data(recipe, name, processor, findings.problems, findings.notes)
+        for name in names
+    }
+    frames: dict[StageName, CoatVlm] = {}
+    if processor is not None and not _needs_weights(recipe):
+        # Shapes of the next stages are those of the first one's model.
+        planned = dataclasses.replace(recipe, init_from=None if start is None else str(start))
+        for name in names:
+            with findings.collect():  # most problems are those of all stages
+                arithmetic = arithmetic_of(recipe.precision, recipe.fp8, _META)
+                frames[name] = build_planned_model(
+                    planned, recipe.stages[name], arithmetic, vocab_size if start is None else None
+                )
+    _check_frames(recipe, frames, processor, findings)
+    _check_disk(recipe, frames, data, run_dir, findings)
+    return findings
+
+
+def _check_device(recipe: Recipe, findings: Findings) -> None:
+    if not torch.cuda.is_available():
+        note = describe_emulation(recipe.precision)
+        if note:
+            findings.notes.append(note)
+        return
+    with findings.collect():
+        arithmetic_of(recipe.precision, recipe.fp8, torch.device("cuda", 0))
+
+
+def describe_emulation(precision: Precision) -> str | None:
+    """Return how a precision runs on a CPU, for a user; None for FP32."""
+    if precision == "fp32":
+        return None
+    return (
+        f"there is no GPU: precision {precision} is emulated on the CPU, with FP32 storage and "
+        "values rounded in the linear layers; it is slower than precision=fp32 and saves no memory"
+    )
+
+
+def _check_kept(
+    recipe: Recipe, names: Sequence[StageName], run_dir: Path, findings: Findings
+) -> None:
+    """Add a problem for each file of the run folder that is read after ``--overwrite``."""
+    start = find_start(recipe, names[0], run_dir, emptied=True)
+    sources = [
+        s for name in names for s in (*recipe.stages[name].data, *recipe.stages[name].val_data)
+    ]
+    needed = {start: "the model from which it would start"} if start is not None else {}
+    needed |= {Path(s.path): f"data of {s.name}" for s in sources}
+    needed |= {Path(s.exclude): f"exclude of {s.name}" for s in sources if s.exclude is not None}
+    for path, what in needed.items():
+        if run_dir.resolve() in path.resolve().parents:
+            findings.add(
+                f"--overwrite would delete {path} ({what}); keep this run and train in another "
+                "folder with output_dir=NEW" + (f" init_from={path}" if path == start else "")
+            )
+
+
+def _check_start(
+    recipe: Recipe, name: StageName, run_dir: Path, findings: Findings, *, emptied: bool
+) -> Path | None:
+    """Return the folder of the model from which the first stage starts, if it can be read."""
+    start = find_start(recipe, name, run_dir, emptied=emptied)
+    if start is None:
+        return None
+    if start.parent.parent == run_dir and str(start) != recipe.init_from:
+        problem = find_problem(start)
+        if problem is not None:
+            findings.add(describe_missing_start(name, start, problem))
+            return None
+        return start
+    try:
+        check_composed_folder(str(start))
+    except ValueError as error:
+        findings.add(_find_maker(recipe, start) or f"{error}")
+        return None
+    return start
+
+
+def _find_maker(recipe: Recipe, start: Path) -> str | None:
+    """Return what to do if a stage of this or of a built-in recipe writes ``init_from``."""
+    stage = start.parent.name
+    if start.name != "model":
+        return None
+    if start.parent.parent == Path(recipe.output_dir) and stage in recipe.stages:
+        return (
+            f"init_from={start} does not exist: it is what stage {stage} of this recipe writes; "
+            "remove init_from (init_from=null), since each stage starts from the one before it"
+        )
+    for name in list_builtin_recipes():
+        other = load_recipe(name, unset_variables=True)
+        if start.parent.parent == Path(other.output_dir) and stage in other.stages:
+            return (
+                f"init_from={start} does not exist yet: the recipe {name} writes it; run coat-vlm "
+                f"train {name} first, name another folder with init_from=FOLDER, or start from "
+                "model.vision and model.language with init_from=null"
+            )
+    return None
+
+
+def _needs_weights(recipe: Recipe) -> bool:
+    """Whether only loading the weights of the tower gives its configuration."""
+    vision = recipe.model.vision
+    return vision is not None and vision.library == "open_clip" and vision.name_or_path is not None
+
+
+def _build_processor(
+    recipe: Recipe, start: Path | None, findings: Findings
+) -> tuple[CoatVlmProcessor | None, int]:
+    """Build the processor as training does; returns it, if possible, and the vocabulary's size.
+
+    Instead of a tokenizer that the run will train, a small one with the same special tokens is
+    used.
+    """
+    model, size = recipe.model, recipe.model.tokenizer.train_vocab_size
+    images = model.vision is not None
+    if start is not None:
+        with findings.collect("init_from"):
+            config = CoatVlmConfig.from_pretrained(start)
+            saved = CoatVlmProcessor.from_pretrained(start)
+            return continue_processor(model, saved, config), 0
+        return None, 0
+    if _needs_weights(recipe):
+        return None, 0
+    tokenizer = None
+    with findings.collect("" if size is None else "model.tokenizer"):
+        if size is None:
+            tokenizer = load_tokenizer(model)
+        else:
+            tokenizer = train_tokenizer(["text"], min(size, _TOKENIZER_SIZE))
+            tokenizer = prepare_tokenizer(tokenizer, images=images)
+    vocab_size = size or (0 if tokenizer is None else len(tokenizer))
+    with findings.collect():
+        # Also without a tokenizer: other keys of the model may be wrong.
+        frame = build_meta_model(model, vocab_size, torch.float32)
+        if tokenizer is not None:
+            config = cast(CoatVlmConfig, frame.config)
+            return build_processor(model, tokenizer, config), vocab_size
+    return None, 0
+
+
+def _check_frames(
+    recipe: Recipe,
+    frames: dict[StageName, CoatVlm],
+    processor: CoatVlmProcessor | None,
+    findings: Findings,
+) -> None:
+    if not frames or processor is None:
+        return
+    frame = next(iter(frames.values()))
+    needs_kernel = why_logits_are_needed(frame.language_model) is None
+    reference = recipe.fp8 is not None and recipe.fp8.reference
+    problem = find_gpu_problem(needs_kernel and not reference)
+    if problem is not None:
+        findings.add(problem)
+    if frame.config.has_vision:
+        try:
+            check_llava(frame, processor)
+        except ValueError as error:
+            wanted = "llava" in recipe.export_formats
+            (findings.problems if wanted else findings.notes).append(
+                f"{'export_formats: ' if wanted else 'this model cannot be exported as llava: '}"
+                f"{f'{error}'.removeprefix('--format llava: ')}"
+            )
+    findings.notes += _compare_templates(recipe, processor)
+
+
+def _compare_templates(recipe: Recipe, processor: CoatVlmProcessor) -> list[str]:
+    """Return a note if a pretrained model has another chat template than it will be trained with.
+
+    They are compared on a conversation with a system turn, if the tokenizer's own allows one.
+    """
+    tokenizer = cast(TokenizerLike, processor.tokenizer)
+    templates = {recipe.model.template, *(stage.template for stage in recipe.stages.values())}
+    chosen = sorted(name for name in templates if name in ("chatml", "vicuna_v1"))
+    pretrained = recipe.model.language.name_or_path is not None or recipe.init_from is not None
+    if not (chosen and pretrained and tokenizer.chat_template):
+        return []
+    roles = ("system", "user", "assistant", "user", "assistant")
+    turns = [Turn(role, (Part("text", f"{role}."),)) for role in roles]
+    for conversation in (turns, turns[1:]):
+        try:
+            own, *others = (
+                "".join(part.text for part in get_template(name, tokenizer).render(conversation))
+                for name in ("tokenizer", *chosen)
+            )
+        except ValueError:
+            continue  # it allows no system turn; a template that does not fit is a problem itself
+        return [
+            f"template {name} differs from the chat template with which the language model of "
+            f"{tokenizer.name_or_path!r} comes; the model will be trained and saved with {name}: "
+            "model.template=tokenizer keeps its own"
+            for name, other in zip(chosen, others, strict=True)
+            if other != own
+        ]
+    return []
+
+
+def _check_disk(
+    recipe: Recipe,
+    frames: dict[StageName, CoatVlm],
+    data: dict[StageName, CheckedData],
+    run_dir: Path,
+    findings: Findings,
+) -> None:
+    """Compare the size of checkpoints and models with the free space.
+
+    A trained parameter has an FP32 master weight and two moments, 8 bytes or, in FP8, 2.1.
+    """
+    needed = pending = 0.0
+    for name, frame in frames.items():
+        stage = recipe.stages[name]
+        arithmetic = arithmetic_of(recipe.precision, recipe.fp8, _META)
+        coat = arithmetic.fp8 is not None and arithmetic.fp8.optimizer == "coat"
+        stored = 4 if recipe.precision == "fp32" or not torch.cuda.is_available() else 2
+        trained = count_parameters(frame, trainable_only=True)
+        whole = count_parameters(frame)
+        checkpoint = trained * (4 + (2.1 if coat else 8)) + (whole - trained) * stored
+        steps, every = data[name].num_steps, stage.save_every_steps
+        saves = 1 if not every else recipe.save_total_limit + 1
+        if every and steps is not None:
+            saves = min(saves, -(-steps // every))
+        # A new checkpoint is complete before the oldest one is deleted.
+        pending = max(pending, checkpoint if saves > recipe.save_total_limit else 0.0)
+        needed += min(saves, recipe.save_total_limit) * checkpoint + whole * stored
+    here = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
+    used = sum(
+        file.stat().st_size
+        for name in frames
+        for file in (run_dir / name).rglob("*")
+        if file.is_file()
+    )
+    free = shutil.disk_usage(here).free + used
+    if needed + pending > free:
+        findings.add(
+            f"output_dir={recipe.output_dir}: checkpoints and models need about "
+            f"{(needed + pending) / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free in "
+            f"{here.absolute()}; lower save_total_limit ({recipe.save_total_limit}), or set "
+            "output_dir to a folder on another disk"
+        )

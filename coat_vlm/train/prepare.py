@@ -1,0 +1,140 @@
+"""What a stage starts from: the order of stages, the initial model, the modules that it trains.
+
+Nothing here needs DeepSpeed: the checks before training and ``coat-vlm plan`` use it without
+starting an engine.
+"""
+
+from pathlib import Path
+
+from coat_vlm.config import STAGES, Recipe, StageConfig, StageName
+from coat_vlm.fp8 import Arithmetic, ConversionReport, convert
+from coat_vlm.model.build import build_meta_model, create_meta_model
+from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.model.lora import add_adapters
+from coat_vlm.model.packing import PACKED
+from coat_vlm.model.pretrained import check_composed_folder
+from coat_vlm.model.vlm import CoatVlm, module_parameters
+
+
+def select_stages(recipe: Recipe, only_stage: str | None) -> list[StageName]:
+    """Return the stages of a recipe in order, or only the requested one.
+
+    Raises:
+        ValueError: the recipe does not have the requested stage.
+    """
+    names: list[StageName] = [name for name in STAGES if name in recipe.stages]
+    if only_stage is not None and only_stage not in names:
+        raise ValueError(f"--stage {only_stage}: the recipe has the stages {', '.join(names)}")
+    return [name for name in names if only_stage in (None, name)]
+
+
+def find_start(
+    recipe: Recipe, name: StageName, run_dir: Path, *, emptied: bool = False
+) -> Path | None:
+    """Return the folder of the model from which a stage starts; None for a new model.
+
+    That is the model of the stage before it. If the run folder has no such stage (``--stage sft``
+    in a new run folder), and for the first stage, it is ``init_from``. A stage that was started
+    there, but is not finished, is no reason to start from ``init_from``. With ``emptied``, the run
+    folder will have been emptied (``--overwrite``).
+    """
+    earlier = [stage for stage in STAGES[: STAGES.index(name)] if stage in recipe.stages]
+    if earlier and (recipe.init_from is None or (not emptied and (run_dir / earlier[-1]).exists())):
+        return run_dir / earlier[-1] / "model"
+    return None if recipe.init_from is None else Path(recipe.init_from)
+
+
+def describe_missing_start(name: StageName, start: Path, problem: str) -> str:
+    """Return the error of a stage whose earlier stage has no complete model in the run folder."""
+    return (
+        f"stage {name} starts from {start}, and {problem}; train the stage {start.parent.name} "
+        "first, or start from another model in a new run folder: output_dir=NEW init_from=FOLDER"
+    )
+
+
+def check_run_folder(run_dir: Path, *, continues: bool) -> None:
+    """Raise ValueError if the folder has a run, and this one does not continue it."""
+    if (run_dir / "recipe.yaml").is_file() and not continues:
+        raise ValueError(
+            f"{run_dir} already contains a run; continue it with --resume auto, replace it "
+            "with --overwrite, or use another folder with output_dir=..."
+        )
+
+
+def set_trainable(model: CoatVlm, stage: StageConfig) -> None:
+    """Set ``requires_grad`` of all modules for a stage, and add LoRA adapters; once per model.
+
+    With ``lora`` only the adapters of the language model train.
+
+    Raises:
+        ValueError: ``lora`` names a layer that does not exist.
+    """
+    if stage.lora is not None:
+        add_adapters(model, stage.lora)  # freezes all but the adapters
+    for name, part in module_parameters(model).items():
+        if name != "language" or stage.lora is None:
+            part.requires_grad_(stage.module(name).train)
+    if stage.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers made the embeddings' outputs require gradients, which only reentrant
+        # checkpointing needs: a frozen tower would save all its activations and run backward.
+        model.disable_input_require_grads()
+
+
+def set_train_mode(model: CoatVlm, stage: StageConfig) -> None:
+    """Set training mode, and evaluation mode (no dropout) for frozen modules."""
+    model.train()
+    for name, part in module_parameters(model).items():
+        if not stage.module(name).train:
+            part.eval()
+
+
+def prepare_model(
+    model: CoatVlm, recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic
+) -> ConversionReport | None:
+    """Prepare a model for a stage: adapters, frozen modules, attention, precision.
+
+    Args:
+        model: the model as built or loaded; changed in place, once.
+        recipe: provides the attention implementation.
+        stage: provides the trainable modules and packing.
+        arithmetic: the recipe's precision on this device.
+
+    Returns:
+        The modules that were converted to FP8; None if the precision is not an FP8 one.
+
+    Raises:
+        ValueError: ``lora`` names a layer that does not exist, or the model does not fit FP8.
+    """
+    set_trainable(model, stage)
+    if stage.packing is not None and recipe.model.attention == "sdpa":
+        model.language_model.set_attn_implementation(PACKED)
+    return arithmetic.apply(model)
+
+
+def build_planned_model(
+    recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, vocab_size: int | None
+) -> CoatVlm:
+    """Build the model of the first step of a stage on ``meta``.
+
+    Args:
+        recipe: names the model or ``init_from``.
+        stage: selects the trainable modules.
+        arithmetic: selects the layers to convert to FP8.
+        vocab_size: size of the tokenizer; None with ``init_from``.
+
+    Raises:
+        ValueError: the recipe's model cannot be built, or not in this precision.
+    """
+    if vocab_size is None:
+        assert recipe.init_from is not None
+        config = CoatVlmConfig.from_pretrained(check_composed_folder(recipe.init_from))
+        config._attn_implementation = recipe.model.attention
+        frame = create_meta_model(config, arithmetic.dtype)
+    else:
+        frame = build_meta_model(recipe.model, vocab_size, arithmetic.dtype)
+    set_trainable(frame, stage)
+    if arithmetic.fp8 is not None:
+        convert(frame, arithmetic.fp8)
+    set_train_mode(frame, stage)
+    return frame

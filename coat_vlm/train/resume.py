@@ -1,0 +1,294 @@
+"""Decides which recipe keys may change when a run continues, and records those that did.
+
+A key may change freely (:data:`MAY_CHANGE`), only with ``--allow-changed-data``
+(:data:`CHANGES_DATA`), or not at all (:data:`FIXED`, with the reason). In a stage of which nothing
+is saved yet every key may change; in a finished stage none.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from coat_data.mixture.packing import Sampler
+from coat_data.mixture.sampler import SamplerState
+from coat_vlm.checkpoint.load import list_checkpoints
+from coat_vlm.checkpoint.manifest import find_problem
+from coat_vlm.config import STAGES, Fp8Config, Recipe
+from coat_vlm.train.tracking import METRICS, append_row
+
+_DATA = "it changes the samples or their order"
+_ROUNDING = "later losses differ by rounding"
+_SAME_DATA = "the rows themselves are compared with those of the start"
+
+MAY_CHANGE: Mapping[str, str] = {
+    **dict.fromkeys(("name", "output_dir", "num_workers", "log_every_steps", "log_phases"), ""),
+    "export_formats": "",
+    **dict.fromkeys(("tracking.**", "eval_sets.**", "eval_every", "eval_samples"), ""),
+    **dict.fromkeys(("async_save", "keep_every_steps", "keep_best"), ""),
+    **dict.fromkeys(("data_timeout_s", "collective_timeout_s"), ""),
+    **dict.fromkeys(("save_total_limit", "zero_stage", "monitor.**", "divergence.**"), ""),
+    "cudnn_attention": _ROUNDING,
+    "fp8.weights": "",
+    "fp8.cuda_graphs": "",
+    "fp8.reference": _ROUNDING,
+    **dict.fromkeys(("network", "network.**", "limits.**", "model.image.max_pixels"), ""),
+    **dict.fromkeys(("model.video.max_frame_pixels", "model.video.max_total_pixels"), ""),
+    "model.video.backend": "decoded frames may differ by rounding",
+    "model.video.timeout_s": "",
+    **dict.fromkeys(
+        [f"stages.*.{name}.lr" for name in ("vision", "projector", "language")]
+        + [f"stages.*.{key}" for key in ("schedule", "warmup_ratio", "min_lr_ratio")]
+        + [f"stages.*.{key}" for key in ("grad_clip", "weight_decay", "max_skipped_steps")]
+        + [f"stages.*.{key}" for key in ("max_bad_samples", "max_bad_fraction")]
+        + [f"stages.*.{key}" for key in ("save_every_steps", "eval_every_steps", "val_data.**")],
+        "",
+    ),
+    "stages.*.gradient_checkpointing": "",
+    "stages.*.micro_batch_size": "losses in FP8 differ by rounding",
+    **dict.fromkeys(
+        [f"stages.*.data.*.{key}" for key in ("path", "media_root", "format", "follow_links")],
+        _SAME_DATA,
+    ),
+}
+"""Keys that may change at a resume (``*`` stands for one part, ``**`` for all that follow), with a
+note where results after the resume depend on them in another way than their name says."""
+
+CHANGES_DATA = (
+    "stages.*.data.**",
+    "stages.*.packing.images",
+    "model.max_length",
+    "model.image.max_tiles",
+    "model.image.num_video_frames",
+    "model.video.num_frames",
+    "model.video.fps",
+    "model.video.max_frames",
+)
+"""Keys that change the samples or their order: only with ``--allow-changed-data``."""
+
+FIXED: Mapping[str, str] = {
+    "seed": "it seeds the initialization and the order of samples",
+    "init_from": "training started from these weights",
+    "precision": "the saved weights and optimizer states are those of this precision",
+    "fp8.second_moment": "the saved second moments were rounded in this way",
+    "fp8.**": "it selects what is quantized, and the saved states depend on it",
+    "model.**": "the weights in the checkpoint belong to this model and its inputs",
+    "stages.*.lora.**": "the adapters in the checkpoint have this shape and scale",
+    "stages.*.vision.train": "the optimizer states are those of the modules that train",
+    "stages.*.projector.train": "the optimizer states are those of the modules that train",
+    "stages.*.language.train": "the optimizer states are those of the modules that train",
+    "stages.*.betas": "the saved moments are averages over these horizons",
+    "stages.*.eps": "the saved moments were scaled for it",
+    "stages.*.template": "it determines the tokens of every sample",
+    "stages.*.batch_size": "finished steps and the learning rate schedule count batches of it",
+    "stages.*.packing.**": "it determines the order of samples",
+}
+"""Keys that may not change, with the reason; the first pattern that matches gives it."""
+
+State = Literal["finished", "started"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A recipe key with another value than at the start of the run."""
+
+    key: tuple[str, ...]
+    before: Any
+    after: Any
+
+    @property
+    def note(self) -> str:
+        """What else to know about the change."""
+        return next((note for key, note in MAY_CHANGE.items() if _matches(self.key, key)), "")
+
+    def __str__(self) -> str:
+        return f"{'.'.join(self.key)}: {_format(self.before)} -> {_format(self.after)}"
+
+
+def find_stage_states(run_dir: Path) -> dict[str, State]:
+    """Return the stages that are finished, or started and have a checkpoint."""
+    states: dict[str, State] = {}
+    for name in STAGES:
+        if find_problem(run_dir / name / "model") is None:
+            states[name] = "finished"
+        elif list_checkpoints(run_dir / name / "checkpoints"):
+            states[name] = "started"
+    return states
+
+
+def find_changes(old: Recipe, new: Recipe) -> list[Change]:
+    """Return all keys that differ, in the order of the recipe.
+
+    ``fp8.second_moment`` is compared by the resulting codec. For ``auto``, checkpoints are compared
+    by the codec of the saved states (checkpoint/metadata.py), since earlier versions resolved
+    ``auto`` differently.
+    """
+    changes = [*_compare((), _settings(old), _settings(new))]
+    before, after = ((recipe.fp8 or Fp8Config()) for recipe in (old, new))
+    if before.second_moment != "auto" and before.codec != after.codec:
+        changes.append(Change(("fp8", "second_moment"), before.codec, after.codec))
+    return changes
+
+
+def check_changes(
+    changes: Sequence[Change],
+    states: Mapping[str, State],
+    path: Path,
+    *,
+    allow_changed_data: bool,
+) -> None:
+    """Raise ValueError if a key changed that must not; the message names each with its reason.
+
+    Args:
+        changes: the keys that differ.
+        states: see :func:`find_stage_states`.
+        path: the recipe.yaml of the run, for the message.
+        allow_changed_data: ``--allow-changed-data``.
+    """
+    objections = [(change, _find_objection(change, states)) for change in changes]
+    data = any(objection == _DATA for _, objection in objections)
+    lines = [
+        f"  {change}: {objection}"
+        for change, objection in objections
+        if objection is not None and not (allow_changed_data and objection == _DATA)
+    ]
+    if not lines:
+        return
+    flag = "; --allow-changed-data accepts the keys that change samples or their order"
+    remedy = f"restore these keys{flag if data else ''}, or start a new run in another output_dir"
+    raise ValueError(
+        "\n".join(
+            [
+                f"the recipe differs from {path}, which this run continues, in keys that must "
+                "not change:",
+                *lines,
+                f"{remedy}; a new run can start from saved weights with init_from",
+            ]
+        )
+    )
+
+
+def check_length(stage: str, total_steps: int, finished: int) -> None:
+    """Raise ValueError if a stage has finished more steps than it is to have."""
+    if total_steps < finished:
+        raise ValueError(
+            f"stage {stage} would have {total_steps} steps, and {finished} are finished; raise "
+            "max_steps or epochs to at least that"
+        )
+
+
+def continue_sampler(
+    sampler: Sampler, state: SamplerState, allow_changed_data: bool
+) -> SamplerState:
+    """Return the state at which a sampler continues.
+
+    With changed data, the packing window may have fewer rows than were used; it then starts over.
+
+    Raises:
+        ValueError: that is so, and changed data is not allowed.
+    """
+    try:
+        sampler.step(state)
+    except ValueError:
+        if not (allow_changed_data and state.rows):
+            raise
+        return SamplerState(state.position)
+    return state
+
+
+def apply_changes(run_dir: Path, changes: Sequence[Change], states: Mapping[str, State]) -> None:
+    """Print the changes, record them in metrics.jsonl (``kind: resume``), remove what is stale.
+
+    Stale are the measured lengths and split positions of rows (coat_vlm/train/data.py) if a key
+    changed that may change the samples.
+    """
+    if not changes:
+        return
+    lines = [f"  {change}{f' ({change.note})' if change.note else ''}" for change in changes]
+    tqdm.write("\n".join([f"changed since {run_dir / 'recipe.yaml'} was written:", *lines]))
+    names = [name for name in STAGES if states.get(name) == "started"] or [*states][-1:]
+    if names:
+        saved = list_checkpoints(run_dir / names[0] / "checkpoints")
+        intact = [path.name for path in saved if find_problem(path) is None]
+        step = int(intact[0].removeprefix("step-")) if intact else 0
+        row = {"kind": "resume", "stage": names[0], "step": step, "changes": [*map(str, changes)]}
+        append_row(run_dir / METRICS, row)
+    if all(any(_matches(change.key, key) for key in MAY_CHANGE) for change in changes):
+        return
+    for name in STAGES:
+        if states.get(name) != "finished":
+            for path in (run_dir / name).glob("*.npz"):
+                path.unlink()
+
+
+def _find_objection(change: Change, states: Mapping[str, State]) -> str | None:
+    """Return why a key must not change; None if it may."""
+    if change.key[0] == "stages":
+        name, *rest = change.key[1:]
+        state = states.get(name)
+        if state == "finished":
+            return f"stage {name} is finished"
+        if state is None:
+            place = [*STAGES].index(name)
+            later = next((other for other in STAGES[place:] if other in states), None)
+            return later and f"stage {later}, which comes after {name}, has begun"
+        if not rest:
+            return f"stage {name} has begun"
+        if rest in (["max_steps"], ["epochs"]):
+            before, after = change.before, change.after
+            lowered = None not in (before, after) and after < before
+            return "it may only be raised" if lowered else None
+    elif not states:
+        return None  # nothing is saved
+    if any(_matches(change.key, pattern) for pattern in MAY_CHANGE):
+        return None
+    if any(_matches(change.key, pattern) for pattern in CHANGES_DATA):
+        return _DATA
+    reasons = (reason for pattern, reason in FIXED.items() if _matches(change.key, pattern))
+    return next(reasons, "finished steps depend on it")
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe as nested mappings; lists of sources become mappings by name."""
+    settings = recipe.to_dict()
+    settings["fp8"] = dataclasses.asdict(recipe.fp8 or Fp8Config())
+    del settings["fp8"]["second_moment"]
+    for stage in settings["stages"].values():
+        for key in ("data", "val_data"):
+            stage[key] = {source["name"]: source for source in stage[key]}
+    return settings
+
+
+def _compare(key: tuple[str, ...], before: Any, after: Any) -> Iterator[Change]:
+    """Yield the leaves that differ; an absent section has only absent keys."""
+    if before == after:
+        return
+    named = key[:1] == ("stages",) and (len(key) == 2 or key[2:-1] in (("data",), ("val_data",)))
+    if named and None in (before, after):
+        yield Change(key, before and "present", after and "added")
+    elif isinstance(before, Mapping) or isinstance(after, Mapping):
+        before, after = before or {}, after or {}
+        for name in dict.fromkeys((*before, *after)):
+            yield from _compare((*key, str(name)), before.get(name), after.get(name))
+    else:
+        yield Change(key, before, after)
+
+
+def _matches(key: tuple[str, ...], pattern: str) -> bool:
+    parts = pattern.split(".")
+    if parts[-1] == "**":
+        parts.pop()
+        key = key[: len(parts)]
+    return len(parts) == len(key) and all(
+        part in ("*", own) for part, own in zip(parts, key, strict=True)
+    )
+
+
+def _format(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,281 @@
+"""Rows of JSON files that are one object, as data sets are published.
+
+- ``annotations`` with ``question_id`` (VQA v2, OK-VQA): the annotations, each with the fields of
+  its question from the file of questions in the same folder.
+- ``images`` and ``annotations`` (COCO): the annotations, each with the fields of its image.
+- ``data`` (TextVQA): the elements of the list.
+- ``{id: {..., "split": "train"}, ...}`` (ScienceQA): the values of one split, with their key as
+  ``id``; the splits may also be in ``pid_splits.json`` beside the file.
+
+Rows stay in the file: 16 bytes of memory per row, and 16 per row that others refer to.
+Other objects of rows, such as GQA's questions, are read by :mod:`coat_data.containers.json_file`.
+Sources: GT-Vision-Lab/VQA, README; cocodataset.org, format-data; TextVQA 0.5.1;
+lupantech/ScienceQA, README.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coat_data.containers.json_file import BOM, Window, parse_row
+from coat_data.containers.rows import IndexedFiles, Rows
+from coat_data.sample import DataError
+
+_ABOUT = ("info", "license", "licenses", "categories")
+"""Keys whose values describe the data set."""
+_LISTS = ("questions", "annotations", "images", "data")
+_SPLITS = "pid_splits.json"
+_DEFAULT_SPLIT = "train"
+_FIRST_LINE = 16 << 20
+"""Maximum length in bytes of a first line that is tried as a row of JSONL."""
+
+
+def open_object(path: Path, split: str | None = None) -> Rows | None:
+    """Open the rows of a JSON object; return None if the file is JSONL or in another layout.
+
+    Args:
+        path: a file that starts with a brace.
+        split: the split of an object of rows; by default ``train``, if the rows have splits.
+
+    Raises:
+        DataError: the file of questions is missing, or there is no such split.
+    """
+    if _is_jsonl(path):
+        return None
+    try:
+        name, first = _first_row(path)
+    except DataError:
+        return None  # not JSON: the error of the rows is better
+    if not name and ("split" in first or (first and path.with_name(_SPLITS).is_file())):
+        return _open_values(path, split)
+    if split is not None:
+        raise DataError(str(path), f"has no splits, but {split!r} is requested", "remove #SPLIT")
+    if not name:
+        return None
+    if name == "data":
+        return ObjectRows(path, "data")
+    if "question_id" in first:
+        return _open_annotations(path, name)
+    if {"file_name", "image_id"} & set(first):
+        images = ObjectRows(path, "images", "id")
+        return JoinedRows(ObjectRows(path, "annotations"), images, "image_id")
+    return None
+
+
+def _open_annotations(path: Path, name: str) -> Rows:
+    """Open the annotations of questions, which are in another file."""
+    if name == "questions":
+        raise DataError(
+            str(path),
+            "holds questions without their answers",
+            "give the file of annotations, which reads the questions from this file",
+        )
+    questions = ObjectRows(_questions_of(path), "questions", "question_id")
+    return JoinedRows(ObjectRows(path, "annotations"), questions, "question_id")
+
+
+def _open_values(path: Path, split: str | None) -> Rows | None:
+    """Open the values of one split of an object; None if not all of them are objects."""
+    rows = ObjectRows(path, None, split=split or _DEFAULT_SPLIT)
+    if not rows.only_objects:
+        return None
+    if (rows.splits and not len(rows)) or (split and not rows.splits):
+        known = ", ".join(rows.splits) or "none"
+        raise DataError(
+            str(path),
+            f"has no rows of the split {split or _DEFAULT_SPLIT!r} (splits: {known})",
+            f"give {path.name}#SPLIT with one of its splits",
+        )
+    return rows
+
+
+def _is_jsonl(path: Path) -> bool:
+    """Whether the first line is a complete row and not the only one."""
+    with path.open("rb") as stream:
+        head = stream.read(_FIRST_LINE).removeprefix(BOM).lstrip()
+        line, end, rest = head.partition(b"\n")
+        if not end or not (rest.strip() or stream.read(_FIRST_LINE).strip()):
+            return False
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+@contextmanager
+def _window(path: Path) -> Iterator[Window]:
+    with path.open("rb") as stream:
+        if stream.peek(len(BOM)).startswith(BOM):
+            stream.read(len(BOM))
+        yield Window(stream, str(path))
+
+
+def _first_row(path: Path) -> tuple[str, Mapping[str, Any]]:
+    """Return the first list of rows by name, or an empty text, with its first row; else nothing."""
+    with _window(path) as window:
+        for _, name in window.members():
+            if window.mark() == "[":
+                elements = window.elements()
+                first = next(elements, (0, 0, None))[2]
+                if name in _LISTS and isinstance(first, Mapping):
+                    return name, first
+                for _ in elements:
+                    pass
+                continue
+            value = window.value()
+            if isinstance(value, Mapping) and name not in _ABOUT:
+                return "", value
+    return "", {}
+
+
+def _questions_of(path: Path) -> Path:
+    """Return the file of the questions that a file of annotations belongs to, by its name."""
+    name = path.name.replace("annotations", "questions")
+    for other in sorted(path.parent.glob("*questions*.json")):
+        if other != path and other.name.replace("OpenEnded_", "") == name:
+            return other
+    expected = name.replace("mscoco_", "OpenEnded_mscoco_")
+    raise DataError(
+        str(path),
+        f"the questions of these annotations are missing: there is no {expected} in the folder",
+        "copy both files into one folder under their published names",
+    )
+
+
+class ObjectRows(IndexedFiles):
+    """The elements of one list of a JSON object, or its values.
+
+    Attributes:
+        keys: value of ``key`` of each row, if ``key`` is given.
+        head: texts and numbers of the object.
+        splits: number of rows of each split, if the rows are the values.
+        only_objects: whether all values are objects, if the rows are the values.
+
+    Args:
+        path: the file.
+        name: name of the list; None for the values.
+        key: field that other rows refer to.
+        split: read only the values of this split.
+    """
+
+    def __init__(
+        self, path: Path, name: str | None, key: str | None = None, split: str | None = None
+    ) -> None:
+        self._name, self._key, self._split = name, key, split
+        self.keys: list[Any] = []
+        self.head: dict[str, Any] = {}
+        self.splits: Counter[str] = Counter()
+        self.only_objects = True
+        self._members = _split_members(path) if name is None else {}
+        super().__init__([path])
+        self._members = {}
+
+    def spans(self, path: Path) -> Iterator[tuple[int, int]]:
+        """Yield the byte offsets of the rows; a DataError ends a damaged file."""
+        with _window(path) as window:
+            for start, name in window.members():
+                if window.mark() == "[":
+                    for begin, end, value in window.elements():
+                        if name == self._name:
+                            self._add_key(value, begin)
+                            yield begin, end
+                    self.only_objects = self.only_objects and name in _ABOUT
+                    continue
+                value = window.value()
+                if self._name is not None or name in _ABOUT:
+                    self.head |= {name: value} if isinstance(value, str | int | float) else {}
+                elif not isinstance(value, Mapping):
+                    self.only_objects = False
+                elif self._is_wanted(name, value):
+                    yield start, window.offset
+            if window.mark():
+                raise window.error("Extra data")
+
+    def parse(self, data: bytes, index: int) -> Any:
+        """Parse a row; a value gets its key as ``id``."""
+        return parse_row(data, self.where(index))
+
+    def _add_key(self, value: Any, begin: int) -> None:
+        if self._key is None:
+            return
+        key = value.get(self._key) if isinstance(value, Mapping) else None
+        if isinstance(key, bool) or not isinstance(key, int | str):
+            where = f"{self.files[0]}:{len(self.keys)}"
+            raise DataError(where, f"{self._key} is {key!r}, at byte {begin}", "give it an id")
+        self.keys.append(key)
+
+    def _is_wanted(self, name: str, value: Mapping[str, Any]) -> bool:
+        """Count the splits of a row; return whether the row is in the requested one or in none."""
+        own = value.get("split")
+        splits = self._members.get(name, [own] if isinstance(own, str) else [])
+        self.splits.update(splits)
+        return not splits or self._split in splits
+
+
+def _split_members(path: Path) -> dict[str, list[str]]:
+    """Return the splits of each row in ``pid_splits.json`` beside the file, if it is there."""
+    listing = path.with_name(_SPLITS)
+    members: dict[str, list[str]] = {}
+    if listing.is_file():
+        try:
+            for split, names in json.loads(listing.read_text(encoding="utf-8")).items():
+                for name in names:
+                    members.setdefault(str(name), []).append(split)
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise DataError(
+                str(listing), f"is no list of splits: {error}", "copy it again"
+            ) from error
+    return members
+
+
+class JoinedRows(Rows):
+    """Rows, each with the fields of the row of another table that it refers to.
+
+    Attributes:
+        media_root: folder of the rows.
+        files: the files of both tables.
+
+    Args:
+        rows: the rows.
+        others: the other table, with its keys.
+        key: field of ``rows`` with a key of ``others``.
+    """
+
+    def __init__(self, rows: ObjectRows, others: ObjectRows, key: str) -> None:
+        self._rows, self._others, self._key = rows, others, key
+        self.media_root = rows.media_root
+        self.damage = rows.damage or others.damage
+        self.files = [*rows.files, *others.files]
+        keys = np.array(others.keys)
+        self._order = np.argsort(keys, kind="stable")
+        self._sorted = keys[self._order]
+        others.keys = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self._rows[index]
+        if not isinstance(row, Mapping):
+            return row
+        key = row.get(self._key)
+        same = isinstance(key, int if self._sorted.dtype.kind == "i" else str)
+        found = int(np.searchsorted(self._sorted, key)) if same else len(self._sorted)
+        if found == len(self._sorted) or self._sorted[found] != key:
+            raise DataError(
+                self._rows.where(index),
+                f"{self._key} is {key!r}, which is not in {self._others.files[0]}",
+                "copy files of the same version",
+            )
+        other = self._others[int(self._order[found])]
+        return {**self._others.head, **other, **row}
+
+    def place(self, index: int) -> tuple[str, int]:
+        """Return the file of the rows, and the row in it."""
+        return self._rows.place(index)

@@ -1,0 +1,57 @@
+"""Media files: formats and endings, the key that they share in a tar, special files; no NumPy."""
+
+import functools
+import os
+import stat
+
+from PIL import Image
+
+from coat_data.sample import DataError
+
+IMAGE_FORMATS = (
+    "JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "DIB", "ICO", "ICNS",
+    "CUR", "DDS", "PCX", "PSD", "QOI", "SGI", "SUN", "TGA", "XBM", "XPM",
+)  # fmt: skip
+"""Pillow's names of them; for every ``Image.open``, since Pillow goes by content and not by ending.
+
+Left out are EPS, which Pillow hands to Ghostscript, a program that can be made to run code; IPTC,
+which opens another image inside of it with all formats; WMF, HDF5, GRIB, BUFR and MPEG, which other
+programs read; and formats that no data set is stored in.
+"""
+
+VIDEO_SUFFIXES = frozenset(
+    {".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".gifv", ".flv", ".ts"}
+)
+
+
+@functools.cache
+def image_suffixes() -> frozenset[str]:
+    """File name endings of :data:`IMAGE_FORMATS`, in lower case with the dot."""
+    Image.init()
+    return frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in IMAGE_FORMATS)
+
+
+KEY = "__key__"
+"""Field of a row of a tar with the sample's key: the name that its files share."""
+
+
+def check_regular_file(path: str | os.PathLike[str]) -> None:
+    """Check before a file is opened that it is a regular file, if it exists.
+
+    Opening a named pipe waits until another process writes to it, and a device may never end.
+
+    Raises:
+        DataError: the path, or the target of the link, is a pipe, a device or a socket.
+    """
+    try:
+        mode = os.stat(path).st_mode  # noqa: PTH116 - a million paths
+    except OSError:
+        return  # opening the file reports this
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return
+    kinds = {stat.S_IFIFO: "a named pipe (FIFO)", stat.S_IFSOCK: "a socket"}
+    raise DataError(
+        os.fspath(path),
+        f"is {kinds.get(stat.S_IFMT(mode), 'a device')}, which may never end",
+        "give a regular file",
+    )

@@ -1,0 +1,244 @@
+"""Rows with the fields of published data sets: questions with short answers, choices, links.
+
+A table of layouts: the fields by which a row is recognized, where its image is, and what is said.
+An ``image`` in the row (Hugging Face's Parquet files of these sets) comes before the names in the
+table, which are tried in order below the media root.
+
+- Questions of annotated sets get LLaVA 1.5's prompt for short answers. Of several annotators'
+  answers the most frequent one is the answer, the first of equally frequent ones: VQA v2 publishes
+  it as ``multiple_choice_answer`` (GT-Vision-Lab/VQA, README), and LLaVA 1.5 trains on one answer.
+- Choices become LLaVA's multiple choice: the hint as ``Context:``, lettered options, the letter as
+  the answer (haotian-liu/LLaVA, docs/Evaluation.md).
+- PixMo (allenai/pixmo-*, dataset cards): points are percentages in PixMo-Points, as Molmo's
+  training reads them (``point_scale=100``); PixMo-Count asks for the number.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from coat_data.readers.boxes import write_box
+from coat_data.readers.fields import is_missing
+from coat_data.readers.reader import (
+    NOT_SFT,
+    Place,
+    Reader,
+    Said,
+    as_list,
+    as_object,
+    as_string,
+    caption_turns,
+    media_first,
+    media_path,
+    refuse_fields,
+    row_id,
+    to_media,
+)
+from coat_data.sample import DataError, Media, Sample
+from coat_data.text.chat import LETTER_SUFFIX, SHORT_ANSWER_SUFFIX
+
+Row = Mapping[str, Any]
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_PERCENT = (100.0, 100.0)
+_SPEAKERS = re.compile(r"\[(USER|ASSISTANT)\]")
+_OTHER_CHOICES = "rename them to choices, a list of texts, with answer the letter or number"
+
+
+def _short_answer(row: Row, place: Place) -> Said:
+    question = as_string(row.get("question"), "question", place.where) + SHORT_ANSWER_SUFFIX
+    answer = row.get("multiple_choice_answer")
+    if answer is None and is_missing(row.get("answers")):
+        answer = row.get("answer")
+    elif answer is None:
+        answers = [
+            as_string(
+                one.get("answer") if isinstance(one, Mapping) else one,
+                f"answers[{number}]",
+                place.where,
+            ).strip()
+            for number, one in enumerate(as_list(row["answers"], "answers", place.where))
+        ]
+        answer = Counter(answers).most_common(1)[0][0]
+    return _asked(question, answer, place)
+
+
+def _asked(question: str, answer: Any, place: Place) -> Said:
+    return [("user", question), ("assistant", as_string(answer, "answer", place.where))]
+
+
+def _choice(row: Row, place: Place) -> Said:
+    choices = [
+        as_string(choice, f"choices[{number}]", place.where)
+        for number, choice in enumerate(as_list(row.get("choices"), "choices", place.where))
+    ]
+    letters, answer = _LETTERS[: len(choices)], row.get("answer")
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
+        answer = letters[answer]
+    if not isinstance(answer, str) or len(answer) != 1 or answer not in letters:
+        raise DataError(
+            place.where,
+            f"answer is {answer!r}, with {len(choices)} choices",
+            "give the number of the choice, from 0, or its letter",
+        )
+    hint = row.get("hint")
+    context = [f"Context: {as_string(hint, 'hint', place.where)}"] if hint else []
+    options = [f"{letter}. {choice}" for letter, choice in zip(letters, choices, strict=True)]
+    question = as_string(row.get("question"), "question", place.where)
+    return _asked("\n".join([*context, question, *options]) + LETTER_SUFFIX, answer, place)
+
+
+def _pixmo_talk(row: Row, place: Place) -> Said:
+    question = as_string(row.get("question"), "question", place.where)
+    _, *pieces = _SPEAKERS.split(question)
+    roles, texts = pieces[::2], [text.strip() for text in pieces[1::2]]
+    if roles and roles[-1] == "ASSISTANT" and not texts[-1]:  # PixMo-CapQA
+        roles, texts = roles[:-1], texts[:-1]
+    said: Said = [
+        ("user" if role == "USER" else "assistant", text)
+        for role, text in zip(roles, texts, strict=True)
+    ] or [("user", question)]
+    return [*said, ("assistant", as_string(row.get("answer"), "answer", place.where))]
+
+
+def _pixmo_points(row: Row, place: Place) -> Said:
+    label = as_string(row.get("label"), "label", place.where)
+    if "collection_method" not in row:
+        question = f"How many {label} are there?{SHORT_ANSWER_SUFFIX}"
+        return _asked(question, str(_whole(row.get("count"), place)), place)
+    points = [
+        as_object(point, place.where, f"points[{number}]", "give it x and y")
+        for number, point in enumerate(as_list(row.get("points"), "points", place.where))
+    ]
+    texts = [write_box([p.get("x"), p.get("y")], _PERCENT, place.where) for p in points]
+    return _asked(f"Point to {label}.", ", ".join(texts) or "There are none.", place)
+
+
+def _whole(value: Any, place: Place) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise DataError(place.where, f"count is {value!r}", "give a whole number")
+    return value
+
+
+def _caption(row: Row, place: Place) -> Said:
+    names = {str(name).lower(): name for name in row}
+    name = next(names[one] for one in ("caption", "text") if one in names)
+    return [("user", ""), ("assistant", as_string(row[name], name, place.where))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    has: frozenset[str]
+    """Fields of every row."""
+    said: Callable[[Row, Place], Said]
+    images: tuple[str, ...] = ()
+    """Paths of the image, with fields of the row in braces; empty: the row has the image."""
+
+
+_VQA = (  # VQA v2 and OK-VQA, TextVQA, GQA, and rows with the image (VizWiz)
+    _Layout(
+        has=frozenset({"question", "answers", "image_id", "data_subtype"}),
+        said=_short_answer,
+        images=(
+            "COCO_{data_subtype}_{image_id:012d}.jpg",
+            "{data_subtype}/COCO_{data_subtype}_{image_id:012d}.jpg",
+        ),
+    ),
+    _Layout(
+        has=frozenset({"question", "answers", "image_id", "set_name"}),
+        said=_short_answer,
+        images=("{image_id}.jpg", "train_images/{image_id}.jpg"),
+    ),
+    _Layout(
+        has=frozenset({"question", "answer", "imageId"}),
+        said=_short_answer,
+        images=("{imageId}.jpg", "images/{imageId}.jpg"),
+    ),
+    _Layout(has=frozenset({"question", "answers", "image"}), said=_short_answer),
+)
+_CHOICES = (  # ScienceQA, and other rows with the image
+    _Layout(
+        has=frozenset({"question", "choices", "answer", "image", "id"}),
+        said=_choice,
+        images=("images/{split}/{id}/{image}", "{split}/{id}/{image}", "{id}/{image}", "{image}"),
+    ),
+    _Layout(has=frozenset({"question", "choices", "answer", "image"}), said=_choice),
+)
+_PIXMO = (
+    _Layout(
+        has=frozenset({"image_url", "question", "answer"}),
+        said=_pixmo_talk,
+        images=("{image_url}",),
+    ),
+    _Layout(
+        has=frozenset({"image_url", "label", "count"}), said=_pixmo_points, images=("{image_url}",)
+    ),
+    _Layout(has=frozenset({"image_url", "caption"}), said=_caption, images=("{image_url}",)),
+)
+_LINKS = (
+    _Layout(has=frozenset({"URL", "TEXT"}), said=_caption, images=("{URL}",)),  # LAION
+    _Layout(has=frozenset({"url", "caption"}), said=_caption, images=("{url}",)),  # Re-LAION
+    # COYO and DataComp; a url and a text alone are a web page (C4, FineWeb)
+    _Layout(has=frozenset({"url", "text", "width"}), said=_caption, images=("{url}",)),
+    _Layout(has=frozenset({"url", "text", "original_width"}), said=_caption, images=("{url}",)),
+)
+
+
+def _find(layouts: tuple[_Layout, ...], row: Any) -> _Layout | None:
+    if not isinstance(row, Mapping):
+        return None
+    return next((layout for layout in layouts if layout.has <= set(row)), None)
+
+
+def _image(row: Row, layout: _Layout, place: Place) -> list[Media]:
+    given = row.get("image")
+    if not is_missing(given) and not (isinstance(given, str) and layout.images):
+        return [to_media(given, "image", "image", place)]
+    if "image" in layout.has and is_missing(given):  # ScienceQA has questions without images
+        return []
+    names: list[str] = []
+    for pattern in layout.images:
+        try:
+            names.append(pattern.format_map(row))
+        except KeyError:
+            continue  # a name with a field that the row does not have
+        except (ValueError, TypeError) as error:
+            problem = f"the fields of {pattern!r} are wrong: {error}"
+            raise DataError(place.where, problem, "give the published ids") from error
+    paths = [media_path(name, "the image", place) for name in names]
+    path = next((path for path in paths if os.path.exists(path)), paths[0])  # noqa: PTH110
+    return [Media(kind="image", path=path)]
+
+
+def _reader(name: str, summary: str, layouts: tuple[_Layout, ...]) -> Reader:
+    def to_sample(row: Any, place: Place) -> Sample:
+        row = as_object(row, place.where)
+        layout = _find(layouts, row)
+        if layout is None:
+            known = "; or ".join(", ".join(sorted(one.has)) for one in layouts)
+            problem = f"the row has not the fields of {name} (fields: {', '.join(map(str, row))})"
+            raise DataError(place.where, problem, f"give it {known}")
+        refuse_fields(row, {**NOT_SFT, "options": _OTHER_CHOICES}, place.where)
+        media = _image(row, layout, place)
+        said = layout.said(row, place)
+        if layout.said is _caption:
+            return place.sample(row_id(row, place), caption_turns(media, said[1][1]), media)
+        own = next(
+            (row[key] for key in ("question_id", "questionId") if row.get(key)), row.get("id")
+        )
+        turns = media_first(said, media, place)
+        return place.sample(row_id({"id": own}, place), turns, media)
+
+    return Reader(name, summary, lambda row: _find(layouts, row) is not None, to_sample)
+
+
+VQA = _reader(
+    "vqa", "VQAv2, OK-VQA, TextVQA, GQA, VizWiz: a question, its answers and its image", _VQA
+)
+CHOICES = _reader(
+    "choices", "ScienceQA: question, choices, answer (number or letter), image", _CHOICES
+)
+PIXMO = _reader("pixmo", "PixMo: image_url with caption, question and answer, or points", _PIXMO)
+LINKS = _reader("links", "image links with captions: LAION (URL, TEXT), COYO, DataComp", _LINKS)

@@ -1,0 +1,62 @@
+"""Counts which fields of a source's rows were used and ignored, and what readers noted."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from coat_data.sample import NOTES, Sample
+
+
+@dataclass(slots=True)
+class FieldCounts:
+    """Counts of one source."""
+
+    rows: int = 0
+    """Good rows."""
+    used: Counter[str] = field(default_factory=Counter)
+    """Field -> rows of which the reader used it."""
+    ignored: Counter[str] = field(default_factory=Counter)
+    """Field -> rows of which the reader did not use it."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """Key of :data:`coat_data.sample.NOTES` -> rows."""
+    first: dict[str, str] = field(default_factory=dict)
+    """Key of :data:`coat_data.sample.NOTES` -> file and row of the first of them."""
+
+    def add(self, sample: Sample) -> None:
+        """Count a sample."""
+        self.rows += 1
+        self.used.update(sample.reading.used)
+        self.ignored.update(sample.reading.ignored)
+        for note in sample.reading.notes:
+            self.notes[note] += 1
+            self.first.setdefault(note, sample.where)
+
+    def merge(self, later: "FieldCounts") -> None:
+        """Add the counts of later rows of the same source."""
+        self.rows += later.rows
+        self.used.update(later.used)
+        self.ignored.update(later.ignored)
+        self.notes.update(later.notes)
+        self.first = later.first | self.first
+
+    def lines(self, name: str) -> list[str]:
+        """Return the fields of the rows of source ``name``, and :meth:`warnings`."""
+        if not self.used:  # ingested rows, whose fields were checked before
+            return []
+        used, ignored = self._list(self.used), self._list(self.ignored)
+        return [f"{name}: fields used: {used}; ignored: {ignored}", *self.warnings(name)]
+
+    def warnings(self, name: str) -> list[str]:
+        """Return a line for each kind of note in the rows of source ``name``."""
+        return [
+            f"{name}: in {number} of {self.rows} rows {NOTES[note]}; first {self.first[note]}"
+            for note, number in self.notes.items()
+        ]
+
+    def _list(self, fields: Mapping[str, int]) -> str:
+        """Return the names of fields, with the number of rows if not all rows have them."""
+        names = (
+            name if number == self.rows else f"{name} ({number} of {self.rows} rows)"
+            for name, number in sorted(fields.items())
+        )
+        return ", ".join(names) or "none"

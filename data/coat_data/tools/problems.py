@@ -1,0 +1,85 @@
+"""Lists problems of rows, with equal ones in one line."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from tqdm import tqdm
+
+from coat_data.sample import DataError
+
+SHOWN = 3
+"""Rows with equal problems that are printed in full."""
+
+_MOST_RANGES = 8
+_WHERE = re.compile(r"(?P<file>.*?):(?P<row>\d+)(?::\s.*)?$", re.DOTALL)
+_OWN = re.compile(r"'[^']*'|\d+")
+"""What differs between equal problems: quoted names, and numbers."""
+
+
+class ProblemList:
+    """Prints problems as they come, and counts those that are equal to earlier ones.
+
+    Problems are equal if they differ only in the medium, in quoted names and in numbers.
+
+    Args:
+        say: prints a line.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._equal: dict[tuple[str, str], list[DataError]] = {}
+
+    def add(self, error: DataError) -> None:
+        """Print a problem, unless :data:`SHOWN` equal ones have been printed."""
+        equal = self._equal.setdefault(_key(error), [])
+        equal.append(error)
+        if len(equal) <= SHOWN:
+            with tqdm.external_write_mode():  # so that a progress bar and the lines do not mix
+                self._say(str(error))
+
+    def finish(self) -> None:
+        """Print a line with count and rows for each problem that not all lines were printed of."""
+        for equal in self._equal.values():
+            if len(equal) > SHOWN:
+                self._say(summarize(equal))
+
+
+def _key(error: DataError) -> tuple[str, str]:
+    return _OWN.sub("", error.problem), error.remedy
+
+
+def group_equal(errors: Iterable[DataError]) -> list[list[DataError]]:
+    """Group equal problems, in the order of the first of each group."""
+    groups: dict[tuple[str, str], list[DataError]] = {}
+    for error in errors:
+        groups.setdefault(_key(error), []).append(error)
+    return list(groups.values())
+
+
+def summarize(errors: Sequence[DataError]) -> str:
+    """Return one line for equal problems: the first one, the number, and the rows.
+
+    Args:
+        errors: equal problems in the order of the rows, at least one.
+    """
+    if len(errors) == 1:
+        return str(errors[0])
+    found = [_WHERE.match(error.where) for error in errors]
+    files = dict.fromkeys(match["file"] if match else "" for match in found)
+    rows = sorted(int(match["row"]) for match in found if match)
+    number = "in one file" if len(files) == 1 else f"in {len(files)} files"
+    return (
+        f"{len(errors)} rows {number} have this problem: {errors[0]} (rows {_format_ranges(rows)})"
+    )
+
+
+def _format_ranges(rows: Sequence[int]) -> str:
+    """Format ascending numbers as ranges: ``0-4, 7``."""
+    ranges: list[list[int]] = []
+    for row in rows:
+        if ranges and row - ranges[-1][1] <= 1:
+            ranges[-1][1] = row
+        else:
+            ranges.append([row, row])
+    words = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:_MOST_RANGES]]
+    return ", ".join([*words, *(["..."] if len(ranges) > _MOST_RANGES else [])])

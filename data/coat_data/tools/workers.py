@@ -1,0 +1,252 @@
+"""Works on the rows of a source in chunks, in worker processes, with the results in order.
+
+:func:`coat_data.load.lengths.in_workers` is not used: it needs torch, whose import takes as long as
+checking fifteen thousand rows.
+"""
+
+import atexit
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain, islice
+from multiprocessing.connection import Connection
+from multiprocessing.pool import ThreadPool
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from tqdm import tqdm
+
+from coat_data.load.dataset import SampleDataset
+from coat_data.media.remote_media import is_remote
+from coat_data.mixture.selection import describe_row
+from coat_data.sample import DataError, Media, Sample, UnreachableError
+
+MAX_WORKERS = 8
+"""Maximum number of worker processes by default."""
+HOST_LIMIT_S = 60.0
+"""Seconds that links to one host may take without an answer before its other links are skipped."""
+
+_CHUNKS_AHEAD = 3
+"""Chunks that are assigned to a worker process before the first result is read."""
+_THREADS = 16
+"""Links that one process reads at the same time."""
+
+Chunk = Iterable[Sample | DataError]
+T = TypeVar("T")
+
+
+def count_workers(workers: int | None) -> int:
+    """Return the number of processes: ``workers``, or one per usable core up to the limit.
+
+    Raises:
+        ValueError: ``workers`` is less than 1.
+    """
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers is {workers}; give 1 or more")
+    usable = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if usable else os.cpu_count() or 1
+    return workers or min(MAX_WORKERS, cores)
+
+
+def map_chunks(
+    dataset: SampleDataset,
+    work: Callable[[Chunk], T],
+    job: str,
+    *,
+    workers: int | None,
+    rows: int,
+) -> Iterator[T]:
+    """Yield ``work(samples)`` for consecutive chunks of all rows, in order, with a progress bar.
+
+    The results do not depend on the number of processes. This process alone reads rows that can
+    only be read in order (a compressed tar), remote Parquet files, and a single chunk.
+
+    Args:
+        dataset: the source.
+        work: a function of the samples of a chunk and the errors of its bad rows.
+        job: what is done, for the progress bar.
+        workers: see :func:`count_workers`.
+        rows: rows of a chunk.
+
+    Raises:
+        ValueError: ``workers`` is less than 1.
+        DataError: a worker process was killed; names the rows that it read.
+        RuntimeError: ``work`` raised an exception; names file and row.
+    """
+    workers = count_workers(workers)
+    total = len(dataset) if dataset.random_access else None
+    with tqdm(desc=f"{job} {dataset.name}", total=total) as bar:
+        if total is None:
+            samples = iter(dataset.stream())
+            for first in samples:
+                yield _apply(work, _advance(chain([first], islice(samples, rows - 1)), bar))
+            return
+        ranges = [range(at, min(at + rows, total)) for at in range(0, max(1, total), rows)]
+        workers = min(workers, len(ranges)) if dataset.in_parallel else 1
+
+        def read(part: range) -> T:
+            return _apply(work, dataset.read_range(part))
+
+        results = _map_in_processes(read, ranges, workers, dataset) if workers > 1 else None
+        for part, result in zip(ranges, results or map(read, ranges), strict=True):
+            bar.update(len(part))
+            yield result
+
+
+def _advance(samples: Chunk, bar: "tqdm[Any]") -> Chunk:
+    for sample in samples:
+        bar.update()
+        yield sample
+
+
+def _apply(work: Callable[[Chunk], T], samples: Chunk) -> T:
+    """Call ``work``; an exception of it, or of a reader, names the row that it was raised at."""
+    place = "the first row"
+
+    def watched() -> Chunk:
+        nonlocal place
+        for sample in samples:
+            place = sample.where
+            yield sample
+            place = f"the row after {sample.where}"
+
+    try:
+        return work(watched())
+    except Exception as error:
+        raise RuntimeError(f"{place}: {type(error).__name__}: {error}") from error
+
+
+def _map_in_processes(
+    read: Callable[[range], T], ranges: Sequence[range], workers: int, dataset: SampleDataset
+) -> Iterator[T]:
+    """Yield ``read(rows)`` for each range, in order; worker n reads every ``workers``-th range."""
+    forks = "fork" in multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("fork" if forks else None)
+    pipes: list[Connection] = []
+    processes: list[Any] = []
+    ahead = workers * _CHUNKS_AHEAD
+    try:
+        for _ in range(workers):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, read), daemon=True)
+            process.start()
+            # multiprocessing's own handler at exit would send SIGTERM, and wait.
+            atexit.register(process.kill)
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        for number, rows in enumerate(ranges[:ahead]):
+            pipes[number % workers].send(rows)
+        for number, rows in enumerate(ranges):
+            pipe = pipes[number % workers]
+            try:
+                result, error = pipe.recv()
+            except (EOFError, ConnectionError) as error:
+                raise DataError(
+                    f"{describe_row(dataset, rows.start)} to {rows.stop - 1}",
+                    "a worker process was killed while it read these rows",
+                    "if the machine ran out of memory, use fewer workers (--workers)",
+                ) from error
+            if error is not None:
+                raise error
+            for following in ranges[number + ahead : number + ahead + 1]:
+                with suppress(OSError):  # a worker that was killed is found by the next recv
+                    pipe.send(following)
+            yield result
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+            atexit.unregister(process.kill)
+
+
+def _serve(pipe: Connection, read: Callable[[range], Any]) -> None:
+    """Send the result of each range, or its error, until the main process ends or kills this."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the main process handles them for all
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while True:
+        rows = pipe.recv()
+        try:
+            answer = read(rows), None
+        except Exception as error:
+            error.add_note("".join(traceback.format_exception(error)))  # pickle drops the cause
+            answer = None, error
+        pipe.send(answer)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def map_samples(samples: Chunk, work: Callable[[Sample], T]) -> list[T | DataError]:
+    """Return ``work(sample)``, or the DataError that it raises, for each sample, in order.
+
+    Samples with media at addresses are worked on in threads, as most of the time is waiting.
+    """
+
+    def attempt(sample: Sample) -> T | DataError:
+        try:
+            return work(sample)
+        except DataError as error:
+            return error
+
+    found: list[Any] = []
+    linked: dict[int, Sample] = {}
+    for place, sample in enumerate(samples):
+        if isinstance(sample, DataError):
+            found.append(sample)
+        elif any(map(is_remote, sample.media)):
+            linked[place] = sample
+            found.append(None)
+        else:
+            found.append(attempt(sample))
+    if linked:
+        # Its threads do not keep the process alive after an interrupt.
+        with ThreadPool(min(_THREADS, len(linked))) as pool:
+            for place, result in zip(linked, pool.map(attempt, linked.values(), 1), strict=True):
+                found[place] = result
+    return found
+
+
+_waited_s: dict[str, float] = {}
+"""Seconds that links to a host took since it last answered, in this process."""
+
+
+def read_link(medium: Media, read: Callable[[Media], T]) -> T:
+    """Return ``read(medium)``; a medium at an address is skipped if its host is silent.
+
+    Raises:
+        UnreachableError: links to this host took :data:`HOST_LIMIT_S` seconds without an answer.
+        DataError: raised by ``read``.
+    """
+    if not is_remote(medium):
+        return read(medium)
+    host = urlsplit(medium.path or "").netloc
+    if _waited_s.get(host, 0.0) >= HOST_LIMIT_S:
+        raise UnreachableError(
+            medium.path or "",
+            f"was not tried: {host} has not answered for {HOST_LIMIT_S:g} s",
+            "check the address and the network, and run the command again",
+        )
+    start = time.monotonic()
+    try:
+        found = read(medium)
+    except UnreachableError:
+        _waited_s[host] = _waited_s.get(host, 0.0) + time.monotonic() - start
+        raise
+    except DataError:
+        _waited_s.pop(host, None)
+        raise
+    _waited_s.pop(host, None)
+    return found

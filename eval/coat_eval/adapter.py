@@ -1,0 +1,98 @@
+"""Interfaces of a model that answers prompts, and of the encoder that makes its inputs.
+
+:mod:`coat_eval.coat_adapter` supports this project's checkpoints, :mod:`coat_eval.hub_adapter` for
+any other image-text-to-text model of Hugging Face; :func:`coat_eval.runner.load_adapter` chooses.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional as F
+
+from coat_data.load.encode import IGNORE_INDEX
+from coat_data.sample import Media, Sample
+
+
+class PromptEncoder(Protocol):
+    """Makes a model's inputs; picklable for worker processes, and without weights."""
+
+    def encode(self, sample: Sample) -> Any:
+        """Encode one prompt; DataError if a medium cannot be read or the prompt is too long."""
+        ...
+
+    def collate(self, encoded: Sequence[Any]) -> Any:
+        """Collate encoded prompts into a left-padded batch on the CPU."""
+        ...
+
+    def encode_choices(self, sample: Sample, answers: Sequence[str]) -> list[Any]:
+        """Encode the prompt once per choice, with the choice as answer; DataError as encode."""
+        ...
+
+    def collate_choices(self, encoded: Sequence[Any]) -> Any:
+        """Collate choices into a right-padded batch on the CPU, one row per choice."""
+        ...
+
+    def frame_times(self, media: Media) -> Sequence[float] | None:
+        """Return the times of the sampled frames in seconds; None if frames have no times."""
+        ...
+
+
+class ModelAdapter(Protocol):
+    """A model that answers batches greedily and computes the loss of given answers."""
+
+    @property
+    def encoder(self) -> PromptEncoder:
+        """Encoder that makes the model's inputs."""
+        ...
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that answers depend on, as plain JSON: weights, dtype, frames.
+
+        Only one rank reads this property, because it may hash all weights.
+        """
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        ...
+
+    def answer(self, batch: Any, max_new_tokens: int) -> list[str]:
+        """Generate the stripped greedy answers to a batch from ``encoder``."""
+        ...
+
+    def compute_losses(self, batch: Any) -> list[float]:
+        """Compute the mean loss per token of every row of a batch of choices, in order."""
+        ...
+
+
+@torch.inference_mode()
+def compute_answer_losses(
+    model: Any, inputs: Mapping[str, torch.Tensor], labels: torch.Tensor
+) -> list[float]:
+    """Compute -log p per token of each row's answer in one forward pass, in FP32 from the logits.
+
+    The mean is over the tokens of the answer, including the end token.
+
+    Args:
+        model: a causal model that returns ``logits``.
+        inputs: the model's inputs, rows padded on the right to T tokens.
+        labels: (B, T) int64, not shifted; IGNORE_INDEX outside the answers. No row starts with one.
+    """
+    answered = labels != IGNORE_INDEX
+    first = int(answered.any(0).nonzero()[0])
+    kept = labels.shape[1] - first + 1
+    # The full logits of long prompts with images would be the largest tensor.
+    supports_fewer = "logits_to_keep" in inspect.signature(model.forward).parameters
+    options = {"logits_to_keep": kept} if supports_fewer else {}
+    logits = model(**inputs, use_cache=False, **options).logits[:, -kept:-1]
+    targets = labels[:, first:].to(logits.device)
+    rows, places = (targets != IGNORE_INDEX).nonzero(as_tuple=True)
+    losses = F.cross_entropy(
+        logits[rows, places].float(), targets[rows, places], reduction="none"
+    ).double()
+    sums = losses.new_zeros(len(labels)).index_add_(0, rows, losses).tolist()
+    return [nats / tokens for nats, tokens in zip(sums, answered.sum(1).tolist(), strict=True)]

@@ -1,0 +1,108 @@
+"""Model adapter for this project's checkpoints."""
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from coat_data.load.collate import Batch
+from coat_eval.adapter import compute_answer_losses
+from coat_eval.files import folder_sha256
+from coat_vlm.config import STAGES, Precision, Recipe
+from coat_vlm.config.load import load_recipe
+from coat_vlm.fp8 import fp8_blocks
+from coat_vlm.generate import PromptEncoder, generate_batch, load
+from coat_vlm.model.processor import CoatVlmProcessor
+from coat_vlm.model.vlm import CoatVlm
+
+
+class CoatAdapter:
+    """A model of this project with its processor.
+
+    Attributes:
+        encoder: makes inputs as in training; caches the last decoded video.
+        device: device of the model.
+    """
+
+    def __init__(
+        self, model: CoatVlm, processor: CoatVlmProcessor, weights: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Wrap a loaded model.
+
+        Args:
+            model: the model, in evaluation mode.
+            processor: its processor.
+            weights: returns the identity of the weights as plain JSON; called once, on one rank,
+                because it may hash all weights.
+        """
+        self._model = model
+        self._weights = weights
+        self.encoder = PromptEncoder(processor)
+        self.encoder.keep_last_clip()
+        self.device = torch.device(model.device)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """See :class:`coat_eval.adapter.ModelAdapter`."""
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        blocks = fp8_blocks(self._model)
+        return {
+            **self._weights(),
+            "dtype": f"{dtype}, fp8 blocks" if blocks else dtype,
+            # In FP8 a batch shares scales, so answers depend on the batch size.
+            "scales_shared_by_batch": bool(blocks),
+        }
+
+    @classmethod
+    def load(cls, model: str, device: torch.device, precision: str | None = None) -> "CoatAdapter":
+        """Load a model folder, or the last stage of a run folder in the run's precision."""
+        folder = Path(model)
+        fp8, model_dir = None, folder
+        if (folder / "recipe.yaml").is_file():
+            recipe = load_recipe(str(folder / "recipe.yaml"))
+            model_dir, fp8 = find_final_model(folder, recipe), recipe.fp8
+            precision = precision or recipe.precision
+        loaded, processor = load(
+            model_dir, device, precision=cast(Precision | None, precision), fp8=fp8
+        )
+        return cls(
+            loaded,
+            processor,
+            lambda: {"model_sha256": folder_sha256(model_dir), "precision": precision},
+        )
+
+    def answer(self, batch: Batch, max_new_tokens: int) -> list[str]:
+        """See :class:`coat_eval.adapter.ModelAdapter`."""
+        return generate_batch(self._model, self.encoder, batch, max_new_tokens)
+
+    def compute_losses(self, batch: Batch) -> list[float]:
+        """See :class:`coat_eval.adapter.ModelAdapter`."""
+        device, pixels = self._model.device, batch["pixel_values"]
+        inputs = {
+            "input_ids": batch["input_ids"].to(device),
+            "attention_mask": batch["attention_mask"].to(device),
+            "pixel_values": pixels.to(device, self._model.dtype),
+        }
+        if "image_grids" in batch:
+            inputs["image_grids"] = batch["image_grids"]
+        if "frame_groups" in batch:
+            inputs["frame_groups"] = batch["frame_groups"]
+        return compute_answer_losses(self._model, inputs, batch["labels"])
+
+
+def find_final_model(run_dir: Path, recipe: Recipe) -> Path:
+    """Return ``run_dir/<last stage>/model``; FileNotFoundError if that stage has not finished."""
+    stage = [stage for stage in STAGES if stage in recipe.stages][-1]
+    model_dir = run_dir / stage / "model"
+    if not (model_dir / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{model_dir} does not exist: stage {stage!r} of this run has not finished; "
+            "continue it with coat-vlm train ... --resume auto"
+        )
+    return model_dir

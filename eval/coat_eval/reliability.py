@@ -1,0 +1,119 @@
+"""Says what a score is worth: its standard error, constant answers, incomplete sets, empty answers.
+
+Imports no numpy, as all of scoring.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coat_eval.benchmark import Benchmark, ScoredItem, Settings
+from coat_eval.ratios import compute_standard_error, make_parts
+
+_EXACT = 0.0051
+"""Metrics of question sets are rounded to two decimals."""
+
+
+def compute_standard_errors(
+    benchmark: Benchmark,
+    settings: Settings,
+    metrics: Mapping[str, float],
+    scored: Sequence[ScoredItem],
+    items: Sequence[Mapping[str, Any]],
+) -> dict[str, float]:
+    """Compute the standard errors of the headline metrics that are ratios of sums over items.
+
+    Args:
+        benchmark: the benchmark or question set.
+        settings: the scoring options.
+        metrics: the report's metrics.
+        scored: the counted items.
+        items: the same items as rows of the report.
+
+    Returns:
+        By metric, in percentage points; see :func:`coat_eval.ratios.compute_standard_error`.
+    """
+    clusters = [one.question.cluster for one in scored]
+    errors = {}
+    for metric in benchmark.headline:
+        made = make_parts(items, metric, task=benchmark.name, profile=settings.profile)
+        if made is not None and metric in metrics:
+            errors[metric] = compute_standard_error(*made, clusters)
+    return errors
+
+
+def find_constants(
+    benchmark: Benchmark,
+    settings: Settings,
+    scored: Sequence[ScoredItem],
+    metrics: Sequence[str] | Mapping[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """Find the constant answer with the highest score in each metric.
+
+    Candidates are ``benchmark.constants``, else the most common reference.
+
+    Args:
+        benchmark: the benchmark or question set.
+        settings: the scoring options.
+        scored: the counted items.
+        metrics: names of the metrics.
+
+    Returns:
+        ``{"answer": ..., "value": percent}`` by metric. A sub-table in which the constant reaches
+        100 is left out: all its references are the same (VizWiz' unanswerable questions).
+    """
+    questions = [one.question for one in scored]
+    if not (questions and metrics):
+        return {}
+    best: dict[str, dict[str, Any]] = {}
+    for answer in benchmark.constants or _find_commonest(questions):
+        found = benchmark.aggregate(
+            benchmark.score_all([(one, answer) for one in questions], settings), settings
+        )
+        for metric in metrics:
+            value = found.get(metric)
+            if value is not None and value > best.get(metric, {"value": -1.0})["value"]:
+                best[metric] = {"answer": answer, "value": value}
+    return {name: one for name, one in best.items() if "." not in name or one["value"] < 100}
+
+
+def describe_constant(report: Mapping[str, Any], metric: str) -> str:
+    """Return a remark if a metric does not exceed that of a constant answer, else nothing."""
+    constant = report.get("constants", {}).get(metric)
+    if constant is None or report["metrics"][metric] > constant["value"] + _EXACT:
+        return ""
+    always = f"the score of always answering {constant['answer']!r}"
+    return f"not above {constant['value']:.4f}, {always}"
+
+
+def describe_size(benchmark: Benchmark, asked: int) -> str:
+    """Return a sentence if a set is not one of the benchmark's complete sets, else nothing."""
+    if not benchmark.sizes or asked in benchmark.sizes.values():
+        return ""
+    sizes = ", ".join(f"{number:,} ({name})" for name, number in benchmark.sizes.items())
+    return f"{asked:,} questions; complete sets of {benchmark.name} have {sizes}"
+
+
+def get_official_size(benchmark: Benchmark, asked: int) -> int:
+    """Return the number of questions of the official set or part; of the whole one for a cut."""
+    sizes = list(benchmark.sizes.values())
+    return asked if asked in sizes else sizes[0]
+
+
+def describe_answers(benchmark: Benchmark, scored: Sequence[ScoredItem], empty: int) -> list[str]:
+    """Return warnings about empty answers and answers without a parsable one."""
+    warnings = []
+    reads = " and the rule reads them as 'yes'" if benchmark.constants[:1] == ("yes",) else ""
+    if empty:
+        warnings.append(f"{empty} of {len(scored)} answers are empty{reads}")
+    unparsed = sum(not one.parsed and bool((one.text or "").strip()) for one in scored)
+    if unparsed:
+        warnings.append(f"{unparsed} of {len(scored)} answers could not be parsed{reads}")
+    return warnings
+
+
+def _find_commonest(questions: Sequence[Any]) -> list[str]:
+    answers: Counter[str] = Counter()
+    for one in questions:
+        answers.update(one.answer if isinstance(one.answer, list) else [str(one.answer)])
+    return [answers.most_common(1)[0][0]]

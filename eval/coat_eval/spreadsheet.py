@@ -1,0 +1,99 @@
+"""Reads tables with a header line: CSV, TSV and XLSX; every cell becomes a text."""
+
+import csv
+import io
+import sys
+import zipfile
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from coat_data.sample import DataError
+
+ZIP = b"PK\x03\x04"
+_REMEDY = "write the table again, for example with pandas"
+
+
+def has_header(text: str, fields: Collection[str]) -> bool:
+    """Return whether a text is CSV or TSV: its first line has one of ``fields`` among others."""
+    names = next(csv.reader([_first_line(text)], delimiter=_find_delimiter(text)), [])
+    return len(names) > 1 and not set(fields).isdisjoint(names)
+
+
+def read_delimited(path: Path, text: str) -> tuple[list[dict[str, Any]], list[int]]:
+    """Read CSV or TSV.
+
+    Args:
+        path: the file, for messages.
+        text: its content.
+
+    Returns:
+        The rows, and the line at which each ends.
+
+    Raises:
+        DataError: a row has more or fewer cells than the header, or a quote is not closed.
+    """
+    csv.field_size_limit(sys.maxsize)  # cells may contain images as text
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_find_delimiter(text), strict=True)
+    rows, lines = [], []
+    try:
+        header = next(reader)
+        for cells in reader:
+            if cells:
+                rows.append(_make_row(header, cells, f"{path}:{reader.line_num}"))
+                lines.append(reader.line_num)
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}", f"not CSV: {error}", _REMEDY) from error
+    return rows, lines
+
+
+def read_workbook(path: Path, data: bytes) -> tuple[list[dict[str, Any]], list[int]]:
+    """Read the first sheet of an XLSX file: its rows, and their numbers in the sheet.
+
+    Raises:
+        DataError: openpyxl is not installed, the file is no workbook, or it has no row.
+    """
+    try:
+        import openpyxl
+    except ImportError as error:
+        remedy = "pip install 'coat-vlm[xlsx]', or save the table as CSV"
+        raise DataError(str(path), "XLSX files need openpyxl", remedy) from error
+    try:
+        book = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True)
+        cells: Iterable[tuple[Any, ...]] = book.worksheets[0].iter_rows(values_only=True)
+        found = [[_to_text(cell) for cell in row] for row in cells]
+    except (zipfile.BadZipFile, KeyError, ValueError, OSError, IndexError) as error:
+        raise DataError(str(path), f"not an XLSX workbook: {error}", _REMEDY) from error
+    if not found:
+        raise DataError(str(path), "the first sheet is empty", _REMEDY)
+    # Programs leave out empty cells at the end of a row, or store formatted ones.
+    header = _cut(found[0], 0)
+    rows = {number: _cut(row, len(header)) for number, row in enumerate(found[1:], start=2)}
+    numbers = [number for number, row in rows.items() if any(row)]
+    return [_make_row(header, rows[i], f"{path}:{i}") for i in numbers], numbers
+
+
+def _make_row(header: list[str], cells: list[str], where: str) -> dict[str, Any]:
+    if len(cells) != len(header):
+        raise DataError(where, f"{len(cells)} cells under {len(header)} names", _REMEDY)
+    return dict(zip(header, cells, strict=True))
+
+
+def _cut(cells: list[str], width: int) -> list[str]:
+    """Return the cells without empty ones at the end, but at least ``width``."""
+    last = max((number for number, cell in enumerate(cells, start=1) if cell), default=0)
+    return [*cells[: max(last, width)], *[""] * (width - len(cells))]
+
+
+def _to_text(cell: Any) -> str:
+    if isinstance(cell, float) and cell.is_integer():
+        return str(int(cell))
+    return "" if cell is None else str(cell)
+
+
+def _first_line(text: str) -> str:
+    return text.lstrip("\r\n").split("\n", 1)[0].rstrip("\r")
+
+
+def _find_delimiter(text: str) -> str:
+    return "\t" if "\t" in _first_line(text) else ","

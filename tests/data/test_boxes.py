@@ -1,0 +1,138 @@
+"""Boxes of ms-swift, Qwen-VL and InternVL become fractions of the image; values by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from coat_data.load.dataset import SampleDataset
+from coat_data.sample import DataError
+
+
+@pytest.fixture(autouse=True)
+def images(tmp_path: Path) -> None:
+    Image.new("RGB", (640, 480)).save(tmp_path / "a.jpg")
+    turned = Image.Exif()
+    turned[0x0112] = 6  # a quarter turn: 480 wide, 640 high
+    Image.new("RGB", (640, 480)).save(tmp_path / "turned.jpg", exif=turned)
+
+
+def answer(folder: Path, row: dict[str, Any]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    return SampleDataset(path)[0].turns[-1].text
+
+
+def swift(boxes: list[Any], answer: str = "<bbox>", **objects: Any) -> dict[str, Any]:
+    """ms-swift's rows (docs/source_en/Customization/Custom-dataset.md, "Grounding")."""
+    messages = [
+        {"role": "user", "content": "<image>Find the <ref-object> in the image"},
+        {"role": "assistant", "content": answer},
+    ]
+    objects = {"ref": ["sheep"], "bbox": boxes, **objects}
+    return {"messages": messages, "images": ["a.jpg"], "objects": objects}
+
+
+def test_ms_swift_units(tmp_path: Path) -> None:
+    boxes = [[160, 120, 320, 480.4], [64, 48]]  # 0.4 pixels below the image
+    expected = "[0.250, 0.250, 0.500, 1.000] and [0.100, 0.100]"
+    assert answer(tmp_path, swift(boxes, "<bbox> and <bbox>")) == expected
+    norm = {"bbox_type": "norm1000"}
+    assert (
+        answer(tmp_path, swift([[250, 250, 500, 1000]], **norm)) == "[0.250, 0.250, 0.500, 1.000]"
+    )
+    norm = {"bbox_type": "norm1"}
+    assert answer(tmp_path, swift([[0.25, 0, 0.5, 1]], **norm)) == "[0.250, 0.000, 0.500, 1.000]"
+    assert (
+        answer(tmp_path, swift([[250, 0, 500, 1]], bbox_type=None))
+        == "[0.391, 0.000, 0.781, 0.002]"
+    )
+
+
+def test_pixels_of_the_upright_image_that_image_id_names(tmp_path: Path) -> None:
+    row = swift([[48, 64, 240, 320], [64, 48]], "<bbox><bbox>", image_id=[1, 0])
+    row["images"] = ["a.jpg", "turned.jpg"]
+    row["messages"][0]["content"] = "<image><image>Find the <ref-object>"
+    assert answer(tmp_path, row) == "[0.100, 0.100, 0.500, 0.500][0.100, 0.100]"
+
+
+@pytest.mark.parametrize(
+    ("boxes", "objects", "problem"),
+    [
+        ([[1, 2, 900, 4]], {}, "leaves the image, whose edges are at 640 and 480"),
+        ([[100, 100, 50, 40]], {}, "ends before it starts"),
+        ([[100, 100, 50]], {}, "is no box"),
+        ([["1", 2, 3, 4]], {}, "is no box"),
+        ([[300, 200, 400, 300]], {"bbox_type": "norm1"}, "leaves the image"),
+        ([[1, 2, 3, 4]], {"bbox_type": "cxcywh"}, "objects.bbox_type is 'cxcywh'"),
+        ([[1, 2, 3, 4]], {"image_id": [2]}, "box 0 is in image 2 of the row's 1 images"),
+        ([[1, 2, 3, 4], [5, 6, 7, 8]], {}, "objects has 1 more entries than the texts have <bbox>"),
+        ([], {}, "the box of a <bbox> is null"),
+    ],
+)  # fmt: skip
+def test_wrong_boxes_are_named(
+    tmp_path: Path, boxes: list[Any], objects: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(DataError, match=problem) as raised:
+        answer(tmp_path, swift(boxes, **objects))
+    assert raised.value.where.startswith(f"{tmp_path}/rows.jsonl:0")
+
+
+def test_pixels_need_the_image(tmp_path: Path) -> None:
+    row = {**swift([[1, 2, 3, 4]]), "images": ["https://a.org/a.jpg"]}
+    with pytest.raises(DataError, match="in pixels of an image at an address"):
+        answer(tmp_path, row)
+    row = {**swift([[1, 2, 3, 4]]), "images": ["lost.jpg"]}
+    with pytest.raises(DataError, match=r"rows\.jsonl:0: .*lost\.jpg: no such file"):
+        answer(tmp_path, row)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "<ref>The dog</ref><box>(221,423),(569,886)</box><box>(0,0),(1000,999)</box> runs",
+            "The dog [0.221, 0.423, 0.569, 0.886], [0.000, 0.000, 1.000, 0.999] runs",
+        ),
+        (
+            "<ref>two dogs</ref><box>[[221, 423, 569, 886], [1, 2, 3, 4]]</box>",
+            "two dogs [0.221, 0.423, 0.569, 0.886], [0.001, 0.002, 0.003, 0.004]",
+        ),
+        (
+            "<|object_ref_start|>dog<|object_ref_end|><|box_start|>(221,423),(569,886)<|box_end|>",
+            "dog [0.221, 0.423, 0.569, 0.886]",
+        ),
+        ("click('<|box_start|>(246,113)<|box_end|>')", "click('[0.246, 0.113]')"),
+        ("A <box>tag</box> and <ref>a note</ref>", "A <box>tag</box> and <ref>a note</ref>"),
+        ("<svg><box>12</box></svg>", "<svg><box>12</box></svg>"),
+    ],
+    ids=["Qwen-VL", "InternVL", "Qwen2-VL", "point", "markup", "number"],
+)  # fmt: skip
+def test_tags_are_thousandths(tmp_path: Path, text: str, expected: str) -> None:
+    said = [
+        {"from": "human", "value": "<image>Where is <ref>it</ref>?"},
+        {"from": "gpt", "value": text},
+    ]
+    row = {"image": "a.jpg", "conversations": said, "width": 640, "height": 480}
+    assert answer(tmp_path, row) == expected
+    asked = SampleDataset(tmp_path / "rows.jsonl")[0].turns[0].text
+    assert asked == ("Where is <ref>it</ref>?" if text == expected else "Where is it?")
+    messages = [
+        {"role": "user", "content": [{"type": "image", "image": "a.jpg"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": text}]},
+    ]
+    assert answer(tmp_path, {"messages": messages}) == expected
+    alone = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]}
+    assert answer(tmp_path, alone) == text  # no image: not a box of one
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("<box>(1,2),(3)</box>", "has 3 numbers"), ("<box>(1,2),(3,4000)</box>", "leaves the image")],
+)
+def test_wrong_tags_are_named(tmp_path: Path, text: str, problem: str) -> None:
+    said = [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": text}]
+    with pytest.raises(DataError, match=problem):
+        answer(tmp_path, {"image": "a.jpg", "conversations": said})

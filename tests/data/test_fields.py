@@ -1,0 +1,397 @@
+"""No medium, turn or weight of the loss of a row is left out without a word."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from transformers import PreTrainedTokenizerFast
+
+from coat_cli.main import main
+from coat_data.load.check_labels import check_labels
+from coat_data.load.dataset import SampleDataset
+from coat_data.load.encode import IGNORE_INDEX, Encoder
+from coat_data.media.image import ImageTransform
+from coat_data.sample import DataError, Sample
+from coat_data.text.chat import get_template
+from coat_data.tools.export import export
+from coat_data.tools.ingest import ingest
+from coat_data.tools.lint import lint
+from coat_vlm.config import SourceConfig
+from coat_vlm.train.sources import find_row_warnings, open_source
+
+Tar = Callable[[Path, dict[str, bytes]], Path]
+ASKED = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "A bus."}]
+
+
+def jsonl(folder: Path, *rows: Any) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read(folder: Path, row: Any, **options: Any) -> Sample:
+    return SampleDataset(jsonl(folder, row), **options)[0]
+
+
+def talk(question: str, **fields: Any) -> dict[str, Any]:
+    return {**fields, "conversations": [{**ASKED[0], "value": question}, ASKED[1]]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"images": ["0.jpg"], "text": "a caption"},
+        {"image_url": "https://x.org/0.jpg", "text": "a caption"},
+        {"image_name": "0.jpg", "text": "a caption"},
+        {"images": ["0.jpg"], "text": "a caption", "image": None},
+        {"image": "0.jpg", "question": "a", "answer": "caption", "text": "other words"},
+    ],
+)
+def test_images_beside_a_text_are_shown(tmp_path: Path, row: dict[str, Any]) -> None:
+    sample = read(tmp_path, row)
+    assert [Path(medium.path or "").name for medium in sample.media] == ["0.jpg"]
+    assert not sample.is_document
+    assert "caption" in sample.turns[1].text
+
+
+def test_several_images_stand_at_their_placeholders_in_a_text(tmp_path: Path) -> None:
+    row = {"images": ["0.jpg", "1.jpg"], "text": "A <image> and <image>."}
+    sample = read(tmp_path, row)
+    assert [part.kind for part in sample.turns[1].parts] == [
+        "text", "image", "text", "image", "text"
+    ]  # fmt: skip
+    assert sample.turns[1].text == "A  and ."
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        ({"audio": "0.wav", "text": "t"}, "audio"),
+        ({"url": "https://x.org/0.jpg", "text": "t"}, "url"),
+        ({"url": "https://x.org/view?id=3", "text": "t", "clip_similarity_vitb32": 0.3}, "url"),
+        ({"picture": {"bytes": "AAAA"}, "text": "t"}, "picture"),
+        ({"file": "a/0.png", "content": "t"}, "file"),
+        (talk("What?", image_path="0.jpg"), "image_path"),
+        (talk("What?", img="0.jpg", image=None), "img"),
+        (talk("What?", image="0.jpg", image2="1.jpg"), "image2"),
+        (talk("What?", image="0.jpg", image_url_2="https://x.org/1"), "image_url_2"),
+        (talk("What?", image="0.jpg", cropped_image="crops/1"), "cropped_image"),
+        (talk("What?", video="0.mp4", image_url="https://x.org/1"), "image_url"),
+        (talk("What?", audios=["0.wav"]), "audios"),
+        ({"image": "0.jpg", "video": "0.mp4", "caption": "t"}, "video"),
+        ({"query": "q", "response": "a", "imageURL": "https://x.org/0"}, "imageURL"),
+        ({"conversations": [{**ASKED[0], "image": "0.jpg"}, ASKED[1]]}, "image"),
+        (
+            {"messages": [{"role": "user", "content": "q"},
+                          {"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]},
+            "tool_calls",
+        ),
+        (talk("What?", loss_mask=[0, 1]), "loss_mask"),
+        (talk("What?", weight=0.5), "weight"),
+        (talk("What?", video="0.mp4", start_time=3.0), "start_time"),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_not_read_is_refused_by_name(
+    tmp_path: Path, row: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(DataError, match=rf"rows\.jsonl:0.*\b{field} looks like") as caught:
+        read(tmp_path, row)
+    assert f"ignore_fields: [{field}]" in caught.value.remedy
+    assert len(SampleDataset(jsonl(tmp_path, row), ignore_fields=[field])[0].turns) == 2
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "t", "url": "https://x.org/wiki/File:Cat.jpg", "timestamp": "2019"},  # C4
+        {"text": "t", "dump": "CC-MAIN", "url": "https://x.org", "file_path": "s3://a/b.warc.gz"},
+        {"content": "t", "path": "src/a.ts", "num_images": 3, "image_id": "17", "audio": None},
+        talk("What?", image="0.jpg", url="https://x.org/0.jpg", image_size="640x480", weight=1),
+        talk("What?", image="0.jpg", width_list=[6], height_list=[4], image_source="coco"),
+        talk("What?", image="0.jpg", image_url="https://x.org/0.jpg"),
+        talk(
+            "What?",
+            image="0.jpg",
+            image_origin="coco",
+            video_topic="sport",
+            photo_story="Ann ran. It rained.",
+        ),
+    ],
+)
+def test_properties_and_addresses_of_pages_are_only_listed(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    reading = read(tmp_path, row).reading
+    assert reading.used | reading.ignored == set(row)
+    assert reading.notes == (("media_first",) if "image" in row else ())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<image>\nWhat?",
+        "What?\n<image>",
+        "Picture 1: <img>0.jpg</img>\nWhat?",
+        "<|vision_start|><|image_pad|><|vision_end|>What?",
+        "A <|image_1|> here?",
+    ],
+)
+def test_a_placeholder_without_a_medium_is_not_trained_as_text(tmp_path: Path, text: str) -> None:
+    for fields in ({}, {"image": None}, {"images": []}):
+        with pytest.raises(DataError, match="but no medium is shown there"):
+            read(tmp_path, talk(text, **fields))
+    with pytest.raises(DataError, match="but no medium is shown there"):
+        read(tmp_path, {"text": text})
+
+
+def test_quoted_placeholders_and_media_without_one_are_noted(tmp_path: Path) -> None:
+    rows = [
+        talk("What is <image> in HTML?"),
+        talk("What?", image="0.jpg"),
+        talk("<image>\nWhat?", image="0.jpg", model="x"),
+    ]
+    path = jsonl(tmp_path, *rows)
+    notes = [cast(Sample, sample).reading.notes for sample in SampleDataset(path).stream()]
+    assert notes == [("placeholder_as_text",), ("media_first",), ()]
+    summary = lint(path, print, check_media="none")
+    assert summary.bad == 0
+    assert summary.fields["rows"].lines("rows") == [
+        "rows: fields used: conversations, image (2 of 3 rows); ignored: model (1 of 3 rows)",
+        "rows: in 1 of 3 rows a placeholder such as <image> without a medium is read as text; "
+        f"first {path}:0",
+        "rows: in 1 of 3 rows media without a placeholder are shown before the first question; "
+        f"first {path}:1",
+    ]
+    config = SourceConfig(name="chat", path=str(path))
+    warnings = find_row_warnings([config], [open_source(config, 0)])
+    assert [line.partition(": ")[0] for line in warnings] == ["chat", "chat"]
+
+
+def test_captions_after_the_first_are_noted(tmp_path: Path) -> None:
+    sample = read(tmp_path, {"image": "0.jpg", "captions": ["one", "two"]})
+    assert sample.turns[1].text == "one"
+    assert sample.reading.notes == ("later_captions",)
+
+
+WEIGHTED = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "first", "weight": 0},
+    {"role": "user", "content": "r", "loss": False},
+    {"role": "assistant", "content": "second", "weight": 1},
+]
+UNSUPERVISED = [True, False, True, True]
+
+
+def llava(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    said = [dict(message) for message in messages]
+    for turn in said:
+        turn["from"], turn["value"] = turn.pop("role"), turn.pop("content")
+    return said
+
+
+@pytest.mark.parametrize("name", ["conversation", "conversations"])  # Mantis, MiniCPM-V
+def test_role_and_content_under_other_names(tmp_path: Path, name: str) -> None:
+    turns = [
+        {"role": "user", "content": "<image> and <image>?"},
+        {"role": "assistant", "content": "A bus."},
+    ]
+    row = {"id": 7.0, "images": ["0.jpg", "1.jpg"], name: turns, "label": "bus"}
+    sample = read(tmp_path, row)
+    assert (sample.id, len(sample.media), sample.turns[1].text) == ("7", 2, "A bus.")
+    assert [part.kind for part in sample.turns[0].parts] == ["image", "text", "image", "text"]
+    with pytest.raises(DataError, match="has label"):  # TRL's unpaired preferences
+        read(tmp_path, row | {"label": False})
+
+
+def test_a_medium_that_two_fields_name_alike(tmp_path: Path) -> None:
+    sample = read(tmp_path, talk("<image>What?", image="0.jpg", images=["0.jpg"]))
+    assert len(sample.media) == 1
+    assert not sample.reading.ignored
+    with pytest.raises(DataError, match="both image and images are set"):
+        read(tmp_path, talk("<image>What?", image="0.jpg", images=["1.jpg"]))
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+def test_the_weight_of_a_turn_survives_reading_ingest_and_export(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    row = {name: WEIGHTED if name == "messages" else llava(WEIGHTED)}
+    path = jsonl(tmp_path, row)
+    ingest(path, tmp_path / "ingested")
+    sources = [path, tmp_path / "ingested"]
+    for to in ("llava", "messages", "webdataset"):
+        if to != "webdataset":
+            sources.append(export(path, tmp_path / to, to).path)
+    for source in sources:
+        turns = SampleDataset(source)[0].turns
+        assert [turn.supervised for turn in turns] == UNSUPERVISED, source
+
+
+@pytest.mark.parametrize("template", ["vicuna_v1", "plain", "tokenizer"])
+def test_an_answer_of_weight_0_has_no_labels_and_the_same_tokens(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, template: str
+) -> None:
+    encoder = Encoder(
+        tokenizer,
+        get_template(template, tokenizer),
+        ImageTransform(8, (0.5,) * 3, (0.5,) * 3),
+        tokens_per_image=4,
+        image_token_id=None,
+    )
+    plain = [{k: v for k, v in m.items() if k in ("role", "content")} for m in WEIGHTED]
+    full, part = (encoder(read(tmp_path, {"messages": m})) for m in (plain, WEIGHTED))
+    assert part.input_ids.tolist() == full.input_ids.tolist()
+    runs = [label for label in full.labels.tolist() if label != IGNORE_INDEX]
+    kept = [label for label in part.labels.tolist() if label != IGNORE_INDEX]
+    assert 0 < len(kept) < len(runs)
+    assert runs[-len(kept) :] == kept
+    assert "first" not in tokenizer.decode(kept)
+    assert "second" in tokenizer.decode(kept)
+    last = read(tmp_path, {"messages": plain}, supervise="last")
+    assert encoder(last).labels.tolist() == part.labels.tolist()
+    sample = read(tmp_path, {"messages": WEIGHTED})
+    check_labels(sample, *encoder.layout(sample), encoder)
+
+
+@pytest.mark.parametrize(
+    ("field", "turn", "words"),
+    [
+        ({"weight": 0.5}, 1, "set weight to 0 or 1"),
+        ({"loss": "no"}, 1, "set loss to 0 or 1"),
+        ({"weight": 1, "loss": False}, 1, "set weight to 0 or 1"),
+        ({"weight": 1}, 0, "only answers can be supervised"),
+        ({"loss_scale": 2.0}, 1, "weight of the loss"),
+        ({"weight": 0}, 1, "no answer is supervised"),
+    ],
+)
+def test_other_weights_are_refused(
+    tmp_path: Path, field: dict[str, Any], turn: int, words: str
+) -> None:
+    said = [dict(ASKED[0]), dict(ASKED[1])]
+    said[turn] |= field
+    with pytest.raises(DataError, match=words):
+        read(tmp_path, {"conversations": said})
+
+
+def test_clips_in_the_row_and_in_parts_of_qwen(tmp_path: Path) -> None:
+    for fields in ({"start": 1.5, "end": 4}, {"video_start": 1.5, "video_end": 4.0}):
+        for row in (talk("<video>?", video="a.mp4", **fields),
+                    {"video": "a.mp4", "caption": "Rain", **fields}):  # fmt: skip
+            medium = read(tmp_path, row).media[0]
+            assert (medium.start, medium.end) == (1.5, 4)
+        part = {"type": "video", "video": "a.mp4", **fields}
+        content = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "Rain"}]
+        medium = read(tmp_path, {"messages": content}).media[0]
+        assert (medium.start, medium.end) == (1.5, 4)
+    with pytest.raises(DataError, match="two times"):
+        read(tmp_path, talk("?", video={"path": "a.mp4", "start": 1}, start=2))
+    with pytest.raises(DataError, match="looks like a time of the video"):
+        read(tmp_path, talk("?", video=["a.mp4", "b.mp4"], start=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [("Human", "user"), ("tool", "user"), ("observation", "user"), ("chatgpt", "assistant"),
+     ("bot", "assistant"), ("model", "assistant"), ("GPT", "assistant")],
+)  # fmt: skip
+def test_names_of_speakers(tmp_path: Path, name: str, role: str) -> None:
+    said = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    said[role == "assistant"]["from"] = name
+    assert [turn.role for turn in read(tmp_path, {"conversations": said}).turns] == [
+        "user", "assistant"
+    ]  # fmt: skip
+    said[0]["from"] = "narrator"
+    with pytest.raises(DataError, match=r"'narrator' -> use one of .*chatgpt"):
+        read(tmp_path, {"conversations": said})
+
+
+FLAT = {"img_path": "0.jpg", "q": "What?", "a": "A bus."}
+COLUMNS = {"image": "img_path", "question": "q", "answer": "a"}
+
+
+def flat(path: Path) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pyarrow.table({name: [value] for name, value in FLAT.items()}), path)
+    elif path.suffix == ".csv":
+        path.write_text(",".join(FLAT) + "\n" + ",".join(FLAT.values()) + "\n")
+    else:
+        rows = json.dumps(FLAT)
+        path.write_text(f"[{rows}]" if path.suffix == ".json" else rows)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv", ".parquet"])
+def test_columns_of_any_flat_row_are_mapped(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    path = flat(tmp_path / f"flat{suffix}")
+    listed = tmp_path / "mix.yaml"
+    listed.write_text(yaml.safe_dump({"sources": [{"path": path.name, "columns": COLUMNS}]}))
+    recipe = SourceConfig(name="x", path=str(path), columns=COLUMNS)
+    for dataset in (
+        SampleDataset(path, columns=COLUMNS),
+        SampleDataset(listed),
+        open_source(recipe, 0),
+    ):
+        sample = dataset[0]
+        assert [turn.text for turn in sample.turns] == ["\nWhat?", "A bus."]
+        assert sample.media[0].path == str(tmp_path / "0.jpg")
+
+
+def test_columns_rename_the_fields_of_other_formats(tmp_path: Path) -> None:
+    row = {"pic": "0.jpg", "dialog": talk("<image>What?")["conversations"]}
+    sample = read(tmp_path, row, columns={"image": "pic", "conversations": "dialog"})
+    assert len(sample.media) == 1
+    clip = {"file": "a.mp4", "said": "Rain", "from": "1.5", "to": 3}
+    columns = {"video": "file", "caption": "said", "start": "from", "end": "to"}
+    medium = read(tmp_path, clip, columns=columns).media[0]
+    assert (medium.kind, medium.start, medium.end) == ("video", 1.5, 3)
+    assert read(tmp_path, {"body": "A page."}, columns={"text": "body"}).is_document
+
+
+def test_wrong_columns_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = flat(tmp_path / "flat.json")
+    with pytest.raises(ValueError, match=r"columns has the name 'picture'; allowed: id, .*image"):
+        SampleDataset(path, columns={"picture": "img_path"})
+    with pytest.raises(DataError, match=r"no column 'image_path' for image \(columns: img_path"):
+        SampleDataset(path, columns={"image": "image_path"}, format="question")[0]
+    Path(tmp_path / "0.jpg").write_bytes(b"")
+    mapped = ",".join(f"{name}={column}" for name, column in COLUMNS.items())
+    assert main(["data", "lint", str(path), "--columns", mapped, "--check-media", "none"]) == 0
+    assert "fields used: answer, image, question; ignored: none" in capsys.readouterr().out
+    path = jsonl(tmp_path, {"text": "t", "audio": "a.wav"})
+    arguments = ["data", "lint", str(path), "--check-media", "none"]
+    assert main(arguments) == 1
+    assert main([*arguments, "--ignore-fields", "audio"]) == 0
+
+
+def test_choices_are_not_dropped(tmp_path: Path) -> None:
+    row = {"image": "0.jpg", "question": "Which?", "answer": 1, "options": ["a", "b"]}
+    with pytest.raises(DataError, match="options"):
+        read(tmp_path, row)
+
+
+def test_a_field_that_a_tar_sample_has_twice(tmp_path: Path, tar: Tar) -> None:
+    members = {"a.jpg": b"1", "a.JPG": b"2", "a.txt": b"A bus", "b.jpg": b"3", "b.txt": b"Two"}
+    for name in ("a.tar", "a.tar.gz"):
+        bad, good = SampleDataset(tar(tmp_path / name, members), in_order=True).stream()
+        assert isinstance(bad, DataError)
+        assert "has two members jpg" in bad.problem
+        assert isinstance(good, Sample)
+
+
+def test_a_sample_loader_of_energon_is_refused(tmp_path: Path, tar: Tar) -> None:
+    (tmp_path / ".nv-meta").mkdir()
+    tar(tmp_path / "0.tar", {"a.jpg": b"1", "a.txt": b"A bus"})
+    (tmp_path / ".nv-meta/split.yaml").write_text("split_parts: {train: [0.tar]}")
+    loader = {"sample_loader": "sample_loader.py:sample_loader", "part_filter": "x.py:f"}
+    (tmp_path / ".nv-meta/dataset.yaml").write_text(yaml.safe_dump(loader))
+    with pytest.raises(DataError, match=r"sample_loader 'sample_loader\.py:sample_loader'"):
+        SampleDataset(tmp_path)

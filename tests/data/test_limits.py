@@ -1,0 +1,309 @@
+"""Compressed files, images and videos that are far larger than their files: memory has a bound."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import cast
+
+import av
+import numpy as np
+import pyarrow
+import pytest
+from av.video.stream import VideoStream
+from PIL import Image
+
+from coat_data.limits import Limits
+from coat_data.load.dataset import SampleDataset
+from coat_data.media import image as image_module
+from coat_data.media.image import ImageTransform, image_size, open_image
+from coat_data.media.sampling import VideoSettings
+from coat_data.media.video import VideoReader
+from coat_data.sample import DataError, Media, Sample
+from coat_data.tools.lint import lint
+
+Tar = Callable[[Path, dict[str, bytes]], Path]
+MIB = 1 << 20
+
+PEAK = """
+import resource, sys
+{body}
+usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(usage // 1024)
+"""
+
+
+def peak_mib(body: str) -> int:
+    """Peak memory of a process that runs this code."""
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK.format(body=body)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COAT_VLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def zeros_tar(path: Path, size: int) -> Path:
+    """A gzipped tar with one member of zeros; gzip files may be joined."""
+    info = tarfile.TarInfo("a.jpg")
+    info.size = size
+    parts = [gzip.compress(info.tobuf(tarfile.GNU_FORMAT))]
+    parts += [gzip.compress(bytes(MIB))] * (size // MIB) + [gzip.compress(bytes(1024))]
+    path.write_bytes(b"".join(parts))
+    return path
+
+
+def sparse_tar(path: Path, size: int) -> Path:
+    """A gzipped tar with one sparse member (GNU's old form) that has no data at all."""
+    info = tarfile.TarInfo("a.jpg")
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    header[156:157] = tarfile.GNUTYPE_SPARSE
+    header[386:410] = b"%011o\0" % size + b"%011o\0" % 0
+    header[483:495] = b"%011o\0" % size
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    path.write_bytes(gzip.compress(bytes(header) + bytes(1024)))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["member", "sparse", "sample", "members", "total", "wait"])
+def test_archive_bombs_end_with_the_file_and_the_limit(
+    tmp_path: Path, tar: Tar, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.tar.gz"
+    limits, words = Limits(), f"limits.archive_{kind}"
+    if kind == "member":
+        zeros_tar(path, 1200 * MIB)
+        words = "limits.archive_sample_bytes: 1258291200, allowed are 1073741824"
+    elif kind == "sparse":
+        sparse_tar(path, 3 << 30)
+        words = "is a sparse file of 3221225472 bytes"
+    else:
+        tar(path, {f"{n}.{field}": bytes(900) for n in range(8) for field in ("jpg", "txt")})
+        if kind == "sample":
+            limits, words = Limits(archive_sample_bytes=1000), "limits.archive_sample_bytes: 1800"
+        elif kind == "members":
+            limits, words = Limits(archive_members=5), "limits.archive_members: 6"
+        elif kind == "total":
+            limits, words = Limits(archive_bytes=9000), "unpack to more than 9000"
+        else:
+            limits, words = Limits(archive_wait_s=1e-9), "no row came within 1e-09 s"
+    problems: list[DataError] = []
+    lint(path, problems.append, check_media="none", limits=limits)
+    assert words in problems[-1].problem
+    assert problems[-1].where == str(path)
+    assert path.stat().st_size < 6 * MIB
+
+
+def test_long_headers_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar.gz"
+    with tarfile.open(path, "w:gz", format=tarfile.PAX_FORMAT) as archive:
+        info = tarfile.TarInfo("a.jpg")
+        info.pax_headers = {"comment": "x" * (2 * MIB)}
+        archive.addfile(info)
+    problems: list[DataError] = []
+    lint(path, problems.append)
+    assert "a header of 2097" in problems[0].problem
+
+
+def test_archive_bombs_take_no_memory(tmp_path: Path) -> None:
+    path = zeros_tar(tmp_path / "a.tar.gz", 1200 * MIB)
+    sparse = sparse_tar(tmp_path / "s.tar.gz", 3 << 30)
+    body = """
+from coat_data.tools.lint import lint
+for path in {paths!r}:
+    lint(path, lambda error: None, check_media="none")
+"""
+    before = peak_mib(body.format(paths=[]))
+    # One sample may have 1 GiB: of these not even the first MiB is read.
+    assert peak_mib(body.format(paths=[str(path), str(sparse)])) < before + 100
+
+
+TOLD = {"from": "gpt", "value": "a"}
+ROWS = [
+    {"id": f"{n}", "conversations": [{"from": "human", "value": "q \xe9"}, TOLD]}
+    for n in range(2000)
+]  # fmt: skip
+
+
+def packed(kind: str, data: bytes) -> bytes:
+    if kind == "zst":
+        return pyarrow.compress(data, "zstd", asbytes=True)
+    return {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[kind](data)
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst", "bz2", "xz"])
+@pytest.mark.parametrize("form", ["jsonl", "json"])
+def test_compressed_json_is_read_by_number(tmp_path: Path, kind: str, form: str) -> None:
+    text = json.dumps(ROWS) if form == "json" else "\n".join(map(json.dumps, ROWS))
+    path = tmp_path / f"a.{form}.{kind}"
+    path.write_bytes(packed(kind, text.encode()))
+    dataset = SampleDataset(path)
+    assert [dataset[n].id for n in (0, 1999, 7)] == ["0", "1999", "7"]
+    assert dataset[5].where == f"{path}:5"
+    assert dataset.media_root == tmp_path
+    assert dataset.paths == (path,)
+    path.write_bytes(packed(kind, text.replace('"7"', '"x"').encode()))
+    assert SampleDataset(path)[7].id == "x"
+    path.write_bytes(packed(kind, text.encode())[:-200])
+    with pytest.raises(DataError, match=r"is damaged: .* -> copy it again"):
+        SampleDataset(path)
+    path.write_bytes(packed(kind, text.encode()))
+    with pytest.raises(DataError, match=r"unpack to more than 1000 -> raise limits\.archive_bytes"):
+        SampleDataset(path, limits=Limits(archive_bytes=1000))
+    assert not list(tmp_path.glob("cache/unpacked/*.new"))
+
+
+def test_a_published_object_is_not_read_as_plain_rows(tmp_path: Path) -> None:
+    """Of ScienceQA, all splits would be read as one."""
+    rows = {str(n): {**ROWS[n], "split": "train" if n % 2 else "test"} for n in range(6)}
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    assert len(SampleDataset(tmp_path / "a.json")) == 3
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))
+    with pytest.raises(DataError, match=r"a\.json\.gz: .*splits.* -> unpack it first"):
+        SampleDataset(tmp_path / "a.json.gz")
+
+
+def test_tars_of_zstd_are_streams(tmp_path: Path, tar: Tar) -> None:
+    plain = tar(tmp_path / "a.tar", {"a.txt": b"x", "a.jpg": b"y"})
+    path = tmp_path / "b.tar.zst"
+    path.write_bytes(packed("zst", plain.read_bytes()))
+    (sample,) = SampleDataset(path, in_order=True).stream()
+    assert isinstance(sample, Sample)
+    assert sample.media[0].data == b"y"
+
+
+def test_objects_of_rows_have_their_names_as_ids(tmp_path: Path) -> None:
+    rows = {f"id {n}\xe9": {"conversations": ROWS[n]["conversations"]} for n in range(300)}
+    for indent in (None, 2):
+        path = tmp_path / f"{indent}.json"
+        path.write_text(json.dumps(rows, indent=indent, ensure_ascii=indent is None))
+        assert [sample.id for sample in SampleDataset(path).stream()] == list(rows)  # pyright: ignore
+    path.write_text('{"one": ' + json.dumps(ROWS[4]) + "}\n")
+    assert SampleDataset(path)[0].id == "4"  # its own
+    path.write_text(json.dumps(rows)[:-500])
+    problems: list[DataError] = []
+    lint(path, problems.append)
+    assert "is not JSON" in problems[-1].problem
+    jsonl = {
+        "image": {"path": "a"},
+        "more": {"path": "b"},
+        "conversations": ROWS[0]["conversations"],
+    }
+    for lines in ([jsonl], [jsonl] * 3, [{"text": "t"}]):
+        path.write_text("\n".join(map(json.dumps, lines)))
+        assert len(SampleDataset(path)) == len(lines)
+
+
+def video(path: Path, width: int, height: int, num_frames: int, codec: str = "libx264") -> Path:
+    """A clip of nearly black frames: a few kilobytes."""
+    with av.open(str(path), "w") as container:
+        stream = cast(VideoStream, container.add_stream(codec, rate=10))
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        if codec == "libx264":
+            stream.options = {"preset": "ultrafast"}
+        pixels = np.zeros((height, width, 3), np.uint8)
+        for number in range(num_frames):
+            pixels[:64, :64] = 16 * number
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, 10)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+LOADED = """
+from coat_data.media.image import ImageTransform, open_image
+from coat_data.media.sample_media import MediaLoader
+from coat_data.media.sampling import VideoSettings
+from coat_data.sample import Media
+transform = ImageTransform(32, (.5,) * 3, (.5,) * 3, {mode!r})
+loader = MediaLoader(transform, VideoSettings(num_frames=16))
+for kind, path in {media!r}:
+    loader.write([loader.open(Media(kind=kind, path=path))], None)
+"""
+
+
+def test_frames_are_held_in_the_size_of_the_tower(tmp_path: Path) -> None:
+    clip = video(tmp_path / "a.mp4", 3840, 2160, 16)
+    small = video(tmp_path / "b.mp4", 64, 48, 16)
+    before = peak_mib(LOADED.format(mode="resize", media=[("video", str(small))]))
+    peak = peak_mib(LOADED.format(mode="resize", media=[("video", str(clip))]))
+    # 16 frames of 3840 x 2160 would take 16 * 12 MB in YUV and 16 * 33 MB as images: 720 MB. Of the
+    # decoder's own (up to 17 reference frames of 12 MB, one image of 33 MB) nothing can be saved.
+    assert peak < before + 17 * 12 + 33 + 60
+
+
+def test_pixels_of_videos_have_limits(tmp_path: Path) -> None:
+    large = Media(kind="video", path=str(video(tmp_path / "a.mp4", 6400, 5600, 1, "mpeg4")))
+    words = r"a\.mp4: a frame has 6400 x 5600 pixels, and the limit is 33554432 .*max_frame_pixels"
+    for read in (VideoReader(VideoSettings()).read, VideoReader(VideoSettings()).plan):
+        with pytest.raises(DataError, match=words):
+            read(large)
+    small = Media(kind="video", path=str(video(tmp_path / "b.mp4", 64, 48, 8)))
+    settings = VideoSettings(num_frames=8, max_total_pixels=7 * 64 * 48)
+    with pytest.raises(
+        DataError, match=r"8 frames of 64 x 48 .*raise model\.video\.max_total_pixels"
+    ):
+        VideoReader(settings).read(small)
+    shrunk = VideoReader(settings).read(small, lambda frame: frame.resize((32, 24)))
+    whole = VideoReader(VideoSettings(num_frames=8)).read(small)
+    for found, frame in zip(shrunk.frames, whole.frames, strict=True):
+        assert found.tobytes() == frame.resize((32, 24)).tobytes()
+
+
+def test_large_images_take_little_more_than_their_pixels(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("a.png", "gray.png", "wide.png", "tiny.png")]
+    Image.new("RGBA", (5000, 5000), (10, 20, 30, 128)).save(paths[0], compress_level=1)
+    Image.new("I;16", (5000, 5000), 3000).save(paths[1], compress_level=1)
+    Image.new("RGB", (60_000, 400), "red").save(paths[2], compress_level=1)
+    Image.new("RGBA", (8, 8)).save(paths[3])
+    peaks = [peak_mib(LOADED.format(mode="pad", media=[("image", path)])) for path in paths]
+    # Pillow takes four bytes per pixel: the image and its RGB copy, 100 MB each; 16-bit gray two
+    # and its upper bytes two, twice. The square of the last one would have 14 GB.
+    assert peaks[0] < peaks[3] + 2 * 100 + 60
+    assert peaks[1] < peaks[3] + 250 + 60
+    assert peaks[2] < peaks[3] + 2 * 96 + 60
+
+
+def test_a_side_has_a_limit(tmp_path: Path) -> None:
+    Image.new("1", (1, 70_000)).save(tmp_path / "a.png")
+    for read in (open_image, image_size):
+        with pytest.raises(DataError, match=r"1 x 70000 pixels; a side has at most 65535"):
+            read(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("size", [(37, 90), (90, 37), (33, 3000), (2500, 40), (16, 16), (5, 16)])
+@pytest.mark.parametrize("resample", [Image.Resampling.BICUBIC, Image.Resampling.BILINEAR])
+def test_padding_in_strips_is_padding_at_once(
+    size: tuple[int, int], resample: Image.Resampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_module, "_STRIP_PIXELS", 700)
+    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
+    image = Image.fromarray(noise[..., :3])
+    transform = ImageTransform(16, (0.48, 0.46, 0.41), (0.5,) * 3, "pad", resample)
+    side = max(size)
+    color = (int(255 * 0.48), int(255 * 0.46), int(255 * 0.41))
+    padded = Image.new("RGB", (side, side), color)
+    padded.paste(image, ((side - size[0]) // 2, (side - size[1]) // 2))
+    expected = padded.resize((16, 16), resample)
+    assert transform.square(image).tobytes() == expected.tobytes()
+
+    data = io.BytesIO()
+    Image.fromarray(noise).save(data, "PNG")
+    white = Image.new("RGBA", size, "white")
+    composite = Image.alpha_composite(white, Image.fromarray(noise)).convert("RGB")
+    opened = open_image(Media(kind="image", data=data.getvalue()))
+    assert opened.tobytes() == composite.tobytes()

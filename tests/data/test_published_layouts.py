@@ -1,0 +1,405 @@
+"""Training files in the layouts of their publishers, with their own first rows, on real images."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet as pq
+import pytest
+from datasets import config
+from PIL import Image
+
+from coat_data.load.dataset import SampleDataset
+from coat_data.media.image import open_image
+from coat_data.sample import DataError, Sample
+from coat_data.tools.lint import lint
+
+SHORT = "\nAnswer the question using a single word or phrase."
+LETTER = "\nAnswer with the option's letter from the given choices directly."
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def picture(path: Path, width: int = 64, height: int = 48) -> bytes:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (width, height), (200, 30, 0)).save(path)
+    return path.read_bytes()
+
+
+def dump(path: Path, content: Any, **options: Any) -> Path:
+    path.write_text(json.dumps(content, **options), encoding="utf-8")
+    return path
+
+
+def shown(sample: Sample) -> list[str]:
+    """The conversation as text, with the path of each image that can be decoded."""
+    media = iter(sample.media)
+    lines = []
+    for turn in sample.turns:
+        pieces = []
+        for part in turn.parts:
+            medium = None if part.kind == "text" else next(media)
+            if medium is not None and "://" not in (medium.path or ""):
+                open_image(medium)
+            pieces.append(part.text if medium is None else f"[{Path(medium.path or '').name}]")
+        lines.append(f"{turn.role}: {''.join(pieces)}")
+    return lines
+
+
+def problems(path: Path, **options: Any) -> list[str]:
+    found: list[DataError] = []
+    lint(path, found.append, **options)
+    return [str(error) for error in found]
+
+
+def vqa_answers(*texts: str) -> list[dict[str, Any]]:
+    return [
+        {"answer": text, "answer_confidence": "yes", "answer_id": number + 1}
+        for number, text in enumerate(texts)
+    ]
+
+
+VQA_HEAD = {
+    "info": {"description": "This is v2.0 of the VQA dataset.", "version": "2.0", "year": 2017},
+    "data_type": "mscoco",
+    "license": {"url": "http://creativecommons.org/licenses/by/4.0/"},
+    "data_subtype": "train2014",
+}
+VQA_QUESTIONS = [
+    {
+        "image_id": 458752,
+        "question": "What is this photo taken looking through?",
+        "question_id": 458752000,
+    },
+    {
+        "image_id": 458752,
+        "question": "What position is this man playing?",
+        "question_id": 458752001,
+    },
+]
+VQA_ANNOTATIONS = [
+    {
+        "question_type": "what", "multiple_choice_answer": "pitcher", "image_id": 458752,
+        "answers": vqa_answers("pitcher", "catcher", *["pitcher"] * 8),
+        "answer_type": "other", "question_id": 458752001,
+    },
+    {
+        "question_type": "what is this", "multiple_choice_answer": "net", "image_id": 458752,
+        "answers": vqa_answers(*["net"] * 6, "netting", "net", "mesh", "net"),
+        "answer_type": "other", "question_id": 458752000,
+    },
+]  # fmt: skip
+
+
+def write_vqa(folder: Path, **changes: Any) -> Path:
+    questions = {"task_type": "Open-Ended", **VQA_HEAD, "questions": VQA_QUESTIONS}
+    dump(folder / "v2_OpenEnded_mscoco_train2014_questions.json", questions)
+    annotations = {**VQA_HEAD, "annotations": VQA_ANNOTATIONS, **changes}
+    return dump(folder / "v2_mscoco_train2014_annotations.json", annotations)
+
+
+@pytest.mark.parametrize("images", ["", "train2014"])
+def test_vqa_v2_annotations_with_the_questions_beside_them(tmp_path: Path, images: str) -> None:
+    picture(tmp_path / images / "COCO_train2014_000000458752.jpg")
+    dataset = SampleDataset(write_vqa(tmp_path))
+    assert dataset.format == "vqa"
+    assert [shown(dataset[row]) for row in range(2)] == [
+        [
+            "user: [COCO_train2014_000000458752.jpg]\nWhat position is this man playing?" + SHORT,
+            "assistant: pitcher",
+        ],
+        [
+            "user: [COCO_train2014_000000458752.jpg]\nWhat is this photo taken looking through?"
+            + SHORT,
+            "assistant: net",
+        ],
+    ]
+    assert dataset[0].id == "458752001"
+    names = ["v2_mscoco_train2014_annotations.json", "v2_OpenEnded_mscoco_train2014_questions.json"]
+    assert [path.name for path in dataset.paths] == names
+
+
+def test_vqa_annotations_without_their_questions_are_named(tmp_path: Path) -> None:
+    picture(tmp_path / "COCO_train2014_000000458752.jpg")
+    lost = [{**VQA_ANNOTATIONS[0], "question_id": 7}, VQA_ANNOTATIONS[1]]
+    path = write_vqa(tmp_path, annotations=lost)
+    found = problems(path)
+    (problem,) = found
+    assert problem.startswith(f"{path}:0: question_id is 7, which is not in")
+
+    questions = tmp_path / "v2_OpenEnded_mscoco_train2014_questions.json"
+    assert "holds questions without their answers" in problems(questions)[0]
+    questions.unlink()
+    assert f"there is no {questions.name} in the folder" in problems(path)[0]
+
+
+def test_ok_vqa_has_no_chosen_answer(tmp_path: Path) -> None:
+    """The most frequent answer is chosen, the first of equally frequent ones."""
+    picture(tmp_path / "COCO_train2014_000000051606.jpg")
+    question = {
+        "image_id": 51606,
+        "question": "What is the hairstyle of the blond called?",
+        "question_id": 516065,
+    }
+    head = {"info": {}, "data_subtype": "train2014"}
+    dump(tmp_path / "OpenEnded_mscoco_train2014_questions.json", {**head, "questions": [question]})
+    said = ["braid", "pony tail", "pony tail", "braid", "dreadlock"]
+    answers = [{"answer_id": n, "raw_answer": f"{a}s", "answer": a} for n, a in enumerate(said)]
+    row = {"image_id": 51606, "answer_type": "other", "answers": answers, "question_id": 516065}
+    path = dump(tmp_path / "mscoco_train2014_annotations.json", {**head, "annotations": [row]})
+    assert shown(SampleDataset(path)[0])[1] == "assistant: braid"
+
+
+GQA = {
+    "02930152": {
+        "semantic": [{"operation": "select", "dependencies": [], "argument": "sky (2486325)"}],
+        "entailed": ["02930160"], "equivalent": ["02930152"], "question": "Is the sky dark?",
+        "imageId": "2354786", "isBalanced": True, "groups": {"global": None},
+        "answer": "yes", "fullAnswer": "Yes, the sky is dark.",
+    },
+    "07333408": {
+        "semantic": [], "entailed": [], "equivalent": ["07333408"], "imageId": "2375429",
+        "question": "What is on the white wall?", "isBalanced": True, "answer": "pipe",
+        "fullAnswer": "The pipe is on the wall.",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_gqa_is_an_object_of_questions(tmp_path: Path, indent: int | None) -> None:
+    for name in ("2354786", "2375429"):
+        picture(tmp_path / "images" / f"{name}.jpg")
+    path = dump(tmp_path / "train_balanced_questions.json", GQA, indent=indent)
+    dataset = SampleDataset(path, tmp_path if indent else tmp_path / "images")
+    assert (dataset.format, len(dataset), dataset[1].id) == ("vqa", 2, "07333408")
+    assert shown(dataset[0]) == ["user: [2354786.jpg]\nIs the sky dark?" + SHORT, "assistant: yes"]
+    bad = {"1": {**GQA["02930152"], "answer": None}, "2": GQA["07333408"]}
+    found = problems(dump(path, bad), media_root=tmp_path)
+    (problem,) = found
+    assert problem.startswith(f"{path}:0: answer is null")
+
+
+def test_textvqa(tmp_path: Path) -> None:
+    picture(tmp_path / "train_images" / "0054c91397f2fe05.jpg")
+    row = {
+        "question": "what is the brand of phone?", "image_id": "0054c91397f2fe05",
+        "image_classes": ["Belt", "Headphones", "Mobile phone"], "question_id": 0,
+        "flickr_original_url": "https://farm6.staticflickr.com/2891/9134076951_f65b421097_o.jpg",
+        "image_width": 1024, "image_height": 730, "set_name": "train",
+        "question_tokens": ["what", "is", "the", "brand", "of", "phone"],
+        "answers": ["nokia", "nokia", "nokia", "nokia", "toshiba", "nokia", "nokia", "nokia"],
+    }  # fmt: skip
+    head = {"dataset_type": "train", "dataset_name": "textvqa", "dataset_version": "0.5.1"}
+    path = dump(tmp_path / "TextVQA_0.5.1_train.json", {**head, "data": [row]})
+    said = ["user: [0054c91397f2fe05.jpg]\nwhat is the brand of phone?" + SHORT, "assistant: nokia"]
+    assert shown(SampleDataset(path)[0]) == said
+
+    image = {"bytes": picture(tmp_path / "a.jpg"), "path": "0054c91397f2fe05.jpg"}
+    columns = {key: [value] for key, value in {**row, "image": image}.items()}
+    pq.write_table(pyarrow.table(columns), tmp_path / "train-00000-of-00001.parquet")
+    assert shown(SampleDataset(tmp_path / "train-00000-of-00001.parquet")[0]) == said
+
+
+SCIENCE_QA: Mapping[str, dict[str, Any]] = {
+    "1": {
+        "question": "Which of these states is farthest north?", "answer": 0, "hint": "",
+        "choices": ["West Virginia", "Louisiana", "Arizona", "Oklahoma"], "image": "image.png",
+        "task": "closed choice", "grade": "grade2", "subject": "social science",
+        "lecture": "Maps have four cardinal directions.", "solution": "...", "split": "train",
+    },
+    "3": {
+        "question": "Which better describes the Shenandoah Forest?", "answer": 1, "split": "train",
+        "hint": "Figure: Shenandoah.", "choices": ["tundra", "forest"], "image": None,
+    },
+    "5": {
+        "question": "Which fruit?", "choices": ["a pear", "a plum"], "answer": 0, "hint": "",
+        "image": None, "split": "test",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_scienceqa_reads_one_split(tmp_path: Path, splits: bool) -> None:
+    picture(tmp_path / "images" / "train" / "1" / "image.png")
+    path = dump(tmp_path / "problems.json", SCIENCE_QA, indent=2)
+    if splits:
+        dump(tmp_path / "pid_splits.json", {"train": ["1", "3"], "test": ["5"], "minitest": ["5"]})
+    dataset = SampleDataset(path)
+    assert (dataset.format, [dataset[row].id for row in range(len(dataset))]) == (
+        "choices",
+        ["1", "3"],
+    )
+    options = "\nA. West Virginia\nB. Louisiana\nC. Arizona\nD. Oklahoma"
+    assert shown(dataset[0]) == [
+        f"user: [image.png]\nWhich of these states is farthest north?{options}{LETTER}",
+        "assistant: A",
+    ]
+    context = "Context: Figure: Shenandoah.\nWhich better describes the Shenandoah Forest?"
+    assert shown(dataset[1]) == [f"user: {context}\nA. tundra\nB. forest{LETTER}", "assistant: B"]
+    assert SampleDataset(f"{path}#test")[0].id == "5"
+    with pytest.raises(DataError, match=r"no rows of the split 'dev' \(splits: train, test"):
+        SampleDataset(f"{path}#dev")
+
+
+def test_scienceqa_of_hugging_face(tmp_path: Path) -> None:
+    image = {"bytes": picture(tmp_path / "a.png"), "path": "image.png"}
+    row = {key: [value] for key, value in SCIENCE_QA["1"].items() if key != "split"}
+    path = tmp_path / "train-00000-of-00001.parquet"
+    pq.write_table(pyarrow.table({**row, "image": [image]}), path)
+    assert shown(SampleDataset(path)[0])[1] == "assistant: A"
+    pq.write_table(pyarrow.table({**row, "image": [image], "answer": [9]}), path)
+    assert problems(path)[0].startswith(f"{path}:0: answer is 9, with 4 choices")
+
+
+def test_coco_captions_and_instances(tmp_path: Path) -> None:
+    picture(tmp_path / "train2017" / "000000203564.jpg")
+    image = {
+        "license": 4, "file_name": "000000203564.jpg", "height": 400, "width": 600, "id": 203564,
+        "coco_url": "http://images.cocodataset.org/train2017/000000203564.jpg",
+        "date_captured": "2013-11-14 16:28:13", "flickr_url": "http://farm8.staticflickr.com/a.jpg",
+    }  # fmt: skip
+    head = {"info": {"year": 2017}, "licenses": [{"id": 1, "name": "by"}], "images": [image]}
+    caption = {"image_id": 203564, "id": 37, "caption": "A bicycle replica with a clock."}
+    path = dump(tmp_path / "captions_train2017.json", {**head, "annotations": [caption]})
+    dataset = SampleDataset(path, tmp_path / "train2017")
+    assert shown(dataset[0]) == [
+        "user: [000000203564.jpg]",
+        "assistant: A bicycle replica with a clock.",
+    ]
+    boxes = {"segmentation": [], "area": 1.0, "image_id": 203564, "bbox": [1, 2, 3, 4], "id": 9}
+    instances = dump(tmp_path / "instances.json", {**head, "annotations": [boxes]})
+    with pytest.raises(DataError, match="the format of the rows is unknown"):
+        SampleDataset(instances, tmp_path / "train2017")
+
+
+def test_obelics_keeps_the_order_of_images_and_texts(tmp_path: Path) -> None:
+    picture(tmp_path / "a.jpg")
+    row = {
+        "images": [None, "a.jpg", None, None, "https://example.org/b.jpg"],
+        "metadata": '[{"src": "https://example.org/a.jpg"}]',
+        "general_metadata": '{"url": "https://example.org"}',
+        "texts": ["The forum <image> of Urus.", None, "It costs 9 billion.", "Comments.", None],
+    }
+    columns = {key: [value] for key, value in row.items()}
+    path = tmp_path / "train-00000-of-01335.parquet"
+    pq.write_table(pyarrow.table(columns), path)
+    dataset = SampleDataset(path)
+    assert dataset.format == "obelics"
+    page = "The forum <image> of Urus.[a.jpg]It costs 9 billion.\n\nComments.[b.jpg]"
+    assert shown(dataset[0]) == ["user: ", f"assistant: {page}"]
+    assert [part.kind for part in dataset[0].turns[1].parts].count("image") == 2
+
+    path = dump(
+        tmp_path / "pages.json", [row, {**row, "images": [None] * 5}, {**row, "texts": ["a"]}]
+    )
+    found = problems(path, check_media="none")
+    assert found[0].startswith(f"{path}:1: images[1] and texts[1] are both null or missing")
+    assert found[1].startswith(f"{path}:2: images[2] and texts[2] are both null or missing")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"URL": "https://a.org/b.jpg", "TEXT": "A cat", "WIDTH": 8, "NSFW": "UNLIKELY"},
+        {"id": 4, "url": "https://a.org/b.jpg", "text": "A cat", "width": 8, "image_phash": "0a"},
+        {"uid": "a", "url": "https://a.org/b.jpg", "text": "A cat", "original_width": 8},
+        {"url": "https://a.org/b.jpg", "caption": "A cat", "similarity": 0.3, "pwatermark": 0.1},
+    ],
+    ids=["laion", "coyo", "datacomp", "relaion"],
+)  # fmt: skip
+def test_tables_of_links_show_the_image(tmp_path: Path, row: dict[str, Any]) -> None:
+    pq.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "part.parquet")
+    dataset = SampleDataset(tmp_path / "part.parquet")
+    assert dataset.format == "links"
+    assert shown(dataset[0]) == ["user: [b.jpg]", "assistant: A cat"]
+    assert dataset[0].media[0].path == "https://a.org/b.jpg"
+
+
+def test_the_url_of_a_web_page_is_no_image(tmp_path: Path) -> None:
+    row = {"text": "A page.", "url": "https://a.org/b.jpg", "timestamp": "2019-04-25T12:57:54Z"}
+    dataset = SampleDataset(dump(tmp_path / "c4.json", [row]))
+    assert (dataset.format, dataset[0].media) == ("documents", ())
+
+
+LINK = {"image_url": "https://a.org/b.jpg", "image_sha256": "0a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {**LINK, "caption": "A red car.", "transcripts": ["it is a car", "red"]},
+            ["user: [b.jpg]", "assistant: A red car."],
+        ),
+        (
+            {**LINK, "question": "Write a haiku.", "answer": "Red car, ..."},
+            ["user: [b.jpg]\nWrite a haiku.", "assistant: Red car, ..."],
+        ),
+        (
+            {
+                **LINK, "question": "[USER] Is it red? [ASSISTANT] Yes. [USER] Which? [ASSISTANT]",
+                "answer": "A Polo.", "messages": ["Is it red?", "Yes.", "Which?", "A Polo."],
+            },
+            ["user: [b.jpg]\nIs it red?", "assistant: Yes.", "user: Which?", "assistant: A Polo."],
+        ),
+        (
+            {
+                **LINK, "points": [{"x": 10.25, "y": 50}, {"x": 99, "y": 0}], "count": 2,
+                "label": "wheels", "collection_method": "counting",
+            },
+            ["user: [b.jpg]\nPoint to wheels.", "assistant: [0.102, 0.500], [0.990, 0.000]"],
+        ),
+        (
+            {**LINK, "points": [], "count": 0, "label": "dogs", "collection_method": "pointing"},
+            ["user: [b.jpg]\nPoint to dogs.", "assistant: There are none."],
+        ),
+        (
+            {**LINK, "count": 4, "points": {"x": [1.0], "y": [2.0]}, "label": "people"},
+            ["user: [b.jpg]\nHow many people are there?" + SHORT, "assistant: 4"],
+        ),
+    ],
+    ids=["cap", "ask", "cap-qa", "points", "no points", "count"],
+)  # fmt: skip
+def test_pixmo(tmp_path: Path, row: dict[str, Any], said: list[str]) -> None:
+    pq.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
+    dataset = SampleDataset(tmp_path / "train.parquet")
+    assert (dataset.format, shown(dataset[0])) == ("pixmo", said)
+
+
+def test_pixmo_points_outside_of_the_image_are_named(tmp_path: Path) -> None:
+    row = {
+        **LINK,
+        "points": [{"x": 640, "y": 5}],
+        "label": "a",
+        "count": 1,
+        "collection_method": "c",
+    }
+    path = dump(tmp_path / "a.json", [row])
+    assert "the box [640, 5] leaves the image" in problems(path, check_media="none")[0]
+
+
+def test_small_objects_and_rows_are_still_rows(tmp_path: Path) -> None:
+    """JSONL in a file named .json, with one row or more, and keys that published objects have."""
+    row = {"images": [{"path": "a.png"}], "conversations": [], "data": 1}
+    said = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}]
+    picture(tmp_path / "a.png")
+    for text in (
+        json.dumps({**row, "conversations": said}),
+        2 * f"{json.dumps({**row, 'conversations': said})}\n",
+    ):
+        (tmp_path / "rows.json").write_text(text)
+        dataset = SampleDataset(tmp_path / "rows.json")
+        assert (dataset.format, len(dataset)) == ("llava", text.count("conversations"))
+
+
+def test_a_damaged_object_is_named(tmp_path: Path) -> None:
+    path = write_vqa(tmp_path)
+    path.write_bytes(path.read_bytes()[:-40])
+    assert "is not JSON" in problems(path, check_media="none")[-1]
+    with pytest.raises(DataError, match="is not JSON"):
+        SampleDataset(path)

@@ -1,0 +1,296 @@
+"""``lint``, ``stats`` and ``ingest`` in several processes: same bytes, same order, no leftovers."""
+
+import hashlib
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import config
+from PIL import Image
+
+from coat_cli.main import main
+from coat_data.load.dataset import SampleDataset
+from coat_data.load.lengths import probe_rows
+from coat_data.sample import DataError, Sample
+from coat_data.tools import lint as lint_tool
+from coat_data.tools import workers
+from coat_data.tools.ingest import ingest
+from coat_data.tools.lint import lint
+from coat_data.tools.source import new_folder
+
+ROWS = 700
+
+
+def talk(number: int, **fields: Any) -> dict[str, Any]:
+    said = [{"from": "human", "value": f"What is {number}?"}, {"from": "gpt", "value": "a" * 9}]
+    return {"id": str(number), **fields, "conversations": said}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A list of JSON, a truncated array, a file without rows, Parquet, and a part of a file.
+
+    Every 50th row is bad.
+    """
+    for number in range(7):
+        pixels = np.random.default_rng(number).integers(256, size=(20, 30, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    rows = [talk(n, image=f"{n % 7}.png" if n % 50 else "absent.png") for n in range(ROWS)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    (tmp_path / "cut.json").write_text(json.dumps(rows[:300])[:-40])
+    (tmp_path / "none.json").write_text("[")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet", row_group_size=130)
+    listing = [{"path": name} for name in ("a.json", "cut.json", "none.json", "b.parquet")]
+    listing.append({"path": "a.json", "name": "part", "select": "last 60"})
+    (tmp_path / "all.yaml").write_text(json.dumps({"sources": listing}))
+    return tmp_path / "all.yaml"
+
+
+def test_lint_and_stats_say_the_same_in_the_same_order(
+    source: Path, capsys: pytest.CaptureFixture
+) -> None:
+    printed: dict[str, list[str]] = {}
+    for number in "1", "3":
+        for job in "lint", "stats":
+            main(["data", job, str(source), "--workers", number])
+        printed[number] = capsys.readouterr().out.splitlines()
+    assert printed["1"] == printed["3"]
+    found: dict[int, list[DataError]] = {1: [], 3: []}
+    for number, errors in found.items():
+        lint(source, errors.append, workers=number)
+    problems = [str(error) for error in found[1]]
+    assert problems == [str(error) for error in found[3]]
+    cut = [
+        number for number, line in enumerate(problems) if line.startswith(f"{source.parent}/cut")
+    ]
+    assert len(problems) == 14 + 6 + 1 + 1 + 14 + 1
+    # The damage follows the rows of its file and precedes those of the next one.
+    assert "is not JSON" in problems[cut[-1]]
+    assert "none.json" in problems[cut[-1] + 1]
+    assert problems[-1].startswith(f"{source.parent}/a.json:650: ")
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+    }
+
+
+@pytest.mark.parametrize("embed_media", [False, True])
+def test_the_ingested_folder_is_the_same_byte_for_byte(
+    source: Path, tmp_path: Path, embed_media: bool
+) -> None:
+    options = {"embed_media": embed_media, "max_bad_samples": 40, "shard_rows": 333}
+    for number in 1, 3:
+        ingest(tmp_path / "a.json", tmp_path / f"out{number}", workers=number, **options)
+    assert digests(tmp_path / "out1") == digests(tmp_path / "out3")
+    assert "bad_samples.jsonl" in digests(tmp_path / "out1")
+
+
+def test_a_range_of_parquet_is_read_in_any_order_without_the_cache(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    dataset = SampleDataset(tmp_path / "b.parquet")
+    expected = [str(number) for number in range(ROWS)]
+    for first, stop in (0, 10), (300, 690), (5, 300), (0, 0), (690, ROWS), (0, ROWS):
+        ids = [one.id for one in dataset.read_range(range(first, stop)) if isinstance(one, Sample)]
+        assert ids == expected[first:stop]
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_few_rows_of_parquet_do_not_fill_the_cache(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making it reads the whole table; the checks before training need sixteen rows."""
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    dataset = SampleDataset(tmp_path / "b.parquet")
+    rows = probe_rows(dataset)
+    few = [dataset[row] for row in rows]
+    assert not (tmp_path / "cache").exists()
+    assert [one.id for one in few] == list(map(str, rows))
+    again = [dataset[row] for row in rows]
+    assert (tmp_path / "cache").exists()
+    assert again == few
+
+
+def test_a_damaged_row_group_is_one_problem_and_keeps_the_numbers_of_other_rows(
+    source: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "b.parquet"
+    group = pq.ParquetFile(path).metadata.row_group(1)
+    start = group.column(0).dictionary_page_offset or group.column(0).data_page_offset
+    data = bytearray(path.read_bytes())
+    data[start : start + 40] = bytes(40)
+    path.write_bytes(data)
+    for number in 1, 2:
+        found: list[DataError] = []
+        lint(path, found.append, workers=number, check_media="none")
+        assert ["is damaged" in error.problem for error in found] == [True]
+    read = [one for one in SampleDataset(path, in_order=True).stream() if isinstance(one, Sample)]
+    assert [one.row for one in read] == [*range(130), *range(260, ROWS)]
+    assert all(one.id == str(one.row) for one in read)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_unexpected_error_names_file_and_row(
+    source: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(medium: Any) -> None:
+        if medium.path.endswith("3.png"):
+            raise ZeroDivisionError("of a decoder")
+
+    monkeypatch.setattr(lint_tool, "image_size", fail)
+    with pytest.raises(RuntimeError, match=r"a\.json:3: ZeroDivisionError: of a decoder"):
+        lint(source.parent / "a.json", lambda _: None, workers=number)
+
+
+def test_a_killed_worker_names_its_rows(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(medium: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(lint_tool, "image_size", die)
+    with pytest.raises(DataError, match=r"a\.json\), row 0 to 255: a worker process was killed"):
+        lint(source.parent / "a.json", lambda _: None, workers=2)
+
+
+def test_too_few_workers_are_refused(source: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["data", "stats", str(source), "--workers", "0"]) == 2
+    assert "workers is 0; give 1 or more" in capsys.readouterr().err
+
+
+def children_of(process: int) -> list[int]:
+    text = Path(f"/proc/{process}/task/{process}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's /proc")
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGKILL, -9)],
+)
+def test_a_signal_ends_all_workers_and_removes_what_was_written(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    """The workers wait for a silent server, which never answers."""
+    asked, ended = threading.Event(), threading.Event()
+
+    class Silent(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.set()
+            ended.wait()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Not to the terminal."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        rows = [talk(n, image=f"{address}/{n}.png") for n in range(100)]
+        (tmp_path / "a.json").write_text(json.dumps(rows))
+        words = ["data", "ingest", str(tmp_path / "a.json"), "--out", str(tmp_path / "out")]
+        words += ["--network", "127.0.0.1", "--limit", "remote_wait_s=600", "--workers", "3"]
+        command = [sys.executable, "-m", "coat_cli.main", *words]
+        process = subprocess.Popen(
+            command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        children = wait_for(lambda: len(found := children_of(process.pid)) == 3 and found)
+        assert asked.wait(60)
+        # As a scheduler or a terminal does, to the whole group; a kill reaches one process.
+        if number == signal.SIGKILL:
+            process.kill()
+        else:
+            os.killpg(process.pid, number)
+        assert process.wait(timeout=60) == status
+        wait_for(lambda: not any(is_running(child) for child in children))
+        ended.set()
+        server.shutdown()
+    left = [path.name for path in tmp_path.iterdir() if path.name != "a.json"]
+    if number != signal.SIGKILL:
+        assert left == []
+        return
+    assert [name.rpartition(".")[0].rpartition(".")[0] for name in left] == [f".out.{process.pid}"]
+    (tmp_path / "b.json").write_text(json.dumps([talk(0)]))
+    ingest(tmp_path / "b.json", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json", "out"]
+
+
+def test_the_folder_of_a_living_process_or_another_host_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([talk(0)]))
+    (tmp_path / ".out.12.new").mkdir()  # of an earlier version: nothing says whose
+    (tmp_path / ".out.13.01234567.new").mkdir()
+    (tmp_path / ".out.13.01234567.new" / ".owner").write_text("another-host")
+    (tmp_path / ".outer.14.new").mkdir()
+    with warnings.catch_warnings(record=True) as warned, ExitStack() as stack:
+        warnings.simplefilter("always")
+        living = stack.enter_context(new_folder(tmp_path / "out"))
+        ingest(tmp_path / "a.json", tmp_path / "out")
+        assert living.is_dir()
+        with pytest.raises(OSError, match="not empty"):  # the second of two that write one folder
+            stack.close()
+    texts = sorted({str(one.message) for one in warned})
+    assert len(texts) == 2
+    assert f"{tmp_path}/.out.12.new was left by a command that was killed" in texts[0]
+    assert "on another-host; delete it if no other command writes" in texts[1]
+    kept = {".out.12.new", ".out.13.01234567.new", ".outer.14.new", "a.json", "out"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def test_links_are_checked_at_the_same_time_and_a_silent_host_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link is answered when sixteen are asked together; one after the other, none would be."""
+    together = threading.Barrier(16)
+    asked: list[str] = []
+
+    def check(medium: Any) -> tuple[int, int]:
+        asked.append(medium.path)
+        if "silent" in medium.path:
+            raise workers.UnreachableError(medium.path, "timed out", "check the network")
+        together.wait(timeout=30)
+        return 1, 1
+
+    monkeypatch.setattr(lint_tool, "image_size", check)
+    monkeypatch.setattr(workers, "_waited_s", {})
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([talk(n, image=f"http://good/{n}.png") for n in range(32)]))
+    assert lint(path, lambda _: None, workers=1).bad == 0
+    assert len(asked) == 32
+
+    monkeypatch.setattr(workers, "HOST_LIMIT_S", 0.0)
+    path.write_text(json.dumps([talk(n, image=f"http://silent/{n}.png") for n in range(40)]))
+    found: list[DataError] = []
+    summary = lint(path, found.append, workers=1)
+    assert (summary.bad, summary.unreachable) == (40, 40)
+    assert [error.where.split(":")[1] for error in found] == [str(n) for n in range(40)]
+    assert "silent has not answered for 0 s" in found[-1].problem

@@ -1,0 +1,191 @@
+"""The report of a real run: throughput, the commands that it names, and how a browser shows it."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+import started
+from test_training import ENV, tiny_recipe, write_recipe
+
+from coat_vlm.config.load import load_recipe
+from coat_vlm.plan import plan_recipe
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in FP8, whose first and last steps measure it, with its log line in log.txt."""
+    folder = tmp_path_factory.mktemp("reported")
+    questions = folder / "questions"
+    questions.mkdir()
+    rows = [
+        {
+            "question_id": str(number),
+            "text": "Which color?",
+            "image": f"{number}.png",
+            "answer": "green" if number % 3 == 1 else "blue",
+            "category": "even" if number % 2 == 0 else "odd",
+        }
+        for number in range(24)
+        if number % 3
+    ]
+    (questions / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = tiny_recipe(tiny_data, folder / "run", precision="coat", log_every_steps=6)
+    recipe["stages"]["sft"]["save_every_steps"] = 3
+    colors = {"task": "short_answer", "path": str(questions), "media_root": str(tiny_data)}
+    recipe["eval_sets"] = {"colors": colors}
+    path = write_recipe(recipe, folder / "recipe.yaml")
+    done = started.run(["train", str(path)], env=ENV)
+    assert done.returncode == 0, done.stderr
+    (folder / "log.txt").write_text(done.stdout)
+    return folder / "run"
+
+
+@pytest.fixture
+def run_dir(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run, which a test may continue."""
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    text = (run / "recipe.yaml").read_text().replace(str(trained), str(run))
+    (run / "recipe.yaml").write_text(text)
+    return run
+
+
+def report(run: Path) -> str:
+    """The page of a run, written by the command."""
+    done = started.run(["report", str(run)], env=ENV)
+    assert done.returncode == 0, done.stderr
+    return (run / "report.html").read_text()
+
+
+def to_text(page: str) -> str:
+    """The text of a page without tags."""
+    return " ".join(unescape(re.sub(r"<[^>]+>", " ", page)).split())
+
+
+def find_commands(page: str) -> list[list[str]]:
+    """The words of each command on a page; every mention of the program must be one."""
+    commands = [unescape(text) for text in re.findall(r"<pre><code>(.*?)</code></pre>", page)]
+    rest = re.sub(r"<pre><code>.*?</code></pre>", "", page)
+    assert not re.findall(r"\b(?:coat-vlm|torchrun) [a-z-]+", rest)
+    return [shlex.split(command) for command in commands]
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def kill_after_step_3(run: Path) -> None:
+    """Leave what a run has that was killed after step 3."""
+    shutil.rmtree(run / "sft" / "model")
+    shutil.rmtree(run / "sft" / "checkpoints" / "step-00000006")
+    kept = [row for row in rows_of(run) if row.get("step", 0) <= 3 and row.get("status") != "end"]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+
+def test_line_and_report_give_the_tokens_by_the_time_of_steady_steps(trained: Path):
+    steps = [row for row in rows_of(trained) if row["kind"] == "step"]
+    assert [row["peak_memory_mb"] is None for row in steps] == [True, *[False] * 4, True]
+    tokens, seconds = (sum(row[key] for row in steps[1:5]) for key in ("tokens", "step_s"))
+    line = re.search(
+        r"tokens/s ([\d,]+) .* first step \S+ s measured step",
+        (trained.parent / "log.txt").read_text(),
+    )
+    assert line is not None
+    shown = re.search(r"sft 4 of 6 ([\d,]+) ", to_text(report(trained)))
+    assert shown is not None
+    for found in (line[1], shown[1]):
+        assert float(found.replace(",", "")) == pytest.approx(tokens / seconds, rel=0.02)
+
+
+def test_the_named_commands_continue_the_run(run_dir: Path):
+    kill_after_step_3(run_dir)
+    page = report(run_dir)
+    assert "Not finished: stage sft is at step 3 of 6." in page
+    (command,) = find_commands(page)
+    assert command[:2] == ["coat-vlm", "train"]
+    done = started.run([*command[1:], "stages.sft.language.lr=0.001"], env=ENV)
+    assert done.returncode == 0, done.stderr
+    page = report(run_dir)
+    assert "Trained, but not all evaluation sets are evaluated." in page
+    text = to_text(page)
+    assert "continued after step 3, coat on 1 x cpu" in text
+    assert "changed key: stages.sft.language.lr: 0.003 -> 0.001" in text
+    (command,) = find_commands(page)
+    done = started.run(command[1:], env=ENV)
+    assert done.returncode == 0, done.stderr
+    page = report(run_dir)
+    assert re.search(r"<strong>Finished, ", page)
+    assert find_commands(page) == []
+
+
+def test_no_command_is_named_that_would_fail(run_dir: Path, tmp_path: Path):
+    """The questions are gone, as on another machine."""
+    recipe = (run_dir / "recipe.yaml").read_text()
+    (run_dir / "recipe.yaml").write_text(re.sub(r"path: .*questions", "path: gone", recipe))
+    page = report(run_dir)
+    assert "Trained, but not all" in page
+    assert find_commands(page) == []
+
+
+def test_planned_memory_is_that_of_plan(run_dir: Path):
+    text = (run_dir / "metrics.jsonl").read_text().replace('"device": "cpu"', '"device": "H200"')
+    (run_dir / "metrics.jsonl").write_text(text)
+    recipe = load_recipe(str(run_dir / "recipe.yaml"))
+    (plan,) = plan_recipe(recipe, ranks=1, gpu_bytes=1e9, zero_stages=(0,))
+    gib = f"{plan.memory[0].peak / 2**30:.2f}"
+    assert re.search(rf"sft [\d.]+ {gib} [\d.]+ weights ", to_text(report(run_dir)))
+
+
+def measure_in_browser(page: Path, folder: Path, script: str) -> Any:
+    """Run a script in a page with the report in an iframe; it returns what can be JSON."""
+    frame = folder / "frame.html"
+    frame.write_text(
+        f'<iframe id="f" src="{page.as_uri()}" style="border: 0"></iframe><pre></pre>'
+        "<script>f.onload = () => { const inner = f.contentDocument;"
+        f"document.querySelector('pre').textContent = JSON.stringify((() => {{ {script} }})()); }}"
+        "</script>"
+    )
+    assert CHROMIUM is not None
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    options += [f"--user-data-dir={folder / 'browser'}", "--virtual-time-budget=5000", "--dump-dom"]
+    done = subprocess.run(
+        [CHROMIUM, *options, frame.as_uri()], capture_output=True, text=True, timeout=120
+    )
+    found = re.search(r"<pre>(.+?)</pre>", done.stdout, re.DOTALL)
+    assert found is not None, done.stderr[-2000:]
+    return json.loads(unescape(found[1]))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome")
+def test_a_browser_shows_the_page_at_every_width_and_filters_samples(run_dir: Path, tmp_path: Path):
+    done = started.run(["eval", "--run", str(run_dir)], env=ENV)
+    assert done.returncode == 0, done.stderr
+    page = report(run_dir)
+    opened = run_dir / "opened.html"
+    opened.write_text(page.replace("<details>", "<details open>"))
+    widths = [360, 480, 504, 640, 768, 1024, 1280, 1600]
+    measure = (
+        f"return {widths}.map(width => {{ f.style.width = `${{width}}px`;"
+        "return inner.documentElement.scrollWidth - inner.documentElement.clientWidth; })"
+    )
+    assert measure_in_browser(opened, tmp_path, measure) == [0] * len(widths)
+    choose = (
+        "const form = inner.getElementById('filter'), shown = () => "
+        "[...inner.querySelectorAll('.sample')].filter(card => !card.hidden && "
+        "card.getClientRects().length).map(card => card.dataset.category);"
+        "const before = shown(); form.elements.category.value = 'odd';"
+        "form.dispatchEvent(new Event('input'));"
+        "return [before, shown(), form.hidden]"
+    )
+    before, after, hidden = measure_in_browser(run_dir / "report.html", tmp_path, choose)
+    assert set(before) == {"even", "odd"}
+    assert after == [one for one in before if one == "odd"]
+    assert not hidden

@@ -1,0 +1,169 @@
+"""Standard errors, by the paper's formula over pairs and by torch-free simulation; profiles."""
+
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from coat_eval.benchmark import UPSTREAM, Settings
+from coat_eval.extract import infer_letter
+from coat_eval.ratios import compute_standard_error
+from coat_eval.reliability import get_official_size
+from coat_eval.report import format_headline, score_official
+from coat_eval.tasks import BENCHMARKS, get_benchmark
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_formula_of_miller_2024_written_out_over_pairs():
+    """Equation 4 of arXiv:2411.00640, term by term."""
+    rng = random.Random(0)
+    clusters = [f"image {rng.randrange(12)}" for _ in range(50)]
+    scores = [float(rng.random() < 0.6) for _ in clusters]
+    n, mean = len(scores), sum(scores) / len(scores)
+    squared = sum((s - mean) ** 2 for s in scores) / (n - 1) / n
+    for first, second in itertools.permutations(range(n), 2):
+        if clusters[first] == clusters[second]:
+            squared += (scores[first] - mean) * (scores[second] - mean) / n**2
+    found = compute_standard_error([(scores, [1.0] * n)], [True] * n, clusters)
+    assert found == pytest.approx(100 * math.sqrt(squared), rel=1e-9)
+    # Without clusters the central limit theorem's: sqrt(p (1 - p) / (n - 1)) for scores 0 and 1.
+    alone = compute_standard_error([(scores, [1.0] * n)], [True] * n, [""] * n)
+    assert alone == pytest.approx(100 * math.sqrt(mean * (1 - mean) / (n - 1)), rel=1e-9)
+
+
+def test_the_error_of_f1_is_its_spread_over_repeated_draws_of_images():
+    """F1 is a ratio: the linearized error must equal the spread of F1 over new samples."""
+    rng = random.Random(1)
+    sample, found, size = [], [], 300
+
+    def draw() -> tuple[list[float], list[float], list[str]]:
+        above, below, names = [], [], []
+        for image in range(size):
+            skill = rng.choice((0.5, 0.95))  # questions of an image are alike
+            for _ in range(3):
+                label, right = rng.random() < 0.5, rng.random() < skill
+                above.append(2.0 * (label and right))
+                below.append(above[-1] + (not right))
+                names.append(str(image))
+        return above, below, names
+
+    for _ in range(400):
+        above, below, names = draw()
+        sample.append(100 * sum(above) / sum(below))
+        found.append(compute_standard_error([(above, below)], [True] * len(names), names))
+    mean = sum(sample) / len(sample)
+    spread = math.sqrt(sum((one - mean) ** 2 for one in sample) / (len(sample) - 1))
+    # The spread of 400 draws has a relative standard error of 1 / sqrt(800) = 3.5%.
+    assert sum(found) / len(found) == pytest.approx(spread, rel=0.14)
+    above, below, names = draw()
+    every = [True] * len(names)
+    loose = compute_standard_error([(above, below)], every, [""] * len(names))
+    assert loose < 0.95 * compute_standard_error([(above, below)], every, names)
+
+
+def test_every_report_has_errors_clustered_by_image(tmp_path: Path):
+    """Three questions about each image, all right or all wrong: as if each image were one."""
+    questions = {
+        str(i): {"question": "Is it?", "answer": "yes", "imageId": f"n{i // 3}"} for i in range(12)
+    }
+    (tmp_path / "q.json").write_text(json.dumps(questions))
+    rows = [{"question_id": str(i), "prediction": "yes" if i // 3 % 2 else "no"} for i in range(12)]
+    answers = write(tmp_path / "a.jsonl", rows)
+    report = score_official(get_benchmark("gqa"), [answers], [tmp_path / "q.json"])
+    # Sum over images of (3 * 0.5)^2 / 12^2 plus 12 * 0.25 / (12 * 11) - 12 * 0.25 / 144.
+    squared = 4 * 1.5**2 / 144 + 3 / 132 - 3 / 144
+    assert report["standard_errors"]["accuracy"] == pytest.approx(100 * math.sqrt(squared))
+    assert f"accuracy              50.0000  +- {100 * math.sqrt(squared):.4f}" in (
+        format_headline(report)
+    )
+
+
+CHOICES = {"A": "a red car", "B": "a blue bus", "C": "a bike", "D": "a train"}
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        # The letter is unique but early: only the later rule of VLMEvalKit finds it.
+        ("The correct answer is B. It is clearly visible at the left of the street.", "B"),
+        ("The answer is **C** because option C shows a thing, and option D does not.", "C"),
+        # A and B are both words; the statement decides, in any case.
+        ("A or B? The answer is b", "B"),
+        # As upstream: "a cat" begins with A, and A to D are the only letters.
+        ("I think that the answer is a thing that nobody can see in this image here.", "A"),
+        ("Not sure. Is it Z?", None),
+        ("It is hard to say what stands there.", None),
+    ],
+)
+def test_vlmevalkits_later_rule(text: str, letter: str | None):
+    """Pull request 1552 of open-compass/VLMEvalKit; after the letter, before the choice's text."""
+    assert infer_letter(text, CHOICES) == letter
+
+
+def test_every_profile_names_the_commit_that_it_follows(tmp_path: Path):
+    guide = Path(__file__).parents[2] / "docs" / "reference" / "benchmarks.md"
+    documented = guide.read_text()
+    for commit in UPSTREAM.values():
+        assert commit in documented
+    for benchmark in BENCHMARKS.values():
+        for profile in benchmark.profiles:
+            assert "@" in benchmark.get_upstream(profile)
+    labels = write(
+        tmp_path / "labels.jsonl",
+        [{"question_id": 1, "text": "Is there a dog?", "label": "yes", "category": "random"}],
+    )
+    answers = write(tmp_path / "a.jsonl", [{"question_id": 1, "prediction": "yes"}])
+    report = score_official(
+        get_benchmark("pope"), [answers], [labels], settings=Settings(profile="vlmeval")
+    )
+    assert (report["n"], report["n_official"]) == (1, 9000)
+    assert get_official_size(get_benchmark("pope"), 3000) == 3000  # one split alone is complete
+    assert report["follows"] == UPSTREAM["vlmeval"]
+    assert f"rules of {UPSTREAM['vlmeval']}" in format_headline(report)
+
+
+def test_video_mme_by_duration_and_category(tmp_path: Path):
+    """Per duration and domain, over answered questions, as eval_your_results.py prints it."""
+    said = {
+        ("short", "Knowledge"): ["A", "A", "B"],
+        ("long", "Knowledge"): ["A", "", "B"],
+        ("long", "Multilingual"): ["A", "A", "A"],
+    }
+    videos = [
+        {
+            "video_id": f"00{number}",
+            "duration": duration,
+            "domain": domain,
+            "sub_category": "Art",
+            "questions": [
+                {
+                    "question_id": f"00{number}-{i}",
+                    "task_type": "OCR Problems",
+                    "question": f"Number {number}.{i}?",
+                    "options": ["A. 1.", "B. 2."],
+                    "answer": "A",
+                    "response": text,
+                }
+                for i, text in enumerate(texts, start=1)
+            ],
+        }
+        for number, ((duration, domain), texts) in enumerate(said.items(), start=1)
+    ]
+    (tmp_path / "r.json").write_text(json.dumps(videos))
+    report = score_official(get_benchmark("videomme"), [tmp_path / "r.json"], allow_missing=True)
+    metrics = report["metrics"]
+    assert metrics["domain.Knowledge.short"] == pytest.approx(200 / 3)
+    assert metrics["domain.Knowledge.long"] == 50
+    assert metrics["unanswered_wrong.domain.Knowledge.long"] == pytest.approx(100 / 3)
+    assert metrics["sub_category.Art.long"] == 80
+    assert "domain.Knowledge.medium" not in metrics
+    lines = format_headline(report).split("\n")
+    [knowledge] = [line.split() for line in lines if line.startswith("Knowledge")]
+    assert knowledge == ["Knowledge", "66.67", "-", "50.00", "60.00"]

@@ -1,0 +1,76 @@
+"""The tiny data set of the end-to-end tests, and processes that the fault tests start."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_runs import Run, descendants, write_data
+
+HERE = Path(__file__).parent
+
+tiny_data = runpy.run_path(str(HERE.parent / "e2e" / "conftest.py"))["tiny_data"]
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """A function that runs an action of ranks.py on several ranks and returns their results."""
+    log = tmp_path_factory.mktemp("ranks") / "stderr"
+    with (
+        log.open("wb") as stderr,
+        subprocess.Popen(
+            [sys.executable, str(HERE / "ranks.py")],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def run(action: str, ranks: int, **values: Any) -> list[Any]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(json.dumps({"action": action, "ranks": ranks, **values}) + "\n")
+            process.stdin.flush()
+            for line in process.stdout:  # libraries print, too
+                if line.startswith("RESULTS "):
+                    return json.loads(line.removeprefix("RESULTS "))
+            raise AssertionError(log.read_text()[-3000:])
+
+        yield run
+        process.stdin.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Starts processes, and kills those that a failed test leaves."""
+    runs: list[Run] = []
+
+    def started(words: Sequence[str | Path], env: dict[str, str] | None = None) -> Run:
+        run = Run([str(word) for word in words], tmp_path / f"log-{len(runs)}", env)
+        runs.append(run)
+        return run
+
+    yield started
+    for run in runs:
+        for pid in [run.pid, *descendants(run.pid)]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        run.process.wait()
+
+
+@pytest.fixture(scope="session")
+def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of text, and questions of an evaluation set."""
+    return write_data(tmp_path_factory.mktemp("text_data"))

@@ -1,0 +1,123 @@
+"""A rank that stops is named, and no process waits for ever."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_training import ENV, TRAIN, tiny_recipe, write_recipe
+
+from coat_vlm.distributed import World
+from coat_vlm.report.run_folder import read_run_folder
+from coat_vlm.report.status import describe_run
+from coat_vlm.run.heartbeat import FOLDER, Heartbeat, read_states
+
+
+def wait_for(condition: Callable[[], Any], limit_s: float = 120.0) -> Any:
+    """Wait until the condition holds, and return its value."""
+    deadline = time.monotonic() + limit_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the condition never held"
+        time.sleep(0.05)
+    return value
+
+
+def world_of(rank: int) -> World:
+    return World(rank=rank, size=2, device=torch.device("cpu"))
+
+
+def test_the_first_rank_names_the_one_that_it_waits_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Heartbeat(tmp_path, "sft", 7, world_of(1), 60, renew_s=0.1) as other:
+        other.enter("waiting for data", 7)
+        with Heartbeat(tmp_path, "sft", 7, world_of(0), 60, renew_s=0.1, silent_s=0.5) as own:
+            wait_for(lambda: any(s.activity == "waiting for data" for s in read_states(tmp_path)))
+            own.enter("in a training step", 7)
+            told = ""
+
+            def warned() -> bool:
+                nonlocal told
+                told += capfd.readouterr().err
+                return "WARNING" in told
+
+            wait_for(warned)
+        assert "rank 0 is in a training step" in told
+        assert f"rank 1 (process {os.getpid()} on " in told
+        assert "is waiting for data" in told
+    assert not list((tmp_path / FOLDER).iterdir()), "an orderly end leaves no file"
+
+
+def test_ranks_at_the_same_place_are_no_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        Heartbeat(tmp_path, "sft", 7, world_of(1), 60, renew_s=0.1) as other,
+        Heartbeat(tmp_path, "sft", 7, world_of(0), 60, renew_s=0.1, silent_s=1.0) as own,
+    ):
+        for heartbeat in (other, own):
+            heartbeat.enter("in a training step", 7)
+        wait_for(lambda: max((s.seconds for s in read_states(tmp_path)), default=0) > 2.5)
+    assert "WARNING" not in capfd.readouterr().err
+
+
+def test_a_run_that_failed_a_moment_ago_does_not_run(tmp_path: Path) -> None:
+    """Its file is new; the report would say "Training now", and show no command to continue."""
+    (tmp_path / "metrics.jsonl").touch()
+    with Heartbeat(tmp_path, "sft", 7, world_of(0), 60) as own:
+        own.enter("in a training step", 7)
+        wait_for(lambda: read_states(tmp_path))
+        assert read_run_folder(tmp_path).running
+    own = Heartbeat(tmp_path, "sft", 7, world_of(0), 60)
+    with contextlib.suppress(ValueError), own:
+        own.enter("in a training step", 7)
+        raise ValueError("diverged")
+    assert not read_run_folder(tmp_path).running
+    text, responds = describe_run(tmp_path)
+    assert "is stopped by an error while in a training step, for" in text
+    assert not responds
+
+
+def test_a_stopped_rank_ends_the_run_within_the_time_limit_and_is_named(
+    tiny_data: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(tiny_data, tmp_path / "run", collective_timeout_s=8)
+    recipe["stages"]["sft"]["max_steps"] = 100_000
+    path = write_recipe(recipe, tmp_path / "recipe.yaml")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    process = subprocess.Popen(
+        [sys.executable, *torchrun, *TRAIN[1:], str(path)],
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        run = tmp_path / "run"
+        files = [run / FOLDER / f"rank-0000{rank}.json" for rank in range(2)]
+        wait_for(
+            lambda: all(file.is_file() and json.loads(file.read_text())["step"] for file in files)
+        )
+        os.kill(json.loads(files[1].read_text())["pid"], signal.SIGSTOP)
+        output, _ = process.communicate(timeout=180)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0
+    # gloo's own limit may be reached first, and its error names the rank as well.
+    assert "collective_timeout_s" in output
+    assert re.search(r"rank 1 \(process \d+ on ", output)
+    assert all(files[rank].is_file() for rank in range(2)), "they say where each rank was"
+    text, _ = describe_run(run)
+    assert "sft    not finished" in text
+    assert "rank 1 (process " in text

@@ -1,0 +1,221 @@
+"""A run continues with the recipe keys that messages name as remedies, and refuses the others."""
+
+import copy
+import dataclasses
+import json
+import re
+import runpy
+import shutil
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from safetensors.torch import load_file
+
+from coat_vlm.config import Recipe
+from coat_vlm.config.load import load_recipe
+from coat_vlm.train.resume import (
+    CHANGES_DATA,
+    FIXED,
+    MAY_CHANGE,
+    check_changes,
+    find_changes,
+    find_stage_states,
+)
+
+training = runpy.run_path(str(Path(__file__).parents[1] / "e2e" / "test_training.py"))
+RESUME = ("--resume", "auto")
+
+
+def interrupted(data: Path, folder: Path, **stage: Any) -> dict[str, Any]:
+    """The recipe of a run of 8 steps of which 4 are saved, as if it was killed at the sixth."""
+    recipe = training["tiny_recipe"](data, folder / "run")
+    recipe["stages"]["sft"].update(max_steps=8, save_every_steps=4, val_data=[], **stage)
+    done = training["train"](recipe, folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (folder / "run/sft/model/manifest.json").unlink()
+    (folder / "run/sft/checkpoints/step-00000008/manifest.json").unlink()
+    return recipe
+
+
+def rows(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row for row in lines if row["kind"] == kind]
+
+
+def test_remedies_reach_optimizer_and_schedule(tiny_data: Path, tmp_path: Path) -> None:
+    recipe = interrupted(tiny_data, tmp_path, schedule="constant")
+    before = rows(tmp_path / "run", "step")
+    stage = recipe["stages"]["sft"]
+    stage["language"] = {"train": True, "lr": 1e-3}
+    stage.update(max_steps=10, min_lr_ratio=0.5, schedule="linear", grad_clip=0.5)
+    stage.update(weight_decay=0.5, max_skipped_steps=3, max_bad_samples=2, save_every_steps=3)
+    stage.update(gradient_checkpointing=True, micro_batch_size=4)
+    recipe.update(save_total_limit=5, log_every_steps=1, num_workers=1)
+    done = training["train"](recipe, tmp_path, *RESUME)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "stages.sft.language.lr: 0.003 -> 0.001\n" in done.stdout
+    after = rows(tmp_path / "run", "step")
+    assert [row["step"] for row in after] == [*range(1, 11)]
+    assert after[:4] == before[:4]
+    for row in after[4:]:
+        factor = 0.5 + 0.5 * (1 - (row["step"] - 1) / 10)
+        assert row["lr"]["language"] == pytest.approx(1e-3 * factor)
+        assert row["lr"]["vision"] == pytest.approx(3e-3 * factor)
+    (resume,) = rows(tmp_path / "run", "resume")
+    assert resume["step"] == 4
+    assert {change.partition(":")[0] for change in resume["changes"]} == {
+        *(f"stages.sft.{key}" for key in ("max_steps", "min_lr_ratio", "schedule", "grad_clip")),
+        *(f"stages.sft.{key}" for key in ("weight_decay", "max_skipped_steps", "language.lr")),
+        *(f"stages.sft.{key}" for key in ("max_bad_samples", "save_every_steps")),
+        *(f"stages.sft.{key}" for key in ("gradient_checkpointing", "micro_batch_size")),
+        *("save_total_limit", "log_every_steps", "num_workers"),
+    }
+    saved = sorted(path.name for path in (tmp_path / "run/sft/checkpoints").iterdir())
+    assert saved == [f"step-{step:08d}" for step in (4, 6, 9, 10)]
+
+
+def test_a_tokenizer_of_an_early_version_is_kept(tiny_data: Path, tmp_path: Path) -> None:
+    """Commit 6626d5c saved it without a manifest; trained again it would be written anew."""
+    recipe = interrupted(tiny_data, tmp_path)
+    folder = tmp_path / "run" / "tokenizer"
+    (folder / "manifest.json").unlink()
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    done = training["train"](recipe, tmp_path, *RESUME)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_weight_decay_of_a_resumed_run_is_the_new_one(tiny_data: Path, tmp_path: Path) -> None:
+    """In one step at lr, decay w takes lr * w of every matrix more than no decay."""
+    recipe = interrupted(tiny_data, tmp_path, schedule="constant")
+    name = "language_model.model.layers.0.mlp.gate_proj.weight"
+    found = []
+    for decay in (0.0, 0.5):
+        run = copy.deepcopy(recipe)
+        run["stages"]["sft"]["weight_decay"] = decay
+        run["output_dir"] = str(tmp_path / f"run-{decay}")
+        shutil.copytree(tmp_path / "run", run["output_dir"])
+        done = training["train"](run, tmp_path, *RESUME)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(load_file(tmp_path / f"run-{decay}/sft/model/model.safetensors")[name])
+    plain, decayed = found
+    # Four steps at lr 3e-3 and decay 0.5 shrink every matrix by 0.6% (gradients differ a little).
+    assert float((plain * decayed).sum() / (plain * plain).sum()) == pytest.approx(
+        (1 - 3e-3 * 0.5) ** 4, abs=1.5e-3
+    )
+
+
+def test_a_later_resume_keeps_the_record(tiny_data: Path, tmp_path: Path) -> None:
+    recipe = interrupted(tiny_data, tmp_path)
+    recipe["stages"]["sft"]["grad_clip"] = 0.5
+    assert training["train"](recipe, tmp_path, *RESUME).returncode == 0
+    run = tmp_path / "run"
+    (run / "sft/model/manifest.json").unlink()
+    (run / "sft/checkpoints/step-00000008/manifest.json").unlink()
+    whole = [row["loss"] for row in rows(run, "step")]
+    assert training["train"](recipe, tmp_path, *RESUME).returncode == 0
+    assert [row["loss"] for row in rows(run, "step")] == whole
+    (resume,) = rows(run, "resume")
+    assert resume["changes"] == ["stages.sft.grad_clip: 1.0 -> 0.5"]
+
+
+def test_fixed_keys_are_named_one_by_one(tiny_data: Path, tmp_path: Path) -> None:
+    recipe = interrupted(tiny_data, tmp_path)
+    recipe["seed"] = 5
+    recipe["model"]["max_length"] = 1024
+    stage = recipe["stages"]["sft"]
+    stage.update(batch_size=4, max_steps=6, betas=[0.9, 0.99])
+    stage["data"] = [*stage["data"], {**stage["data"][0], "name": "more"}]
+    before = (tmp_path / "run/recipe.yaml").read_bytes()
+    done = training["train"](recipe, tmp_path, *RESUME)
+    assert done.returncode == 2, done.stderr[-3000:]
+    for line in (
+        "  seed: 0 -> 5: it seeds the initialization and the order of samples",
+        "  model.max_length: 2048 -> 1024: it changes the samples or their order",
+        "  stages.sft.data.more: not set -> added: it changes the samples or their order",
+        "  stages.sft.batch_size: 8 -> 4: finished steps",
+        "  stages.sft.max_steps: 8 -> 6: it may only be raised",
+        "  stages.sft.betas: [0.9, 0.95] -> [0.9, 0.99]: the saved moments",
+    ):
+        assert line in done.stderr
+    assert "{" not in done.stderr.partition("the recipe differs")[2]
+    assert "--allow-changed-data" in done.stderr
+    assert (tmp_path / "run/recipe.yaml").read_bytes() == before
+
+
+def test_finished_stages_stay_and_later_ones_are_free(tiny_data: Path, tmp_path: Path) -> None:
+    recipe = training["tiny_recipe"](tiny_data, tmp_path / "run")
+    sft = {**recipe["stages"]["sft"], "max_steps": 2, "val_data": []}
+    align = {**sft, "vision": {"train": False}, "language": {"train": False}}
+    recipe["stages"] = {"align": align, "sft": sft}
+    assert training["train"](recipe, tmp_path, "--stage", "align").returncode == 0
+    align["projector"] = {"train": True, "lr": 1e-3}
+    sft["batch_size"] = 4
+    done = training["train"](recipe, tmp_path, *RESUME)
+    assert done.returncode == 2
+    assert "stages.align.projector.lr: 0.003 -> 0.001: stage align is finished" in done.stderr
+    assert "batch_size" not in done.stderr
+    align["projector"] = {"train": True, "lr": 3e-3}
+    done = training["train"](recipe, tmp_path, *RESUME)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "stages.sft.batch_size: 8 -> 4" in done.stdout
+    assert [row["samples"] for row in training["steps"](tmp_path / "run")] == [4, 4]
+
+
+def keys_of(settings: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The keys of a recipe as in patterns; a mapping of any keys ends one."""
+    origin, inner = get_origin(settings), get_args(settings)
+    if origin in (Union, types.UnionType):
+        settings = next(one for one in inner if one is not type(None))
+        yield from keys_of(settings, key)
+    elif origin is list and dataclasses.is_dataclass(inner[0]):
+        yield from keys_of(inner[0], (*key, "*"))
+    elif origin is dict and dataclasses.is_dataclass(inner[1]):
+        yield from keys_of(inner[1], (*key, "*"))
+    elif dataclasses.is_dataclass(settings):
+        for name, hint in get_type_hints(settings).items():
+            yield from keys_of(hint, (*key, name))
+    elif hasattr(settings, "__metadata__"):
+        yield from keys_of(inner[0], key)
+    else:
+        yield key
+
+
+def test_every_recipe_key_is_in_one_table() -> None:
+    patterns = [
+        re.compile(re.escape(p).replace(r"\.\*\*", r"(\..+)?").replace(r"\*", r"[^.]+") + "$")
+        for p in (*MAY_CHANGE, *CHANGES_DATA, *FIXED, "stages.*.max_steps", "stages.*.epochs")
+    ]
+    keys = [".".join(key) for key in keys_of(Recipe)]
+    assert len(keys) > 100
+    assert [key for key in keys if not any(p.match(key) for p in patterns)] == []
+    keys.append("stages.*.fp8.second_moment")  # compared by its result in each stage
+    assert [p.pattern for p in patterns if not any(map(p.match, keys))] == []
+
+
+@pytest.mark.parametrize(
+    ("states", "change", "words"),
+    [
+        ({}, "seed=3", None),  # nothing is saved
+        ({"sft": "started"}, "stages.align.max_steps=30", "stage sft, which comes after align"),
+        ({"align": "finished"}, "stages.sft.betas=[0.9,0.95]", None),
+        ({"align": "finished"}, "model.max_length=512", "--allow-changed-data"),
+        ({"align": "started"}, "monitor={every: 5}", None),
+    ],
+)
+def test_what_is_saved_decides(states: dict[str, Any], change: str, words: str | None) -> None:
+    before, after = load_recipe("quickstart"), load_recipe("quickstart", [change])
+    changes = find_changes(before, after)
+    assert changes
+    if words is None:
+        check_changes(changes, states, Path("recipe.yaml"), allow_changed_data=False)
+    else:
+        with pytest.raises(ValueError, match=words):
+            check_changes(changes, states, Path("recipe.yaml"), allow_changed_data=False)
+
+
+def test_an_empty_folder_has_no_stages(tmp_path: Path) -> None:
+    assert find_stage_states(tmp_path) == {}

@@ -1,0 +1,116 @@
+"""Torn and foreign content in the small files of a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from coat_data.saved_files import NewerVersionError, replace_file
+from coat_vlm.config.load import load_recipe, save_recipe
+from coat_vlm.train.bad_samples import BadSamples
+from coat_vlm.train.data_record import check_source_record
+from coat_vlm.train.run_folder import prepare_run_folder
+from coat_vlm.train.tracking import METRICS, read_losses, rewind
+
+
+def test_a_replaced_file_has_its_earlier_content_or_all_of_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("earlier")
+
+    def stop_in_the_middle() -> None:
+        with replace_file(path) as file:
+            file.write(b"ne")
+            file.flush()
+            assert path.read_text() == "earlier"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop_in_the_middle()
+    assert path.read_text() == "earlier"
+    with replace_file(path) as file:
+        file.write(b"new")
+    assert path.read_text() == "new"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def prepare(run_dir: Path) -> None:
+    recipe = load_recipe("quickstart", [f"output_dir={run_dir}"])
+    prepare_run_folder(run_dir, recipe, continues=True, overwrite=False)
+
+
+@pytest.mark.parametrize("size", [0, 100, 400])
+def test_a_torn_recipe_is_named_with_its_remedy(tmp_path: Path, size: int) -> None:
+    prepare(tmp_path)
+    saved = tmp_path / "recipe.yaml"
+    whole = saved.read_bytes()
+    saved.write_bytes(whole[:size])
+    with pytest.raises(ValueError, match=r"recipe\.yaml: (?s:.*)delete it and continue"):
+        prepare(tmp_path)
+    assert saved.read_bytes() == whole[:size]
+    saved.unlink()
+    prepare(tmp_path)
+    assert saved.read_bytes() == whole
+
+
+def test_a_killed_overwrite_is_completed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("quickstart", [f"output_dir={tmp_path}"])
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    folders = [tmp_path / f"{number}" for number in range(20)]
+    for folder in folders:
+        folder.mkdir()
+    with monkeypatch.context() as patch:
+
+        def remove(folder: Path) -> None:
+            folder.rmdir()
+            if not any(one.is_dir() for one in folders):
+                raise KeyboardInterrupt
+
+        patch.setattr("coat_vlm.train.run_folder.shutil.rmtree", remove)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_run_folder(tmp_path, recipe, continues=False, overwrite=True)
+    with pytest.raises(ValueError, match="already contains a run"):
+        prepare_run_folder(tmp_path, recipe, continues=False, overwrite=False)
+    prepare_run_folder(tmp_path, recipe, continues=False, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def test_recipes_of_the_first_and_of_a_newer_version(tmp_path: Path) -> None:
+    recipe = load_recipe("quickstart", [f"output_dir={tmp_path}"])
+    saved = tmp_path / "recipe.yaml"
+    save_recipe(recipe, saved)
+    text = saved.read_text()
+    assert text.startswith("format_version: 2\n")
+    saved.write_text(text.removeprefix("format_version: 2\n"))  # as commit 6626d5c wrote it
+    assert load_recipe(str(saved)) == recipe
+    saved.write_text(text.replace("format_version: 2", "format_version: 3"))
+    with pytest.raises(NewerVersionError, match=r"recipe\.yaml has format version 3, "):
+        prepare(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", '[{"name": "a", "ro', "[3]", "[{}]"])
+def test_a_torn_list_of_sources_is_named_with_its_remedy(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "sources.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"sources\.json is damaged .* delete the file"):
+        check_source_record(path, [{"name": "a", "rows": 3}])
+
+
+def test_foreign_rows_do_not_stop_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / METRICS
+    good = [
+        {"kind": "step", "stage": "sft", "step": 1},
+        {"kind": "val", "stage": "sft", "step": 1, "losses": {"a": 0.5}},
+    ]
+    foreign = ['{"step": 3}', '{"stage": "other"}', '{"stage": "sft", "step": "x"}', "7", '{"st']
+    path.write_text("\n".join([*map(json.dumps, good), *foreign]))
+    assert read_losses(path, "sft", "a") == {1: 0.5}
+    rewind(path, "sft", 1)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == good
+    assert "deleted 5 lines" in caplog.text
+    (tmp_path / "bad_samples.jsonl").write_text('{"stage": "sft"}\n[]\n')
+    recipe = load_recipe("quickstart")
+    assert BadSamples(tmp_path, "sft", recipe.stages["sft"], []).total == 0

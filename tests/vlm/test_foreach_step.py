@@ -1,0 +1,178 @@
+"""A BF16 step without ZeRO, on all parameters at once, against DeepSpeed's own."""
+
+import math
+import tomllib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coat_vlm.distributed import World, join_world
+from coat_vlm.optim import CoatAdamW
+from coat_vlm.train.engine import TESTED_DEEPSPEED, replace_slow_step
+
+
+class Layers(nn.Module):
+    """Two parameter groups' worth of layers, and a gain that no loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(64, 48)
+        self.second = nn.Linear(48, 8)
+        self.unused = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()).square().sum()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[World]:
+    with join_world() as world:
+        yield world
+
+
+def engine_of(grad_clip: float, *, own: bool, coat: bool = False, zero_stage: int = 0) -> Any:
+    model = Layers().bfloat16()
+    groups = [
+        {"params": [*model.first.parameters()], "weight_decay": 0.1},
+        {"params": [*model.second.parameters(), model.unused], "lr": 0.003},
+    ]
+    optimizer: Any = (CoatAdamW if coat else torch.optim.AdamW)(groups, lr=0.01)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": grad_clip,
+            "zero_optimization": {"stage": zero_stage},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": True},
+            "steps_per_print": 10**9,
+        },
+        dist_init_required=False,
+    )
+    optimizer.state.clear()
+    if own:
+        replace_slow_step(engine)
+    return engine
+
+
+def steps(engine: Any, count: int, scale: float = 1.0) -> list[float]:
+    """Steps of two micro-batches; the gradients' norms."""
+    norms = []
+    for step in range(count):
+        for half in range(2):
+            torch.manual_seed(10 * step + half)
+            x = scale * torch.randn(2, 64)
+            engine.backward(engine(x.bfloat16()))
+            engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    return norms
+
+
+def weights(engine: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize("coat", [False, True])
+@pytest.mark.parametrize("grad_clip", [0.0, 1.0, 1e6])
+def test_steps_are_those_of_deepspeed(grad_clip: float, coat: bool) -> None:
+    """Without clipping to the last bit; the factor of clipping may differ by its rounding."""
+    theirs, ours = (engine_of(grad_clip, own=own, coat=coat) for own in (False, True))
+    expected = steps(theirs, 5)
+    assert steps(ours, 5) == pytest.approx(expected, rel=1e-6)
+    assert max(expected) > 1  # so that a limit of 1 clips
+    clipped = 0 < grad_clip < max(expected)
+    for name, weight in weights(theirs).items():
+        there = weights(ours)[name]
+        assert not weight.equal(Layers().bfloat16().get_parameter(name)) or name == "unused"
+        assert torch.allclose(there, weight, rtol=2**-7) if clipped else there.equal(weight), name
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e15])
+def test_a_bad_gradient_changes_nothing(bad: float) -> None:
+    """The third has a finite gradient, whose square is not."""
+    engine = engine_of(1.0, own=True)
+    steps(engine, 1)
+    before = weights(engine)
+    assert steps(engine, 1, scale=bad) == [math.inf]
+    assert engine.skipped_steps == 1
+    assert all(weights(engine)[name].equal(weight) for name, weight in before.items())
+    assert math.isfinite(*steps(engine, 1))  # the bad gradient is gone
+    assert not weights(engine)["first.weight"].equal(before["first.weight"])
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_it_looks_at_no_parameter_by_itself(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSpeed does; nor does a single rank copy its gradients for a reduction."""
+    engine = engine_of(1.0, own=own)
+    looks: list[str] = []
+    checker = engine.optimizer.overflow_checker
+    monkeypatch.setattr(checker, "check", lambda: looks.append("check"))
+    monkeypatch.setattr(engine, "allreduce_gradients", lambda: looks.append("reduce"))
+    steps(engine, 2)
+    assert looks == ([] if own else ["reduce", "reduce", "check"] * 2)
+
+
+def test_engines_with_zero_keep_their_step() -> None:
+    engine = engine_of(1.0, own=False, zero_stage=2)
+    step = engine.optimizer.step
+    replace_slow_step(engine)
+    assert engine.optimizer.step == step
+    assert engine.enable_backward_allreduce
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_the_tested_version_steps_faster_without_a_word(zero_stage: int) -> None:
+    engine = engine_of(1.0, own=False, zero_stage=zero_stage)
+    before = dict(vars(engine.optimizer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        replace_slow_step(engine)
+    replaced = {name for name, value in vars(engine.optimizer).items() if name not in before}
+    assert replaced == [{"step"}, {"has_overflow"}, {"has_overflow"}, set()][zero_stage]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+@pytest.mark.parametrize("version", ["0.18.9", "0.19.7", "0.20.0"])
+def test_another_version_keeps_deepspeeds_own_step(
+    version: str, zero_stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 0.19.8 a norm that is not finite skipped no step: NaNs would reach the weights."""
+    engine = engine_of(1.0, own=False, zero_stage=zero_stage)
+    before = dict(vars(engine.optimizer))
+    monkeypatch.setattr(deepspeed, "__version__", version)
+    words = rf"DeepSpeed {version} is not one of the tested versions, >=0.19.8,<0.20, .* slower$"
+    with pytest.warns(UserWarning, match=words) as warned:
+        replace_slow_step(engine)
+    assert len(warned) == 1
+    assert vars(engine.optimizer).keys() == before.keys()
+    assert engine.enable_backward_allreduce
+    start = weights(engine)
+    steps(engine, 1)
+    assert not weights(engine)["first.weight"].equal(start["first.weight"])
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "private"), [(0, "_skip_invalid_grad_norm"), (1, "has_overflow")]
+)
+def test_a_private_part_that_is_gone_is_not_replaced(
+    zero_stage: int, private: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(1.0, own=False, zero_stage=zero_stage)
+    monkeypatch.delattr(type(engine.optimizer), private)
+    with pytest.warns(UserWarning, match=rf"\(without {private}\) is not one of the tested"):
+        replace_slow_step(engine)
+    assert not {"step", "has_overflow"} & vars(engine.optimizer).keys()
+
+
+def test_the_package_asks_for_the_tested_versions() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert f"deepspeed{TESTED_DEEPSPEED}" in project["project"]["dependencies"]
