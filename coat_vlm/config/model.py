@@ -67,7 +67,7 @@ class VideoConfig:
     """``fps`` and ``all``: maximum number of frames; longer videos are sampled uniformly in time;
     default 64."""
     max_frame_pixels: Positive | None = None
-    """Maximum number of pixels of a frame in the file; default 33,554,432 (room for 8K)."""
+    """Maximum number of pixels of a frame in the file; default 33,554,432 (allows 8K)."""
     max_total_pixels: Positive | None = None
     """Maximum number of pixels of all sampled frames, in the size in which they are held (training
     holds squares of the tower's size); default 268,435,456."""

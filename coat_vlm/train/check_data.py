@@ -7,14 +7,19 @@ from coat_data.containers.remote_file import is_url
 from coat_data.load.check_labels import check_labels, verify_template
 from coat_data.load.encode import Encoder
 from coat_data.load.lengths import probe_rows
-from coat_data.mixture.sampler import Mixture
-from coat_data.mixture.selection import Rows, shards_of
+from coat_data.mixture.selection import Rows
 from coat_data.sample import DataError, UnreachableError
 from coat_data.tools.lint import find_media_problem
 from coat_data.tools.problems import group_equal, summarize
 from coat_vlm.config import Recipe, SourceConfig, StageName
 from coat_vlm.model.processor import CoatVlmProcessor
-from coat_vlm.train.sources import access_of, check_names, open_source, open_sources
+from coat_vlm.train.sources import (
+    access_of,
+    check_names,
+    mix_sources,
+    open_source,
+    open_sources,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +112,7 @@ def check_stage_data(
     if not whole:
         return CheckedData(None)
     try:
-        mixture = Mixture(
-            [len(rows) for rows in datasets],
-            [source.repeat for source in sources],
-            [source.weight for source in sources],
-            recipe.seed,
-            names=[source.name for source in sources],
-            shards=[shards_of(rows) for rows in datasets],
-        )
+        mixture = mix_sources(sources, datasets, recipe.seed)
     except ValueError as error:
         problems.append(f"stages.{name}.data: {error}")
         return CheckedData(None)

@@ -32,13 +32,8 @@ from coat_data.load.lengths import (
 )
 from coat_data.load.loader import TrainLoader, val_batches
 from coat_data.mixture.packing import Budget, PackedSampler, PackingEstimate
-from coat_data.mixture.sampler import Mixture, SourceShare
-from coat_data.mixture.selection import (
-    Rows,
-    SelectedRows,
-    original_row,
-    shards_of,
-)
+from coat_data.mixture.sampler import SourceShare
+from coat_data.mixture.selection import Rows, SelectedRows, original_row
 from coat_data.sample import DataError
 from coat_data.saved_files import replace_file
 from coat_vlm.checkpoint.verify import read_same
@@ -50,6 +45,7 @@ from coat_vlm.train.sources import (
     access_of,
     find_list_warnings,
     find_row_warnings,
+    mix_sources,
     open_source,
     open_sources,
 )
@@ -152,14 +148,7 @@ def open_data(
         )
         datasets = split(sources, datasets, path=run_dir / name / "documents.npz")
         validation = split(stage.val_data, validation, path=run_dir / name / "documents-val.npz")
-    mixture = Mixture(
-        [len(dataset) for dataset in datasets],
-        [source.repeat for source in sources],
-        [source.weight for source in sources],
-        recipe.seed,
-        names=[source.name for source in sources],
-        shards=[shards_of(dataset) for dataset in datasets],
-    )
+    mixture = mix_sources(sources, datasets, recipe.seed)
     verified_rows = verify_rows(datasets, encoder)
     replace_bad = stage.max_bad_samples > 0 or stage.max_bad_fraction is not None
     sampler: PackedSampler | None = None

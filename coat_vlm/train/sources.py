@@ -16,6 +16,7 @@ from coat_data.lists.entry import SourceEntry
 from coat_data.lists.read import read_list
 from coat_data.load.check_labels import ROWS_PER_SOURCE
 from coat_data.load.dataset import SampleDataset
+from coat_data.mixture.sampler import Mixture
 from coat_data.mixture.selection import (
     Rows,
     SelectedRows,
@@ -23,6 +24,7 @@ from coat_data.mixture.selection import (
     read_bad_samples,
     read_excluded_rows,
     select_rows,
+    shards_of,
 )
 from coat_data.sample import DataError
 from coat_data.tools.field_counts import FieldCounts
@@ -101,6 +103,22 @@ def check_names(sources: Sequence[SourceConfig]) -> None:
             f"several sources are named {', '.join(twice)}; the names of all sources of the recipe "
             "and of all entries of their lists must differ"
         )
+
+
+def mix_sources(sources: Sequence[SourceConfig], datasets: Sequence[Rows], seed: int) -> Mixture:
+    """Build the mixture of a stage's expanded sources.
+
+    Raises:
+        ValueError: a source has no rows, or only some of the sources have a weight.
+    """
+    return Mixture(
+        [len(rows) for rows in datasets],
+        [source.repeat for source in sources],
+        [source.weight for source in sources],
+        seed,
+        names=[source.name for source in sources],
+        shards=[shards_of(rows) for rows in datasets],
+    )
 
 
 def _expand_entries(source: SourceConfig, entries: list[SourceEntry]) -> list[SourceConfig]:

@@ -14,6 +14,9 @@ from coat_data.limits import Limits, Network
 MediaKind = Literal["image", "video"]
 Role = Literal["system", "user", "assistant"]
 
+KEY = "__key__"
+"""Field of a row of a WebDataset tar: the name that the files of the sample share."""
+
 
 def printable(text: str) -> str:
     r"""Return the text with bytes of file names that are not UTF-8 as escapes, such as ``\xe9``.

@@ -2,6 +2,8 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from coat_data.load import lengths
 from coat_data.load.collate import Batch
 from coat_data.load.dataset import SampleDataset
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
@@ -338,3 +341,17 @@ def test_validation_with_bad_rows(tmp_path: Path) -> None:
     dataset = write(tmp_path / "val.json", 100, 10)
     with pytest.raises(DataError, match=r"val\.json:4: 104\.png: no such file"):
         validation(dataset, NumberEncoder({104, 105}), 1)
+
+
+def test_a_worker_whose_status_another_read_is_not_waited_for() -> None:
+    """The DataLoader's handler of SIGCHLD raises between reading a status and storing it."""
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    worker.start()
+    assert worker.pid is not None
+    worker.kill()
+    os.waitpid(worker.pid, 0)
+    assert lengths._find_dead([worker]) == [0]
+    kills = threading.Thread(target=lengths._kill, args=([worker],), daemon=True)
+    kills.start()
+    kills.join(timeout=30)
+    assert not kills.is_alive()

@@ -107,8 +107,7 @@ def _opener(network: Network, max_s: float) -> urllib.request.OpenerDirector:
     for handler in (
         urllib.request.ProxyHandler(),
         urllib.request.UnknownHandler(),
-        _Http(network, until, max_s),
-        _Https(network, until, max_s),
+        _Connections(network, until, max_s),
         urllib.request.HTTPDefaultErrorHandler(),
         _Redirects(),
         urllib.request.HTTPErrorProcessor(),
@@ -127,24 +126,22 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-class _Http(urllib.request.HTTPHandler):
+class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Opens http and https addresses with :func:`_checked` connections."""
+
     def __init__(self, network: Network, until: float, max_s: float) -> None:
         super().__init__()
         self._limits = network, until, max_s
 
     def http_open(self, req: urllib.request.Request) -> Any:
-        kind = _checked(http.client.HTTPConnection, req, *self._limits)
-        return self.do_open(kind, req)  # pyright: ignore[reportArgumentType]
-
-
-class _Https(urllib.request.HTTPSHandler):
-    def __init__(self, network: Network, until: float, max_s: float) -> None:
-        super().__init__()
-        self._limits = network, until, max_s
+        return self._open(http.client.HTTPConnection, req)
 
     def https_open(self, req: urllib.request.Request) -> Any:
-        kind = _checked(http.client.HTTPSConnection, req, *self._limits)
-        return self.do_open(kind, req)  # pyright: ignore[reportArgumentType]
+        return self._open(http.client.HTTPSConnection, req)
+
+    def _open(self, kind: type[http.client.HTTPConnection], req: urllib.request.Request) -> Any:
+        make = _checked(kind, req, *self._limits)
+        return self.do_open(make, req)  # pyright: ignore[reportArgumentType]
 
 
 def _checked(

@@ -1,4 +1,4 @@
-"""Media files: formats and endings, the key that they share in a tar, special files; no NumPy."""
+"""Media files: their formats and endings, and a check for special files; imports no NumPy."""
 
 import functools
 import os
@@ -29,10 +29,6 @@ def image_suffixes() -> frozenset[str]:
     """File name endings of :data:`IMAGE_FORMATS`, in lower case with the dot."""
     Image.init()
     return frozenset(suffix for suffix, name in Image.EXTENSION.items() if name in IMAGE_FORMATS)
-
-
-KEY = "__key__"
-"""Field of a row of a tar with the sample's key: the name that its files share."""
 
 
 def check_regular_file(path: str | os.PathLike[str]) -> None:

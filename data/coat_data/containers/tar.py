@@ -13,10 +13,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from coat_data.containers.compressed import UnpackedStream, compression
-from coat_data.containers.media_files import KEY
 from coat_data.containers.rows import IndexedFiles
 from coat_data.limits import Limits
-from coat_data.sample import DataError, printable
+from coat_data.sample import KEY, DataError, printable
 
 _HEADER_TYPES = (
     tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME,

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
@@ -156,17 +157,30 @@ def _kill(workers: Sequence[BaseProcess]) -> None:
         with suppress(RuntimeError):
             for worker in left:
                 worker.kill()
-            for worker in left:
-                worker.join()
-            left = [worker for worker in left if worker.is_alive()]
+            left = [worker for worker in left if not _has_ended(worker, None)]
+    for worker in workers:
+        with suppress(RuntimeError):
+            worker.join()  # frees its entry in the process table
+
+
+def _has_ended(worker: BaseProcess, timeout_s: float | None) -> bool:
+    """Wait for the end of a worker, at most ``timeout_s`` seconds; return whether it has ended.
+
+    ``is_alive()`` stays True for ever where an error was raised (see :func:`_kill`) between reading
+    a process's status and storing it, as the status can be read once.
+    """
+    return bool(connection.wait([worker.sentinel], timeout_s))
 
 
 def _find_dead(workers: Sequence[BaseProcess]) -> list[int]:
     """Return which workers died; waits a moment: a queue breaks before its process is gone."""
-    for worker in workers:
+    dead = []
+    for i, worker in enumerate(workers):
         with suppress(RuntimeError):  # see _kill
-            worker.join(timeout=0.2)
-    return [i for i, worker in enumerate(workers) if worker.exitcode not in (None, 0)]
+            _has_ended(worker, 0.2)
+        if _has_ended(worker, 0.0):
+            dead.append(i)
+    return dead
 
 
 def _make_worker_error(error: Exception, timeout_s: float | None, rows: str) -> DataError:

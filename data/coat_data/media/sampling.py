@@ -58,7 +58,7 @@ class VideoSettings:
     max_frames: int = 64
     """Maximum number of frames for ``fps`` and ``all``."""
     max_frame_pixels: int = 1 << 25
-    """Maximum pixels of a frame in the file; the default has room for 8K (7,680 x 4,320)."""
+    """Maximum pixels of a frame in the file; the default allows 8K (7,680 x 4,320)."""
     max_total_pixels: int = 1 << 28
     """Maximum pixels of all frames that are kept, in the size in which they are kept: training
     keeps squares of the tower's size."""

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from coat_data.containers.media_files import KEY, image_suffixes
+from coat_data.containers.media_files import image_suffixes
 from coat_data.media.root import MediaRoot
 from coat_data.readers.boxes import convert_tags
 from coat_data.readers.fields import Row, check_unused, find_placeholder, is_missing
-from coat_data.sample import DataError, Media, MediaKind, Part, Reading, Role, Sample, Turn
+from coat_data.sample import KEY, DataError, Media, MediaKind, Part, Reading, Role, Sample, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from coat_data.containers.media_files import KEY, VIDEO_SUFFIXES, image_suffixes
+from coat_data.containers.media_files import VIDEO_SUFFIXES, image_suffixes
 from coat_data.readers import llava, messages, pairs
 from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import (
@@ -31,7 +31,7 @@ from coat_data.readers.reader import (
     first_of,
     place_media,
 )
-from coat_data.sample import DataError, Media, MediaKind, Sample
+from coat_data.sample import KEY, DataError, Media, MediaKind, Sample
 
 _CAPTION_FIELDS = ("txt", "caption", "text", "cap")
 _CAPTION_KEYS = ("caption", "text", "title", "captions")

@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from coat_data.containers.media_files import IMAGE_FORMATS, KEY, VIDEO_SUFFIXES, image_suffixes
+from coat_data.containers.media_files import IMAGE_FORMATS, VIDEO_SUFFIXES, image_suffixes
 from coat_data.load.dataset import SampleDataset
 from coat_data.media.remote_media import fetch_media
 from coat_data.media.root import MediaRoot
 from coat_data.readers import llava, messages, webdataset
 from coat_data.readers.reader import Place
-from coat_data.sample import DataError, Media, Part, Role, Sample, Turn
+from coat_data.sample import KEY, DataError, Media, Part, Role, Sample, Turn
 from coat_data.tools.source import list_bad, media_bytes, new_folder, read_samples
 
 _Name = str | list[str]
