@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
     """Add the jobs of ``bench`` to the parser."""
     parser = commands.add_parser("bench", help="compare precisions: losses, speed, memory")
     jobs = parser.add_subparsers(title="jobs", metavar="JOB", required=True)
-    for declare in (_decoder, _rounding, _layer, _kernels, _gemm, _adamw, _step, _recipe):
+    for declare in (_decoder, _layer, _kernels, _gemm, _adamw, _step, _recipe):
         declare(jobs)
 
 
@@ -58,29 +58,6 @@ sizes:
     add("--beta2", type=float, help="AdamW's beta2; default 0.95")
     add("--out", type=Path, metavar="DIR",
         help="folder for decoder.csv, .svg and .json; runs that it already contains are skipped")
-
-
-def _rounding(jobs: Commands) -> None:
-    summary = "measure the loss from single FP8 roundings in the small decoder, starting from BF16"
-    add = command(jobs, "rounding", _run_rounding, summary, """\
-  coat-vlm bench rounding --text wiki.txt --size tiny --at 10 --more 10     # on a CPU
-  coat-vlm bench rounding --text wiki.txt --variants xw dvga xw@@0-1
-  coat-vlm bench rounding --text wiki.txt --variants xw@gate+up+down coat
-
-A variant is OPERANDS@PARTS@FIRST-LAST (several are joined with /) or a precision of bench decoder:
-  OPERANDS    letters: x, w (forward GEMM: input, weight), d, v (grad-input GEMM: gradient, weight),
-              g, a (grad-weight GEMM: gradient, input)
-  PARTS       q, k, v, o, gate, up, down, joined with +; default all
-  FIRST-LAST  blocks, counted from 0; default all
-The first row is always a variant without rounding; percentages are differences from it.
-""").add_argument
-    add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 texts")
-    add("--variants", nargs="+", default=["xw"], help="see below; default xw")
-    add("--size", choices=("30m", "100m", "tiny"), default="100m", help="default 100m")
-    add("--at", type=int, default=250, help="steps in BF16; default 250")
-    add("--more", type=int, default=40, help="further steps, 10 at least; default 40")
-    add("--seed", type=int, default=0, help="seed of initial weights and batches; default 0")
-    add("--csv", type=Path, help="append the rows to this file, as the next process of it")
 
 
 def _layer(jobs: Commands) -> None:
@@ -314,14 +291,6 @@ def _decoder_bench(args: argparse.Namespace) -> "DecoderBench":
             )
         given["betas"] = (bench.betas[0], args.beta2)
     return replace(bench, **{name: value for name, value in given.items() if value is not None})
-
-
-def _run_rounding(args: argparse.Namespace) -> int:
-    from coat_lab.forward_rounding import bench_rounding, format_rows
-
-    settings = (args.text, args.size, args.variants, args.seed, args.at, args.more, args.csv)
-    say(format_rows(bench_rounding(*settings)))
-    return 0
 
 
 def _run_layer(args: argparse.Namespace) -> int:

@@ -52,8 +52,8 @@ NOT_RUN = {
         "coat-vlm bench decoder --text wiki.txt --size 100m ...",
         "coat-vlm bench decoder --text wiki.txt --precisions ...",
         "coat-vlm bench decoder --text wiki.txt --lr ...",
-        "coat-vlm bench rounding --text wiki.txt --variants xw dvga ...",
-        "coat-vlm bench rounding --text wiki.txt --variants xw@gate+up+down ...",
+        "coat-vlm lab fork --text wiki.txt --variants xw dvga ...",
+        "coat-vlm lab fork --text wiki.txt --variants xw@gate+up+down ...",
         "coat-vlm bench adamw --states wiki.txt --csv adamw_error.csv",
     ],
 }
