@@ -87,11 +87,12 @@ class Recipe:
     that they cannot hold is an error before training, not after it."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage."""
-    cudnn_attention: bool = False
+    cudnn_attention: Literal["auto"] | bool = "auto"
     """Allow cuDNN attention where torch prefers it: on Hopper, for rows that are not packed. It is
-    faster than the flash kernel (``coat-vlm bench recipe`` measures both). It returned NaN
-    gradients once, in rows of 64 tokens (docs/lab/2026-11.md); steps with non-finite gradients are
-    skipped and counted."""
+    faster than the flash kernel (``coat-vlm bench recipe`` measures both). ``auto``: except where
+    its gradients may be NaN, in attention with a mask or that is not causal, over a number of
+    tokens that leaves 64 modulo 128 (coat_vlm/model/cudnn.py). ``true``: everywhere. ``false``:
+    nowhere."""
     num_workers: NonNegative = 2
     """Data loading processes per rank; 0 loads in the training process."""
     data_timeout_s: NonNegative = 600

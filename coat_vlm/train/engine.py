@@ -34,6 +34,7 @@ from packaging.specifiers import SpecifierSet
 from coat_vlm.config import Recipe, StageConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, fp8_blocks, graph_blocks
+from coat_vlm.model.cudnn import set_cudnn_attention
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW, param_groups
 
@@ -171,9 +172,7 @@ def build_engine(
         blocks = {type(block) for _, block in fp8_blocks(model)}
         if blocks:
             deepspeed.utils.set_z3_leaf_modules(model, list(blocks))
-    # cuDNN attention (torch 2.11's first choice on Hopper) returned NaN gradients at a normal loss
-    # for short sequences (docs/lab/2026-11.md); the flash backend did not.
-    torch.backends.cuda.enable_cudnn_sdp(recipe.cudnn_attention)
+    set_cudnn_attention(recipe.cudnn_attention)
     # DeepSpeed 0.19.8 calls functions that torch 2.13 has renamed, which warn in every step.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     engine, *_ = deepspeed.initialize(

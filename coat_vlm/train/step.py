@@ -251,8 +251,8 @@ class TrainStep:
             f"stage {self.name}, step {self.finished}: gradients are NaN or infinite ({where}; the "
             f"loss is {loss}); no weight was changed. {self.skipped_steps} steps were skipped so "
             f"far, max_skipped_steps is {self.stage.max_skipped_steps}: lower the learning rates, "
-            "raise warmup_ratio or raise max_skipped_steps, and continue with --resume auto "
-            "(divergence.action=stop then starts from before a spike)"
+            f"raise warmup_ratio or raise max_skipped_steps{_name_cudnn(self.world.device)}, and "
+            "continue with --resume auto (divergence.action=stop then starts from before a spike)"
         )
 
     def _build_row(
@@ -311,6 +311,13 @@ class TrainStep:
                 f"stage {self.name}: {', '.join(missed)} should train but got no gradient in the "
                 "first step; check that the data has images and that nothing detaches them"
             )
+
+
+def _name_cudnn(device: torch.device) -> str:
+    """Return the setting to try against NaN gradients if cuDNN attention is allowed, or ""."""
+    if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
+        return ""
+    return ", or set cudnn_attention=false (cuDNN attention was allowed)"
 
 
 def copy_batch_to_device(batch: Batch, device: torch.device) -> dict[str, Any]:

@@ -214,7 +214,8 @@ def bench_recipe(
             accumulation=bench.accumulation,
             row_tokens=case.row.tokens,
             images=case.row.images,
-            note=f"images: {case.images_why.split(' (')[0]}",  # no paths of this machine
+            note=f"images: {case.images_why.split(' (')[0]}; "  # no paths of this machine
+            f"cudnn_attention {str(recipe.cudnn_attention).lower()}",
         )
         out_of_memory = False
         try:

@@ -349,8 +349,7 @@ def bench_step(bench: StepBench, world: World, on_row: Callable[[StepRow], None]
     run = _Run(bench, world)
     rows = []
     for case in list_step_cases(bench, world.size):
-        # Training uses the flash kernel; the backends that the engine sets are restored.
-        with use_attention("flash" if case.trains else "default"):
+        with use_attention("default"):  # restores what the engine sets
             for batch in bench.batches:
                 rows.append(run.measure(case, batch))
                 if world.is_main:
@@ -385,7 +384,7 @@ class _Run:
             optimizer=find_optimizer(recipe) if case.trains else "none",
             batch=batch,
             tokens=size.model.max_length * samples,
-            note=f"attention {'flash' if case.trains else 'default'}, "
+            note=f"attention {recipe.cudnn_attention if case.trains else 'default'}, "
             f"accumulation {bench.accumulation}",
         )
         try:

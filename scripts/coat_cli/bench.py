@@ -168,7 +168,8 @@ of them with Liger's kernels (liger, liger_compile, liger_torchao).
 
 --optimizer none measures the forward and backward pass in one process and frees the gradients
 between steps. own runs DeepSpeed as training does, with the precision's default optimizer: coat for
-coat and coat_lean, adamw for the others. For a recipe with other keys (fp8.cuda_graphs,
+coat and coat_lean, adamw for the others, and training's attention kernels (the recipe key
+cudnn_attention has its default, auto). For a recipe with other keys (fp8.cuda_graphs,
 fp8.bf16_forward_first, cudnn_attention), use coat-vlm bench recipe.
 
 A model is timed only if its loss on a sample is within 1% of BF16's and its gradient norm within a

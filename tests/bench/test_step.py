@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -29,7 +29,9 @@ from coat_cli.main import main
 from coat_data.load.loader import LoadedBatch
 from coat_vlm.distributed import World, join_world
 from coat_vlm.model import CoatVlm, count_parameters
+from coat_vlm.model.cudnn import set_cudnn_attention
 from coat_vlm.optim import param_groups
+from coat_vlm.train import engine
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, size=1, device=CPU)
@@ -318,9 +320,26 @@ def test_the_command_writes_rows_and_a_table(
     assert "no rows of tiny have a speed and a peak" in capsys.readouterr().err
 
 
-def test_training_takes_the_flash_kernel(world: World) -> None:
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    rows = measured(world, optimizers=["none", "own"])
+def test_training_has_the_attention_of_recipes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, cudnn = F.scaled_dot_product_attention, torch.backends.cuda.cudnn_sdp_enabled()
+    modes = []
+
+    def note(allowed: Literal["auto"] | bool) -> None:
+        modes.append(allowed)
+        set_cudnn_attention(allowed)
+
+    monkeypatch.setattr(engine, "set_cudnn_attention", note)
+    set_cudnn_attention(False)
+    plain = F.scaled_dot_product_attention
+    try:
+        rows = measured(world, optimizers=["none", "own"])
+        assert F.scaled_dot_product_attention is plain
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        F.scaled_dot_product_attention = original
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
     notes = [row.note.split(", accumulation")[0] for row in rows]
-    assert notes == ["attention default", "attention flash"]
-    assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
+    assert notes == ["attention default", "attention auto"]
+    assert modes == ["auto"]
