@@ -7,7 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from coat_vlm.config.fp8 import FP8_PRECISIONS, Fp8Config, MonitorConfig, Precision
+from coat_vlm.config.fp8 import (
+    FP8_PRECISIONS,
+    Fp8Config,
+    MasterWeights,
+    MonitorConfig,
+    Precision,
+)
 from coat_vlm.config.limits import LimitsConfig, NetworkConfig
 from coat_vlm.config.model import STRICT, ModelConfig, NonNegative, Positive
 from coat_vlm.config.stage import STAGES, StageConfig, StageName
@@ -87,6 +93,13 @@ class Recipe:
     that they cannot hold is an error before training, not after it."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage."""
+    master_weights: MasterWeights = "fp32"
+    """Storage of the FP32 master weights of BF16 weights. ``fp32``: DeepSpeed keeps an FP32 copy, 4
+    bytes per trained parameter. ``low_bits``: the BF16 weight is the upper half of the master
+    weight, and CoatAdamW has its low 16 bits: 2 bytes, and the master weights are the same FP32
+    values. Gradients then stay in BF16 until the optimizer reads them, and weights are BF16 on a
+    CPU too. ``low_bits`` needs precision ``coat`` or ``coat_lean`` (or ``fp8.optimizer: coat``) and
+    ``zero_stage: 0``."""
     cudnn_attention: bool = False
     """Allow cuDNN attention where torch prefers it: on Hopper, for rows that are not packed. It is
     faster than the flash kernel (``coat-vlm bench recipe`` measures both). It returned NaN
@@ -156,6 +169,7 @@ class Recipe:
         if self.fp8 is not None and self.precision in FP8_PRECISIONS:
             self.fp8.resolved(self.precision)  # raises if the settings contradict the precision
             self._check_graphs(self.fp8)
+        self._check_low_bits()
 
     def _check_keep_best(self) -> None:
         """Reject a source that no stage validates."""
@@ -164,6 +178,26 @@ class Recipe:
             raise ValueError(
                 f"keep_best: {self.keep_best!r} is not the name of a source in val_data "
                 f"({', '.join(sorted(validated)) or 'there are none'}); name one, or remove it"
+            )
+
+    def _check_low_bits(self) -> None:
+        """Reject low bits of master weights without the optimizer that has them, or with ZeRO."""
+        if self.master_weights != "low_bits":
+            return
+        optimizer = "adamw"
+        if self.precision in FP8_PRECISIONS:
+            optimizer = (self.fp8 or Fp8Config()).resolved(self.precision).optimizer
+        if optimizer != "coat":
+            raise ValueError(
+                f"master_weights: low_bits needs CoatAdamW, and the optimizer of precision: "
+                f"{self.precision} is torch's AdamW; set precision to coat or coat_lean (or "
+                "fp8.optimizer to coat), or remove master_weights"
+            )
+        if self.zero_stage:
+            raise ValueError(
+                f"master_weights: low_bits has no effect with zero_stage: {self.zero_stage}, where "
+                "DeepSpeed always keeps another copy of the trained weights, its flat partitions; "
+                "set zero_stage to 0, or remove master_weights"
             )
 
     def _check_graphs(self, fp8: Fp8Config) -> None:

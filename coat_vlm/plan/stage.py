@@ -287,7 +287,8 @@ def plan_recipe(
         if tiles is None:
             config = cast(CoatVlmConfig, frame.config)
             tiles, why = count_images_per_row(recipe, stage, length, config)
-        sizes = count_sizes(frame, stage, measure_state_bytes(optimizer))
+        low_bits = recipe.master_weights == "low_bits"
+        sizes = count_sizes(frame, stage, measure_state_bytes(optimizer), low_bits=low_bits)
         frames = recipe.model.video.pool_frames or 1
         traced = [
             trace(

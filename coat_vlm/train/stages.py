@@ -163,7 +163,7 @@ def _run_stage(
     continues = world.decide(lambda: resume and bool(list_checkpoints(checkpoints)))
     stage = recipe.stages[name]
     torch.manual_seed(recipe.seed)
-    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device)
+    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device, recipe.master_weights)
     model, processor = _load_initial_model(
         recipe, name, run_dir, arithmetic.dtype, world, continues=continues
     )

@@ -305,7 +305,7 @@ def build_stage_model(case: StageCase, device: torch.device) -> CoatVlm:
         ValueError: the device has no FP8 tensor cores, or the model does not fit the precision.
     """
     recipe = case.recipe
-    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, device)
+    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, device, recipe.master_weights)
     config: Any = copy.deepcopy(case.config)
     for part in (config, config.text_config, config.vision_config):
         if part is not None:
@@ -388,7 +388,7 @@ def build_training_step(
         total_steps: length of the learning rate schedule.
     """
     recipe, stage = case.recipe, case.stage
-    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device)
+    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device, recipe.master_weights)
     throughput = Throughput(model, world)  # before DeepSpeed splits the weights
     # No source is read, so the sampler has no rows and no state.
     sampler: Any = SimpleNamespace(
@@ -547,7 +547,8 @@ def plan_peak(case: StageCase, bench: RecipeBench, *, reuse: bool, ranks: int) -
         reuse_weights=reuse,
     )
     kind = CoatAdamW if find_optimizer(case.recipe) == "coat" else torch.optim.AdamW
-    sizes = count_sizes(case.frame, case.stage, measure_state_bytes(kind))
+    low_bits = case.recipe.master_weights == "low_bits"
+    sizes = count_sizes(case.frame, case.stage, measure_state_bytes(kind), low_bits=low_bits)
     zero_stage, accumulates = case.recipe.zero_stage, bench.accumulation > 1
     return (
         estimate_rank_memory(zero_stage, sizes, ranks, activations, accumulates=accumulates).peak
