@@ -33,6 +33,7 @@ MAY_CHANGE: Mapping[str, str] = {
     **dict.fromkeys(("data_timeout_s", "collective_timeout_s"), ""),
     **dict.fromkeys(("save_total_limit", "zero_stage", "master_weights"), ""),
     **dict.fromkeys(("monitor.**", "divergence.**"), ""),
+    "memory.**": "",
     "cudnn_attention": _ROUNDING,
     "fp8.weights": "",
     "fp8.cuda_graphs": "",

@@ -104,6 +104,11 @@ def run_recipe(
         raise ValueError(
             "eval_every needs questions: pass coat_eval.runner.make_eval_subsets(recipe)"
         )
+    if recipe.memory is not None and recipe.memory.choose:
+        raise ValueError(
+            f"memory leaves {', '.join(recipe.memory.choose)} to be chosen: pass the recipe that "
+            "coat_vlm.plan.fit_recipe returns, as coat-vlm train does"
+        )
     names = select_stages(recipe, only_stage)
     run_dir = model_dir = Path(recipe.output_dir)
     with (

@@ -360,6 +360,32 @@ def test_two_coat_ranks_resume_bit_exactly(
         assert all(torch.equal(exported[name], weight) for name, weight in trained.items())
 
 
+def test_memory_chooses_settings_that_a_resume_keeps(tiny_data: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tiny_data, tmp_path / "run", precision="coat", memory={"gpu_gb": 1e-4})
+    stage = recipe["stages"]["sft"]
+    del stage["micro_batch_size"]
+    stage.update(max_steps=2, gradient_checkpointing=False)
+    done = train(recipe, tmp_path)
+    assert done.returncode == 2
+    assert "nothing fits on 1 GPU(s) of this size; the smallest that does has 1 GB" in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    recipe["memory"]["gpu_gb"] = 1
+    done = train(recipe, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    words = "memory: 1 GB: master_weights=fp32, stages.sft.micro_batch_size=8; the planned peak is"
+    assert words in done.stdout
+    saved = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    assert saved["memory"] == {"gpu_gb": 1.0, "choose": []}
+    assert (saved["master_weights"], saved["stages"]["sft"]["micro_batch_size"]) == ("fp32", 8)
+    recipe["memory"]["gpu_gb"] = 1e-4
+    stage["max_steps"] = 3
+    (tmp_path / "run" / "sft" / "model" / "manifest.json").unlink()
+    done = train(recipe, tmp_path, "--resume", "auto")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"memory: the settings of {tmp_path / 'run' / 'recipe.yaml'}" in done.stdout
+    assert len(losses(tmp_path / "run")) == 3
+
+
 def test_stages_chain_and_frozen_modules_stay(tiny_data: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(tiny_data, tmp_path / "run")
     align = {**recipe["stages"]["sft"], "max_steps": 2}
