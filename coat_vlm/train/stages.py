@@ -104,6 +104,11 @@ def run_recipe(
         raise ValueError(
             "eval_every needs questions: pass coat_eval.runner.make_eval_subsets(recipe)"
         )
+    if recipe.memory is not None and recipe.memory.choose:
+        raise ValueError(
+            f"memory leaves {', '.join(recipe.memory.choose)} to be chosen: pass the recipe that "
+            "coat_vlm.plan.fit_recipe returns, as coat-vlm train does"
+        )
     names = select_stages(recipe, only_stage)
     run_dir = model_dir = Path(recipe.output_dir)
     with (
@@ -163,7 +168,7 @@ def _run_stage(
     continues = world.decide(lambda: resume and bool(list_checkpoints(checkpoints)))
     stage = recipe.stages[name]
     torch.manual_seed(recipe.seed)
-    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device)
+    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device, recipe.master_weights)
     model, processor = _load_initial_model(
         recipe, name, run_dir, arithmetic.dtype, world, continues=continues
     )

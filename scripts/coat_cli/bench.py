@@ -147,6 +147,8 @@ def _step(jobs: Commands) -> None:
   coat-vlm bench step --size 8b --baselines eager liger liger_torchao --batch 1 2 4 8 --csv step.csv
   coat-vlm bench step --size 8b --precisions coat_lean --optimizer own --batch 4 --accumulation 4
   coat-vlm bench step --size 8b --precisions coat_lean --batch 4 --profile
+  coat-vlm bench step --size 8b --precisions coat coat_lean --optimizer own --accumulation 8 \\
+      --master-weights low_bits --cap-gib 77             # an 8B model on a GPU of 80 GB
   torchrun --nproc_per_node 2 -m coat_cli.main bench step --size 1b --precisions bf16 coat_lean \\
       --optimizer own --zero 1 2 3 --batch 4 --csv step.csv
   torchrun --nproc_per_node 2 -m coat_cli.main bench step --size llama-2-7b --optimizer own \\
@@ -174,7 +176,8 @@ fp8.bf16_forward_first, cudnn_attention), use coat-vlm bench recipe.
 
 A model is timed only if its loss on a sample is within 1% of BF16's and its gradient norm within a
 factor of 1.5; with an optimizer, the loss of the repeated batch must also fall. Times are medians
-of whole steps, peaks are the memory that PyTorch allocated. A batch that does not fit is reported
+of whole steps, peaks are the memory that PyTorch allocated; the note has the memory in use on the
+GPU after the steps, by everything (torch.cuda.mem_get_info). A batch that does not fit is reported
 as OOM, and no larger one is tried; with several processes the run ends there.
 
 --profile runs one more step of each model under torch's profiler and prints the time in which the
@@ -193,8 +196,12 @@ for each model, about a minute more for each compiled baseline.
         help=f"{', '.join(BASELINES)}; default none")
     add("--optimizer", nargs="+", choices=OPTIMIZERS, default=["none"], metavar="NAME",
         help=f"{', '.join(OPTIMIZERS)}; measured with every model; default none")
-    add("--zero", nargs="+", type=int, choices=(0, 1, 2, 3), default=[1], metavar="STAGE",
-        help="ZeRO stages, one after the other; default 1")
+    add("--zero", nargs="+", type=int, choices=(0, 1, 2, 3), metavar="STAGE",
+        help="ZeRO stages, one after the other; default 1, with low_bits 0")
+    add("--master-weights", choices=("fp32", "low_bits"), default="fp32",
+        help="with --optimizer own: storage of master weights, as in a recipe; default fp32")
+    add("--cap-gib", type=float, metavar="GIB",
+        help="limit torch's allocator to this many GiB of each GPU")
     add("--batch", nargs="+", type=int, default=[1], metavar="N",
         help="samples per micro-batch on one GPU, ascending; default 1")
     add("--accumulation", type=int, default=1, metavar="N",
@@ -375,6 +382,7 @@ def _run_adamw(args: argparse.Namespace) -> int:
 
 
 def _run_step(args: argparse.Namespace) -> int:
+    from coat_bench.recipe import limit_memory
     from coat_bench.rows import append_rows
     from coat_bench.step import StepBench, bench_step, format_rows
     from coat_vlm.distributed import join_world
@@ -396,14 +404,17 @@ def _run_step(args: argparse.Namespace) -> int:
         precisions=args.precisions,
         baselines=args.baselines,
         optimizers=args.optimizer,
-        zero_stages=args.zero,
+        zero_stages=args.zero or ((0,) if args.master_weights == "low_bits" else (1,)),
         batches=args.batch,
         accumulation=args.accumulation,
+        master_weights=args.master_weights,
         steps=args.steps,
         warmup=args.warmup,
         on_profile=profile if args.profile else None,
     )
     with join_world() as world:
+        if args.cap_gib is not None:
+            limit_memory(world.device, args.cap_gib)
         rows = bench_step(bench, world, keep)
         _show(f"{rows[0].model}, {world.size} x {rows[0].gpu}", format_rows(rows))
     return 0

@@ -44,6 +44,7 @@ NOT_RUN = {
         "coat-vlm bench step --size 8b --baselines ...",
         "coat-vlm bench step --size 8b --precisions coat_lean --optimizer ...",
         "coat-vlm bench step --size 8b --precisions coat_lean --batch 4 --profile",
+        "coat-vlm bench step --size 8b --precisions coat coat_lean ...",
         "coat-vlm bench recipe vila_pretrain ...",
     ],
     "takes minutes or more without a GPU": [
