@@ -1,6 +1,11 @@
-"""Reads tables with a header line: CSV, TSV and XLSX; every cell becomes a text."""
+"""Reads tables with a header line: CSV, TSV and XLSX; every cell becomes a text.
+
+VLMEvalKit's TSV files contain images in base64, up to hundreds of megabytes. In the rows, such a
+cell is replaced by its hash; :class:`coat_eval.data_folder.TableImage` reads the image itself.
+"""
 
 import csv
+import hashlib
 import io
 import sys
 import zipfile
@@ -11,6 +16,12 @@ from typing import Any
 from coat_data.sample import DataError
 
 ZIP = b"PK\x03\x04"
+IMAGE_COLUMN = "image"
+IMAGE_HASH = "sha256:"
+"""Beginning of the cell that stands for an image."""
+_LONGEST_NAME = 64
+"""Longer cells of the image column are images; others name the row with the image (VLMEvalKit,
+``ImageBaseDataset``)."""
 _REMEDY = "write the table again, for example with pandas"
 
 
@@ -38,8 +49,13 @@ def read_delimited(path: Path, text: str) -> tuple[list[dict[str, Any]], list[in
     rows, lines = [], []
     try:
         header = next(reader)
+        images = [place for place, name in enumerate(header) if name == IMAGE_COLUMN]
         for cells in reader:
             if cells:
+                for place in (one for one in images if one < len(cells)):
+                    if len(cells[place]) > _LONGEST_NAME:
+                        digest = hashlib.sha256(cells[place].encode()).hexdigest()
+                        cells[place] = f"{IMAGE_HASH}{digest}"
                 rows.append(_make_row(header, cells, f"{path}:{reader.line_num}"))
                 lines.append(reader.line_num)
     except csv.Error as error:
