@@ -398,6 +398,20 @@ def test_mmbench_is_circular(tmp_path: Path):
     assert partly["metrics"]["overall"] == pytest.approx(200 / 3)
 
 
+def test_a_constant_letter_answers_all_rotations(tmp_path: Path):
+    """ "All of them" stays D in MMBench's rotations, so a constant D is right there."""
+    fixed = [
+        {**row, "D": "all of them", "answer": "D"}
+        for row in rotate(5, "Which?", ["red", "blue", "green"], 0)
+    ]
+    rows = [*fixed, *rotate(6, "Who?", ["Ada", "Bob", "Cyd"], 1)]
+    table = write(tmp_path / "mmbench.tsv", rows)
+    said = answers(tmp_path / "p.jsonl", {str(row["index"]): row["answer"] for row in rows})
+    report = score("mmbench", said, table)
+    assert report["metrics"]["overall"] == 100
+    assert report["constants"]["overall"] == {"answer": "D", "value": 50}
+
+
 def test_a_limit_never_scores_half_a_group_as_right(tmp_path: Path):
     rows = mmbench_rows()
     table = write(tmp_path / "mmbench_dev_20230712.tsv", rows)
