@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from coat_data.sample import DataError
 from coat_eval.benchmark import (
     LETTER_ANSWER,
+    UPSTREAM,
     Benchmark,
     Prompt,
     PromptOptions,
@@ -139,6 +140,8 @@ class LetterBenchmark(Benchmark):
 
     def get_upstream(self, profile: str) -> str:
         """Return repository and commit of the scorer that a profile follows."""
+        if profile == "first_letter":
+            return f"{UPSTREAM['lmms']} lmms_eval/tasks/seedbench/utils.py"
         return LMMS_EVAL if profile == "lmms" else super().get_upstream(profile)
 
     def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
