@@ -32,7 +32,8 @@ UPSTREAM = {
     "lmms": "EvolvingLMMs-Lab/lmms-eval @c228e27",
     "vlmeval": "open-compass/VLMEvalKit @d21c5e9",
 }
-"""Repository and commit that a profile follows; :attr:`Benchmark.source` names the official one."""
+"""Repository and commit that a profile follows; :attr:`Benchmark.source` names the official one. A
+profile ``NAME@COMMIT`` is another version of the same repository."""
 
 FrameTimes = Callable[[Media], Sequence[float] | None]
 
@@ -162,6 +163,9 @@ class Benchmark(ABC):
     """Numbers of questions of the official sets and of the parts that are also reported alone."""
     constants: ClassVar[tuple[str, ...]] = ()
     """Answers that need no image, e.g. ``("yes", "no")``; empty: the most common reference."""
+    rule_only: ClassVar[bool] = False
+    """Whether no published predictions with scores were found to check the rule against; shown
+    wherever the scores are."""
     id_fields: ClassVar[tuple[str, ...]] = ("question_id",)
     text_fields: ClassVar[tuple[str, ...]] = ("prediction", "text")
     id_pattern: ClassVar[re.Pattern[str] | None] = None
@@ -223,6 +227,10 @@ class Benchmark(ABC):
         tables = dict(sorted(to_table_percents(scored).items()))
         return {"overall": to_percent([one.score for one in scored]), **tables}
 
+    def count_asked(self, questions: Sequence[Question]) -> int:
+        """Count the questions that the score is about, in the unit of ``sizes``."""
+        return sum(one.counted for one in questions)
+
     def check_profile(self, profile: str) -> None:
         """Raise ValueError with the allowed names if the benchmark does not have this profile."""
         if profile not in self.profiles:
@@ -232,7 +240,9 @@ class Benchmark(ABC):
 
     def get_upstream(self, profile: str) -> str:
         """Return repository and commit of the scorer that a profile follows."""
-        return UPSTREAM.get(profile, self.source)
+        name, _, commit = profile.partition("@")
+        found = UPSTREAM.get(name, self.source)
+        return f"{found.partition(' @')[0]} @{commit}" if commit else found
 
     def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
         """Yield the prompts, question by question, without opening images or videos.

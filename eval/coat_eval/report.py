@@ -51,6 +51,8 @@ from coat_eval.tasks.videomme import format_duration_table
 
 SCORER_VERSION = "2"
 """Increased with every change that can change a metric."""
+RULE_ONLY = "rule only: no published predictions with a score were found to check the rule against"
+"""Shown with the scores of benchmarks with ``rule_only``."""
 
 
 def score_official(
@@ -123,7 +125,7 @@ def score_official(
         share_repeated=benchmark.shares_repeated,
         warnings=warnings,
     )
-    asked = sum(one.counted for one in questions)
+    asked = benchmark.count_asked(questions)
     if partial := describe_size(benchmark, asked):
         if not (reference_tables or allow_missing):
             remedy = "complete them, or accept a part with --allow-missing"
@@ -143,6 +145,7 @@ def score_official(
         "scorer_version": SCORER_VERSION,
         "source": benchmark.source,
         "follows": benchmark.get_upstream(settings.profile),
+        **({"rule_only": True} if benchmark.rule_only else {}),
         "raw": settings.raw,
         **({"fallback": settings.fallback, "seed": settings.seed} if benchmark.draws else {}),
         "metrics": metrics,
@@ -253,7 +256,10 @@ def format_headline(report: Mapping[str, Any]) -> str:
             lines.append(f"{name.ljust(width)}  {value:5d}")
     if table := format_duration_table(metrics) if report["task"] == "videomme" else "":
         lines += ["", table]
-    return "\n".join([*lines, f"rules of {report['follows']}"])
+    lines.append(f"rules of {report['follows']}")
+    if report.get("rule_only"):
+        lines.append(RULE_ONLY)
+    return "\n".join(lines)
 
 
 def _list_files(paths: Sequence[Path]) -> Iterator[Path]:

@@ -13,11 +13,14 @@ from coat_cli.command import PRECISIONS, Commands, command, complain, say
 if TYPE_CHECKING:
     from coat_data.sample import Sample
 
-OFFICIAL = ("pope", "gqa", "vqav2", "textvqa", "vizwiz", "seedbench", "mmmu", "videomme")
+OFFICIAL = (
+    "pope", "gqa", "vqav2", "textvqa", "vizwiz", "seedbench", "mmmu", "videomme",
+    "mmstar", "realworldqa", "scienceqa", "mmbench", "ccbench", "ai2d",
+)  # fmt: skip
 """Names of ``coat_eval.tasks.BENCHMARKS``, which takes longer to import than ``--help`` should."""
 _PROFILES = (
     "scoring rules: official (default; the report names scorer and commit), lmms (lmms-eval "
-    "@c228e27), vlmeval (VLMEvalKit @d21c5e9)"
+    "@c228e27), vlmeval (VLMEvalKit @d21c5e9) or vlmeval@c03bc048, an earlier version"
 )
 """The commits are those of ``coat_eval.benchmark.UPSTREAM``."""
 

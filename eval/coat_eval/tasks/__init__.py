@@ -4,10 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from coat_eval.benchmark import Benchmark
+from coat_eval.tasks.ai2d import Ai2d
+from coat_eval.tasks.ccbench import CcBench
 from coat_eval.tasks.gqa import Gqa
+from coat_eval.tasks.mmbench import MmBench
 from coat_eval.tasks.mmmu import Mmmu
+from coat_eval.tasks.mmstar import MmStar
 from coat_eval.tasks.pope import Pope
 from coat_eval.tasks.question_set import MultipleChoice, QuestionSet, ShortAnswer, YesNo
+from coat_eval.tasks.realworldqa import RealWorldQa
+from coat_eval.tasks.scienceqa import ScienceQa
 from coat_eval.tasks.seedbench import SeedBench
 from coat_eval.tasks.textvqa import TextVqa
 from coat_eval.tasks.videomme import VideoMme
@@ -21,7 +27,22 @@ TASKS: dict[str, type[QuestionSet]] = {
 }
 BENCHMARKS: dict[str, Benchmark] = {
     one.name: one
-    for one in (Pope(), Gqa(), VqaV2(), TextVqa(), VizWiz(), SeedBench(), Mmmu(), VideoMme())
+    for one in (
+        Pope(),
+        Gqa(),
+        VqaV2(),
+        TextVqa(),
+        VizWiz(),
+        SeedBench(),
+        Mmmu(),
+        VideoMme(),
+        MmStar(),
+        RealWorldQa(),
+        ScienceQa(),
+        MmBench(),
+        CcBench(),
+        Ai2d(),
+    )
 }
 
 
