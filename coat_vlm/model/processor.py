@@ -14,7 +14,6 @@ from typing import Any, cast
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    AutoProcessor,
     AutoTokenizer,
     BatchFeature,
     PreTrainedTokenizerBase,
@@ -434,6 +433,3 @@ def prepare_tokenizer(
     if tokenizer.pad_token_id is None:
         tokenizer.add_special_tokens({"pad_token": "<pad>"})
     return tokenizer
-
-
-AutoProcessor.register(CoatVlmConfig, CoatVlmProcessor, exist_ok=True)
