@@ -24,6 +24,7 @@ from coat_vlm.config import (
     TokenizerConfig,
     VisionConfig,
 )
+from coat_vlm.generate import set_stop_tokens
 from coat_vlm.model import CoatVlmConfig, build_model
 from coat_vlm.model.processor import build_processor, prepare_tokenizer, train_tokenizer
 
@@ -138,9 +139,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if parameter.ndim > 1:
                 parameter.normal_(std=2.0 * parameter[0].numel() ** -0.5)
     folder = tmp_path_factory.mktemp("run") / "sft" / "model"
-    model.bfloat16().save_pretrained(folder)
     processor = build_processor(config, tokenizer, cast(CoatVlmConfig, model.config))
-    processor.adopt_template(None)  # as a stage does
+    processor.adopt_template(None)  # this and the next line: as a stage does
+    set_stop_tokens(model, processor)
+    model.bfloat16().save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
 
