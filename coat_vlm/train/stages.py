@@ -25,6 +25,7 @@ from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.distributed import World, join_world
 from coat_vlm.export.hugging_face import save_description, save_model
 from coat_vlm.fp8 import arithmetic_of, graph_blocks
+from coat_vlm.generate import set_stop_tokens
 from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
 from coat_vlm.model.lora import describe
 from coat_vlm.model.pretrained import check_composed_folder
@@ -173,6 +174,7 @@ def _run_stage(
         recipe, name, run_dir, arithmetic.dtype, world, continues=continues
     )
     processor.adopt_template(stage.template)
+    set_stop_tokens(model, processor)
     conversion = prepare_model(model, recipe, stage, arithmetic)
     if conversion is not None:
         print_on_main(world, f"\n{conversion}")
