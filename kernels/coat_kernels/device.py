@@ -122,7 +122,7 @@ def get_exponent(bits, MAX_EXPONENT: tl.constexpr):
 
 @triton.jit
 def cast_scaled(x, dtype: tl.constexpr):
-    """Cast FP32 values that were divided by their group's scale to an 8-bit dtype, to nearest even.
+    """Cast FP32 values, divided by their group's scale, to 8 bits: round to nearest, ties to even.
 
     INT8 has no NaN: a NaN becomes 0, whose scale is NaN.
     """
