@@ -54,14 +54,19 @@ class KnownMixture:
     """Further steps for the user."""
 
 
-_VIDEO_ARCHIVES = {"videos_chunked_*.zip": ".", "subtitle.zip": "."}
+_ARCHIVES = {
+    "videomme": {"videos_chunked_*.zip": ".", "subtitle.zip": "."},
+    "nextqa": {"videos.zip": "."},
+    "tempcompass": {"tempcompass_videos.zip": "."},
+}
+"""Archives of videos by benchmark."""
 
 BENCHMARKS: Mapping[str, Repository] = {
     name: Repository(
-        repo=f"lmms-lab/{repo}",
+        repo=repo if "/" in repo else f"lmms-lab/{repo}",
         license=license_note,
         files=files,
-        unpack=_VIDEO_ARCHIVES if name == "videomme" else {},
+        unpack=_ARCHIVES.get(name, {}),
     )
     for name, repo, license_note, files in (
         ("pope", "POPE", "MIT; pictures of COCO under their owners' terms", ("Full/*.parquet",)),
@@ -90,11 +95,37 @@ BENCHMARKS: Mapping[str, Repository] = {
             "videomme",
             "Video-MME",
             "academic research only, not to be passed on; about 100 GB of videos",
-            ("videomme/*.parquet", *_VIDEO_ARCHIVES),
+            ("videomme/*.parquet", *_ARCHIVES["videomme"]),
         ),
+        ("mme", "MME", "academic research only (the authors' terms)", ("data/test-*.parquet",)),
+        ("chartqa", "ChartQA", "GPL-3.0", ("data/test-*.parquet",)),
+        (
+            "ocrbench",
+            "echo840/OCRBench",
+            "MIT; pictures of 29 data sets under their owners' terms",
+            ("data/test-*.parquet",),
+        ),
+        ("hallusionbench", "HallusionBench", "BSD-3-Clause", ("data/image-*.parquet",)),
+        (
+            "okvqa",
+            "OK-VQA",
+            "CC BY 4.0; pictures of COCO under their owners' terms",
+            ("data/val2014-*.parquet",),
+        ),
+        ("nextqa", "NExTQA", "MIT", ("MC/test-*.parquet", *_ARCHIVES["nextqa"])),
+        (
+            "tempcompass",
+            "TempCompass",
+            "CC BY-NC 4.0: no commercial use",
+            ("multi-choice/test-*.parquet", "yes_no/test-*.parquet", *_ARCHIVES["tempcompass"]),
+        ),
+        ("docvqa", "DocVQA", "terms of rrc.cvc.uab.es", ("DocVQA/validation-*.parquet",)),
+        ("infovqa", "DocVQA", "terms of rrc.cvc.uab.es", ("InfographicVQA/validation-*.parquet",)),
     )
 }
-"""The official benchmarks in lmms-lab's repositories: the splits with answers."""
+"""The official benchmarks in repositories of the Hub, mostly lmms-lab's: the splits with answers.
+
+TabMWP is only on GitHub (lupantech/PromptPG data/tabmwp)."""
 
 
 def download_benchmark(name: str, out_dir: str | Path) -> Path:

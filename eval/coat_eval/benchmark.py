@@ -32,7 +32,8 @@ UPSTREAM = {
     "lmms": "EvolvingLMMs-Lab/lmms-eval @c228e27",
     "vlmeval": "open-compass/VLMEvalKit @d21c5e9",
 }
-"""Repository and commit that a profile follows; :attr:`Benchmark.source` names the official one."""
+"""Repository and commit that a profile follows; :attr:`Benchmark.source` names the official one. A
+profile ``NAME@COMMIT`` is another version of the same repository."""
 
 FrameTimes = Callable[[Media], Sequence[float] | None]
 
@@ -162,12 +163,17 @@ class Benchmark(ABC):
     """Numbers of questions of the official sets and of the parts that are also reported alone."""
     constants: ClassVar[tuple[str, ...]] = ()
     """Answers that need no image, e.g. ``("yes", "no")``; empty: the most common reference."""
+    rule_only: ClassVar[bool] = False
+    """Whether no published predictions with scores were found to check the rule against; shown
+    wherever the scores are."""
     id_fields: ClassVar[tuple[str, ...]] = ("question_id",)
     text_fields: ClassVar[tuple[str, ...]] = ("prediction", "text")
     id_pattern: ClassVar[re.Pattern[str] | None] = None
     """Pattern that only this benchmark's question ids match, for error messages."""
     carries_answers: ClassVar[bool] = False
     """Whether official predictions contain the references, which are then optional."""
+    result_files: ClassVar[str] = "output.json"
+    """Pattern of the predictions in a folder that is given as predictions."""
 
     shares_repeated: ClassVar[bool] = False
     """Whether one prediction applies to all questions of an id that the references repeat."""
@@ -232,7 +238,9 @@ class Benchmark(ABC):
 
     def get_upstream(self, profile: str) -> str:
         """Return repository and commit of the scorer that a profile follows."""
-        return UPSTREAM.get(profile, self.source)
+        name, _, commit = profile.partition("@")
+        found = UPSTREAM.get(name, self.source)
+        return f"{found.partition(' @')[0]} @{commit}" if commit else found
 
     def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
         """Yield the prompts, question by question, without opening images or videos.

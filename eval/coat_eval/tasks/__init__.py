@@ -4,11 +4,21 @@ from pathlib import Path
 from typing import Any
 
 from coat_eval.benchmark import Benchmark
+from coat_eval.tasks.chartqa import ChartQa
+from coat_eval.tasks.docvqa import DocVqa
 from coat_eval.tasks.gqa import Gqa
+from coat_eval.tasks.hallusionbench import HallusionBench
+from coat_eval.tasks.infovqa import InfoVqa
+from coat_eval.tasks.mme import Mme
 from coat_eval.tasks.mmmu import Mmmu
+from coat_eval.tasks.nextqa import NextQa
+from coat_eval.tasks.ocrbench import OcrBench
+from coat_eval.tasks.okvqa import OkVqa
 from coat_eval.tasks.pope import Pope
 from coat_eval.tasks.question_set import MultipleChoice, QuestionSet, ShortAnswer, YesNo
 from coat_eval.tasks.seedbench import SeedBench
+from coat_eval.tasks.tabmwp import TabMwp
+from coat_eval.tasks.tempcompass import TempCompass
 from coat_eval.tasks.textvqa import TextVqa
 from coat_eval.tasks.videomme import VideoMme
 from coat_eval.tasks.vizwiz import VizWiz
@@ -21,7 +31,11 @@ TASKS: dict[str, type[QuestionSet]] = {
 }
 BENCHMARKS: dict[str, Benchmark] = {
     one.name: one
-    for one in (Pope(), Gqa(), VqaV2(), TextVqa(), VizWiz(), SeedBench(), Mmmu(), VideoMme())
+    for one in (
+        *(Pope(), Gqa(), VqaV2(), TextVqa(), VizWiz(), SeedBench(), Mmmu(), VideoMme()),
+        *(Mme(), ChartQa(), OcrBench(), HallusionBench(), OkVqa()),
+        *(NextQa(), TempCompass(), TabMwp(), DocVqa(), InfoVqa()),
+    )
 }
 
 
