@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from coat_data.load.collate import Batch, collate
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
@@ -170,6 +171,19 @@ class PromptEncoder:
     def keep_last_clip(self) -> None:
         """Cache the last decoded video, for several questions about the same video."""
         self._media.keeps_last_clip = True
+
+
+def set_stop_tokens(model: PreTrainedModel, processor: CoatVlmProcessor) -> None:
+    """Make ``model.generate`` stop at the end of an answer, also in transformers' pipelines.
+
+    A published language model may end texts with another token than the chat template's.
+
+    Args:
+        model: its ``generation_config``, which is saved with it, is changed.
+        processor: the model's processor.
+    """
+    model.generation_config.eos_token_id = PromptEncoder(processor).stop_token_ids
+    model.generation_config.pad_token_id = processor.tokenizer.pad_token_id
 
 
 def generate_batch(

@@ -3,8 +3,9 @@
 With the same number of ranks and ZeRO stage a run continues bit for bit: a partition that was saved
 with the same fragments is copied. Any other partition is assembled from the saved partitions that
 overlap it: weights and FP32 states exactly, FP8 moments requantized in the groups of the new
-partition. The order of samples is a function of the seed and of the sampler state, which is saved
-and does not depend on the number of ranks.
+partition. Saved weights are read as FP32 master weights; an optimizer with low bits splits them.
+Both directions are exact, so ``master_weights`` may change. The order of samples is a function of
+the seed and of the sampler state, which is saved and does not depend on the number of ranks.
 """
 
 import logging
@@ -17,6 +18,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
+from coat_kernels.master_weights import split_master
 from coat_vlm.checkpoint.atomic_folder import read_json
 from coat_vlm.checkpoint.manifest import read_manifest
 from coat_vlm.checkpoint.metadata import (
@@ -37,7 +39,7 @@ from coat_vlm.checkpoint.partitions import (
 from coat_vlm.checkpoint.shards import WEIGHT, SavedPartition, Shards
 from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.distributed import ALONE, World
-from coat_vlm.optim.state import decode, encode
+from coat_vlm.optim.state import LOW_BITS, decode, encode, new_state
 
 logger = logging.getLogger(__name__)
 
@@ -190,19 +192,33 @@ def _copy_state(
 ) -> dict[str, Any]:
     """Copy the saved weights into a partition and return the saved state."""
     master = partition.tensor
-    master.copy_(saved.tensor(WEIGHT).view(master.shape))
     state: dict[str, Any] = dict(saved.numbers)
     for key in saved.elements:
         state[key] = saved.tensor(key).view(master.shape).to(master.device)
     for key in saved.others:
         state[key] = _move_to_device(saved.tensor(key), key in saved.on_cpu, master, group)
-    return state
+    return _set_weights(master, saved.tensor(WEIGHT), state, group)
+
+
+def _set_weights(
+    master: Tensor, values: Tensor, state: dict[str, Any], group: dict[str, Any]
+) -> dict[str, Any]:
+    """Copy flat weights into a partition; return its state, with their low bits if it has them."""
+    values = values.view(master.shape)
+    if group.get("master") != "bf16_low_bits" or master.dtype != torch.bfloat16:
+        master.copy_(values)
+        return state
+    rounded, low_bits = split_master(values.float())
+    master.copy_(rounded)
+    if not state:  # no gradient yet
+        state = new_state(master, "a saved partition", group["codec"], group["master"])
+    return {**state, LOW_BITS: low_bits.to(master.device)}
 
 
 def _assemble_state(partition: Partition, shards: Shards, group: dict[str, Any]) -> dict[str, Any]:
     """Assemble weights and state from all saved partitions that overlap; return the state."""
     master = partition.tensor
-    weights = master.new_zeros(master.numel())  # padding is zero
+    weights = torch.zeros(master.numel(), device=master.device)  # FP32; padding is zero
     values: dict[str, Tensor] = {}
     sources: list[SavedPartition] = []
     for fragment in partition.fragments:
@@ -220,9 +236,8 @@ def _assemble_state(partition: Partition, shards: Shards, group: dict[str, Any])
                         master.numel(), dtype=part.dtype, device=master.device
                     )
                 values[key][here] = part
-    master.copy_(weights.view(master.shape))
     if not sources:
-        return {}
+        return _set_weights(master, weights, {}, group)
     # Step counts differ if some parameters had no gradient at first.
     state = {key: max(s.numbers[key] for s in sources) for key in sources[0].numbers}
     for key, value in encode(values, sources[0].keys, group).items():
@@ -230,7 +245,7 @@ def _assemble_state(partition: Partition, shards: Shards, group: dict[str, Any])
     for key in sources[0].others - state.keys():
         newest = torch.stack([s.tensor(key) for s in sources]).amax(0)
         state[key] = _move_to_device(newest, key in sources[0].on_cpu, master, group)
-    return state
+    return _set_weights(master, weights, state, group)
 
 
 def _move_to_device(tensor: Tensor, on_cpu: bool, master: Tensor, group: dict[str, Any]) -> Tensor:

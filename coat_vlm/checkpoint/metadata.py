@@ -132,7 +132,7 @@ class Contents:
                     f"{gone.pop()!r} was removed from training: finish the stage with the version "
                     "that wrote the checkpoint, or start a stage from its weights"
                 )
-            if states != ours["codec"]:
+            if _moments(states) != _moments(ours["codec"]):
                 first = next(n for n, p in model.parameters.items() if p.group == number)
                 rounding = rounding_of(states)
                 if rounding and rounding_of(ours["codec"]) not in (None, rounding):
@@ -141,6 +141,11 @@ class Contents:
                     f"{where}: the optimizer states of {first} and its parameter group were saved "
                     f"by {states}, this run has {ours['codec']}; {remedy}"
                 )
+
+
+def _moments(states: str) -> str:
+    """Return the optimizer and codec: low bits and FP32 copies are converted into each other."""
+    return states.replace(" bf16_low_bits", " fp32")
 
 
 def read_contents(checkpoint: Path) -> Contents:

@@ -17,10 +17,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from coat_kernels import join_master
 from coat_vlm.checkpoint.folder_writer import FolderWriter
 from coat_vlm.checkpoint.manifest import read_manifest
 from coat_vlm.checkpoint.partitions import Fragment
-from coat_vlm.optim.state import by_element
+from coat_vlm.optim.state import LOW_BITS, by_element
 
 WEIGHT = "weight"
 """The key of a partition's weights; the other keys are those of the optimizer's state."""
@@ -117,7 +118,9 @@ class SavedPartition:
     size: int
     """Number of elements of the weights, including padding."""
     elements: frozenset[str]
-    """Keys of the state's tensors with one entry per element."""
+    """Keys of the state's tensors with one entry per element, without the low bits."""
+    low_bits: bool
+    """Whether the weights are in BF16, and the low 16 bits of the master weights in the state."""
     others: frozenset[str]
     """Keys of the state's other tensors."""
     on_cpu: frozenset[str]
@@ -133,12 +136,33 @@ class SavedPartition:
         return self.elements | self.others
 
     def tensor(self, key: str) -> Tensor:
-        """Read a whole tensor as saved: flat, or zero-dimensional."""
+        """Read a whole tensor: flat, or zero-dimensional; weights as :meth:`read` returns them."""
+        if key == WEIGHT:
+            return self.read(WEIGHT, 0, self.size)
         return self.file.get_tensor(f"{self.number}.{key}")
 
-    def read(self, key: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        """Read a range of a flat tensor."""
-        return self.file.get_slice(f"{self.number}.{key}")[start:stop].to(device=device)
+    def read(
+        self,
+        key: str,
+        start: int,
+        stop: int,
+        device: torch.device | None = None,
+        *,
+        master: bool = True,
+    ) -> Tensor:
+        """Read a range of a flat tensor.
+
+        Args:
+            key: a key of the state, or :data:`WEIGHT`.
+            start: first element.
+            stop: behind the last element.
+            device: where to copy the range; the CPU if absent.
+            master: return FP32 master weights of BF16 weights that have low bits.
+        """
+        values = self.file.get_slice(f"{self.number}.{key}")[start:stop].to(device=device)
+        if key == WEIGHT and master and self.low_bits:
+            return join_master(values, self.read(LOW_BITS, start, stop, device))
+        return values
 
 
 class Shards:
@@ -165,7 +189,8 @@ class Shards:
                     number=number,
                     fragments=tuple(Fragment(*fragment) for fragment in entry["pieces"]),
                     size=entry["size"],
-                    elements=frozenset(entry["elements"]),
+                    elements=frozenset(entry["elements"]) - {LOW_BITS},
+                    low_bits=LOW_BITS in entry["elements"],
                     others=frozenset(entry["others"]),
                     on_cpu=frozenset(entry["on_cpu"]),
                     numbers=entry["numbers"],
@@ -209,14 +234,18 @@ class Shards:
                 "or move the checkpoint to resume from an earlier one"
             )
 
-    def read_values(self, wanted: Fragment) -> Tensor:
-        """Read the saved elements of a fragment, flat: master weights for trained parameters."""
+    def read_values(self, wanted: Fragment, *, master: bool = True) -> Tensor:
+        """Read the saved elements of a fragment, flat: master weights for trained parameters.
+
+        Without ``master``, weights that have low bits are read as they are, in BF16.
+        """
         parts = {
-            position: partition.read(WEIGHT, first, first + count)
+            position: partition.read(WEIGHT, first, first + count, master=master)
             for partition, first, position, count in self.find_overlaps(wanted)
         }
         return torch.cat([parts[position] for position in sorted(parts)])
 
-    def read_parameter(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Read a whole parameter: master weights for trained parameters."""
-        return self.read_values(Fragment(name, 0, torch.Size(shape).numel(), 0)).view(shape)
+    def read_parameter(self, name: str, shape: tuple[int, ...], *, master: bool = True) -> Tensor:
+        """Read a whole parameter; see :meth:`read_values`."""
+        whole = Fragment(name, 0, torch.Size(shape).numel(), 0)
+        return self.read_values(whole, master=master).view(shape)

@@ -11,6 +11,7 @@ from coat_vlm.config.fp8 import (
     BlockPrecision,
     Fp8Config,
     Fp8Precision,
+    MasterWeights,
     Precision,
 )
 from coat_vlm.config.model import (
@@ -42,6 +43,7 @@ __all__ = [
     "Fp8Precision",
     "ImageConfig",
     "LanguageConfig",
+    "MasterWeights",
     "ModelConfig",
     "ModuleName",
     "ModuleTraining",

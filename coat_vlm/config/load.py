@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from coat_data.saved_files import FORMAT_VERSION, check_version, write_text
 from coat_vlm.config import Recipe
 from coat_vlm.config.keys import list_allowed_keys, suggest_keys
+from coat_vlm.config.recipe import CHOSEN_IN_STAGES
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ def load_recipe(
         key: _expand_variables(value, where, unset_variables and key in ("stages", "eval_sets"))
         for key, value in data.items()
     }
+    _list_open_keys(data)
     try:
         return TypeAdapter(Recipe).validate_python(data)
     except ValidationError as error:
@@ -169,6 +171,23 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         parent = parent[key]
         if not isinstance(parent, dict | list):
             raise ValueError(f"override {path}: {parent!r} is a value, it has no keys below it")
+
+
+def _list_open_keys(data: dict[str, Any]) -> None:
+    """Fill ``memory.choose`` with the keys that are not set; an absent micro-batch is 1 for now."""
+    memory, stages = data.get("memory"), data.get("stages")
+    if not isinstance(memory, dict) or not isinstance(stages, dict):
+        return
+    stages = {name: stage for name, stage in stages.items() if isinstance(stage, dict)}
+    if memory.get("choose") is None:
+        memory["choose"] = ["master_weights"] if "master_weights" not in data else []
+        for name, stage in stages.items():
+            memory["choose"] += [
+                f"stages.{name}.{key}" for key in CHOSEN_IN_STAGES if key not in stage
+            ]
+    for name, stage in stages.items():
+        if f"stages.{name}.micro_batch_size" in memory["choose"]:
+            stage.setdefault("micro_batch_size", 1)
 
 
 _LENGTHS = {"epochs": "max_steps", "max_steps": "epochs"}

@@ -7,7 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from coat_vlm.config.fp8 import FP8_PRECISIONS, Fp8Config, MonitorConfig, Precision
+from coat_vlm.config.fp8 import (
+    FP8_PRECISIONS,
+    Fp8Config,
+    MasterWeights,
+    MonitorConfig,
+    Precision,
+)
 from coat_vlm.config.limits import LimitsConfig, NetworkConfig
 from coat_vlm.config.model import STRICT, ModelConfig, NonNegative, Positive
 from coat_vlm.config.stage import STAGES, StageConfig, StageName
@@ -43,6 +49,20 @@ class DivergenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class MemoryConfig:
+    """The memory of a GPU, for which ``coat-vlm train`` chooses settings before it starts."""
+
+    gpu_gb: Annotated[float, Field(gt=0.0)]
+    """Size of each GPU as it is sold, for example 80. Of the settings whose peak in ``coat-vlm
+    plan``, plus 3%, is at most this number of 10^9 bytes, the fastest are taken. Sold sizes are
+    2^30 bytes: CUDA, communication and gaps between tensors use the difference."""
+    choose: list[str] | None = None
+    """Keys to choose: ``master_weights``, ``stages.NAME.micro_batch_size``,
+    ``stages.NAME.gradient_checkpointing``; when absent, those of them that the recipe does not set.
+    A run's recipe.yaml has the chosen values, and nothing here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class EvalSetConfig:
     """One evaluation set, run by ``coat-vlm eval --run``."""
 
@@ -54,6 +74,10 @@ class EvalSetConfig:
     """Folder or URL to which relative image paths are relative; defaults to ``path``."""
     require: dict[str, float] = field(default_factory=dict)
     """Minimum value of a metric, in percent; ``coat-vlm eval --run`` fails below it."""
+
+
+CHOSEN_IN_STAGES = ("micro_batch_size", "gradient_checkpointing")
+"""Keys of a stage that ``memory`` may choose."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -87,11 +111,22 @@ class Recipe:
     that they cannot hold is an error before training, not after it."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage."""
-    cudnn_attention: bool = False
+    master_weights: MasterWeights = "fp32"
+    """Storage of the FP32 master weights of BF16 weights. ``fp32``: DeepSpeed keeps an FP32 copy, 4
+    bytes per trained parameter. ``low_bits``: the BF16 weight is the upper half of the master
+    weight, and CoatAdamW has its low 16 bits: 2 bytes, and the master weights are the same FP32
+    values. Gradients then stay in BF16 until the optimizer reads them, and weights are BF16 on a
+    CPU too. ``low_bits`` needs precision ``coat`` or ``coat_lean`` (or ``fp8.optimizer: coat``) and
+    ``zero_stage: 0``."""
+    memory: MemoryConfig | None = None
+    """Choose settings that fit into the memory of a GPU; with it, ``micro_batch_size`` of a stage
+    may be absent."""
+    cudnn_attention: Literal["auto"] | bool = "auto"
     """Allow cuDNN attention where torch prefers it: on Hopper, for rows that are not packed. It is
-    faster than the flash kernel (``coat-vlm bench recipe`` measures both). It returned NaN
-    gradients once, in rows of 64 tokens (docs/lab/2026-11.md); steps with non-finite gradients are
-    skipped and counted."""
+    faster than the flash kernel (``coat-vlm bench recipe`` measures both). ``auto``: except where
+    its gradients may be NaN, in attention with a mask or that is not causal, over a number of
+    tokens that leaves 64 modulo 128 (coat_vlm/model/cudnn.py). ``true``: everywhere. ``false``:
+    nowhere."""
     num_workers: NonNegative = 2
     """Data loading processes per rank; 0 loads in the training process."""
     data_timeout_s: NonNegative = 600
@@ -156,6 +191,8 @@ class Recipe:
         if self.fp8 is not None and self.precision in FP8_PRECISIONS:
             self.fp8.resolved(self.precision)  # raises if the settings contradict the precision
             self._check_graphs(self.fp8)
+        self._check_low_bits()
+        self._check_choose()
 
     def _check_keep_best(self) -> None:
         """Reject a source that no stage validates."""
@@ -165,6 +202,37 @@ class Recipe:
                 f"keep_best: {self.keep_best!r} is not the name of a source in val_data "
                 f"({', '.join(sorted(validated)) or 'there are none'}); name one, or remove it"
             )
+
+    def _check_low_bits(self) -> None:
+        """Reject low bits of master weights without the optimizer that has them, or with ZeRO."""
+        if self.master_weights != "low_bits":
+            return
+        optimizer = "adamw"
+        if self.precision in FP8_PRECISIONS:
+            optimizer = (self.fp8 or Fp8Config()).resolved(self.precision).optimizer
+        if optimizer != "coat":
+            raise ValueError(
+                f"master_weights: low_bits needs CoatAdamW, and the optimizer of precision: "
+                f"{self.precision} is torch's AdamW; set precision to coat or coat_lean (or "
+                "fp8.optimizer to coat), or remove master_weights"
+            )
+        if self.zero_stage:
+            raise ValueError(
+                f"master_weights: low_bits has no effect with zero_stage: {self.zero_stage}, where "
+                "DeepSpeed always keeps another copy of the trained weights, its flat partitions; "
+                "set zero_stage to 0, or remove master_weights"
+            )
+
+    def _check_choose(self) -> None:
+        """Reject keys that are not chosen by memory."""
+        known = ["master_weights"]
+        for name in self.stages:
+            known += [f"stages.{name}.{key}" for key in CHOSEN_IN_STAGES]
+        for key in (self.memory and self.memory.choose) or ():
+            if key not in known:
+                raise ValueError(
+                    f"memory.choose: {key!r} cannot be chosen; use some of {', '.join(known)}"
+                )
 
     def _check_graphs(self, fp8: Fp8Config) -> None:
         """Reject CUDA graphs with settings under which weights move or blocks are recomputed."""

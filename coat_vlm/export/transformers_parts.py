@@ -39,7 +39,7 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from coat_vlm.checkpoint.atomic_folder import read_json
-from coat_vlm.generate import PromptEncoder
+from coat_vlm.generate import set_stop_tokens
 from coat_vlm.model import IMAGE_TOKEN, CoatVlm
 from coat_vlm.model.chat_templates import JINJA_TEMPLATES
 from coat_vlm.model.configuration import count_needed_layers
@@ -166,7 +166,7 @@ def save_stock(
     """
     stock.generation_config = copy.deepcopy(model.generation_config)
     if processor is not None:
-        stock.generation_config.eos_token_id = PromptEncoder(processor).stop_token_ids
+        set_stop_tokens(stock, processor)
     if stock.config.tie_word_embeddings:
         heads = [name for name in weights if name.endswith("lm_head.weight")]
         weights = {name: weight for name, weight in weights.items() if name not in heads}

@@ -38,9 +38,9 @@ The three precisions differ in what is quantized, and in what is saved for backw
     Attention saves q, k, v and its output in the model's dtype.
 
 ``coat_lean``: Also quantizes q, k and v, before attention, which reads the dequantized values.
-    One Function from there through the output projection saves q, k, v (one power-of-two scale per
-    head and token, or per largest fitting group) and o8 in E4M3, and the log-sum-exp. Backward
-    calls torch's fused kernel on the dequantized values; with a mask or another attention
+    One Function from there through the output projection saves q, k, v in INT8 (one power-of-two
+    scale per head and token, or per largest fitting group), o8 in E4M3, and the log-sum-exp.
+    Backward calls torch's fused kernel on the dequantized values; with a mask or another attention
     implementation it runs attention again.
 
 The residual stream, rotary embedding and attention's arithmetic are never FP8. The first blocks of

@@ -1,14 +1,17 @@
 """Attention of the FP8 blocks, with its output projection in FP8.
 
 ``attend`` calls the attention that the model is configured with, through transformers' interface.
-Under ``coat_lean`` attention and projection are one autograd Function that saves FP8 data:
+Under ``coat_lean`` attention and projection are one autograd Function that saves 8-bit data:
 
-    q', k', v' = FP8(q), FP8(k), FP8(v);   o = attention(q', k', v');   y = FP8(o) W^T + b
+    q', k', v' = INT8(q), INT8(k), INT8(v);   o = attention(q', k', v');   y = FP8(o) W^T + b
 
 q, k and v are quantized *before* attention, which reads the dequantized values, so backward
-recomputes the probabilities of the forward pass. Saves for backward, per token: one byte per
-element of q, k, v and o with their scales, and attention's log-sum-exp. FP8(o) is the projection's
-operand and, dequantized, an input of attention's backward pass (the row sums of do * o).
+recomputes the probabilities of the forward pass. They are operands of no FP8 GEMM, so they need not
+be FP8: INT8 rounds them less (``coat_kernels/formats.py``). With E4M3, gradients of a trained model
+were visibly worse than ``coat``'s, above all those of the key projection. Saves for backward, per
+token: one byte per element of q, k, v and o with their scales, and attention's log-sum-exp. FP8(o)
+is the projection's operand and, dequantized, an input of attention's backward pass (the row sums of
+do * o).
 
 If attention is not one of torch's fused kernels (``sdpa.py``: with a mask or another
 implementation), backward runs attention again from the saved q, k and v. The monitor does not count
@@ -26,6 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from coat_kernels import (
     GROUP_SIZES,
+    INT8,
     GroupScaled,
     TensorScaled,
     dequantize_group,
@@ -43,7 +47,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps q [B, H, T, D], k and v [B, H_kv, T, D] to [B, T, H * D]."""
 
 QuantizedHeads = tuple[GroupScaled, ...]
-"""q, k and v in FP8, each [B * T, H * D], or one matrix with all three concatenated."""
+"""q, k and v in INT8, each [B * T, H * D], or one matrix with all three concatenated."""
 
 
 def attention_output(
@@ -62,8 +66,8 @@ def attention_output(
         heads: query [B, H, T, D], key and value [B, H_kv, S, D], in the model's dtype.
         mask: the model's mask for its attention implementation.
         layer: the output projection.
-        lean: save FP8 data for the backward pass.
-        quantized: the heads in FP8, if quantized already.
+        lean: save 8-bit data for the backward pass.
+        quantized: the heads in INT8, if quantized already.
         **kwargs: passed to the attention implementation.
 
     Returns:
@@ -126,7 +130,7 @@ def fp8_saved_attention(
     fused: sdpa.Fused | None,
     quantized: QuantizedHeads | None = None,
 ) -> Tensor:
-    """Compute ``layer(attention(query, key, value))``, saving q, k, v and the output in FP8.
+    """Compute ``layer(attention(query, key, value))``, saving q, k, v and the output in 8 bits.
 
     Args:
         query: [B, H, T, D], in the model's dtype.
@@ -135,7 +139,7 @@ def fp8_saved_attention(
         layer: the output projection, weight [N, H * D].
         attend: the model's attention.
         fused: an equivalent fused kernel of torch, or None.
-        quantized: query, key and value in FP8; the heads must then be the dequantized values.
+        quantized: query, key and value in INT8; the heads must then be the dequantized values.
             Quantized here when absent. The backward pass of a fused kernel frees their memory.
 
     Returns:
@@ -217,7 +221,7 @@ class _Fp8SavedAttention(torch.autograd.Function):
             else:
                 out = dequantize_tensor(o8, ctx.dtype).view(grad_out.shape)
                 # A block's peak memory is here, where q, k, v and o also exist in high precision:
-                # their FP8 data is freed after dequantization, not at the end of the pass.
+                # their 8-bit data is freed after dequantization, not at the end of the pass.
                 for tensor in (o8.q, *(item.q for item in quantized)):
                     tensor.untyped_storage().resize_(0)
                 statistics = sdpa.Statistics(tuple(saved), ctx.sizes)
@@ -234,7 +238,7 @@ def _repeat(attend: Attend, heads: Sequence[Tensor], grad_out: Tensor) -> tuple[
 
 
 def round_heads(x: Tensor) -> Tensor:
-    """Round heads [B, H, T, D] to FP8 values; gradients pass unchanged."""
+    """Round heads [B, H, T, D] to INT8 values; gradients pass unchanged."""
     (rounded,) = dequantize_heads((_quantize_heads(x),), [x.shape], x.dtype)
     return rounded + (x - x.detach())  # adds exact zeros, which propagate the gradient
 
@@ -246,7 +250,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 def _quantize_heads(x: Tensor) -> GroupScaled:
     matrix = _tokens(x.detach())
-    return quantize_group(matrix, max(n for n in GROUP_SIZES if matrix.shape[1] % n == 0))
+    return quantize_group(matrix, max(n for n in GROUP_SIZES if matrix.shape[1] % n == 0), INT8)
 
 
 def dequantize_heads(
@@ -268,5 +272,5 @@ def as_heads(matrix: Tensor, shape: Sequence[int], head_dim: int) -> Tensor:
 
 
 def pair_tensors(tensors: Sequence[Tensor]) -> QuantizedHeads:
-    """Pair a flat sequence of FP8 data and exponents."""
+    """Pair a flat sequence of 8-bit data and exponents."""
     return tuple(GroupScaled(*tensors[i : i + 2]) for i in range(0, len(tensors), 2))

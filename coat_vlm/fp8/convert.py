@@ -8,12 +8,12 @@ pass, so ``state_dict``, ``save_pretrained``, ``generate`` and gradient checkpoi
 original model. :func:`back_to_bf16` reverts a block.
 
 :class:`Arithmetic` is a precision on a device. On a GPU, all precisions except ``fp32`` have BF16
-weights (DeepSpeed holds FP32 master weights). Most CPUs have no BF16 arithmetic, and emulating it
-for every operation makes training ten times slower. On a CPU weights are FP32, and only linear
-layers round: ``bf16`` rounds the operands and the result of every linear layer to BF16, with the
-sum in FP32; the FP8 precisions run the reference arithmetic of the FP8 blocks and round other
-linear layers like ``bf16``. (The forward GEMMs of the first blocks, BF16 on a GPU, are FP32 on a
-CPU: ``fp8.bf16_forward_first``.)
+weights (master weights are FP32). Most CPUs have no BF16 arithmetic, and emulating it for every
+operation makes training ten times slower. On a CPU weights are FP32, and only linear layers round:
+``bf16`` rounds the operands and the result of every linear layer to BF16, with the sum in FP32; the
+FP8 precisions run the reference arithmetic of the FP8 blocks and round other linear layers like
+``bf16``. (The forward GEMMs of the first blocks, BF16 on a GPU, are FP32 on a
+CPU: ``fp8.bf16_forward_first``.) With ``master_weights: low_bits`` weights are BF16 on a CPU too.
 """
 
 import re
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from coat_kernels import GEMM_MULTIPLE, use_reference
 from coat_kernels.formats import check_group
-from coat_vlm.config import Fp8Config, Precision
+from coat_vlm.config import Fp8Config, MasterWeights, Precision
 from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8DecoderLayer, Fp8EncoderLayer
 from coat_vlm.fp8.linear import Fp8Linear
 from coat_vlm.fp8.weights import WeightReuse
@@ -298,11 +298,13 @@ class Arithmetic:
     """What is converted to FP8."""
     round_linears: bool = False
     """Round the operands of the remaining linear layers to BF16 (on a CPU)."""
+    low_bits: bool = False
+    """The optimizer has the low 16 bits of the master weights (``master_weights: low_bits``)."""
 
     @property
-    def bf16_weights(self) -> bool:
+    def fp32_copy(self) -> bool:
         """Whether DeepSpeed keeps FP32 master weights of BF16 weights."""
-        return self.dtype == torch.bfloat16
+        return self.dtype == torch.bfloat16 and not self.low_bits
 
     def apply(self, model: nn.Module) -> ConversionReport | None:
         """Convert the model's layers in place; returns the report, or None without FP8.
@@ -347,13 +349,19 @@ def find_gpu_problem(reaches_kernels: bool = True) -> str | None:
     )
 
 
-def arithmetic_of(precision: Precision, fp8: Fp8Config | None, device: torch.device) -> Arithmetic:
+def arithmetic_of(
+    precision: Precision,
+    fp8: Fp8Config | None,
+    device: torch.device,
+    master_weights: MasterWeights = "fp32",
+) -> Arithmetic:
     """Return the arithmetic of a recipe on a device.
 
     Args:
         precision: the recipe's precision.
         fp8: the recipe's section; defaults when absent.
         device: where the model will run; ``meta`` stands for a GPU with FP8 tensor cores.
+        master_weights: the recipe's; with ``low_bits`` weights are BF16 on a CPU too.
 
     Raises:
         ValueError: the GPU has no FP8 tensor cores and ``fp8.reference`` is not set; the message
@@ -361,10 +369,11 @@ def arithmetic_of(precision: Precision, fp8: Fp8Config | None, device: torch.dev
     """
     if precision == "fp32":
         return Arithmetic(torch.float32)
-    on_gpu = device.type in ("cuda", "meta")
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    low_bits = master_weights == "low_bits"
+    in_bf16 = low_bits or device.type in ("cuda", "meta")
+    dtype = torch.bfloat16 if in_bf16 else torch.float32
     if precision == "bf16":
-        return Arithmetic(dtype, round_linears=not on_gpu)
+        return Arithmetic(dtype, round_linears=not in_bf16)
     settings = (fp8 or Fp8Config()).resolved(precision)
     if device.type == "cuda" and not settings.reference:
         problem = find_gpu_problem()
@@ -378,4 +387,4 @@ def arithmetic_of(precision: Precision, fp8: Fp8Config | None, device: torch.dev
                 f"(Ada, Hopper); this GPU has {found}: train with precision=bf16, or set "
                 "fp8.reference=true for the plain PyTorch arithmetic, which is slow"
             )
-    return Arithmetic(dtype, settings, round_linears=not on_gpu)
+    return Arithmetic(dtype, settings, round_linears=not in_bf16, low_bits=low_bits)

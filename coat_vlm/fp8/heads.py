@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from coat_kernels import (
     GROUP_SIZES,
+    INT8,
     QuantizedGradient,
     dequantize_group,
     quantize_group,
@@ -43,7 +44,7 @@ class HeadSettings:
     sizes: list[int]
     """Channels of q, k and v."""
     quantize: bool
-    """Quantize the heads to FP8; the heads are then the dequantized values."""
+    """Quantize the heads to INT8; the heads are then the dequantized values."""
     rotation: tuple[Tensor, Tensor] | None
     """cos and sin [T or B * T, head_dim] of the rotary embedding; None to skip rotation."""
 
@@ -63,11 +64,11 @@ def norm_heads(
         norm: a LayerNorm, or an RMSNorm of a Llama, Mistral or Qwen model.
         attention: an attention module with ``q_proj``, ``k_proj``, ``v_proj`` and ``head_dim``.
         group_size: group size of the norm's saved input.
-        lean: round the heads to FP8, for FP8-saved attention.
+        lean: round the heads to INT8, for FP8-saved attention.
         position_embeddings: (cos, sin) [1 or B, T, rotary channels]; no rotation when absent.
 
     Returns:
-        The heads; the heads in FP8 if quantized here (the heads are then the dequantized values);
+        The heads; the heads in INT8 if quantized here (the heads are then the dequantized values);
         and x for the residual path, whose gradient is added in the norm's backward kernel.
     """
     layers = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -133,16 +134,16 @@ class _NormHeads(torch.autograd.Function):
 
 
 def _heads_forward(y: Tensor, heads: HeadSettings) -> tuple[Sequence[Tensor], QuantizedHeads]:
-    """Return q, k and v as matrices [M, n], and in FP8."""
+    """Return q, k and v as matrices [M, n], and in INT8."""
     if heads.rotation is not None:
         numbers = (heads.sizes[0] // heads.head_dim, heads.sizes[1] // heads.head_dim)
         if heads.quantize:
             return rope_quantize(y, *heads.rotation, *numbers)
         return rope(y, *heads.rotation, *numbers), ()
     quantized: QuantizedHeads = ()
-    if heads.quantize:  # one FP8 matrix for all three heads, which are views
+    if heads.quantize:  # one INT8 matrix for all three heads, which are views
         group_size = max(size for size in GROUP_SIZES if not any(n % size for n in heads.sizes))
-        quantized = (quantize_group(y, group_size),)
+        quantized = (quantize_group(y, group_size, INT8),)
         saturation.observe("attention input", quantized[0].q, lambda: y)
         y = dequantize_group(quantized[0], y.dtype)
     return y.split(heads.sizes, 1), quantized

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from coat_vlm.model.cudnn import avoid_unsafe_cudnn
 from coat_vlm.model.packing import Packing, choose_kernel, flash_forward, to_token_major
 
 _ATEN: Any = torch.ops.aten
@@ -62,9 +63,10 @@ def choose(
         if query.device.type == "cuda":
             return Fused("flash", causal, scale, packing) if kernel == "flash" else None
     grouped = query.shape[1] != key.shape[1]
-    backend = _ATEN._fused_sdp_choice(
-        query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped
-    )
+    with avoid_unsafe_cudnn(key, causal=causal, masked=False):
+        backend = _ATEN._fused_sdp_choice(
+            query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped
+        )
     if query.device.type == "cpu":
         return Fused("cpu", causal, scale, packing) if backend == _FLASH else None
     if backend == _FLASH:

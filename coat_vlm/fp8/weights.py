@@ -75,10 +75,11 @@ class WeightReuse:
             return
         available = float("inf")  # on a CPU
         if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
+            free, total = torch.cuda.mem_get_info(self.device)
             allocated = torch.cuda.max_memory_allocated(self.device)
-            idle = torch.cuda.memory_reserved(self.device) - allocated
-            available = MAX_SHARE * (free + idle)
+            reserved = torch.cuda.memory_reserved(self.device)
+            limit = total * torch.cuda.get_per_process_memory_fraction(self.device)
+            available = MAX_SHARE * (min(free, limit - reserved) + reserved - allocated)
         self.fits = 0 < self.nbytes < available
 
 

@@ -1,23 +1,44 @@
-"""The composed vision-language model, registered with transformers' Auto classes."""
+"""The composed vision-language model, its configuration and its processor.
 
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
+Classes are imported when they are first used: transformers' Auto classes, which find them here
+(:mod:`coat_vlm.auto_classes`), ask for the configuration alone to read a config.json.
+"""
 
-from coat_vlm.model import packing
-from coat_vlm.model.build import build_model
-from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig, OpenClipVisionConfig
-from coat_vlm.model.vlm import CoatVlm, count_parameters, module_parameters
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coat_vlm.model.build import build_model
+    from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig, OpenClipVisionConfig
+    from coat_vlm.model.processor import CoatVlmProcessor
+    from coat_vlm.model.vlm import CoatVlm, count_parameters, module_parameters
 
 __all__ = [
     "IMAGE_TOKEN",
     "CoatVlm",
     "CoatVlmConfig",
+    "CoatVlmProcessor",
+    "OpenClipVisionConfig",
     "build_model",
     "count_parameters",
     "module_parameters",
 ]
 
-AutoConfig.register(OpenClipVisionConfig.model_type, OpenClipVisionConfig, exist_ok=True)
-AutoConfig.register(CoatVlmConfig.model_type, CoatVlmConfig, exist_ok=True)
-AutoModel.register(CoatVlmConfig, CoatVlm, exist_ok=True)
-AutoModelForImageTextToText.register(CoatVlmConfig, CoatVlm, exist_ok=True)
-packing.register()
+_MODULES = {
+    "IMAGE_TOKEN": "configuration",
+    "CoatVlm": "vlm",
+    "CoatVlmConfig": "configuration",
+    "CoatVlmProcessor": "processor",
+    "OpenClipVisionConfig": "configuration",
+    "build_model": "build",
+    "count_parameters": "vlm",
+    "module_parameters": "vlm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -390,3 +390,7 @@ def is_causal(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     flags = [m.is_causal for m in model.modules() if hasattr(m, "is_causal")]
     return bool(flags) and all(flags) and getattr(config, "is_causal", True)
+
+
+# PACKED is a name that configurations contain, so it has to be known wherever models are loaded.
+register()

@@ -7,14 +7,14 @@ required tokens.
 
 import dataclasses
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, cycle
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    AutoProcessor,
     AutoTokenizer,
     BatchFeature,
     PreTrainedTokenizerBase,
@@ -30,13 +30,20 @@ from transformers.utils.constants import (
 )
 
 from coat_data.load.collate import collate
-from coat_data.load.encode import Encoder
+from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder
 from coat_data.media.image import Augment, ImageMode, ImageTransform
 from coat_data.media.sampling import VideoSettings
 from coat_data.media.tiling import TiledTransform
-from coat_data.sample import Sample
+from coat_data.sample import MediaKind, Sample
 from coat_data.text.chat import get_template
-from coat_data.text.from_messages import Message, Picture, messages_to_sample, question_to_sample
+from coat_data.text.from_messages import (
+    Message,
+    Picture,
+    messages_to_sample,
+    parse_messages,
+    question_to_sample,
+    to_media,
+)
 from coat_data.text.tokens import TokenizerLike
 from coat_vlm.config import ModelConfig
 from coat_vlm.model.chat_templates import CHATML, find_jinja_template
@@ -52,6 +59,9 @@ END_TOKEN = "<|im_end|>"
 # SigLIP expects values in [-1, 1]; CLIP and open_clip's towers expect OpenAI's normalization.
 _SIGLIP = (IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD)
 _CLIP = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+
+
+PaddingSide = Literal["left", "right"]
 
 
 class CoatVlmProcessor(ProcessorMixin):
@@ -100,6 +110,7 @@ class CoatVlmProcessor(ProcessorMixin):
         video: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(tokenizer, chat_template=chat_template)
+        tokenizer.padding_side = "left"  # of prompts that transformers' pipelines collate
         self.image_size = image_size
         self.image_mean = list(image_mean)
         self.image_std = list(image_std)
@@ -115,6 +126,11 @@ class CoatVlmProcessor(ProcessorMixin):
         self.image_s2_scales = None if image_s2_scales is None else list(image_s2_scales)
         self.image_max_pixels = image_max_pixels
         self.video = dict(video or {})
+
+    @property
+    def image_processor(self) -> "CoatVlmProcessor":
+        """The processor itself reads images; pipelines ask for an image processor."""
+        return self
 
     def adopt_template(self, name: str | None) -> None:
         """Make the chat template that a stage trains the one of the model and of its tokenizer.
@@ -173,17 +189,37 @@ class CoatVlmProcessor(ProcessorMixin):
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
-        images: Picture | Sequence[Picture] | Sequence[Sequence[Picture]] | None = None,
+        images: Any = None,
         text: str | Sequence[str] | None = None,
+        videos: Any = None,
+        *,
+        question: str | Sequence[str] | None = None,
         messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
+        return_tensors: str | None = "pt",
+        padding: bool | str | None = None,
+        padding_side: PaddingSide = "left",
+        **options: Any,
     ) -> BatchFeature:
-        """Create inputs of ``model.generate``: left-padded prompts and the pixels of their images.
+        """Create inputs of ``model.generate``: prompts and the pixels of their images.
 
         Args:
-            images: paths, PIL images or encoded bytes. For one text: one image or several. For a
-                list of texts or conversations: one entry per row, an image or a list of images.
-            text: a question, or one per row; images appear at ``<image>``, or first.
-            messages: instead of ``text``, a conversation in Hugging Face's format, or one per row.
+            images: an image, a list of images, or one entry per row; an image is a path, an
+                address, encoded bytes, a PIL image or an array of 8-bit values.
+            text: as in transformers, a rendered prompt (:meth:`apply_chat_template`), or one per
+                row, with ``<image>`` and ``<video>`` at the places of the media. Special tokens in
+                it are parsed.
+            videos: a video, a list of videos, or a list per row, for ``text``; a video is a path,
+                an address, encoded bytes, or frames (a list of images or an array (T, H, W, 3)).
+            question: instead of ``text``, a question, or one per row, which the model's chat
+                template renders; images appear at ``<image>``, or first.
+            messages: instead of ``text``, a conversation in Hugging Face's format, or one per row,
+                which is rendered up to its last question and the answer prefix.
+            return_tensors: ``pt``, ``np``, or None for lists of token ids.
+            padding: pad to the longest row, or a value that tokenizers take. Default: pad if
+                tensors are returned.
+            padding_side: ``left`` for generation, ``right`` for training.
+            **options: ``return_mm_token_type_ids`` (1 at image tokens), and for ``text`` other
+                options of the tokenizer. ``text_kwargs`` and ``common_kwargs`` may contain them.
 
         Returns:
             input_ids and attention_mask (B, T) int64, pixel_values (N, 3, H, W) float32; in mode
@@ -191,38 +227,263 @@ class CoatVlmProcessor(ProcessorMixin):
             frame_groups (G,) int64.
 
         Raises:
-            DataError: an image cannot be read, or a prompt is too long.
-            ValueError: both or neither of text and messages are given, or the images do not match.
+            DataError: an image cannot be read, or a prompt of messages or a question is too long.
+            ValueError: not exactly one of text, question and messages is given, the media do not
+                match, or an option is unknown.
         """
+        if sum(given is not None for given in (text, question, messages)) != 1:
+            raise ValueError("give the processor either text or messages, or a question")
+        options = _flat_options(options)
+        output = {"return_tensors": return_tensors, "padding": padding}
+        output |= {"padding_side": padding_side}
+        output |= {name: options.pop(name) for name in list(output) if name in options}
+        if output["padding"] is None:
+            output["padding"] = output["return_tensors"] is not None
+        if text is not None:
+            texts = [text] if isinstance(text, str) else list(text)
+            return self._encode_texts(texts, images, videos, output | options)
+        if videos is not None:
+            raise ValueError("videos are for text; put them into the messages instead")
         encoder = self.encoder(train=False)
-        samples = _samples(images, text, messages)
-        batch = collate(
-            [encoder.prompt(sample) for sample in samples],
-            pad_token_id=self.tokenizer.pad_token_id,
-            padding_side="left",
+        encoded = [encoder.prompt(sample) for sample in _samples(images, question, messages)]
+        return self._make_batch(encoded, **output, **options)
+
+    def apply_chat_template(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        conversation: Sequence[Message] | Sequence[Sequence[Message]],
+        chat_template: str | None = None,
+        tools: Any = None,
+        documents: Any = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        return_assistant_tokens_mask: bool = False,
+        tokenize: bool = False,
+        return_tensors: str | None = "auto",
+        return_dict: bool = False,
+        processor_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Render a conversation, or several, with the chat template that the model was trained on.
+
+        Arguments and results are those of transformers' processors. Tokens are those of training:
+        a special token in a user's text is text. The assistant mask is 1 at the supervised tokens:
+        answers, and the token that ends each. Another ``chat_template`` (also one that replaces the
+        processor's ``chat_template``), ``tools`` and ``documents`` are rendered by transformers.
+
+        Args:
+            conversation: messages whose content is a string or a list of parts (text, image,
+                video), or a list of conversations.
+            chat_template: another template, in Jinja.
+            tools: passed to another template.
+            documents: passed to another template.
+            add_generation_prompt: append the answer prefix.
+            continue_final_message: leave the last message open.
+            return_assistant_tokens_mask: add ``assistant_masks``.
+            tokenize: return token ids instead of text.
+            return_tensors: as for a call; ``auto`` and None return lists of token ids.
+            return_dict: return all inputs of the model instead of the token ids alone.
+            processor_kwargs: options of a call; ``images`` are for parts without a source.
+            **options: options of a call, or variables of another template.
+
+        Raises:
+            DataError: a medium cannot be read, or a conversation is too long.
+            ValueError: arguments contradict each other, or a message or an option is unknown.
+        """
+        kwargs = {**_flat_options(processor_kwargs or {}), **options}
+        if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
+            raise ValueError(
+                "continue_final_message leaves an answer open; give it without "
+                "add_generation_prompt and return_assistant_tokens_mask"
+            )
+        replaced = self.chat_template not in (None, self.tokenizer.chat_template)
+        if chat_template is not None or tools or documents or replaced:
+            if return_assistant_tokens_mask:
+                raise ValueError(
+                    "return_assistant_tokens_mask is for the model's own chat template, which "
+                    "marks supervised tokens; leave out chat_template, tools and documents"
+                )
+            return super().apply_chat_template(
+                conversation,  # pyright: ignore[reportArgumentType]
+                cast(Any, chat_template or self.chat_template or self.tokenizer.chat_template),
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=tokenize,
+                return_tensors=None if return_tensors == "auto" else return_tensors,
+                return_dict=return_dict,
+                processor_kwargs=dict(processor_kwargs or {}),
+                **options,
+            )
+        batched = not conversation or isinstance(conversation[0], Sequence)
+        conversations: Any = conversation if batched else [conversation]
+        encoder = self.encoder(train=False)
+        if not tokenize:
+            texts = []
+            for one in conversations:
+                turns, _ = parse_messages(one)
+                sample = Sample(id="messages", turns=turns, continues=continue_final_message)
+                segments = encoder.segments(sample)
+                if add_generation_prompt:
+                    segments = encoder.template.render(turns, add_generation_prompt=True)
+                texts.append("".join(_PLACEHOLDERS.get(kind, said) for kind, said, _ in segments))
+            return texts if batched else texts[0]
+        kwargs.pop("load_audio_from_video", None)
+        kwargs.pop("sanitize_control_tokens", None)  # always
+        images = _per_row(kwargs.pop("images", None), len(conversations), one=not batched)
+        samples = [
+            messages_to_sample(one, own, continues=continue_final_message)
+            for one, own in zip(conversations, images, strict=True)
+        ]
+        encoded = [
+            encoder.conversation(sample, add_generation_prompt=add_generation_prompt)
+            for sample in samples
+        ]
+        tensors = None if return_tensors == "auto" else return_tensors
+        output = {"return_tensors": tensors, "padding": tensors is not None, "padding_side": "left"}
+        batch = self._make_batch(
+            encoded, **(output | kwargs), return_assistant_masks=return_assistant_tokens_mask
         )
-        names = ("input_ids", "attention_mask", "pixel_values", "image_grids", "frame_groups")
-        return BatchFeature({name: value for name, value in batch.items() if name in names})
+        return batch if return_dict else batch["input_ids"]
+
+    def _encode_texts(
+        self, texts: list[str], images: Any, videos: Any, options: dict[str, Any]
+    ) -> BatchFeature:
+        """Encode rendered prompts; the tokenizer parses them."""
+        mark_media = options.pop("return_mm_token_type_ids", False)
+        return_tensors = options.pop("return_tensors")
+        media = _place_media(texts, _flatten(images, "image"), _flatten(videos, "video"))
+        shown, tensors = self.encoder(train=False).read_media(media, IMAGE_TOKEN)
+        remaining = iter(shown)
+        texts = [_MARKS.sub(lambda _: next(remaining), text) for text in texts]
+        found = self.tokenizer(texts, **options)
+        image_id = self.tokenizer.get_vocab().get(IMAGE_TOKEN)
+        is_image = [[int(token == image_id) for token in row] for row in found["input_ids"]]
+        for text, row in zip(texts, is_image, strict=True):
+            if self.tokens_per_image and sum(row) != text.count(IMAGE_TOKEN):
+                raise ValueError(
+                    f"truncation leaves {sum(row)} of {text.count(IMAGE_TOKEN)} image tokens, and "
+                    "a part of an image is no input of the model; raise max_length, or give fewer "
+                    "images"
+                )
+        if mark_media:
+            found["mm_token_type_ids"] = is_image
+        found = {name: value for name, value in found.items() if name != "token_type_ids"}
+        batch = BatchFeature(found | (tensors if self.tokens_per_image else {}))
+        return batch.convert_to_tensors(return_tensors)
+
+    def _make_batch(
+        self,
+        encoded: Sequence[EncodedSample],
+        *,
+        return_tensors: str | None,
+        padding: bool | str,
+        padding_side: PaddingSide,
+        return_mm_token_type_ids: bool = False,
+        return_assistant_masks: bool = False,
+        **unknown: Any,
+    ) -> BatchFeature:
+        """Collate encoded conversations."""
+        if padding not in (True, False, "longest", "do_not_pad"):
+            unknown["padding"] = padding
+        if unknown:
+            raise ValueError(
+                f"unknown options for messages: {unknown}; allowed: return_tensors, padding (True, "
+                "False), padding_side, return_mm_token_type_ids. Conversations are never "
+                "truncated, and images and videos are read as in training"
+            )
+        pad = self.tokenizer.pad_token_id
+        batch: dict[str, Any] = {**collate(encoded, pad_token_id=pad, padding_side=padding_side)}
+        if return_mm_token_type_ids:
+            image_id = self.tokenizer.get_vocab().get(IMAGE_TOKEN, -1)
+            batch["mm_token_type_ids"] = batch["input_ids"].eq(image_id).long()
+        labels = batch.pop("labels")
+        if return_assistant_masks:
+            batch["assistant_masks"] = (labels != IGNORE_INDEX).long()
+        batch.pop("image_positions", None)
+        unpadded = padding in (False, "do_not_pad")
+        if return_tensors is None or unpadded:
+            used = batch["attention_mask"].bool() | (not unpadded)
+            for name in _TOKEN_ROWS & batch.keys():
+                rows = zip(batch[name], used, strict=True)
+                batch[name] = [row[own].tolist() for row, own in rows]
+        return BatchFeature(batch).convert_to_tensors(return_tensors)
 
 
-def _samples(images: Any, text: Any, messages: Any) -> list[Sample]:
-    if (text is None) == (messages is None):
-        raise ValueError("give the processor either text or messages")
-    if text is not None:
-        rows, one, convert = text, isinstance(text, str), question_to_sample
+_TOKEN_ROWS = {"input_ids", "attention_mask", "mm_token_type_ids", "assistant_masks"}
+_PLACEHOLDERS = {"image": IMAGE_TOKEN, "video": "<video>"}
+_MARKS = re.compile("|".join(map(re.escape, _PLACEHOLDERS.values())))
+
+
+def _flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a call, with those of transformers' nested dictionaries.
+
+    Raises:
+        ValueError: options for images, videos or audio are given.
+    """
+    flat = dict(options)
+    for name in ("images_kwargs", "videos_kwargs", "audio_kwargs", "audio"):
+        if flat.pop(name, None):
+            raise ValueError(
+                f"{name} are given, and images and videos are read as in training; change the "
+                "processor's settings (image_size, image_mode, num_video_frames, video) instead"
+            )
+    for name in ("text_kwargs", "common_kwargs"):
+        flat |= flat.pop(name, None) or {}
+    return flat
+
+
+def _flatten(given: Any, kind: MediaKind) -> list[Any]:
+    """Return a medium or nested lists of media as a flat list of :class:`Media`."""
+    if given is None:
+        return []
+    is_list = isinstance(given, list | tuple)
+    frames = kind == "video" and is_list and all(isinstance(one, Image.Image) for one in given)
+    if is_list and not (frames and given):
+        return [medium for one in given for medium in _flatten(one, kind)]
+    return [to_media(given, kind)]
+
+
+def _place_media(texts: list[str], images: list[Any], videos: list[Any]) -> list[Any]:
+    """Return the media in the order of their placeholders.
+
+    Raises:
+        ValueError: the numbers of placeholders and media differ.
+    """
+    for kind, mark, given in (("images", IMAGE_TOKEN, images), ("videos", "<video>", videos)):
+        count = sum(text.count(mark) for text in texts)
+        if count != len(given):
+            raise ValueError(
+                f"the text has {count} {mark} but {len(given)} {kind} are given; write {mark} once "
+                "for each, as apply_chat_template does, or pass a question or messages instead"
+            )
+    sources = {IMAGE_TOKEN: iter(images), "<video>": iter(videos)}
+    return [next(sources[mark]) for text in texts for mark in _MARKS.findall(text)]
+
+
+def _samples(images: Any, question: Any, messages: Any) -> list[Sample]:
+    if question is not None:
+        rows, one, convert = question, isinstance(question, str), question_to_sample
     else:
         # A conversation is a list of messages; several conversations are a list of lists.
         rows, convert = messages, messages_to_sample
         one = not messages or not isinstance(messages[0], Sequence)
+    rows = [rows] if one else rows
+    per_row = _per_row(images, len(rows), one=one)
+    return [convert(row, own) for row, own in zip(rows, per_row, strict=True)]
+
+
+def _per_row(images: Any, num_rows: int, *, one: bool) -> list[list[Picture]]:
+    """Return the images of each row; ``one``: the images are those of a single row."""
     if one:
-        return [convert(rows, _as_list(images))]
-    per_row = [None] * len(rows) if images is None else images
-    if len(per_row) != len(rows):
+        return [_as_list(images)]
+    per_row = [None] * num_rows if images is None else images
+    if len(per_row) != num_rows:
         raise ValueError(
-            f"{len(rows)} prompts but {len(per_row)} entries of images; give one entry per prompt, "
+            f"{num_rows} prompts but {len(per_row)} entries of images; give one entry per prompt, "
             "an image or a list of images"
         )
-    return [convert(row, _as_list(own)) for row, own in zip(rows, per_row, strict=True)]
+    return [_as_list(own) for own in per_row]
 
 
 def _as_list(images: Any) -> list[Picture]:
@@ -434,6 +695,3 @@ def prepare_tokenizer(
     if tokenizer.pad_token_id is None:
         tokenizer.add_special_tokens({"pad_token": "<pad>"})
     return tokenizer
-
-
-AutoProcessor.register(CoatVlmConfig, CoatVlmProcessor, exist_ok=True)

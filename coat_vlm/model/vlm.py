@@ -333,12 +333,17 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Prepare the inputs of a generation step; with a cache, only the first one has images."""
+        """Prepare the inputs of a generation step; with a cache, only the first one has images.
+
+        The first step of an assistant model (assisted generation) is the one with an empty cache.
+        """
         kwargs.pop("image_positions", None)  # invalid after rows are repeated
         inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids, *args, is_first_iteration=is_first_iteration, **kwargs
         )
-        if is_first_iteration or not kwargs.get("use_cache", True):
+        cache = kwargs.get("past_key_values")
+        first = is_first_iteration or cache is None or cache.get_seq_length() == 0
+        if first or not kwargs.get("use_cache", True):
             inputs |= {"pixel_values": pixel_values, "image_grids": image_grids}
             inputs |= {"frame_groups": frame_groups}
         return inputs

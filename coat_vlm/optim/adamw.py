@@ -77,6 +77,10 @@ class CoatAdamW(torch.optim.Optimizer):
         ValueError: a setting is out of range.
     """
 
+    grad_scale: Tensor | None = None
+    """FP32 (), on the parameters' device: every step multiplies the gradients with it, in FP32, as
+    it reads them. It clips BF16 gradients without rounding or copying them. None: 1."""
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -153,7 +157,7 @@ class CoatAdamW(torch.optim.Optimizer):
         for (device, codec, master), batch in self._batches().items():
             seed = self._seed if master == "bf16_stochastic" else None
             if device.type == "cpu":
-                _step_on_cpu(batch, codec, seed)
+                _step_on_cpu(batch, codec, seed, self.grad_scale)
                 continue
             items = [item for item, _ in batch]
             # DeepSpeed steps one parameter group at a time: each group has its own table.
@@ -163,7 +167,7 @@ class CoatAdamW(torch.optim.Optimizer):
             table = self._tables.setdefault(key, AdamwTable(device, get_codec(codec), seed))
             groups = {item.group: rate for item, rate in batch}
             all_rates = [groups.get(i, (0.0,) * 5) for i in range(max(groups) + 1)]
-            table.step(items, all_rates)
+            table.step(items, all_rates, self.grad_scale)
 
     def _batches(self) -> dict[Any, list[tuple[AdamwItem, Any]]]:
         """Collect the items of each launch, with the rates of their groups."""
@@ -242,7 +246,12 @@ def _rename_settings(group: dict[str, Any]) -> dict[str, Any]:
     return {**group, "codec": get_codec(group["codec"]).name, "master": master}
 
 
-def _step_on_cpu(batch: Sequence[tuple[AdamwItem, Any]], codec: str, seed: int | None) -> None:
+def _step_on_cpu(
+    batch: Sequence[tuple[AdamwItem, Any]],
+    codec: str,
+    seed: int | None,
+    grad_scale: Tensor | None,
+) -> None:
     """Run one step of all items in place.
 
     Args:
@@ -251,6 +260,7 @@ def _step_on_cpu(batch: Sequence[tuple[AdamwItem, Any]], codec: str, seed: int |
         codec: how the moments are stored.
         seed: seed of stochastic rounding of BF16 parameters, None to round to nearest. Codecs with
             stochastic rounding use the seed, or 0 if it is None.
+        grad_scale: FP32 (), multiplied with the gradients.
     """
     stochastic_codec = get_codec(codec).second_stochastic
     for item, (lr, beta1, beta2, eps, weight_decay) in batch:
@@ -260,7 +270,7 @@ def _step_on_cpu(batch: Sequence[tuple[AdamwItem, Any]], codec: str, seed: int |
             item.p, item.g, item.m, item.v, lr=float(lr), betas=(beta1, beta2), eps=eps,
             weight_decay=weight_decay, step=int(item.step), codec=codec, low_bits=item.low_bits,
             seed=seed if is_rounded or stochastic_codec else None,
-            index=item.index,
+            index=item.index, grad_scale=grad_scale,
         )  # fmt: skip
 
 

@@ -113,6 +113,8 @@ class LiveMemory(TorchDispatchMode):
 def use_flash_attention() -> Iterator[None]:
     """Run attention on ``meta`` through the flash kernel, as SDPA does on a GPU.
 
+    cuDNN's kernel, which SDPA prefers on Hopper, saves tensors of the same sizes.
+
     On ``meta``, SDPA would use the plain formula, which saves all probabilities. This context
     replaces torch's function, because no function mode is active when checkpointed blocks are
     recomputed.

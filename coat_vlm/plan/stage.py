@@ -246,6 +246,7 @@ def plan_recipe(
     images: int | None = None,
     tokens: int | None = None,
     only_stage: str | None = None,
+    compare: bool = True,
 ) -> list[StagePlan]:
     """Plan the stages of a recipe in order.
 
@@ -257,6 +258,7 @@ def plan_recipe(
         images: tiles per row. Default: counted in the data, or 1.
         tokens: tokens per row. Default: ``model.max_length``, or the length of a packed row.
         only_stage: plan only this stage.
+        compare: also trace other precisions, for :attr:`StagePlan.saved`.
 
     Raises:
         ValueError: training on this number of ranks would raise the same error.
@@ -287,7 +289,8 @@ def plan_recipe(
         if tiles is None:
             config = cast(CoatVlmConfig, frame.config)
             tiles, why = count_images_per_row(recipe, stage, length, config)
-        sizes = count_sizes(frame, stage, measure_state_bytes(optimizer))
+        low_bits = recipe.master_weights == "low_bits"
+        sizes = count_sizes(frame, stage, measure_state_bytes(optimizer), low_bits=low_bits)
         frames = recipe.model.video.pool_frames or 1
         traced = [
             trace(
@@ -317,7 +320,7 @@ def plan_recipe(
             traced=traced,
             recipe_zero=recipe.zero_stage,
             zero_stages=sorted({*zero_stages, recipe.zero_stage}),
-            saved=_trace_precisions(recipe, stage, vocab_size, length, tiles),
+            saved=_trace_precisions(recipe, stage, vocab_size, length, tiles) if compare else {},
         )
         plans.append(plan)
     return plans

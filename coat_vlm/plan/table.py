@@ -28,12 +28,15 @@ class _Change:
     micro_batch: int
     precision: BlockPrecision | None = None
     checkpointing: bool = False
+    low_bits: bool = False
 
     def overrides(self, plan: StagePlan) -> list[str]:
         """Return the command-line overrides of the recipe."""
         stage = f"stages.{plan.name}"
         words = {
             f"zero_stage={self.zero_stage}": self.zero_stage != plan.recipe_zero,
+            "master_weights=fp32": plan.sizes.low_bits and not self.low_bits,
+            "master_weights=low_bits": self.low_bits and not plan.sizes.low_bits,
             f"precision={self.precision}": self.precision is not None,
             f"{stage}.micro_batch_size={self.micro_batch}": (
                 self.micro_batch != plan.stage.micro_batch_size
@@ -78,14 +81,18 @@ def _changes(plan: StagePlan) -> Iterator[_Change]:
         for precision in dict.fromkeys((None, lean)):
             if precision is not None and (precision, checkpointing) not in plan.saved:
                 continue
+            coat = precision is not None or plan.optimizer == CoatAdamW.__name__
             for micro_batch in micro_batches:
+                if coat and plan.recipe_zero == 0:
+                    yield _Change(0, micro_batch, precision, checkpointing, low_bits=True)
                 for zero_stage in ZERO_STAGES:
                     if zero_stage >= plan.recipe_zero:
                         yield _Change(zero_stage, micro_batch, precision, checkpointing)
 
 
 def _peak(plan: StagePlan, change: _Change) -> float:
-    sizes, activations, rows = plan.sizes, None, change.micro_batch
+    sizes = dataclasses.replace(plan.sizes, low_bits=change.low_bits)
+    activations, rows = None, change.micro_batch
     if change.precision is not None:
         sizes = dataclasses.replace(sizes, state_bytes=measure_state_bytes(CoatAdamW))
     if change.precision is not None or change.checkpointing:
@@ -101,7 +108,7 @@ _LABEL, _CELL = 26, 12
 
 _LINES = (
     ("weights", "weights"),
-    ("FP32 master weights", "master_weights"),
+    ("master weights", "master_weights"),
     ("optimizer states", "states"),
     ("gradients", "gradients"),
     ("activations", "activations"),
@@ -121,6 +128,8 @@ def _stage(plan: StagePlan) -> str:
     micro_batches = stage.batch_size // (stage.micro_batch_size * plan.ranks)
     assumed = [f"  assumed: {plan.assumed}"] if plan.assumed else []
     checkpointed = ", gradient checkpointing" if stage.gradient_checkpointing else ""
+    if sizes.low_bits:
+        checkpointed += ", low bits of master weights at ZeRO 0"
     lines = [
         f"stage {plan.name}: {sizes.parameters:,} parameters, {sizes.trained:,} trained; "
         f"{plan.precision}, {plan.optimizer}{checkpointed}",

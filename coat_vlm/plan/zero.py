@@ -2,7 +2,8 @@
 
 P is the number of parameters, T of trained parameters, G of parameters in the largest parameter
 group, N of ranks, e of bytes per weight, K of elements in DeepSpeed's reduction bucket. A BF16
-weight has an FP32 master weight of 4 bytes, an FP32 weight has none.
+weight has an FP32 master weight of 4 bytes, an FP32 weight has none. With ``master_weights:
+low_bits`` (stage 0 only) it has 2 bytes, and the optimizer reads BF16 gradients.
 
     stage   weights  master weights,  gradients between    in the backward pass   in the step
                      states           micro-batches                               (in addition)
@@ -20,7 +21,7 @@ Source: deepspeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py,
 runtime/fp16/unfused_optimizer.py); ``tests/e2e/test_plan_zero.py`` measures its engines.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -52,12 +53,14 @@ class Sizes:
     weight_bytes: int
     """e, bytes per weight and per gradient."""
     state_bytes: float
-    """Bytes of optimizer states per trained parameter."""
+    """Bytes of optimizer states per trained parameter, without low bits of master weights."""
+    low_bits: bool = False
+    """Whether the states have the low 16 bits of the master weights."""
 
     @property
-    def master_bytes(self) -> int:
-        """Bytes of FP32 master weights per trained parameter."""
-        return 4 if self.weight_bytes < 4 else 0
+    def fp32_bytes(self) -> int:
+        """Bytes per trained parameter of an FP32 copy: master weights, or gradients."""
+        return 4 if self.weight_bytes < 4 and not self.low_bits else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +91,16 @@ _DEFAULTS = DeepSpeedZeroConfig.model_validate({})
 """DeepSpeed's defaults, which training does not change."""
 
 
-def count_sizes(model: CoatVlm, stage: StageConfig, state_bytes: float) -> Sizes:
+def count_sizes(
+    model: CoatVlm, stage: StageConfig, state_bytes: float, *, low_bits: bool = False
+) -> Sizes:
     """Count a model's parameters.
 
     Args:
         model: a model with ``requires_grad`` set for the stage; on any device.
         stage: defines the parameter groups.
         state_bytes: bytes of optimizer states per parameter.
+        low_bits: whether the recipe has ``master_weights: low_bits``.
     """
     parameters = list(model.parameters())
     groups = param_groups(model, stage)
@@ -106,6 +112,7 @@ def count_sizes(model: CoatVlm, stage: StageConfig, state_bytes: float) -> Sizes
         persistent=sum(p.numel() for p in parameters if p.numel() <= threshold),
         weight_bytes=parameters[0].element_size(),
         state_bytes=state_bytes,
+        low_bits=low_bits,
     )
 
 
@@ -142,12 +149,15 @@ def estimate_rank_memory(
         accumulates: whether a step has several micro-batches.
         bucket: K, elements of the reduction bucket. Default: DeepSpeed's.
     """
+    if zero_stage:  # low bits are for stage 0; a comparison with other stages has FP32 copies
+        sizes = replace(sizes, low_bits=False)
     e = sizes.weight_bytes
     share = 1.0 if zero_stage == 0 else 1 / ranks
     all_gradients = e * sizes.trained
     gradients = all_gradients * (share if zero_stage >= 2 else 1.0)
     # Under ZeRO 1 to 3 an FP32 run also has master weights: the flat partitioned copy.
-    master_weights = (4 if zero_stage else sizes.master_bytes) * sizes.trained * share
+    low_bits = 2 if sizes.low_bits else 0
+    master_weights = (4 if zero_stage else sizes.fp32_bytes + low_bits) * sizes.trained * share
     weights = e * sizes.parameters * (share if zero_stage == 3 else 1.0)
     states = sizes.state_bytes * sizes.trained * share
     base = weights + master_weights + states
@@ -157,12 +167,12 @@ def estimate_rank_memory(
     if zero_stage == 0:
         # After the backward pass, DeepSpeed averages gradients in flat copies of up to 500M.
         # coat_vlm/train/engine.py skips the reduction for a single rank in BF16.
-        averages = ranks > 1 or not sizes.master_bytes
+        averages = ranks > 1 or e == 4
         flat = min(all_gradients, e * MEMORY_OPT_ALLREDUCE_SIZE) if averages else 0.0
         before = all_gradients if accumulates else 0.0
         peak = activations.peak(0 if accumulates else e)
         backward, buffers = max(before + peak, all_gradients + flat), 0.0
-        step = base + gradients + sizes.master_bytes * sizes.trained
+        step = base + gradients + sizes.fp32_bytes * sizes.trained
     elif zero_stage == 3:
         # Gathered weights that exist at the same time, and weights that are never partitioned.
         persistent = e * sizes.persistent if ranks > 1 else 0
@@ -174,7 +184,7 @@ def estimate_rank_memory(
         backward = filled + max(gathered + max(activations.forward_peak, *seen), at_end) + gradients
         buffers = filled + gathered
         group = min(group, _DEFAULTS.sub_group_size)
-        step = base + gradients + filled + (e + sizes.master_bytes) * group
+        step = base + gradients + filled + (e + sizes.fp32_bytes) * group
     else:
         # Gradients pass through the bucket; its first flush allocates this rank's partition.
         # Stage 1 uses it in the last micro-batch only, and keeps all gradients until then.
@@ -195,7 +205,7 @@ def estimate_rank_memory(
         forward = activations.forward_peak + (filled if first and accumulates else 0.0)
         backward = before + max(forward, filled + max(*seen, at_end))
         buffers = filled
-        step = base + all_gradients * share + (e + sizes.master_bytes) * group
+        step = base + all_gradients * share + (e + sizes.fp32_bytes) * group
     return RankMemory(
         weights=weights,
         master_weights=master_weights,

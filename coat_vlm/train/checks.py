@@ -29,6 +29,7 @@ from coat_vlm.fp8 import arithmetic_of, find_gpu_problem
 from coat_vlm.model import CoatVlm, count_parameters
 from coat_vlm.model.build import build_meta_model
 from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.model.cudnn import has_safe_gradients
 from coat_vlm.model.loss import why_logits_are_needed
 from coat_vlm.model.pretrained import check_composed_folder
 from coat_vlm.model.processor import (
@@ -310,6 +311,22 @@ def _check_frames(
                 f"{f'{error}'.removeprefix('--format llava: ')}"
             )
     findings.notes += _compare_templates(recipe, processor)
+    if recipe.cudnn_attention is True and frame.config.has_vision:
+        trained = [name for name in frames if recipe.stages[name].vision.train]
+        findings.notes += _describe_unsafe_tower(trained, cast(CoatVlmConfig, frame.config))
+
+
+def _describe_unsafe_tower(trained: Sequence[str], config: CoatVlmConfig) -> list[str]:
+    """Return a note if cuDNN's gradients may be NaN in a tower that these stages train."""
+    vision = config.vision_config
+    tokens = (vision.image_size // vision.patch_size) ** 2 + config.num_prefix_tokens
+    if not trained or has_safe_gradients(tokens, causal=False, masked=False):
+        return []
+    return [
+        f"cudnn_attention=true may give NaN gradients on Hopper GPUs in {', '.join(trained)}: the "
+        f"attention of the tower is not causal and has {tokens} tokens (64 modulo 128); "
+        "cudnn_attention=auto uses another kernel there"
+    ]
 
 
 def _compare_templates(recipe: Recipe, processor: CoatVlmProcessor) -> list[str]:

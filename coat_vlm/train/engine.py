@@ -34,6 +34,7 @@ from packaging.specifiers import SpecifierSet
 from coat_vlm.config import Recipe, StageConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import Arithmetic, fp8_blocks, graph_blocks
+from coat_vlm.model.cudnn import set_cudnn_attention
 from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW, param_groups
 
@@ -123,18 +124,20 @@ def build_deepspeed_config(
         "train_batch_size": stage.batch_size,
         "train_micro_batch_size_per_gpu": stage.micro_batch_size,
         "gradient_accumulation_steps": stage.batch_size // (stage.micro_batch_size * world_size),
-        # At stage 0 in FP32 DeepSpeed does not report the norm: the training step clips.
+        # Without a wrapper DeepSpeed does not report the norm: the training step clips.
         "gradient_clipping": 0.0 if training_loop_clips(recipe, arithmetic) else stage.grad_clip,
         "zero_optimization": {"stage": recipe.zero_stage},
         "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": arithmetic.bf16_weights},
+        "bf16": {"enabled": arithmetic.fp32_copy},
+        # For low bits DeepSpeed is configured as for an FP32 model, which it does not wrap or copy.
+        **({"communication_data_type": "bf16"} if arithmetic.low_bits else {}),
         "steps_per_print": 10**9,  # never
     }
 
 
 def training_loop_clips(recipe: Recipe, arithmetic: Arithmetic) -> bool:
     """Whether the training step clips gradients, instead of DeepSpeed."""
-    return recipe.zero_stage == 0 and not arithmetic.bf16_weights
+    return recipe.zero_stage == 0 and not arithmetic.fp32_copy
 
 
 def build_optimizer(
@@ -144,7 +147,10 @@ def build_optimizer(
     groups = param_groups(model, stage)
     fp8 = arithmetic.fp8
     if fp8 is not None and fp8.optimizer == "coat":
-        return CoatAdamW(groups, lr=0.0, betas=stage.betas, eps=stage.eps, codec=fp8.codec)
+        master = "bf16_low_bits" if arithmetic.low_bits else "fp32"
+        return CoatAdamW(
+            groups, lr=0.0, betas=stage.betas, eps=stage.eps, codec=fp8.codec, master=master
+        )
     fused = world.device.type == "cuda"
     return torch.optim.AdamW(groups, lr=0.0, betas=stage.betas, eps=stage.eps, fused=fused)
 
@@ -171,9 +177,7 @@ def build_engine(
         blocks = {type(block) for _, block in fp8_blocks(model)}
         if blocks:
             deepspeed.utils.set_z3_leaf_modules(model, list(blocks))
-    # cuDNN attention (torch 2.11's first choice on Hopper) returned NaN gradients at a normal loss
-    # for short sequences (docs/lab/2026-11.md); the flash backend did not.
-    torch.backends.cuda.enable_cudnn_sdp(recipe.cudnn_attention)
+    set_cudnn_attention(recipe.cudnn_attention)
     # DeepSpeed 0.19.8 calls functions that torch 2.13 has renamed, which warn in every step.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     engine, *_ = deepspeed.initialize(
@@ -187,6 +191,8 @@ def build_engine(
     if recipe.zero_stage == 0:
         optimizer.state.clear()
     replace_slow_step(engine)
+    if arithmetic.low_bits and world.size == 1:
+        engine.enable_backward_allreduce = False  # it would copy gradients into a buffer and back
     # The weights have their final addresses only now. Also removes graphs of an earlier stage.
     graph_blocks(model, arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs)
     return engine

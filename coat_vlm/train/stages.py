@@ -25,6 +25,7 @@ from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.distributed import World, join_world
 from coat_vlm.export.hugging_face import save_description, save_model
 from coat_vlm.fp8 import arithmetic_of, graph_blocks
+from coat_vlm.generate import set_stop_tokens
 from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
 from coat_vlm.model.lora import describe
 from coat_vlm.model.pretrained import check_composed_folder
@@ -104,6 +105,11 @@ def run_recipe(
         raise ValueError(
             "eval_every needs questions: pass coat_eval.runner.make_eval_subsets(recipe)"
         )
+    if recipe.memory is not None and recipe.memory.choose:
+        raise ValueError(
+            f"memory leaves {', '.join(recipe.memory.choose)} to be chosen: pass the recipe that "
+            "coat_vlm.plan.fit_recipe returns, as coat-vlm train does"
+        )
     names = select_stages(recipe, only_stage)
     run_dir = model_dir = Path(recipe.output_dir)
     with (
@@ -163,11 +169,12 @@ def _run_stage(
     continues = world.decide(lambda: resume and bool(list_checkpoints(checkpoints)))
     stage = recipe.stages[name]
     torch.manual_seed(recipe.seed)
-    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device)
+    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device, recipe.master_weights)
     model, processor = _load_initial_model(
         recipe, name, run_dir, arithmetic.dtype, world, continues=continues
     )
     processor.adopt_template(stage.template)
+    set_stop_tokens(model, processor)
     conversion = prepare_model(model, recipe, stage, arithmetic)
     if conversion is not None:
         print_on_main(world, f"\n{conversion}")

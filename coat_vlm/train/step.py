@@ -214,7 +214,13 @@ class TrainStep:
         """Clip the gradients, or drop them if they are not finite; return the norm."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         limit = self.stage.grad_clip or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        optimizer: Any = self.engine.optimizer
+        if optimizer.defaults.get("master") == "bf16_low_bits":
+            norm = _measure_norm([p.grad for p in parameters if p.grad is not None])
+            divisor = max(1.0, (norm + 1e-6) / limit)  # DeepSpeed's
+            optimizer.grad_scale = torch.tensor(1.0 / divisor, device=self.world.device)
+        else:
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
         if not math.isfinite(norm):
             for parameter in parameters:  # AdamW skips parameters without a gradient
                 parameter.grad = None
@@ -251,8 +257,8 @@ class TrainStep:
             f"stage {self.name}, step {self.finished}: gradients are NaN or infinite ({where}; the "
             f"loss is {loss}); no weight was changed. {self.skipped_steps} steps were skipped so "
             f"far, max_skipped_steps is {self.stage.max_skipped_steps}: lower the learning rates, "
-            "raise warmup_ratio or raise max_skipped_steps, and continue with --resume auto "
-            "(divergence.action=stop then starts from before a spike)"
+            f"raise warmup_ratio or raise max_skipped_steps{_name_cudnn(self.world.device)}, and "
+            "continue with --resume auto (divergence.action=stop then starts from before a spike)"
         )
 
     def _build_row(
@@ -313,12 +319,25 @@ class TrainStep:
             )
 
 
+def _name_cudnn(device: torch.device) -> str:
+    """Return the setting to try against NaN gradients if cuDNN attention is allowed, or ""."""
+    if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
+        return ""
+    return ", or set cudnn_attention=false (cuDNN attention was allowed)"
+
+
 def copy_batch_to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
     """Copy the model's inputs to a device, except those that the model reads on the CPU."""
     return {
         name: value if name in _CPU_INPUTS else copy_to_device(value, device)  # pyright: ignore[reportArgumentType]
         for name, value in batch.items()
     }
+
+
+def _measure_norm(gradients: list[Tensor]) -> float:
+    """Return the norm of all gradients in FP32, also of BF16 gradients and without copying them."""
+    norms = torch._foreach_norm(gradients, 2.0, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 @contextmanager

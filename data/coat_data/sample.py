@@ -75,6 +75,8 @@ class Media:
     """Videos: end of the clip in seconds; None for the end."""
     frames: tuple[str, ...] = ()
     """Videos stored as images: path of every frame, in order; ``path`` is that of the first."""
+    frames_data: tuple[bytes, ...] = ()
+    """Videos in memory: every encoded frame; ``frames`` are then names alone."""
     fps: float | None = None
     """Frames per second of ``frames``; None if their times are unknown."""
     network: Network = field(default=Network(), compare=False, repr=False)
@@ -85,7 +87,10 @@ class Media:
     def frame_images(self) -> "tuple[Media, ...]":
         """Return ``frames`` as images."""
         own = {"kind": "image", "start": None, "end": None, "frames": (), "fps": None}
-        return tuple(replace(self, **own, path=frame) for frame in self.frames)
+        own["frames_data"] = ()
+        data = self.frames_data or [None] * len(self.frames)
+        pairs = zip(self.frames, data, strict=True)
+        return tuple(replace(self, **own, path=path, data=image) for path, image in pairs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
-"""Downloads known public data sets and benchmarks from the Hugging Face Hub.
+"""Downloads known public data sets and benchmarks from the Hugging Face Hub, or by address.
 
 ``data/mixtures/NAME.yaml`` lists the repositories of a set, their licenses, the archives to unpack,
 and the resulting sources. A download writes ``OUT/NAME.yaml``, a mixture file with the sources
 alone (:mod:`coat_data.lists.formats`).
 """
 
+import hashlib
 import os
+import shutil
 import tarfile
 import zipfile
 from collections.abc import Mapping
@@ -16,8 +18,11 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
+from coat_data.containers.http_client import request
+from coat_data.limits import Network
 from coat_data.sample import DataError
 
+_TIMEOUT_S = 60.0
 FOLDER = Path(__file__).resolve().parents[1] / "mixtures"
 """The mixture files of a checkout; an installed package has none."""
 
@@ -27,13 +32,15 @@ class Repository:
     """One dataset repository on the Hub."""
 
     repo: str
-    """``owner/name``."""
+    """``owner/name``, or the address of a single file."""
     license: str
     """License on the repository's card."""
     files: tuple[str, ...]
     """Patterns of the files to download."""
     unpack: Mapping[str, str]
     """Pattern of archives -> folder to unpack them into, both below the repository's folder."""
+    md5: str = ""
+    """Published checksum of a single file, in hex."""
 
     @property
     def folder(self) -> str:
@@ -60,6 +67,9 @@ _ARCHIVES = {
     "tempcompass": {"tempcompass_videos.zip": "."},
 }
 """Archives of videos by benchmark."""
+_TABLES = "https://opencompass.openxlab.space/utils/VLMEval"
+"""VLMEvalKit's tables; vlmeval/dataset/image_mcq.py has the addresses and checksums."""
+_UNKNOWN = "license not checked: see the data set's own page"
 
 BENCHMARKS: Mapping[str, Repository] = {
     name: Repository(
@@ -122,21 +132,37 @@ BENCHMARKS: Mapping[str, Repository] = {
         ("docvqa", "DocVQA", "terms of rrc.cvc.uab.es", ("DocVQA/validation-*.parquet",)),
         ("infovqa", "DocVQA", "terms of rrc.cvc.uab.es", ("InfographicVQA/validation-*.parquet",)),
     )
+} | {
+    name: Repository(repo=f"{_TABLES}/{file}", license=terms, files=(file,), unpack={}, md5=md5)
+    for name, file, md5, terms in (
+        ("mmstar", "MMStar.tsv", "e1ecd2140806c1b1bbf54b43372efb9e", _UNKNOWN),
+        ("realworldqa", "RealWorldQA.tsv", "92321028d2bc29040284b6674721e48f", "CC BY-ND 4.0"),
+        (
+            "scienceqa",
+            "ScienceQA_TEST.tsv",
+            "e42e9e00f9c59a80d8a5db35bc32b71f",
+            "CC BY-NC-SA 4.0: no commercial use; the questions with an image",
+        ),
+        ("mmbench", "MMBench_DEV_EN.tsv", "b6caf1133a01c6bb705cf753bb527ed8", _UNKNOWN),
+        ("ccbench", "CCBench.tsv", "f5dde47f24dc5a6fb6e595b409b466ac", _UNKNOWN),
+        ("ai2d", "AI2D_TEST.tsv", "0f593e0d1c7df9a3d69bf1f947e71975", _UNKNOWN),
+    )
 }
-"""The official benchmarks in repositories of the Hub, mostly lmms-lab's: the splits with answers.
-
-TabMWP is only on GitHub (lupantech/PromptPG data/tabmwp)."""
+"""The official benchmarks on the Hub, mostly by lmms-lab, or as VLMEvalKit's tables: the splits
+with answers. TabMWP is only on GitHub (lupantech/PromptPG data/tabmwp)."""
 
 
 def download_benchmark(name: str, out_dir: str | Path) -> Path:
     """Download a benchmark to ``out_dir/name``, where ``coat-vlm eval --tasks`` finds it.
 
     Raises:
-        DataError: the Hub cannot be reached; the message says how to copy the files.
+        DataError: the Hub or the host cannot be reached, or the file has another checksum; the
+            message says how to copy the files.
         KeyError: the benchmark is not one of :data:`BENCHMARKS`.
     """
     repository, folder = BENCHMARKS[name], Path(out_dir) / name
-    _fetch_and_unpack(repository, folder)
+    fetch = _fetch_file if repository.md5 else _fetch_and_unpack
+    fetch(repository, folder)
     return folder
 
 
@@ -208,6 +234,38 @@ def download(name: str, out_dir: str | Path) -> tuple[Path, tuple[str, ...]]:
     listing = yaml.safe_dump({"sources": [dict(source) for source in mixture.sources]})
     path.write_text(f"# {mixture.about}\n{listing}", encoding="utf-8")
     return path, mixture.notes
+
+
+def _fetch_file(repository: Repository, folder: Path) -> None:
+    """Download a single file and check its MD5; a file that is there already is checked alone."""
+    path = folder / repository.files[0]
+    part = path.with_name(f"{path.name}.part")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        try:
+            with (
+                request(repository.repo, None, _TIMEOUT_S, Network()) as answer,
+                part.open("wb") as file,
+            ):
+                shutil.copyfileobj(answer, file, 1 << 20)
+        except (OSError, DataError) as error:
+            raise DataError(
+                repository.repo,
+                f"cannot be downloaded: {error}",
+                f"where there is a network, run: curl -LO {repository.repo}; then copy the file to "
+                f"{path} and run this again",
+            ) from error
+    found = path if path.exists() else part
+    with found.open("rb") as file:
+        digest = hashlib.file_digest(file, "md5").hexdigest()
+    if digest != repository.md5:
+        raise DataError(
+            str(found),
+            f"has the MD5 {digest}, not {repository.md5} as published",
+            "delete it and download it again; if it stays so, the publisher has changed the file, "
+            "and scores are those of another version",
+        )
+    found.rename(path)
 
 
 def _fetch_and_unpack(repository: Repository, folder: Path) -> None:

@@ -229,6 +229,10 @@ class Benchmark(ABC):
         tables = dict(sorted(to_table_percents(scored).items()))
         return {"overall": to_percent([one.score for one in scored]), **tables}
 
+    def count_asked(self, questions: Sequence[Question]) -> int:
+        """Count the questions that the score is about, in the unit of ``sizes``."""
+        return sum(one.counted for one in questions)
+
     def check_profile(self, profile: str) -> None:
         """Raise ValueError with the allowed names if the benchmark does not have this profile."""
         if profile not in self.profiles:

@@ -22,7 +22,7 @@ import numpy as np
 import yaml
 
 from coat_eval.files import read_json_lines
-from coat_eval.scored_set import ScoredSet, check_same_items, read_sets
+from coat_eval.scored_set import RULE_ONLY_MARK, ScoredSet, check_same_items, read_sets
 from coat_eval.significance import bootstrap_intervals, compute_metrics, get_scores, mcnemar_p_value
 from coat_eval.tasks import get_task
 from coat_vlm.config.load import load_recipe
@@ -56,6 +56,8 @@ class Difference:
     only_second: int
     p_value: float | None
     """McNemar's exact test on these two numbers; None where scores are not 0 or 1."""
+    mark: str = ""
+    """"rule only" for a benchmark without published predictions to check its rule against."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ def format_differences(comparison: Comparison) -> str:
     for (first, second), rows in pairs:
         cells = [
             [
-                f"{row.set_name} {row.metric}",
+                f"{row.set_name} {row.metric}{row.mark and f' ({row.mark})'}",
                 f"{row.first:.2f}",
                 f"{row.second:.2f}",
                 f"{row.difference:+.2f}",
@@ -225,6 +227,7 @@ def _compare_set(
                 only_first=counts[0],
                 only_second=counts[1],
                 p_value=mcnemar_p_value(*counts) if binary and metric in intervals else None,
+                mark=RULE_ONLY_MARK if RULE_ONLY_MARK in one.deviations else "",
             )
         )
     return rows

@@ -5,8 +5,12 @@ Images and videos (:class:`MediaFile`) are read only when their prompt is encode
 are cheap to read in sequence), and ``load``.
 """
 
+import base64
+import csv
+import gzip
 import io
 import os
+import sys
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +21,13 @@ from typing import Any, Literal
 
 from coat_data.sample import DataError, Media, MediaKind
 from coat_eval.files import Table, read_table
+from coat_eval.spreadsheet import IMAGE_COLUMN, IMAGE_HASH
 
 Layouts = Mapping[str, Sequence[Sequence[str]]]
 """Layouts by split, in the order of the search. A layout lists the patterns of its tables, relative
 to any folder; the first pattern must match a file."""
 
-TABLES = (".json", ".jsonl", ".csv", ".gz", ".parquet")
+TABLES = (".json", ".jsonl", ".csv", ".tsv", ".gz", ".parquet")
 _IDS = ("question_id", "questionId", "id", "image_id", "image", "video_id", "question")
 
 
@@ -56,10 +61,15 @@ class Row:
     ) -> "MediaFile":
         """Return the row's image: ``column`` of a Parquet file, else a separate file.
 
-        See :meth:`DataFolder.file` for the arguments, :class:`ParquetImage` for ``pick``.
+        A TSV file of VLMEvalKit contains the image, or the ``index`` of the row that does. See
+        :meth:`DataFolder.file` for the arguments, :class:`ParquetImage` for ``pick``.
         """
         if self.in_parquet:
             return ParquetImage(self.table.path, row=self.index, column=column, pick=pick)
+        if cell := self.values.get(IMAGE_COLUMN) if ".tsv" in self.table.path.suffixes else "":
+            own = cell.startswith(IMAGE_HASH)
+            row = self.index if own else self.folder.find_row(self.table, "index", cell)
+            return TableImage(self.table.path, row=row)
         return self.folder.file(name, folders, suffixes)
 
 
@@ -75,6 +85,7 @@ class DataFolder:
         self.path = path
         self.tables = list(tables)
         self._found: dict[tuple[str, ...], Path] = {}
+        self._places: dict[Path, dict[str, int]] = {}
 
     @classmethod
     def open(
@@ -110,6 +121,18 @@ class DataFolder:
             if table.has(*fields):
                 for index, values in enumerate(table.rows):
                     yield Row(values, table, index, self)
+
+    def find_row(self, table: Table, column: str, value: str) -> int:
+        """Return the index of a table's row with this value; DataError if there is none."""
+        places = self._places.get(table.path)
+        if places is None:
+            places = {str(row.get(column)): index for index, row in enumerate(table.rows)}
+            self._places[table.path] = places
+        if value not in places:
+            raise DataError(
+                str(table.path), f"has no row with {column} {value!r}", "download it again"
+            )
+        return places[value]
 
     def file(
         self,
@@ -276,6 +299,56 @@ class ParquetImage(MediaFile):
         if not data:
             raise DataError(self.name, "holds no image", "download the file again")
         return Media(kind="image", path=self.name, data=data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableImage(MediaFile):
+    """An image in base64 in a TSV file of VLMEvalKit, which is read record by record."""
+
+    row: int
+    """Counted from 0 over the file."""
+
+    @property
+    def name(self) -> str:
+        """File and row (from 1)."""
+        return f"{self.path}, row {self.row + 1}"
+
+    def load(self) -> Media:
+        """Return the encoded image; DataError if the cell is not one."""
+        csv.field_size_limit(sys.maxsize)
+        starts = _find_records(str(self.path))
+        with _open_table(str(self.path)) as file:
+            header = file.readline().decode("utf-8-sig")
+            file.seek(starts[self.row])
+            record = file.read(starts[self.row + 1] - starts[self.row]).decode()
+        names, cells = csv.reader(io.StringIO(header + record, newline=""), delimiter="\t")
+        try:
+            data = base64.b64decode(
+                dict(zip(names, cells, strict=True))[IMAGE_COLUMN], validate=True
+            )
+        except (KeyError, ValueError) as error:
+            raise DataError(self.name, f"holds no image: {error}", "download it again") from error
+        return Media(kind="image", path=self.name, data=data)
+
+
+def _open_table(path: str) -> Any:
+    return gzip.open(path) if path.endswith(".gz") else Path(path).open("rb")
+
+
+@lru_cache(maxsize=4)
+def _find_records(path: str) -> tuple[int, ...]:
+    """Return the offset of every record of a TSV file without its header, and that of the end.
+
+    A record ends with the first line break outside of quotes.
+    """
+    starts, offset, quoted = [], 0, False
+    with _open_table(path) as file:
+        for line in file:
+            if not quoted and line.strip():
+                starts.append(offset)
+            quoted ^= line.count(b'"') % 2 == 1
+            offset += len(line)
+    return (*starts[1:], offset)
 
 
 @lru_cache(maxsize=64)

@@ -204,8 +204,7 @@ def infer_letter(text: str, choices: Mapping[str, str]) -> str | None:
     """
     if any(refusal in text for refusal in _REFUSALS):
         return None
-    words = text.translate(_SEPARATORS).split()
-    alone = [letter for letter in choices if letter in words]
+    words, alone = _find_lone_letters(text, choices)
     if len(alone) == 1 and words.index(alone[0]) > len(words) - 5:
         return alone[0]
     if not alone and "Z" in words:
@@ -213,10 +212,43 @@ def infer_letter(text: str, choices: Mapping[str, str]) -> str | None:
     stated = _STATED_LETTER.search(text)
     if stated and stated[1].upper() in choices:
         return stated[1].upper()
-    lower = text.lower()
-    if len(lower) > 2 * sum(len(str(choice)) for choice in choices.values()):
+    if len(text.lower()) > 2 * sum(len(str(choice)) for choice in choices.values()):
         return None
-    inside = [letter for letter, choice in choices.items() if str(choice).lower() in lower]
+    return _find_only_choice(text, choices)
+
+
+def infer_letter_c03bc048(text: str, choices: Mapping[str, str]) -> str | None:
+    """Apply ``can_infer`` of August 2024 without its judge model: a letter, or None.
+
+    The only letter that is a separate word, wherever it stands (also an article "A"); else the only
+    choice whose text occurs in the text, whatever its length. A refusal, or a separate "Z" without
+    another letter, gives None.
+    Source: open-compass/VLMEvalKit vlmeval/utils/matching_util.py @c03bc048.
+
+    Args:
+        text: what the model wrote.
+        choices: texts by letter; an empty text is not known and never occurs.
+    """
+    if any(refusal in text for refusal in _REFUSALS):
+        return None
+    words, alone = _find_lone_letters(text, choices)
+    if len(alone) == 1:
+        return alone[0]
+    return None if not alone and "Z" in words else _find_only_choice(text, choices)
+
+
+def _find_lone_letters(text: str, choices: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return the words of a text, and the letters of ``choices`` that are among them."""
+    words = text.translate(_SEPARATORS).split()
+    return words, [letter for letter in choices if letter in words]
+
+
+def _find_only_choice(text: str, choices: Mapping[str, str]) -> str | None:
+    """Return the letter of the only choice whose text occurs in ``text``, whatever the case."""
+    lower = text.lower()
+    inside = [
+        letter for letter, choice in choices.items() if choice and str(choice).lower() in lower
+    ]
     return inside[0] if len(inside) == 1 else None
 
 

@@ -127,7 +127,7 @@ def score_official(
         share_repeated=benchmark.shares_repeated,
         warnings=warnings,
     )
-    asked = sum(one.counted for one in questions)
+    asked = benchmark.count_asked(questions)
     if partial := describe_size(benchmark, asked):
         if not (reference_tables or allow_missing):
             remedy = "complete them, or accept a part with --allow-missing"

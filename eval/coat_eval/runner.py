@@ -124,7 +124,8 @@ def make_eval_task(name: str, data: Path, **options: Any) -> EvalTask:
     """Make the task of an official benchmark such as ``pope`` or ``videomme_subtitles``.
 
     Args:
-        name: a benchmark, followed by ``_VARIANT`` for another prompt.
+        name: a benchmark, followed by ``_VARIANT`` for another prompt. Without it, the prompt is
+            that of the profile if the benchmark has one.
         data: searched for the benchmark's files without opening them, so that errors are reported
             before a model is loaded.
         **options: further fields of :class:`EvalTask`.
@@ -142,7 +143,11 @@ def make_eval_task(name: str, data: Path, **options: Any) -> EvalTask:
         ]
         raise ValueError(f"unknown benchmark {name!r}; allowed: {', '.join(known)}")
     eval_task = EvalTask(benchmark=BENCHMARKS[task], variant=variant, **options)
-    eval_task.benchmark.check_profile(eval_task.settings.profile)
+    profile = eval_task.settings.profile
+    eval_task.benchmark.check_profile(profile)
+    own = profile.partition("@")[0]
+    if not variant and own in eval_task.benchmark.variants:
+        eval_task = replace(eval_task, variant=own)
     find_tables(*eval_task.where(data))
     return eval_task
 

@@ -17,6 +17,8 @@ from coat_eval.tasks.pope import SPLITS
 
 PROMPT_FILES = ("predictions*.jsonl", "prompts.jsonl")
 """Files beside a report with predictions and prompts."""
+RULE_ONLY_MARK = "rule only"
+"""Deviation of a benchmark without published predictions to check its rule against."""
 _AGAIN = "score the predictions again"
 
 
@@ -128,6 +130,8 @@ def _find_deviations(report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]
         for name in ("limit", "variant", "raw")
         if report.get(name) not in (None, "", False)
     ]
+    if report.get("rule_only"):
+        found.append(RULE_ONLY_MARK)
     if report["profile"] != "official":
         found.append(f"profile {report['profile']}")
     if report["task"] == "pope":

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coat_kernels import E4M3, E5M2
+from coat_kernels import E4M3, E5M2, INT8
 
-FP8 = (E4M3.dtype, E5M2.dtype)
+QUANTIZED = (E4M3.dtype, E5M2.dtype, INT8.dtype)
 
 TOLERANCE: dict[tuple[str, torch.dtype], float] = {
     # FP32 sums in another order, and the hardware's exp, rsqrt and division (about 2^-22).
@@ -28,11 +28,11 @@ TOLERANCE: dict[tuple[str, torch.dtype], float] = {
     ("cross_entropy_", torch.float32): 3e-6,
     # A product and a sum may be one instruction.
     ("rope", torch.float32): 1e-6,
-    # Dequantized FP8 values.
+    # Dequantized INT8 values.
     ("rope_quantize", torch.float32): 1e-3,
     ("rope_quantize", torch.bfloat16): 1e-3,
     ("rope_quantize", torch.float16): 1e-3,
-    ("rope_quantize", E4M3.dtype): 1e-3,
+    ("rope_quantize", INT8.dtype): 1e-3,
     # The same, then rounded to 16 bits: some results lie on different sides of a tie.
     ("norm_bwd", torch.bfloat16): 2e-4,
     ("norm_bwd", torch.float16): 5e-5,
@@ -71,7 +71,7 @@ OFF_BY_ONE: dict[str, float] = {
     "rope_gradient": 1e-3,
     "adamw_step": 0.05,
 }
-"""Op -> largest share of quantized results that may differ, by one FP8 step each.
+"""Op -> largest share of quantized results that may differ, by one step each.
 
 Values that differ by 2^-22 before rounding rarely lie on different sides of a tie. Moments are
 quantized from (|x| / amax)^k, where k depends on the group's smallest element. This element can be
@@ -114,9 +114,11 @@ def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
 
 
 def count_steps_between(actual: Tensor, expected: Tensor) -> Tensor:
-    """Count the representable values between two FP8 tensors, elementwise; int32."""
+    """Count the representable values between two 8-bit tensors, elementwise; int32."""
 
     def ordered(q: Tensor) -> Tensor:
+        if q.dtype == INT8.dtype:
+            return q.int()
         # From sign and magnitude to an integer order in which both zeros are 0.
         bits = q.view(torch.uint8).int()
         return torch.where(bits >= 128, 128 - bits, bits)
@@ -136,7 +138,7 @@ def assert_matches(op: str, actual: Sequence[Tensor], expected: Sequence[Tensor]
             assert_same_bits(name, a, e)
             continue
         assert (a.dtype, a.shape) == (e.dtype, e.shape), f"{name}: {a.dtype} {tuple(a.shape)}"
-        if e.dtype in FP8:
+        if e.dtype in QUANTIZED:
             steps = count_steps_between(a, e)
             different = int((steps > 0).sum())
             assert not (steps > 1).any(), f"{name}: values {int(steps.max())} steps apart"

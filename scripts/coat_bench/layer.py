@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from coat_bench.profile import format_gpu_tables, profile_step
 from coat_bench.rows import (
@@ -219,7 +220,7 @@ def find_disagreement(row: LayerRow, result: Result, exact: Result) -> str:
 
 @contextlib.contextmanager
 def use_attention(name: str) -> Iterator[None]:
-    """Restrict SDPA to one backend, and restore its backends afterwards.
+    """Restrict SDPA to one backend, and restore SDPA and its backends afterwards.
 
     Args:
         name: one of :data:`ATTENTIONS`; ``default`` changes nothing.
@@ -231,6 +232,7 @@ def use_attention(name: str) -> Iterator[None]:
         raise ValueError(f"attention {name!r} is not known; use one of {', '.join(ATTENTIONS)}")
     backends = torch.backends.cuda
     before = (backends.flash_sdp_enabled(), backends.cudnn_sdp_enabled())
+    sdpa = F.scaled_dot_product_attention
     # Global flags, because torch.compile chooses the backend when it compiles.
     backends.enable_flash_sdp(before[0] if name == "default" else name == "flash")
     backends.enable_cudnn_sdp(before[1] if name == "default" else name == "cudnn")
@@ -239,6 +241,7 @@ def use_attention(name: str) -> Iterator[None]:
     finally:
         backends.enable_flash_sdp(before[0])
         backends.enable_cudnn_sdp(before[1])
+        F.scaled_dot_product_attention = sdpa
 
 
 def make_inputs(

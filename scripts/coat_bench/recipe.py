@@ -214,7 +214,8 @@ def bench_recipe(
             accumulation=bench.accumulation,
             row_tokens=case.row.tokens,
             images=case.row.images,
-            note=f"images: {case.images_why.split(' (')[0]}",  # no paths of this machine
+            note=f"images: {case.images_why.split(' (')[0]}; "  # no paths of this machine
+            f"cudnn_attention {str(recipe.cudnn_attention).lower()}",
         )
         out_of_memory = False
         try:
@@ -305,7 +306,7 @@ def build_stage_model(case: StageCase, device: torch.device) -> CoatVlm:
         ValueError: the device has no FP8 tensor cores, or the model does not fit the precision.
     """
     recipe = case.recipe
-    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, device)
+    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, device, recipe.master_weights)
     config: Any = copy.deepcopy(case.config)
     for part in (config, config.text_config, config.vision_config):
         if part is not None:
@@ -388,7 +389,7 @@ def build_training_step(
         total_steps: length of the learning rate schedule.
     """
     recipe, stage = case.recipe, case.stage
-    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device)
+    arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device, recipe.master_weights)
     throughput = Throughput(model, world)  # before DeepSpeed splits the weights
     # No source is read, so the sampler has no rows and no state.
     sampler: Any = SimpleNamespace(
@@ -440,6 +441,34 @@ def note_leftover_memory(device: torch.device) -> str:
     """Return the note about memory that an earlier measurement left allocated on a GPU, or ""."""
     left = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     return f"; {left / 1e9:.2f} GB of the peak are left from before" if left > LEFT_BYTES else ""
+
+
+def note_used_memory(device: torch.device) -> str:
+    """Return the note about the memory that is in use on a GPU, by all processes, or ""."""
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    return f"; {(total - free) / 1e9:.2f} of {total / 1e9:.2f} GB in use on the GPU"
+
+
+def limit_memory(device: torch.device, gib: float) -> None:
+    """Limit the memory that torch's allocator may reserve on a GPU.
+
+    Args:
+        device: the GPU.
+        gib: the limit, in 2^30 bytes.
+
+    Raises:
+        ValueError: the device is not a GPU, or has less memory.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"--cap-gib {gib}: there is no GPU; leave the option out")
+    total = torch.cuda.get_device_properties(device).total_memory
+    if not 0 < gib * 2**30 <= total:
+        raise ValueError(
+            f"--cap-gib {gib}: the GPU has {total / 2**30:.1f} GiB; give a number up to that"
+        )
+    torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total, device)
 
 
 def free_memory(device: torch.device) -> None:
@@ -547,7 +576,8 @@ def plan_peak(case: StageCase, bench: RecipeBench, *, reuse: bool, ranks: int) -
         reuse_weights=reuse,
     )
     kind = CoatAdamW if find_optimizer(case.recipe) == "coat" else torch.optim.AdamW
-    sizes = count_sizes(case.frame, case.stage, measure_state_bytes(kind))
+    low_bits = case.recipe.master_weights == "low_bits"
+    sizes = count_sizes(case.frame, case.stage, measure_state_bytes(kind), low_bits=low_bits)
     zero_stage, accumulates = case.recipe.zero_stage, bench.accumulation > 1
     return (
         estimate_rank_memory(zero_stage, sizes, ranks, activations, accumulates=accumulates).peak

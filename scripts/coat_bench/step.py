@@ -37,6 +37,7 @@ from coat_bench.recipe import (
     list_stage_cases,
     make_batch,
     note_leftover_memory,
+    note_used_memory,
     reduce_time_and_peak,
     release_engine,
     take_steps,
@@ -49,7 +50,7 @@ from coat_bench.rows import (
     get_origin,
 )
 from coat_data.load.loader import LoadedBatch
-from coat_vlm.config import ModuleTraining, Precision, Recipe, StageConfig
+from coat_vlm.config import MasterWeights, ModuleTraining, Precision, Recipe, StageConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import WeightReuse, arithmetic_of
 from coat_vlm.model import CoatVlm
@@ -124,6 +125,8 @@ class StepBench:
     """Samples of a micro-batch, ascending; no batch is tried after one that does not fit."""
     accumulation: int = 1
     """Micro-batches of a step."""
+    master_weights: MasterWeights = "fp32"
+    """The recipe key, for steps with an optimizer."""
     steps: int = 5
     """Measured steps."""
     warmup: int = 3
@@ -143,6 +146,7 @@ class StepCase:
     trains: bool
     """Whether there is an optimizer."""
     zero_stage: ZeroStage
+    master_weights: MasterWeights = "fp32"
 
     @property
     def implementation(self) -> str:
@@ -181,6 +185,7 @@ class StepCase:
             stages={"sft": stage},
             precision=self.precision or "bf16",
             zero_stage=self.zero_stage,
+            master_weights=self.master_weights,
         )
 
 
@@ -204,6 +209,17 @@ def list_step_cases(bench: StepBench, ranks: int) -> list[StepCase]:
         raise ValueError("--accumulation, --steps and --warmup are 1 or more")
     if list(bench.batches) != sorted(set(bench.batches)) or min(bench.batches) < 1:
         raise ValueError(f"--batch {bench.batches}: give ascending numbers, 1 or more")
+    low_bits_fit = (
+        "own" in bench.optimizers
+        and set(bench.zero_stages) == {0}
+        and set(bench.precisions) <= {"coat", "coat_lean"}
+        and not bench.baselines
+    )
+    if bench.master_weights == "low_bits" and not low_bits_fit:
+        raise ValueError(
+            "--master-weights low_bits is for --optimizer own, --zero 0 and --precisions coat "
+            "coat_lean, without --baselines; change these options, or leave it out"
+        )
     models: list[tuple[Precision | None, str | None]] = [(name, None) for name in bench.precisions]
     models += [(None, name) for name in bench.baselines]
     found: list[StepCase] = []
@@ -211,7 +227,9 @@ def list_step_cases(bench: StepBench, ranks: int) -> list[StepCase]:
         bench.zero_stages, bench.optimizers, models
     ):
         trains = optimizer != "none"
-        found.append(StepCase(precision, baseline, trains, zero_stage if trains else 0))
+        master_weights = bench.master_weights if trains else "fp32"
+        stage = zero_stage if trains else 0
+        found.append(StepCase(precision, baseline, trains, stage, master_weights))
     if not found:
         raise ValueError("nothing to measure; name --precisions or --baselines")
     return list(dict.fromkeys(found))
@@ -349,8 +367,7 @@ def bench_step(bench: StepBench, world: World, on_row: Callable[[StepRow], None]
     run = _Run(bench, world)
     rows = []
     for case in list_step_cases(bench, world.size):
-        # Training uses the flash kernel; the backends that the engine sets are restored.
-        with use_attention("flash" if case.trains else "default"):
+        with use_attention("default"):  # restores what the engine sets
             for batch in bench.batches:
                 rows.append(run.measure(case, batch))
                 if world.is_main:
@@ -382,10 +399,10 @@ class _Run:
             model=size.name,
             implementation=case.implementation,
             checkpointing=False,
-            optimizer=find_optimizer(recipe) if case.trains else "none",
+            optimizer=_name_optimizer(recipe) if case.trains else "none",
             batch=batch,
             tokens=size.model.max_length * samples,
-            note=f"attention {'flash' if case.trains else 'default'}, "
+            note=f"attention {recipe.cudnn_attention if case.trains else 'default'}, "
             f"accumulation {bench.accumulation}",
         )
         try:
@@ -473,6 +490,7 @@ class _Run:
             row.ms, row.peak_gb = reduce_time_and_peak(steps[bench.warmup :], world)
             row.tok_s = row.tokens / (row.ms / 1e3)
             row.note += f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+            row.note += note_used_memory(world.device)
             if self.bench.on_profile is not None:
                 self._profile(row, step, batches)
 
@@ -488,6 +506,12 @@ class _Run:
             return
         if world.is_main:
             show(row, format_profile(found, row.ms))
+
+
+def _name_optimizer(recipe: Recipe) -> str:
+    """Return the optimizer of a recipe in the rows; ``coat_low_bits`` with low bits."""
+    low_bits = "_low_bits" if recipe.master_weights == "low_bits" else ""
+    return f"{find_optimizer(recipe)}{low_bits}"
 
 
 def format_rows(rows: Sequence[StepRow]) -> str:

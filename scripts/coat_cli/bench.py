@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
     """Add the jobs of ``bench`` to the parser."""
     parser = commands.add_parser("bench", help="compare precisions: losses, speed, memory")
     jobs = parser.add_subparsers(title="jobs", metavar="JOB", required=True)
-    for declare in (_decoder, _rounding, _layer, _kernels, _gemm, _adamw, _step, _recipe):
+    for declare in (_decoder, _layer, _kernels, _gemm, _adamw, _step, _recipe):
         declare(jobs)
 
 
@@ -58,29 +58,6 @@ sizes:
     add("--beta2", type=float, help="AdamW's beta2; default 0.95")
     add("--out", type=Path, metavar="DIR",
         help="folder for decoder.csv, .svg and .json; runs that it already contains are skipped")
-
-
-def _rounding(jobs: Commands) -> None:
-    summary = "measure the loss from single FP8 roundings in the small decoder, starting from BF16"
-    add = command(jobs, "rounding", _run_rounding, summary, """\
-  coat-vlm bench rounding --text wiki.txt --size tiny --at 10 --more 10     # on a CPU
-  coat-vlm bench rounding --text wiki.txt --variants xw dvga xw@@0-1
-  coat-vlm bench rounding --text wiki.txt --variants xw@gate+up+down coat
-
-A variant is OPERANDS@PARTS@FIRST-LAST (several are joined with /) or a precision of bench decoder:
-  OPERANDS    letters: x, w (forward GEMM: input, weight), d, v (grad-input GEMM: gradient, weight),
-              g, a (grad-weight GEMM: gradient, input)
-  PARTS       q, k, v, o, gate, up, down, joined with +; default all
-  FIRST-LAST  blocks, counted from 0; default all
-The first row is always a variant without rounding; percentages are differences from it.
-""").add_argument
-    add("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 texts")
-    add("--variants", nargs="+", default=["xw"], help="see below; default xw")
-    add("--size", choices=("30m", "100m", "tiny"), default="100m", help="default 100m")
-    add("--at", type=int, default=250, help="steps in BF16; default 250")
-    add("--more", type=int, default=40, help="further steps, 10 at least; default 40")
-    add("--seed", type=int, default=0, help="seed of initial weights and batches; default 0")
-    add("--csv", type=Path, help="append the rows to this file, as the next process of it")
 
 
 def _layer(jobs: Commands) -> None:
@@ -170,6 +147,8 @@ def _step(jobs: Commands) -> None:
   coat-vlm bench step --size 8b --baselines eager liger liger_torchao --batch 1 2 4 8 --csv step.csv
   coat-vlm bench step --size 8b --precisions coat_lean --optimizer own --batch 4 --accumulation 4
   coat-vlm bench step --size 8b --precisions coat_lean --batch 4 --profile
+  coat-vlm bench step --size 8b --precisions coat coat_lean --optimizer own --accumulation 8 \\
+      --master-weights low_bits --cap-gib 77             # an 8B model on a GPU of 80 GB
   torchrun --nproc_per_node 2 -m coat_cli.main bench step --size 1b --precisions bf16 coat_lean \\
       --optimizer own --zero 1 2 3 --batch 4 --csv step.csv
   torchrun --nproc_per_node 2 -m coat_cli.main bench step --size llama-2-7b --optimizer own \\
@@ -191,12 +170,14 @@ of them with Liger's kernels (liger, liger_compile, liger_torchao).
 
 --optimizer none measures the forward and backward pass in one process and frees the gradients
 between steps. own runs DeepSpeed as training does, with the precision's default optimizer: coat for
-coat and coat_lean, adamw for the others. For a recipe with other keys (fp8.cuda_graphs,
+coat and coat_lean, adamw for the others, and training's attention kernels (the recipe key
+cudnn_attention has its default, auto). For a recipe with other keys (fp8.cuda_graphs,
 fp8.bf16_forward_first, cudnn_attention), use coat-vlm bench recipe.
 
 A model is timed only if its loss on a sample is within 1% of BF16's and its gradient norm within a
 factor of 1.5; with an optimizer, the loss of the repeated batch must also fall. Times are medians
-of whole steps, peaks are the memory that PyTorch allocated. A batch that does not fit is reported
+of whole steps, peaks are the memory that PyTorch allocated; the note has the memory in use on the
+GPU after the steps, by everything (torch.cuda.mem_get_info). A batch that does not fit is reported
 as OOM, and no larger one is tried; with several processes the run ends there.
 
 --profile runs one more step of each model under torch's profiler and prints the time in which the
@@ -215,8 +196,12 @@ for each model, about a minute more for each compiled baseline.
         help=f"{', '.join(BASELINES)}; default none")
     add("--optimizer", nargs="+", choices=OPTIMIZERS, default=["none"], metavar="NAME",
         help=f"{', '.join(OPTIMIZERS)}; measured with every model; default none")
-    add("--zero", nargs="+", type=int, choices=(0, 1, 2, 3), default=[1], metavar="STAGE",
-        help="ZeRO stages, one after the other; default 1")
+    add("--zero", nargs="+", type=int, choices=(0, 1, 2, 3), metavar="STAGE",
+        help="ZeRO stages, one after the other; default 1, with low_bits 0")
+    add("--master-weights", choices=("fp32", "low_bits"), default="fp32",
+        help="with --optimizer own: storage of master weights, as in a recipe; default fp32")
+    add("--cap-gib", type=float, metavar="GIB",
+        help="limit torch's allocator to this many GiB of each GPU")
     add("--batch", nargs="+", type=int, default=[1], metavar="N",
         help="samples per micro-batch on one GPU, ascending; default 1")
     add("--accumulation", type=int, default=1, metavar="N",
@@ -316,14 +301,6 @@ def _decoder_bench(args: argparse.Namespace) -> "DecoderBench":
     return replace(bench, **{name: value for name, value in given.items() if value is not None})
 
 
-def _run_rounding(args: argparse.Namespace) -> int:
-    from coat_lab.forward_rounding import bench_rounding, format_rows
-
-    settings = (args.text, args.size, args.variants, args.seed, args.at, args.more, args.csv)
-    say(format_rows(bench_rounding(*settings)))
-    return 0
-
-
 def _run_layer(args: argparse.Namespace) -> int:
     from coat_bench.layer import bench_layer, format_rows, list_available
     from coat_bench.shapes import find_shape
@@ -405,6 +382,7 @@ def _run_adamw(args: argparse.Namespace) -> int:
 
 
 def _run_step(args: argparse.Namespace) -> int:
+    from coat_bench.recipe import limit_memory
     from coat_bench.rows import append_rows
     from coat_bench.step import StepBench, bench_step, format_rows
     from coat_vlm.distributed import join_world
@@ -426,14 +404,17 @@ def _run_step(args: argparse.Namespace) -> int:
         precisions=args.precisions,
         baselines=args.baselines,
         optimizers=args.optimizer,
-        zero_stages=args.zero,
+        zero_stages=args.zero or ((0,) if args.master_weights == "low_bits" else (1,)),
         batches=args.batch,
         accumulation=args.accumulation,
+        master_weights=args.master_weights,
         steps=args.steps,
         warmup=args.warmup,
         on_profile=profile if args.profile else None,
     )
     with join_world() as world:
+        if args.cap_gib is not None:
+            limit_memory(world.device, args.cap_gib)
         rows = bench_step(bench, world, keep)
         _show(f"{rows[0].model}, {world.size} x {rows[0].gpu}", format_rows(rows))
     return 0

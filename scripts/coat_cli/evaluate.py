@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from coat_data.sample import Sample
 
 OFFICIAL = (
-    *("pope", "gqa", "vqav2", "textvqa", "vizwiz", "seedbench", "mmmu", "videomme"),
-    *("mme", "chartqa", "ocrbench", "hallusionbench", "okvqa"),
-    *("nextqa", "tempcompass", "tabmwp", "docvqa", "infovqa"),
-)
+    "pope", "gqa", "vqav2", "textvqa", "vizwiz", "seedbench", "mmmu", "videomme",
+    "mmstar", "realworldqa", "scienceqa", "mmbench", "ccbench", "ai2d",
+    "mme", "chartqa", "ocrbench", "hallusionbench", "okvqa", "nextqa", "tempcompass", "tabmwp",
+    "docvqa", "infovqa",
+)  # fmt: skip
 """Names of ``coat_eval.tasks.BENCHMARKS``, which takes longer to import than ``--help`` should."""
 _PROFILES = (
     "scoring rules: official (default; the report names scorer and commit), lmms (lmms-eval "

@@ -27,7 +27,7 @@ The checkpoint can be from any number of ranks, ZeRO stage and precision; one pr
 it. The formats of the exported folder:
 
   coat      loads with coat_vlm.generate.load, with AutoModelForImageTextToText after
-            "import coat_vlm.model", and as init_from of a recipe
+            "import coat_vlm", and as init_from of a recipe
   llava     loads with transformers alone (LlavaForConditionalGeneration, AutoProcessor) and in
             servers that support LLaVA; needs model.projector.type: mlp2x_gelu and one square image
             (resize or pad)

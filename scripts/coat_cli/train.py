@@ -3,6 +3,7 @@
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from coat_cli.command import (
     PRECISIONS,
@@ -13,6 +14,9 @@ from coat_cli.command import (
     read_recipe,
     say,
 )
+
+if TYPE_CHECKING:
+    from coat_vlm.config import Recipe
 
 
 def add(commands: Commands) -> None:
@@ -87,6 +91,23 @@ def _train(args: argparse.Namespace) -> int:
             raise
 
 
+def _choose_settings(recipe: "Recipe", args: argparse.Namespace) -> "Recipe":
+    """Choose settings that fit into memory, or take those of the run that is continued."""
+    from coat_vlm.config.load import load_recipe
+    from coat_vlm.plan import adopt_choices, fit_recipe
+
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    saved = Path(recipe.output_dir) / "recipe.yaml"
+    if saved.is_file() and not args.overwrite:
+        adopted = adopt_choices(recipe, load_recipe(str(saved)), ranks=ranks)
+        if adopted is not None:
+            say(f"memory: the settings of {saved}")
+            return adopted
+    chosen, sentence = fit_recipe(recipe, ranks=ranks)
+    say(sentence)
+    return chosen
+
+
 def _run(args: argparse.Namespace) -> int:
     recipe = read_recipe(args)
     # DeepSpeed takes seconds to import. Problems are reported before that, all of them.
@@ -108,6 +129,8 @@ def _run(args: argparse.Namespace) -> int:
     findings.raise_problems()
     for note in findings.notes:
         say(f"NOTE {note}")
+    if recipe.memory is not None:
+        recipe = _choose_settings(recipe, args)
     from coat_vlm.train.stages import run_recipe
 
     model_dir = run_recipe(

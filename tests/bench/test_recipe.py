@@ -260,6 +260,7 @@ def test_the_command_writes_a_row_and_a_table(
     assert row["recipe"] == " ".join(["quickstart", *SMALL])
     assert (row["stage"], row["tokens"], row["vision_tokens"]) == ("align", "128", "18")
     assert "/" not in row["note"]  # no path of this machine
+    assert "; cudnn_attention auto" in row["note"]
     out = capsys.readouterr().out
     assert "| tokens a step | supervised | ms/step |" in out
     assert "loading data is not part of the step" in out

@@ -14,7 +14,7 @@ from coat_bench.recipe import RecipeRow
 from coat_bench.rows import Row, append_rows, format_number, format_table, read_rows
 from coat_bench.step import StepRow
 from coat_lab import curves
-from coat_lab.forward_rounding import ForkRow
+from coat_lab.fork import ForkRow
 from coat_lab.moments import MomentRow
 
 RESULTS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "results"
@@ -68,7 +68,7 @@ def test_files_in_the_repository_have_the_columns_of_their_rows():
     # Of an option of bench decoder that is gone (--across).
     across = ("precision", "seed", "arithmetic", "training_text", "held_out")
     columns["decoder_100m_across"] = across
-    columns["forward_rounding"] = tuple(field.name for field in fields(ForkRow))
+    columns["fork"] = tuple(field.name for field in fields(ForkRow))
     columns["step"] = tuple(field.name for field in fields(StepRow))
     committed = sorted(RESULTS.glob("*.csv"))
     assert committed

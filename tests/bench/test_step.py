@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -29,10 +29,15 @@ from coat_cli.main import main
 from coat_data.load.loader import LoadedBatch
 from coat_vlm.distributed import World, join_world
 from coat_vlm.model import CoatVlm, count_parameters
+from coat_vlm.model.cudnn import set_cudnn_attention
 from coat_vlm.optim import param_groups
+from coat_vlm.train import engine
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, size=1, device=CPU)
+LOW_BITS: dict[str, Any] = {
+    "master_weights": "low_bits", "precisions": ["coat"], "optimizers": ["own"], "zero_stages": [0],
+}  # fmt: skip
 COLUMNS = (
     "date,commit,gpu,gpus,zero,model,implementation,checkpointing,optimizer,batch,tokens,ms,tok_s,"
     "peak_gb,note,problem"
@@ -204,6 +209,35 @@ def test_the_engine_trains_as_plain_adamw(zero_stage: Any, accumulation: int) ->
         plain.zero_grad()
 
 
+def test_a_step_with_low_bits(tmp_path: Path) -> None:
+    settings = ["--precisions", "coat", "--optimizer", "own", "--master-weights", "low_bits"]
+    shape = ["--accumulation", "2", "--steps", "1", "--warmup", "1"]
+    path = tmp_path / "step.csv"
+    assert main(["bench", "step", *settings, *shape, "--csv", str(path)]) == 0
+    (row,) = csv.DictReader(path.open())
+    assert (row["optimizer"], row["zero"], row["problem"]) == ("coat_low_bits", "0", "")
+    assert main(["bench", "step", *settings, "--cap-gib", "77"]) == 2  # there is no GPU
+
+
+def test_the_allocators_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    gpu = torch.device("cuda", 0)
+    properties = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, _: limits.append(share)
+    )
+    recipe.limit_memory(gpu, 77)
+    assert limits == [77 / 80]
+    for gib in (0, 81):
+        with pytest.raises(ValueError, match=rf"--cap-gib {gib}: the GPU has 80.0 GiB"):
+            recipe.limit_memory(gpu, gib)
+    with pytest.raises(ValueError, match="there is no GPU"):
+        recipe.limit_memory(CPU, 77)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5_000_000_000, 85_000_000_000))
+    assert recipe.note_used_memory(gpu) == "; 80.00 of 85.00 GB in use on the GPU"
+
+
 def test_nothing_is_left_of_a_case(world: World) -> None:
     def held() -> int:
         gc.collect()
@@ -276,6 +310,10 @@ def test_names_that_a_peer_replaced_are_put_back(monkeypatch: pytest.MonkeyPatch
         ({"batches": [2, 1]}, 1, "ascending"),
         ({"accumulation": 0}, 1, "1 or more"),
         ({"precisions": []}, 1, "nothing to measure"),
+        ({**LOW_BITS, "precisions": ["bf16", "coat"]}, 1, "low_bits is for --optimizer own"),
+        ({**LOW_BITS, "zero_stages": [0, 1]}, 1, "low_bits is for --optimizer own"),
+        ({**LOW_BITS, "optimizers": ["none"]}, 1, "low_bits is for --optimizer own"),
+        ({**LOW_BITS, "baselines": ["eager"]}, 1, "low_bits is for --optimizer own"),
     ],
 )
 def test_settings_that_are_refused(settings: Any, ranks: int, message: str) -> None:
@@ -318,9 +356,26 @@ def test_the_command_writes_rows_and_a_table(
     assert "no rows of tiny have a speed and a peak" in capsys.readouterr().err
 
 
-def test_training_takes_the_flash_kernel(world: World) -> None:
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    rows = measured(world, optimizers=["none", "own"])
+def test_training_has_the_attention_of_recipes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, cudnn = F.scaled_dot_product_attention, torch.backends.cuda.cudnn_sdp_enabled()
+    modes = []
+
+    def note(allowed: Literal["auto"] | bool) -> None:
+        modes.append(allowed)
+        set_cudnn_attention(allowed)
+
+    monkeypatch.setattr(engine, "set_cudnn_attention", note)
+    set_cudnn_attention(False)
+    plain = F.scaled_dot_product_attention
+    try:
+        rows = measured(world, optimizers=["none", "own"])
+        assert F.scaled_dot_product_attention is plain
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        F.scaled_dot_product_attention = original
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
     notes = [row.note.split(", accumulation")[0] for row in rows]
-    assert notes == ["attention default", "attention flash"]
-    assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
+    assert notes == ["attention default", "attention auto"]
+    assert modes == ["auto"]

@@ -1,6 +1,9 @@
 """``coat-vlm data download`` of a benchmark, with a stand-in for the Hub."""
 
+import hashlib
+import io
 import zipfile
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from coat_cli.main import main
+from coat_datasets import download
 from coat_datasets.download import BENCHMARKS
 from coat_eval.tasks import get_benchmark
 
@@ -66,3 +70,46 @@ def test_every_benchmark_has_a_source_in_a_layout_that_is_read():
         usual = next(iter(get_benchmark(name).layouts.values()))
         ends = {pattern.rpartition("/")[2] for layout in usual for pattern in layout}
         assert {file.rpartition("/")[2] for file in repository.files if "parquet" in file} <= ends
+
+
+def test_a_table_with_its_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked, md5 = [], hashlib.md5(b"index\tanswer\n").hexdigest()
+
+    def serve(url: str, *_: Any) -> io.BytesIO:
+        asked.append(url)
+        return io.BytesIO(b"index\tanswer\n")
+
+    monkeypatch.setattr(download, "request", serve)
+    words = ["data", "download", "mmstar", "--out", str(tmp_path)]
+    assert main(words) == 2
+    assert f"has the MD5 {md5}, not e1ecd21408" in capsys.readouterr().err
+    assert not (tmp_path / "mmstar" / "MMStar.tsv").exists()
+    known = replace(BENCHMARKS["mmstar"], md5=md5)
+    monkeypatch.setattr(download, "BENCHMARKS", {"mmstar": known})
+    for _ in range(2):  # the second time, the file is there
+        assert main(words) == 0
+    assert (tmp_path / "mmstar" / "MMStar.tsv").read_bytes() == b"index\tanswer\n"
+    assert asked == [known.repo] * 2
+    assert "coat-vlm eval --tasks mmstar" in capsys.readouterr().out
+
+
+def test_a_table_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def offline(*_: Any) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(download, "request", offline)
+    assert main(["data", "download", "ccbench", "--out", str(tmp_path)]) == 2
+    assert f"curl -LO {BENCHMARKS['ccbench'].repo}" in capsys.readouterr().err
+
+
+def test_every_table_is_read_by_its_benchmark():
+    tables = {name: one for name, one in BENCHMARKS.items() if one.md5}
+    for name, repository in tables.items():
+        first = next(iter(get_benchmark(name).layouts.values()))
+        assert (repository.files[0],) in first
+        assert repository.repo.endswith(f"/{repository.files[0]}")
+        assert len(repository.md5) == 32

@@ -19,7 +19,7 @@ from deepspeed.ops import __compatible_ops__
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-from coat_kernels import decode_moment
+from coat_kernels import decode_moment, join_master
 from coat_vlm.checkpoint.load import load_checkpoint
 from coat_vlm.checkpoint.metadata import Progress
 from coat_vlm.checkpoint.save import save_checkpoint
@@ -57,7 +57,7 @@ class Toy(nn.Module):
 
 def build(run: dict[str, Any]) -> Any:
     model = Toy()
-    if run["bf16"]:
+    if run["bf16"] or run["low_bits"]:
         model = model.bfloat16()
     groups = [
         {"params": [model.up.weight, model.down.weight], "lr": 1e-2, "weight_decay": 0.1},
@@ -65,7 +65,8 @@ def build(run: dict[str, Any]) -> Any:
         {"params": [model.up.bias, model.norm.weight, model.norm.bias, model.down.bias]},
     ]
     kind = CoatAdamW if run["optimizer"] == "coat" else torch.optim.AdamW
-    optimizer = kind(groups, lr=1e-3, weight_decay=0.0)
+    how: Any = {"master": "bf16_low_bits"} if run["low_bits"] else {}
+    optimizer = kind(groups, lr=1e-3, weight_decay=0.0, **how)
     zero: dict[str, Any] = {"stage": run["zero"]}
     if run["zero"] == 3:
         zero["sub_group_size"] = 900  # several sub-groups per parameter group
@@ -143,7 +144,9 @@ def whole(engine: Any, keys: list[str]) -> Iterator[tuple[str, str, Any]]:
         place = {id(w): master for w, master in zip(weights, masters, strict=True)}
         for name, parameter in trained.items():
             master = place[id(parameter)]
-            yield "master", name, master.detach().float()
+            low_bits = state[master].get("master_remainder")
+            joined = master.float() if low_bits is None else join_master(master, low_bits)
+            yield "master", name, joined.detach()
             for key in keys:
                 yield key, name, state[master][key]
         return
@@ -166,6 +169,8 @@ def dump(engine: Any) -> dict[str, Any]:
     for master in kept:  # what DeepSpeed shall put together
         zeros = torch.zeros_like(master, dtype=torch.float32)
         optimizer.state[master] = {key: spread[master].get(key, zeros) for key in keys}
+        if "master_remainder" in kept[master]:
+            optimizer.state[master]["master_remainder"] = kept[master]["master_remainder"]
     result: dict[str, Any] = {key: {} for key in ("master", *keys)}
     for key, name, value in whole(engine, keys):
         result[key][name] = value.detach().clone()

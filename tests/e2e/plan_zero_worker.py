@@ -1,6 +1,7 @@
 """Trains a tiny model through DeepSpeed and prints its peaks beside the plan's, as JSON.
 
-Started by ``test_plan_zero.py``, once per process: ``DTYPE ACCUMULATION BUCKET``.
+Started by ``test_plan_zero.py``, once per process: ``DTYPE ACCUMULATION BUCKET``, where
+DTYPE is ``bf16``, ``fp32`` or ``low_bits``.
 """
 
 import gc
@@ -52,7 +53,12 @@ CONFIG = CoatVlmConfig(
 
 
 def measured(
-    zero_stage: ZeroStage, dtype: torch.dtype, accumulation: int, bucket: int, world: World
+    zero_stage: ZeroStage,
+    low_bits: bool,
+    dtype: torch.dtype,
+    accumulation: int,
+    bucket: int,
+    world: World,
 ) -> dict[str, float]:
     """Peaks in bytes: of a step's passes, of its optimizer, and what the plan says."""
     train = ModuleTraining(train=True, lr=1e-3)
@@ -67,13 +73,14 @@ def measured(
         name="plan", output_dir="unused", model=model_config, stages={"sft": stage},
         zero_stage=zero_stage,
     )  # fmt: skip
-    arithmetic = Arithmetic(dtype, Fp8Config().resolved("coat"))  # CoatAdamW; nothing is converted
+    # CoatAdamW; nothing is converted
+    arithmetic = Arithmetic(dtype, Fp8Config().resolved("coat"), low_bits=low_bits)
     frame = create_meta_model(CONFIG, dtype)
     train_prepare.set_trainable(frame, stage)
     train_prepare.set_train_mode(frame, stage)
     planned = estimate_rank_memory(
         zero_stage,
-        count_sizes(frame, stage, measure_state_bytes(CoatAdamW)),
+        count_sizes(frame, stage, measure_state_bytes(CoatAdamW), low_bits=low_bits),
         world.size,
         trace(frame, 1, TOKENS, IMAGES),
         accumulates=accumulation > 1,
@@ -113,7 +120,8 @@ def measured(
 
 def main() -> None:
     """Measure all ZeRO stages; rank 0 prints."""
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[sys.argv[1]]
+    low_bits = sys.argv[1] == "low_bits"
+    dtype = torch.float32 if sys.argv[1] == "fp32" else torch.bfloat16
     accumulation, bucket = int(sys.argv[2]), int(sys.argv[3])
     plain = train_engine.build_deepspeed_config
 
@@ -125,9 +133,9 @@ def main() -> None:
     train_engine.build_deepspeed_config = with_bucket
     loss_room._kernel_fits = lambda *_: True  # pyright: ignore[reportPrivateUsage] - as on a GPU
     with join_world() as world:
-        for zero_stage in ZERO_STAGES:
+        for zero_stage in (0,) if low_bits else ZERO_STAGES:
             torch.manual_seed(0)
-            row = measured(zero_stage, dtype, accumulation, bucket, world)
+            row = measured(zero_stage, low_bits, dtype, accumulation, bucket, world)
             gc.collect()
             if world.is_main:
                 print("PLAN", json.dumps(row), flush=True)  # noqa: T201 - read by the test

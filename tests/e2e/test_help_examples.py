@@ -44,6 +44,7 @@ NOT_RUN = {
         "coat-vlm bench step --size 8b --baselines ...",
         "coat-vlm bench step --size 8b --precisions coat_lean --optimizer ...",
         "coat-vlm bench step --size 8b --precisions coat_lean --batch 4 --profile",
+        "coat-vlm bench step --size 8b --precisions coat coat_lean ...",
         "coat-vlm bench recipe vila_pretrain ...",
     ],
     "takes minutes or more without a GPU": [
@@ -52,8 +53,8 @@ NOT_RUN = {
         "coat-vlm bench decoder --text wiki.txt --size 100m ...",
         "coat-vlm bench decoder --text wiki.txt --precisions ...",
         "coat-vlm bench decoder --text wiki.txt --lr ...",
-        "coat-vlm bench rounding --text wiki.txt --variants xw dvga ...",
-        "coat-vlm bench rounding --text wiki.txt --variants xw@gate+up+down ...",
+        "coat-vlm lab fork --text wiki.txt --variants xw dvga ...",
+        "coat-vlm lab fork --text wiki.txt --variants xw@gate+up+down ...",
         "coat-vlm bench adamw --states wiki.txt --csv adamw_error.csv",
     ],
 }

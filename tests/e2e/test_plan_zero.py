@@ -15,8 +15,13 @@ TRAINED = 1_576_192
 
 @pytest.mark.parametrize(
     ("ranks", "dtype", "accumulation", "bucket"),
-    [(1, "bf16", 1, TRAINED), (1, "bf16", 2, 200_000), (2, "bf16", 2, TRAINED)],
-    ids=["one-rank", "accumulated-through-small-buckets", "two-ranks-accumulated"],
+    [
+        (1, "bf16", 1, TRAINED),
+        (1, "bf16", 2, 200_000),
+        (2, "bf16", 2, TRAINED),
+        (1, "low_bits", 2, TRAINED),
+    ],
+    ids=["one-rank", "accumulated-through-small-buckets", "two-ranks-accumulated", "low-bits"],
 )
 def test_the_peaks_are_those_of_deepspeed(
     ranks: int, dtype: str, accumulation: int, bucket: int
@@ -33,7 +38,7 @@ def test_the_peaks_are_those_of_deepspeed(
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("PLAN ")]
-    assert len(lines) == 4, done.stderr[-3000:]
+    assert len(lines) == (1 if dtype == "low_bits" else 4), done.stderr[-3000:]
     for line in lines:
         row = json.loads(line.removeprefix("PLAN "))
         # Partitions hold whole tensors; a flush needs a little more than what it moves.

@@ -17,6 +17,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "c": {"ranks": 4, "zero": 1, "steps": 1, "resume": "b"},
     "d": {"ranks": 1, "zero": 0, "steps": 2, "resume": "c"},
     "e": {"ranks": 2, "zero": 2, "steps": 1, "resume": "d"},
+    "low": {"ranks": 2, "zero": 0, "steps": 1, "low_bits": True, "resume": "d"},
+    "low again": {"ranks": 2, "zero": 0, "steps": 1, "low_bits": True, "resume": "low"},
+    "high": {"ranks": 2, "zero": 2, "steps": 1, "resume": "low again"},
+    "low of parts": {"ranks": 1, "zero": 0, "steps": 1, "low_bits": True, "resume": "high"},
     "f": {"ranks": 2, "zero": 1, "steps": 2, "optimizer": "adamw", "bf16": True},
     "g": {"ranks": 1, "zero": 3, "steps": 1, "optimizer": "adamw", "bf16": True, "resume": "f"},
     "h": {"ranks": 2, "zero": 0, "steps": 1, "optimizer": "adamw", "bf16": True, "resume": "g"},
@@ -38,7 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         source = run.get("resume")
         steps[name] = run["steps"] + (steps[source] if source else 0)
         resume = f"{source}/step-{steps[source]:08d}" if source else None
-        defaults = {"name": name, "optimizer": "coat", "bf16": False}
+        defaults = {"name": name, "optimizer": "coat", "bf16": False, "low_bits": False}
         listed.append({**defaults, **run, "resume": resume})
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("many_ranks.py")), str(folder)],
@@ -68,6 +72,36 @@ def test_weights_settings_and_step_counts_are_exact(
 def path_to(name: str) -> list[str]:
     source = RUNS[name].get("resume")
     return [*(path_to(source) if source else []), name]
+
+
+LOW_BITS = [("d", "low"), ("low", "low again"), ("low again", "high"), ("high", "low of parts")]
+
+
+@pytest.mark.parametrize(("before", "after"), LOW_BITS)
+def test_low_bits_and_fp32_master_weights_become_each_other(
+    runs: dict[str, Any], before: str, after: str
+) -> None:
+    """Copied whole, and put together of parts."""
+    saved, loaded = runs[before]["end"], runs[after]["loaded"]
+    in_bf16 = after != "high"
+    for name, master in saved["master"].items():
+        assert torch.equal(loaded["master"][name], master), name
+        weight = loaded["weight"][name]
+        assert weight.dtype == (torch.bfloat16 if in_bf16 else torch.float32)
+        # To nearest, ties away from zero: half the spacing is 2^-8 of the value at most.
+        assert ((weight.float() - master).abs() <= 2**-8 * master.abs()).all(), name
+        assert torch.equal(weight.float(), master) == (not in_bf16 or name == "unused"), name
+    assert loaded["steps"] == saved["steps"]
+
+
+def test_low_bits_get_every_bit_and_train_on(runs: dict[str, Any]) -> None:
+    saved, loaded = runs["low"]["end"], runs["low again"]["loaded"]
+    for key in ("weight", *(key for key in saved if key.startswith("exp_avg"))):
+        for name, value in saved[key].items():
+            assert torch.equal(value, loaded[key][name]), (key, name)
+    whole = runs["whole"]["losses"]
+    chain = [loss for name in path_to("low again") for loss in runs[name]["losses"]]
+    assert chain[: len(whole)] == pytest.approx(whole, rel=2e-2)
 
 
 @pytest.mark.parametrize(("before", "after"), COAT)

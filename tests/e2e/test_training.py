@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 import started
+import torch
 import yaml
+from safetensors.torch import load_file
 
+from coat_cli.main import main
 from coat_vlm.checkpoint.load import find_latest_checkpoint
 from coat_vlm.config import MODULES
 from coat_vlm.generate import load
@@ -323,11 +326,15 @@ def test_a_signal_saves_and_resume_continues_bit_exactly(
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "sharding",
+    [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"master_weights": "low_bits"}],
+    ids=str,
+)
 def test_two_coat_ranks_resume_bit_exactly(
-    tiny_data: Path, tmp_path: Path, zero_stage: int
+    tiny_data: Path, tmp_path: Path, sharding: dict[str, Any]
 ) -> None:
-    recipe = tiny_recipe(tiny_data, tmp_path / "run", zero_stage=zero_stage, precision="coat")
+    recipe = tiny_recipe(tiny_data, tmp_path / "run", precision="coat", **sharding)
     recipe["stages"]["sft"].update(max_steps=8, save_every_steps=4)
     done = train(recipe, tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -343,6 +350,40 @@ def test_two_coat_ranks_resume_bit_exactly(
     assert losses(tmp_path / "run") == whole
     assert weights
     assert {path.name: path.read_bytes() for path in model.glob("*.safetensors")} == weights
+    if "master_weights" in sharding:
+        last = tmp_path / "run/sft/checkpoints/step-00000008"
+        assert main(["export", str(last), "--to", str(tmp_path / "exported")]) == 0
+        exported, trained = (
+            load_file(folder / "model.safetensors") for folder in (tmp_path / "exported", model)
+        )
+        assert {weight.dtype for weight in trained.values()} == {torch.bfloat16}
+        assert all(torch.equal(exported[name], weight) for name, weight in trained.items())
+
+
+def test_memory_chooses_settings_that_a_resume_keeps(tiny_data: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(tiny_data, tmp_path / "run", precision="coat", memory={"gpu_gb": 1e-4})
+    stage = recipe["stages"]["sft"]
+    del stage["micro_batch_size"]
+    stage.update(max_steps=2, gradient_checkpointing=False)
+    done = train(recipe, tmp_path)
+    assert done.returncode == 2
+    assert "nothing fits on 1 GPU(s) of this size; the smallest that does has 1 GB" in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    recipe["memory"]["gpu_gb"] = 1
+    done = train(recipe, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    words = "memory: 1 GB: master_weights=fp32, stages.sft.micro_batch_size=8; the planned peak is"
+    assert words in done.stdout
+    saved = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    assert saved["memory"] == {"gpu_gb": 1.0, "choose": []}
+    assert (saved["master_weights"], saved["stages"]["sft"]["micro_batch_size"]) == ("fp32", 8)
+    recipe["memory"]["gpu_gb"] = 1e-4
+    stage["max_steps"] = 3
+    (tmp_path / "run" / "sft" / "model" / "manifest.json").unlink()
+    done = train(recipe, tmp_path, "--resume", "auto")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"memory: the settings of {tmp_path / 'run' / 'recipe.yaml'}" in done.stdout
+    assert len(losses(tmp_path / "run")) == 3
 
 
 def test_stages_chain_and_frozen_modules_stay(tiny_data: Path, tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ def _quantize_gradient(i: _Inputs) -> Examples:
 
 def _quantize_group(i: _Inputs) -> Examples:
     sizes = [size for size in GROUP_SIZES if i.columns % size == 0]
-    return {f"{fmt}-{size}": (i.matrix(), size, fmt) for fmt in FORMATS for size in sizes}
+    formats = [*FORMATS, "int8"]
+    return {f"{fmt}-{size}": (i.matrix(), size, fmt) for fmt in formats for size in sizes}
 
 
 def _dequantize_group(i: _Inputs) -> Examples:

@@ -10,7 +10,7 @@ from op_examples import examples
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coat_bench.check import FP8, assert_matches, assert_same_bits, map_tensors, run_op
+from coat_bench.check import QUANTIZED, assert_matches, assert_same_bits, map_tensors, run_op
 from coat_kernels import OPS, Op, norm_fwd, quantize_tensor, use_reference
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
@@ -80,7 +80,7 @@ def test_opcheck(op: str):
     for args in examples(op, rows=3, columns=32, dtype=torch.bfloat16).values():
         # test_schema compares arguments with allclose, which FP8 tensors do not have; the test
         # after this one compares their bits.
-        fp8 = any(tensor.dtype in FP8 for tensor in tensors_in(args))
+        fp8 = any(tensor.dtype in QUANTIZED for tensor in tensors_in(args))
         checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
         torch.library.opcheck(
             dispatch, args, test_utils=checks if fp8 else ["test_schema", *checks]

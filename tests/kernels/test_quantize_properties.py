@@ -13,6 +13,7 @@ from coat_kernels import (
     E4M3,
     E5M2,
     GROUP_SIZES,
+    INT8,
     OPS,
     Format,
     dequantize_group,
@@ -37,6 +38,7 @@ settings = hypothesis.settings(
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
 formats = st.sampled_from([E4M3, E5M2])
+group_formats = st.sampled_from([E4M3, E5M2, INT8])
 group_sizes = st.sampled_from(GROUP_SIZES)
 
 
@@ -64,6 +66,8 @@ def run_reference(op: str, args: Sequence[Any]) -> list[Tensor]:
 
 def half_step(q: Tensor, fmt: Format) -> Tensor:
     """Half of the distance from a code's value to the next larger one, in units of the scale."""
+    if fmt == INT8:
+        return torch.full(q.shape, 0.5, dtype=torch.float64)
     mantissa_bits = 3 if fmt == E4M3 else 2
     exponent = torch.frexp(q.double()).exponent - 1
     smallest_normal = int(np.log2(fmt.min_subnormal)) + mantissa_bits
@@ -71,7 +75,7 @@ def half_step(q: Tensor, fmt: Format) -> Tensor:
 
 
 @settings
-@given(finite, group_sizes, formats)
+@given(finite, group_sizes, group_formats)
 def test_group_error_is_at_most_half_a_step(x: Tensor, size: int, fmt: Format):
     quantized = quantize_group(x, size, fmt)
     scale = torch.exp2(quantized.exponents.double() - 127).repeat_interleave(size, -1)
@@ -104,7 +108,7 @@ def test_a_row_is_quantized_as_a_tensor_of_its_own(x: Tensor, fmt: Format):
 
 
 @settings
-@given(any_value, any_value, group_sizes, formats, st.integers(0, 7))
+@given(any_value, any_value, group_sizes, group_formats, st.integers(0, 7))
 def test_a_group_depends_on_nothing_outside(
     x: Tensor, other: Tensor, size: int, fmt: Format, which: int
 ):
@@ -154,14 +158,14 @@ def test_rows_of_zeros_appended_change_no_other_row(x: Tensor, fmt: Format, extr
 
 
 @settings
-@given(any_value, group_sizes, formats)
+@given(any_value, group_sizes, group_formats)
 def test_quantizing_twice_changes_nothing(x: Tensor, size: int, fmt: Format):
     once = dequantize_group(quantize_group(x, size, fmt))
     assert_same_bits("values", dequantize_group(quantize_group(once, size, fmt)), once)
 
 
 @settings
-@given(any_value, group_sizes, formats)
+@given(any_value, group_sizes, group_formats)
 def test_groups_are_zero_finite_or_nan_as_a_whole(x: Tensor, size: int, fmt: Format):
     groups = x.view(len(x), -1, size)
     decoded = dequantize_group(quantize_group(x, size, fmt)).view_as(groups)
@@ -172,7 +176,7 @@ def test_groups_are_zero_finite_or_nan_as_a_whole(x: Tensor, size: int, fmt: For
 
 
 @settings
-@given(decodable, group_sizes, formats)
+@given(decodable, group_sizes, group_formats)
 def test_order_and_sign_are_kept(x: Tensor, size: int, fmt: Format):
     groups = x.view(len(x), -1, size)
     decoded = dequantize_group(quantize_group(x, size, fmt)).view_as(groups)
@@ -183,7 +187,7 @@ def test_order_and_sign_are_kept(x: Tensor, size: int, fmt: Format):
 
 
 @settings
-@given(any_value, group_sizes, formats)
+@given(any_value, group_sizes, group_formats)
 def test_kernels_agree_with_the_references_bit_for_bit(run: Run, x: Tensor, size: int, fmt: Format):
     scale = OPS["tensor_scale"].reference([x], fmt.name)
     for op, args in (

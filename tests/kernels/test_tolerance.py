@@ -9,8 +9,8 @@ from op_examples import examples
 from torch import Tensor
 
 from coat_bench.check import (
-    FP8,
     OFF_BY_ONE,
+    QUANTIZED,
     TOLERANCE,
     assert_matches,
     run_op,
@@ -24,7 +24,7 @@ def noisy(x: Tensor, error: float) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     if x.dim() == 0:
         return x * (1 + error)
-    if x.dtype not in FP8:
+    if x.dtype not in QUANTIZED:
         noise = torch.randn(x.shape, generator=generator) * x.double().square().mean().sqrt()
         return (x.double() + error * noise).to(x.dtype)
     wrong = x.view(torch.uint8).flatten()
@@ -41,7 +41,7 @@ def test_more_codes_off_by_one_than_allowed_are_refused(op: str):
     for args in examples(op).values():
         expected = run_op(op, OPS[op].reference, args)
         for i, result in enumerate(expected):
-            if result.dtype not in FP8 or not result.numel():
+            if result.dtype not in QUANTIZED or not result.numel():
                 continue
             codes = result.view(torch.uint8).flatten()
             some = torch.arange(codes.numel()) < 2 * OFF_BY_ONE[op] * codes.numel()
@@ -60,7 +60,7 @@ def test_more_codes_off_by_one_than_allowed_are_refused(op: str):
 
 @pytest.mark.parametrize(("op", "dtype"), TOLERANCE, ids=str)
 def test_noise_of_three_times_the_tolerance_is_refused(op: str, dtype: torch.dtype):
-    precision = torch.float32 if dtype in FP8 else dtype
+    precision = torch.float32 if dtype in QUANTIZED else dtype
     seen = 0
     for args in examples(op, dtype=precision).values():
         expected = run_op(op, OPS[op].reference, args)

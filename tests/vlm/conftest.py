@@ -1,8 +1,9 @@
 """Tiny models and a tokenizer: large enough to be wrong, small enough to be fast."""
 
 import io
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,8 +17,16 @@ from coat_data.load.encode import Encoder
 from coat_data.media.image import ImageTransform
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_data.text.chat import get_template
-from coat_vlm.config import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
-from coat_vlm.model import build_model
+from coat_vlm.config import (
+    LanguageConfig,
+    ModelConfig,
+    ProjectorConfig,
+    TokenizerConfig,
+    VisionConfig,
+)
+from coat_vlm.generate import set_stop_tokens
+from coat_vlm.model import CoatVlmConfig, build_model
+from coat_vlm.model.processor import build_processor, prepare_tokenizer, train_tokenizer
 
 _TOWER = {
     "hidden_size": 24,
@@ -40,6 +49,24 @@ _OPEN_CLIP = {
     "clip": {"image_size": 28, "patch_size": 7, "width": 24, "layers": 3, "head_width": 12},
     # timm's smallest SigLIP-like ViT: no class token, attention pooling.
     "timm": {"image_size": 32, "timm_model_name": "vit_tiny_patch16_224", "timm_pool": "avg"},
+}
+_WORDS = ["What colour is the ball on the left?", "red green blue", "Is there a dog? yes no"]
+_SMALL_TOWER = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_SMALL_LANGUAGE = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
 }
 
 
@@ -93,6 +120,31 @@ def tiny(tiny_tokenizer):
     return SimpleNamespace(
         vision=_vision, language=_language, recipe=_recipe, model=model, open_clip=_OPEN_CLIP
     )
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BF16 checkpoint of random weights with ChatML, in the layout of a run."""
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vision=VisionConfig(config=_SMALL_TOWER),
+        language=LanguageConfig(config=_SMALL_LANGUAGE),
+        tokenizer=TokenizerConfig(train_vocab_size=300),
+        max_length=128,
+    )
+    tokenizer = prepare_tokenizer(train_tokenizer(_WORDS, 300))
+    model = build_model(config, tokenizer)
+    with torch.no_grad():  # larger weights than at the start of training: answers that differ
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=2.0 * parameter[0].numel() ** -0.5)
+    folder = tmp_path_factory.mktemp("run") / "sft" / "model"
+    processor = build_processor(config, tokenizer, cast(CoatVlmConfig, model.config))
+    processor.adopt_template(None)  # this and the next line: as a stage does
+    set_stop_tokens(model, processor)
+    model.bfloat16().save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
 
 
 def _picture(number: int) -> Media:

@@ -78,7 +78,7 @@ def test_deprecated_names_of_codec_and_master_are_read() -> None:
             "=stochastic, as this stage",
         ),
         ("CoatAdamW dre_e4m3 fp32", "CoatAdamW released fp32", None),
-        ("CoatAdamW dre_e4m3 fp32", "CoatAdamW dre_e4m3 bf16_low_bits", None),
+        ("CoatAdamW dre_e4m3 fp32", "CoatAdamW dre_e4m3 bf16_stochastic", None),
         ("AdamW", "CoatAdamW dre_e4m3_stochastic fp32", None),
     ],
 )

@@ -193,6 +193,19 @@ def test_another_template_than_the_tokenizers_is_noted(recipe_path: Path) -> Non
     assert "model.template=tokenizer keeps its own" in note
 
 
+def test_cudnn_attention_that_may_give_nan_is_noted(recipe_path: Path) -> None:
+    """The tower has 8 x 8 tokens; a frozen tower has no gradients."""
+    tower = ["model.vision.config.image_size=56", "model.max_length=512"]
+    train = ["stages.sft.vision.train=true", "stages.sft.vision.lr=1e-5"]
+    allowed = "cudnn_attention=true"
+    (note,) = check_recipe(load(recipe_path, *tower, *train, allowed)).notes
+    assert note.startswith("cudnn_attention=true may give NaN gradients on Hopper GPUs in sft: ")
+    assert "has 64 tokens (64 modulo 128); cudnn_attention=auto uses another kernel" in note
+    assert not check_recipe(load(recipe_path, *tower, allowed)).notes
+    assert not check_recipe(load(recipe_path, *tower, *train)).notes
+    assert not check_recipe(load(recipe_path, *train, allowed)).notes
+
+
 def test_bad_rows_that_the_stage_allows_are_a_note(recipe_path: Path) -> None:
     (recipe_path.with_name("images") / "0.png").unlink()
     words = "1 of 16 inspected rows are bad"

@@ -128,7 +128,7 @@ def test_stock_transformers_answers_as_we_do(
     assert config["text_config"]["rope_theta"] == 500.0  # transformers 4 reads this one
     loaded: Any = load(parent / f"ours{number}", dtype=torch.float32)
     model, processor = loaded
-    inputs = processor(images=parent / f"llava{number}.png", text=QUESTION)
+    inputs = processor(images=parent / f"llava{number}.png", question=QUESTION)
     assert torch.equal(inputs["input_ids"], theirs["input_ids"])
     assert (inputs["input_ids"] == config["image_token_index"]).sum() == tokens
     torch.testing.assert_close(theirs["pixel_values"], inputs["pixel_values"], rtol=0, atol=1e-6)

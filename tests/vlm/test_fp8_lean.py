@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
-from coat_kernels import GROUP_SIZES, dequantize_group, quantize_group
+from coat_kernels import GROUP_SIZES, INT8, dequantize_group, quantize_group
 from coat_vlm.config import BlockPrecision, Fp8Config
 from coat_vlm.fp8 import blocks, convert, gemm, linear, norm_mlp, sdpa
 from coat_vlm.fp8 import heads as heads_module
@@ -28,7 +28,7 @@ def heads(count: int, seed: int, length: int = T) -> Tensor:
 def representable(x: Tensor) -> Tensor:
     """Values that the FP8 copies hold exactly."""
     matrix = x.transpose(1, 2).reshape(B * x.shape[2], -1)
-    values = dequantize_group(quantize_group(matrix, 128))
+    values = dequantize_group(quantize_group(matrix, 128, INT8))
     return values.view(B, x.shape[2], -1, D).transpose(1, 2)
 
 
@@ -104,7 +104,7 @@ def test_its_copies_go_with_the_first_backward_pass() -> None:
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         y = fp8_saved_attention(q, k, v, layer, exact_causal, sdpa.choose(q, k, v, True, None))
-    codes = [x for x in saved if x.dtype == torch.float8_e4m3fn]
+    codes = [x for x in saved if x.dtype in (torch.float8_e4m3fn, torch.int8)]
     assert sum(x.untyped_storage().nbytes() for x in codes) == 4 * B * T * 4 * D
     y.sum().backward(retain_graph=True)
     assert not sum(x.untyped_storage().nbytes() for x in codes)

@@ -10,59 +10,9 @@ from PIL import Image
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_vlm.config import LanguageConfig, ModelConfig, TokenizerConfig, VisionConfig
 from coat_vlm.generate import PromptEncoder, generate, generate_batch, load
-from coat_vlm.model.build import build_model
-from coat_vlm.model.configuration import CoatVlmConfig
-from coat_vlm.model.processor import (
-    CoatVlmProcessor,
-    build_processor,
-    prepare_tokenizer,
-    train_tokenizer,
-)
+from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.model.vlm import CoatVlm
-
-WORDS = ["What colour is the ball on the left?", "red green blue", "Is there a dog? yes no"]
-VISION = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-}
-LANGUAGE = {
-    "model_type": "qwen2",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BF16 checkpoint of random weights."""
-    torch.manual_seed(0)
-    config = ModelConfig(
-        vision=VisionConfig(config=VISION),
-        language=LanguageConfig(config=LANGUAGE),
-        tokenizer=TokenizerConfig(train_vocab_size=300),
-        max_length=128,
-    )
-    tokenizer = prepare_tokenizer(train_tokenizer(WORDS, 300))
-    model = build_model(config, tokenizer)
-    with torch.no_grad():  # larger weights than at the start of training: answers that differ
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=2.0 * parameter[0].numel() ** -0.5)
-    folder = tmp_path_factory.mktemp("run") / "sft" / "model"
-    model.bfloat16().save_pretrained(folder)
-    assert isinstance(model.config, CoatVlmConfig)
-    build_processor(config, tokenizer, model.config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -201,7 +201,7 @@ def test_pretrained_tower_brings_its_own_settings(tokenizer, tmp_path: Path):
     built = build_processor(recipe(vision), tokenizer, composed(SiglipVisionConfig(**SETTINGS)))
     image = picture()
     expected = reference(image, return_tensors="pt").pixel_values
-    assert torch.equal(built(images=image, text="What?")["pixel_values"], expected)
+    assert torch.equal(built(images=image, question="What?")["pixel_values"], expected)
 
 
 def test_tower_without_preprocessor_config_warns(
@@ -255,10 +255,10 @@ def test_question_equals_the_training_prompt(processor: CoatVlmProcessor, tmp_pa
         }
     ]
     for inputs in (
-        processor(images=path, text="What is in the image?"),
-        processor(images=[pil], text="<image>\nWhat is in the image?"),
-        processor(images=path.read_bytes(), text=["What is in the image?"][0]),
-        processor(images=[[str(path)]], text=["What is in the image?"]),
+        processor(images=path, question="What is in the image?"),
+        processor(images=[pil], question="<image>\nWhat is in the image?"),
+        processor(images=path.read_bytes(), question=["What is in the image?"][0]),
+        processor(images=[[str(path)]], question=["What is in the image?"]),
         processor(messages=messages),
         processor(messages=[messages]),
     ):
@@ -266,7 +266,7 @@ def test_question_equals_the_training_prompt(processor: CoatVlmProcessor, tmp_pa
         assert inputs["input_ids"].tolist() == [prompt.input_ids.tolist()]
         assert inputs["attention_mask"].all()
         assert torch.equal(inputs["pixel_values"], prompt.pixel_values)
-    assert processor(images=path, text="?").to(dtype=torch.bfloat16)["pixel_values"].dtype == (
+    assert processor(images=path, question="?").to(dtype=torch.bfloat16)["pixel_values"].dtype == (
         torch.bfloat16
     )
 
@@ -274,8 +274,8 @@ def test_question_equals_the_training_prompt(processor: CoatVlmProcessor, tmp_pa
 def test_rows_are_left_padded_and_images_in_order(processor: CoatVlmProcessor):
     images = [None, picture(seed=1), [picture(seed=2), picture(seed=3)]]
     texts = ["Hi", "What is it?", "First <image> and then <image>?"]
-    inputs = processor(images=images, text=texts)  # pyright: ignore[reportArgumentType]
-    alone = [processor(images=own, text=text) for own, text in zip(images, texts, strict=True)]  # pyright: ignore[reportArgumentType]
+    inputs = processor(images=images, question=texts)  # pyright: ignore[reportArgumentType]
+    alone = [processor(images=own, question=text) for own, text in zip(images, texts, strict=True)]  # pyright: ignore[reportArgumentType]
     for row, single in enumerate(alone):
         used = inputs["attention_mask"][row].bool()
         assert inputs["input_ids"][row][used].tolist() == single["input_ids"][0].tolist()
@@ -291,22 +291,22 @@ def test_pil_images_equal_their_files(processor: CoatVlmProcessor, tmp_path: Pat
     image = picture().convert("L").convert("I").point(lambda v: v) if mode == "I;16" else picture()
     image = image.convert(mode)
     image.save(tmp_path / "a.tiff")
-    from_file = processor(images=tmp_path / "a.tiff", text="?")["pixel_values"]
-    assert torch.equal(processor(images=image, text="?")["pixel_values"], from_file)
+    from_file = processor(images=tmp_path / "a.tiff", question="?")["pixel_values"]
+    assert torch.equal(processor(images=image, question="?")["pixel_values"], from_file)
 
 
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
         ({}, "either text or messages"),
-        ({"text": "a", "messages": []}, "either text or messages"),
-        ({"text": "<image> <image>", "images": [picture()]}, "2 <image> but 1 images"),
-        ({"text": ["a", "b"], "images": [picture()]}, "2 prompts but 1 entries"),
+        ({"question": "a", "messages": []}, "either text or messages"),
+        ({"question": "<image> <image>", "images": [picture()]}, "2 <image> but 1 images"),
+        ({"question": ["a", "b"], "images": [picture()]}, "2 prompts but 1 entries"),
         ({"messages": [{"role": "bot", "content": "a"}]}, "role 'bot'; allowed"),
         ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "allowed types"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "more image parts"),
         ({"messages": [{"role": "user", "content": "a"}], "images": [picture()]}, "1 more than"),
-        ({"text": "a", "images": "none.png"}, r"none\.png"),
+        ({"question": "a", "images": "none.png"}, r"none\.png"),
     ],
 )
 def test_wrong_calls_are_explained(processor: CoatVlmProcessor, call: dict, problem: str):

@@ -176,6 +176,22 @@ class Encoder:
         encoded = self._encode(sample, media, segments, None, before_answer=True)
         return replace(encoded, labels=torch.full_like(encoded.labels, IGNORE_INDEX))
 
+    def conversation(self, sample: Sample, *, add_generation_prompt: bool = False) -> EncodedSample:
+        """Encode all turns as they are, also without an answer.
+
+        Args:
+            sample: a conversation; if it ``continues``, nothing follows its last text.
+            add_generation_prompt: append the template's answer prefix.
+
+        Raises:
+            DataError: as for a call, except for the answer.
+        """
+        segments = self.segments(sample)
+        if add_generation_prompt:
+            segments = self.template.render(sample.turns, add_generation_prompt=True)
+        before_answer = add_generation_prompt
+        return self._encode(sample, sample.media, segments, None, before_answer=before_answer)
+
     def answered(self, sample: Sample, answers: Sequence[str]) -> list[EncodedSample]:
         """Encode the :meth:`prompt` followed by each of ``answers``.
 
@@ -229,18 +245,54 @@ class Encoder:
             raise error.within(sample.where) from error
         counts, self.media.counts = self.media.counts, Counter()
         input_ids = _as_tensor(ids)
-        grids = groups = positions = None
+        grids, groups = self._media_layout(plans)
+        positions = None
+        if self._image_token_id is not None:
+            positions = (input_ids == self._image_token_id).nonzero().squeeze(1)
+        return EncodedSample(
+            input_ids, _as_tensor(labels), pixel_values, grids, groups, positions, dict(counts)
+        )
+
+    def read_media(
+        self, media: Sequence[Media], image_token: str
+    ) -> tuple[list[str], dict[str, torch.Tensor]]:
+        """Read media for prompts that others have rendered as text.
+
+        Args:
+            media: in the order of the prompts.
+            image_token: the image token as text.
+
+        Returns:
+            The text of each medium's tokens; ``pixel_values``, and for models that have them
+            ``image_grids`` and ``frame_groups``, as in :class:`EncodedSample`.
+
+        Raises:
+            DataError: a medium cannot be read, or the model has no vision tower.
+        """
+        if media and not self.shows_media:
+            self._check_media(Sample(id="prompt", turns=(), source="prompt"), media, [])
+        opened = [self.media.open(medium) for medium in media]
+        plans = [plan for plan, _ in opened]
+        tile = image_token * len(self._image_ids)
+        texts = ["".join(f"{before}{tile}" for before in self._before_tiles(p)) for p in plans]
+        grids, groups = self._media_layout(plans)
+        found = {"pixel_values": self.media.write(opened, None)}
+        found |= {} if grids is None else {"image_grids": grids}
+        found |= {} if groups is None else {"frame_groups": groups}
+        return texts, found
+
+    def _media_layout(
+        self, plans: list[MediaPlan]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return ``image_grids`` and ``frame_groups`` of :class:`EncodedSample`."""
+        grids = groups = None
         if self.media.transform.mode == "dynamic_s2":
             shapes = [(tiles.rows, tiles.columns) for plan in plans for tiles in plan.tiles]
             grids = torch.tensor(shapes, dtype=torch.int64).reshape(-1, 2)
         if self.media.video.pool_frames > 1:
             sizes = [size for plan in plans for size in plan.group_sizes]
             groups = torch.tensor(sizes, dtype=torch.int64)
-        if self._image_token_id is not None:
-            positions = (input_ids == self._image_token_id).nonzero().squeeze(1)
-        return EncodedSample(
-            input_ids, _as_tensor(labels), pixel_values, grids, groups, positions, dict(counts)
-        )
+        return grids, groups
 
     def _tokens(
         self,
@@ -287,13 +339,18 @@ class Encoder:
 
     def _media_ids(self, plan: MediaPlan) -> list[int]:
         """Return the tokens of an image or video."""
+        ids: list[int] = []
+        for before in self._before_tiles(plan):
+            ids += self.tokenizer.text(before) if before else []
+            ids += self._image_ids
+        return ids
+
+    def _before_tiles(self, plan: MediaPlan) -> list[str]:
+        """Return the text before each tile of an image, or frame of a video, that has tokens."""
         if self.media.video.time_tokens and plan.times_s is not None:
-            times = [f"<{time:.1f} seconds>" for time in plan.group_times_s]
-            return [i for time in times for i in (*self.tokenizer.text(time), *self._image_ids)]
-        if not any(tiles.separated for tiles in plan.tiles):
-            return self._image_ids * plan.num_token_tiles
-        between = self.tokenizer.literal("\n") + self._image_ids
-        return self._image_ids + between * (plan.num_token_tiles - 1)
+            return [f"<{time:.1f} seconds>" for time in plan.group_times_s]
+        between = "\n" if any(tiles.separated for tiles in plan.tiles) else ""
+        return ["", *[between] * (plan.num_token_tiles - 1)]
 
     def _check_media(
         self, sample: Sample, media: Sequence[Media], segments: Sequence[Segment]

@@ -8,11 +8,13 @@ without one takes the next of the images that are passed beside the messages. Ke
 count as missing, as Arrow writes them.
 """
 
+import base64
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 from PIL import Image
 
 from coat_data.sample import Media, MediaKind, Part, Sample, Turn
@@ -24,15 +26,46 @@ _ROLES = ("system", "user", "assistant")
 _PLACEHOLDER = "<image>"
 
 
-def messages_to_sample(messages: Sequence[Message], images: Sequence[Picture] = ()) -> Sample:
-    """Convert a conversation.
+def messages_to_sample(
+    messages: Sequence[Message], images: Sequence[Picture] = (), *, continues: bool = False
+) -> Sample:
+    """Convert a conversation; ``continues``: nothing is to follow its last text.
 
     Raises:
         ValueError: a role or part is unknown, or the image parts do not match ``images``.
     """
+    turns, sources = parse_messages(messages)
     remaining = iter(images)
-    turns: list[Turn] = []
     media: list[Media] = []
+    for kind, given in sources:
+        source = next(remaining, None) if given is None and kind == "image" else given
+        if source is None:
+            raise ValueError(
+                f"the messages have more {kind} parts than media ({len(images)} images are "
+                f'given); put the path under the key "{kind}" of the part'
+            )
+        media.append(to_media(source, kind))
+    unused = len(list(remaining))
+    if unused:
+        raise ValueError(
+            f"{len(images)} images are given, {unused} more than the messages have places for; "
+            'add parts {"type": "image"} or give fewer images'
+        )
+    return Sample(
+        id="messages", turns=turns, media=tuple(media), source="messages", continues=continues
+    )
+
+
+def parse_messages(
+    messages: Sequence[Message],
+) -> tuple[tuple[Turn, ...], list[tuple[MediaKind, Any]]]:
+    """Return the turns of a conversation, and the kind and source (or None) of each medium.
+
+    Raises:
+        ValueError: a role or part is unknown.
+    """
+    turns: list[Turn] = []
+    sources: list[tuple[MediaKind, Any]] = []
     for message in messages:
         role = message.get("role")
         if role not in _ROLES:
@@ -40,27 +73,12 @@ def messages_to_sample(messages: Sequence[Message], images: Sequence[Picture] = 
         parts: list[Part] = []
         for part in _content(message):
             kind = part["type"]
-            if kind == "text":
-                parts.append(Part("text", part["text"]))
-            else:
-                parts.append(Part(kind))
-                source = part.get(kind, part.get("path"))
-                if source is None and kind == "image":
-                    source = next(remaining, None)
-                if source is None:
-                    raise ValueError(
-                        f"the messages have more {kind} parts than media ({len(images)} images are "
-                        f'given); put the path under the key "{kind}" of the part'
-                    )
-                media.append(to_media(source, kind))
+            parts.append(Part(kind, part["text"] if kind == "text" else ""))
+            if kind != "text":
+                found = (part[key] for key in (kind, "url", "path", "base64") if key in part)
+                sources.append((kind, next(found, None)))
         turns.append(Turn(role, tuple(parts)))
-    unused = len(list(remaining))
-    if unused:
-        raise ValueError(
-            f"{len(images)} images are given, {unused} more than the messages have places for; "
-            'add parts {"type": "image"} or give fewer images'
-        )
-    return Sample(id="messages", turns=tuple(turns), media=tuple(media), source="messages")
+    return tuple(turns), sources
 
 
 def question_to_sample(text: str, images: Sequence[Picture] = ()) -> Sample:
@@ -85,23 +103,66 @@ def question_to_sample(text: str, images: Sequence[Picture] = ()) -> Sample:
     return Sample(id="question", turns=(turn,), media=media, source="question")
 
 
-def to_media(picture: Picture, kind: MediaKind) -> Media:
-    """Convert a path, encoded bytes, or a PIL image (encoded losslessly) to a medium."""
+def to_media(picture: Picture | Any, kind: MediaKind) -> Media:
+    """Convert a medium of memory or its address.
+
+    Args:
+        picture: a path, address, ``data:`` address or encoded bytes; an image also as PIL image
+            or array of 8-bit values (H, W, 3) or (3, H, W); a video also as frames: a sequence of
+            such images or an array (T, H, W, 3) or (T, 3, H, W).
+        kind: image or video.
+
+    Raises:
+        ValueError: it is something else.
+    """
     if isinstance(picture, Media):
         return picture
+    if isinstance(picture, str) and picture.startswith("data:"):
+        picture = base64.b64decode(picture.partition(",")[2])
     if isinstance(picture, bytes):
         return Media(kind=kind, path=f"<{kind} bytes>", data=picture)
-    if isinstance(picture, Image.Image):
-        buffer = io.BytesIO()
-        # Modes with special rules in open_image are not converted here.
-        if picture.mode not in ("L", "P", "RGBA", "LA", "I", "I;16", "F"):
-            picture = picture.convert("RGB")
-        if picture.mode in ("I", "F"):
-            picture.save(buffer, "TIFF")
-        else:
-            picture.save(buffer, "PNG", compress_level=0)
-        return Media(kind=kind, path="<PIL image>", data=buffer.getvalue())
-    return Media(kind=kind, path=os.fspath(picture))
+    if isinstance(picture, str | os.PathLike):
+        return Media(kind=kind, path=os.fspath(picture))
+    if kind == "image":
+        return Media(kind=kind, path="<PIL image>", data=_encode_image(picture))
+    if isinstance(picture, Sequence) or hasattr(picture, "__array__"):
+        each: Any = picture
+        frames = [to_media(frame, "image") for frame in each]
+        if frames and all(frame.data is None for frame in frames):
+            paths = tuple(str(frame.path) for frame in frames)
+            return Media(kind=kind, path=paths[0], frames=paths)
+        if frames and all(frame.data is not None for frame in frames):
+            names = tuple(f"<frame {number}>" for number in range(len(frames)))
+            data = tuple(frame.data or b"" for frame in frames)
+            return Media(kind=kind, path="<video frames>", frames=names, frames_data=data)
+    raise ValueError(
+        f"a video is {type(picture).__name__}; give a path, encoded bytes, an array "
+        "(T, H, W, 3) of 8-bit values, or a list of frames, all paths or all images"
+    )
+
+
+def _encode_image(picture: Any) -> bytes:
+    """Encode a PIL image or an array without loss."""
+    if not isinstance(picture, Image.Image):
+        array = np.asarray(picture)
+        if array.ndim == 3 and array.shape[-1] not in (3, 4) and array.shape[0] in (3, 4):
+            array = array.transpose(1, 2, 0)
+        if array.dtype != np.uint8 or array.ndim != 3 or array.shape[-1] not in (3, 4):
+            raise ValueError(
+                f"an image is {type(picture).__name__} of shape {array.shape} and dtype "
+                f"{array.dtype}; give a path, encoded bytes, a PIL image, or an array (H, W, 3) or "
+                "(3, H, W) of 8-bit values"
+            )
+        picture = Image.fromarray(np.ascontiguousarray(array))
+    buffer = io.BytesIO()
+    # Modes with special rules in open_image are not converted here.
+    if picture.mode not in ("L", "P", "RGBA", "LA", "I", "I;16", "F"):
+        picture = picture.convert("RGB")
+    if picture.mode in ("I", "F"):
+        picture.save(buffer, "TIFF")
+    else:
+        picture.save(buffer, "PNG", compress_level=0)
+    return buffer.getvalue()
 
 
 def _content(message: Message) -> Iterator[dict[str, Any]]:
@@ -109,6 +170,12 @@ def _content(message: Message) -> Iterator[dict[str, Any]]:
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content or []:
         part = {key: value for key, value in part.items() if value is not None}
         kind = part.get("type")
+        if kind == "image_url" and "image_url" in part:  # OpenAI's
+            address = part["image_url"]
+            url = address.get("url") if isinstance(address, Mapping) else address
+            part, kind = {"type": "image", "url": url}, "image"
+        if "base64" in part:
+            part["base64"] = base64.b64decode(part["base64"])
         if kind not in ("text", "image", "video") or (kind == "text" and "text" not in part):
             raise ValueError(
                 f"a message has the part {part}; allowed types: text (with text), image, video"

@@ -4,18 +4,24 @@ from pathlib import Path
 from typing import Any
 
 from coat_eval.benchmark import Benchmark
+from coat_eval.tasks.ai2d import Ai2d
+from coat_eval.tasks.ccbench import CcBench
 from coat_eval.tasks.chartqa import ChartQa
 from coat_eval.tasks.docvqa import DocVqa
 from coat_eval.tasks.gqa import Gqa
 from coat_eval.tasks.hallusionbench import HallusionBench
 from coat_eval.tasks.infovqa import InfoVqa
+from coat_eval.tasks.mmbench import MmBench
 from coat_eval.tasks.mme import Mme
 from coat_eval.tasks.mmmu import Mmmu
+from coat_eval.tasks.mmstar import MmStar
 from coat_eval.tasks.nextqa import NextQa
 from coat_eval.tasks.ocrbench import OcrBench
 from coat_eval.tasks.okvqa import OkVqa
 from coat_eval.tasks.pope import Pope
 from coat_eval.tasks.question_set import MultipleChoice, QuestionSet, ShortAnswer, YesNo
+from coat_eval.tasks.realworldqa import RealWorldQa
+from coat_eval.tasks.scienceqa import ScienceQa
 from coat_eval.tasks.seedbench import SeedBench
 from coat_eval.tasks.tabmwp import TabMwp
 from coat_eval.tasks.tempcompass import TempCompass
@@ -32,7 +38,20 @@ TASKS: dict[str, type[QuestionSet]] = {
 BENCHMARKS: dict[str, Benchmark] = {
     one.name: one
     for one in (
-        *(Pope(), Gqa(), VqaV2(), TextVqa(), VizWiz(), SeedBench(), Mmmu(), VideoMme()),
+        Pope(),
+        Gqa(),
+        VqaV2(),
+        TextVqa(),
+        VizWiz(),
+        SeedBench(),
+        Mmmu(),
+        VideoMme(),
+        MmStar(),
+        RealWorldQa(),
+        ScienceQa(),
+        MmBench(),
+        CcBench(),
+        Ai2d(),
         *(Mme(), ChartQa(), OcrBench(), HallusionBench(), OkVqa()),
         *(NextQa(), TempCompass(), TabMwp(), DocVqa(), InfoVqa()),
     )

@@ -39,13 +39,13 @@ def rope(
 def rope_quantize(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Quantize :func:`rope` per head from FP32: dequantized q, k, v; FP8 data; exponents.
+    """Quantize :func:`rope` per head from FP32: dequantized q, k, v; INT8 data; exponents.
 
-    FP8 data is E4M3 of the shapes of q, k, v; exponents are E8M0, [M, heads] and twice
+    The data is INT8 of the shapes of q, k, v; exponents are E8M0, [M, heads] and twice
     [M, kv_heads].
     """
     parts = _rotate_heads(qkv, cos, sin, heads, kv_heads)
-    (q8, eq), (k8, ek), (v8, ev) = (quantize_group(x, cos.shape[1], "e4m3") for x in parts)
+    (q8, eq), (k8, ek), (v8, ev) = (quantize_group(x, cos.shape[1], "int8") for x in parts)
     q, k, v = (dequantize_group(*x, qkv.dtype) for x in ((q8, eq), (k8, ek), (v8, ev)))
     return q, k, v, q8, k8, v8, eq, ek, ev
 

@@ -1,4 +1,4 @@
-"""``coat-vlm bench rounding``: the cost of single roundings to FP8 in training loss.
+"""``coat-vlm lab fork``: the cost of roundings to FP8 in training loss and weight gradients.
 
 The decoder of ``coat-vlm bench decoder`` is trained in BF16 for ``--at`` steps. From there each
 variant trains ``--more`` further steps on the same batches, from the same weights, FP32 master
@@ -25,7 +25,10 @@ or coat_lean,bf16_forward_first=0. The variant without rounding is always the fi
 
 mean_loss is the mean training loss of the further steps, last_loss the mean of the last ten, and
 text_loss the loss of the resulting weights in BF16 on the first 64 sequences of the training text.
-The columns in percent are differences to the variant without rounding. A CPU uses FP32 for BF16.
+The columns in percent are differences to the variant without rounding. gradient_error is measured
+at the fork: the relative RMS error of the gradients of the blocks' weight matrices, against FP32
+(0.015 in BF16). It shows errors that random inputs and untrained models hide. A CPU uses FP32 for
+BF16.
 """
 
 import copy
@@ -41,7 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from coat_bench.rows import Row, append_rows, format_table, get_origin, read_rows
+from coat_bench.rows import Row, append_rows, format_number, format_table, get_origin, read_rows
 from coat_kernels import dequantize_tensor, quantize_tensor
 from coat_lab import decoder
 from coat_lab.decoder import Corpus, DecoderBench, MasterWeights, train_steps
@@ -75,6 +78,8 @@ class ForkRow(Row):
     mean_percent: float
     last_percent: float
     text_percent: float
+    gradient_error: float | None
+    """None in rows of before it was measured."""
 
 
 class RoundedLinear(nn.Linear):
@@ -165,13 +170,29 @@ def apply_variant(model: Any, variant: str) -> None:
         layer.__class__, layer.operands = RoundedLinear, operands
 
 
-def bench_variants(
+def weight_gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """Compute the gradients of the blocks' weight matrices, FP64, for token ids [B, T]."""
+    model.zero_grad(set_to_none=True)
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    blocks = {n: p.grad for n, p in model.model.layers.named_parameters() if p.ndim == 2}
+    found = {name: grad.double() for name, grad in blocks.items() if grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def relative_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Compute the RMS of all differences divided by the RMS of all exact values."""
+    difference = sum(float((found[name] - exact[name]).square().sum()) for name in exact)
+    return (difference / sum(float(x.square().sum()) for x in exact.values())) ** 0.5
+
+
+def train_variants(
     corpus: Corpus, bench: DecoderBench, variants: Sequence[str], seed: int, at: int, more: int
-) -> Iterator[tuple[float, float, float]]:
+) -> Iterator[tuple[float, float, float, float]]:
     """Train ``at`` steps in BF16, then from this state ``more`` steps in every variant.
 
     Yields:
-        Mean, last and text loss of each variant.
+        Mean, last and text loss of each variant, and the error of its weight gradients.
 
     Raises:
         ValueError: the steps do not fit the schedule, or there is no such variant.
@@ -191,19 +212,22 @@ def bench_variants(
     batches = list(itertools.islice(decoder.draw_batches(corpus, bench, seed), at + more))
     for _ in train_steps(start, start_weights, tqdm(batches[:at], "in BF16", disable=None), bench):
         pass
+    ids = batches[at].to(device)
+    exact = weight_gradients(copy.deepcopy(start).float(), ids)
     for variant in variants:
         # One copy of both, because they share the weights.
         model, master_weights = copy.deepcopy((start, start_weights))
         apply_variant(model, variant)
+        error = relative_error(weight_gradients(model, ids), exact)
         bar = tqdm(batches[at:], variant or "nothing rounded", disable=None)
         losses = list(train_steps(model, master_weights, bar, bench, at))
         plain = copy.deepcopy(start)
         plain.load_state_dict(model.state_dict())
         text = decoder.text_loss(plain, corpus.training[: TEXT_SEQUENCES * bench.tokens], bench)
-        yield sum(losses) / more, sum(losses[-LAST:]) / LAST, text
+        yield sum(losses) / more, sum(losses[-LAST:]) / LAST, text, error
 
 
-def bench_rounding(
+def fork(
     texts: Sequence[Path],
     size: str,
     variants: Sequence[str],
@@ -224,18 +248,31 @@ def bench_rounding(
         csv: file to append the rows to, as its next process.
 
     Raises:
-        ValueError: see :func:`bench_variants`; or the file has other columns.
+        ValueError: see :func:`train_variants`; or the file has other columns.
     """
     there = [] if csv is None or not csv.exists() else read_rows(csv, ForkRow, "--csv")
     process = max((row.process for row in there), default=0) + 1
     where, bench = get_origin(), SIZES[size]
     variants = list(dict.fromkeys(["", *variants]))
-    measured = bench_variants(decoder.read_corpus(texts, bench), bench, variants, seed, at, more)
+    measured = train_variants(decoder.read_corpus(texts, bench), bench, variants, seed, at, more)
     nothing, rows = None, []
-    for variant, losses in zip(variants, measured, strict=True):
+    for variant, (*losses, error) in zip(variants, measured, strict=True):
         nothing = nothing or losses
         percent = [100 * (loss / base - 1) for loss, base in zip(losses, nothing, strict=True)]
-        rows.append(ForkRow(*where, process, size, seed, at, more, variant, *losses, *percent))
+        rows.append(
+            ForkRow(
+                *where,
+                process,
+                size,
+                seed,
+                at,
+                more,
+                variant,
+                *losses,
+                *percent,
+                gradient_error=error,
+            )
+        )
         append_rows(csv, rows[-1:])
     return rows
 
@@ -243,12 +280,13 @@ def bench_rounding(
 def format_rows(rows: Sequence[ForkRow]) -> str:
     """Format rows as a Markdown table with one line per variant."""
     return format_table(
-        ["variant", "mean", "last", "text", "mean", "last", "text"],
+        ["variant", "mean", "last", "text", "mean", "last", "text", "gradient error"],
         [
             [
                 row.variant or "nothing rounded",
                 *(f"{x:.4f}" for x in (row.mean_loss, row.last_loss, row.text_loss)),
                 *(f"{x:+.3f}%" for x in (row.mean_percent, row.last_percent, row.text_percent)),
+                format_number(row.gradient_error, 4),
             ]
             for row in rows
         ],

@@ -1,0 +1,85 @@
+"""cuDNN attention without the calls whose gradients are NaN.
+
+On Hopper the backward pass of cuDNN's attention returns NaN gradients of the queries if three
+things come together: the number of tokens leaves 64 modulo 128, attention has a mask or is not
+causal, and the log-sum-exp of a row is below -88.7, minus the logarithm of FP32's largest number.
+The half of the last tile of keys that holds no tokens gets the score 0 instead of minus infinity,
+and ``exp(0 - log-sum-exp)`` overflows (https://github.com/pytorch/pytorch/issues/196678; without a
+mask: torch 2.11 with cuDNN 9.19). Only the first two are known before the call, so those calls do
+not use cuDNN. Causal attention without a mask is not affected, nor are other numbers of tokens.
+An error with a single query and many keys (https://github.com/NVIDIA/cudnn-frontend/issues/1072)
+cannot occur in training, where queries and keys are the same tokens.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_SDPA = F.scaled_dot_product_attention
+
+
+def set_cudnn_attention(allowed: Literal["auto"] | bool) -> None:
+    """Allow or forbid cuDNN attention in this process.
+
+    ``auto`` replaces ``torch.nn.functional.scaled_dot_product_attention``: the towers and language
+    models of transformers, open_clip and timm call it, also when checkpointed blocks are
+    recomputed.
+
+    Args:
+        allowed: ``True`` for all calls, ``False`` for none, ``auto`` for those that
+            :func:`has_safe_gradients`. Where it is allowed, torch chooses the kernel.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(allowed is not False)
+    F.scaled_dot_product_attention = _attend_safely if allowed == "auto" else _SDPA
+
+
+def has_safe_gradients(tokens: int, *, causal: bool, masked: bool) -> bool:
+    """Return whether cuDNN's gradients of attention are right for all values.
+
+    Args:
+        tokens: number of queries and of keys.
+        causal: whether attention is causal by its flag, not by a mask.
+        masked: whether it has a mask.
+    """
+    return tokens % 128 != 64 or (causal and not masked)
+
+
+@contextmanager
+def avoid_unsafe_cudnn(key: Tensor, *, causal: bool, masked: bool) -> Iterator[None]:
+    """Turn off cuDNN attention in this context for an unsafe call if the mode is ``auto``.
+
+    Args:
+        key: [..., T, D].
+        causal: see :func:`has_safe_gradients`.
+        masked: see :func:`has_safe_gradients`.
+    """
+    backends = torch.backends.cuda
+    automatic = F.scaled_dot_product_attention is _attend_safely
+    if not automatic or has_safe_gradients(key.shape[-2], causal=causal, masked=masked):
+        yield
+        return
+    before = backends.cudnn_sdp_enabled()
+    backends.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        backends.enable_cudnn_sdp(before)
+
+
+def _attend_safely(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    with avoid_unsafe_cudnn(key, causal=is_causal, masked=attn_mask is not None):
+        how = {"scale": scale, "enable_gqa": enable_gqa}
+        return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, **how)

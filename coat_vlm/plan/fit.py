@@ -1,0 +1,164 @@
+"""Chooses the settings with which a recipe fits into a GPU's memory (the recipe's ``memory``)."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from coat_vlm.config import FP8_PRECISIONS, Fp8Config, MasterWeights, Recipe, StageConfig, StageName
+from coat_vlm.plan.stage import StagePlan, plan_recipe
+from coat_vlm.train.prepare import select_stages
+
+MARGIN = 1.03
+"""Factor on planned peaks: plans were within 3% of the measured ones (guides/performance.md)."""
+
+
+def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:
+    """Choose the keys in ``memory.choose``: the fastest settings whose planned peak fits.
+
+    Without recomputation before with it, then the largest micro-batch, then FP32 master weights
+    before low bits. Other keys are kept, except ``zero_stage``, which low bits set to 0 if there is
+    one process.
+
+    Args:
+        recipe: a recipe with ``memory``.
+        ranks: number of processes, with one GPU each.
+
+    Returns:
+        The recipe with the chosen values, and a sentence about them.
+
+    Raises:
+        ValueError: nothing fits; the message names the smallest GPU that would do.
+    """
+    memory = recipe.memory
+    assert memory is not None
+    limit = memory.gpu_gb * 1e9 / MARGIN
+    fits: list[tuple[list[tuple[bool, int]], Recipe, float]] = []
+    smallest = math.inf
+    for master_weights in _list_master_weights(recipe, ranks):
+        zero_stage = 0 if master_weights == "low_bits" else recipe.zero_stage
+        variant = dataclasses.replace(recipe, master_weights=master_weights, zero_stage=zero_stage)
+        stages, peaks, least = dict(recipe.stages), [], []
+        for name in select_stages(recipe, None):
+            needed = []
+            for plan in _plan_stage(variant, name, ranks, limit):
+                peak = plan.memory[zero_stage].peak
+                needed.append(peak)
+                if peak <= limit:
+                    stages[name] = plan.stage
+                    peaks.append(peak)
+                    break
+            least.append(min(needed))
+        smallest = min(smallest, max(least))
+        if len(peaks) == len(least):
+            speed = [
+                (stage.gradient_checkpointing, -stage.micro_batch_size) for stage in stages.values()
+            ]
+            fits.append((speed, dataclasses.replace(variant, stages=stages), max(peaks)))
+    if not fits:
+        raise ValueError(
+            f"memory.gpu_gb: {memory.gpu_gb:g}: nothing fits on {ranks} GPU(s) of this size; the "
+            f"smallest that does has {math.ceil(MARGIN * smallest / 1e9)} GB: use larger or more "
+            "GPUs, raise zero_stage, or freeze modules (coat-vlm plan shows what needs memory)"
+        )
+    _, chosen, peak = min(fits, key=lambda fit: fit[0])
+    chosen = dataclasses.replace(chosen, memory=dataclasses.replace(memory, choose=[]))
+    keys = [
+        *(memory.choose or ()),
+        *(["zero_stage"] if chosen.zero_stage != recipe.zero_stage else []),
+    ]
+    values = ", ".join(f"{key}={_format(_get(chosen, key))}" for key in keys)
+    return chosen, (
+        f"memory: {memory.gpu_gb:g} GB: {values or 'nothing to choose'}; the planned peak is "
+        f"{peak / 1e9:.1f} GB, with a margin of {MARGIN - 1:.0%} {MARGIN * peak / 1e9:.1f} GB"
+    )
+
+
+def adopt_choices(recipe: Recipe, saved: Recipe, *, ranks: int) -> Recipe | None:
+    """Return a recipe with the choices of the run that it continues.
+
+    Args:
+        recipe: a recipe with ``memory``.
+        saved: the recipe.yaml of the run.
+        ranks: number of processes.
+
+    Returns:
+        The recipe; None if the run lacks a stage, or its micro-batches do not divide the batches.
+    """
+    assert recipe.memory is not None
+    keys = recipe.memory.choose or ()
+    stages = dict(recipe.stages)
+    for name, stage in recipe.stages.items():
+        if name not in saved.stages:
+            return None
+        fields = [key.rpartition(".")[2] for key in keys if key.startswith(f"stages.{name}.")]
+        values = {field: getattr(saved.stages[name], field) for field in fields}
+        stages[name] = dataclasses.replace(stage, **values)
+        if stage.batch_size % (stages[name].micro_batch_size * ranks):
+            return None
+    master_weights, zero_stage = recipe.master_weights, recipe.zero_stage
+    if "master_weights" in keys:
+        master_weights = saved.master_weights
+        zero_stage = 0 if master_weights == "low_bits" else zero_stage
+    memory = dataclasses.replace(recipe.memory, choose=[])
+    return dataclasses.replace(
+        recipe, master_weights=master_weights, zero_stage=zero_stage, stages=stages, memory=memory
+    )
+
+
+def _list_master_weights(recipe: Recipe, ranks: int) -> list[MasterWeights]:
+    assert recipe.memory is not None
+    if "master_weights" not in (recipe.memory.choose or ()):
+        return [recipe.master_weights]
+    coat = False
+    if recipe.precision in FP8_PRECISIONS:
+        coat = (recipe.fp8 or Fp8Config()).resolved(recipe.precision).optimizer == "coat"
+    return ["fp32", "low_bits"] if coat and (recipe.zero_stage == 0 or ranks == 1) else ["fp32"]
+
+
+def _plan_stage(recipe: Recipe, name: StageName, ranks: int, limit: float) -> Iterator[StagePlan]:
+    """Plan a stage with its possible settings, fastest first.
+
+    Micro-batches that are far too large by a linear estimate are left out, except for 1.
+    """
+    assert recipe.memory is not None
+    keys, stage = recipe.memory.choose or (), recipe.stages[name]
+    checkpointing, sizes = [stage.gradient_checkpointing], [stage.micro_batch_size]
+    graphs = recipe.fp8 is not None and recipe.fp8.cuda_graphs  # they exclude recomputation
+    if f"stages.{name}.gradient_checkpointing" in keys:
+        checkpointing = [False] if graphs else [False, True]
+    if f"stages.{name}.micro_batch_size" in keys:
+        own = stage.batch_size // ranks
+        sizes = [size for size in range(own, 0, -1) if own % size == 0]
+    images: int | None = None
+
+    def plan(stage: StageConfig) -> StagePlan:
+        stages = {**recipe.stages, name: stage}
+        changed = dataclasses.replace(recipe, stages=stages)
+        (found,) = plan_recipe(
+            changed, ranks=ranks, gpu_bytes=0.0, zero_stages=(), images=images, only_stage=name,
+            compare=False,
+        )  # fmt: skip
+        return found
+
+    for recompute in checkpointing:
+        smallest = dataclasses.replace(
+            stage, gradient_checkpointing=recompute, micro_batch_size=sizes[-1]
+        )
+        estimated = plan(smallest)
+        images = estimated.images
+        for size in sizes[:-1]:
+            peak = estimated.estimate_memory(recipe.zero_stage, size).peak
+            if peak <= MARGIN * limit:
+                yield plan(dataclasses.replace(smallest, micro_batch_size=size))
+        yield estimated
+
+
+def _get(recipe: Recipe, key: str) -> object:
+    value: object = recipe
+    for part in key.split("."):
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return value
+
+
+def _format(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

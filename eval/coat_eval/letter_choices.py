@@ -1,0 +1,345 @@
+"""Base classes of multiple-choice benchmarks in VLMEvalKit's tables, with its letter rule.
+
+A table has one question per row: ``index``, ``question``, ``hint``, the options in the columns A,
+B, ..., ``answer`` (a letter), categories, and ``image`` in base64 or the index of the row that has
+the image. :class:`LetterBenchmark` scores rows, :class:`CircularBenchmark` groups of rows: MMBench
+and CCBench ask a question once per rotation of its options, and count it as right only if every
+rotation is answered correctly.
+
+Source: open-compass/VLMEvalKit @c03bc048, vlmeval/dataset/image_mcq.py (prompt) and
+vlmeval/dataset/utils/multiple_choice.py (``mcq_vanilla_eval`` and ``mcq_circular_eval`` with exact
+matching: an answer that the rule cannot decide is wrong, no judge model is asked).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any, ClassVar
+
+from coat_data.sample import DataError
+from coat_eval.benchmark import (
+    LETTER_ANSWER,
+    UPSTREAM,
+    Benchmark,
+    Prompt,
+    PromptOptions,
+    Question,
+    ScoredItem,
+    Settings,
+    pick,
+    to_percent,
+    to_table_percents,
+)
+from coat_eval.data_folder import DataFolder, MediaFile, Row
+from coat_eval.extract import infer_letter, infer_letter_c03bc048, letter_choices
+from coat_eval.files import Table
+from coat_eval.spreadsheet import IMAGE_HASH
+
+LMMS_EVAL = "EvolvingLMMs-Lab/lmms-eval @v0.7.3"
+"""Release from which the prompts and rules of these benchmarks were read."""
+VLMEVALKIT = "open-compass/VLMEvalKit vlmeval/dataset/utils/multiple_choice.py @c03bc048"
+ROTATION = 1_000_000
+"""Difference of the indices of two rotations of a question."""
+_EMPTY = frozenset(
+    {
+        *("", "<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"),
+        *("#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"),
+    }
+)
+"""Cells that pandas, and so VLMEvalKit, reads as empty: an option "None" does not exist."""
+
+
+def read_cell(row: Mapping[str, Any], *columns: str) -> str:
+    """Return the text of the first of these columns that is not empty; empty if all are."""
+    cells = (str(row[name]) for name in columns if row.get(name) is not None)
+    return next((cell for cell in cells if cell not in _EMPTY), "")
+
+
+def read_choices(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options of a row by letter.
+
+    They are in the columns A, B, ..., or a list in ``choices`` or ``options``. References without
+    texts have ``choices`` by letter, or the existing letters in ``options`` ("ABC"), whose texts
+    are then empty.
+    """
+    own = row.get("choices") or row.get("options")
+    if isinstance(own, Mapping):
+        return {letter: str(own[letter]) for letter in ascii_uppercase if letter in own}
+    if isinstance(own, list):
+        return letter_choices([str(text) for text in own])
+    found = {letter: read_cell(row, letter) for letter in ascii_uppercase if letter in row}
+    if not found and isinstance(own, str):
+        return dict.fromkeys(own, "")
+    return {letter: text for letter, text in found.items() if text}
+
+
+def number_rows(tables: Sequence[Table]) -> dict[Path, list[dict[str, Any]]]:
+    """Return the rows of each file; rows without ``index`` get their number from 0.
+
+    The number counts over the files in the order of their paths, as lmms-eval's ``doc_id``.
+    """
+    found, count = {}, 0
+    for table in sorted(tables, key=lambda one: one.path):
+        found[table.path] = [{"index": count + i, **row} for i, row in enumerate(table.rows)]
+        count += len(table.rows)
+    return found
+
+
+def has_rotations(table: Table) -> bool:
+    """Return whether a table has questions and the last one is not a first rotation."""
+    last = str(table.rows[-1].get("index")) if table.has("index", "question", "answer") else ""
+    return last.isdecimal() and int(last) >= ROTATION and not table.has("prediction")
+
+
+def ask_vlmeval(question: Question) -> str:
+    """Return VLMEvalKit's prompt (``ImageMCQDataset.build_prompt`` @c03bc048)."""
+    hint = question.details["hint"]
+    head = [*([f"Hint: {hint}"] if hint else []), f"Question: {question.text}", "Options:"]
+    request = "Please select the correct answer from the options above. \n"
+    return "\n".join([*head, *list_choices(question), request])
+
+
+def ask_llava(question: Question) -> str:
+    """Return LLaVA's prompt (llava/eval/model_vqa_mmbench.py @32cebc38)."""
+    head = [*filter(None, [question.details["hint"]]), question.text]
+    return "\n".join([*head, *list_choices(question), LETTER_ANSWER])
+
+
+def list_choices(question: Question) -> list[str]:
+    """Return a line ``A. text`` per option; DataError if the references have no texts."""
+    choices = get_choices(question)
+    if not all(choices.values()):
+        raise DataError(question.where, "the options have no texts", "give the complete file")
+    return [f"{letter}. {text}" for letter, text in choices.items()]
+
+
+def get_choices(question: Question) -> Mapping[str, str]:
+    """Return the options by letter; DataError if there are none (RealWorldQA on the Hub)."""
+    if not question.details["choices"]:
+        raise DataError(
+            question.where,
+            "has no options in columns A, B, ...",
+            "give VLMEvalKit's table, or take --profile lmms if the benchmark has it",
+        )
+    return question.details["choices"]
+
+
+class LetterBenchmark(Benchmark):
+    """One choice per row; accuracy over rows and by category."""
+
+    source = VLMEVALKIT
+    headline = ("overall",)
+    profiles = ("official", "vlmeval", "vlmeval@c03bc048", "first_letter")
+    constants = tuple("ABCD")
+    table_columns: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "category": ("category",),
+        "l2_category": ("l2_category", "l2-category", "L2-category"),
+    }
+    """Columns of each sub-table."""
+
+    def get_upstream(self, profile: str) -> str:
+        """Return repository and commit of the scorer that a profile follows."""
+        if profile == "first_letter":
+            return f"{UPSTREAM['lmms']} lmms_eval/tasks/seedbench/utils.py"
+        return LMMS_EVAL if profile == "lmms" else super().get_upstream(profile)
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Convert a row, which has an ``index`` (see :func:`number_rows`)."""
+        named = {name: read_cell(row, *columns) for name, columns in self.table_columns.items()}
+        return Question(
+            question_id=str(pick(row, ("index",), where)),
+            answer=read_cell(row, "answer") or None,
+            tables={name: value for name, value in named.items() if value},
+            details={"choices": read_choices(row), "hint": read_cell(row, "hint")},
+            text=str(row.get("question") or ""),
+            cluster=str(row.get("image") or row.get("image_path") or ""),
+            where=where,
+        )
+
+    def questions(
+        self, references: Sequence[Table], predictions: Sequence[Table]
+    ) -> list[Question]:
+        """Return all questions; those about one image share its hash as ``cluster``."""
+        numbered = number_rows(references)
+        found = [
+            self.question(row, table, table.where(index))
+            for table in references
+            for index, row in enumerate(numbered[table.path])
+        ]
+        images = {one.question_id: one.cluster for one in found}
+        return [
+            one
+            if one.cluster.startswith(IMAGE_HASH)
+            else replace(one, cluster=images.get(one.cluster) or one.cluster)
+            for one in found
+        ]
+
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield the prompts of :meth:`ask` in the order of the table."""
+        numbered = number_rows(folder.tables)
+        for row in folder.rows("question"):
+            values = numbered[row.table.path][row.index]
+            question = self.question(values, row.table, row.where)
+            yield Prompt(
+                question_id=question.question_id,
+                text=self.ask(question, options.variant),
+                media=self.find_media(row, question.question_id),
+                where=row.where,
+            )
+
+    def ask(self, question: Question, variant: str) -> str:
+        """Return the text of a prompt; default: VLMEvalKit's."""
+        return ask_vlmeval(question)
+
+    def find_media(self, row: Row, question_id: str) -> tuple[MediaFile, ...]:
+        """Return the image: in the table, or as VLMEvalKit saves it, ``images/INDEX.jpg``."""
+        return (row.image(question_id, ("images", "."), (".jpg", ".png")),)
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str | None:
+        """Return the letter that the text decides for, or None.
+
+        first_letter: the first character of the stripped text in upper case, if it is an option.
+
+        Raises:
+            DataError: the letter rule needs the options' texts, which the references lack.
+        """
+        choices = get_choices(question)
+        if settings.profile == "first_letter":
+            letter = text.strip()[:1].upper()
+            return letter if letter in choices else None
+        rule = infer_letter if settings.profile == "vlmeval" else infer_letter_c03bc048
+        letter = rule(text, choices)
+        if letter is None and not any(choices.values()) and len(text.strip()) > 1:
+            raise DataError(
+                question.where,
+                f"has letters without texts, which the rule needs for the answer {text[:40]!r}",
+                "give references with the options' texts",
+            )
+        return letter
+
+
+class CircularBenchmark(LetterBenchmark):
+    """Groups of rotations; an item of the report is a group, its answer a list of letters.
+
+    Indices that are equal modulo :data:`ROTATION` are one question.
+    """
+
+    headline = ("overall", "first_rotation", "rows")
+
+    def questions(
+        self, references: Sequence[Table], predictions: Sequence[Table]
+    ) -> list[Question]:
+        """Return the rows, each with the number of rotations of its question.
+
+        Raises:
+            DataError: an index is no integer, or a group lacks one of its first rotations: the
+                file is a part, or is not the circular one.
+        """
+        found = super().questions(references, predictions)
+        groups = _group_rotations((one, None) for one in found)
+        if found and all(len(rows) == 1 for rows in groups.values()):
+            raise DataError(
+                found[0].where,
+                f"each of the {len(groups)} questions is there in one rotation only",
+                "give the file with all rotations (indices 1000000 apart)",
+            )
+        for group, rows in groups.items():
+            numbers = [int(one.question_id) // ROTATION for one, _ in rows]
+            if numbers != list(range(len(rows))):
+                raise DataError(
+                    rows[0][0].where,
+                    f"question {group} has the rotations {numbers}, not 0 to {len(rows) - 1}",
+                    "give the complete file, with every rotation once",
+                )
+        sizes = {group: len(rows) for group, rows in groups.items()}
+        return [
+            replace(one, details={**one.details, "num_rotations": sizes[_get_group(one)]})
+            for one in found
+        ]
+
+    def count_asked(self, questions: Sequence[Question]) -> int:
+        """Count the groups."""
+        return len({_get_group(one) for one in questions})
+
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield the prompts with all rotations of a question in sequence.
+
+        A limit then cuts one group at most, and rotations share their image.
+        """
+        groups: dict[int, list[Prompt]] = {}
+        for one in super().prompts(folder, options):
+            groups.setdefault(_get_group(one), []).append(one)
+        for rows in groups.values():
+            yield from sorted(rows, key=lambda one: int(one.question_id))
+
+    def score_all(
+        self, joined: Iterable[tuple[Question, str | None]], settings: Settings
+    ) -> list[ScoredItem]:
+        """Score the groups; the text for a group of an earlier call answers all its rotations."""
+        pairs = [
+            (one, text)
+            for question, text in joined
+            for one in question.details.get("rotations", (question,))
+        ]
+        groups = _group_rotations(pairs)
+        return [self._score_group(rows, settings) for rows in groups.values()]
+
+    def _score_group(
+        self, rows: Sequence[tuple[Question, str | None]], settings: Settings
+    ) -> ScoredItem:
+        """Score one group; with a rotation that was not asked (a limit) it is wrong."""
+        scored = [self.score_one(question, text, settings) for question, text in rows]
+        first = scored[0].question
+        answers = [one.question.answer for one in scored]
+        texts = [one.text for one in scored if one.text is not None]
+        whole = len(rows) == first.details["num_rotations"]
+        return ScoredItem(
+            question=replace(
+                first,
+                answer=None if None in answers else answers,
+                details={**first.details, "rotations": [question for question, _ in rows]},
+            ),
+            text="\n".join(texts) if texts else None,
+            extracted=[one.extracted for one in scored] if texts else None,
+            score=float(whole and all(one.score == 1 for one in scored)),
+            parsed=all(one.parsed for one in scored),
+        )
+
+    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
+        """Compute ``overall`` over groups, ``first_rotation``, ``rows``, and the sub-tables."""
+        right = [
+            [
+                said == answer
+                for said, answer in zip(one.extracted, one.question.answer, strict=True)
+            ]
+            if one.extracted is not None
+            else [False] * len(one.question.answer)
+            for one in scored
+        ]
+        return {
+            "overall": to_percent([one.score for one in scored]),
+            "first_rotation": to_percent([float(row[0]) for row in right]),
+            "rows": to_percent([float(own) for row in right for own in row]),
+            **dict(sorted(to_table_percents(scored).items())),
+        }
+
+
+def _get_group(one: Question | Prompt) -> int:
+    """Return the index of the first rotation; DataError if the index is no integer."""
+    if not one.question_id.isdecimal():
+        raise DataError(one.where, f"the index is {one.question_id!r}", "give an integer")
+    return int(one.question_id) % ROTATION
+
+
+def _group_rotations(
+    pairs: Iterable[tuple[Question, str | None]],
+) -> dict[int, list[tuple[Question, str | None]]]:
+    """Group pairs by question, each group by rotation, the groups in the order of the pairs."""
+    groups: dict[int, list[tuple[Question, str | None]]] = {}
+    for pair in pairs:
+        groups.setdefault(_get_group(pair[0]), []).append(pair)
+    return {
+        group: sorted(rows, key=lambda pair: int(pair[0].question_id))
+        for group, rows in groups.items()
+    }

@@ -1,0 +1,73 @@
+"""RealWorldQA: 765 choices about photographs, mostly taken from vehicles.
+
+One reference of VLMEvalKit's table is the word "Uphill" instead of a letter, so the letter rule
+reaches at most 764. The Hub's file asks for a letter, a word or a number; VLMEvalKit's table gives
+options to all questions. Profile lmms reads the Hub's file, the others the table.
+
+Source: xAI, RealWorldQA; lmms-eval: lmms_eval/tasks/realworldqa/utils.py.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from coat_data.sample import DataError
+from coat_eval.benchmark import Question, Settings
+from coat_eval.data_folder import Layouts
+from coat_eval.extract import extract_ranked_letter
+from coat_eval.files import Table
+from coat_eval.letter_choices import ROTATION, LetterBenchmark, ask_vlmeval
+
+
+class RealWorldQa(LetterBenchmark):
+    """Accuracy."""
+
+    name = "realworldqa"
+    profiles = (*LetterBenchmark.profiles, "lmms")
+    sizes: ClassVar[Mapping[str, int]] = {"test": 765}
+    variants: ClassVar[Mapping[str, str]] = {"lmms": "lmms-eval's prompt, the Hub's question alone"}
+    layouts: ClassVar[Layouts] = {
+        "test": (("RealWorldQA.tsv",), ("test-*.parquet",), ("*.parquet",))
+    }
+
+    def is_reference(self, table: Table) -> bool:
+        """RealWorldQA.tsv, without categories and rotations, or rows of lmms-lab/RealWorldQA."""
+        if table.has("question", "answer", "image_path") and not table.has("index"):
+            return True
+        last = str(table.rows[-1].get("index")) if table.rows else ""
+        plain = table.has("index", "answer") and not table.has("category")
+        return plain and last.isdecimal() and int(last) < ROTATION and not table.has("prediction")
+
+    def ask(self, question: Question, variant: str) -> str:
+        """Return VLMEvalKit's prompt; lmms: the Hub's question, which contains its request."""
+        if variant != "lmms":
+            return ask_vlmeval(question)
+        if question.details["choices"]:
+            raise DataError(
+                question.where,
+                "is a row of VLMEvalKit's table, but lmms-eval asks the Hub's questions",
+                "give test-*.parquet of lmms-lab/RealWorldQA",
+            )
+        return question.text.strip()
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str | None:
+        """Return the letter.
+
+        lmms: :func:`coat_eval.extract.extract_ranked_letter` if the reference is one of A to D;
+        else the stripped text in lower case without its last periods.
+        """
+        if settings.profile != "lmms":
+            return super().extract(text, question, settings)
+        if _is_letter(question):
+            return extract_ranked_letter(text, "ABCD") or None
+        return text.lower().strip().rstrip(".")
+
+    def score(self, extracted: str, question: Question, settings: Settings) -> float:
+        """Return 1 for the reference; lmms: in any case."""
+        wanted = str(question.answer)
+        if settings.profile == "lmms":
+            wanted = wanted.strip().upper() if _is_letter(question) else wanted.strip().lower()
+        return float(extracted == wanted)
+
+
+def _is_letter(question: Question) -> bool:
+    return str(question.answer).strip().upper() in ("A", "B", "C", "D")

@@ -1,0 +1,125 @@
+"""``memory: {gpu_gb: ...}``: what is chosen, against all settings by hand; what is kept."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_vlm.config.load import load_recipe, save_recipe
+from coat_vlm.plan import adopt_choices, fit_recipe, plan_recipe
+from coat_vlm.train.stages import run_recipe
+
+TEXT = """\
+name: fitted
+output_dir: unused
+precision: coat
+memory: {gpu_gb: 80}
+model:
+  vision: null
+  language: {config: {model_type: llama, hidden_size: 128, num_hidden_layers: 4,
+    num_attention_heads: 4, num_key_value_heads: 2, intermediate_size: 256, vocab_size: 512}}
+  tokenizer: {train_vocab_size: 400}
+  max_length: 512
+stages:
+  sft:
+    data: [{name: none, path: missing.json}]
+    language: {train: true, lr: 1.0e-3}
+    batch_size: 8
+    max_steps: 1
+"""
+MICRO, RECOMPUTE = "stages.sft.micro_batch_size", "stages.sft.gradient_checkpointing"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fit") / "recipe.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def peaks(path: Path) -> dict[tuple[bool, int, str], float]:
+    """Bytes of all settings on one GPU, fastest first."""
+    found = {}
+    for recompute, size, masters in product((False, True), (8, 4, 2, 1), ("fp32", "low_bits")):
+        words = [f"{MICRO}={size}", f"{RECOMPUTE}={recompute}", f"master_weights={masters}"]
+        (plan,) = plan_recipe(
+            load_recipe(str(path), words), ranks=1, gpu_bytes=0, zero_stages=(), compare=False
+        )
+        found[recompute, size, masters] = plan.memory[0].peak
+    return found
+
+
+def chosen(path: Path, *words: str, ranks: int = 1) -> tuple[tuple[Any, ...], str]:
+    recipe, sentence = fit_recipe(load_recipe(str(path), words), ranks=ranks)
+    assert recipe.memory is not None
+    assert recipe.memory.choose == []
+    stage = recipe.stages["sft"]
+    found = (stage.gradient_checkpointing, stage.micro_batch_size, recipe.master_weights)
+    return (*found, recipe.zero_stage), sentence
+
+
+def test_the_fastest_that_fits(path: Path, peaks: dict[Any, float]) -> None:
+    assert load_recipe(str(path)).memory.choose == ["master_weights", MICRO, RECOMPUTE]  # pyright: ignore[reportOptionalMemberAccess]
+    sizes = sorted(peaks.values())
+    results = set()
+    for peak in (sizes[0], sizes[len(sizes) // 3], sizes[2 * len(sizes) // 3], sizes[-1]):
+        gigabytes = 1.03 * peak * 1.0001 / 1e9
+        expected = next(key for key, needed in peaks.items() if needed <= 1.0001 * peak)
+        found, sentence = chosen(path, f"memory.gpu_gb={gigabytes}")
+        assert found == (*expected, 0)
+        assert f"master_weights={expected[2]}, {MICRO}={expected[1]}" in sentence
+        assert f"peak is {peaks[expected] / 1e9:.1f} GB" in sentence
+        results.add(found)
+    assert len(results) == 4
+
+
+def test_keys_that_are_set_are_kept(path: Path, peaks: dict[Any, float]) -> None:
+    smallest = 1.03 * 1.0001 * min(peaks.values()) / 1e9
+    size = f"memory.gpu_gb={smallest}"
+    for word in (f"{RECOMPUTE}=false", f"{MICRO}=2", "master_weights=fp32"):
+        with pytest.raises(
+            ValueError, match=r"nothing fits on 1 GPU.* smallest that does has 1 GB"
+        ):
+            chosen(path, size, word)
+        key, _, value = word.partition("=")
+        _, sentence = chosen(path, "memory.gpu_gb=1", word)
+        assert key not in sentence, value
+
+
+def test_low_bits_are_chosen_where_zero_0_is(path: Path, peaks: dict[Any, float]) -> None:
+    size = f"memory.gpu_gb={1.03 * 1.0001 * peaks[False, 8, 'low_bits'] / 1e9}"
+    low = (False, 8, "low_bits", 0)
+    assert chosen(path, size, "zero_stage=2")[0] == low  # one process has nothing to shard
+    assert "zero_stage=0" in chosen(path, size, "zero_stage=2")[1]
+    # DeepSpeed's buckets have 2 GB.
+    (_, rows, masters, zero), _ = chosen(path, "memory.gpu_gb=3", "zero_stage=2", ranks=2)
+    assert (rows, masters, zero) == (4, "fp32", 2)
+    with pytest.raises(ValueError, match="nothing fits"):
+        chosen(path, size, "precision=bf16", f"{MICRO}=8", f"{RECOMPUTE}=false")
+
+
+def test_a_run_goes_on_with_its_choices(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(str(path), ["memory.gpu_gb=1"])
+    with pytest.raises(ValueError, match=r"memory leaves master_weights, .* to be chosen"):
+        run_recipe(recipe, resume=False)
+    first, _ = fit_recipe(recipe, ranks=1)
+    save_recipe(first, tmp_path / "recipe.yaml")
+    saved = load_recipe(str(tmp_path / "recipe.yaml"))
+    assert saved == first
+    other = load_recipe(str(path), [f"{RECOMPUTE}=true", "zero_stage=0"])
+    adopted = adopt_choices(other, saved, ranks=1)
+    assert adopted is not None
+    stage = adopted.stages["sft"]
+    assert (stage.micro_batch_size, stage.gradient_checkpointing) == (8, True)
+    assert adopted.master_weights == first.master_weights
+    assert adopt_choices(other, saved, ranks=2) is None  # batches of 8 do not divide
+
+
+def test_keys_that_cannot_be_chosen(path: Path) -> None:
+    with pytest.raises(ValueError, match=r"memory.choose: 'seed' cannot be chosen; use some of"):
+        load_recipe(str(path), ["memory.choose=[seed]", f"{MICRO}=1"])
+    with pytest.raises(ValueError, match="micro_batch_size: this key is missing"):
+        load_recipe(str(path), ["memory=null"])

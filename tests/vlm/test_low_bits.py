@@ -1,0 +1,247 @@
+"""``master_weights: low_bits`` trains FP32 master weights: a stage's steps beside a plain loop."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_bench.recipe import (
+    RecipeBench,
+    StageCase,
+    build_stage_model,
+    build_training_step,
+    list_stage_cases,
+    make_batch,
+)
+from coat_bench.step import StepCase
+from coat_data.load.loader import LoadedBatch
+from coat_kernels import join_master
+from coat_kernels.master_weights import split_master
+from coat_vlm.config.load import load_recipe
+from coat_vlm.distributed import World, join_world
+from coat_vlm.model import CoatVlm
+from coat_vlm.optim import CoatAdamW, param_groups
+from coat_vlm.optim.state import LOW_BITS
+from coat_vlm.plan.activations import trace
+from coat_vlm.plan.zero import count_sizes, estimate_rank_memory, measure_state_bytes
+from coat_vlm.train.step import TrainStep, copy_batch_to_device
+
+STEPS = 3
+LR = 1e-3
+HEAD = "language_model.lm_head.weight"
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with join_world() as world:
+        yield world
+
+
+def stage_case(world: World, clip: float, accumulation: int, precision: Any = "coat") -> StageCase:
+    recipe = StepCase(precision, None, True, 0).recipe("tiny", 1)
+    stage = recipe.stages["sft"]
+    trained = {
+        name: dataclasses.replace(stage.module(name), lr=LR)
+        for name in ("vision", "projector", "language")
+    }
+    recipe = dataclasses.replace(
+        recipe,
+        stages={"sft": dataclasses.replace(stage, grad_clip=clip, **trained)},
+        master_weights="low_bits",
+    )
+    bench = RecipeBench(recipe=recipe, images=2, steps=STEPS, accumulation=accumulation)
+    (case,) = list_stage_cases(bench, world)
+    return case
+
+
+def batches_of(model: CoatVlm, case: StageCase, accumulation: int) -> list[list[LoadedBatch]]:
+    """Micro-batches of each step."""
+    return [
+        [
+            make_batch(model, case.row, 1, None, seed=accumulation * step + n)
+            for n in range(accumulation)
+        ]
+        for step in range(STEPS)
+    ]
+
+
+def low_bits_run(
+    case: StageCase, world: World, accumulation: int
+) -> tuple[TrainStep, list[dict[str, Any]]]:
+    model = build_stage_model(case, world.device)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    step = build_training_step(model, case, world, STEPS)
+    return step, [step(batch, 0.0)[0] for batch in batches_of(model, case, accumulation)]
+
+
+def master_weights(step: TrainStep) -> dict[str, Tensor]:
+    optimizer: Any = step.engine.optimizer
+    state = optimizer.state
+    return {
+        name: join_master(p.detach(), state[p][LOW_BITS])
+        for name, p in step.model.named_parameters()
+    }
+
+
+def fp32_run(
+    case: StageCase, world: World, clip: float, accumulation: int
+) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """The same training with FP32 master weights of another copy, in a plain loop."""
+    model = build_stage_model(case, world.device)
+    masters = {p: torch.nn.Parameter(p.detach().float()) for p in model.parameters()}
+    groups = param_groups(model, case.stage)
+    for group in groups:
+        group["lr"] = group["peak_lr"]
+        group["params"] = [masters[p] for p in group["params"]]
+    optimizer = CoatAdamW(groups, betas=case.stage.betas, eps=case.stage.eps)
+    norms, losses = [], []
+    for micro_batches in batches_of(model, case, accumulation):
+        total = 0.0
+        tokens = sum(int((b.batch["labels"][:, 1:] != -100).sum()) for b in micro_batches)
+        for loaded in micro_batches:
+            inputs = copy_batch_to_device(loaded.batch, world.device)
+            loss = model(**inputs, num_items_in_batch=float(tokens), skip_logits=True).loss
+            loss.backward()
+            total += loss.item()
+        grads = [p.grad.float() for p in masters if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(grads))
+        divisor = max(1.0, (norm + 1e-6) / clip) if clip else 1.0
+        for (p, master), grad in zip(masters.items(), grads, strict=True):
+            master.grad, p.grad = grad * (1.0 / divisor), None
+        optimizer.step()
+        for p, master in masters.items():
+            p.data.copy_(split_master(master.detach())[0])
+        norms.append(norm)
+        losses.append(total)
+    names = {p: name for name, p in model.named_parameters()}
+    return {names[p]: master.detach() for p, master in masters.items()}, norms, losses
+
+
+@pytest.mark.parametrize(
+    ("precision", "clip", "accumulation"),
+    [("coat", 0.0, 1), ("coat_lean", 0.05, 1), ("coat", 0.05, 3)],
+)
+def test_master_weights_are_those_of_fp32(
+    world: World, precision: str, clip: float, accumulation: int
+) -> None:
+    """Bit by bit: gradients are BF16 in both, also where they accumulate."""
+    case = stage_case(world, clip, accumulation, precision)
+    expected, norms, losses = fp32_run(case, world, clip, accumulation)
+    step, rows = low_bits_run(case, world, accumulation)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-6)
+    assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-6)
+    if clip:
+        assert min(norms) > clip
+    found = master_weights(step)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+    rounded = sum(int((w != w.bfloat16().float()).sum()) for w in found.values())
+    assert rounded > 0.5 * sum(w.numel() for w in found.values())
+
+
+def test_accumulation_in_bf16_differs_from_fp32_by_its_rounding(world: World) -> None:
+    """n BF16 gradients in a BF16 sum: n - 1 roundings, each by 2^-8 of a partial sum at most.
+
+    The error is at most ((1 + 2^-8)^(n - 1) - 1) times the sum of magnitudes (Higham, Accuracy and
+    Stability of Numerical Algorithms, equation 4.4).
+    """
+    accumulation = 8
+    case = stage_case(world, 1.0, accumulation)
+    model = build_stage_model(case, world.device)
+    micro_batches = batches_of(model, case, accumulation)[0]
+    tokens = sum(int((b.batch["labels"][:, 1:] != -100).sum()) for b in micro_batches)
+    sums: dict[str, Tensor] = {}
+    magnitudes: dict[str, Tensor] = {}
+    for loaded in micro_batches:
+        inputs = copy_batch_to_device(loaded.batch, world.device)
+        model(**inputs, num_items_in_batch=float(tokens), skip_logits=True).loss.backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            sums[name] = sums.get(name, 0) + p.grad.float()
+            magnitudes[name] = magnitudes.get(name, 0) + p.grad.float().abs()
+            p.grad = None
+    found: dict[str, Tensor] = {}
+    step = build_training_step(model, case, world, STEPS)
+
+    def keep(*_: object) -> None:
+        found.update(
+            {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+        )
+
+    optimizer: Any = step.engine.optimizer
+    optimizer.register_step_pre_hook(keep)
+    step(micro_batches, 0.0)
+    assert all(p.grad is None for p in model.parameters())  # freed
+    bound = (1 + 2**-8) ** (accumulation - 1) - 1
+    differing = 0
+    for name, exact in sums.items():
+        error = (found[name] - exact).abs()
+        assert (error <= bound * magnitudes[name] + 1e-30).all(), name
+        differing += int((error > 0).sum())
+    assert differing  # otherwise this compares nothing
+
+
+def test_a_bad_gradient_changes_nothing(world: World) -> None:
+    case = stage_case(world, 1.0, 1)
+    case = dataclasses.replace(case, stage=dataclasses.replace(case.stage, max_skipped_steps=1))
+    model = build_stage_model(case, world.device)
+    step = build_training_step(model, case, world, STEPS)
+    batches = batches_of(model, case, 1)
+    step(batches[0], 0.0)
+    before = master_weights(step)
+    hook = model.get_parameter(HEAD).register_hook(lambda grad: grad * math.nan)
+    row, _ = step(batches[1], 0.0)
+    hook.remove()
+    assert (row["grad_norm"], row["skipped_steps"]) == (None, 1)
+    assert all(torch.equal(weight, before[name]) for name, weight in master_weights(step).items())
+    assert step(batches[2], 0.0)[0]["grad_norm"] > 0
+    assert not torch.equal(
+        master_weights(step)[HEAD],
+        before[HEAD],
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["precision=bf16"], r"low_bits needs CoatAdamW, .* bf16 is torch's AdamW; set precision"),
+        (["precision=coat", "fp8.optimizer=adamw"], r"optimizer of precision: coat is torch's"),
+        (["precision=coat", "zero_stage=2"], r"no effect with zero_stage: 2, .* set zero_stage to"),
+    ],
+)
+def test_what_low_bits_need(overrides: list[str], words: str) -> None:
+    load_recipe("quickstart", ["precision=coat", "master_weights=low_bits"])
+    load_recipe(
+        "quickstart", ["precision=fp8_linear", "fp8.optimizer=coat", "master_weights=low_bits"]
+    )
+    with pytest.raises(ValueError, match=words):
+        load_recipe("quickstart", [*overrides, "master_weights=low_bits"])
+
+
+def test_a_plan_counts_the_tensors_of_training(world: World) -> None:
+    case = stage_case(world, 1.0, 1)
+    step, _ = low_bits_run(case, world, 1)
+    optimizer: Any = step.engine.optimizer
+    parameters = [*step.model.parameters()]
+    assert all(p.grad is None for p in parameters)
+    tensors = [(key, t) for p in parameters for key, t in optimizer.state[p].items() if t.ndim]
+    low_bits = sum(t.nbytes for key, t in tensors if key == LOW_BITS)
+    sizes = count_sizes(case.frame, case.stage, measure_state_bytes(CoatAdamW), low_bits=True)
+    activations = trace(case.frame, 1, case.row.tokens, case.row.images)
+    plan, fp32 = (
+        estimate_rank_memory(0, s, 1, activations, accumulates=True)
+        for s in (sizes, dataclasses.replace(sizes, low_bits=False))
+    )
+    assert (plan.weights, plan.master_weights) == (sum(p.nbytes for p in parameters), low_bits)
+    # Scales are 12 bytes for 128 elements; a tensor ends with a group that is not full.
+    states = sum(t.nbytes for _, t in tensors) - low_bits
+    assert 0 <= states - plan.states <= 12 * len(parameters)
+    # No FP32 copy of weights, nor of gradients in the step.
+    assert fp32.backward_peak - plan.backward_peak == 2 * sizes.trained
+    assert fp32.step_peak - plan.step_peak == 6 * sizes.trained
