@@ -144,9 +144,6 @@ def format_differences(comparison: Comparison) -> str:
             "Interval: paired bootstrap over items. p: McNemar's exact test on the items that only "
             "one model gets right; not corrected for the number of rows."
         )
-    marked = sorted({n for sets in comparison.sets.values() for n in sets if sets[n].rule_only})
-    if marked:
-        lines += ["", f"Rule only, not checked against published scores: {', '.join(marked)}."]
     return "\n".join([*lines, *_format_published(comparison)])
 
 

@@ -34,8 +34,6 @@ class ScoredSet:
     metrics: Mapping[str, float]
     """Metrics of the report in percent; empty for a run folder without a report."""
     profile: str = "official"
-    rule_only: bool = False
-    """Whether the benchmark's scorer could not be checked against published scores."""
     deviations: Sequence[str] = ()
     """Reasons why the metrics are not comparable with published results."""
     items: Sequence[Mapping[str, Any]] = ()
@@ -108,7 +106,6 @@ def _read_report(path: Path, *, in_run: bool = False) -> ScoredSet:
         settings |= {
             "headline": get_benchmark(report["task"]).headline,
             "profile": report["profile"],
-            "rule_only": report.get("rule_only", False),
             "deviations": _find_deviations(report, rows),
         }
     if not rows:
