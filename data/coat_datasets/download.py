@@ -61,17 +61,22 @@ class KnownMixture:
     """Further steps for the user."""
 
 
+_ARCHIVES = {
+    "videomme": {"videos_chunked_*.zip": ".", "subtitle.zip": "."},
+    "nextqa": {"videos.zip": "."},
+    "tempcompass": {"tempcompass_videos.zip": "."},
+}
+"""Archives of videos by benchmark."""
 _TABLES = "https://opencompass.openxlab.space/utils/VLMEval"
 """VLMEvalKit's tables; vlmeval/dataset/image_mcq.py has the addresses and checksums."""
 _UNKNOWN = "license not checked: see the data set's own page"
-_VIDEO_ARCHIVES = {"videos_chunked_*.zip": ".", "subtitle.zip": "."}
 
 BENCHMARKS: Mapping[str, Repository] = {
     name: Repository(
-        repo=f"lmms-lab/{repo}",
+        repo=repo if "/" in repo else f"lmms-lab/{repo}",
         license=license_note,
         files=files,
-        unpack=_VIDEO_ARCHIVES if name == "videomme" else {},
+        unpack=_ARCHIVES.get(name, {}),
     )
     for name, repo, license_note, files in (
         ("pope", "POPE", "MIT; pictures of COCO under their owners' terms", ("Full/*.parquet",)),
@@ -100,8 +105,32 @@ BENCHMARKS: Mapping[str, Repository] = {
             "videomme",
             "Video-MME",
             "academic research only, not to be passed on; about 100 GB of videos",
-            ("videomme/*.parquet", *_VIDEO_ARCHIVES),
+            ("videomme/*.parquet", *_ARCHIVES["videomme"]),
         ),
+        ("mme", "MME", "academic research only (the authors' terms)", ("data/test-*.parquet",)),
+        ("chartqa", "ChartQA", "GPL-3.0", ("data/test-*.parquet",)),
+        (
+            "ocrbench",
+            "echo840/OCRBench",
+            "MIT; pictures of 29 data sets under their owners' terms",
+            ("data/test-*.parquet",),
+        ),
+        ("hallusionbench", "HallusionBench", "BSD-3-Clause", ("data/image-*.parquet",)),
+        (
+            "okvqa",
+            "OK-VQA",
+            "CC BY 4.0; pictures of COCO under their owners' terms",
+            ("data/val2014-*.parquet",),
+        ),
+        ("nextqa", "NExTQA", "MIT", ("MC/test-*.parquet", *_ARCHIVES["nextqa"])),
+        (
+            "tempcompass",
+            "TempCompass",
+            "CC BY-NC 4.0: no commercial use",
+            ("multi-choice/test-*.parquet", "yes_no/test-*.parquet", *_ARCHIVES["tempcompass"]),
+        ),
+        ("docvqa", "DocVQA", "terms of rrc.cvc.uab.es", ("DocVQA/validation-*.parquet",)),
+        ("infovqa", "DocVQA", "terms of rrc.cvc.uab.es", ("InfographicVQA/validation-*.parquet",)),
     )
 } | {
     name: Repository(repo=f"{_TABLES}/{file}", license=terms, files=(file,), unpack={}, md5=md5)
@@ -119,8 +148,8 @@ BENCHMARKS: Mapping[str, Repository] = {
         ("ai2d", "AI2D_TEST.tsv", "0f593e0d1c7df9a3d69bf1f947e71975", _UNKNOWN),
     )
 }
-"""The official benchmarks in lmms-lab's repositories, or as VLMEvalKit's tables: the splits with
-answers."""
+"""The official benchmarks on the Hub, mostly by lmms-lab, or as VLMEvalKit's tables: the splits
+with answers. TabMWP is only on GitHub (lupantech/PromptPG data/tabmwp)."""
 
 
 def download_benchmark(name: str, out_dir: str | Path) -> Path:

@@ -172,6 +172,8 @@ class Benchmark(ABC):
     """Pattern that only this benchmark's question ids match, for error messages."""
     carries_answers: ClassVar[bool] = False
     """Whether official predictions contain the references, which are then optional."""
+    result_files: ClassVar[str] = "output.json"
+    """Pattern of the predictions in a folder that is given as predictions."""
 
     shares_repeated: ClassVar[bool] = False
     """Whether one prediction applies to all questions of an id that the references repeat."""

@@ -27,8 +27,8 @@ Layouts = Mapping[str, Sequence[Sequence[str]]]
 """Layouts by split, in the order of the search. A layout lists the patterns of its tables, relative
 to any folder; the first pattern must match a file."""
 
-TABLES = (".json", ".jsonl", ".tsv", ".gz", ".parquet")
-_IDS = ("question_id", "questionId", "id", "image_id", "image", "video_id")
+TABLES = (".json", ".jsonl", ".csv", ".tsv", ".gz", ".parquet")
+_IDS = ("question_id", "questionId", "id", "image_id", "image", "video_id", "question")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 
+from coat_eval.vqa_text import PERIOD_NOT_AFTER_DIGIT, strip_punctuation
+
 _NO_WORDS = frozenset({"No", "no", "not"})
 _YES_NO_WORD = re.compile(r"\b(yes|no|not)\b", re.IGNORECASE)
 _MARKUP = re.compile(r"[*_`\"]")
@@ -36,6 +38,18 @@ def extract_pope(text: str) -> str:
 def mentions_yes_or_no(text: str) -> bool:
     """Return whether "yes", "no" or "not" occurs as a word; otherwise POPE's "yes" is a default."""
     return _YES_NO_WORD.search(text) is not None
+
+
+def extract_yes_no_word(text: str) -> str | None:
+    """Apply VLMEvalKit's rule: ``"yes"`` or ``"no"`` if exactly one of them is a word, else None.
+
+    Words stand between blanks of the text in lower case, after the VQA punctuation removal.
+    Source: open-compass/VLMEvalKit vlmeval/dataset/utils/yorn.py, ``YOrN_Extraction``, which is the
+    same @c03bc048 and @d21c5e9; without its judge model, None counts as wrong.
+    """
+    words = strip_punctuation(text.lower(), PERIOD_NOT_AFTER_DIGIT).split()
+    found = [word for word in ("yes", "no") if word in words]
+    return found[0] if len(found) == 1 else None
 
 
 def extract_choice(text: str, choices: Sequence[str]) -> str | None:

@@ -2,8 +2,8 @@
 
 Rows come from JSON (a list of rows, rows by id, or rows beside a header), JSON lines, CSV, TSV,
 XLSX and Parquet, each with or without gzip. The content decides the format, not the name: POPE's
-``.json`` files are JSON lines. A written file is complete or unchanged, also if the process is
-killed.
+``.json`` files are JSON lines. Only MME's results, tab-separated without a header, are recognized
+by their name (``.txt``). A written file is complete or unchanged, also if the process is killed.
 """
 
 import gzip
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from coat_data.sample import DataError
 from coat_data.saved_files import write_text
-from coat_eval.spreadsheet import ZIP, has_header, read_delimited, read_workbook
+from coat_eval.spreadsheet import ZIP, has_header, read_columns, read_delimited, read_workbook
 
 ITEMS_FILE = "items.jsonl"
 REPORT_FILE = "report.json"
@@ -29,7 +29,9 @@ _LISTS = ("annotations", "questions", "data", "logs")
 sample logs of lmms-eval 0.1."""
 _ROW_FIELDS = frozenset({"question_id", "questionId", "id", "image", "video_id", "prediction"})
 """A JSON object with one of these keys is itself a row: JSON lines with a single line."""
-_COLUMNS = _ROW_FIELDS | {"index"}
+_MAPPINGS = ("results",)
+"""Keys of the rows by id in files of TabMWP."""
+_COLUMNS = _ROW_FIELDS | {"index", "qid"}
 """One of these is in the header line of a CSV or TSV file."""
 
 
@@ -93,10 +95,7 @@ def read_table(path: Path) -> Table:
             f"neither UTF-8 text, gzip, XLSX nor Parquet: {error}",
             "give JSON, JSON lines, CSV, TSV, XLSX or Parquet",
         ) from error
-    if text.lstrip()[:1] not in ("{", "[") and has_header(text, _COLUMNS):
-        rows, lines = read_delimited(path, text)
-        return Table(path=path, rows=rows, lines=lines)
-    return _parse_json(path, text)
+    return _parse_text(path, text)
 
 
 def read_json_lines(
@@ -193,6 +192,17 @@ def _is_image(pa: Any, kind: Any) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
+def _parse_text(path: Path, text: str) -> Table:
+    """Parse CSV, TSV, MME's results, JSON or JSON lines."""
+    if text.lstrip()[:1] not in ("{", "[") and has_header(text, _COLUMNS):
+        rows, lines = read_delimited(path, text)
+        return Table(path=path, rows=rows, lines=lines)
+    if path.suffix == ".txt" and "\t" in text.lstrip().split("\n", 1)[0]:
+        rows, lines = read_columns(path, text)
+        return Table(path=path, rows=rows, lines=lines)
+    return _parse_json(path, text)
+
+
 def _parse_json(path: Path, text: str) -> Table:
     try:
         value = json.loads(text)
@@ -217,6 +227,7 @@ def _parse_json(path: Path, text: str) -> Table:
         if isinstance(value.get(key), list):
             head = {name: part for name, part in value.items() if name != key}
             return Table(path=path, rows=_check_objects(value[key], str(path)), head=head)
+    value = next((value[key] for key in _MAPPINGS if isinstance(value.get(key), dict)), value)
     rows = [
         {"question_id": key, **row} if isinstance(row, dict) else {"question_id": key, "value": row}
         for key, row in value.items()

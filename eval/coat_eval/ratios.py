@@ -1,11 +1,14 @@
 """Headline metrics as ratios of sums over items, and their standard errors; without numpy.
 
 ``metric = mean over parts of 100 sum(numerator) / sum(denominator)``: an accuracy has one part with
-denominator 1, F1 = 2 TP / (2 TP + FP + FN) one part, and POPE's mean F1 one part per split. Metrics
-that are not such sums (GQA's distribution, macro averages) have neither error nor interval.
+denominator 1, F1 = 2 TP / (2 TP + FP + FN) one part, and POPE's mean F1 one part per split. The
+share of groups with all items right (HallusionBench's figures) has 1 / group size as denominator,
+and MME's scores are sums over one part per task. Metrics that are not such sums (GQA's
+distribution, macro averages) have neither error nor interval.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +23,8 @@ def make_parts(
     """Make the parts of a metric over the items of a report.
 
     Args:
-        items: the counted items with ``extracted``, ``reference``, ``score``, ``tables``, ``kind``.
+        items: the counted items with ``extracted``, ``reference``, ``score``, ``tables``, ``kind``,
+            ``groups``.
         metric: name of the metric in the report.
         task: name of the benchmark.
         profile: scoring rules of the report.
@@ -36,6 +40,10 @@ def make_parts(
         splits = sorted({_get_split(item) for item in items})
         masks = [[_get_split(item) == split for item in items] for split in splits]
         return [_make_f1_part(items, own, profile) for own in masks], mask
+    if task == "mme":
+        return _make_mme_parts(items, mask), mask
+    if all(metric in item.get("groups", ()) for item in items):
+        return [_make_group_part(items, metric)], mask
     if metric.rpartition(".")[2] == "f1":
         return [_make_f1_part(items, mask, profile)], mask
     counted = mask
@@ -95,6 +103,10 @@ def _select_items(items: Sequence[Item], metric: str) -> list[bool] | None:
 
     if metric in ("overall", "accuracy", "all", "f1", "mean_f1", "unanswered_wrong.overall"):
         return [True] * len(items)
+    if metric in ("aAcc", "fAcc", "qAcc"):
+        return [True] * len(items)
+    if metric in ("perception", "cognition"):
+        return where(lambda item: _get_table(item, "part") == metric)
     if metric in ("image", "video"):
         return where(lambda item: item.get("kind") == metric)
     if metric in ("short", "medium", "long"):
@@ -125,6 +137,37 @@ def _make_f1_part(items: Sequence[Item], mask: Sequence[bool], profile: str) -> 
         above.append(2.0 * (own and said == "yes" == label))
         below.append(above[-1] + wrong)
     return above, below
+
+
+def _make_group_part(items: Sequence[Item], kind: str) -> Part:
+    """Make the terms of the share of groups with all items right, each item 1 / group size."""
+    groups = [item["groups"][kind] for item in items]
+    sizes, wrong = Counter(groups), {item["groups"][kind] for item in items if item["score"] < 1}
+    below = [1.0 / sizes[group] for group in groups]
+    above = [0.0 if group in wrong else one for group, one in zip(groups, below, strict=True)]
+    return above, below
+
+
+def _make_mme_parts(items: Sequence[Item], mask: Sequence[bool]) -> list[Part]:
+    """Make one part per task, whose sum (not mean) over the tasks is MME's score.
+
+    A task's score is accuracy plus accuracy+, the share of images with both questions right.
+    """
+    both, _ = _make_group_part(items, "image")
+    names = [
+        _get_table(item, "task") if own else None for item, own in zip(items, mask, strict=True)
+    ]
+    tasks = sorted({name for name in names if name})
+    return [
+        (
+            [
+                len(tasks) * (item["score"] + float(right > 0)) * (name == task)
+                for item, right, name in zip(items, both, names, strict=True)
+            ],
+            [float(name == task) for name in names],
+        )
+        for task in tasks
+    ]
 
 
 def _get_split(item: Item) -> str:

@@ -100,13 +100,15 @@ def get_official_size(benchmark: Benchmark, asked: int) -> int:
     return asked if asked in sizes else sizes[0]
 
 
-def describe_answers(benchmark: Benchmark, scored: Sequence[ScoredItem], empty: int) -> list[str]:
+def describe_answers(scored: Sequence[ScoredItem], empty: int) -> list[str]:
     """Return warnings about empty answers and answers without a parsable one."""
     warnings = []
-    reads = " and the rule reads them as 'yes'" if benchmark.constants[:1] == ("yes",) else ""
+    unread = [one for one in scored if not one.parsed]
+    always = unread and all(one.extracted == "yes" for one in unread)
+    reads = " and the rule reads them as 'yes'" if always else ""
     if empty:
         warnings.append(f"{empty} of {len(scored)} answers are empty{reads}")
-    unparsed = sum(not one.parsed and bool((one.text or "").strip()) for one in scored)
+    unparsed = sum(bool((one.text or "").strip()) for one in unread)
     if unparsed:
         warnings.append(f"{unparsed} of {len(scored)} answers could not be parsed{reads}")
     return warnings

@@ -72,7 +72,7 @@ def score_official(
     Args:
         benchmark: one of :data:`coat_eval.tasks.BENCHMARKS`.
         predictions: one file, or several to concatenate (MMMU's output.json of every subject); a
-            folder means all its ``output.json`` files.
+            folder means all its files of the name ``benchmark.result_files``.
         references: the official files in any order, recognized by content; optional if the
             predictions contain the answers (MMMU's outputs, Video-MME's results).
         settings: profile and options; default: the official ones.
@@ -101,11 +101,13 @@ def score_official(
         raise ValueError(f"raw requires the profile official, not {settings.profile}")
     if not benchmark.draws and settings != replace(settings, fallback="random", seed=42):
         raise ValueError(f"{benchmark.name} has no random answers: fallback and seed are for MMMU")
-    prediction_tables = [_read(benchmark, path, "predictions") for path in _list_files(predictions)]
+    prediction_tables = [
+        _read(benchmark, path, "predictions") for path in _list_files(benchmark, predictions)
+    ]
     warnings: list[str] = []
     reference_tables = [
         _read(benchmark, path, "references")
-        for path in _drop_repeated(list(_list_files(references)), warnings)
+        for path in _drop_repeated(list(_list_files(benchmark, references)), warnings)
     ]
     _check_references(benchmark, reference_tables, prediction_tables, allow_missing)
     questions = benchmark.questions(reference_tables, prediction_tables)
@@ -157,7 +159,7 @@ def score_official(
         "n_unparsed": sum(not one.parsed for one in counted),
         "n_random_fallback": sum(one.random_fallback for one in counted),
         **{f"n_{kind}": number for kind, number in problems.items()},
-        "warnings": [*warnings, *describe_answers(benchmark, counted, problems["empty"])],
+        "warnings": [*warnings, *describe_answers(counted, problems["empty"])],
         "inputs": {str(path): file_sha256(path) for path in inputs},
         **({"items": [_format_item(one) for one in scored]} if with_items else {}),
     }
@@ -224,7 +226,7 @@ def score_set(
         "n_unparsed": sum(not one.parsed for one in scored),
         "n_missing": problems["missing"],
         "n_empty": problems["empty"],
-        "warnings": [*warnings, *describe_answers(benchmark, scored, problems["empty"])],
+        "warnings": [*warnings, *describe_answers(scored, problems["empty"])],
         "categories": {name: len(members) for name, members in group_by_category(scored).items()},
         "limit": limit,
         "questions_sha256": file_sha256(Path(folder) / QUESTIONS_FILE),
@@ -262,11 +264,12 @@ def format_headline(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _list_files(paths: Sequence[Path]) -> Iterator[Path]:
+def _list_files(benchmark: Benchmark, paths: Sequence[Path]) -> Iterator[Path]:
     for path in map(Path, paths):
-        found = sorted(path.rglob("output.json")) if path.is_dir() else [path]
+        found = sorted(path.rglob(benchmark.result_files)) if path.is_dir() else [path]
         if not found:
-            raise DataError(str(path), "has no output.json", "name the files themselves")
+            problem = f"has no {benchmark.result_files}"
+            raise DataError(str(path), problem, "name the files themselves")
         yield from found
 
 
@@ -380,5 +383,9 @@ def _format_item(one: ScoredItem) -> dict[str, Any]:
         **({"random_fallback": True} if one.random_fallback else {}),
         **({} if one.question.counted else {"counted": False}),
         **({"tables": dict(one.question.tables)} if one.question.tables else {}),
-        **({"kind": one.question.details["kind"]} if "kind" in one.question.details else {}),
+        **{
+            key: one.question.details[key]
+            for key in ("kind", "groups")
+            if key in one.question.details
+        },
     }

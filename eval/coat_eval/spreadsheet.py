@@ -63,6 +63,25 @@ def read_delimited(path: Path, text: str) -> tuple[list[dict[str, Any]], list[in
     return rows, lines
 
 
+def read_columns(path: Path, text: str) -> tuple[list[dict[str, Any]], list[int]]:
+    """Read lines of tab-separated cells without a header; quotes have no meaning (MME's results).
+
+    Returns:
+        The rows, with the keys ``column_1``, ``column_2``, ..., and the line of each.
+
+    Raises:
+        DataError: a line has more or fewer cells than the first.
+    """
+    lines = {
+        number: line.rstrip("\r").split("\t")
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
+    }
+    names = [f"column_{place}" for place in range(1, len(next(iter(lines.values()))) + 1)]
+    rows = [_make_row(names, cells, f"{path}:{number}") for number, cells in lines.items()]
+    return rows, list(lines)
+
+
 def read_workbook(path: Path, data: bytes) -> tuple[list[dict[str, Any]], list[int]]:
     """Read the first sheet of an XLSX file: its rows, and their numbers in the sheet.
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 OFFICIAL = (
     "pope", "gqa", "vqav2", "textvqa", "vizwiz", "seedbench", "mmmu", "videomme",
     "mmstar", "realworldqa", "scienceqa", "mmbench", "ccbench", "ai2d",
+    "mme", "chartqa", "ocrbench", "hallusionbench", "okvqa", "nextqa", "tempcompass", "tabmwp",
+    "docvqa", "infovqa",
 )  # fmt: skip
 """Names of ``coat_eval.tasks.BENCHMARKS``, which takes longer to import than ``--help`` should."""
 _PROFILES = (
@@ -76,7 +78,8 @@ continues an interrupted evaluation. With torchrun, the questions are divided am
     suite.add_argument(
         "--tasks", metavar="TASK,...",
         help=f"{', '.join(OFFICIAL)}; other prompts: textvqa_no_ocr, "
-        "mmmu_all_images, videomme_subtitles; choices ranked by likelihood: seedbench_likelihood",
+        "mmmu_all_images, videomme_subtitles, mme_vlmeval, chartqa_lmms, okvqa_lmms; choices "
+        "ranked by likelihood: seedbench_likelihood",
     )  # fmt: skip
     suite.add_argument("--split", help="e.g. test; default: the split with answers")
     suite.add_argument("--profile", help=_PROFILES)
@@ -304,7 +307,7 @@ docs/reference/benchmarks.md lists all metrics, sources and formats.
     parser.add_argument(
         "--predictions", type=Path, nargs="+", required=True, metavar="FILE",
         help="JSON, JSON lines, CSV, TSV, XLSX or Parquet; a folder means all output.json files in "
-        "it",
+        "it (mme: all .txt files)",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, help="report to write")
     parser.add_argument(
@@ -320,7 +323,7 @@ docs/reference/benchmarks.md lists all metrics, sources and formats.
     )  # fmt: skip
     official.add_argument(
         "--profile",
-        help=f"{_PROFILES}; videomme also official_20240603",
+        help=f"{_PROFILES}; videomme also official_20240603, okvqa also pica",
     )  # fmt: skip
     official.add_argument(
         "--raw", action="store_true",
@@ -334,8 +337,8 @@ docs/reference/benchmarks.md lists all metrics, sources and formats.
     official.add_argument("--items", action="store_true", help="write every item to the report")
     official.add_argument(
         "--submission", type=Path, metavar="FILE",
-        help="also write a submission for the server of gqa, vqav2, textvqa, vizwiz, mmmu or "
-        "seedbench",
+        help="also write a submission for the server of gqa, vqav2, textvqa, vizwiz, mmmu, "
+        "seedbench, docvqa or infovqa",
     )  # fmt: skip
     own = parser.add_argument_group("your own question set")
     own.add_argument("--data", type=Path, help="folder with questions.jsonl")

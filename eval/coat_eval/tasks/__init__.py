@@ -6,15 +6,25 @@ from typing import Any
 from coat_eval.benchmark import Benchmark
 from coat_eval.tasks.ai2d import Ai2d
 from coat_eval.tasks.ccbench import CcBench
+from coat_eval.tasks.chartqa import ChartQa
+from coat_eval.tasks.docvqa import DocVqa
 from coat_eval.tasks.gqa import Gqa
+from coat_eval.tasks.hallusionbench import HallusionBench
+from coat_eval.tasks.infovqa import InfoVqa
 from coat_eval.tasks.mmbench import MmBench
+from coat_eval.tasks.mme import Mme
 from coat_eval.tasks.mmmu import Mmmu
 from coat_eval.tasks.mmstar import MmStar
+from coat_eval.tasks.nextqa import NextQa
+from coat_eval.tasks.ocrbench import OcrBench
+from coat_eval.tasks.okvqa import OkVqa
 from coat_eval.tasks.pope import Pope
 from coat_eval.tasks.question_set import MultipleChoice, QuestionSet, ShortAnswer, YesNo
 from coat_eval.tasks.realworldqa import RealWorldQa
 from coat_eval.tasks.scienceqa import ScienceQa
 from coat_eval.tasks.seedbench import SeedBench
+from coat_eval.tasks.tabmwp import TabMwp
+from coat_eval.tasks.tempcompass import TempCompass
 from coat_eval.tasks.textvqa import TextVqa
 from coat_eval.tasks.videomme import VideoMme
 from coat_eval.tasks.vizwiz import VizWiz
@@ -42,6 +52,8 @@ BENCHMARKS: dict[str, Benchmark] = {
         MmBench(),
         CcBench(),
         Ai2d(),
+        *(Mme(), ChartQa(), OcrBench(), HallusionBench(), OkVqa()),
+        *(NextQa(), TempCompass(), TabMwp(), DocVqa(), InfoVqa()),
     )
 }
 

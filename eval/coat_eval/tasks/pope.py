@@ -22,7 +22,6 @@ from coat_eval.benchmark import (
 )
 from coat_eval.data_folder import DataFolder, Layouts
 from coat_eval.files import Table
-from coat_eval.vqa_text import PERIOD_NOT_AFTER_DIGIT, strip_punctuation
 
 SPLITS = ("random", "popular", "adversarial")
 
@@ -128,9 +127,7 @@ class Pope(Benchmark):
         if settings.profile == "lmms":
             return text.lower().strip()
         if settings.profile == "vlmeval":
-            words = strip_punctuation(text.lower(), PERIOD_NOT_AFTER_DIGIT).split()
-            found = [word for word in ("yes", "no") if word in words]
-            return found[0] if len(found) == 1 else "unknown"
+            return extract.extract_yes_no_word(text) or "unknown"
         return extract.extract_pope(text)
 
     def is_parsed(self, extracted: str, text: str) -> bool:

@@ -29,7 +29,7 @@ from coat_eval.files import Table
 from coat_eval.tasks.vqav2 import clean_answer
 
 ANSWER_TYPES = ("unanswerable", "other", "yes/no", "number")
-_UNANSWERABLE = "When the provided information is insufficient, respond with 'Unanswerable'."
+UNANSWERABLE = "When the provided information is insufficient, respond with 'Unanswerable'."
 _TEXTS = frozenset({"prediction", "prompt"})
 _SUFFIX = re.compile(r"\.(?:jpe?g|png)$", re.IGNORECASE)
 
@@ -116,7 +116,7 @@ class VizWiz(Benchmark):
             split = name.split("_")[1] if name.count("_") == 2 else "val"
             yield Prompt(
                 question_id=_strip_suffix(name),
-                text=f"{row.values['question']}\n{_UNANSWERABLE}\n{SHORT_ANSWER}",
+                text=f"{row.values['question']}\n{UNANSWERABLE}\n{SHORT_ANSWER}",
                 media=(row.image(name, (split, "images", f"images/{split}", ".")),),
                 where=row.where,
             )

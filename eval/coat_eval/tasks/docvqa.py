@@ -1,0 +1,145 @@
+"""DocVQA: questions about pages of documents, scored by ANLS.
+
+Source: Mathew et al., "DocVQA: A Dataset for VQA on Document Images"; ANLS (average normalized
+Levenshtein similarity): Biten et al., "Scene Text Visual Question Answering", in the form of the
+challenge's infographicsvqa_eval.py (rrc.cvc.uab.es), which lmms-eval copies. No published
+predictions with scores were found, so only the rule is checked.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from coat_eval.benchmark import (
+    SHORT_ANSWER,
+    Benchmark,
+    Prompt,
+    PromptOptions,
+    Question,
+    ScoredItem,
+    Settings,
+    pick,
+)
+from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.files import Table
+
+_THRESHOLD = 0.5
+
+
+class DocVqa(Benchmark):
+    """ANLS overall, and by type of question."""
+
+    name = "docvqa"
+    source = "rrc.cvc.uab.es infographicsvqa_eval.py, as in lmms-eval api/metrics.py @c228e27"
+    headline = ("overall",)
+    profiles = ("official", "lmms")
+    rule_only = True
+    sizes: ClassVar[Mapping[str, int]] = {"val": 5349, "test": 5188}
+    id_fields = ("question_id", "questionId")
+    text_fields = ("prediction", "text", "answer")
+    layouts: ClassVar[Layouts] = {
+        "val": (
+            ("val_v1.0_withQT.json",),
+            ("val_v1.0.json",),
+            ("DocVQA/validation-*.parquet",),
+            ("validation-*.parquet",),
+        ),
+        "test": (("test_v1.0.json",), ("DocVQA/test-*.parquet",), ("test-*.parquet",)),
+    }
+    folders: ClassVar[tuple[str, ...]] = ("documents", "images", ".")
+    """Folders of the images."""
+
+    def is_reference(self, table: Table) -> bool:
+        """The official annotations, or rows of lmms-lab/DocVQA's part DocVQA."""
+        return table.has("questionId", "question", "docId")
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Convert a row; its first type of question is a sub-table if there is one."""
+        types = row.get("question_types") or ()
+        return Question(
+            question_id=str(pick(row, ("questionId",), where)),
+            answer=[str(one) for one in row.get("answers") or ()] or None,
+            tables={"question_type": str(types[0])} if types else {},
+            text=str(row["question"]),
+            cluster=get_image(row),
+            where=where,
+        )
+
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield the question with LLaVA's suffix, as VLMEvalKit and lmms-eval ask it."""
+        for row in folder.rows("questionId", "question"):
+            yield Prompt(
+                question_id=str(row.values["questionId"]),
+                text=f"{row.values['question']}\n{SHORT_ANSWER}",
+                media=(row.image(get_image(row.values), self.folders),),
+                where=row.where,
+            )
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str:
+        """Return the text; it is normalized in the comparison."""
+        return text
+
+    def score(self, extracted: str, question: Question, settings: Settings) -> float:
+        """Return ANLS of the best answer: see :func:`compute_anls`."""
+        return compute_anls(extracted, question.answer)
+
+    def submission(self, scored: Sequence[ScoredItem], settings: Settings) -> list[dict[str, Any]]:
+        """Return the challenge's list of {questionId, answer}."""
+        return [
+            {"questionId": int(one.question.question_id), "answer": one.text or ""}
+            for one in scored
+        ]
+
+
+def get_image(row: Mapping[str, Any]) -> str:
+    """Return the file name of a row's image; of DocVQA's Parquet rows, the document."""
+    image = row.get("image", row.get("image_local_name"))
+    return (image if isinstance(image, str) else str(row.get("docId") or "")).rpartition("/")[2]
+
+
+def compute_anls(said: str, answers: Sequence[str]) -> float:
+    """Compute 1 - min over answers of distance / length, or 0 below 0.5.
+
+    The Levenshtein distance is that of the texts in lower case with single blanks; the length is
+    that of the longer raw text. Answers that cannot reach 0.5 because of the texts' lengths are not
+    compared.
+
+    Args:
+        said: what the model wrote.
+        answers: the gold answers.
+    """
+    told = " ".join(said.lower().split())
+    best = 0.0
+    for answer in answers:
+        gold = " ".join(answer.lower().split())
+        length = max(len(answer.upper()), len(said.upper()))
+        if length == 0:
+            return 1.0
+        if 1 - abs(len(gold) - len(told)) / length >= _THRESHOLD:
+            best = max(best, 1 - compute_distance(gold, told) / length)
+    return best if best >= _THRESHOLD else 0.0
+
+
+def compute_distance(first: str, second: str) -> int:
+    """Compute the Levenshtein distance of two texts, a column of its matrix per step.
+
+    The differences of neighbors in a column, which are 1, 0 or -1, are bits of two integers
+    (Myers 1999, "A Fast Bit-Vector Algorithm for Approximate String Matching", in the form of
+    Hyyro 2003).
+    """
+    if not first or first == second:
+        return len(second) if first != second else 0
+    places: dict[str, int] = {}
+    for place, letter in enumerate(first):
+        places[letter] = places.get(letter, 0) | 1 << place
+    every, last = (1 << len(first)) - 1, 1 << (len(first) - 1)
+    rises, falls, distance = every, 0, len(first)
+    for letter in second:
+        same = places.get(letter, 0)
+        diagonal = ((same & rises) + rises ^ rises) | same | falls
+        right_rises = falls | ~(diagonal | rises) & every
+        right_falls = rises & diagonal
+        distance += bool(right_rises & last) - bool(right_falls & last)
+        right_rises = right_rises << 1 | 1
+        rises = (right_falls << 1 | ~(diagonal | right_rises)) & every
+        falls = right_rises & diagonal & every
+    return distance

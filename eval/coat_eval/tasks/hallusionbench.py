@@ -1,0 +1,144 @@
+"""HallusionBench: yes/no questions about original and edited figures, asked in sets.
+
+Source: Guan et al., "HallusionBench: An Advanced Diagnostic Suite for Entangled Language
+Hallucination and Visual Illusion". The authors' evaluation.py lets GPT-4 judge answers to 1,129
+questions; papers print VLMEvalKit's figures on the 951 questions with an image, which need no
+judge and are reproduced here.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from coat_data.sample import DataError
+from coat_eval.benchmark import (
+    Benchmark,
+    Prediction,
+    Prompt,
+    PromptOptions,
+    Question,
+    ScoredItem,
+    Settings,
+    find_prompt,
+    pick,
+    to_percent,
+)
+from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.extract import extract_yes_no_word
+from coat_eval.files import Table
+
+_ANSWERS = {"1": "yes", "0": "no"}
+_PARTS = ("category", "subcategory", "visual_input", "set_id", "figure_id", "question_id")
+
+
+class HallusionBench(Benchmark):
+    """aAcc over questions, fAcc over figures, qAcc over questions of all figures; also by part."""
+
+    name = "hallusionbench"
+    source = (
+        "open-compass/VLMEvalKit vlmeval/dataset/utils/yorn.py Hallusion_rating @c03bc048, no "
+        "judge; data: tianyi-lab/HallusionBench @744007c"
+    )
+    headline = ("aAcc", "fAcc", "qAcc")
+    profiles = ("official", "vlmeval", "vlmeval@c03bc048")
+    sizes: ClassVar[Mapping[str, int]] = {"with an image": 951}
+    constants = ("yes", "no")
+    text_fields = ("prediction", "model_prediction", "text")
+    carries_answers = True
+    layouts: ClassVar[Layouts] = {"image": (("HallusionBench.json",), ("image-*.parquet",))}
+
+    def is_reference(self, table: Table) -> bool:
+        """HallusionBench.json or results in its layout, or rows of lmms-lab/HallusionBench."""
+        return table.has(*_PARTS, "gt_answer")
+
+    def is_predictions(self, table: Table) -> bool:
+        """Official results (``model_prediction`` filled in), or rows by id."""
+        if table.has("gt_answer"):
+            return any(table.has(name) for name in self.text_fields)
+        return super().is_predictions(table)
+
+    def questions(
+        self, references: Sequence[Table], predictions: Sequence[Table]
+    ) -> list[Question]:
+        """Return the references' questions, or those in the results."""
+        carrying = [table for table in predictions if self.is_reference(table)]
+        questions = super().questions(references or carrying, predictions)
+        # Results may repeat a question, which is then a repeated prediction.
+        return questions if references else list({one.key: one for one in questions}.values())
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Convert a row; VLMEvalKit's index is the id, and questions without image do not count."""
+        answer = _ANSWERS.get(str(row["gt_answer"]))
+        if answer is None:
+            raise DataError(where, f"gt_answer is {row['gt_answer']!r}", "it is 1 (yes) or 0 (no)")
+        category, kind, _, group, figure, number = (str(row[name]) for name in _PARTS)
+        part = f"{category}_{kind}"
+        return Question(
+            question_id=_make_id(row),
+            answer=answer,
+            tables={"category": category, "part": part},
+            details={
+                "groups": {"fAcc": f"{part}_{group}_{figure}", "qAcc": f"{part}_{group}_{number}"}
+            },
+            counted=str(row["visual_input"]) != "0",
+            text=str(row.get("question") or ""),
+            cluster=f"{part}_{group}",
+            where=where,
+        )
+
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield the question alone, as the authors, VLMEvalKit and lmms-eval ask it."""
+        for row in folder.rows(*_PARTS, "gt_answer"):
+            if str(row.values["visual_input"]) != "0":
+                name = str(row.values.get("filename")).removeprefix("./")
+                yield Prompt(
+                    question_id=_make_id(row.values),
+                    text=str(row.values["question"]),
+                    media=(row.image(name, ("hallusion_bench", "images", ".")),),
+                    where=row.where,
+                )
+
+    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
+        """Return the predictions of official results, or of rows by id."""
+        if not table.has(*_PARTS):
+            return super().predictions(table, questions)
+        return [
+            Prediction(
+                question_id=_make_id(row),
+                text=pick(row, self.text_fields, table.where(index)),
+                prompt=find_prompt(row),
+                where=table.where(index),
+            )
+            for index, row in enumerate(table.rows)
+        ]
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str | None:
+        """Return ``yes``, ``no`` or None: see :func:`coat_eval.extract.extract_yes_no_word`."""
+        return extract_yes_no_word(text)
+
+    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
+        """Compute the three accuracies over all, per category and per part (``VD_ocr.fAcc``)."""
+        counted = [one for one in scored if one.question.counted]
+        groups: dict[str, list[ScoredItem]] = {"": counted}
+        for table in ("category", "part"):
+            for one in counted:
+                groups.setdefault(f"{one.question.tables[table]}.", []).append(one)
+        return {
+            f"{name}{metric}": value
+            for name, rows in groups.items()
+            for metric, value in _compute_metrics(rows).items()
+        }
+
+
+def _compute_metrics(rows: Sequence[ScoredItem]) -> dict[str, float]:
+    """Compute the percentages of right questions, and of groups with all questions right."""
+    metrics = {"aAcc": to_percent([one.score for one in rows])}
+    for metric in ("fAcc", "qAcc"):
+        groups: dict[str, list[float]] = {}
+        for one in rows:
+            groups.setdefault(one.question.details["groups"][metric], []).append(one.score)
+        metrics[metric] = to_percent([float(min(scores) == 1) for scores in groups.values()])
+    return metrics
+
+
+def _make_id(row: Mapping[str, Any]) -> str:
+    return "_".join(str(row[name]) for name in _PARTS)

@@ -1,0 +1,190 @@
+"""MME: two yes/no questions about each image, in ten tasks of perception and four of cognition.
+
+Source: Fu et al., "MME: A Comprehensive Evaluation Benchmark for Multimodal Large Language Models";
+its eval_tool/calculation.py. A task's score is 100 times the accuracy plus 100 times accuracy+, the
+share of images with both questions right, so the sums are at most 2000 and 800.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from coat_data.sample import DataError
+from coat_eval.benchmark import (
+    SHORT_ANSWER,
+    Benchmark,
+    Prediction,
+    Prompt,
+    PromptOptions,
+    Question,
+    ScoredItem,
+    Settings,
+    group_by_table,
+    pick,
+    to_percent,
+)
+from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.extract import extract_yes_no_word
+from coat_eval.files import Table
+
+PARTS = {
+    "perception": (
+        "existence", "count", "position", "color", "posters",
+        "celebrity", "scene", "landmark", "artwork", "OCR",
+    ),
+    "cognition": (
+        "commonsense_reasoning", "numerical_calculation", "text_translation", "code_reasoning",
+    ),
+}  # fmt: skip
+"""Tasks by part; VLMEvalKit calls the second part reasoning."""
+_PART = {task: part for part, tasks in PARTS.items() for task in tasks}
+_INSTRUCTION = " Please answer yes or no."
+"""End of MME's own questions, which LLaVA and lmms-eval replace."""
+
+
+class Mme(Benchmark):
+    """Perception and cognition as sums over their tasks; score, accuracy, accuracy+ per task."""
+
+    name = "mme"
+    source = "MME eval_tool/calculation.py (copy: zjunlp/Deco @a3ccc15)"
+    headline = ("perception", "cognition")
+    profiles = ("official", "lmms", "vlmeval", "vlmeval@c03bc048")
+    sizes: ClassVar[Mapping[str, int]] = {"all": 2374}
+    constants = ("yes", "no")
+    carries_answers = True
+    result_files = "*.txt"
+    layouts: ClassVar[Layouts] = {"test": (("test-*.parquet",), ("*.parquet",))}
+    variants: ClassVar[Mapping[str, str]] = {
+        "vlmeval": "MME's own questions unchanged, as VLMEvalKit @d21c5e9 asks them"
+    }
+
+    def is_reference(self, table: Table) -> bool:
+        """Official results of one task, rows of lmms-lab/MME, or VLMEvalKit's table."""
+        if table.has("column_4"):
+            return table.path.name.split(".")[0] in _PART
+        named = table.has("question_id") or table.has("image_path")
+        return (
+            named
+            and table.has("category", "question", "answer")
+            and table.rows[0]["category"] in _PART
+        )
+
+    def is_predictions(self, table: Table) -> bool:
+        """Official results of one task, or rows by id."""
+        return super().is_predictions(table) or table.has("column_4")
+
+    def questions(
+        self, references: Sequence[Table], predictions: Sequence[Table]
+    ) -> list[Question]:
+        """Return the references' questions, or those in the results.
+
+        Raises:
+            DataError: also if an image does not have two questions.
+        """
+        carrying = [table for table in predictions if self.is_reference(table)]
+        questions = super().questions(references or carrying, predictions)
+        seen: dict[str, int] = {}
+        for one in questions:
+            seen[one.question_id] = seen.get(one.question_id, 0) + 1
+        for one in questions:
+            if seen[one.question_id] != 2:
+                raise DataError(
+                    one.where,
+                    f"{one.question_id} has {seen[one.question_id]} questions; MME asks two about "
+                    "each image",
+                    "give every task's file once and unchanged",
+                )
+        return questions
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Convert a row; the id, which both questions share, is task and image."""
+        if table.has("column_4"):
+            task, image = table.path.name.split(".")[0], row["column_1"]
+            text, answer = row["column_2"], row["column_3"]
+        else:
+            task, text, answer = (str(row[key]) for key in ("category", "question", "answer"))
+            image = str(pick(row, ("question_id", "image_path"), where)).rpartition("/")[2]
+        answer = answer.strip().lower().rstrip(".")
+        if task not in _PART or answer not in self.constants:
+            raise DataError(
+                where,
+                f"task {task!r} with the answer {answer!r}",
+                f"answers are yes or no, tasks {', '.join(_PART)}",
+            )
+        question_id = f"{task}/{image}"
+        return Question(
+            question_id=question_id,
+            answer=answer,
+            tables={"part": _PART[task], "task": task},
+            details={"groups": {"image": question_id}},
+            text=text,
+            cluster=question_id,
+            where=where,
+        )
+
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield LLaVA's prompt (llava_mme.jsonl), or MME's own for the variant ``vlmeval``."""
+        for row in folder.rows("question_id", "question", "category"):
+            question = str(row.values["question"])
+            if options.variant != "vlmeval":
+                question = f"{question.strip().replace(_INSTRUCTION, '')}\n{SHORT_ANSWER}"
+            name = str(row.values["question_id"])
+            yield Prompt(
+                question_id=f"{row.values['category']}/{name.rpartition('/')[2]}",
+                text=question,
+                media=(row.image(name, ("images", ".")),),
+                where=row.where,
+            )
+
+    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
+        """Return the predictions of official results, or of rows by id."""
+        if not table.has("column_4"):
+            return super().predictions(table, questions)
+        task = table.path.name.split(".")[0]
+        return [
+            Prediction(
+                question_id=f"{task}/{row['column_1']}",
+                text=row["column_4"],
+                prompt=row["column_2"],
+                where=table.where(index),
+            )
+            for index, row in enumerate(table.rows)
+        ]
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str | None:
+        """Return ``yes``, ``no`` or None.
+
+        official: the first of "yes", "no" that occurs in the first four characters of the text in
+        lower case, so "None" is no. lmms: the same after stripping it and deleting periods; also
+        "y" and "n". vlmeval: see :func:`coat_eval.extract.extract_yes_no_word`.
+        """
+        if settings.profile.startswith("vlmeval"):
+            return extract_yes_no_word(text)
+        text = text.lower()
+        if settings.profile == "lmms":
+            text = text.strip().replace(".", "")
+            if text in ("y", "n"):
+                return "yes" if text == "y" else "no"
+        return next((word for word in ("yes", "no") if word in text[:4]), None)
+
+    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
+        """Compute ``perception`` and ``cognition`` if no task is missing, and each task's figures.
+
+        ``score.<task>`` (0 to 200) is the sum of ``acc.<task>`` and ``acc_plus.<task>``.
+        """
+        tables = group_by_table(scored)
+        metrics: dict[str, float] = {}
+        for task in (task for task in _PART if f"task.{task}" in tables):
+            rows = tables[f"task.{task}"]
+            images: dict[str, list[float]] = {}
+            for one in rows:
+                images.setdefault(one.question.question_id, []).append(one.score)
+            accuracy = to_percent([one.score for one in rows])
+            plus = to_percent([float(min(scores) == 1) for scores in images.values()])
+            metrics |= {f"score.{task}": accuracy + plus, f"acc.{task}": accuracy}
+            metrics[f"acc_plus.{task}"] = plus
+        sums = {
+            part: sum(metrics[f"score.{task}"] for task in tasks)
+            for part, tasks in PARTS.items()
+            if all(f"score.{task}" in metrics for task in tasks)
+        }
+        return sums | metrics

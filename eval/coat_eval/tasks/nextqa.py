@@ -1,0 +1,113 @@
+"""NExT-QA, multiple choice: five choices about causes, time and contents of short videos.
+
+Source: Xiao et al., "NExT-QA: Next Phase of Question-Answering to Explaining Temporal Actions";
+doc-doc/NExT-QA eval_mc.py. Its models are classifiers that give an index from 0; the letter of a
+language model's answer is found by lmms-eval's rule.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from coat_data.sample import DataError
+from coat_eval.benchmark import (
+    Benchmark,
+    Prediction,
+    Prompt,
+    PromptOptions,
+    Question,
+    Settings,
+    pick,
+)
+from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.extract import letter_choices
+from coat_eval.files import Table
+from coat_eval.tasks.mmmu import parse_choice
+
+GROUPS = {"C": "causal", "T": "temporal", "D": "descriptive"}
+TYPES = ("CW", "CH", "TN", "TC", "DC", "DL", "DO")
+_LETTERS = "ABCDE"
+_CHOICES = tuple(f"a{number}" for number in range(5))
+
+
+class NextQa(Benchmark):
+    """Accuracy overall, of causal, temporal and descriptive questions (Acc_C, T, D), by type."""
+
+    name = "nextqa"
+    source = (
+        "doc-doc/NExT-QA eval_mc.py @6b92588; letters: lmms-eval tasks/nextqa/utils.py @c228e27"
+    )
+    headline = ("overall", *(f"group.{name}" for name in GROUPS.values()))
+    sizes: ClassVar[Mapping[str, int]] = {"val": 4996, "test": 8564}
+    constants = tuple(_LETTERS)
+    layouts: ClassVar[Layouts] = {
+        "test": (("test.csv",), ("MC/test-*.parquet",), ("test-*.parquet",)),
+        "val": (("val.csv",),),
+    }
+
+    def is_reference(self, table: Table) -> bool:
+        """val.csv, test.csv, or rows of lmms-lab/NExTQA's part MC."""
+        return table.has("video", "qid", "type", "answer", *_CHOICES)
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Convert a row; the id is ``<video>_<qid>``, and previous (TP) counts as next (TN)."""
+        kind = {"TP": "TN"}.get(str(row["type"]), str(row["type"]))
+        answer = str(row["answer"])
+        if kind not in TYPES or answer not in tuple("01234"):
+            raise DataError(
+                where, f"type {kind!r}, answer {answer!r}", "download the file again (0 to 4)"
+            )
+        return Question(
+            question_id=f"{row['video']}_{row['qid']}",
+            answer=_LETTERS[int(answer)],
+            tables={"group": GROUPS[kind[0]], "type": kind},
+            details={"choices": _read_choices(row)},
+            text=str(row.get("question") or ""),
+            cluster=str(row["video"]),
+            where=where,
+        )
+
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield lmms-eval's prompt: the question and five lettered choices."""
+        for row in folder.rows("video", "qid", "question", *_CHOICES):
+            lines = [f"{letter}. {text}" for letter, text in _read_choices(row.values).items()]
+            name = str(row.values["video"])
+            yield Prompt(
+                question_id=f"{name}_{row.values['qid']}",
+                text="\n".join((str(row.values["question"]).strip(), *lines)),
+                media=(folder.file(name, ("NExTVideo", "videos", "."), (".mp4",), "video"),),
+                where=row.where,
+            )
+
+    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
+        """Return the predictions; an index from 0 to 4 is the letter of its choice.
+
+        Raises:
+            DataError: also if the file has answers, and one contradicts the references.
+        """
+        known = {one.question_id: one.answer for one in questions}
+        predictions = super().predictions(table, questions)
+        for place, one in enumerate(predictions):
+            row = table.rows[place]
+            if isinstance(one.text, int) and one.text in range(5):
+                predictions[place] = replace(one, text=_LETTERS[one.text])
+            gold = row.get("answer")
+            if isinstance(gold, int) and known.get(one.question_id, gold) != _LETTERS[gold]:
+                raise DataError(
+                    one.where,
+                    f"the file's answer to {one.question_id} is {gold}, the references' is "
+                    f"{_LETTERS.index(str(known[one.question_id]))}",
+                    "give the references that the predictions were made for",
+                )
+        return predictions
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str | None:
+        """Return a letter or None: see :func:`coat_eval.tasks.mmmu.parse_choice` (``lmms``).
+
+        Where lmms-eval draws a letter at random, without a seed, there is none.
+        """
+        return parse_choice(text, question.details["choices"], lmms=True)
+
+
+def _read_choices(row: Mapping[str, Any]) -> dict[str, str]:
+    return letter_choices([str(pick(row, (name,), "")).strip() for name in _CHOICES])

@@ -1,0 +1,166 @@
+"""OCRBench: 1,000 questions about text in images, in five parts.
+
+Source: Liu et al., "OCRBench: On the Hidden Mystery of OCR in Large Multimodal Models";
+Yuliang-Liu/MultimodalOCR OCRBench/example.py. Papers print the number of right answers.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from coat_data.sample import DataError
+from coat_eval.benchmark import (
+    Benchmark,
+    Prediction,
+    Prompt,
+    PromptOptions,
+    Question,
+    ScoredItem,
+    Settings,
+    find_prompt,
+    group_by_table,
+    pick,
+)
+from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.files import Table
+
+RECOGNITION = "Text Recognition"
+HANDWRITTEN_MATHEMATICS = "Handwritten Mathematical Expression Recognition"
+PARTS = (
+    RECOGNITION,
+    "Scene Text-centric VQA",
+    "Doc-oriented VQA",
+    "Key Information Extraction",
+    HANDWRITTEN_MATHEMATICS,
+)
+_TYPES = {
+    "Regular Text Recognition": RECOGNITION,
+    "Irregular Text Recognition": RECOGNITION,
+    "Artistic Text Recognition": RECOGNITION,
+    "Handwriting Recognition": RECOGNITION,
+    "Digit String Recognition": RECOGNITION,
+    "Non-Semantic Text Recognition": RECOGNITION,
+    **{part: part for part in PARTS[1:]},
+}
+"""Parts by ``type``."""
+
+
+class OcrBench(Benchmark):
+    """Number of right answers in all and per part, and the accuracies."""
+
+    name = "ocrbench"
+    source = "Yuliang-Liu/MultimodalOCR OCRBench/example.py @794c36d"
+    headline = ("final_score", "overall", *(f"part.{part}" for part in PARTS))
+    profiles = ("official", "lmms", "vlmeval", "vlmeval@c03bc048")
+    sizes: ClassVar[Mapping[str, int]] = {"all": 1000}
+    id_fields = ("question_id", "row")
+    text_fields = ("prediction", "predict", "text")
+    carries_answers = True
+    layouts: ClassVar[Layouts] = {"test": (("OCRBench.json",), ("test-*.parquet",), ("*.parquet",))}
+
+    def is_reference(self, table: Table) -> bool:
+        """OCRBench.json or results in its layout, rows of echo840/OCRBench, or VLMEvalKit's."""
+        if table.has("dataset_name", "answers"):
+            return True
+        kind = next((table.rows[0][n] for n in ("question_type", "category") if table.has(n)), None)
+        return table.has("question", "answer") and kind in _TYPES
+
+    def is_predictions(self, table: Table) -> bool:
+        """Official results (``predict`` filled in), or rows by the position in the list."""
+        if table.has("dataset_name", "answers"):
+            return table.has("predict")
+        return super().is_predictions(table)
+
+    def questions(
+        self, references: Sequence[Table], predictions: Sequence[Table]
+    ) -> list[Question]:
+        """Return the references' questions, or those in the results."""
+        carrying = [table for table in predictions if self.is_reference(table)]
+        questions = super().questions(references or carrying, predictions)
+        if references or not carrying:
+            return [replace(one, question_id=str(i)) for i, one in enumerate(questions)]
+        # Results may repeat a question, which is then a repeated prediction.
+        unique = {one.details["official_id"]: one for one in questions}.values()
+        return [replace(one, question_id=str(i)) for i, one in enumerate(unique)]
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Convert a row; its id is its position, set by :meth:`questions`."""
+        kind = str(pick(row, ("type", "question_type", "category"), where))
+        if kind not in _TYPES:
+            raise DataError(where, f"type {kind!r} is unknown", f"allowed: {', '.join(_TYPES)}")
+        answers = pick(row, ("answers", "answer"), where)
+        return Question(
+            question_id="",
+            answer=[str(one) for one in answers] if isinstance(answers, list) else [str(answers)],
+            tables={"part": _TYPES[kind], "type": kind},
+            details={"official_id": _get_official_id(row)},
+            text=str(pick(row, ("question",), where)),
+            cluster=str(row.get("image_path") or ""),
+            where=where,
+        )
+
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield the question alone, as the authors, VLMEvalKit and lmms-eval ask it."""
+        tables = list(filter(self.is_reference, folder.tables))
+        rows = (row for row in folder.rows("question") if row.table in tables)
+        for number, row in enumerate(rows):
+            name = str(row.values.get("image_path"))
+            yield Prompt(
+                question_id=str(number),
+                text=str(row.values["question"]),
+                media=(row.image(name, ("OCRBench_Images", "images", ".")),),
+                where=row.where,
+            )
+
+    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
+        """Return the predictions of official results by data set and id, or of rows."""
+        if not table.has("dataset_name", "answers"):
+            return super().predictions(table, questions)
+        numbers = {one.details["official_id"]: one.question_id for one in questions}
+        return [
+            Prediction(
+                question_id=numbers.get(_get_official_id(row), _get_official_id(row)),
+                text=pick(row, self.text_fields, table.where(index)),
+                prompt=find_prompt(row),
+                where=table.where(index),
+            )
+            for index, row in enumerate(table.rows)
+        ]
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str:
+        """Return the text as answers are looked for in it.
+
+        The text is in lower case, stripped, with blanks for line breaks. Handwritten mathematics
+        keeps its case (not in lmms-eval) and loses its blanks.
+        """
+        lower = settings.profile == "lmms"
+        return _normalize(text.lower() if lower else text, question)
+
+    def score(self, extracted: str, question: Question, settings: Settings) -> float:
+        """Return 1 if one of the answers occurs in the text, also inside words."""
+        return float(any(_normalize(answer, question) in extracted for answer in question.answer))
+
+    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
+        """Compute ``final_score`` and ``score.<part>`` as numbers of right answers.
+
+        ``overall``, ``part.<part>`` and ``type.<type>`` are percentages.
+        """
+        tables = group_by_table(scored)
+        counts = {
+            f"score.{part}": sum(one.score for one in tables[f"part.{part}"])
+            for part in PARTS
+            if f"part.{part}" in tables
+        }
+        total = sum(one.score for one in scored)
+        return {"final_score": total, **counts, **super().aggregate(scored, settings)}
+
+
+def _normalize(text: str, question: Question) -> str:
+    if question.tables["type"] == HANDWRITTEN_MATHEMATICS:
+        return text.strip().replace("\n", " ").replace(" ", "")
+    return text.lower().strip().replace("\n", " ")
+
+
+def _get_official_id(row: Mapping[str, Any]) -> str:
+    """Return data set and id; ids restart in each data set."""
+    return f"{row.get('dataset_name')}/{row.get('id')}"

@@ -1,0 +1,131 @@
+"""TabMWP: mathematical word problems over tables, as text.
+
+Source: Lu et al., "Dynamic Prompt Learning via Policy Gradient for Semi-structured Mathematical
+Reasoning"; lupantech/PromptPG run_t5/eval.py. Runs of GPT-3 are extracted by another rule there
+(run_gpt3/utilities.py), which is not implemented.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from coat_eval.benchmark import Benchmark, Prompt, PromptOptions, Question, Settings, pick
+from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.files import Table
+
+_UNREADABLE = re.compile("[{}^\\\\`\u2047<]")
+_QUOTES = str.maketrans("", "", "\"'")
+_TIME = re.compile(r" ([\d\$\.\,\/\:]+ [AP]\.M\.)")
+_NUMBER = re.compile(r"[\-\d\$\.\,\/\:]*\d+")
+_ONLY_NUMBER = re.compile(r"[-+]?[\d,./]+\n?$")
+_INTEGER = re.compile(r"[-+]?\d+\n?$")
+
+
+class TabMwp(Benchmark):
+    """Accuracy overall, by kind of question, kind of answer and grade."""
+
+    name = "tabmwp"
+    source = "lupantech/PromptPG run_t5/eval.py @7cf61b1"
+    headline = ("overall", "ques_type.free_text", "ques_type.multi_choice")
+    sizes: ClassVar[Mapping[str, int]] = {"test": 7686, "test1k": 1000}
+    text_fields = ("output", "prediction", "text")
+    layouts: ClassVar[Layouts] = {
+        "test1k": (("problems_test1k.json",),),
+        "test": (("problems_test.json",),),
+    }
+
+    def is_reference(self, table: Table) -> bool:
+        """problems_test1k.json or problems_test.json."""
+        return table.has("answer", "choices", "unit", "ques_type")
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Convert a problem; grades are reported as 1 to 6, and 7 and 8."""
+        grade = row.get("grade")
+        return Question(
+            question_id=str(pick(row, ("question_id",), where)),
+            answer=str(pick(row, ("answer",), where)),
+            tables={
+                "ques_type": str(row["ques_type"]),
+                **({"ans_type": str(row["ans_type"])} if row.get("ans_type") else {}),
+                **({"grade": "1-6" if int(grade) <= 6 else "7-8"} if grade else {}),
+            },
+            details={"choices": row["choices"] or [], "unit": row["unit"] or ""},
+            text=str(row.get("question") or ""),
+            where=where,
+        )
+
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield PromptPG's prompt without examples (run_gpt3/base_prompt.py, format TQ-A)."""
+        for row in folder.rows("question", "table", "choices", "unit"):
+            values = row.values
+            title = f"[TITLE]: {values['table_title']}\n" if values.get("table_title") else ""
+            unit = f" (Unit: {values['unit']})" if values["unit"] else ""
+            listed = " ".join(
+                f"({letter}) {one}"
+                for letter, one in zip("ABCDEF", values["choices"] or (), strict=False)
+            )
+            text = (
+                f"Table: {title}{values['table']}\nQuestion: {values['question']}{unit}"
+                + (f"\nOptions: {listed}" if listed else "")
+                + "\nAnswer:"
+            )
+            yield Prompt(
+                question_id=str(values["question_id"]),
+                text=text.replace("  ", " ").strip(),
+                where=row.where,
+            )
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str:
+        """Return the normalized answer: the most similar choice, or the last time or number."""
+        choices = question.details["choices"]
+        if choices:
+            found = max(choices, key=lambda choice: compute_similarity(choice, text))
+        else:
+            matches = _TIME.findall(text) or _NUMBER.findall(text)
+            found = matches[-1].strip() if matches else text
+        return normalize_answer(found, question.details["unit"])
+
+    def score(self, extracted: str, question: Question, settings: Settings) -> float:
+        """Return 1 if the normalized texts are equal in lower case."""
+        answer = normalize_answer(question.answer, question.details["unit"])
+        return float(extracted.lower() == answer.lower())
+
+
+def compute_similarity(first: str, second: str) -> float:
+    """Apply ``score_string_similarity``: 3 for equal texts, 2 for equal ones without quotes.
+
+    Otherwise the number of common distinct words over the larger number of words, if a text has a
+    blank; else 0.
+    """
+    if first == second:
+        return 3.0
+    first, second = (_UNREADABLE.sub(" ", one.translate(_QUOTES)) for one in (first, second))
+    if first == second:
+        return 2.0
+    if " " not in first and " " not in second:
+        return 0.0
+    words, others = first.split(" "), second.split(" ")
+    return len(set(words) & set(others)) / max(len(words), len(others))
+
+
+def normalize_answer(text: str, unit: str) -> str:
+    """Apply ``normalize_answer``: numbers without commas, rounded to three places; else no unit.
+
+    One "$" at the beginning and one ",", "." or "/" at the end are removed. Where upstream's script
+    stops with an error (such as "1/0" and "1.2.3"), the text is returned.
+    """
+    text = re.sub(r"[,./]$", "", text.removeprefix("$"))
+    if _ONLY_NUMBER.match(text) is None:
+        return text.replace(unit, "").strip() if unit else text
+    text = text.replace(",", "")
+    try:
+        if _INTEGER.match(text):
+            return str(int(text))
+        if "/" in text:
+            above, below = text.split("/")[:2]
+            number = round(float(above) / float(below), 3)
+        else:
+            number = round(float(text), 3)
+    except (ValueError, ZeroDivisionError):
+        return text
+    return re.sub(r"\.0+$", "", str(number))

@@ -1,0 +1,150 @@
+"""TempCompass: multiple-choice and yes/no questions about five temporal aspects of videos.
+
+Source: Liu et al., "TempCompass: Do Video LLMs Really Understand Videos?"; llyx97/TempCompass
+eval_multi-choice.py and eval_yes_no.py. There, ChatGPT judges the answers that no rule decides;
+here they are unparsed and wrong, as with ``--disable_llm``. Caption matching and captioning, the
+other two kinds of questions, are not implemented.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from coat_eval.benchmark import (
+    Benchmark,
+    Prediction,
+    Prompt,
+    PromptOptions,
+    Question,
+    ScoredItem,
+    Settings,
+    find_prompt,
+    pick,
+    to_table_percents,
+)
+from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.files import Table
+
+ASPECTS = ("action", "direction", "speed", "order", "attribute_change")
+CHOICE, YES_NO = "multi-choice", "yes_no"
+_INSTRUCTIONS = {
+    CHOICE: "Please directly give the best option:",
+    YES_NO: "Please answer yes or no:",
+}
+_FILES = (f"{CHOICE}.json", f"{YES_NO}.json")
+_PARQUET = (f"{CHOICE}/test-*.parquet", f"{YES_NO}/test-*.parquet")
+
+Found = tuple[str, str, str, Mapping[str, Any], str]
+"""Kind, id, aspect, question with its answer, and position in the file."""
+
+
+class TempCompass(Benchmark):
+    """Accuracy of each kind of question, and by aspect."""
+
+    name = "tempcompass"
+    source = "llyx97/TempCompass eval_multi-choice.py, eval_yes_no.py @e1b4631, --disable_llm"
+    headline = tuple(f"type.{kind}" for kind in _INSTRUCTIONS)
+    sizes: ClassVar[Mapping[str, int]] = {"both": 4033, CHOICE: 1580, YES_NO: 2453}
+    carries_answers = True
+    layouts: ClassVar[Layouts] = {"test": (_FILES, _PARQUET)}
+
+    def is_reference(self, table: Table) -> bool:
+        """questions/*.json, predictions in their layout, or rows of lmms-lab/TempCompass."""
+        if table.has("video_id", "dim", "answer"):
+            return table.rows[0]["dim"] in ASPECTS
+        return table.form == "mapping" and any(map(table.has, ASPECTS))
+
+    def is_predictions(self, table: Table) -> bool:
+        """Official predictions, or rows by id."""
+        if table.form == "mapping" and self.is_reference(table):
+            return any(_has_text(row) for _, _, _, row, _ in _iterate_questions(table))
+        return super().is_predictions(table)
+
+    def questions(
+        self, references: Sequence[Table], predictions: Sequence[Table]
+    ) -> list[Question]:
+        """Return the references' questions, or those in the predictions."""
+        carrying = [table for table in predictions if self.is_reference(table)]
+        return [
+            Question(
+                question_id=name,
+                category=kind,
+                answer=str(row["answer"]),
+                tables={"type": kind, kind: aspect},
+                text=str(row.get("question") or ""),
+                cluster=name.split("/")[0].removesuffix("_reverse"),
+                where=where,
+            )
+            for table in references or carrying
+            for kind, name, aspect, row, where in _iterate_questions(table)
+        ]
+
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield the official prompt: the question, and an instruction on a line of its own."""
+        for table in filter(self.is_reference, folder.tables):
+            for kind, name, _, row, where in _iterate_questions(table):
+                video = name.split("/")[0]
+                yield Prompt(
+                    question_id=name,
+                    category=kind,
+                    text=f"{pick(row, ('question',), where)}\n{_INSTRUCTIONS[kind]}",
+                    media=(folder.file(video, ("videos", "."), (".mp4",), "video"),),
+                    where=where,
+                )
+
+    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
+        """Return the predictions of the official layout, or of rows by id and category."""
+        if not self.is_reference(table):
+            return super().predictions(table, questions)
+        return [
+            Prediction(
+                question_id=name,
+                category=kind,
+                text=pick(row, ("prediction", "response"), where),
+                prompt=find_prompt(row),
+                where=where,
+            )
+            for kind, name, _, row, where in _iterate_questions(table)
+        ]
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str | None:
+        """Return a letter, the gold answer itself, ``yes``, ``no``, or None.
+
+        The text is stripped, without ``</s>``. Multiple choice: the gold answer, a letter, or a
+        text that starts like "A." or "A)". Yes/no: by the beginning in lower case, so that "not
+        sure" is no.
+        """
+        text = text.replace("</s>", "").strip()
+        if question.category == YES_NO:
+            return next((word for word in ("yes", "no") if text.lower().startswith(word)), None)
+        if text == question.answer or text in tuple("ABCD"):
+            return text
+        return text[0] if text[:1] in tuple("ABCD") and text[1:2] in tuple(".)") else None
+
+    def score(self, extracted: str, question: Question, settings: Settings) -> float:
+        """Return 1 for the gold answer or its letter."""
+        gold = str(question.answer)
+        return float(extracted in ((gold, gold[:1]) if question.category == CHOICE else (gold,)))
+
+    def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
+        """Compute ``type.<kind>`` (avg) and ``<kind>.<aspect>``; both kinds have no common mean."""
+        return to_table_percents(scored)
+
+
+def _has_text(row: Mapping[str, Any]) -> bool:
+    return "prediction" in row or "response" in row
+
+
+def _iterate_questions(table: Table) -> Iterator[Found]:
+    """Yield every question; ids number the questions of each kind, video and aspect."""
+    numbers: dict[tuple[str, str, str], int] = {}
+    for index, row in enumerate(table.rows):
+        where = table.where(index)
+        if "dim" in row:
+            found = [(str(row["video_id"]), str(row["dim"]), row)]
+        else:
+            video = str(row["question_id"])
+            found = [(video, name, one) for name in ASPECTS for one in row.get(name) or ()]
+        for video, aspect, one in found:
+            kind = YES_NO if str(pick(one, ("answer",), where)) in ("yes", "no") else CHOICE
+            place = numbers[kind, video, aspect] = numbers.get((kind, video, aspect), 0) + 1
+            yield kind, f"{video}/{aspect}/{place}", aspect, one, where

@@ -1,0 +1,179 @@
+"""Scores of ten further benchmarks against what the official scorers printed for them.
+
+COAT_EVAL_DATA is the folder of ``test_official_files.py``. A benchmark whose folder is missing is
+skipped.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coat_eval.benchmark import Settings
+from coat_eval.report import score_official
+from coat_eval.tasks import get_benchmark
+
+DATA = os.environ.get("COAT_EVAL_DATA")
+pytestmark = pytest.mark.skipif(DATA is None, reason="COAT_EVAL_DATA names no official files")
+# The files carry six decimals.
+ROUNDING = 1e-6
+VILA = "pred_vila1.5-8b.jsonl"
+AUGUST_2024 = "vlmeval@c03bc048"
+
+
+def find(name: str) -> Path:
+    folder = Path(DATA or ".") / name
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is missing")
+    return folder
+
+
+def score(name: str, predictions: str, *references: str, **settings: Any) -> dict[str, Any]:
+    folder = find(name)
+    return score_official(
+        get_benchmark(name),
+        [folder / predictions],
+        [folder / file for file in references],
+        settings=Settings(**settings),
+        with_items=True,
+    )
+
+
+def expected(name: str, predictions: str) -> dict[str, Any]:
+    return json.loads((find(name) / "expected.dev.json").read_text())[predictions]
+
+
+def agree(metrics: dict[str, float], wanted: dict[str, float], tolerance: float = ROUNDING) -> None:
+    found = {name: metrics[name] for name in wanted}
+    assert found == pytest.approx(wanted, abs=tolerance, rel=0)
+
+
+def test_mme():
+    wanted = expected("mme", "results_vila1.5-8b")
+    report = score("mme", "results_vila1.5-8b")
+    official = wanted["official"]
+    agree(report["metrics"], {part: official[part] for part in ("perception", "cognition")})
+    for task, row in official["per_task"].items():
+        names = {"acc": row["acc"], "acc_plus": row["acc_plus"], "score": row["score"]}
+        agree(report["metrics"], {f"{name}.{task}": value for name, value in names.items()})
+        assert report["counts"][f"task.{task}"] == row["n"]
+    for profile in ("vlmeval", AUGUST_2024):
+        metrics = score("mme", "results_vila1.5-8b", profile=profile)["metrics"]
+        scores = wanted["vlmevalkit"]["per_task_score"]
+        agree(metrics, {f"score.{task}": value for task, value in scores.items()})
+        for part in ("perception", "cognition"):
+            agree(metrics, {part: wanted["vlmevalkit"][part]})
+        published = wanted["published"]
+        agree(metrics, {"perception": published["perception"], "cognition": published["reasoning"]})
+
+
+@pytest.mark.parametrize(
+    ("profile", "key"), [("official", "official"), (AUGUST_2024, "vlmevalkit")]
+)
+def test_chartqa(profile: str, key: str):
+    wanted = expected("chartqa", VILA)
+    metrics = score("chartqa", VILA, "test.jsonl", profile=profile)["metrics"]
+    for name in (key, "published"):
+        splits = {f"split.{k}": wanted[name][k] for k in ("test_human", "test_augmented")}
+        agree(metrics, splits | {"overall": wanted[name]["overall"]})
+
+
+def test_the_rows_of_chartqa_where_the_order_of_gold_and_prediction_decides():
+    first, second = (
+        score("chartqa", VILA, "test.jsonl", profile=profile)["items"]
+        for profile in ("official", AUGUST_2024)
+    )
+    pairs = zip(first, second, strict=True)
+    differing = [int(a["question_id"]) for a, b in pairs if a["score"] != b["score"]]
+    assert differing == expected("chartqa", VILA)["rows_where_the_two_orders_differ"]
+
+
+def test_ocrbench():
+    wanted = expected("ocrbench", VILA)
+    report = score("ocrbench", VILA, "OCRBench.json")
+    official = wanted["official"]
+    assert official["final_score"] == wanted["against_official_OCRBench.json"]
+    agree(report["metrics"], {"final_score": official["final_score"]})
+    agree(report["metrics"], {f"score.{part}": n for part, n in official["groups"].items()})
+    for kind, row in official["per_type"].items():
+        agree(report["metrics"], {f"type.{kind}": 100 * row["correct"] / row["n"]})
+        assert report["counts"][f"type.{kind}"] == row["n"]
+    published = {name: value for name, value in wanted["published"].items() if name != "source"}
+    agree(report["metrics"], {"overall": published.pop("Final Score Norm")})
+    agree(report["metrics"], {"final_score": published.pop("Final Score")})
+    agree(report["metrics"], {f"score.{part}": n for part, n in published.items()})
+
+
+def test_hallusionbench():
+    file = "HallusionBench_result_vila1.5-8b.json"
+    wanted = expected("hallusionbench", file)
+    report = score("hallusionbench", file)
+    official = wanted["official"]
+    assert report["n_unparsed"] == official.pop("unknown_counted_wrong")
+    assert report["n"] == official["Overall"].pop("n")
+    agree(report["metrics"], official.pop("Overall"))
+    assert len(official) == 11
+    for part, row in official.items():
+        table = "part" if "_" in part else "category"
+        assert report["counts"][f"{table}.{part}"] == row.pop("n")
+        agree(report["metrics"], {f"{part}.{name}": value for name, value in row.items()})
+    published = {name: value for name, value in wanted["published"].items() if name != "source"}
+    agree(report["metrics"], published)
+
+
+def test_okvqa():
+    file = "pred_pica_gpt3_VinVL.1000.json"
+    wanted = expected("okvqa", file)
+    report = score("okvqa", file, "okvqa_val.1000.jsonl")
+    agree(report["metrics"], {"overall": wanted["official"]["accuracy"]})
+    pica = score("okvqa", file, "okvqa_val.1000.jsonl", profile="pica")
+    agree(pica["metrics"], {"overall": wanted["pica_rule_min(1,0.3*count)"]})
+
+
+def test_nextqa():
+    file = "HGA-bert-ft-h256-val.json"
+    wanted = expected("nextqa", file)
+    report = score("nextqa", file, "val.csv")
+    names = {"Acc_C": "group.causal", "Acc_T": "group.temporal", "Acc_D": "group.descriptive"}
+    names["all"] = "overall"
+    for key, row in wanted["official"].items():
+        name = names.get(key, f"type.{key}")
+        agree(report["metrics"], {name: row["accuracy"]})
+        assert report["counts"].get(name, report["n"]) == row["n"]
+    for key, value in wanted["published"].items():
+        if key != "source":
+            assert round(report["metrics"][names[key]], 2) == value
+
+
+@pytest.mark.parametrize("kind", ["multi-choice", "yes_no"])
+def test_tempcompass(kind: str):
+    wanted = expected("tempcompass", f"video-llava.{kind}.json")
+    report = score("tempcompass", f"video-llava.{kind}.json")
+    metrics = report["metrics"]
+    assert (report["n"], report["n_unparsed"]) == (wanted["n"], 0)
+    assert wanted["match_success_rate"] == 100
+    agree(metrics, {f"type.{kind}": wanted["rule_only_avg_unrounded"]})
+    for key in ("official", "rule_only_disable_llm", "published"):
+        for name, value in wanted.get(key, {}).items():
+            if name != "source":
+                own = f"type.{kind}" if name == "avg" else f"{kind}.{name}"
+                assert round(metrics[own], 1) == value  # printed with one decimal
+
+
+def test_tabmwp():
+    file = "t5_large.test1k.json"
+    wanted = expected("tabmwp", file)
+    report = score("tabmwp", file, "problems_test1k.min.json")
+    tables = [name for name in report["metrics"] if "." in name]
+    names = {name.partition(".")[2].replace("-", "_"): name for name in tables}
+    names |= {"all": "overall", "grade_1_6": "grade.1-6", "grade_7_8": "grade.7-8"}
+    for key, row in wanted["official"].items():
+        agree(report["metrics"], {names[key]: row["accuracy"]})
+        assert report["counts"].get(names[key], report["n"]) == row["n"]
+    theirs = json.loads((find("tabmwp") / file).read_text())["results"]
+    for item in report["items"]:
+        row = theirs[item["question_id"]]
+        assert item["extracted"] == row["prediction_norm"]
+        assert item["score"] == row["true_false"]
