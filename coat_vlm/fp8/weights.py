@@ -62,7 +62,9 @@ class WeightReuse:
     """Bytes of both layouts of all FP8 weights."""
     device: torch.device
     fits: bool | None = None
-    """Whether the cache fits into the memory that a step leaves; None before the first step."""
+    """Whether the cache fits into the memory that a step leaves; None before the second step."""
+    steps: int = 0
+    """Steps until ``fits`` is known."""
 
     def scope(self, micro_batches: int) -> AbstractContextManager[None]:
         """Return the context for the micro-batches of one step."""
@@ -70,8 +72,13 @@ class WeightReuse:
         return reused_weights(self.policy == "cache" or wanted)
 
     def after_step(self) -> None:
-        """After the first step, check whether the cache fits beside the step's peak memory."""
-        if self.fits is not None:
+        """After the second step, check whether the cache fits beside the step's peak memory.
+
+        In the first one the optimizer creates its states after the passes, so that they are not in
+        memory together with the activations.
+        """
+        self.steps += 1
+        if self.fits is not None or self.steps < 2:
             return
         available = float("inf")  # on a CPU
         if self.device.type == "cuda":

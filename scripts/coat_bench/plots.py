@@ -119,8 +119,8 @@ def _describe_series(row: StepRow) -> str:
     """Name a line of the plot: everything but the batch."""
     words = [row.implementation]
     if row.optimizer != "none":
-        gpus = "GPU" if row.gpus == 1 else "GPUs"
-        words.append(f"{row.optimizer}, ZeRO-{row.zero}, {row.gpus} {gpus}")
+        gpu = row.gpu.removeprefix("NVIDIA ")
+        words.append(f"{row.optimizer}, ZeRO-{row.zero}, {row.gpus} {gpu}")
     if row.checkpointing:
         words.append("checkpointing")
     return ", ".join(words)

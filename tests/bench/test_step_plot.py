@@ -48,7 +48,7 @@ def test_a_panel_for_passes_and_one_for_steps(tmp_path: Path) -> None:
     assert first.read_bytes() == again.read_bytes()
     axes = ["peak GB of a GPU", "tokens/s"]
     passes = [*axes, "B1", "B1", "m: forward + backward", "hf_eager", "coat_lean, checkpointing"]
-    steps = [*axes, "B1", "m: whole step", "coat_lean, coat, ZeRO-2, 2 GPUs"]
+    steps = [*axes, "B1", "m: whole step", "coat_lean, coat, ZeRO-2, 2 H200"]
     assert sorted(texts(first)) == sorted([*passes, *steps])
     draw_steps([EAGER, replace(EAGER, batch=2)], "m", again)
     assert texts(again).count("B2") == 1

@@ -19,7 +19,7 @@ WRITES_CODES = {
 }
 WITHOUT_FP8 = {  # these run on any GPU
     *("_amax_kernel", "_transpose_quantized_kernel", "_rope_gradient_stats_kernel"),
-    *("adamw_scalars_kernel", "_cross_entropy_kernel"),
+    *("adamw_scalars_kernel", "_cross_entropy_kernel", "_rope_kernel"),
 }
 BIT_EXACT = {
     *("quantize_tensor_kernel", "_quantize_rows_kernel", "_quantize_group_kernel"),
@@ -55,7 +55,7 @@ def test_codes_are_rounded_once_from_fp32_and_subnormals_are_not_flushed(report:
         instructions = row["sm_90"]["instructions"]
         if row["kernel"] in WRITES_CODES and row["writes_codes"]:
             casts = {"cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"}
-            assert casts & set(instructions), row
+            assert bool(casts & set(instructions)) == ("*i8" not in row["types"]), row
         assert not {"e4m3x2.f16x2 ", "e5m2x2.f16x2 "} & set(instructions), row
         if row["kernel"] in BIT_EXACT:
             assert "mul.ftz" not in instructions, row

@@ -187,7 +187,7 @@ def test_order_and_sign_are_kept(x: Tensor, size: int, fmt: Format):
 
 
 @settings
-@given(any_value, group_sizes, group_formats)
+@given(any_value, group_sizes, formats)
 def test_kernels_agree_with_the_references_bit_for_bit(run: Run, x: Tensor, size: int, fmt: Format):
     scale = OPS["tensor_scale"].reference([x], fmt.name)
     for op, args in (

@@ -147,11 +147,16 @@ def test_auto_decides_once_by_the_peak_of_a_step_without_copies(
     cuda = torch.cuda
     monkeypatch.setattr(cuda, "mem_get_info", lambda _: (free, 139))
     monkeypatch.setattr(cuda, "get_per_process_memory_fraction", lambda _: fraction)
-    monkeypatch.setattr(cuda, "max_memory_allocated", lambda _: peak)
+    # The optimizer's states are created at the end of the first step.
+    monkeypatch.setattr(cuda, "max_memory_allocated", lambda _: 0)
     monkeypatch.setattr(cuda, "memory_reserved", lambda _: peak)
     reuse = WeightReuse(policy, nbytes=14, device=torch.device("cuda"))
     with reuse.scope(micro_batches):
         assert (weights._cache is not None) == (policy == "cache")  # pyright: ignore[reportPrivateUsage]
+    reuse.after_step()
+    with reuse.scope(micro_batches):
+        assert (weights._cache is not None) == (policy == "cache")  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(cuda, "max_memory_allocated", lambda _: peak)
     reuse.after_step()
     # Later peaks hold the copies; what was decided stays.
     monkeypatch.setattr(cuda, "mem_get_info", lambda _: (0, 139))
