@@ -62,6 +62,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
     yield started
     for run in runs:
+        if run.process.poll() is not None:
+            continue  # its number may belong to another process by now
         for pid in [run.pid, *descendants(run.pid)]:
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -113,7 +113,7 @@ def test_there_and_back(
     assert theirs.keys() == weights.keys()
     assert all(torch.equal(theirs[name], weight) for name, weight in weights.items())
     picture = Image.linear_gradient("L").convert("RGB").resize((60, 40))
-    inputs, others = (p(images=picture, text="What?") for p in (processor, its_processor))
+    inputs, others = (p(images=picture, question="What?") for p in (processor, its_processor))
     assert inputs.keys() == others.keys()
     assert all(torch.equal(inputs[name], others[name]) for name in inputs)
     with torch.no_grad():

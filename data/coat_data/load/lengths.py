@@ -108,7 +108,8 @@ def in_workers(
                 # Requests go to the workers in turn.
                 late = current[dead[0] if limit is None else received % num_workers]
                 rows = describe(waiting[max(0, late - received)])
-                raise _make_worker_error(error, limit, rows) from error
+                status = None if limit is not None else workers[dead[0]].exitcode
+                raise _make_worker_error(error, limit, rows, status) from error
             if num_workers:
                 waiting.popleft()
             if isinstance(found, DataError):
@@ -183,8 +184,17 @@ def _find_dead(workers: Sequence[BaseProcess]) -> list[int]:
     return dead
 
 
-def _make_worker_error(error: Exception, timeout_s: float | None, rows: str) -> DataError:
-    """Return the error for workers that were killed, by the time limit or by something else."""
+def _make_worker_error(
+    error: Exception, timeout_s: float | None, rows: str, status: int | None
+) -> DataError:
+    """Return the error for workers that were killed, by the time limit or by something else.
+
+    Args:
+        error: the DataLoader's.
+        timeout_s: the time limit, if that was exceeded.
+        rows: the rows that the worker was reading.
+        status: the worker's exit status, negative for a signal; None if it is not known.
+    """
     if timeout_s is not None:
         return DataError(
             rows,
@@ -194,7 +204,8 @@ def _make_worker_error(error: Exception, timeout_s: float | None, rows: str) -> 
         )
     return DataError(
         rows,
-        f"a loader process was killed while these rows were read: {str(error).splitlines()[0]}",
+        f"a loader process was killed (exit status {status}) while these rows were read: "
+        f"{str(error).splitlines()[0]}",
         "if the machine ran out of memory, lower num_workers or packing.buffer",
     )
 
