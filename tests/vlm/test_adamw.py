@@ -39,9 +39,9 @@ def test_it_trains_like_adamw_with_fp32_moments() -> None:
         curves.append(train(model, kind(model.parameters(), **settings), x, y, 100))
     exact, fp8 = curves
     assert exact[-1] < 0.5 * exact[0]
-    # An update's elements are rounded by up to 1 / 16. The last bits of a CPU's matrix product choose
-    # the run: with initial weights changed by 1e-6 the largest difference is 1.2 to 5.4%, and the
-    # mean one 0.3 to 1.2%.
+    # An update's elements are rounded by up to 1 / 16. The last bits of a CPU's matrix product
+    # choose the run: with initial weights changed by 1e-6 the largest difference is 1.2 to 5.4%,
+    # and the mean one 0.3 to 1.2%.
     assert fp8 == pytest.approx(exact, rel=0.1, abs=5e-4)
     mean = sum(a / b - 1 for a, b in zip(fp8, exact, strict=True)) / len(exact)
     assert 0 < abs(mean) < 0.03
