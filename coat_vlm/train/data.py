@@ -307,7 +307,7 @@ def split_documents(
         ``datasets`` with the rows of documents split; other sources are unchanged.
 
     Raises:
-        DataError: the template leaves no room for text.
+        DataError: the template leaves no tokens for text.
     """
     chosen = [number for number, rows in enumerate(datasets) if row_kinds(rows).documents]
     if not chosen:

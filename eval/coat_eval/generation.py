@@ -162,8 +162,8 @@ def choose_num_workers(device: str, num_processes: int = 1) -> int:
     if device == "cpu":
         return 0
     shared = Path("/dev/shm")
-    room = shutil.disk_usage(shared).free if shared.is_dir() else 0
-    fitting = room // (num_processes * _BYTES_PER_WORKER)
+    free = shutil.disk_usage(shared).free if shared.is_dir() else 0
+    fitting = free // (num_processes * _BYTES_PER_WORKER)
     return int(min(12, (os.cpu_count() or 1) // num_processes, fitting))
 
 

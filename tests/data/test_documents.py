@@ -106,7 +106,9 @@ def test_rows_that_fit_and_bad_rows_are_one_piece(make_tokenizer: Any) -> None:
 
 def test_a_context_without_room_is_refused(make_tokenizer: Any) -> None:
     encoder = text_encoder(make_tokenizer("llama3"), limit=1)
-    with pytest.raises(DataError, match=r"max_length=1 has no room for text beside 1 template"):
+    with pytest.raises(
+        DataError, match=r"max_length=1 leaves no tokens for text beside 1 template"
+    ):
         split_document(document(HARD), encoder)
 
 

@@ -268,6 +268,29 @@ def test_a_worker_that_stops_is_an_error_that_names_its_rows(
     assert not multiprocessing.active_children()
 
 
+def number_or_stop(number: int) -> torch.Tensor:
+    if number == 2:
+        time.sleep(1)  # its result comes after that of 3
+    if number == 5:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return torch.tensor(number)
+
+
+def test_a_stopped_worker_is_named_where_the_other_one_is_next() -> None:
+    """A tensor is read from its worker: the result of 3 holds up that of 2, which waits behind."""
+    results = lengths.in_workers(number_or_stop, range(8), 2, timeout_s=5, describe=str)
+    assert [int(next(results)), int(next(results))] == [0, 1]
+    time.sleep(2)  # until both results wait and the worker has stopped
+    with pytest.raises(DataError, match="has not finished reading these rows in 5 s") as error:
+        next(results)
+    assert error.value.where == "5"
+
+
+def test_an_error_without_text_is_named_by_its_kind() -> None:
+    error = lengths._make_worker_error(EOFError(), None, "row 5", -9)
+    assert error.problem.endswith("(exit status -9) while these rows were read: EOFError")
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_it_gives_up_when_everything_is_bad(sources: list[SampleDataset], num_workers: int) -> None:
     encoder = NumberEncoder({*range(100, 120), *range(200, 231)})

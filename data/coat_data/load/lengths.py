@@ -43,6 +43,9 @@ _WHEN_UNREACHABLE = (
 _PROBED_ROWS = 16
 """Rows that are read to find out what a source contains."""
 
+_IDLE = -1
+"""Stands for the request of a worker that reads none."""
+
 _WHOLE = -1
 """End of a row that is not split."""
 
@@ -71,7 +74,8 @@ def in_workers(
             seconds, or was killed.
     """
     waiting: deque[Request] = deque()
-    current = multiprocessing.RawArray("q", max(1, num_workers))  # the request of each worker
+    # The request that each worker reads now, or _IDLE.
+    current = multiprocessing.RawArray("q", [_IDLE] * max(1, num_workers))
 
     def issued() -> Iterator[tuple[int, Request]]:
         for number, request in enumerate(requests):
@@ -105,8 +109,9 @@ def in_workers(
                 dead = _find_dead(workers)
                 if not dead and limit is None:
                     raise
-                # Requests go to the workers in turn.
-                late = current[dead[0] if limit is None else received % num_workers]
+                # The next result may be done and wait behind one of the stopped worker in the queue.
+                busy = [current[dead[0]]] if limit is None else current[:]
+                late = min((number for number in busy if number != _IDLE), default=received)
                 rows = describe(waiting[max(0, late - received)])
                 status = None if limit is not None else workers[dead[0]].exitcode
                 raise _make_worker_error(error, limit, rows, status) from error
@@ -202,10 +207,10 @@ def _make_worker_error(
             "check that their files and servers answer (coat-vlm data lint), or raise "
             "data_timeout_s",
         )
+    reason = str(error).partition("\n")[0] or type(error).__name__  # an EOFError has no text
     return DataError(
         rows,
-        f"a loader process was killed (exit status {status}) while these rows were read: "
-        f"{str(error).splitlines()[0]}",
+        f"a loader process was killed (exit status {status}) while these rows were read: {reason}",
         "if the machine ran out of memory, lower num_workers or packing.buffer",
     )
 
@@ -247,11 +252,14 @@ class _Work(Dataset[Any]):
     def __getitem__(self, numbered: tuple[int, Any]) -> Any:
         number, request = numbered
         worker = get_worker_info()
-        self._current[0 if worker is None else worker.id] = number
+        place = 0 if worker is None else worker.id
+        self._current[place] = number
         try:
             return self._work(request)
         except DataError as error:
             return error
+        finally:
+            self._current[place] = _IDLE
 
 
 def _unchanged(found: Any) -> Any:
@@ -416,20 +424,20 @@ def split_document(sample: Sample, encoder: Encoder) -> list[tuple[int, int]]:
     text = sample.turns[1].text
     starts = encoder.tokenizer.starts(text)
     around = len(encoder.layout(get_chunk(sample, 0, 1))[0]) - 1
-    room = encoder.max_length - around
-    if room < 1:
+    allowed = encoder.max_length - around
+    if allowed < 1:
         raise DataError(
             sample.where,
-            f"max_length={encoder.max_length} has no room for text beside {around} template tokens",
+            f"max_length={encoder.max_length} leaves no tokens for text beside {around} template tokens",
             "raise model.max_length",
         )
     spans: list[tuple[int, int]] = []
     begin, first = 0, 0
     # A chunk may have other tokens than the same text in its document; the last one has an end.
     while len(starts) - first > 1 and (
-        len(starts) - first > room or _too_long(get_chunk(sample, begin, len(text)), encoder)
+        len(starts) - first > allowed or _too_long(get_chunk(sample, begin, len(text)), encoder)
     ):
-        high = min(first + room, len(starts) - 1)
+        high = min(first + allowed, len(starts) - 1)
         last = _word_start(text, starts, first + (high - first) // 2, high)
         while last > first + 1 and _too_long(get_chunk(sample, begin, starts[last]), encoder):
             last = max(first + 1, last - 1 - (last - first) // 32)
