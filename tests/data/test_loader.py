@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -268,7 +269,9 @@ def test_a_worker_that_stops_is_an_error_that_names_its_rows(
     assert not multiprocessing.active_children()
 
 
-def number_or_stop(number: int) -> torch.Tensor:
+def number_or_stop(received: Any, number: int) -> torch.Tensor:
+    if number in (2, 3):
+        received.wait()
     if number == 2:
         time.sleep(1)  # its result comes after that of 3
     if number == 5:
@@ -278,9 +281,12 @@ def number_or_stop(number: int) -> torch.Tensor:
 
 def test_a_stopped_worker_is_named_where_the_other_one_is_next() -> None:
     """A tensor is read from its worker: the result of 3 holds up that of 2, which waits behind."""
-    results = lengths.in_workers(number_or_stop, range(8), 2, timeout_s=5, describe=str)
+    received = multiprocessing.Event()
+    work = partial(number_or_stop, received)
+    results = lengths.in_workers(work, range(8), 2, timeout_s=5, describe=str)
     assert [int(next(results)), int(next(results))] == [0, 1]
-    time.sleep(2)  # until both results wait and the worker has stopped
+    received.set()
+    time.sleep(3)  # until both results wait and the worker has stopped
     with pytest.raises(DataError, match="has not finished reading these rows in 5 s") as error:
         next(results)
     assert error.value.where == "5"

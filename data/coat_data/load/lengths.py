@@ -109,7 +109,7 @@ def in_workers(
                 dead = _find_dead(workers)
                 if not dead and limit is None:
                     raise
-                # The next result may be done and wait behind one of the stopped worker in the queue.
+                # The next result may be done, and wait in the queue behind a stopped worker's.
                 busy = [current[dead[0]]] if limit is None else current[:]
                 late = min((number for number in busy if number != _IDLE), default=received)
                 rows = describe(waiting[max(0, late - received)])
@@ -428,7 +428,8 @@ def split_document(sample: Sample, encoder: Encoder) -> list[tuple[int, int]]:
     if allowed < 1:
         raise DataError(
             sample.where,
-            f"max_length={encoder.max_length} leaves no tokens for text beside {around} template tokens",
+            f"max_length={encoder.max_length} leaves no tokens for text beside {around} template "
+            "tokens",
             "raise model.max_length",
         )
     spans: list[tuple[int, int]] = []
