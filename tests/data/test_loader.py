@@ -275,6 +275,7 @@ def number_or_stop(received: Any, number: int) -> torch.Tensor:
     if number == 2:
         time.sleep(1)  # its result comes after that of 3
     if number == 5:
+        time.sleep(0.5)  # until a thread of this process has sent the result of 3
         os.kill(os.getpid(), signal.SIGSTOP)
     return torch.tensor(number)
 

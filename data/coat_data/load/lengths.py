@@ -230,9 +230,7 @@ def _kill_workers() -> None:
 
     Python would send them SIGTERM and wait; a stopped or stuck one would never end.
     """
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
+    _kill([child for child in multiprocessing.active_children() if child.daemon])
 
 
 atexit.register(_kill_workers)  # runs before the handler of multiprocessing, which is imported
