@@ -5,11 +5,8 @@ import math
 from collections.abc import Iterator
 
 from coat_vlm.config import FP8_PRECISIONS, Fp8Config, MasterWeights, Recipe, StageConfig, StageName
-from coat_vlm.plan.stage import StagePlan, plan_recipe
+from coat_vlm.plan.stage import MARGIN, StagePlan, plan_recipe
 from coat_vlm.train.prepare import select_stages
-
-MARGIN = 1.03
-"""Factor on planned peaks: plans were within 3% of the measured ones (guides/performance.md)."""
 
 
 def fit_recipe(recipe: Recipe, *, ranks: int) -> tuple[Recipe, str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from coat_vlm.config import BlockPrecision
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import PARTS
-from coat_vlm.plan.stage import BLOCK_PRECISIONS, USABLE, StagePlan
+from coat_vlm.plan.stage import BLOCK_PRECISIONS, MARGIN, StagePlan
 from coat_vlm.plan.zero import (
     ZERO_STAGES,
     ZeroStage,
@@ -135,7 +135,7 @@ def _stage(plan: StagePlan) -> str:
         f"{plan.precision}, {plan.optimizer}{checkpointed}",
         *assumed,
         f"  {plan.ranks} GPU(s) of {plan.gpu_bytes / GB:.1f} GB, of which tensors may use "
-        f"{USABLE:.0%} (the rest: CUDA, NCCL, gaps)",
+        f"{plan.usable_bytes / GB:.1f} (the margin of plans is {MARGIN - 1:.0%})",
         f"  a step: {stage.batch_size} rows = {plan.ranks} rank(s) x {micro_batches} "
         f"micro-batch(es) x {stage.micro_batch_size}",
         f"  a row: {plan.tokens:,} tokens, all filled; "

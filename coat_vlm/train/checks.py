@@ -131,7 +131,7 @@ def check_recipe(
     if recipe.tracking.wandb_project and find_spec("wandb") is None:
         findings.add(
             f"tracking.wandb_project={recipe.tracking.wandb_project!r} needs the wandb package; "
-            "install coat-vlm[wandb] or remove the key"
+            "pip install -e '.[wandb]', or remove the key"
         )
     for name in names:
         stage = recipe.stages[name]

@@ -61,7 +61,7 @@ class Metrics:
             except ImportError as error:
                 raise ValueError(
                     f"tracking.wandb_project={tracking.wandb_project!r} needs the wandb package; "
-                    "install coat-vlm[wandb] or remove the key"
+                    "pip install -e '.[wandb]', or remove the key"
                 ) from error
             self._wandb = wandb.init(
                 project=tracking.wandb_project, name=run_name, dir=str(run_dir)

@@ -91,7 +91,7 @@ def read_workbook(path: Path, data: bytes) -> tuple[list[dict[str, Any]], list[i
     try:
         import openpyxl
     except ImportError as error:
-        remedy = "pip install 'coat-vlm[xlsx]', or save the table as CSV"
+        remedy = "pip install -e '.[xlsx]', or save the table as CSV"
         raise DataError(str(path), "XLSX files need openpyxl", remedy) from error
     try:
         book = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True)

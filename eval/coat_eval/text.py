@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 WINDOW = 2048
 FROM_FILES = ("svamp", "numglue")
 """Tasks that are read from a file."""
-_INSTALL = "pip install 'coat-vlm[lm-eval]' (or: pip install 'lm-eval[hf]')"
+_INSTALL = "pip install -e '.[lm-eval]' (or: pip install 'lm-eval[hf]')"
 _IGNORE = -100
 _ROW_FORMATS = (".json", ".jsonl", ".parquet", ".gz", ".ndjson")
 _METRICS = ("first_number", "last_number")

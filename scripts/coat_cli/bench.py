@@ -149,9 +149,9 @@ def _step(jobs: Commands) -> None:
   coat-vlm bench step --size 8b --precisions coat_lean --batch 4 --profile
   coat-vlm bench step --size 8b --precisions coat coat_lean --optimizer own --accumulation 8 \\
       --master-weights low_bits --cap-gib 77             # an 8B model on a GPU of 80 GB
-  torchrun --nproc_per_node 2 -m coat_cli.main bench step --size 1b --precisions bf16 coat_lean \\
-      --optimizer own --zero 1 2 3 --batch 4 --csv step.csv
-  torchrun --nproc_per_node 2 -m coat_cli.main bench step --size llama-2-7b --optimizer own \\
+  torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size 1b --optimizer own \\
+      --precisions bf16 coat_lean --zero 1 2 3 --batch 4 --csv step.csv
+  torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size llama-2-7b --optimizer own \\
       --precisions bf16 coat coat_lean --zero 1 2 3 --batch 1 2 4 --csv step.csv   # COAT's setup
 
 sizes; 1b, 2b and 8b have SigLIP-so400m at 448 pixels and samples of 4,096 tokens with 4 images of
@@ -220,8 +220,8 @@ def _recipe(jobs: Commands) -> None:
   coat-vlm bench recipe quickstart                       # three small stages, on any machine
   coat-vlm bench recipe my_recipe.yaml --stage sft --images 1 stages.sft.micro_batch_size=2
   coat-vlm bench recipe vila_pretrain --images 13 init_from=null
-  torchrun --nproc_per_node 2 -m coat_cli.main bench recipe vila_sft --images 13 init_from=null \\
-      --csv recipe.csv
+  torchrun --nproc-per-node 2 --no-python coat-vlm bench recipe vila_sft --images 13 \\
+      --csv recipe.csv init_from=null
 
 The model of each stage has the recipe's shapes and random weights. The step is that of training:
 frozen modules, LoRA, precision, gradient checkpointing, optimizer, ZeRO stage. The built-in recipes

@@ -22,9 +22,9 @@ def add(commands: Commands) -> None:
   coat-vlm eval-text --model runs/my_vlm/sft/model --tasks gsm8k,svamp --file svamp=SVAMP.json \\
       --limit 100
 
---text needs no further package. --tasks needs the extra coat-vlm[lm-eval] and data from the Hub or
-its cache. --model also takes the folder of the language model that a recipe started from; the
-difference between the two results is the effect of training on images.
+--text needs no further package. --tasks needs lm-eval (pip install -e '.[lm-eval]') and data from
+the Hub or its cache. --model also takes the folder of the language model that a recipe started
+from; the difference between the two results is the effect of training on images.
 """,
     )
     parser.add_argument(

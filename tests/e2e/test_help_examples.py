@@ -16,9 +16,9 @@ NOT_RUN = {
         "torchrun --nproc-per-node 8 --no-python coat-vlm train my_recipe.yaml zero_stage=2",
         "deepspeed --num_gpus 8 ...",
         "torchrun --nproc-per-node 8 --no-python coat-vlm eval ...",
-        "torchrun --nproc_per_node 2 -m coat_cli.main bench step --size 1b ...",
-        "torchrun --nproc_per_node 2 -m coat_cli.main bench step --size llama-2-7b ...",
-        "torchrun --nproc_per_node 2 -m coat_cli.main bench recipe ...",
+        "torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size 1b ...",
+        "torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size llama-2-7b ...",
+        "torchrun --nproc-per-node 2 --no-python coat-vlm bench recipe ...",
     ],
     "downloads from the Hub": [
         "coat-vlm data download llava_558k --out data",

@@ -71,5 +71,5 @@ def test_weights_and_biases_gets_a_step_per_stage(
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"needs the wandb package; install coat-vlm\[wandb\]"):
+    with pytest.raises(ValueError, match=r"needs the wandb package; pip install -e '.\[wandb\]'"):
         write(tmp_path, tensorboard=False, wandb_project="mine")

@@ -76,7 +76,7 @@ class VideoReader:
             if decord is None and importlib.util.find_spec("decord") is None:
                 raise ValueError(
                     "the video backend is decord, which is not installed; install it (pip install "
-                    "'coat-vlm[decord]'), or set model.video.backend to auto or pyav"
+                    "'.[decord]'), or set model.video.backend to auto or pyav"
                 )
             self._decord = decord or DecordReader(settings.timeout_s)
 
