@@ -35,7 +35,8 @@ from coat_vlm.checkpoint.shards import Shards, save_tensors
 from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config import Recipe
 from coat_vlm.distributed import ALONE, World
-from coat_vlm.export.transformers_parts import LANGUAGE, save_language, save_llava
+from coat_vlm.export.llava import is_llava, load_llava, save_llava
+from coat_vlm.export.transformers_parts import LANGUAGE, save_language
 from coat_vlm.export.vila import is_vila, load_vila, save_vila
 from coat_vlm.model import CoatVlm, CoatVlmConfig
 from coat_vlm.model.build import create_meta_model
@@ -177,12 +178,13 @@ def export(
 
     Args:
         source: ``RUN/<stage>/checkpoints/step-...`` or ``RUN/<stage>/model``, whose files are
-            compared with their SHA-256; or a VILA checkpoint with its three folders.
+            compared with their SHA-256; or a VILA checkpoint with its three folders, or one in the
+            layout ``llava``.
         target: the new folder; it must not exist or must be empty.
         dtype: dtype of the written weights; master weights are rounded to it. Default: the dtype of
             the weights in training, or BF16 with compressed weights.
-        layout: ``coat`` for coat_vlm; ``llava`` for stock transformers, and
-            ``language`` for the language model alone in stock transformers
+        layout: ``coat`` for coat_vlm; ``llava`` for stock transformers
+            (:mod:`coat_vlm.export.llava`), and ``language`` for the language model alone in it
             (:mod:`coat_vlm.export.transformers_parts`); ``vila`` for VILA
             (:mod:`coat_vlm.export.vila`).
         weights: compression of the language model's linear layers
@@ -374,8 +376,9 @@ def _read(
     source: Path, described: Path, dtype: torch.dtype | None
 ) -> tuple[CoatVlm, dict[str, Tensor], CoatVlmProcessor]:
     """Read the model of a source, its weights and its processor."""
-    if is_vila(source):
-        model, processor = load_vila(source, dtype)
+    load = load_vila if is_vila(source) else load_llava if is_llava(source) else None
+    if load is not None:
+        model, processor = load(source, dtype)
         return model, model.state_dict(), processor
     processor = CoatVlmProcessor.from_pretrained(described)
     if source == described:

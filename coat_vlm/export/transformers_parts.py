@@ -7,17 +7,6 @@ final norm, which readers of hidden states never call, has torch's initial value
 The layout ``language`` is a folder for ``AutoModelForCausalLM``: the whole model if it has no
 vision tower, otherwise the trained language model of a composed model. Its tokenizer keeps
 ``<image>``.
-
-The layout ``llava`` is ``LlavaForConditionalGeneration``. Weights have the names of the published
-llava-hf checkpoints, which vLLM and SGLang read:
-
-    vision_tower.vision_model.*           the tower, up to the selected hidden state
-    multi_modal_projector.linear_1, _2    Linear(C, H), GELU, Linear(H, H)
-    language_model.model.*, .lm_head      the language model; no lm_head with tied embeddings
-
-The tower has only the blocks up to the selected layer, so ``vision_feature_layer`` is -1.
-``vision_feature_select_strategy`` ``default`` drops the first token; SigLIP has no class token, so
-its value is always ``full``.
 """
 
 import copy
@@ -28,9 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -40,16 +26,13 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from coat_vlm.checkpoint.atomic_folder import read_json
 from coat_vlm.generate import set_stop_tokens
-from coat_vlm.model import IMAGE_TOKEN, CoatVlm
+from coat_vlm.model import CoatVlm
 from coat_vlm.model.chat_templates import JINJA_TEMPLATES
 from coat_vlm.model.configuration import count_needed_layers
-from coat_vlm.model.loss import why_logits_are_needed
 from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.model.vision import VISION_MODELS
 
 TOWER, PROJECTOR, LANGUAGE = "vision_tower.model.", "projector.layers.", "language_model."
-_LAYERS = {"0.": "linear_1.", "2.": "linear_2."}  # the projector's layers; layer 1 is GELU
-_LAYOUT = "LlavaForConditionalGeneration"
 
 
 def select_weights(state: dict[str, Tensor], prefix: str, new: str = "") -> dict[str, Tensor]:
@@ -191,93 +174,6 @@ def make_tokenizer(processor: CoatVlmProcessor) -> Any:
 def write_config(path: Path, values: dict[str, Any]) -> None:
     """Write a config.json in transformers' format."""
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def save_llava(
-    folder: Path, model: CoatVlm, state: dict[str, Tensor], processor: CoatVlmProcessor
-) -> None:
-    """Write configuration, weights, tokenizer and processor.
-
-    Args:
-        folder: an existing, empty folder.
-        model: provides the configuration; its weights may be on ``meta``.
-        state: the weights by the composed model's names.
-        processor: provides the tokenizer and the image settings.
-
-    Raises:
-        ValueError: the layout cannot represent the model's projector, tower, language model or
-            image mode.
-    """
-    check_llava(model, processor)
-    tower = build_plain_tower(model, "llava")
-    config = model.config
-    vision, language = tower.config, copy.deepcopy(config.text_config)
-    drops_class_token = config.select_feature == "patch" and config.num_prefix_tokens > 0
-    strategy = "default" if drops_class_token else "full"
-    llava = LlavaConfig(
-        vision_config=vision,
-        text_config=language,
-        image_token_index=config.image_token_id,
-        image_seq_length=config.tokens_per_image,
-        projector_hidden_act="gelu",
-        vision_feature_select_strategy=strategy,
-        vision_feature_layer=-1,
-        tie_word_embeddings=bool(language.tie_word_embeddings),
-    )
-    with torch.device("meta"):
-        stock: Any = LlavaForConditionalGeneration(llava)
-    stock.to(model.dtype)
-    weights = rename_tower_weights(tower, state, "vision_tower.")
-    for old, new in _LAYERS.items():
-        weights |= select_weights(state, PROJECTOR + old, f"multi_modal_projector.{new}")
-    weights |= select_weights(state, LANGUAGE, LANGUAGE)
-    save_stock(folder, model, stock, weights, processor)
-    saved = read_json(folder / "config.json")
-    saved["text_config"] = add_legacy_names(saved["text_config"])
-    saved["torch_dtype"] = saved["dtype"]
-    write_config(folder / "config.json", saved)
-    tokenizer = make_tokenizer(processor)
-    tokenizer.padding_side = "left"  # for generation
-    LlavaProcessor(
-        image_processor=build_image_processor(processor, model, pad=processor.image_mode == "pad"),
-        tokenizer=tokenizer,
-        patch_size=config.vision_config.patch_size,
-        vision_feature_select_strategy=strategy,
-        chat_template=tokenizer.chat_template,
-        image_token=IMAGE_TOKEN,
-        num_additional_image_tokens=config.num_prefix_tokens,
-    ).save_pretrained(folder)
-
-
-def check_llava(model: CoatVlm, processor: CoatVlmProcessor) -> None:
-    """Raise ValueError if the layout cannot represent the model, before anything is written."""
-    config = model.config
-    if config.projector_type != "mlp2x_gelu":
-        raise ValueError(
-            f"--format llava: the model's projector is {config.projector_type}, and {_LAYOUT} "
-            "supports only mlp2x_gelu (Linear, GELU, Linear); allowed: mlp2x_gelu; export with "
-            "--format coat or vila"
-        )
-    if processor.image_mode not in ("resize", "pad"):
-        raise ValueError(
-            f"--format llava: the image mode is {processor.image_mode} with several tiles per "
-            f"image, and {_LAYOUT} supports one square; allowed: resize, pad; export with --format "
-            "coat or vila"
-        )
-    if "pool_frames" in processor.video:
-        raise ValueError(
-            "--format llava: the model was trained with model.video.pool_frames="
-            f"{processor.video['pool_frames']}, and {_LAYOUT} has separate tokens for each "
-            "frame of a video; allowed: --format coat"
-        )
-    why = why_logits_are_needed(model.language_model)
-    if why is not None or model.language_model.base_model_prefix != "model":
-        name = type(model.language_model).__name__
-        raise ValueError(
-            f"--format llava: {_LAYOUT} applies a plain output layer to the decoder's output, and "
-            f"{name} does not: {why or 'its decoder has another name'}; allowed: models such as "
-            "llama, mistral, qwen2, qwen3; export with --format coat"
-        )
 
 
 def build_image_processor(processor: CoatVlmProcessor, model: CoatVlm, *, pad: bool) -> Any:

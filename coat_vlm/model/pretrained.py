@@ -11,18 +11,26 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+_OTHER_LAYOUTS = ("llava", "llava_llama")  # llava-hf's and VILA's; ``coat-vlm export`` reads them
+
 
 def check_composed_folder(path: str) -> str:
     """Return the folder of a recipe's ``init_from`` after checking that it contains a model.
 
     Raises:
-        ValueError: the folder contains no model.
+        ValueError: the folder contains no model, or one in a layout that must be converted.
     """
     if not (Path(path) / "config.json").is_file():
         raise ValueError(
             f"init_from={path!r} is not a folder with a composed model (it has no config.json): "
             "first train the recipe that writes it, name another folder with "
             "init_from=FOLDER, or start from model.vision and model.language with init_from=null"
+        )
+    kind, _ = PretrainedConfig.get_config_dict(path)
+    if kind.get("model_type") in _OTHER_LAYOUTS:
+        raise ValueError(
+            f"init_from={path!r} is a checkpoint of model_type {kind['model_type']!r}; convert it "
+            f"first: coat-vlm export {path} --to FOLDER, then init_from=FOLDER"
         )
     return path
 

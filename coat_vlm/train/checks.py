@@ -24,7 +24,7 @@ from coat_data.text.tokens import TokenizerLike
 from coat_vlm.checkpoint.manifest import find_problem
 from coat_vlm.config import Precision, Recipe, StageName
 from coat_vlm.config.load import list_builtin_recipes, load_recipe
-from coat_vlm.export.transformers_parts import check_llava
+from coat_vlm.export.llava import check_llava
 from coat_vlm.fp8 import arithmetic_of, find_gpu_problem
 from coat_vlm.model import CoatVlm, count_parameters
 from coat_vlm.model.build import build_meta_model

@@ -21,6 +21,7 @@ def add(commands: Commands) -> None:
   coat-vlm export runs/my_vlm/sft/model --to exported_fp8 --weights fp8 --format llava
   coat-vlm export runs/my_vlm/sft/model --to exported_llm --format language
   coat-vlm export exported_vila --to imported                  # a VILA or NVILA checkpoint
+  coat-vlm export exported_llava --to imported_llava           # one like llava-hf/llava-1.5-7b-hf
   coat-vlm export runs/my_lora/sft/model --to exported_adapter --adapter
 
 The checkpoint can be from any number of ranks, ZeRO stage and precision; one process on a CPU reads
@@ -30,7 +31,8 @@ it. The formats of the exported folder:
             "import coat_vlm", and as init_from of a recipe
   llava     loads with transformers alone (LlavaForConditionalGeneration, AutoProcessor) and in
             servers that support LLaVA; needs model.projector.type: mlp2x_gelu and one square image
-            (resize or pad)
+            (resize or pad); such a checkpoint is also read as CKPT, and --format coat converts it
+            for init_from
   vila      VILA's folders llm/, vision_tower/ and mm_projector/; such a checkpoint is also read as
             CKPT, and --format coat converts it for init_from
   language  the language model alone (the whole model of a text-only run), for
@@ -56,7 +58,7 @@ written to DIR/base.
         "source",
         type=Path,
         metavar="CKPT",
-        help="RUN/STAGE/checkpoints/step-..., RUN/STAGE/model, or a VILA checkpoint",
+        help="RUN/STAGE/checkpoints/step-..., RUN/STAGE/model, or a checkpoint of VILA or llava-hf",
     )
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the new folder")
     parser.add_argument(

@@ -13,11 +13,14 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
+from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from coat_cli.main import main
 from coat_vlm import torchvision_ops
 from coat_vlm.generate import PromptEncoder, load
 from coat_vlm.model import build_model
+from coat_vlm.model.pretrained import check_composed_folder
 from coat_vlm.model.processor import CoatVlmProcessor, train_tokenizer
 
 QUESTION = "What is in the image?"
@@ -192,3 +195,90 @@ def test_what_does_not_fit_is_named(
     assert status == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "x").exists()
+
+
+VICUNA_OF_LLAVA_HF = (
+    "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+    "{% for part in message['content'] %}{{ part['text'] or '<image>\\n' }}{% endfor %}"
+    "{{ ' ' }}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+
+def stock_checkpoint(folder: Path, tiny: Any, crop: bool = True, **changes: Any) -> Any:
+    """A checkpoint like llava-hf's, written by transformers: a whole CLIP tower, layer -2."""
+    tokenizer: Any = train_tokenizer([QUESTION, "A red circle."] * 5, 320)
+    tower = tiny.vision("clip") | changes.pop("vision", {})
+    language = tiny.language("llama")
+    config = LlavaConfig(
+        vision_config=tower,
+        text_config=language | {"vocab_size": len(tokenizer) + 7, "dtype": "float32"},
+        image_token_index=tokenizer.get_vocab()["<image>"],
+        **{"vision_feature_layer": -2, "vision_feature_select_strategy": "default"} | changes,
+    )
+    torch.manual_seed(1)
+    model: Any = LlavaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    images: Any = CLIPImageProcessorPil(
+        size={"shortest_edge": SIDE} if crop else {"height": SIDE, "width": SIDE},
+        crop_size={"height": SIDE, "width": SIDE},
+        do_center_crop=crop,
+    )
+    LlavaProcessor(
+        images, tokenizer, patch_size=7, chat_template=VICUNA_OF_LLAVA_HF
+    ).save_pretrained(folder)
+    return model
+
+
+def test_a_checkpoint_of_transformers_is_read(tiny: Any, tmp_path: Path) -> None:
+    stock = stock_checkpoint(tmp_path / "llava", tiny)
+    assert main(["export", str(tmp_path / "llava"), "--to", str(tmp_path / "ours")]) == 0
+    loaded: Any = load(tmp_path / "ours", dtype=torch.float32)
+    model, processor = loaded
+    assert (processor.template, processor.image_mode) == ("vicuna_v1", "pad")
+    assert model.config.select_layer == -2
+    values = np.random.default_rng(1).integers(0, 256, (30, 44, 3), dtype=np.uint8)
+    inputs = processor(images=Image.fromarray(values), question=QUESTION)
+    with torch.no_grad():
+        expected = stock(**inputs).logits
+        logits = model(**inputs).logits
+    assert logits.std() > 0.5
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+def test_there_and_back(tiny: Any, tmp_path: Path) -> None:
+    choices = {
+        "vision": tiny.vision("siglip"),
+        "language": tiny.language("qwen2", tie_word_embeddings=True),
+    }
+    ours = saved(tiny, tmp_path / "ours", select_layer=1, **choices)
+    main(["export", str(ours), "--to", str(tmp_path / "llava"), "--format", "llava"])
+    assert main(["export", str(tmp_path / "llava"), "--to", str(tmp_path / "back")]) == 0
+    before, after = (load(tmp_path / name, dtype=torch.float32) for name in ("ours", "back"))
+    weights: Any = before[0].state_dict()
+    for name, tensor in after[0].state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+    old, new = (dict(processor.to_dict()) for _, processor in (before, after))
+    assert {name for name in old if old[name] != new.get(name)} <= {"tokenizer", "chat_template"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vision_feature_layer": [1, 2]}, r"vision_feature_layer is \[1, 2\]"),
+        ({"projector_hidden_act": "relu"}, "projector_hidden_act is 'relu'"),
+        ({"vision": "siglip"}, "the first patch of a tower without a class token"),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    tiny: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: Any, message: str
+) -> None:
+    if changes.get("vision"):
+        changes = {"vision": tiny.vision("siglip")}
+    stock_checkpoint(tmp_path / "llava", tiny, **changes)
+    assert main(["export", str(tmp_path / "llava"), "--to", str(tmp_path / "ours")]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    with pytest.raises(ValueError, match="convert it first: coat-vlm export"):
+        check_composed_folder(str(tmp_path / "llava"))

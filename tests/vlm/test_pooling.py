@@ -14,7 +14,7 @@ from coat_data.media.sample_media import MediaPlan
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config import ModelConfig
 from coat_vlm.config.model import ImageConfig, VideoConfig
-from coat_vlm.export.transformers_parts import check_llava
+from coat_vlm.export.llava import check_llava
 from coat_vlm.export.vila import save_vila
 from coat_vlm.generate import PromptEncoder, generate_batch
 from coat_vlm.model import CoatVlm, build_model
@@ -169,7 +169,7 @@ def test_times_are_those_of_groups(tiny: Any, tiny_tokenizer: Any) -> None:
 def test_the_plan_counts_groups_as_tokens_and_frames_in_the_tower(tiny: Any) -> None:
     frame = build_meta_model(recipe_of(tiny), 60, torch.float32)
     per_tile = frame.config.tokens_per_image
-    with pytest.raises(ValueError, match="leave no room"):
+    with pytest.raises(ValueError, match="leave no tokens"):
         trace(frame, 1, 4 * per_tile, 8)
     pooled = trace(frame, 1, 4 * per_tile, 8, pool_frames=4)
     assert pooled.saved["vision"] == trace(frame, 1, 16 * per_tile, 8).saved["vision"]
