@@ -275,7 +275,7 @@ def _evaluate_tuple(text: str) -> str:
 @lru_cache(maxsize=1 << 16)
 def _evaluate(latex: str) -> Number | None:
     """Return the value of LaTeX, rounded to two decimals as upstream; None if it has none."""
-    if _PLAIN.fullmatch(latex):
+    if _PLAIN.fullmatch(latex.strip()):
         return round(float(latex) if "." in latex else int(latex), 2)
     latex2sympy = import_module("latex2sympy2").latex2sympy  # an optional extra; takes a second
     try:
@@ -297,9 +297,10 @@ _OPERATIONS: Mapping[type[ast.AST], Callable[..., Any]] = {
 
 
 def _compute(node: ast.AST) -> Number:
-    """Compute an expression as Python would, with the names of ``math`` and nothing else.
+    """Compute an expression as upstream's ``eval`` does, with the names of ``math`` alone.
 
-    Upstream calls ``eval`` after ``from math import *``; so "e" is Euler's number there.
+    Raises:
+        Exception: the expression has a variable, or is no arithmetic.
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return node.value

@@ -170,7 +170,12 @@ class MmVet(Benchmark):
 
         Not rounded; papers print one decimal. ``std`` is that of the population, as numpy's.
         """
-        runs = max((len(one.extracted or ()) for one in scored), default=0)
+        graded = {len(one.extracted): one.question.where for one in scored if one.extracted}
+        if len(graded) > 1:
+            numbers = " and ".join(map(str, sorted(graded)))
+            problem = f"the questions have grades of {numbers} runs"
+            raise DataError(graded[min(graded)], problem, "complete the grades, or drop --judge")
+        runs = max(graded, default=0)
         totals = [
             100 * math.fsum(one.extracted[run] for one in scored if one.extracted) / len(scored)
             for run in range(runs)
