@@ -46,8 +46,8 @@ class Server:
                 self.end_headers()
                 self.wfile.write(data)
 
-            def log_message(self, *args: Any) -> None:
-                pass
+            def log_message(self, format: str, *args: Any) -> None:
+                """Not to the terminal."""
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.address = f"http://127.0.0.1:{self.http.server_port}/v1"

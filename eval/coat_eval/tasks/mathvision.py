@@ -232,8 +232,8 @@ def is_equal(answer: str, said: str) -> bool:
     answer, said = _evaluate_tuple(answer), _evaluate_tuple(said)
     if answer == said:
         return True
-    values = _evaluate(said), _evaluate(answer)
-    return None not in values and values[0] == values[1]
+    value = _evaluate(answer)
+    return value is not None and value == _evaluate(said)
 
 
 def _is_number(text: str) -> bool:
