@@ -25,6 +25,7 @@ LONGEST_SIDE = 256
 MEDIA_PER_CARD = 4
 _PROBLEMS = {
     "unparsed": "n_unparsed",
+    "needing a judge": "n_needs_judge",
     "empty": "n_empty",
     "missing": "n_missing",
     "not a text": "n_not_text",

@@ -129,6 +129,14 @@ BENCHMARKS: Mapping[str, Repository] = {
             "CC BY-NC 4.0: no commercial use",
             ("multi-choice/test-*.parquet", "yes_no/test-*.parquet", *_ARCHIVES["tempcompass"]),
         ),
+        (
+            "mathvista",
+            "AI4Math/MathVista",
+            "CC BY-SA 4.0; pictures of 28 data sets under their owners' terms",
+            ("data/testmini-*.parquet",),
+        ),
+        ("mathvision", "MathLLMs/MathVision", "MIT", ("data/test-*.parquet",)),
+        ("mmvet", "MMVet", "CC BY-NC 4.0: no commercial use", ("data/test-*.parquet",)),
         ("docvqa", "DocVQA", "terms of rrc.cvc.uab.es", ("DocVQA/validation-*.parquet",)),
         ("infovqa", "DocVQA", "terms of rrc.cvc.uab.es", ("InfographicVQA/validation-*.parquet",)),
     )

@@ -50,6 +50,8 @@ class Settings:
     """MMMU: how an unparsable choice is scored."""
     seed: int = 42
     """MMMU: seed of the random choices; 42 is the official one."""
+    verdicts: Mapping[tuple[str, str], Any] = field(default_factory=dict, repr=False)
+    """What a judge said about answers, by the questions' keys; see :attr:`Benchmark.judged`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,8 @@ class Question(KeyedRow):
     """Reference in the form that ``score`` expects; None in a test split."""
     tables: Mapping[str, str] = field(default_factory=dict)
     """Sub-tables that include the question, e.g. ``{"answer_type": "number"}``."""
+    labels: tuple[str, ...] = ()
+    """Further sub-tables by dotted name, several of a kind (``skills.algebraic reasoning``)."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Further input of extraction and aggregation, e.g. the choices."""
     counted: bool = True
@@ -112,6 +116,11 @@ class ScoredItem:
     """Whether the text contains an answer; True for missing predictions, counted separately."""
     random_fallback: bool = False
     """Whether the answer is a randomly drawn choice."""
+    needs_judge: bool = False
+    """Whether the official scorer asks a judge about the text, and no verdict is there. Counts as
+    wrong, and not as unparsed."""
+    judged: bool = False
+    """Whether a judge's verdict decided the score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +159,10 @@ def prompt_sample(text: str, media: Sequence[Media] = ()) -> Sample:
     return Sample(id="prompt", turns=(turn,), media=tuple(media))
 
 
+class UnusableVerdictError(ValueError):
+    """A judge's answer is none of the allowed ones, or out of range."""
+
+
 class Benchmark(ABC):
     """Base class of a benchmark; subclasses define the names and the three layers."""
 
@@ -177,6 +190,10 @@ class Benchmark(ABC):
 
     shares_repeated: ClassVar[bool] = False
     """Whether one prediction applies to all questions of an id that the references repeat."""
+
+    judged: ClassVar[bool] = False
+    """Whether the official scorer asks a judge model about answers that its rules do not decide.
+    :meth:`needs_judge` finds them, :meth:`ask_judge` and :meth:`read_verdict` talk to the judge."""
 
     draws: ClassVar[bool] = False
     """Whether unparsable answers are drawn at random, so that ``fallback`` and ``seed`` apply."""
@@ -320,14 +337,54 @@ class Benchmark(ABC):
         """Extract and score one prediction; a missing one scores 0."""
         if text is None:
             return ScoredItem(question=question, text=None, extracted=None, score=0.0)
-        extracted = self.extract(text, question, settings)
+        verdict, needs = settings.verdicts.get(question.key), False
+        if verdict is None:
+            extracted = self.extract(text, question, settings)
+            needs = self.judged and self.needs_judge(extracted, text, question, settings)
+        else:
+            try:
+                extracted = self.read_verdict(verdict, question)
+            except UnusableVerdictError:
+                extracted, needs = None, True
         return ScoredItem(
             question=question,
             text=text,
             extracted=extracted,
             score=self.rate(extracted, question, settings),
-            parsed=self.is_parsed(extracted, text),
+            parsed=needs or self.is_parsed(extracted, text),
+            needs_judge=needs,
+            judged=verdict is not None and not needs,
         )
+
+    def needs_judge(
+        self, extracted: Any, text: str, question: Question, settings: Settings
+    ) -> bool:
+        """Return whether a judge is asked about a text; default: if nothing was extracted."""
+        return extracted is None and bool(text.strip())
+
+    def ask_judge(self, question: Question, text: str) -> str:
+        """Return the prompt for a judge; the wording is this project's own.
+
+        Raises:
+            DataError: the references lack what the judge must know.
+        """
+        raise NotImplementedError
+
+    def read_verdict(self, verdict: Any, question: Question) -> Any:
+        """Convert a judge's answer, or a saved one, to an extracted answer, or None.
+
+        Raises:
+            UnusableVerdictError: it is none of the allowed answers.
+        """
+        raise NotImplementedError
+
+    def saved_verdicts(self, tables: Sequence[Table]) -> dict[tuple[str, str], Any]:
+        """Return a judge's outputs that official result files contain, by the questions' keys.
+
+        Raises:
+            DataError: naming file and row of an output that cannot be used.
+        """
+        return {}
 
     def rate(self, extracted: Any, question: Question, settings: Settings) -> float:
         """Return :meth:`score`, or 0 without an answer or a reference (a test split)."""
@@ -368,6 +425,15 @@ def contains_question(text: str, question: str) -> bool:
     return bool(wanted) and wanted in keep_letters(text)
 
 
+def need_question(question: Question) -> str:
+    """Return the question's text for a judge; DataError if the references do not have it."""
+    if not question.text:
+        raise DataError(
+            question.where, "has no question to tell the judge", "give --references with questions"
+        )
+    return question.text
+
+
 def find_prompt(row: Mapping[str, Any]) -> str:
     """Return what a prediction's row says was asked; empty if it does not."""
     found = (row.get(name) for name in ("prompt", "question"))
@@ -392,6 +458,8 @@ def group_by_table(scored: Iterable[ScoredItem]) -> dict[str, list[ScoredItem]]:
     for one in scored:
         for table, value in one.question.tables.items():
             groups.setdefault(f"{table}.{value}", []).append(one)
+        for name in one.question.labels:
+            groups.setdefault(name, []).append(one)
     return groups
 
 

@@ -237,6 +237,12 @@ def infer_letter_c03bc048(text: str, choices: Mapping[str, str]) -> str | None:
     return None if not alone and "Z" in words else _find_only_choice(text, choices)
 
 
+def declines(text: str, choices: Mapping[str, str]) -> bool:
+    """Return whether ``can_infer`` reads a text as a refusal ("Z"), so that no judge is asked."""
+    words, alone = _find_lone_letters(text, choices)
+    return any(refusal in text for refusal in _REFUSALS) or (not alone and "Z" in words)
+
+
 def _find_lone_letters(text: str, choices: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Return the words of a text, and the letters of ``choices`` that are among them."""
     words = text.translate(_SEPARATORS).split()

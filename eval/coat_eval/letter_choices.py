@@ -11,6 +11,7 @@ vlmeval/dataset/utils/multiple_choice.py (``mcq_vanilla_eval`` and ``mcq_circula
 matching: an answer that the rule cannot decide is wrong, no judge model is asked).
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +28,14 @@ from coat_eval.benchmark import (
     Question,
     ScoredItem,
     Settings,
+    UnusableVerdictError,
+    need_question,
     pick,
     to_percent,
     to_table_percents,
 )
 from coat_eval.data_folder import DataFolder, MediaFile, Row
-from coat_eval.extract import infer_letter, infer_letter_c03bc048, letter_choices
+from coat_eval.extract import declines, infer_letter, infer_letter_c03bc048, letter_choices
 from coat_eval.files import Table
 from coat_eval.spreadsheet import IMAGE_HASH
 
@@ -226,6 +229,7 @@ class CircularBenchmark(LetterBenchmark):
     """
 
     headline = ("overall", "first_rotation", "rows")
+    judged = True
 
     def questions(
         self, references: Sequence[Table], predictions: Sequence[Table]
@@ -294,17 +298,52 @@ class CircularBenchmark(LetterBenchmark):
         answers = [one.question.answer for one in scored]
         texts = [one.text for one in scored if one.text is not None]
         whole = len(rows) == first.details["num_rotations"]
+        # As upstream, the judge is not asked if another rotation is wrong already.
+        waiting = [one for one in scored if one.needs_judge]
+        open_yet = whole and all(one.needs_judge or one.score == 1 for one in scored)
+        details = {
+            "rotations": [question for question, _ in rows],
+            "undecided": [(one.question, one.text) for one in waiting],
+        }
         return ScoredItem(
             question=replace(
                 first,
                 answer=None if None in answers else answers,
-                details={**first.details, "rotations": [question for question, _ in rows]},
+                details={**first.details, **details},
             ),
             text="\n".join(texts) if texts else None,
             extracted=[one.extracted for one in scored] if texts else None,
             score=float(whole and all(one.score == 1 for one in scored)),
-            parsed=all(one.parsed for one in scored),
+            parsed=all(one.parsed and (open_yet or not one.needs_judge) for one in scored),
+            needs_judge=bool(waiting) and open_yet,
+            judged=any(one.judged for one in scored),
         )
+
+    def needs_judge(
+        self, extracted: Any, text: str, question: Question, settings: Settings
+    ) -> bool:
+        """Return whether the letter rule neither finds a letter nor a refusal in a text."""
+        by_rule = settings.profile != "first_letter" and extracted is None and bool(text.strip())
+        return by_rule and not declines(text, get_choices(question))
+
+    def ask_judge(self, question: Question, text: str) -> str:
+        """Ask which option the text means."""
+        lines = [
+            "A model was asked a multiple-choice question. Which option does its answer mean? "
+            "Reply with the letter alone, or with Z if it means none of the options.",
+            f"\nQuestion: {need_question(question)}",
+            *list_choices(question),
+            f"\nAnswer of the model: {text}",
+            "\nLetter:",
+        ]
+        return "\n".join(lines)
+
+    def read_verdict(self, verdict: Any, question: Question) -> str | None:
+        """Return the letter that the verdict begins with; None for Z."""
+        found = re.match(r"\W*([A-Z])\b", str(verdict))
+        if found is None or found[1] not in (*get_choices(question), "Z"):
+            raise UnusableVerdictError(f"{verdict!r} is no letter of an option")
+        return None if found[1] == "Z" else found[1]
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute ``overall`` over groups, ``first_rotation``, ``rows``, and the sub-tables."""

@@ -101,7 +101,15 @@ def _select_items(items: Sequence[Item], metric: str) -> list[bool] | None:
     def where(test: Callable[[Item], bool]) -> list[bool]:
         return [test(item) for item in items]
 
-    if metric in ("overall", "accuracy", "all", "f1", "mean_f1", "unanswered_wrong.overall"):
+    if metric in (
+        "overall",
+        "total",
+        "accuracy",
+        "all",
+        "f1",
+        "mean_f1",
+        "unanswered_wrong.overall",
+    ):
         return [True] * len(items)
     if metric in ("aAcc", "fAcc", "qAcc"):
         return [True] * len(items)

@@ -5,6 +5,7 @@ Imports no numpy, as all of scoring.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from coat_eval.benchmark import Benchmark, ScoredItem, Settings
@@ -65,6 +66,9 @@ def find_constants(
     questions = [one.question for one in scored]
     if not (questions and metrics):
         return {}
+    if any(one.needs_judge or one.judged for one in scored) and not benchmark.constants:
+        return {}  # nobody knows what the judge would say about a constant
+    settings = replace(settings, verdicts={})
     best: dict[str, dict[str, Any]] = {}
     for answer in benchmark.constants or _find_commonest(questions):
         found = benchmark.aggregate(
@@ -111,6 +115,10 @@ def describe_answers(scored: Sequence[ScoredItem], empty: int) -> list[str]:
     unparsed = sum(bool((one.text or "").strip()) for one in unread)
     if unparsed:
         warnings.append(f"{unparsed} of {len(scored)} answers could not be parsed{reads}")
+    if waiting := sum(one.needs_judge for one in scored):
+        warnings.append(
+            f"{waiting} of {len(scored)} answers need a judge and count as wrong: --judge asks one"
+        )
     return warnings
 
 

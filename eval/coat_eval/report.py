@@ -35,6 +35,7 @@ from coat_eval.files import (
     write_json,
     write_rows,
 )
+from coat_eval.judge import Judge
 from coat_eval.other_tools import convert_rows, is_of_other_tool
 from coat_eval.pairing import INPUT_PROBLEMS, check_repeated_questions, is_question_file, join
 from coat_eval.reliability import (
@@ -53,6 +54,8 @@ SCORER_VERSION = "2"
 """Increased with every change that can change a metric."""
 RULE_ONLY = "rule only: no published predictions with a score were found to check the rule against"
 """Shown with the scores of benchmarks with ``rule_only``."""
+SAVED_VERDICTS = "outputs saved in the predictions"
+"""Name of a judge whose outputs official result files contain."""
 
 
 def score_official(
@@ -61,6 +64,7 @@ def score_official(
     references: Sequence[Path] = (),
     *,
     settings: Settings | None = None,
+    judge: Judge | None = None,
     allow_missing: bool = False,
     with_items: bool = False,
     only: Collection[tuple[str, str]] | None = None,
@@ -76,6 +80,8 @@ def score_official(
         references: the official files in any order, recognized by content; optional if the
             predictions contain the answers (MMMU's outputs, Video-MME's results).
         settings: profile and options; default: the official ones.
+        judge: is asked about the answers that need one. Without it they count as wrong; if all
+            answers need one, the report has no metrics.
         allow_missing: count problems instead of raising, see the module docstring.
         with_items: write every item to the report.
         only: (category, id) of the questions to score; None: all.
@@ -87,16 +93,20 @@ def score_official(
         The report: task, profile, raw, scorer_version, source, follows (scorer and commit of the
         profile), metrics (flat, percent), standard_errors and constants (headline metrics only),
         counts (items by sub-table), n, n_official (questions of the official set), n_unparsed,
+        n_needs_judge, n_judged and judge (only if the official scorer asks one),
         n_random_fallback, problems by kind, settings, warnings, inputs (SHA-256 by path), and
         items.
 
     Raises:
         ValueError: the benchmark does not have the profile, or references are missing.
-        DataError: the first problem; names file, row and id.
+        DataError: the first problem; names file, row and id. Also if the judge gives no answer, or
+            none that can be used.
         FileNotFoundError: a file does not exist.
     """
     settings = settings or Settings()
     benchmark.check_profile(settings.profile)
+    if judge is not None and not benchmark.judged:
+        raise ValueError(f"{benchmark.name} asks no judge: its rules decide every answer")
     if settings.raw and settings.profile != "official":
         raise ValueError(f"raw requires the profile official, not {settings.profile}")
     if not benchmark.draws and settings != replace(settings, fallback="random", seed=42):
@@ -110,6 +120,7 @@ def score_official(
         for path in _drop_repeated(list(_list_files(benchmark, references)), warnings)
     ]
     _check_references(benchmark, reference_tables, prediction_tables, allow_missing)
+    settings = replace(settings, verdicts=benchmark.saved_verdicts(prediction_tables))
     questions = benchmark.questions(reference_tables, prediction_tables)
     check_repeated_questions(questions)
     inputs = [table.path for table in (*prediction_tables, *reference_tables)]
@@ -134,11 +145,18 @@ def score_official(
             raise DataError(str(inputs[0]), partial, remedy)
         warnings.append(partial)
     scored = benchmark.score_all(pairs, settings)
+    judges = [SAVED_VERDICTS] if settings.verdicts else []
+    if judge is not None:
+        judges.append(judge.name)
+        settings = _ask_judge(benchmark, judge, scored, settings)
+        scored = benchmark.score_all(pairs, settings)
+        inputs += [judge.cache] if judge.cache is not None and judge.cache.exists() else []
     if submission_path is not None:
         write_json(submission_path, benchmark.submission(scored, settings))
     answered = [one for one in scored if one.question.answer is not None]
     counted = [one for one in answered if one.question.counted]
-    metrics = benchmark.aggregate(answered, settings) if counted else {}
+    known = [one for one in counted if not one.needs_judge]
+    metrics = benchmark.aggregate(answered, settings) if known else {}
     items = [_format_item(one) for one in counted]
     errors = compute_standard_errors(benchmark, settings, metrics, counted, items)
     report = {
@@ -157,6 +175,15 @@ def score_official(
         "n": len(counted),
         **({"n_official": get_official_size(benchmark, asked)} if benchmark.sizes else {}),
         "n_unparsed": sum(not one.parsed for one in counted),
+        **(
+            {
+                "n_needs_judge": len(counted) - len(known),
+                "n_judged": sum(one.judged for one in counted),
+                "judge": " and ".join(judges),
+            }
+            if benchmark.judged
+            else {}
+        ),
         "n_random_fallback": sum(one.random_fallback for one in counted),
         **{f"n_{kind}": number for kind, number in problems.items()},
         "warnings": [*warnings, *describe_answers(counted, problems["empty"])],
@@ -254,14 +281,51 @@ def format_headline(report: Mapping[str, Any]) -> str:
         mark = describe_constant(report, name)
         lines.append(f"{name.ljust(width)}  {metrics[name]:10.4f}{spread}{mark and f'  {mark}'}")
     for name, value in report.items():
-        if name in ("n", "n_empty", "n_unparsed") or (name.startswith("n_") and value):
+        always = ("n", "n_empty", "n_unparsed", "n_needs_judge")
+        if name in always or (name.startswith("n_") and value):
             lines.append(f"{name.ljust(width)}  {value:5d}")
     if table := format_duration_table(metrics) if report["task"] == "videomme" else "":
         lines += ["", table]
     lines.append(f"rules of {report['follows']}")
+    if report.get("judge"):
+        lines.append(f"judge: {report['judge']}")
     if report.get("rule_only"):
         lines.append(RULE_ONLY)
     return "\n".join(lines)
+
+
+def _ask_judge(
+    benchmark: Benchmark, judge: Judge, scored: Sequence[ScoredItem], settings: Settings
+) -> Settings:
+    """Return the settings with the judge's verdicts about the items that need one.
+
+    An item of several answers has those to ask about as ``undecided`` in its question's details.
+    """
+    rows: list[tuple[Question, str]] = [
+        row
+        for one in scored
+        if one.needs_judge
+        for row in one.question.details.get("undecided", [(one.question, one.text)])
+    ]
+    prompts = {question.key: benchmark.ask_judge(question, text) for question, text in rows}
+    answers = judge.answer(list(prompts.values()))
+    verdicts = {
+        key: answers[prompt].strip()
+        for key, prompt in prompts.items()
+        if answers.get(prompt, "").strip()
+    }
+    settings = replace(settings, verdicts={**settings.verdicts, **verdicts})
+    if rows and all(benchmark.score_one(*row, settings).needs_judge for row in rows):
+        said = next(iter(verdicts.values()), None)
+        raise DataError(
+            str(judge.cache or judge.name),
+            f"none of the {len(rows)} answers that need the judge {judge.name} has a verdict that "
+            f"can be used; it said {said!r}"
+            if said is not None
+            else f"has no answer to any of the {len(rows)} prompts for the judge {judge.name}",
+            "give another judge, or the cache of these predictions",
+        )
+    return settings
 
 
 def _list_files(benchmark: Benchmark, paths: Sequence[Path]) -> Iterator[Path]:

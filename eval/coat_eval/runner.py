@@ -43,6 +43,7 @@ from coat_eval.generation import (
     resume,
 )
 from coat_eval.hub_adapter import HubAdapter
+from coat_eval.judge import Judge
 from coat_eval.report import score_official, score_set
 from coat_eval.tasks import BENCHMARKS, get_task
 from coat_eval.tasks.question_set import QUESTIONS_FILE, QuestionSet
@@ -176,6 +177,7 @@ def run_benchmark(
     *,
     world: World = ALONE,
     model_name: str = "",
+    judge: Judge | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Generate answers to all questions, and score them.
@@ -189,6 +191,7 @@ def run_benchmark(
         generation: batch size, length, workers.
         world: this process among the ranks; all ranks call this function.
         model_name: name of the model in the report.
+        judge: is asked by rank 0, see :func:`coat_eval.report.score_official`.
         check: :meth:`coat_vlm.run.lock.FolderLock.check` of the lock that the caller holds.
 
     Returns:
@@ -246,7 +249,7 @@ def run_benchmark(
         extra = {"model": model_name, **of_run, "seconds": seconds}
         paths = (folder.path, out_dir / PREDICTIONS_FILE, out_dir / REPORT_FILE)
         return score_set(benchmark, *paths, limit=eval_task.limit, extra=extra)
-    report = _score(out_dir, eval_task, folder, asked) | {
+    report = _score(out_dir, eval_task, folder, asked, judge) | {
         "model": model_name,
         "variant": eval_task.variant,
         "split": eval_task.split or next(iter(benchmark.layouts)),
@@ -345,7 +348,11 @@ def _hash_prompts(prompts: Sequence[Prompt]) -> str:
 
 
 def _score(
-    out_dir: Path, eval_task: EvalTask, folder: DataFolder, asked: Sequence[Prompt]
+    out_dir: Path,
+    eval_task: EvalTask,
+    folder: DataFolder,
+    asked: Sequence[Prompt],
+    judge: Judge | None,
 ) -> dict[str, Any]:
     """Make the official report of the given prompts; a question without an answer is wrong."""
     benchmark = eval_task.benchmark
@@ -358,6 +365,7 @@ def _score(
         [out_dir / PREDICTIONS_FILE],
         [table.path for table in references],
         settings=eval_task.settings,
+        judge=judge,
         allow_missing=True,
         with_items=True,
         only={prompt.key for prompt in asked},

@@ -105,7 +105,8 @@ def _read_report(path: Path, *, in_run: bool = False) -> ScoredSet:
         ]
         settings |= {
             "headline": get_benchmark(report["task"]).headline,
-            "profile": report["profile"],
+            # Scores by different judges are not comparable.
+            "profile": ", judge ".join(filter(None, (report["profile"], report.get("judge")))),
             "deviations": _find_deviations(report, rows),
         }
     if not rows:

@@ -12,12 +12,13 @@ from coat_cli.command import PRECISIONS, Commands, command, complain, say
 
 if TYPE_CHECKING:
     from coat_data.sample import Sample
+    from coat_eval.judge import Judge
 
 OFFICIAL = (
     "pope", "gqa", "vqav2", "textvqa", "vizwiz", "seedbench", "mmmu", "videomme",
     "mmstar", "realworldqa", "scienceqa", "mmbench", "ccbench", "ai2d",
     "mme", "chartqa", "ocrbench", "hallusionbench", "okvqa", "nextqa", "tempcompass", "tabmwp",
-    "docvqa", "infovqa",
+    "docvqa", "infovqa", "mathvista", "mathvision", "mmvet",
 )  # fmt: skip
 """Names of ``coat_eval.tasks.BENCHMARKS``, which takes longer to import than ``--help`` should."""
 _PROFILES = (
@@ -78,11 +79,13 @@ continues an interrupted evaluation. With torchrun, the questions are divided am
     suite.add_argument(
         "--tasks", metavar="TASK,...",
         help=f"{', '.join(OFFICIAL)}; other prompts: textvqa_no_ocr, "
-        "mmmu_all_images, videomme_subtitles, mme_vlmeval, chartqa_lmms, okvqa_lmms; choices "
+        "mmmu_all_images, videomme_subtitles, mme_vlmeval, chartqa_lmms, okvqa_lmms, "
+        "mathvision_steps, mmvet_lmms; choices "
         "ranked by likelihood: seedbench_likelihood",
     )  # fmt: skip
     suite.add_argument("--split", help="e.g. test; default: the split with answers")
     suite.add_argument("--profile", help=_PROFILES)
+    _add_judge(suite)
     model = parser.add_argument_group("model, also with --task")
     model.add_argument(
         "--precision", choices=PRECISIONS,
@@ -135,7 +138,10 @@ def _eval(args: argparse.Namespace) -> int:
 
 _FOR_BENCHMARKS = "is for official benchmarks (--tasks)"
 _FROM_RECIPE = "is for --model; with --run the recipe decides"
-_NOT_WITH_TASK: dict[str, str] = dict.fromkeys(("split", "profile", "num_frames"), _FOR_BENCHMARKS)
+_JUDGE = ("judge", "judge_model", "judge_key", "judge_cache")
+_NOT_WITH_TASK: dict[str, str] = dict.fromkeys(
+    ("split", "profile", "num_frames", *_JUDGE), _FOR_BENCHMARKS
+)
 _NOT_WITH_RUN = {
     **_NOT_WITH_TASK,
     **dict.fromkeys(("media_root", "precision", "num_workers"), _FROM_RECIPE),
@@ -221,6 +227,9 @@ def _eval_model(args: argparse.Namespace) -> int:
         eval_tasks = [
             make_eval_task(name.strip(), args.data, **common) for name in args.tasks.split(",")
         ]
+    judge = None if own_set else _make_judge(args)
+    if judge is not None and not any(one.benchmark.judged for one in eval_tasks):
+        raise ValueError(f"--judge has no effect: none of {args.tasks} asks a judge; drop it")
     device = select_device(args.device)
     workers = args.num_workers
     if workers is None:
@@ -247,6 +256,7 @@ def _eval_model(args: argparse.Namespace) -> int:
                 generation,
                 world=world,
                 model_name=args.model,
+                judge=judge if eval_task.benchmark.judged else None,
                 check=checks[out],
             )
             if world.is_main:
@@ -323,8 +333,10 @@ docs/reference/benchmarks.md lists all metrics, sources and formats.
     )  # fmt: skip
     official.add_argument(
         "--profile",
-        help=f"{_PROFILES}; videomme also official_20240603, okvqa also pica",
+        help=f"{_PROFILES}; videomme also official_20240603, okvqa also pica, mathvision also "
+        "string",
     )  # fmt: skip
+    _add_judge(official)
     official.add_argument(
         "--raw", action="store_true",
         help="score the raw text, without the preprocessing of LLaVA and VILA",
@@ -374,7 +386,7 @@ def _score(args: argparse.Namespace) -> int:
 
 _NOT_WITH_OWN_SET = {
     **dict.fromkeys(
-        ("profile", "raw", "fallback", "seed", "submission"), "is for official benchmarks"
+        ("profile", "raw", "fallback", "seed", "submission", *_JUDGE), "is for official benchmarks"
     ),
     "items": "is for official benchmarks; your own question set always gets items.jsonl",
 }
@@ -392,6 +404,7 @@ def _score_official(args: argparse.Namespace, name: str) -> int:
         args.predictions,
         args.references,
         settings=Settings(raw=args.raw, **chosen),
+        judge=_make_judge(args),
         allow_missing=args.allow_missing,
         with_items=args.items,
         report_path=args.out,
@@ -400,6 +413,34 @@ def _score_official(args: argparse.Namespace, name: str) -> int:
     say(f"{format_headline(report)}\n{args.out} has all metrics")
     _warn(report)
     return 0
+
+
+def _add_judge(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--judge", metavar="ADDRESS",
+        help="asks a model about the answers that the official scorer gives to one (mathvista, "
+        "mmvet, mmbench, ccbench, hallusionbench, tempcompass): an OpenAI-compatible address, "
+        "e.g. http://localhost:8000/v1, or the folder of a language model; without it they count "
+        "as wrong",
+    )  # fmt: skip
+    group.add_argument("--judge-model", metavar="NAME", help="name of the model at the address")
+    group.add_argument(
+        "--judge-key", metavar="VARIABLE", help="environment variable with the key of the address"
+    )
+    group.add_argument(
+        "--judge-cache", type=Path, metavar="FILE",
+        help="file of the judge's answers: asks only for others and adds them; without --judge, "
+        "scores from the file alone",
+    )  # fmt: skip
+
+
+def _make_judge(args: argparse.Namespace) -> "Judge | None":
+    """Make the judge of the options before anything is generated; None without them."""
+    if all(getattr(args, name) is None for name in _JUDGE):
+        return None
+    from coat_eval.judge import make_judge
+
+    return make_judge(args.judge, args.judge_model, args.judge_key, args.judge_cache)
 
 
 def _add_generate(commands: Commands) -> None:

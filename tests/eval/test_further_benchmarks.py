@@ -253,7 +253,8 @@ def test_hallusionbench_by_question_figure_and_pair(tmp_path: Path):
     values = {"aAcc": 75, "fAcc": 50, "qAcc": 50}
     parts = {f"{part}.{name}": v for part in ("VD", "VD_ocr") for name, v in values.items()}
     assert report["metrics"] == values | parts
-    assert (report["n"], report["n_unparsed"]) == (4, 1)
+    counts = [report[name] for name in ("n", "n_unparsed", "n_needs_judge")]
+    assert counts == [4, 0, 1]
     # fAcc: two figures, right and wrong, of one set: all errors are in one cluster and cancel;
     # only the term within items remains: e = 0.25 * (1 - 0.5), four times.
     error = 100 * math.sqrt(4 * (0.25 * 0.5) ** 2 / 3)
@@ -366,7 +367,8 @@ def test_tempcompass_by_kind_and_aspect(tmp_path: Path):
             **{"type.yes_no": 100 / 3, "yes_no.speed": 100 / 3},
         }
     )
-    assert report["n_unparsed"] == 2  # "It is B" and "Slow", which the official script lets judge
+    # "It is B" and "Slow", which the official script lets judge.
+    assert (report["n_unparsed"], report["n_needs_judge"]) == (0, 2)
     references = [tmp_path / "questions" / f"{kind}.json" for kind in files]
     assert "complete sets" in refuse("tempcompass", paths[0])
     assert "no prediction" in refuse("tempcompass", paths[0], *references)

@@ -111,7 +111,8 @@ def test_hallusionbench():
     wanted = expected("hallusionbench", file)
     report = score("hallusionbench", file)
     official = wanted["official"]
-    assert report["n_unparsed"] == official.pop("unknown_counted_wrong")
+    assert report["n_needs_judge"] == official.pop("unknown_counted_wrong")
+    assert report["n_unparsed"] == 0
     assert report["n"] == official["Overall"].pop("n")
     agree(report["metrics"], official.pop("Overall"))
     assert len(official) == 11
@@ -152,7 +153,8 @@ def test_tempcompass(kind: str):
     wanted = expected("tempcompass", f"video-llava.{kind}.json")
     report = score("tempcompass", f"video-llava.{kind}.json")
     metrics = report["metrics"]
-    assert (report["n"], report["n_unparsed"]) == (wanted["n"], 0)
+    counts = [report[name] for name in ("n", "n_unparsed", "n_needs_judge")]
+    assert counts == [wanted["n"], 0, 0]
     assert wanted["match_success_rate"] == 100
     agree(metrics, {f"type.{kind}": wanted["rule_only_avg_unrounded"]})
     for key in ("official", "rule_only_disable_llm", "published"):
@@ -177,3 +179,68 @@ def test_tabmwp():
         row = theirs[item["question_id"]]
         assert item["extracted"] == row["prediction_norm"]
         assert item["score"] == row["true_false"]
+
+
+def test_mathvista():
+    file = "output_llavar.json"
+    wanted = expected("mathvista", file)
+    report = score("mathvista", file)
+    official = wanted["official"]
+    agree(report["metrics"], {"overall": official.pop("average")["accuracy"]})
+    assert float(wanted["published"]["accuracy"]) == report["metrics"]["overall"]
+    for table, rows in official.items():
+        agree(report["metrics"], {f"{table}.{k}": row["accuracy"] for k, row in rows.items()})
+        for key, row in rows.items():
+            assert report["counts"][f"{table}.{key}"] == row["total"]
+    assert (report["n"], report["n_needs_judge"], report["n_judged"]) == (1000, 0, 1000)
+    theirs = json.loads((find("mathvista") / file).read_text())
+    for item in report["items"]:
+        assert bool(item["score"]) == theirs[item["question_id"]]["true_false"]
+
+
+@pytest.mark.parametrize("file", ["LLaVA-v1.5-7B.jsonl", "Qwen-VL-Plus.500.jsonl"])
+@pytest.mark.parametrize("profile", ["official", "string"])
+def test_mathvision(tmp_path: Path, file: str, profile: str):
+    wanted = expected("mathvision", file)
+    if profile == "official":
+        pytest.importorskip("latex2sympy2")
+    lines = (find("mathvision") / file).read_text().splitlines()
+    theirs = {row["id"]: row for row in map(json.loads, lines)}
+    rows = map(json.loads, (find("mathvision") / "test.min.jsonl").read_text().splitlines())
+    references = tmp_path / "test.jsonl"
+    references.write_text("\n".join(json.dumps(row) for row in rows if row["id"] in theirs))
+    report = score("mathvision", file, str(references), profile=profile)
+    right = sum(item["score"] for item in report["items"])
+    for item in report["items"]:
+        assert item["extracted"] == theirs[item["question_id"]]["model_answer"]
+    if profile == "string":
+        assert right == wanted["correct_by_string_equality_alone"]
+        return
+    assert all(bool(i["score"]) == theirs[i["question_id"]]["correct"] for i in report["items"])
+    for key, text in wanted["official"].items():
+        # "-all", "-level1", "-level1_algebra", "algebra", "algebra_level1".
+        level, _, subject = key.removeprefix("-level").partition("_")
+        names = [f"subject_level.{key}", f"subject.{key}"]
+        if key.startswith("-"):
+            names = [f"subject_level.{subject}_level{level}"] if subject else [f"level.{level}"]
+        name = "overall" if key == "-all" else next(n for n in names if n in report["metrics"])
+        count, percent = report["counts"].get(name, report["n"]), text.partition("=")[2]
+        assert round(report["metrics"][name], 2) == float(percent.rstrip("%"))
+        correct = round(report["metrics"][name] * count / 100)
+        assert f"{correct}/{count}" == text.partition("=")[0]
+
+
+def test_mmvet():
+    grades = "llava-v1.5-7b_gpt-4-grade-1runs.json"
+    wanted = expected("mmvet", grades)
+    official = wanted["official"]
+    report = score("mmvet", grades)
+    agree(report["metrics"], {"total": official["total"], "run.1": official["runs"][0]})
+    printed = [round(report["metrics"][name], 1) for name in ("total", "std")]
+    assert printed == [official["total_printed"], official["std_printed"]]
+    assert printed == [wanted["published"]["total"], wanted["published"]["std"]]
+    folder = find("mmvet")
+    answers = [folder / "llava-v1.5-7b.json", folder / grades]
+    again = score_official(get_benchmark("mmvet"), answers, with_items=True)
+    assert again["metrics"] == report["metrics"]
+    assert again["items"][0]["prediction"] == json.loads(answers[0].read_text())["v1_0"]

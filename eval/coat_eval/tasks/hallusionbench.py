@@ -2,10 +2,11 @@
 
 Source: Guan et al., "HallusionBench: An Advanced Diagnostic Suite for Entangled Language
 Hallucination and Visual Illusion". The authors' evaluation.py lets GPT-4 judge answers to 1,129
-questions; papers print VLMEvalKit's figures on the 951 questions with an image, which need no
-judge and are reproduced here.
+questions; papers print VLMEvalKit's figures on the 951 questions with an image, which are
+reproduced here. VLMEvalKit asks a judge about answers with both or none of yes and no.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -18,7 +19,9 @@ from coat_eval.benchmark import (
     Question,
     ScoredItem,
     Settings,
+    UnusableVerdictError,
     find_prompt,
+    need_question,
     pick,
     to_percent,
 )
@@ -44,6 +47,7 @@ class HallusionBench(Benchmark):
     constants = ("yes", "no")
     text_fields = ("prediction", "model_prediction", "text")
     carries_answers = True
+    judged = True
     layouts: ClassVar[Layouts] = {"image": (("HallusionBench.json",), ("image-*.parquet",))}
 
     def is_reference(self, table: Table) -> bool:
@@ -114,6 +118,21 @@ class HallusionBench(Benchmark):
     def extract(self, text: str, question: Question, settings: Settings) -> str | None:
         """Return ``yes``, ``no`` or None: see :func:`coat_eval.extract.extract_yes_no_word`."""
         return extract_yes_no_word(text)
+
+    def ask_judge(self, question: Question, text: str) -> str:
+        """Ask whether the text means yes or no."""
+        return (
+            "A model was asked a yes/no question about an image. Does its answer mean yes or no? "
+            "Reply with one word: yes, no, or unknown.\n\n"
+            f"Question: {need_question(question)}\nAnswer of the model: {text}\nMeaning:"
+        )
+
+    def read_verdict(self, verdict: Any, question: Question) -> str | None:
+        """Return ``yes`` or ``no``; None for "unknown"."""
+        words = re.findall("[a-z]+", str(verdict).lower())
+        if not words or words[0] not in ("yes", "no", "unknown"):
+            raise UnusableVerdictError(f"{verdict!r} is none of yes, no, unknown")
+        return None if words[0] == "unknown" else words[0]
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute the three accuracies over all, per category and per part (``VD_ocr.fAcc``)."""

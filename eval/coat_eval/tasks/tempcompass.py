@@ -2,10 +2,11 @@
 
 Source: Liu et al., "TempCompass: Do Video LLMs Really Understand Videos?"; llyx97/TempCompass
 eval_multi-choice.py and eval_yes_no.py. There, ChatGPT judges the answers that no rule decides;
-here they are unparsed and wrong, as with ``--disable_llm``. Caption matching and captioning, the
-other two kinds of questions, are not implemented.
+here they need a judge, and without one are wrong, as with ``--disable_llm``. Caption matching and
+captioning, the other two kinds of questions, are not implemented.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -17,7 +18,9 @@ from coat_eval.benchmark import (
     Question,
     ScoredItem,
     Settings,
+    UnusableVerdictError,
     find_prompt,
+    need_question,
     pick,
     to_table_percents,
 )
@@ -45,6 +48,7 @@ class TempCompass(Benchmark):
     headline = tuple(f"type.{kind}" for kind in _INSTRUCTIONS)
     sizes: ClassVar[Mapping[str, int]] = {"both": 4033, CHOICE: 1580, YES_NO: 2453}
     carries_answers = True
+    judged = True
     layouts: ClassVar[Layouts] = {"test": (_FILES, _PARQUET)}
 
     def is_reference(self, table: Table) -> bool:
@@ -124,6 +128,22 @@ class TempCompass(Benchmark):
         """Return 1 for the gold answer or its letter."""
         gold = str(question.answer)
         return float(extracted in ((gold, gold[:1]) if question.category == CHOICE else (gold,)))
+
+    def ask_judge(self, question: Question, text: str) -> str:
+        """Ask whether the text gives the gold answer."""
+        return (
+            "A model was asked a question about a video. Does its answer agree with the right "
+            "one? Reply with one word, correct or incorrect.\n\n"
+            f"Question: {need_question(question)}\nRight answer: {question.answer}\n"
+            f"Answer of the model: {text}\nVerdict:"
+        )
+
+    def read_verdict(self, verdict: Any, question: Question) -> str:
+        """Return the gold answer for "correct", else "incorrect"."""
+        words = re.findall("[a-z]+", str(verdict).lower())
+        if not words or words[0] not in ("correct", "incorrect"):
+            raise UnusableVerdictError(f"{verdict!r} is neither correct nor incorrect")
+        return question.answer if words[0] == "correct" else words[0]
 
     def aggregate(self, scored: Sequence[ScoredItem], settings: Settings) -> dict[str, float]:
         """Compute ``type.<kind>`` (avg) and ``<kind>.<aspect>``; both kinds have no common mean."""

@@ -1,0 +1,260 @@
+"""Asks a judge model about answers, for benchmarks whose official scorer does so.
+
+A judge is a model behind an OpenAI-compatible address or a local language model. Its answers are
+cached as JSON lines ``{"judge", "prompt", "answer"}``, each when it is complete, so an interrupted
+run continues. With the cache alone they are replayed, without a model and without network. Prompts
+are those of :meth:`coat_eval.benchmark.Benchmark.ask_judge`, decoding is greedy.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from coat_data.sample import DataError
+from coat_eval.files import read_json_lines
+
+_TIMEOUT_S = 120.0
+_ATTEMPTS = 4
+_PAUSE_S = 1.0
+"""Before the second attempt; doubled before each further one."""
+_REQUESTS = 8
+"""Number of requests at a time."""
+_LONGEST = 64
+"""Longest answer of a local model in tokens."""
+_ROW = {"judge", "prompt", "answer"}
+
+
+class JudgeModel(Protocol):
+    """A model that answers prompts."""
+
+    name: str
+    """Name in the report and in the cache."""
+
+    def answer(self, prompts: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield (prompt, answer) in any order."""
+        ...
+
+
+class HttpJudge:
+    """A model behind an OpenAI-compatible address: ``POST ADDRESS/chat/completions``.
+
+    Args:
+        address: ``https://HOST/v1`` or ``http://HOST:PORT/v1``.
+        model: name of the model there.
+        key: sent as bearer token; empty: none.
+
+    Raises:
+        ValueError: the address is not one of HTTP.
+    """
+
+    def __init__(self, address: str, model: str, key: str = "") -> None:
+        parts = urlsplit(address)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"--judge is {address!r}; give http://HOST:PORT/v1 or https://HOST/v1")
+        self.name, self.address, self._key = model, address.rstrip("/"), key
+        self._opener = build_opener(_NoRedirect())
+
+    def answer(self, prompts: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield the answers as they arrive; DataError if one cannot be had."""
+        with ThreadPoolExecutor(_REQUESTS) as pool:
+            waiting = {pool.submit(self._ask, prompt): prompt for prompt in prompts}
+            try:
+                for done in as_completed(waiting):
+                    yield waiting[done], done.result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ask(self, prompt: str) -> str:
+        """Ask once, and again after a failure that may pass."""
+        body = {
+            "model": self.name,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0,
+        }
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        url = f"{self.address}/chat/completions"
+        for attempt in range(1, _ATTEMPTS + 1):
+            request = Request(url, json.dumps(body).encode(), headers)
+            try:
+                with self._opener.open(request, timeout=_TIMEOUT_S) as reply:
+                    return self._read(reply.read())
+            except (HTTPError, URLError, OSError, HTTPException) as error:
+                code = error.code if isinstance(error, HTTPError) else 500
+                passing = code >= 500 or code in (408, 429)
+                if not passing or attempt == _ATTEMPTS:
+                    raise DataError(
+                        url,
+                        f"the judge {self.name} gave no answer, attempt {attempt}: {error}",
+                        "check address, model and key; answers so far are in --judge-cache",
+                    ) from error
+            time.sleep(_PAUSE_S * 2 ** (attempt - 1))
+        raise AssertionError("unreachable")
+
+    def _read(self, data: bytes) -> str:
+        """Return the text of a reply; empty if the model declined to give one."""
+        try:
+            content = json.loads(data)["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise DataError(
+                self.address,
+                f"the reply is no chat completion: {data[:80]!r}",
+                "give the address of an OpenAI-compatible server, usually ending in /v1",
+            ) from error
+        return content if isinstance(content, str) else ""
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """Refuses redirects, which would send the key to another host."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        """Return nothing: the redirect becomes an HTTPError."""
+
+
+class LocalJudge:
+    """A language model in a folder, of this project or of Hugging Face; loaded when it is asked.
+
+    Args:
+        folder: see :func:`coat_eval.text.load_language_model`.
+
+    Raises:
+        FileNotFoundError: there is no config.json.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"--judge {folder}: no address, and no folder with config.json")
+        self.name, self.folder = folder.resolve().name, folder
+
+    def answer(self, prompts: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield the answers, one prompt after the other, with the tokenizer's chat template."""
+        import torch
+
+        from coat_eval.text import load_language_model
+
+        loaded: Any = load_language_model(self.folder)
+        model, tokenizer = loaded
+        for prompt in prompts:
+            text = prompt
+            if tokenizer.chat_template:
+                turns = [{"role": "user", "content": prompt}]
+                text = tokenizer.apply_chat_template(
+                    turns, tokenize=False, add_generation_prompt=True
+                )
+            encoded = tokenizer(
+                text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template
+            ).to(model.device)
+            with torch.inference_mode():
+                tokens = model.generate(
+                    **encoded,
+                    max_new_tokens=_LONGEST,
+                    do_sample=False,
+                    pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+                )
+            said = tokens[0, encoded["input_ids"].shape[1] :]
+            yield prompt, tokenizer.decode(said, skip_special_tokens=True)
+
+
+class Judge:
+    """A judge model with a cache, or a cache alone.
+
+    Args:
+        model: the judge; None: answers come from the cache alone.
+        cache: file of the answers; None: not cached.
+
+    Attributes:
+        name: name of the judge.
+        cache: file of the answers, or None.
+
+    Raises:
+        ValueError: there is neither.
+        FileNotFoundError: a cache alone does not exist.
+        DataError: the cache cannot be read, or a cache alone has answers of several judges.
+    """
+
+    def __init__(self, model: JudgeModel | None, cache: Path | None = None) -> None:
+        if model is None and cache is None:
+            raise ValueError("a judge is a model or a cache of its answers; give one")
+        known: dict[str, dict[str, str]] = {}
+        if cache is not None and (model is None or cache.exists()):
+            known = _read_cache(cache)
+        if model is None and len(known) != 1:
+            raise DataError(
+                str(cache),
+                f"has the answers of {len(known)} judges: {', '.join(sorted(known)) or 'none'}",
+                "keep those of one, or name the judge with --judge",
+            )
+        self.model, self.cache = model, cache
+        self.name = model.name if model is not None else next(iter(known))
+        self._known = known.get(self.name, {})
+
+    def answer(self, prompts: Sequence[str]) -> dict[str, str]:
+        """Return the answers by prompt; a cache alone may lack some.
+
+        Raises:
+            DataError: the judge gave no answer; those before are in the cache.
+        """
+        found = {prompt: self._known[prompt] for prompt in prompts if prompt in self._known}
+        missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in found]
+        if self.model is None or not missing:
+            return found
+        if self.cache is not None:
+            self.cache.parent.mkdir(parents=True, exist_ok=True)
+        for prompt, answer in self.model.answer(missing):
+            found[prompt] = self._known[prompt] = answer
+            if self.cache is not None:
+                row = {"judge": self.name, "prompt": prompt, "answer": answer}
+                with self.cache.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        return found
+
+
+def make_judge(place: str | None, model: str | None, key: str | None, cache: Path | None) -> Judge:
+    """Make the judge of the options ``--judge``, ``--judge-model``, ``--judge-key``, ``-cache``.
+
+    Args:
+        place: an address, or a folder with a language model; None: the cache alone.
+        model: name of the model at an address.
+        key: name of the environment variable with the key of an address.
+        cache: file of the answers.
+
+    Raises:
+        ValueError: an option has no effect or is missing, or the variable is not set.
+        FileNotFoundError, DataError: see :class:`LocalJudge` and :class:`Judge`.
+    """
+    at_address = place is not None and "://" in place
+    for name, value in (("--judge-model", model), ("--judge-key", key)):
+        if value is not None and not at_address:
+            raise ValueError(f"{name} has no effect without an address as --judge; drop it")
+    if place is None:
+        return Judge(None, cache)
+    if not at_address:
+        return Judge(LocalJudge(Path(place)), cache)
+    if not model:
+        raise ValueError(f"--judge {place} needs the name of the model there: --judge-model NAME")
+    if key is not None and not os.environ.get(key):
+        raise ValueError(f"--judge-key {key}: the environment variable {key} is not set")
+    return Judge(HttpJudge(place, model, os.environ[key] if key else ""), cache)
+
+
+def _read_cache(path: Path) -> dict[str, dict[str, str]]:
+    """Return the answers by judge and prompt; DataError with file and line."""
+    found: dict[str, dict[str, str]] = {}
+    for number, row in read_json_lines(path, "delete the line (its answer is asked for again)"):
+        if set(row) != _ROW or not all(isinstance(value, str) for value in row.values()):
+            raise DataError(
+                f"{path}:{number}",
+                f"is no answer of a judge; it has {sorted(row)}",
+                "give a file that --judge-cache wrote: judge, prompt, answer",
+            )
+        found.setdefault(row["judge"], {})[row["prompt"]] = row["answer"]
+    return found

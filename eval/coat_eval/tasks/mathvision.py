@@ -1,0 +1,324 @@
+"""MATH-V (MATH-Vision): 3,040 problems of mathematical competitions with figures.
+
+An answer is right if it equals the letter or the text of the right option, or the reference, as a
+text or in value: LaTeX is converted by latex2sympy2 (extra ``math``). Without that package the
+profile ``string`` compares the texts alone.
+
+Source: Wang et al., "Measuring Multimodal Mathematical Reasoning with MATH-Vision Dataset";
+mathllm/MATH-V evaluation/evaluate.py and utils.py.
+"""
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from string import ascii_uppercase
+from typing import Any, ClassVar
+
+from coat_data.sample import DataError
+from coat_eval.benchmark import (
+    SHORT_ANSWER,
+    Benchmark,
+    Prompt,
+    PromptOptions,
+    Question,
+    Settings,
+    pick,
+)
+from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.files import Table
+
+STRING = "string"
+"""Profile that compares texts alone."""
+_STEPS = (
+    'Please solve the problem step by step and put your answer in one "\\boxed{}". If it is a '
+    'multiple choice question, only one letter is allowed in the "\\boxed{}".'
+)
+_PHRASES = (
+    *("the final answer is", "The final answer is", "the answer is", "The answer is"),
+    *("the correct answer is", "The correct answer is"),
+    *("the answer should be", "The answer should be"),
+)
+_BOX = "oxed{"
+_BOXED = re.compile(r"oxed{(.*)}", re.DOTALL)
+_CLEANED = (
+    *((" ", ""), ("\\,", ""), ("\u221e", "\\infty"), ("+\\infty", "\\infty"), ("\\\\", "\\")),
+    *(("\n", ""), ("\\text", ""), ("\\mbox", ""), ("bmatrix", "pmatrix"), ("\\left", "")),
+    *(("\\right", ""), ("^{\\circ}", ""), ("^\\circ", ""), ("{m}^3", ""), ("m^3", "")),
+    *(("{units}", ""), ("units", ""), ("{km}", ""), ("km", "")),
+)
+"""Replacements of ``find_math_answer``, in order."""
+_STRIPPED = (
+    *(("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac")),
+    *(("\\left", ""), ("\\right", ""), ("^{\\circ}", ""), ("^\\circ", ""), ("\\$", ""), ("$", "")),
+    *(("\\%", ""), ("{.", "{0.")),
+)
+"""Replacements of ``_strip_string``, in order; those of texts with blanks have no effect there."""
+_LETTERS = tuple((f"{a}{x}{b}", x) for a, b in ("()", "{}") for x in "abcde")
+_ROOT = re.compile(r"\\sqrt(?!\\sqrt)([^{])", re.DOTALL)
+_FRACTION = re.compile(r"(-?\d+)/(-?\d+)")
+_PLAIN = re.compile(r"\d{1,15}(\.\d{1,9})?")
+_LONGEST_POWER = 100_000
+"""Bound of powers in bits: a text such as 9^{9^{9}} is no answer, and takes hours to compute."""
+
+Number = int | float
+
+
+class MathVision(Benchmark):
+    """Accuracy over all questions, by level, by subject, and by both."""
+
+    name = "mathvision"
+    source = "mathllm/MATH-V evaluation/evaluate.py, utils.py @a1f5cc3"
+    headline = ("overall",)
+    profiles = ("official", STRING)
+    sizes: ClassVar[Mapping[str, int]] = {"test": 3040, "testmini": 304}
+    id_fields = ("question_id", "id")
+    text_fields = ("response", "prediction", "text")
+    layouts: ClassVar[Layouts] = {
+        "test": (("test.jsonl",), ("test-*.parquet",)),
+        "testmini": (("testmini.jsonl",), ("testmini-*.parquet",)),
+    }
+    variants: ClassVar[Mapping[str, str]] = {"steps": "asks for steps and an answer in \\boxed{}"}
+
+    def check_profile(self, profile: str) -> None:
+        """Raise ValueError also if the profile needs latex2sympy2 and it is not installed."""
+        super().check_profile(profile)
+        if profile != STRING and find_spec("latex2sympy2") is None:
+            raise ValueError(
+                "mathvision compares the values of LaTeX with latex2sympy2, which is not "
+                "installed: pip install 'coat-vlm[math]', or compare the texts alone (a lower "
+                f"score than the official one) with --profile {STRING}"
+            )
+
+    def get_upstream(self, profile: str) -> str:
+        """Return repository and commit of the scorer; the profile ``string`` is a part of it."""
+        part = ", equal texts alone: not the official score" if profile == STRING else ""
+        return f"{self.source}{part}"
+
+    def is_reference(self, table: Table) -> bool:
+        """test.jsonl, or rows of MathLLMs/MathVision."""
+        return table.has("id", "options", "answer", "level", "subject")
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Convert a row; the answer to a choice is a letter."""
+        answer, options = str(row["answer"]), [str(one) for one in row["options"] or ()]
+        if options and answer not in tuple(ascii_uppercase[: len(options)]):
+            problem = f"the answer is {answer!r} and there are {len(options)} options"
+            raise DataError(where, problem, "download the file again")
+        level, subject = str(row["level"]), str(row["subject"])
+        return Question(
+            question_id=str(pick(row, self.id_fields, where)),
+            answer=answer,
+            tables={
+                "level": level,
+                "subject": subject,
+                "subject_level": f"{subject}_level{level}",
+            },
+            details={"choice": options[ord(answer) - ord("A")] if options else ""},
+            text=str(row.get("question") or ""),
+            cluster=str(row.get("image") or ""),
+            where=where,
+        )
+
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield the prompts of models/Qwen-VL.py: a short answer, or steps as a variant.
+
+        Options that are the letters themselves stand in the image and are not listed.
+        """
+        for row in folder.rows("id", "question", "options"):
+            texts = list(row.values["options"] or ())
+            listed = "".join(
+                f"({letter}) {text}\n" for letter, text in zip(ascii_uppercase, texts, strict=False)
+            )
+            asked = f"{row.values['question']}\n{'' if ''.join(texts) == 'ABCDE' else listed}"
+            name = str(row.values.get("image")).rpartition("/")[2]
+            yield Prompt(
+                question_id=str(row.values["id"]),
+                text=f"{_STEPS}\n{asked}" if options.variant else f"{asked}\n{SHORT_ANSWER}",
+                media=(row.image(name, ("images", "."), column="decoded_image"),),
+                where=row.where,
+            )
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str:
+        """Return the model's answer in lower case without LaTeX's layout; may be empty."""
+        return extract_answer(text)
+
+    def score(self, extracted: str, question: Question, settings: Settings) -> float:
+        """Return 1 for the reference (a letter, for choices) or the text of the right option."""
+        same = is_same_text if settings.profile == STRING else is_equal
+        answers = (question.answer, question.details["choice"])
+        return float(any(same(answer, extracted) for answer in answers))
+
+
+def extract_answer(text: str) -> str:
+    """Apply the extraction of ``evaluate.py``.
+
+    In this order: a letter at the end ("... B." or "(B).") or on the first line; a number after the
+    last "is "; without a box, what follows the last of "the answer is" and its like, up to the end
+    of the line or sentence, else the last box; then :func:`find_math_answer`.
+    """
+    text = text.strip()
+    for letter in "ABCDE":
+        ends = (f" {letter}.", f" ({letter}).")
+        starts = (f"{letter}\n", f"({letter})\n", f"({letter}) {letter}\n")
+        if text.endswith(ends) or text.startswith(starts):
+            text = letter
+    tail = text.split("is ")[-1].rstrip(".")
+    if _is_number(tail):
+        text = tail
+    if _BOX not in text:
+        for phrase in _PHRASES:
+            if phrase in text:
+                text = text.split(phrase)[-1].strip().split("\n")[0].split(". ")[0]
+            else:
+                text = text.strip()
+    elif text.count(_BOX) > 1:
+        text = "\\boxed{" + text.split(_BOX)[-1]
+    text = find_math_answer(text)
+    for old, new in _LETTERS:
+        text = text.replace(old, new)
+    return text.rstrip(".").lstrip(":").strip()
+
+
+def find_math_answer(text: str) -> str:
+    r"""Apply ``find_math_answer``: the contents of the box after the last "=", without layout.
+
+    Units are removed. Fractions of integers become ``\frac{a}{b}``, 0.5 ``\frac{1}{2}``.
+    """
+    text = text.lower().replace("{}", "")
+    boxed = _BOXED.findall(text)
+    text = boxed[-1] if boxed else text
+    closed = text.find("}")
+    if closed != -1 and "{" not in text[:closed]:
+        text = text[:closed]
+    text = text.split("=")[-1].split("\\approx")[-1]
+    for old, new in (*_CLEANED, *_STRIPPED):
+        text = text.replace(old, new)
+    if text.startswith("."):
+        text = f"0{text}"
+    if "sqrt" in text:
+        text = _fix_fractions(_ROOT.sub(r"\\sqrt{\1}", text))
+    if text == "0.5":
+        return "\\frac{1}{2}"
+    found = _FRACTION.fullmatch(text)
+    if found and all(str(int(part)) == part for part in found.groups()):
+        return f"\\frac{{{found[1]}}}{{{found[2]}}}"
+    return text
+
+
+def is_same_text(answer: str, said: str) -> bool:
+    """Return whether two texts are equal in lower case; an empty text equals none."""
+    answer, said = answer.lower(), said.lower()
+    return (
+        bool(answer.replace(" ", "") and said.replace(" ", "")) and answer.strip() == said.strip()
+    )
+
+
+def is_equal(answer: str, said: str) -> bool:
+    """Apply ``is_equal``: equal texts, tuples of equal values, or values equal to two decimals.
+
+    Raises:
+        ImportError: latex2sympy2 is not installed.
+    """
+    answer, said = answer.lower(), said.lower()
+    if not (answer.replace(" ", "") and said.replace(" ", "")):
+        return False
+    if answer.strip() == said.strip():
+        return True
+    answer, said = _evaluate_tuple(answer), _evaluate_tuple(said)
+    if answer == said:
+        return True
+    value = _evaluate(answer)
+    return value is not None and value == _evaluate(said)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _fix_fractions(text: str) -> str:
+    r"""Apply ``_fix_fracs``: the two characters after ``\frac`` get braces if they have none."""
+    first, *parts = text.split("\\frac")
+    for part in parts:
+        if part.startswith("{"):
+            first += f"\\frac{part}"
+        elif len(part) < 2:
+            return text
+        else:
+            below = part[1] if part[1] == "{" else f"{{{part[1]}}}"
+            first += f"\\frac{{{part[0]}}}{below}{part[2:]}"
+    return first
+
+
+def _evaluate_tuple(text: str) -> str:
+    """Apply ``eval_tuple``: the values of "(a,b)" or "[a,b]"; other texts are returned."""
+    parts = text[1:-1].split(",")
+    if len(parts) < 2 or text[0] + text[-1] not in ("()", "[]"):
+        return text
+    values: list[str] = []
+    for part in parts:
+        value = part if "infty" in part or part in ("a", "-a") else _evaluate(part)
+        if value is None:
+            return text
+        values.append(str(value))
+    return f"{text[0]}{','.join(values)}{text[-1]}"
+
+
+@lru_cache(maxsize=1 << 16)
+def _evaluate(latex: str) -> Number | None:
+    """Return the value of LaTeX, rounded to two decimals as upstream; None if it has none."""
+    if _PLAIN.fullmatch(latex.strip()):
+        return round(float(latex) if "." in latex else int(latex), 2)
+    latex2sympy = import_module("latex2sympy2").latex2sympy  # an optional extra; takes a second
+    try:
+        tree = ast.parse(str(latex2sympy(latex)), mode="eval")
+        return round(_compute(tree.body), 2)
+    except Exception:  # the parser raises exceptions of many kinds, and upstream catches all
+        return None
+
+
+_OPERATIONS: Mapping[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+
+def _compute(node: ast.AST) -> Number:
+    """Compute an expression as upstream's ``eval`` does, with the names of ``math`` alone.
+
+    Raises:
+        Exception: the expression has a variable, or is no arithmetic.
+    """
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return node.value
+    if isinstance(node, ast.Name):
+        return _get_name(node)
+    if isinstance(node, ast.UnaryOp):
+        return _OPERATIONS[type(node.op)](_compute(node.operand))
+    if isinstance(node, ast.BinOp):
+        left, right = _compute(node.left), _compute(node.right)
+        if isinstance(node.op, ast.Pow) and abs(right) * math.log2(abs(left) + 2) > _LONGEST_POWER:
+            raise ValueError(f"a power of more than {_LONGEST_POWER} bits")
+        return _OPERATIONS[type(node.op)](left, right)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        return _get_name(node.func)(*map(_compute, node.args))
+    raise ValueError(f"{ast.dump(node)} is no arithmetic")
+
+
+def _get_name(node: ast.Name) -> Any:
+    if node.id.startswith("_"):
+        raise ValueError(f"{node.id} is no name of mathematics")
+    return getattr(math, node.id)

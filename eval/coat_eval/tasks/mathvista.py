@@ -1,0 +1,226 @@
+"""MathVista (testmini): 1,000 mathematical questions about figures, plots, charts and photographs.
+
+The official scorer compares an ``extraction`` of each response. Its script extracts texts that are
+a choice or a number themselves, or say 'The answer is "...".', and asks GPT-4 about all others.
+Results with saved extractions are scored from these; the other responses need a judge.
+
+Source: Lu et al., "MathVista: Evaluating Mathematical Reasoning of Foundation Models in Visual
+Contexts"; lupantech/MathVista evaluation/extract_answer.py and calculate_score.py. The Hub's
+AI4Math/MathVista has the prompts (``query``).
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from coat_data.sample import DataError
+from coat_eval.benchmark import (
+    Benchmark,
+    Prediction,
+    Prompt,
+    PromptOptions,
+    Question,
+    Settings,
+    find_prompt,
+    need_question,
+    pick,
+)
+from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.files import Table
+from coat_eval.tasks.docvqa import compute_distance
+
+TABLES = ("question_type", "answer_type")
+METADATA = ("language", "source", "category", "task", "context", "grade")
+_QUOTED = re.compile(r'The answer is "(.*)"\.')
+_LETTER = re.compile(r"\(([a-zA-Z])\)")
+_ENDS = "at the end."
+_FLOAT = "requiring a floating-point number with {} decimal place{} and provide the final value"
+_HINTS = {
+    "text": "and provide the correct option letter, e.g., A, B, C, D,",
+    "integer": "requiring an integer answer and provide the final value, e.g., 1, 2, 3,",
+    "float1": f"{_FLOAT.format('one', '')}, e.g., 1.2, 1.3, 1.4,",
+    "float2": f"{_FLOAT.format('two', 's')}, e.g., 1.23, 1.34, 1.45,",
+    "list": "requiring a Python list as an answer and provide the final list, e.g., [1, 2, 3], "
+    "[1.2, 1.3, 1.4],",
+}
+"""What the prompt says about the answer, by type; floats by their number of places."""
+
+
+class MathVista(Benchmark):
+    """Accuracy overall, by type of question and answer, and by the metadata of the questions."""
+
+    name = "mathvista"
+    source = "lupantech/MathVista evaluation/extract_answer.py, calculate_score.py @53d5258"
+    headline = ("overall", "question_type.free_form", "question_type.multi_choice")
+    sizes: ClassVar[Mapping[str, int]] = {"testmini": 1000}
+    id_fields = ("question_id", "pid")
+    text_fields = ("response", "prediction", "text")
+    carries_answers = True
+    judged = True
+    layouts: ClassVar[Layouts] = {
+        "testmini": (("annot_testmini.json",), ("testmini.json",), ("testmini-*.parquet",))
+    }
+
+    def is_reference(self, table: Table) -> bool:
+        """annot_testmini.json, results in its layout, or rows of AI4Math/MathVista."""
+        return table.has(*TABLES, "choices", "precision", "metadata")
+
+    def is_predictions(self, table: Table) -> bool:
+        """Official results (``response`` or ``extraction`` filled in), or rows by id."""
+        if self.is_reference(table):
+            return table.has("response") or table.has("extraction")
+        return super().is_predictions(table)
+
+    def questions(
+        self, references: Sequence[Table], predictions: Sequence[Table]
+    ) -> list[Question]:
+        """Return the references' questions, or those in the results."""
+        carrying = [table for table in predictions if self.is_reference(table)]
+        return super().questions(references or carrying, predictions)
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Convert a row; a question may have several ``skills``."""
+        kind, choices = str(row["question_type"]), row.get("choices") or []
+        if (kind == "multi_choice") != bool(choices):
+            raise DataError(where, f"is {kind} with {len(choices)} choices", "download it again")
+        about = row["metadata"]
+        answer = row.get("answer")
+        return Question(
+            question_id=str(pick(row, self.id_fields, where)),
+            answer=str(answer) if answer not in (None, "") else None,
+            tables={name: str(row[name]) for name in TABLES}
+            | {name: str(about[name]) for name in METADATA if about.get(name) is not None},
+            labels=tuple(f"skills.{skill}" for skill in dict.fromkeys(about.get("skills") or ())),
+            details={"choices": [str(one) for one in choices], "precision": row["precision"]},
+            text=str(row.get("question") or ""),
+            cluster=str(row.get("image") or ""),
+            where=where,
+        )
+
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield the published query, or build it for annotations without it."""
+        for row in folder.rows(*TABLES, "question", "image"):
+            question = self.question(row.values, row.table, row.where)
+            name = str(row.values["image"]).rpartition("/")[2]
+            yield Prompt(
+                question_id=question.question_id,
+                text=str(row.values.get("query") or _build_query(row.values, row.where)),
+                media=(row.image(name, ("images", "."), column="decoded_image"),),
+                where=row.where,
+            )
+
+    def predictions(self, table: Table, questions: Sequence[Question]) -> list[Prediction]:
+        """Return the responses; results that only have the extractions give these."""
+        if not self.is_reference(table):
+            return super().predictions(table, questions)
+        return [
+            Prediction(
+                question_id=str(pick(row, self.id_fields, table.where(index))),
+                text=pick(row, ("response", "extraction"), table.where(index)),
+                prompt=find_prompt(row),
+                where=table.where(index),
+            )
+            for index, row in enumerate(table.rows)
+        ]
+
+    def saved_verdicts(self, tables: Sequence[Table]) -> dict[tuple[str, str], Any]:
+        """Return the saved extractions, which may be numbers."""
+        return {
+            ("", str(pick(row, self.id_fields, table.where(index)))): row["extraction"]
+            for table in tables
+            for index, row in enumerate(table.rows)
+            if row.get("extraction") is not None
+        }
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str | None:
+        """Return the normalized answer of a text that needs no judge, else None."""
+        found = extract_directly(text, question)
+        return None if found is None else normalize_extraction(found, question)
+
+    def needs_judge(
+        self, extracted: Any, text: str, question: Question, settings: Settings
+    ) -> bool:
+        """Return whether the official script asks GPT-4 about a text."""
+        return extract_directly(text, question) is None
+
+    def ask_judge(self, question: Question, text: str) -> str:
+        """Ask for the answer in the response, as an option or a value."""
+        listed = [
+            f"({chr(ord('A') + place)}) {choice}"
+            for place, choice in enumerate(question.details["choices"])
+        ]
+        wanted = "option letter" if listed else f"value ({question.tables['answer_type']})"
+        lines = [
+            "A model was asked a question. Which final answer does its response give?",
+            f"Reply with the {wanted} alone.",
+            f"\nQuestion: {need_question(question)}",
+            *listed,
+            f"\nResponse: {text}",
+            "\nFinal answer:",
+        ]
+        return "\n".join(lines)
+
+    def read_verdict(self, verdict: Any, question: Question) -> str | None:
+        """Normalize an extraction; None if it is not of the answer's type."""
+        return normalize_extraction(verdict, question)
+
+
+def extract_directly(text: str, question: Question) -> str | None:
+    """Apply the part of ``extract_answer.py`` before it asks GPT-4; None if it would ask.
+
+    An empty response, one that is a choice, ``int()`` or ``float()`` of the text, and the quoted
+    text in 'The answer is "...".' (``--quick_extract``).
+    """
+    if not text or text in question.details["choices"]:
+        return text
+    convert = {"integer": int, "float": float}.get(question.tables["answer_type"])
+    if convert is not None:
+        try:
+            return str(convert(text))
+        except ValueError:
+            pass
+    found = _QUOTED.search(text)
+    return found[1] if found else None
+
+
+def normalize_extraction(extraction: Any, question: Question) -> str | None:
+    """Apply ``normalize_extracted_answer``.
+
+    Choices: the text of the letter in parentheses or alone, else the choice of the smallest edit
+    distance, the first of equal ones. Integers and floats: the text of the number, rounded to the
+    question's precision; None if it is none. Lists: the text.
+    """
+    choices, kind = question.details["choices"], question.tables["answer_type"]
+    if choices:
+        text = str(extraction).strip()
+        letters = _LETTER.findall(text)
+        text = letters[0].upper() if letters else text
+        place = ord(text) - ord("A") if len(text) == 1 else -1
+        if 0 <= place < len(choices):
+            return choices[place]
+        return min(choices, key=lambda choice: compute_distance(text, choice))
+    try:
+        if kind == "integer":
+            return str(int(float(extraction)))
+        if kind == "float":
+            precision = question.details["precision"]
+            return str(round(float(extraction), None if precision is None else int(precision)))
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return str(extraction)
+
+
+def _build_query(row: Mapping[str, Any], where: str) -> str:
+    """Build the query of AI4Math/MathVista: hint, question with unit, choices."""
+    kind = str(row["answer_type"])
+    kind += str(int(row["precision"])) if kind == "float" and row["precision"] else ""
+    if kind not in _HINTS:
+        raise DataError(where, f"answer_type {kind!r} has no hint", f"allowed: {', '.join(_HINTS)}")
+    unit = f" (Unit: {row['unit']})" if row.get("unit") else ""
+    choices = [f"({chr(ord('A') + i)}) {one}" for i, one in enumerate(row.get("choices") or ())]
+    lines = [
+        f"Hint: Please answer the question {_HINTS[kind]} {_ENDS}",
+        f"Question: {row['question']}{unit}",
+        *(["Choices:", *choices] if choices else []),
+    ]
+    return "\n".join(lines)
