@@ -17,7 +17,7 @@ OFFICIAL = (
     "pope", "gqa", "vqav2", "textvqa", "vizwiz", "seedbench", "mmmu", "videomme",
     "mmstar", "realworldqa", "scienceqa", "mmbench", "ccbench", "ai2d",
     "mme", "chartqa", "ocrbench", "hallusionbench", "okvqa", "nextqa", "tempcompass", "tabmwp",
-    "docvqa", "infovqa",
+    "docvqa", "infovqa", "mvbench", "longvideobench", "mlvu",
 )  # fmt: skip
 """Names of ``coat_eval.tasks.BENCHMARKS``, which takes longer to import than ``--help`` should."""
 _PROFILES = (
