@@ -238,21 +238,40 @@ class MediaFile:
 
 
 @dataclass(frozen=True, slots=True)
-class VideoFrame(MediaFile):
-    """The middle frame of a video, as an image.
-
-    LLaVA and VILA do this for SEED-Bench's videos (LLaVA scripts/extract_video_frames.py).
-    """
+class VideoClip(MediaFile):
+    """A part of a video, or of a folder with its frames as JPEG."""
 
     start: float | None = None
-    """Start of the relevant part of the video in seconds."""
+    """Start of the part in seconds; None for the whole video."""
     end: float | None = None
+    fps: float | None = None
+    """Frames per second of a folder."""
 
     @property
     def name(self) -> str:
         """The path, with start and end of the part in seconds."""
         part = "" if self.start is None else f"#t={self.start:g},{self.end:g}"
         return f"{self.path}{part}"
+
+    def load(self) -> Media:
+        """Return the clip without opening it."""
+        frames = sorted(map(str, Path(self.path).glob("*.jpg"))) if self.fps else ()
+        return Media(
+            kind=self.kind,
+            path=frames[0] if frames else str(self.path),
+            start=self.start,
+            end=self.end,
+            frames=tuple(frames),
+            fps=self.fps if frames else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class VideoFrame(VideoClip):
+    """The middle frame of a video, as an image.
+
+    LLaVA and VILA do this for SEED-Bench's videos (LLaVA scripts/extract_video_frames.py).
+    """
 
     def load(self) -> Media:
         """Decode the frame and return it in a lossless format."""

@@ -123,7 +123,9 @@ PREFIXES_20240623 = (
 """Prefixes of 2024-06-23: thanku-all/parse_answer eval_your_results.py."""
 
 
-def extract_first_letter(text: str, prefixes: Sequence[str] = PREFIXES_20240623) -> str:
+def extract_first_letter(
+    text: str, prefixes: Sequence[str] = PREFIXES_20240623, letters: str = "ABCD"
+) -> str:
     """Apply Video-MME's rule: the first A, B, C or D, also inside words; "" if there is none.
 
     First the text is stripped, and every occurrence of each prefix is deleted, in order.
@@ -133,7 +135,7 @@ def extract_first_letter(text: str, prefixes: Sequence[str] = PREFIXES_20240623)
     text = text.strip()
     for prefix in prefixes:
         text = text.replace(prefix, "")
-    found = re.search("[ABCD]", text)
+    found = re.search(f"[{letters}]", text)
     return found[0] if found else ""
 
 

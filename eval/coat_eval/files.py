@@ -18,7 +18,14 @@ from typing import Any, Literal
 
 from coat_data.sample import DataError
 from coat_data.saved_files import write_text
-from coat_eval.spreadsheet import ZIP, has_header, read_columns, read_delimited, read_workbook
+from coat_eval.spreadsheet import (
+    ZIP,
+    has_header,
+    read_columns,
+    read_delimited,
+    read_without_images,
+    read_workbook,
+)
 
 ITEMS_FILE = "items.jsonl"
 REPORT_FILE = "report.json"
@@ -76,10 +83,11 @@ def read_table(path: Path) -> Table:
     with path.open("rb") as file:
         if file.read(len(_PARQUET)) == _PARQUET:
             return _read_parquet(path, path)  # may contain gigabytes of images
-    data = path.read_bytes()
+        file.seek(0)
+        data = read_without_images(file)
     if data.startswith(_GZIP):
         try:
-            data = gzip.decompress(data)
+            data = read_without_images(io.BytesIO(gzip.decompress(data)))
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(str(path), f"broken gzip: {error}", "download it again") from error
     if data.startswith(_PARQUET):
@@ -95,6 +103,7 @@ def read_table(path: Path) -> Table:
             f"neither UTF-8 text, gzip, XLSX nor Parquet: {error}",
             "give JSON, JSON lines, CSV, TSV, XLSX or Parquet",
         ) from error
+    del data
     return _parse_text(path, text)
 
 
@@ -203,9 +212,24 @@ def _parse_text(path: Path, text: str) -> Table:
     return _parse_json(path, text)
 
 
+def _load_json(text: str) -> Any:
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def share(value: dict[str, Any]) -> dict[str, Any]:
+        """Return one object for equal answers of annotators: VQA v2 has millions of them."""
+        if "answer_id" not in value:
+            return value
+        try:
+            return known.setdefault((*value, *value.values()), value)
+        except TypeError:  # an answer that is no text
+            return value
+
+    return json.loads(text, object_hook=share)
+
+
 def _parse_json(path: Path, text: str) -> Table:
     try:
-        value = json.loads(text)
+        value = _load_json(text)
     except json.JSONDecodeError as error:
         if not text.strip():
             return Table(path=path, rows=[])

@@ -115,10 +115,8 @@ def score_official(
         _read(benchmark, path, "predictions") for path in _list_files(benchmark, predictions)
     ]
     warnings: list[str] = []
-    reference_tables = [
-        _read(benchmark, path, "references")
-        for path in _drop_repeated(list(_list_files(benchmark, references)), warnings)
-    ]
+    reference_paths, hashes = _drop_repeated(list(_list_files(benchmark, references)), warnings)
+    reference_tables = [_read(benchmark, path, "references") for path in reference_paths]
     _check_references(benchmark, reference_tables, prediction_tables, allow_missing)
     settings = replace(settings, verdicts=benchmark.saved_verdicts(prediction_tables))
     questions = benchmark.questions(reference_tables, prediction_tables)
@@ -126,6 +124,7 @@ def score_official(
     inputs = [table.path for table in (*prediction_tables, *reference_tables)]
     prediction_tables = [convert_rows(table, benchmark, questions) for table in prediction_tables]
     rows = benchmark.all_predictions(prediction_tables, questions)
+    del prediction_tables, reference_tables  # hundreds of megabytes of VQA v2
     if only is not None:
         questions = [one for one in questions if one.key in only]
         rows = [one for one in rows if one.key in only]
@@ -140,7 +139,7 @@ def score_official(
     )
     asked = benchmark.count_asked(questions)
     if partial := describe_size(benchmark, asked):
-        if not (reference_tables or allow_missing):
+        if not (reference_paths or allow_missing):
             remedy = "complete them, or accept a part with --allow-missing"
             raise DataError(str(inputs[0]), partial, remedy)
         warnings.append(partial)
@@ -187,7 +186,7 @@ def score_official(
         "n_random_fallback": sum(one.random_fallback for one in counted),
         **{f"n_{kind}": number for kind, number in problems.items()},
         "warnings": [*warnings, *describe_answers(counted, problems["empty"])],
-        "inputs": {str(path): file_sha256(path) for path in inputs},
+        "inputs": {str(path): hashes.get(path) or file_sha256(path) for path in inputs},
         **({"items": [_format_item(one) for one in scored]} if with_items else {}),
     }
     if report_path is not None:
@@ -337,14 +336,16 @@ def _list_files(benchmark: Benchmark, paths: Sequence[Path]) -> Iterator[Path]:
         yield from found
 
 
-def _drop_repeated(paths: Sequence[Path], warnings: list[str]) -> list[Path]:
-    """Return the files without those of equal content, with a warning."""
+def _drop_repeated(
+    paths: Sequence[Path], warnings: list[str]
+) -> tuple[list[Path], dict[Path, str]]:
+    """Return the files without those of equal content, with a warning, and their SHA-256."""
     kept: dict[str, Path] = {}
     for path in paths:
         first = kept.setdefault(file_sha256(path) if path.is_file() else str(path), path)
         if first is not path:
             warnings.append(f"{path} has the content of {first} and was read once")
-    return list(kept.values())
+    return list(kept.values()), {path: digest for digest, path in kept.items()}
 
 
 def _read(benchmark: Benchmark, path: Path, wanted: Literal["predictions", "references"]) -> Table:

@@ -1,7 +1,8 @@
 """Reads tables with a header line: CSV, TSV and XLSX; every cell becomes a text.
 
 VLMEvalKit's TSV files contain images in base64, up to hundreds of megabytes. In the rows, such a
-cell is replaced by its hash; :class:`coat_eval.data_folder.TableImage` reads the image itself.
+cell is replaced by its hash, mostly before the text is decoded and split into cells;
+:class:`coat_eval.data_folder.TableImage` reads the image itself.
 """
 
 import csv
@@ -11,7 +12,7 @@ import sys
 import zipfile
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from coat_data.sample import DataError
 
@@ -22,6 +23,7 @@ IMAGE_HASH = "sha256:"
 _LONGEST_NAME = 64
 """Longer cells of the image column are images; others name the row with the image (VLMEvalKit,
 ``ImageBaseDataset``)."""
+_LONGEST_HEADER = 1 << 16
 _REMEDY = "write the table again, for example with pandas"
 
 
@@ -29,6 +31,38 @@ def has_header(text: str, fields: Collection[str]) -> bool:
     """Return whether a text is CSV or TSV: its first line has one of ``fields`` among others."""
     names = next(csv.reader([_first_line(text)], delimiter=_find_delimiter(text)), [])
     return len(names) > 1 and not set(fields).isdisjoint(names)
+
+
+def read_without_images(file: IO[bytes]) -> bytes:
+    """Read a file; in CSV and TSV the images of the image column are replaced by their hashes.
+
+    Images in quotes stay (:func:`read_delimited` replaces them), as do all other files.
+    """
+    head = file.readline(_LONGEST_HEADER)
+    mark = b"\t" if b"\t" in head else b","
+    names = [name.strip(b'"') for name in head.removeprefix(b"\xef\xbb\xbf").rstrip().split(mark)]
+    if IMAGE_COLUMN.encode() not in names:
+        file.seek(0)
+        return file.read()
+    wanted = names.index(IMAGE_COLUMN.encode())
+    lines, column, quoted = [head], 0, False  # quoted cells may contain line breaks
+    for line in file:
+        body = line.rstrip(b"\r\n")
+        pieces = body.split(mark)
+        for place, piece in enumerate(pieces):
+            column += place > 0 and not quoted
+            if b'"' in piece:
+                if quoted or piece.startswith(b'"'):  # otherwise the quote has no meaning
+                    quoted ^= piece.count(b'"') % 2 == 1
+            elif column == wanted and not quoted and len(piece) > _LONGEST_NAME and piece.isascii():
+                pieces[place] = _hash_image(piece).encode()
+        lines += [mark.join(pieces), line[len(body) :]]
+        column = column if quoted else 0
+    return b"".join(lines)
+
+
+def _hash_image(cell: bytes) -> str:
+    return f"{IMAGE_HASH}{hashlib.sha256(cell).hexdigest()}"
 
 
 def read_delimited(path: Path, text: str) -> tuple[list[dict[str, Any]], list[int]]:
@@ -53,9 +87,10 @@ def read_delimited(path: Path, text: str) -> tuple[list[dict[str, Any]], list[in
         for cells in reader:
             if cells:
                 for place in (one for one in images if one < len(cells)):
-                    if len(cells[place]) > _LONGEST_NAME:
-                        digest = hashlib.sha256(cells[place].encode()).hexdigest()
-                        cells[place] = f"{IMAGE_HASH}{digest}"
+                    if len(cells[place]) > _LONGEST_NAME and not cells[place].startswith(
+                        IMAGE_HASH
+                    ):
+                        cells[place] = _hash_image(cells[place].encode())
                 rows.append(_make_row(header, cells, f"{path}:{reader.line_num}"))
                 lines.append(reader.line_num)
     except csv.Error as error:

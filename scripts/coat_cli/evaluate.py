@@ -18,7 +18,7 @@ OFFICIAL = (
     "pope", "gqa", "vqav2", "textvqa", "vizwiz", "seedbench", "mmmu", "videomme",
     "mmstar", "realworldqa", "scienceqa", "mmbench", "ccbench", "ai2d",
     "mme", "chartqa", "ocrbench", "hallusionbench", "okvqa", "nextqa", "tempcompass", "tabmwp",
-    "docvqa", "infovqa", "mathvista", "mathvision", "mmvet",
+    "docvqa", "infovqa", "mathvista", "mathvision", "mmvet", "mvbench", "longvideobench", "mlvu",
 )  # fmt: skip
 """Names of ``coat_eval.tasks.BENCHMARKS``, which takes longer to import than ``--help`` should."""
 _PROFILES = (

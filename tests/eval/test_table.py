@@ -1,8 +1,15 @@
 """Every form of file gives the same rows, and a broken one is named."""
 
+import base64
+import csv
 import gzip
+import hashlib
+import io
 import json
+import random
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -92,3 +99,60 @@ def test_empty_files_have_no_rows_and_absent_ones_are_absent(tmp_path: Path):
         read_table(tmp_path / "none")
     with pytest.raises(DataError, match="is a folder"):
         read_table(tmp_path)
+
+
+def read_with_hashed_images(content: str, delimiter: str) -> list[dict[str, str]]:
+    """Python's csv module, then the hash in place of each image."""
+    rows = list(csv.DictReader(io.StringIO(content, newline=""), delimiter=delimiter))
+    for row in rows:
+        if len(row["image"]) > 64:
+            row["image"] = "sha256:" + hashlib.sha256(row["image"].encode()).hexdigest()
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_images_are_hashed_wherever_quotes_are(tmp_path: Path, seed: int):
+    rng = random.Random(seed)
+    names = ["index", "question", "image", "A", "B"]
+    rng.shuffle(names)
+    image = base64.b64encode(bytes(range(90))).decode()
+    texts = ["plain", 'a "quoted" word', "two\nlines", "a\ttab, and a comma", image, "x" * 99, ""]
+    texts += ["tabs\t\t\t\t" + image + '\t\t"\n\t\t' + image, '"', "\u2028 " * 40, "\r\n"]
+    texts += [
+        f"cut{mark * rng.randrange(6)}{image}{mark * rng.randrange(4)}\nrest" for mark in "\t,"
+    ]
+    images = [image, image * 9, "5", "picture_of_" + "a" * 60, "data:image/png;base64," + image]
+    delimiter = rng.choice("\t,")
+    out = io.StringIO()
+    form: Any = {"quoting": csv.QUOTE_ALL} if seed % 4 == 0 else {}
+    ends = rng.choice(["\n", "\r\n"])
+    writer = csv.DictWriter(out, names, delimiter=delimiter, lineterminator=ends, **form)
+    writer.writeheader()
+    for index in range(60):
+        told = {name: rng.choice(texts) for name in ("question", "A", "B")}
+        writer.writerow({**told, "index": index, "image": rng.choice(images)})
+    content = out.getvalue()
+    if seed % 2:  # a quote within a cell that does not begin with one has no meaning
+        first, rest = content.split("\n", 1)
+        content = f"{first}\n" + delimiter.join(['5" wide'] * 5) + f"\n{rest}"
+    data = content.encode("utf-8-sig" if seed % 3 else "utf-8")
+    (tmp_path / "t.tsv").write_bytes(gzip.compress(data) if seed % 5 == 0 else data)
+    assert read_table(tmp_path / "t.tsv").rows == read_with_hashed_images(content, delimiter)
+
+
+def test_neither_images_nor_equal_annotators_are_held_in_memory(tmp_path: Path):
+    """Images are dropped line by line; equal answers of annotators are one object."""
+    image = "A" * 40_000
+    lines = ["index\tquestion\timage\tA", *(f'{i}\t"a\nb"\t{image}\tx' for i in range(200))]
+    (tmp_path / "t.tsv").write_text("\n".join(lines))
+    answers = [{"answer": "yes", "answer_confidence": "maybe", "answer_id": i} for i in range(10)]
+    rows = [{"question_id": i, "image_id": 1, "answers": answers} for i in range(3000)]
+    (tmp_path / "a.json").write_text(json.dumps({"annotations": rows}))
+    for name, most in (("t.tsv", 0.1), ("a.json", 1.0)):
+        tracemalloc.start()
+        table = read_table(tmp_path / name)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert held < most * (tmp_path / name).stat().st_size
+        if name == "a.json":
+            assert table.rows == rows

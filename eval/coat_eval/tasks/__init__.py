@@ -11,13 +11,16 @@ from coat_eval.tasks.docvqa import DocVqa
 from coat_eval.tasks.gqa import Gqa
 from coat_eval.tasks.hallusionbench import HallusionBench
 from coat_eval.tasks.infovqa import InfoVqa
+from coat_eval.tasks.longvideobench import LongVideoBench
 from coat_eval.tasks.mathvision import MathVision
 from coat_eval.tasks.mathvista import MathVista
+from coat_eval.tasks.mlvu import Mlvu
 from coat_eval.tasks.mmbench import MmBench
 from coat_eval.tasks.mme import Mme
 from coat_eval.tasks.mmmu import Mmmu
 from coat_eval.tasks.mmstar import MmStar
 from coat_eval.tasks.mmvet import MmVet
+from coat_eval.tasks.mvbench import MvBench
 from coat_eval.tasks.nextqa import NextQa
 from coat_eval.tasks.ocrbench import OcrBench
 from coat_eval.tasks.okvqa import OkVqa
@@ -58,6 +61,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         *(Mme(), ChartQa(), OcrBench(), HallusionBench(), OkVqa()),
         *(NextQa(), TempCompass(), TabMwp(), DocVqa(), InfoVqa()),
         *(MathVista(), MathVision(), MmVet()),
+        *(MvBench(), LongVideoBench(), Mlvu()),
     )
 }
 

@@ -64,10 +64,12 @@ class VqaV2(Benchmark):
         repeated: list[Question] = []
         for table in sorted(references, key=lambda table: not table.has("answers")):
             for index, row in enumerate(table.rows):
+                if not row.get("answers") and str(row.get("question_id")) in found:
+                    continue
                 one = self.question(row, table, table.where(index))
                 if one.question_id not in found:
                     found[one.question_id] = one
-                elif one.answer is not None:
+                else:
                     repeated.append(one)
         return [*found.values(), *repeated]
 

@@ -1,0 +1,99 @@
+"""LongVideoBench (validation): choices about videos of up to an hour.
+
+Source: Wu et al., "LongVideoBench: A Benchmark for Long-context Interleaved Video-Language
+Understanding" (arXiv:2407.15754). longvideobench/LongVideoBench has the data loader with the prompt
+and no scorer; the rule is lmms-eval's, which names the authors' as its source. No published
+predictions with scores were found, so only the rule is checked.
+"""
+
+from collections.abc import Iterator, Mapping
+from string import ascii_uppercase
+from typing import Any, ClassVar
+
+from coat_data.sample import DataError
+from coat_eval.benchmark import (
+    LETTER_ANSWER,
+    Benchmark,
+    Prompt,
+    PromptOptions,
+    Question,
+    Settings,
+    pick,
+)
+from coat_eval.data_folder import DataFolder, Layouts
+from coat_eval.extract import extract_first_letter, letter_choices
+from coat_eval.files import Table
+
+LETTERS = "ABCDE"
+DURATIONS = (15, 60, 600, 3600)
+"""Groups by the longest duration in seconds."""
+PREFIXES = (
+    *("The best answer is", "The correct answer is", "The answer is", "The answer"),
+    *("The best option is", "The correct option is", "Best answer:", "Best option:"),
+)
+
+
+class LongVideoBench(Benchmark):
+    """Accuracy over all questions, by group of duration and by category of question."""
+
+    name = "longvideobench"
+    source = (
+        "longvideobench/LongVideoBench longvideobench_dataset.py @2aa4f91; letters: lmms-eval "
+        "tasks/longvideobench/utils.py @03a5823"
+    )
+    headline = ("overall", *(f"duration_group.{one}" for one in DURATIONS))
+    rule_only = True
+    sizes: ClassVar[Mapping[str, int]] = {"val": 1337, "test": 5341}
+    constants = tuple(LETTERS)
+    id_fields = ("question_id", "id")
+    layouts: ClassVar[Layouts] = {
+        "val": (("lvb_val.json",), ("validation-*.parquet",)),
+        "test": (("lvb_test_wo_gt.json",), ("test-*.parquet",)),
+    }
+
+    def is_reference(self, table: Table) -> bool:
+        """lvb_val.json, lvb_test_wo_gt.json, or rows of longvideobench/LongVideoBench."""
+        named = table.has("id", "question", "duration_group", "question_category")
+        return named and (table.has("candidates") or table.has("option0"))
+
+    def question(self, row: Mapping[str, Any], table: Table, where: str) -> Question:
+        """Convert a row; in the test split it has no ``correct_choice``."""
+        choices, number = _read_choices(row), row.get("correct_choice")
+        if number is not None and str(number) not in map(str, range(-1, len(choices))):
+            raise DataError(
+                where,
+                f"correct_choice is {number!r} of {len(choices)} choices",
+                "download the file again",
+            )
+        groups = ("duration_group", "question_category")
+        return Question(
+            question_id=str(pick(row, ("id",), where)),
+            answer=None if number is None or int(number) < 0 else ascii_uppercase[int(number)],
+            tables={name: str(pick(row, (name,), where)) for name in groups},
+            details={"choices": choices},
+            text=str(row["question"]),
+            cluster=str(row.get("video_path") or row.get("video_id") or ""),
+            where=where,
+        )
+
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield the official prompt after the video, without subtitles between its frames."""
+        for row in folder.rows("id", "question", "video_path"):
+            lines = [f"{letter}. {text}" for letter, text in _read_choices(row.values).items()]
+            name = str(row.values["video_path"])
+            yield Prompt(
+                question_id=str(row.values["id"]),
+                text="\n".join((f"Question: {row.values['question']}", *lines, LETTER_ANSWER)),
+                media=(folder.file(name, ("videos", "."), kind="video"),),
+                where=row.where,
+            )
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str | None:
+        """Return the first A to E after removing phrases; None where lmms-eval draws a letter."""
+        return extract_first_letter(text, PREFIXES, LETTERS) or None
+
+
+def _read_choices(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the choices by letter; in Parquet absent ones are "N/A"."""
+    listed = row.get("candidates") or [row.get(f"option{number}") for number in range(5)]
+    return letter_choices([str(one) for one in listed if one not in (None, "N/A")])

@@ -1,0 +1,177 @@
+"""MVBench: 200 choices about short videos for each of twenty temporal tasks.
+
+Source: Li et al., "MVBench: A Comprehensive Multi-modal Video Understanding Benchmark"
+(arXiv:2311.17005); OpenGVLab/Ask-Anything video_chat2/mvbench.ipynb. No published predictions with
+scores were found, so only the rule is checked.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from string import ascii_uppercase
+from typing import Any, ClassVar
+
+from coat_data.sample import DataError
+from coat_eval.benchmark import Benchmark, Prompt, PromptOptions, Question, Settings, pick
+from coat_eval.data_folder import DataFolder, Layouts, MediaFile, VideoClip
+from coat_eval.extract import letter_choices
+from coat_eval.files import Table
+
+TASKS: Mapping[str, str] = {
+    "action_sequence": "star/Charades_v1_480",
+    "action_prediction": "star/Charades_v1_480",
+    "action_antonym": "ssv2_video",
+    "fine_grained_action": "Moments_in_Time_Raw/videos",
+    "unexpected_action": "FunQA_test/test",
+    "object_existence": "clevrer/video_validation",
+    "object_interaction": "star/Charades_v1_480",
+    "object_shuffle": "perception/videos",
+    "moving_direction": "clevrer/video_validation",
+    "action_localization": "sta/sta_video",
+    "scene_transition": "scene_qa/video",
+    "action_count": "perception/videos",
+    "moving_count": "clevrer/video_validation",
+    "moving_attribute": "clevrer/video_validation",
+    "state_change": "perception/videos",
+    "fine_grained_pose": "nturgbd",
+    "character_order": "perception/videos",
+    "egocentric_navigation": "vlnqa",
+    "episodic_reasoning": "tvqa/frames_fps3_hq",
+    "counterfactual_inference": "clevrer/video_validation",
+}
+"""Folder of the videos of each task; the order is the notebook's."""
+_CLIPS = {"action_sequence", "action_prediction", "object_interaction", "action_localization"}
+"""Tasks about a part of the video; also :data:`_FRAMES`."""
+_FRAMES = "episodic_reasoning"
+"""The task whose videos are folders of frames, three per second."""
+_PARENTS = ("video", "videos", ".")
+_SYSTEM = (
+    "Carefully watch the video and pay attention to the cause and sequence of events, the detail "
+    "and movement of objects, and the action and pose of persons. Based on your observations, "
+    "select the best option that accurately addresses the question."
+)
+_REQUEST = "Only give the best option."
+
+
+class MvBench(Benchmark):
+    """Accuracy over all questions, and by task."""
+
+    name = "mvbench"
+    source = "OpenGVLab/Ask-Anything video_chat2/mvbench.ipynb @4631cd6"
+    headline = ("overall",)
+    rule_only = True
+    sizes: ClassVar[Mapping[str, int]] = {"all": 4000, "one task": 200}
+    constants = tuple("ABCD")
+    layouts: ClassVar[Layouts] = {
+        "test": (
+            tuple(f"{task}.json" for task in TASKS),
+            tuple(f"{task}/*.parquet" for task in TASKS),
+            tuple(f"{task}/*/*.parquet" for task in TASKS),
+        )
+    }
+
+    system = _SYSTEM
+    answer_start = "Best option:("
+    """What the official script puts before the model's answer; here the prompt's last line."""
+
+    def is_reference(self, table: Table) -> bool:
+        """A task's JSON file, or the Hub's Parquet in a folder with the name of the task."""
+        found = table.has("video", "question", "candidates", "answer")
+        return found and self.find_task({}, table) in TASKS
+
+    def find_task(self, row: Mapping[str, Any], table: Table) -> str:
+        """Return the name of the file or of one of its folders that is a task; or nothing."""
+        names = (table.path.name.split(".")[0], *(one.name for one in table.path.parents))
+        return next((name for name in names if name in TASKS), "")
+
+    def questions(
+        self, references: Sequence[Table], predictions: Sequence[Table]
+    ) -> list[Question]:
+        """Return the questions; an id is ``<task>/<position in the task, from 0>``."""
+        return [one for one, _ in self.number_questions(references)]
+
+    def number_questions(
+        self, tables: Sequence[Table]
+    ) -> Iterator[tuple[Question, Mapping[str, Any]]]:
+        """Yield each question with its row."""
+        counts: Counter[str] = Counter()
+        for table in tables:
+            for index, row in enumerate(table.rows):
+                task, where = self.find_task(row, table), table.where(index)
+                choices, answer = read_candidates(row, where)
+                yield (
+                    Question(
+                        question_id=f"{task}/{counts[task]}",
+                        answer=answer,
+                        tables={"task": task},
+                        details={"choices": choices},
+                        text=str(pick(row, ("question",), where)),
+                        cluster=str(pick(row, ("video", "video_name"), where)),
+                        where=where,
+                    ),
+                    row,
+                )
+                counts[task] += 1
+
+    def prompts(self, folder: DataFolder, options: PromptOptions) -> Iterator[Prompt]:
+        """Yield the official prompt, whose last line begins the answer."""
+        tables = [table for table in folder.tables if self.is_reference(table)]
+        for one, row in self.number_questions(tables):
+            choices = one.details["choices"].items()
+            lines = [f"({letter}) {text}" for letter, text in choices]
+            head = [self.system, f"Question: {one.text}", *(["Options:"] if lines else [])]
+            yield Prompt(
+                question_id=one.question_id,
+                text="\n".join((*head, *lines, _REQUEST, self.answer_start)),
+                media=(self.find_video(folder, one, row),),
+                where=one.where,
+            )
+
+    def find_video(
+        self, folder: DataFolder, question: Question, row: Mapping[str, Any]
+    ) -> MediaFile:
+        """Return the video, or the part of it between ``start`` and ``end``."""
+        task = question.tables["task"]
+        places = [folder.path / one / TASKS[task] / question.cluster for one in _PARENTS]
+        path = next((one for one in places if one.exists()), places[0])
+        if task not in (*_CLIPS, _FRAMES):
+            return MediaFile(path, "video")
+        start, end = (float(pick(row, (name,), question.where)) for name in ("start", "end"))
+        return VideoClip(path, "video", start=start, end=end, fps=3 if task == _FRAMES else None)
+
+    def extract(self, text: str, question: Question, settings: Settings) -> str:
+        """Return the first word of the text's first line, in lower case, after ``(``."""
+        line = text.strip().split("\n")[0]
+        return f"({line.removeprefix('(')}".lower().split(" ")[0]
+
+    def is_parsed(self, extracted: Any, text: str) -> bool:
+        """Return whether the word is a letter with punctuation."""
+        letter = str(extracted).strip("().,:").upper()
+        return len(letter) == 1 and letter in ascii_uppercase
+
+    def score(self, extracted: str, question: Question, settings: Settings) -> float:
+        """Return 1 if the word without periods is a part of ``(a)``, or contains it.
+
+        So an empty text is right, as in the official script.
+        """
+        gold = f"({question.answer.lower()})"
+        return float(extracted.replace(".", "") in gold or gold in extracted)
+
+
+def read_candidates(row: Mapping[str, Any], where: str) -> tuple[dict[str, str], str]:
+    """Return the candidates by letter, and the letter of the answer.
+
+    Of equal candidates the last one is the answer. Rows without candidates have its letter.
+
+    Raises:
+        DataError: the answer is no candidate, or no letter.
+    """
+    choices = letter_choices([str(one) for one in row.get("candidates") or ()])
+    answer = str(pick(row, ("answer",), where))
+    found = [letter for letter, text in choices.items() if text == answer]
+    if not found and not (answer in ascii_uppercase and len(answer) == 1):
+        raise DataError(
+            where,
+            f"the answer {answer!r} is none of {list(choices.values())}, and no letter",
+            "download the file again",
+        )
+    return choices, found[-1] if found else answer
