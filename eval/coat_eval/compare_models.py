@@ -23,7 +23,15 @@ import yaml
 
 from coat_eval.files import read_json_lines
 from coat_eval.scored_set import RULE_ONLY_MARK, ScoredSet, check_same_items, read_sets
-from coat_eval.significance import bootstrap_intervals, compute_metrics, get_scores, mcnemar_p_value
+from coat_eval.significance import (
+    Z_95,
+    Z_POWER,
+    bootstrap_intervals,
+    compute_metrics,
+    find_detectable_difference,
+    get_scores,
+    mcnemar_p_value,
+)
 from coat_eval.tasks import get_task
 from coat_vlm.config.load import load_recipe
 
@@ -56,6 +64,9 @@ class Difference:
     only_second: int
     p_value: float | None
     """McNemar's exact test on these two numbers; None where scores are not 0 or 1."""
+    detectable: float | None
+    """Smallest true difference that these items show with 80% power at the 5% level; see
+    :func:`coat_eval.significance.find_detectable_difference`. None if there is none."""
     mark: str = ""
     """"rule only" for a benchmark without published predictions to check its rule against."""
 
@@ -69,8 +80,9 @@ class Comparison:
     differences: Sequence[Difference]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the models' headline metrics and the differences as plain JSON."""
+        """Return rules, the models' headline metrics and the differences as plain JSON."""
         return {
+            "rules": {name: one.rules for name, one in next(iter(self.sets.values())).items()},
             "models": {name: compute_headline_metrics(sets) for name, sets in self.sets.items()},
             "differences": [asdict(one) for one in self.differences],
         }
@@ -133,6 +145,7 @@ def format_differences(comparison: Comparison) -> str:
                 str(row.only_first),
                 str(row.only_second),
                 "-" if row.p_value is None else f"{row.p_value:.3g}",
+                "-" if row.detectable is None else f"{row.detectable:.2f}",
                 str(row.items),
             ]
             for row in rows
@@ -142,9 +155,19 @@ def format_differences(comparison: Comparison) -> str:
     if lines:
         lines.append(
             "Interval: paired bootstrap over items. p: McNemar's exact test on the items that only "
-            "one model gets right; not corrected for the number of rows."
+            "one model gets right; not corrected for the number of rows. Detectable: smallest true "
+            "difference that such items show with 80% power at the 5% level."
         )
+        first = next(iter(comparison.sets.values()))
+        rules = "; ".join(f"{name}: {one.rules}" for name, one in first.items() if one.rules)
+        lines += ["", f"Rules: {rules}."]
     return "\n".join([*lines, *_format_published(comparison)])
+
+
+def read_published() -> dict[str, dict[str, Any]]:
+    """Read percent by ``task.metric``, and ``source`` (repository and file), by published model."""
+    text = files("coat_eval").joinpath("published.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)
 
 
 def _format_published(comparison: Comparison) -> list[str]:
@@ -152,9 +175,7 @@ def _format_published(comparison: Comparison) -> list[str]:
 
     The table has the compared models, then the published ones; their sources are below.
     """
-    text = files("coat_eval").joinpath("published.yaml").read_text(encoding="utf-8")
-    # Percent by ``task.metric``, and ``source`` (repository and file), by published model.
-    published: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    published = read_published()
     known = {name for row in published.values() for name in row}
     own: dict[str, dict[str, float]] = {}
     left_out = []
@@ -187,7 +208,10 @@ def find_disagreements(first: ScoredSet, second: ScoredSet) -> tuple[list[int], 
     return np.flatnonzero(a & ~b).tolist(), np.flatnonzero(b & ~a).tolist()
 
 
-_COLUMNS = ("metric", "A", "B", "B - A", "95% interval", "only A right", "only B right", "p", "n")
+_COLUMNS = (
+    *("metric", "A", "B", "B - A", "95% interval", "only A right", "only B right", "p"),
+    *("detectable", "n"),
+)
 
 
 def _compare_set(
@@ -210,6 +234,7 @@ def _compare_set(
         if values[0] is None or values[1] is None:
             continue
         counts = [int(mask[indices].sum()) for indices in flipped]
+        plain = metric in intervals and all(own[metric][0].is_mean for own in (first, second))
         rows.append(
             Difference(
                 first_name=names[0],
@@ -224,10 +249,25 @@ def _compare_set(
                 only_first=counts[0],
                 only_second=counts[1],
                 p_value=mcnemar_p_value(*counts) if binary and metric in intervals else None,
+                detectable=(
+                    find_detectable_difference(sum(counts), int(mask.sum()))
+                    if binary and plain
+                    else _scale_interval(intervals.get(metric))
+                ),
                 mark=RULE_ONLY_MARK if RULE_ONLY_MARK in one.deviations else "",
             )
         )
     return rows
+
+
+def _scale_interval(interval: tuple[float, float] | None) -> float | None:
+    """Return (z_0.975 + z_0.8) SE, the detectable difference of a metric with this 95% interval.
+
+    Source: Miller 2024 (arXiv:2411.00640), section 5; SE is half the width over z_0.975.
+    """
+    if interval is None or interval[0] == interval[1]:
+        return None
+    return (interval[1] - interval[0]) / 2 * (Z_95 + Z_POWER) / Z_95
 
 
 def _shorten_names(paths: Sequence[Path]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Writes a page of the items that only one of two models answers correctly, with images."""
+"""Makes the page's cards of the items that only one of two models answers correctly."""
 
 import mimetypes
 import re
@@ -13,7 +13,7 @@ from coat_data.containers.remote_file import is_url
 from coat_data.limits import Network
 from coat_data.media.root import MediaRoot
 from coat_data.sample import DataError
-from coat_data.tools.html_page import sample_evenly, write_page
+from coat_data.tools.html_page import sample_evenly
 from coat_eval.compare_models import Comparison, find_disagreements
 from coat_eval.data_folder import ParquetImage
 from coat_eval.scored_set import ScoredSet
@@ -26,18 +26,13 @@ _CELL = re.compile(r"(.+), row (\d+), (\w+)")
 """How :class:`coat_eval.data_folder.ParquetImage` names an image in a Parquet file."""
 
 
-def write_disagreements(
-    comparison: Comparison,
-    path: Path,
-    *,
-    per_set: int = ITEMS_PER_SET,
-    media_root: Path | str | None = None,
-) -> Path:
-    """Write one self-contained HTML file with the differences and the items behind them.
+def build_sections(
+    comparison: Comparison, *, per_set: int = ITEMS_PER_SET, media_root: Path | str | None = None
+) -> list[dict[str, Any]]:
+    """Build a section per set and pair of models, with cards of the items behind the differences.
 
     Args:
         comparison: a comparison of at least two models.
-        path: the file; its folder is created.
         per_set: maximum number of items per set and pair of models, evenly spaced over the set,
             half of them per direction if possible. Images are scaled down to about 20 kB per item.
         media_root: root of relative media paths, a folder or an address; default: the working
@@ -46,7 +41,6 @@ def write_disagreements(
     Raises:
         ValueError: ``per_set`` is negative.
         DataError: an item's media are not images or videos with a path; names the item.
-        OSError: the file cannot be written.
     """
     if per_set < 0:
         raise ValueError(f"flips={per_set}: give 0 or more items per set")
@@ -72,14 +66,7 @@ def write_disagreements(
             "cards": cards,
         }
         sections.append(section)
-    write_page(
-        path,
-        "coat_eval",
-        "disagreements.html.jinja",
-        differences=comparison.differences,
-        sections=sections,
-    )
-    return path
+    return sections
 
 
 def _make_card(

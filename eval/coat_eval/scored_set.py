@@ -6,7 +6,7 @@ and ``eval`` for a question set (report.json with items.jsonl beside it), and of
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,13 @@ class ScoredSet:
     """The metrics to show first."""
     metrics: Mapping[str, float]
     """Metrics of the report in percent; empty for a run folder without a report."""
+    standard_errors: Mapping[str, float] = field(default_factory=dict)
+    """Standard errors of the report in percentage points; reports of early versions have none."""
     profile: str = "official"
+    follows: str = ""
+    """Repository and commit of the profile's scorer; empty for a question set."""
+    precision: str = ""
+    """Precision or dtype of the model; empty if the report does not say it."""
     deviations: Sequence[str] = ()
     """Reasons why the metrics are not comparable with published results."""
     items: Sequence[Mapping[str, Any]] = ()
@@ -41,6 +47,12 @@ class ScoredSet:
     tables, kind, question and media."""
     ids: Sequence[str] = field(default=())
     """One per item and unique; repeated official ids are numbered."""
+
+    @property
+    def rules(self) -> str:
+        """Profile with repository and commit of its scorer, and deviations from the benchmark."""
+        texts = (f"{self.profile} of {self.follows}" if self.follows else "", *self.deviations)
+        return ", ".join(text for text in texts if text)
 
 
 def read_sets(path: Path) -> dict[str, ScoredSet]:
@@ -61,7 +73,13 @@ def read_sets(path: Path) -> dict[str, ScoredSet]:
             raise FileNotFoundError(
                 f"{path}/eval has no scored set; evaluate it: coat-vlm eval --run {path}"
             )
-        return {folder.name: _read_report(folder / REPORT_FILE, in_run=True) for folder in folders}
+        precision = read_json(path / "eval.json", "evaluate again").get("precision") or ""
+        return {
+            folder.name: replace(
+                _read_report(folder / REPORT_FILE, in_run=True), precision=precision
+            )
+            for folder in folders
+        }
     if path.is_file() or (path / REPORT_FILE).is_file():
         one = _read_report(path if path.is_file() else path / REPORT_FILE)
         return {one.task: one}
@@ -81,6 +99,8 @@ def _read_report(path: Path, *, in_run: bool = False) -> ScoredSet:
     settings: dict[str, Any] = {
         "task": report.get("task", ""),
         "metrics": report.get("metrics", {}),
+        "standard_errors": report.get("standard_errors", {}),
+        "precision": report.get("precision") or report.get("dtype") or "",
         "headline": (report.get("headline", "accuracy"),),
         "deviations": ("your own question set",),
     }
@@ -107,6 +127,7 @@ def _read_report(path: Path, *, in_run: bool = False) -> ScoredSet:
             "headline": get_benchmark(report["task"]).headline,
             # Scores by different judges are not comparable.
             "profile": ", judge ".join(filter(None, (report["profile"], report.get("judge")))),
+            "follows": report.get("follows", ""),
             "deviations": _find_deviations(report, rows),
         }
     if not rows:
@@ -132,6 +153,11 @@ def _find_deviations(report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]
         found.append(RULE_ONLY_MARK)
     if report["profile"] != "official":
         found.append(f"profile {report['profile']}")
+    asked, official = report.get("n"), report.get("n_official")
+    if official is not None and asked != official:
+        found.append(f"{asked:,} of {official:,} questions")
+    if report.get("n_missing"):
+        found.append(f"{report['n_missing']} without a prediction")
     if report["task"] == "pope":
         splits = {(row.get("tables") or {}).get("split", row.get("category")) for row in rows}
         missing = [split for split in SPLITS if split not in splits]

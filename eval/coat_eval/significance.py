@@ -1,13 +1,16 @@
-"""Bootstrap confidence intervals and McNemar's test for differences of headline metrics.
+"""Bootstrap confidence intervals, McNemar's test and power for differences of headline metrics.
 
 :func:`compute_metrics` returns the headline metrics of a scored set that are sums over items.
 Others (GQA's distribution, SEED-Bench's macro averages) have a value but no interval.
-:func:`bootstrap_intervals` and :func:`mcnemar_p_value` compare models.
+:func:`bootstrap_intervals` and :func:`mcnemar_p_value` compare models on the same items,
+:func:`compare_proportions` compares two numbers without their items, and
+:func:`find_detectable_difference` says which difference such a test could see at all.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +25,10 @@ Numbers = NDArray[np.float64]
 RESAMPLES = 2000
 _BLOCK_VALUES = 4_000_000
 """Number of weights per block, 8 bytes each."""
+Z_95 = NormalDist().inv_cdf(0.975)
+"""Standard normal quantile of a two-sided test at 5%, and of a 95% interval."""
+Z_POWER = NormalDist().inv_cdf(0.8)
+"""Standard normal quantile of a power of 80%."""
 TOLERANCE = 0.0051
 """Reports of question sets are rounded to two decimals."""
 
@@ -36,6 +43,11 @@ class RatioMetric:
 
     parts: Sequence[tuple[Numbers, Numbers]]
     """(numerator, denominator) per part, each [items]."""
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the metric is the mean of item scores: one part, items count fully or not."""
+        return len(self.parts) == 1 and bool(np.isin(self.parts[0][1], (0.0, 1.0)).all())
 
     def value(self) -> float:
         """Compute the metric."""
@@ -105,6 +117,67 @@ def mcnemar_p_value(only_first: int, only_second: int) -> float:
     # log C(n, k) - n log 2, because C(n, k) overflows for large n.
     logs = np.concatenate([[0.0], np.cumsum(np.log(n - k + 1) - np.log(k))]) - n * math.log(2)
     return float(min(1.0, 2 * np.exp(logs).sum()))
+
+
+def compute_binomial_error(value: float, items: int) -> float:
+    """Compute the standard error of a percentage of ``items`` independent questions.
+
+    The variance of a score from 0 to 1 with mean p is at most the binomial p (1 - p), so the error
+    of a soft score is at most this.
+    """
+    share = value / 100
+    return 100 * math.sqrt(share * (1 - share) / items)
+
+
+def compare_proportions(
+    first: float, second: float, items: int
+) -> tuple[tuple[float, float], float, float]:
+    """Compare two percentages of ``items`` questions each, without the models' answers.
+
+    Uses :func:`compute_binomial_error`. Answers of two models to the same questions are mostly
+    correlated, so the interval is wider than a paired one.
+
+    Args:
+        first: percentage of the first model.
+        second: percentage of the second model.
+        items: number of questions.
+
+    Returns:
+        The 95% interval of second - first, the two-sided p of the z-test, and the difference that
+        this test sees with 80% power, ``(z_0.975 + z_0.8) SE`` (Miller 2024, "Adding Error Bars to
+        Evals", arXiv:2411.00640, section 5). All but p are in percentage points.
+    """
+    error = math.hypot(*(compute_binomial_error(value, items) for value in (first, second)))
+    gap = second - first
+    p_value = 2 * NormalDist().cdf(-abs(gap) / error) if error else float(gap == 0)
+    return (gap - Z_95 * error, gap + Z_95 * error), p_value, (Z_95 + Z_POWER) * error
+
+
+def find_detectable_difference(discordant: int, items: int) -> float | None:
+    """Compute the smallest difference that McNemar's test sees with 80% power at the 5% level.
+
+    With n items, the share psi of items that only one model gets right, and a true difference d of
+    the two accuracies, Connor 1987 ("Sample size for testing differences in proportions for the
+    paired-sample design", Biometrics 43) requires::
+
+        d sqrt(n) = z_0.975 sqrt(psi) + z_0.8 sqrt(psi - d^2)
+
+    This function solves that quadratic equation for d; psi is the observed share. Connor's test is
+    the normal approximation of McNemar's, and the exact test needs a slightly larger difference.
+
+    Args:
+        discordant: number of items that only one model gets right.
+        items: number of items.
+
+    Returns:
+        d in percentage points; None if no difference can be seen, because d would exceed psi.
+    """
+    share, root = discordant / items, math.sqrt(items)
+    level = Z_95 * math.sqrt(share)
+    spread = items + Z_POWER**2
+    inner = (level * root) ** 2 - spread * (level**2 - Z_POWER**2 * share)
+    found = (level * root + math.sqrt(inner)) / spread
+    return 100 * found if 0 < found <= share else None
 
 
 def compute_metrics(scored: ScoredSet) -> dict[str, tuple[RatioMetric, Mask]]:

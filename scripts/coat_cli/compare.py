@@ -12,7 +12,7 @@ def add(commands: Commands) -> None:
         commands,
         "compare",
         _compare,
-        "compare models item by item: confidence intervals and McNemar's test",
+        "compare models item by item: intervals, tests, detectable differences, a page of results",
         """\
   coat-vlm compare out/bf16 out/coat                   # reports of coat-vlm eval or score --items
   coat-vlm compare out/bf16/pope/report.json out/coat/pope/report.json --html pope.html --flips 100
@@ -36,7 +36,8 @@ published results.
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the differences as JSON")
     parser.add_argument(
         "--html", type=Path, metavar="FILE",
-        help="write a page of the items that only one model answers correctly, with their images",
+        help="write a page: plots and a table of the compared and published models with intervals, "
+        "and the items that only one model answers correctly, with their images",
     )  # fmt: skip
     parser.add_argument(
         "--flips",
@@ -83,8 +84,9 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _compare_items(args: argparse.Namespace, paths: list[Path]) -> None:
     from coat_eval.compare_models import compare_items, format_differences
-    from coat_eval.disagreements import ITEMS_PER_SET, write_disagreements
+    from coat_eval.disagreements import ITEMS_PER_SET
     from coat_eval.files import write_json
+    from coat_eval.results_page import write_results
 
     comparison = compare_items(paths, seed=args.seed)
     say(f"\n{format_differences(comparison)}")
@@ -93,5 +95,5 @@ def _compare_items(args: argparse.Namespace, paths: list[Path]) -> None:
         say(f"differences: {args.json}")
     if args.html is not None:
         per_set = ITEMS_PER_SET if args.flips is None else args.flips
-        write_disagreements(comparison, args.html, per_set=per_set, media_root=args.media_root)
+        write_results(comparison, args.html, per_set=per_set, media_root=args.media_root)
         say(f"page: {args.html}")

@@ -90,7 +90,7 @@ class MathVision(Benchmark):
         if profile != STRING and find_spec("latex2sympy2") is None:
             raise ValueError(
                 "mathvision compares the values of LaTeX with latex2sympy2, which is not "
-                "installed: pip install 'coat-vlm[math]', or compare the texts alone (a lower "
+                "installed: pip install -e '.[math]', or compare the texts alone (a lower "
                 f"score than the official one) with --profile {STRING}"
             )
 

@@ -1,0 +1,197 @@
+"""The results page, and the differences that a number of questions can show at all."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_compare_items import ANSWERS, pope_report
+
+from coat_cli.main import main
+from coat_eval.compare_models import compare_items, format_differences
+from coat_eval.report import score_official
+from coat_eval.results_page import Result, build_results
+from coat_eval.significance import (
+    compare_proportions,
+    compute_binomial_error,
+    find_detectable_difference,
+)
+from coat_eval.tasks import get_benchmark
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
+
+
+def binomial(n: int, share: float) -> np.ndarray:
+    """The probabilities of 0 .. n successes, by logarithms of factorials."""
+    logs = [
+        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+        + k * math.log(share) + (n - k) * math.log1p(-share)
+        for k in range(n + 1)
+    ]  # fmt: skip
+    return np.exp(logs)
+
+
+def mcnemar_power(items: int, discordant: float, difference: float) -> float:
+    """The share of all outcomes in which |c - b| / sqrt(b + c) exceeds 1.96, added one by one."""
+    favors_second = (discordant + difference) / (2 * discordant)
+    power = 0.0
+    for m, weight in enumerate(binomial(items, discordant)):
+        if m == 0 or weight < 1e-9:
+            continue
+        c = np.arange(m + 1)
+        seen = np.abs(2 * c - m) / math.sqrt(m) > 1.959964
+        power += weight * binomial(m, favors_second)[seen].sum()
+    return power
+
+
+@pytest.mark.parametrize(("discordant", "items"), [(60, 300), (45, 900), (200, 1000)])
+def test_the_detectable_difference_is_seen_four_times_in_five(discordant: int, items: int) -> None:
+    found = find_detectable_difference(discordant, items)
+    assert found is not None
+    assert mcnemar_power(items, discordant / items, found / 100) == pytest.approx(0.8, abs=0.02)
+    assert mcnemar_power(items, discordant / items, 0.7 * found / 100) < 0.6
+
+
+def test_few_items_that_differ_show_nothing() -> None:
+    """Seven of seven is p = 1/64, but even a model that wins all of 7 +- 2.6 is seen too rarely."""
+    assert find_detectable_difference(7, 100) is None
+    assert find_detectable_difference(0, 100) is None
+    assert find_detectable_difference(9, 100) == pytest.approx(8.31, abs=0.01)
+
+
+def test_two_proportions_are_compared_by_their_binomial_variances() -> None:
+    """All pairs of counts of two models with 400 questions each, 60 and 69.4% right."""
+    items, first = 400, 60.0
+    assert compute_binomial_error(first, items) == pytest.approx(100 * math.sqrt(0.6 * 0.4 / 400))
+    second = 69.4
+    (low, high), p_value, detectable = compare_proportions(first, second, items)
+    assert (low + high) / 2 == pytest.approx(second - first)
+    assert detectable == pytest.approx(second - first, abs=0.15)
+    one, other = binomial(items, first / 100), binomial(items, second / 100)
+    shares = np.arange(items + 1) / items
+    gap = shares[None, :] - shares[:, None]
+    error = np.sqrt(
+        (shares * (1 - shares) / items)[None, :] + (shares * (1 - shares) / items)[:, None]
+    )
+    chance = one[:, None] * other[None, :]
+    assert chance[np.abs(gap) > 1.959964 * error].sum() == pytest.approx(0.8, abs=0.02)
+    covered = np.abs(gap - (second - first) / 100) < 1.959964 * error
+    assert chance[covered].sum() == pytest.approx(0.95, abs=0.01)
+    z = (0.694 - 0.6) / math.sqrt((0.6 * 0.4 + 0.694 * 0.306) / items)
+    assert p_value == pytest.approx(math.erfc(z / math.sqrt(2)), rel=1e-9)
+    assert compare_proportions(100.0, 100.0, items)[1] == 1.0
+    assert compare_proportions(100.0, 0.0, items)[1] == 0.0
+
+
+def gqa_report(folder: Path, right: range, items: int = 200) -> Path:
+    """OUT/gqa/report.json of the real scorer; LLaVA-1.5-7B's published accuracy is 62.0."""
+    folder = folder / "gqa"
+    folder.mkdir(parents=True)
+    questions = {
+        str(i): {"question": f"What is {i}?", "answer": "red", "imageId": f"n{i // 2}"}
+        for i in range(items)
+    }
+    rows = [
+        {"questionId": key, "prediction": "red" if int(key) in right else "blue"}
+        for key in questions
+    ]
+    (folder / "questions.json").write_text(json.dumps(questions))
+    (folder / "predictions.json").write_text(json.dumps(rows))
+    paths = [folder / "predictions.json"], [folder / "questions.json"]
+    report = score_official(get_benchmark("gqa"), *paths, with_items=True)
+    report |= {"n_official": items, "dtype": "bfloat16", "precision": "coat"}
+    (folder / "report.json").write_text(json.dumps(report))
+    return folder.parent
+
+
+def find_rows(paths: list[Path], name: str) -> list[Result]:
+    groups = {rows[0].name: rows for rows in build_results(compare_items(paths))}
+    return groups[name]
+
+
+def test_rows_are_paired_with_models_and_unpaired_with_published_results(tmp_path: Path) -> None:
+    paths = [gqa_report(tmp_path / "a", range(110)), gqa_report(tmp_path / "b", range(20, 144))]
+    first, second, *published = find_rows(paths, "gqa accuracy")
+    assert (first.value, second.value, second.difference) == pytest.approx((55.0, 62.0, 7.0))
+    assert (first.model, first.precision, first.difference) == ("a", "coat", None)
+    # Images are clusters of two questions with equal answers: the error of 100 of them.
+    assert first.interval is not None
+    assert first.interval[1] - 55.0 == pytest.approx(196 * math.sqrt(0.55 * 0.45 / 100), rel=0.01)
+    assert second.paired
+    assert second.detectable == pytest.approx(find_detectable_difference(20 + 34, 200))
+    assert second.p_value == pytest.approx(0.0759, abs=1e-4)  # 2 P(B(54, 1/2) <= 20)
+    assert second.verdict == "not distinguishable"
+    llava = published[0]
+    assert (llava.model, llava.value, llava.paired) == ("LLaVA-1.5-7B", 62.0, False)
+    assert llava.difference_interval is not None
+    # The same numbers without the items: a wider interval.
+    assert second.difference_interval is not None
+    width = [high - low for low, high in (second.difference_interval, llava.difference_interval)]
+    assert width[0] < width[1]
+    assert first.rules.startswith("gqa: official of GQA v1.2 eval.py")
+
+
+def test_f1_has_no_binomial_variance_and_soft_differences_use_the_bootstrap(tmp_path: Path) -> None:
+    paths = [pope_report(tmp_path / name, ANSWERS[name]) for name in "ab"]
+    _, second, llava, *_ = find_rows(paths, "pope mean_f1")
+    assert (llava.interval, llava.p_value, llava.verdict) == (None, None, "not tested")
+    assert second.difference_interval is not None
+    low, high = second.difference_interval
+    assert second.detectable == pytest.approx((high - low) / (2 * 1.959964) * (1.959964 + 0.841621))
+    assert "| detectable |" in (said := format_differences(compare_items(paths)))
+    assert "Rules: pope: official of RUCAIBox/POPE evaluate.py @" in said
+
+
+def test_published_results_stand_beside_complete_benchmarks_only(tmp_path: Path) -> None:
+    paths = [gqa_report(tmp_path / name, range(50)) for name in "ab"]
+    assert len(find_rows(paths, "gqa accuracy")) > 2
+    report = json.loads((paths[1] / "gqa" / "report.json").read_text())
+    (paths[1] / "gqa" / "report.json").write_text(json.dumps({**report, "n_official": 12578}))
+    assert len(find_rows(paths, "gqa accuracy")) == 2
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    """A page with a long name, published models and flipped items."""
+    long = "a_run_with_a_name_as_long_as_such_names_are_in_practice_0123456789"
+    paths = [tmp_path / "bf16", tmp_path / long]
+    for path, answers, right in zip(paths, "ab", (range(110), range(144)), strict=True):
+        pope_report(path, ANSWERS[answers])
+        gqa_report(path, right)
+    html = tmp_path / "page.html"
+    root = str(paths[0] / "pope")
+    assert main(["compare", *map(str, paths), "--html", str(html), "--media-root", root]) == 0
+    return html
+
+
+def test_the_page_has_a_plot_per_metric_and_loads_nothing(page: Path) -> None:
+    text = page.read_text()
+    for name in ("gqa accuracy", "pope mean_f1", "pope random.f1"):
+        assert f"<figcaption>{name} " in text
+    assert text.count('class="dot"') == text.count('class="line own"') + text.count(
+        'class="line published"'
+    )
+    assert "LLaVA-1.5-7B (published)" in text
+    assert ">higher<" in text
+    assert "Scoring rules: " in text
+    assert "@c121f04" in text
+    assert "http" not in text.replace("http-equiv", "")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome")
+def test_a_browser_shows_the_page_at_every_width(page: Path, tmp_path: Path) -> None:
+    from test_report_of_run import measure_in_browser
+
+    widths = [360, 480, 640, 768, 1024, 1280, 1600]
+    measure = (
+        f"return {widths}.map(width => {{ f.style.width = `${{width}}px`;"
+        "return [inner.documentElement.scrollWidth - inner.documentElement.clientWidth,"
+        "Math.min(...[...inner.querySelectorAll('.track')].map(one => one.clientWidth))]; })"
+    )
+    for width, (overflow, track) in zip(
+        widths, measure_in_browser(page, tmp_path, measure), strict=True
+    ):
+        assert (width, overflow) == (width, 0)
+        assert track > 0.25 * min(width, 384)
