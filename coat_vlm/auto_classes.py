@@ -24,6 +24,7 @@ _TABLES: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     f"{_AUTO}modeling_auto": {
         "MODEL_MAPPING_NAMES": _MODEL,
         "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": _MODEL,
+        "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES": _MODEL,
     },
     f"{_AUTO}processing_auto": {"PROCESSOR_MAPPING_NAMES": {"coat_vlm": "CoatVlmProcessor"}},
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from coat_data.load.collate import Batch, collate
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
@@ -193,6 +194,7 @@ def generate_batch(
     max_new_tokens: int,
     *,
     synced: bool = False,
+    streamer: BaseStreamer | None = None,
 ) -> list[str]:
     """Generate the greedy answers to a batch made by ``encoder``, as stripped texts.
 
@@ -207,6 +209,7 @@ def generate_batch(
         max_new_tokens: maximum number of tokens per answer.
         synced: run empty forward passes until all ranks have finished; required if a forward pass
             gathers weights from all ranks.
+        streamer: receives the tokens of a batch of one prompt as they are generated.
     """
     # transformers' stubs require attributes of its quantized and encoder-decoder models.
     output = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
@@ -219,6 +222,7 @@ def generate_batch(
         pad_token_id=encoder.tokenizer.pad_token_id,
         eos_token_id=encoder.stop_token_ids,
         synced_gpus=synced,
+        streamer=streamer,
         **GREEDY,
     )
     answers = output[:, batch["input_ids"].shape[1] :]

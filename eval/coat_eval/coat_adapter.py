@@ -62,15 +62,7 @@ class CoatAdapter:
     @classmethod
     def load(cls, model: str, device: torch.device, precision: str | None = None) -> "CoatAdapter":
         """Load a model folder, or the last stage of a run folder in the run's precision."""
-        folder = Path(model)
-        fp8, model_dir = None, folder
-        if (folder / "recipe.yaml").is_file():
-            recipe = load_recipe(str(folder / "recipe.yaml"))
-            model_dir, fp8 = find_final_model(folder, recipe), recipe.fp8
-            precision = precision or recipe.precision
-        loaded, processor = load(
-            model_dir, device, precision=cast(Precision | None, precision), fp8=fp8
-        )
+        loaded, processor, model_dir, precision = load_run_or_model(Path(model), device, precision)
         return cls(
             loaded,
             processor,
@@ -94,6 +86,34 @@ class CoatAdapter:
         if "frame_groups" in batch:
             inputs["frame_groups"] = batch["frame_groups"]
         return compute_answer_losses(self._model, inputs, batch["labels"])
+
+
+def load_run_or_model(
+    folder: Path, device: torch.device, precision: str | None = None
+) -> tuple[CoatVlm, CoatVlmProcessor, Path, str | None]:
+    """Load a model folder, or the last stage of a run folder in the run's precision.
+
+    Args:
+        folder: a folder with config.json, or with a run's recipe.yaml.
+        device: device of the model.
+        precision: precision of the computation instead of the run's.
+
+    Returns:
+        The model, its processor, its folder and its precision (None: the dtype of the weights).
+
+    Raises:
+        FileNotFoundError: there is no model.
+        ValueError: see :func:`coat_vlm.generate.load`.
+    """
+    fp8, model_dir = None, folder
+    if (folder / "recipe.yaml").is_file():
+        recipe = load_recipe(str(folder / "recipe.yaml"))
+        model_dir, fp8 = find_final_model(folder, recipe), recipe.fp8
+        precision = precision or recipe.precision
+    loaded, processor = load(
+        model_dir, device, precision=cast(Precision | None, precision), fp8=fp8
+    )
+    return loaded, processor, model_dir, precision
 
 
 def find_final_model(run_dir: Path, recipe: Recipe) -> Path:

@@ -460,6 +460,23 @@ def _add_generate(commands: Commands) -> None:
     parser.add_argument(
         "--model", type=Path, required=True, help="model folder, e.g. RUN/sft/model"
     )
+    add_media(parser, "of the prompt")
+    parser.add_argument("--prompt", required=True, help="the question")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
+
+
+def _generate(args: argparse.Namespace) -> int:
+    check_media(args.media or [])
+    from coat_vlm.generate import generate, load
+
+    model, processor = load(args.model)
+    sample = prompt_sample(args.prompt, args.media or [])
+    say(generate(model, processor, [sample], args.max_new_tokens)[0])
+    return 0
+
+
+def add_media(parser: argparse.ArgumentParser, what: str) -> None:
+    """Declare ``--image`` and ``--video``, both in ``args.media``; ``what`` ends their help."""
     for kind in ("image", "video"):
         parser.add_argument(
             f"--{kind}",
@@ -467,23 +484,16 @@ def _add_generate(commands: Commands) -> None:
             action="append",
             type=lambda path, kind=kind: (kind, Path(path)),
             metavar="FILE",
-            help=f"{kind} of the prompt; may be repeated, the order is kept",
+            help=f"{kind} {what}; may be repeated, the order is kept",
         )
-    parser.add_argument("--prompt", required=True, help="the question")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
 
 
-def _generate(args: argparse.Namespace) -> int:
-    for kind, path in args.media or []:
+def check_media(files: Sequence[tuple[str, Path]]) -> None:
+    """Raise FileNotFoundError for a file of :func:`add_media` that does not exist."""
+    for kind, path in files:
         # A video may be a folder of frames.
         if not path.exists():
             raise FileNotFoundError(f"--{kind} {path}: there is no such file")
-    from coat_vlm.generate import generate, load
-
-    model, processor = load(args.model)
-    sample = prompt_sample(args.prompt, args.media or [])
-    say(generate(model, processor, [sample], args.max_new_tokens)[0])
-    return 0
 
 
 def prompt_sample(prompt: str, files: Sequence[tuple[str, Path]]) -> "Sample":

@@ -1,0 +1,194 @@
+"""``coat-vlm chat``: a conversation with a trained model in the terminal."""
+
+import argparse
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coat_cli.command import PRECISIONS, Commands, command, complain, say
+from coat_cli.evaluate import add_media, check_media, prompt_sample
+
+if TYPE_CHECKING:
+    from coat_data.sample import Media, Turn
+
+_MEDIA = {"/image": "image", "/video": "video"}
+_HELP = """\
+/image FILE   add an image to the next message
+/video FILE   add a video, or a folder of frames, to the next message
+/clear        start a new conversation
+/save FILE    write the conversation as a row that coat-vlm train reads
+/quit         end; so does Ctrl-D"""
+
+
+def add(commands: Commands) -> None:
+    """Declare ``chat``."""
+    parser = command(
+        commands,
+        "chat",
+        _chat,
+        "talk with a trained model about images and videos, in the terminal",
+        """\
+  coat-vlm chat runs/my_vlm --image cat.jpg
+  coat-vlm chat runs/my_vlm/sft/model --video clip.mp4 --max-new-tokens 64
+
+A line is a message; a line that begins with / is a command:
+
+"""
+        + "".join(f"  {line}\n" for line in _HELP.splitlines())
+        + """
+Media come first in their message, or at <image> and <video> in it. Answers are greedy, as those of
+coat-vlm generate; Ctrl-C stops an answer.
+""",
+    )
+    parser.add_argument(
+        "model", type=Path, metavar="RUN_OR_FOLDER", help="run folder, or RUN/sft/model"
+    )
+    add_media(parser, "of the first message")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="default 512")
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="default: the run's precision for a run folder, the dtype of the weights for a model "
+        "folder (FP32 on a CPU)",
+    )
+
+
+def _chat(args: argparse.Namespace) -> int:
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens is {args.max_new_tokens}; give 1 or more")
+    check_media(args.media or [])
+    from coat_eval.coat_adapter import load_run_or_model
+    from coat_eval.generation import select_device
+
+    model, processor, folder, _ = load_run_or_model(args.model, select_device(), args.precision)
+    chat = _Conversation(model, processor, args.max_new_tokens)
+    for kind, path in args.media or []:
+        chat.attach(kind, path)
+    prompt = ""
+    if sys.stdin.isatty():
+        prompt = "> "
+        say(f"{folder}; /help lists the commands")
+        with contextlib.suppress(ImportError):  # input() then edits lines and has a history
+            import readline  # noqa: F401
+    while True:
+        try:
+            line = input(prompt).strip()
+        except EOFError:
+            return 0
+        if line == "/quit":
+            return 0
+        try:
+            _obey(chat, line)
+        except (ValueError, OSError) as error:
+            complain(str(error))
+
+
+def _obey(chat: "_Conversation", line: str) -> None:
+    """Execute one line of the user."""
+    word, _, rest = line.partition(" ")
+    rest = rest.strip()
+    if not line.startswith("/"):
+        if line:
+            chat.ask(line)
+    elif word == "/help":
+        say(_HELP)
+    elif word == "/clear":
+        chat.clear()
+    elif word not in {*_MEDIA, "/save"}:
+        raise ValueError(f"unknown command {word}; /help lists the commands")
+    elif not rest:
+        raise ValueError(f"{word} needs a file: {word} FILE")
+    elif word == "/save":
+        chat.save(Path(rest).expanduser())
+        say(f"saved: {rest}")
+    else:
+        chat.attach(_MEDIA[word], Path(rest).expanduser())
+
+
+class _Conversation:
+    """The turns of a conversation, and the media of its next message."""
+
+    def __init__(self, model: Any, processor: Any, max_new_tokens: int) -> None:
+        from coat_vlm.generate import PromptEncoder
+
+        self._model, self._max_new_tokens = model, max_new_tokens
+        self._encoder = PromptEncoder(processor)
+        self.clear()
+
+    def clear(self) -> None:
+        """Start again, without media."""
+        self._turns: tuple[Turn, ...] = ()
+        self._media: tuple[Media, ...] = ()
+        self._files: list[tuple[str, Path]] = []
+
+    def attach(self, kind: str, path: Path) -> None:
+        """Add a file to the next message; an error if the model cannot read it."""
+        from coat_data.sample import DataError
+
+        try:
+            self._encoder.encode(prompt_sample("?", [(kind, path)]))
+        except DataError as error:  # its remedy is for rows of training data
+            raise ValueError(f"{path}: {error.problem}") from error
+        self._files.append((kind, path))
+
+    def ask(self, text: str) -> None:
+        """Print the answer to a message as it is generated; after an error nothing has changed."""
+        from transformers import TextStreamer
+
+        from coat_data.sample import DataError, Part, Sample, Turn
+        from coat_vlm.generate import generate_batch
+
+        asked = prompt_sample(text, self._files)
+        turns, media = (*self._turns, asked.turns[0]), (*self._media, *asked.media)
+        try:
+            batch = self._encoder([Sample(id="chat", turns=turns, media=media)])
+        except DataError as error:
+            raise ValueError(f"{error.problem}; /clear starts a new conversation") from error
+        answer: list[str] = []
+        num_tokens = -1  # the prompt is the first that the streamer receives
+
+        class Streamer(TextStreamer):
+            def put(self, value: Any) -> None:
+                nonlocal num_tokens
+                num_tokens += 1
+                super().put(value)
+
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                answer.append(text)
+                super().on_finalized_text(text, stream_end)
+
+        # transformers' stubs know one of two kinds of tokenizers.
+        tokenizer: Any = self._encoder.tokenizer
+        streamer = Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        try:
+            generate_batch(
+                self._model, self._encoder, batch, self._max_new_tokens, streamer=streamer
+            )
+        except KeyboardInterrupt:
+            streamer.end()
+            complain("stopped")
+        else:
+            if num_tokens == self._max_new_tokens:
+                complain(f"the answer has reached --max-new-tokens {num_tokens}")
+        said = Turn("assistant", (Part("text", "".join(answer).strip()),))
+        self._turns, self._media, self._files = (*turns, said), media, []
+
+    def save(self, path: Path) -> None:
+        """Write the conversation as messages; an error if the file exists."""
+        if not self._turns:
+            raise ValueError("there is no conversation yet; write a message first")
+        media = iter(self._media)
+        messages = []
+        for turn in self._turns:
+            content: list[dict[str, Any]] = []
+            for part in turn.parts:
+                if part.kind == "text":
+                    content.append({"type": "text", "text": part.text})
+                else:
+                    content.append({"type": part.kind, part.kind: next(media).path})
+            messages.append({"role": turn.role, "content": content})
+        with path.open("x", encoding="utf-8") as file:
+            json.dump([{"messages": messages}], file, indent=2)
+            file.write("\n")
