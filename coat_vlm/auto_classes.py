@@ -68,6 +68,9 @@ def _add_names(auto_module: ModuleType) -> None:
         lazy = getattr(table, "_model_mapping", None)
         if lazy is not None:
             lazy._reverse_config_mapping |= {config: kind for kind, config in _CONFIGS.items()}
+    # Programs such as TRL look up the class that config.json names in transformers itself.
+    lazy_classes = sys.modules["transformers"]._class_to_module
+    lazy_classes.update(dict.fromkeys(_MODEL.values(), "models.coat_vlm"))
     for model_type in _CONFIGS:
         models = importlib.import_module("coat_vlm.model")
         sys.modules.setdefault(f"transformers.models.{model_type}", models)

@@ -2,8 +2,9 @@
 # environment and prepends it to PATH; it returns immediately if nothing has changed. COAT_VLM_VENV
 # overrides the folder (.venv). The working directory must be the repository root.
 
-# The versions that make_environment installs.
+# The versions and extras that make_environment installs.
 constraints=constraints.txt
+extras=dev,trl
 
 find_python() {
   local candidate
@@ -103,7 +104,7 @@ make_environment() {
   if [ "$device" = cpu ]; then
     install_cpu_torch
   fi
-  python -m pip install --quiet -c "$constraints" -e ".[dev]"
+  python -m pip install --quiet -c "$constraints" -e ".[$extras]"
   if [ "$device" = cpu ] && [ "$constraints" = constraints.txt ]; then
     refuse_cuda_torch
   fi

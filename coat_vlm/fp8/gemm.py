@@ -62,7 +62,17 @@ def arguments(layers: Sequence[nn.Linear]) -> tuple[Any, ...]:
     Returns:
         A :class:`FusedLinear`; the weights [n_i, K]; the biases [n_i] or None. The tensors are
         called ``stacked`` below.
+
+    Raises:
+        ValueError: a layer was wrapped (by peft) after the conversion.
     """
+    for layer in layers:
+        if not isinstance(layer, nn.Linear):
+            raise ValueError(
+                f"a {type(layer).__module__}.{type(layer).__name__} wraps a linear layer of an FP8 "
+                "block, which reads only the weight inside it, so the wrapper would have no "
+                "effect: wrap the layers first (peft.get_peft_model), then convert the model"
+            )
     settings = vars(layers[0])
     fused = FusedLinear(
         weights.key_of(layers),

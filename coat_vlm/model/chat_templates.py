@@ -17,19 +17,26 @@ _CONTENT = (
     "{% if part['type'] == 'image' %}<image>{% elif part['type'] == 'text' %}"
     "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endmacro %}"
 )
+_ANSWER = "{% generation %}{{ content(MESSAGE) + END }}{% endgeneration %}"
+"""An answer and its end token; transformers' assistant mask marks what the tags enclose."""
 _VICUNA = (
     "{% if messages[0]['role'] == 'system' %}{{ content(messages[0]) }}"
     "{% set turns = messages[1:] %}{% else %}"
     + VICUNA_SYSTEM
     + "{% set turns = messages %}{% endif %}{% for turn in turns %}"
-    "{% if turn['role'] == 'assistant' %}{{ ' ASSISTANT: ' + content(turn) + eos_token }}"
-    "{% else %}{{ (' USER: ' if loop.first else 'USER: ') + content(turn) }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ ' ASSISTANT: ' }}{% endif %}"
+    "{% if turn['role'] == 'assistant' %}{{ ' ASSISTANT: ' }}"
+    + _ANSWER.replace("MESSAGE", "turn").replace("END", "eos_token")
+    + "{% else %}{{ (' USER: ' if loop.first else 'USER: ') + content(turn) }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ ' ASSISTANT: ' }}{% endif %}"
 )
-JINJA_TEMPLATES = {
-    "chatml": _CONTENT + CHATML.replace("message['content']", "content(message)"),
-    "vicuna_v1": _CONTENT + _VICUNA,
-}
+_CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    + _ANSWER.replace("MESSAGE", "message").replace("END", "'<|im_end|>'")
+    + "{% else %}{{ content(message) + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+JINJA_TEMPLATES = {"chatml": _CONTENT + _CHATML, "vicuna_v1": _CONTENT + _VICUNA}
 """Template by name, for content as text and as parts; without a begin-of-text token."""
 
 

@@ -7,11 +7,12 @@ required tokens.
 
 import dataclasses
 import logging
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, cycle
 from typing import Any, Literal, cast
 
+import torch
+import torch.nn.functional as F
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -34,21 +35,29 @@ from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder
 from coat_data.media.image import Augment, ImageMode, ImageTransform
 from coat_data.media.sampling import VideoSettings
 from coat_data.media.tiling import TiledTransform
-from coat_data.sample import MediaKind, Sample
+from coat_data.sample import Sample
 from coat_data.text.chat import get_template
 from coat_data.text.from_messages import (
     Message,
-    Picture,
     messages_to_sample,
     parse_messages,
-    question_to_sample,
-    to_media,
 )
 from coat_data.text.tokens import TokenizerLike
 from coat_vlm.config import ModelConfig
 from coat_vlm.model.chat_templates import CHATML, find_jinja_template
 from coat_vlm.model.configuration import IMAGE_TOKEN, CoatVlmConfig
 from coat_vlm.model.pretrained import check_local_path
+from coat_vlm.model.processor_inputs import (
+    MARKS,
+    PLACEHOLDERS,
+    check_image_tokens,
+    flat_options,
+    flatten,
+    place_media,
+    split_rows,
+    to_samples,
+    truncate,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +211,8 @@ class CoatVlmProcessor(ProcessorMixin):
     ) -> BatchFeature:
         """Create inputs of ``model.generate``: prompts and the pixels of their images.
 
+        Images without a prompt are read alone, as by other image processors.
+
         Args:
             images: an image, a list of images, or one entry per row; an image is a path, an
                 address, encoded bytes, a PIL image or an array of 8-bit values.
@@ -218,22 +229,27 @@ class CoatVlmProcessor(ProcessorMixin):
             padding: pad to the longest row, or a value that tokenizers take. Default: pad if
                 tensors are returned.
             padding_side: ``left`` for generation, ``right`` for training.
-            **options: ``return_mm_token_type_ids`` (1 at image tokens), and for ``text`` other
-                options of the tokenizer. ``text_kwargs`` and ``common_kwargs`` may contain them.
+            **options: ``return_mm_token_type_ids`` (1 at image tokens), ``truncation`` to
+                ``max_length``, ``pad_to_multiple_of``, and for ``text`` other options of the
+                tokenizer. ``text_kwargs`` and ``common_kwargs`` may contain them.
 
         Returns:
             input_ids and attention_mask (B, T) int64, pixel_values (N, 3, H, W) float32; in mode
             ``dynamic_s2`` also image_grids (M, 2) int64, and for videos with ``pool_frames``
-            frame_groups (G,) int64.
+            frame_groups (G,) int64. For images alone pixel_values, and num_patches (M,) int64, the
+            tiles of each image.
 
         Raises:
             DataError: an image cannot be read, or a prompt of messages or a question is too long.
             ValueError: not exactly one of text, question and messages is given, the media do not
                 match, or an option is unknown.
         """
-        if sum(given is not None for given in (text, question, messages)) != 1:
+        prompts = sum(given is not None for given in (text, question, messages))
+        if images is not None and not prompts and videos is None:
+            return self._encode_images(flatten(images, "image"), return_tensors)
+        if prompts != 1:
             raise ValueError("give the processor either text or messages, or a question")
-        options = _flat_options(options)
+        options = flat_options(options)
         output = {"return_tensors": return_tensors, "padding": padding}
         output |= {"padding_side": padding_side}
         output |= {name: options.pop(name) for name in list(output) if name in options}
@@ -245,7 +261,7 @@ class CoatVlmProcessor(ProcessorMixin):
         if videos is not None:
             raise ValueError("videos are for text; put them into the messages instead")
         encoder = self.encoder(train=False)
-        encoded = [encoder.prompt(sample) for sample in _samples(images, question, messages)]
+        encoded = [encoder.prompt(sample) for sample in to_samples(images, question, messages)]
         return self._make_batch(encoded, **output, **options)
 
     def apply_chat_template(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -289,7 +305,7 @@ class CoatVlmProcessor(ProcessorMixin):
             DataError: a medium cannot be read, or a conversation is too long.
             ValueError: arguments contradict each other, or a message or an option is unknown.
         """
-        kwargs = {**_flat_options(processor_kwargs or {}), **options}
+        kwargs = {**flat_options(processor_kwargs or {}), **options}
         if continue_final_message and (add_generation_prompt or return_assistant_tokens_mask):
             raise ValueError(
                 "continue_final_message leaves an answer open; give it without "
@@ -326,11 +342,11 @@ class CoatVlmProcessor(ProcessorMixin):
                 segments = encoder.segments(sample)
                 if add_generation_prompt:
                     segments = encoder.template.render(turns, add_generation_prompt=True)
-                texts.append("".join(_PLACEHOLDERS.get(kind, said) for kind, said, _ in segments))
+                texts.append("".join(PLACEHOLDERS.get(kind, said) for kind, said, _ in segments))
             return texts if batched else texts[0]
         kwargs.pop("load_audio_from_video", None)
         kwargs.pop("sanitize_control_tokens", None)  # always
-        images = _per_row(kwargs.pop("images", None), len(conversations), one=not batched)
+        images = split_rows(kwargs.pop("images", None), len(conversations), one=not batched)
         samples = [
             messages_to_sample(one, own, continues=continue_final_message)
             for one, own in zip(conversations, images, strict=True)
@@ -352,24 +368,28 @@ class CoatVlmProcessor(ProcessorMixin):
         """Encode rendered prompts; the tokenizer parses them."""
         mark_media = options.pop("return_mm_token_type_ids", False)
         return_tensors = options.pop("return_tensors")
-        media = _place_media(texts, _flatten(images, "image"), _flatten(videos, "video"))
+        media = place_media(texts, flatten(images, "image"), flatten(videos, "video"))
         shown, tensors = self.encoder(train=False).read_media(media, IMAGE_TOKEN)
         remaining = iter(shown)
-        texts = [_MARKS.sub(lambda _: next(remaining), text) for text in texts]
+        texts = [MARKS.sub(lambda _: next(remaining), text) for text in texts]
         found = self.tokenizer(texts, **options)
         image_id = self.tokenizer.get_vocab().get(IMAGE_TOKEN)
         is_image = [[int(token == image_id) for token in row] for row in found["input_ids"]]
         for text, row in zip(texts, is_image, strict=True):
-            if self.tokens_per_image and sum(row) != text.count(IMAGE_TOKEN):
-                raise ValueError(
-                    f"truncation leaves {sum(row)} of {text.count(IMAGE_TOKEN)} image tokens, and "
-                    "a part of an image is no input of the model; raise max_length, or give fewer "
-                    "images"
-                )
+            if self.tokens_per_image:
+                check_image_tokens(sum(row), text.count(IMAGE_TOKEN))
         if mark_media:
             found["mm_token_type_ids"] = is_image
         found = {name: value for name, value in found.items() if name != "token_type_ids"}
         batch = BatchFeature(found | (tensors if self.tokens_per_image else {}))
+        return batch.convert_to_tensors(return_tensors)
+
+    def _encode_images(self, images: list[Any], return_tensors: str | None) -> BatchFeature:
+        """Read images one by one, and count the tiles of each."""
+        encoder = self.encoder(train=False)
+        tiles = [encoder.read_media([one], IMAGE_TOKEN)[1]["pixel_values"] for one in images]
+        counts = torch.tensor([len(own) for own in tiles])
+        batch = BatchFeature({"pixel_values": torch.cat(tiles), "num_patches": counts})
         return batch.convert_to_tensors(return_tensors)
 
     def _make_batch(
@@ -381,21 +401,32 @@ class CoatVlmProcessor(ProcessorMixin):
         padding_side: PaddingSide,
         return_mm_token_type_ids: bool = False,
         return_assistant_masks: bool = False,
+        truncation: bool | None = None,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
         **unknown: Any,
     ) -> BatchFeature:
-        """Collate encoded conversations."""
+        """Collate encoded conversations, cut after ``max_length`` tokens with ``truncation``."""
+        if unknown.get("add_special_tokens") is False:  # the template writes them
+            del unknown["add_special_tokens"]
         if padding not in (True, False, "longest", "do_not_pad"):
             unknown["padding"] = padding
         if unknown:
             raise ValueError(
                 f"unknown options for messages: {unknown}; allowed: return_tensors, padding (True, "
-                "False), padding_side, return_mm_token_type_ids. Conversations are never "
-                "truncated, and images and videos are read as in training"
+                "False), padding_side, pad_to_multiple_of, truncation (True, False), max_length, "
+                "return_mm_token_type_ids. Images and videos are read as in training"
             )
+        image_id = self.tokenizer.get_vocab().get(IMAGE_TOKEN, -1)
+        if truncation and max_length is not None:
+            encoded = [truncate(sample, max_length, image_id) for sample in encoded]
         pad = self.tokenizer.pad_token_id
         batch: dict[str, Any] = {**collate(encoded, pad_token_id=pad, padding_side=padding_side)}
+        extra = -batch["input_ids"].shape[1] % (pad_to_multiple_of or 1)
+        for name, value in (("input_ids", pad), ("attention_mask", 0), ("labels", IGNORE_INDEX)):
+            sides = (extra, 0) if padding_side == "left" else (0, extra)
+            batch[name] = F.pad(batch[name], sides, value=value)
         if return_mm_token_type_ids:
-            image_id = self.tokenizer.get_vocab().get(IMAGE_TOKEN, -1)
             batch["mm_token_type_ids"] = batch["input_ids"].eq(image_id).long()
         labels = batch.pop("labels")
         if return_assistant_masks:
@@ -411,85 +442,6 @@ class CoatVlmProcessor(ProcessorMixin):
 
 
 _TOKEN_ROWS = {"input_ids", "attention_mask", "mm_token_type_ids", "assistant_masks"}
-_PLACEHOLDERS = {"image": IMAGE_TOKEN, "video": "<video>"}
-_MARKS = re.compile("|".join(map(re.escape, _PLACEHOLDERS.values())))
-
-
-def _flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a call, with those of transformers' nested dictionaries.
-
-    Raises:
-        ValueError: options for images, videos or audio are given.
-    """
-    flat = dict(options)
-    for name in ("images_kwargs", "videos_kwargs", "audio_kwargs", "audio"):
-        if flat.pop(name, None):
-            raise ValueError(
-                f"{name} are given, and images and videos are read as in training; change the "
-                "processor's settings (image_size, image_mode, num_video_frames, video) instead"
-            )
-    for name in ("text_kwargs", "common_kwargs"):
-        flat |= flat.pop(name, None) or {}
-    return flat
-
-
-def _flatten(given: Any, kind: MediaKind) -> list[Any]:
-    """Return a medium or nested lists of media as a flat list of :class:`Media`."""
-    if given is None:
-        return []
-    is_list = isinstance(given, list | tuple)
-    frames = kind == "video" and is_list and all(isinstance(one, Image.Image) for one in given)
-    if is_list and not (frames and given):
-        return [medium for one in given for medium in _flatten(one, kind)]
-    return [to_media(given, kind)]
-
-
-def _place_media(texts: list[str], images: list[Any], videos: list[Any]) -> list[Any]:
-    """Return the media in the order of their placeholders.
-
-    Raises:
-        ValueError: the numbers of placeholders and media differ.
-    """
-    for kind, mark, given in (("images", IMAGE_TOKEN, images), ("videos", "<video>", videos)):
-        count = sum(text.count(mark) for text in texts)
-        if count != len(given):
-            raise ValueError(
-                f"the text has {count} {mark} but {len(given)} {kind} are given; write {mark} once "
-                "for each, as apply_chat_template does, or pass a question or messages instead"
-            )
-    sources = {IMAGE_TOKEN: iter(images), "<video>": iter(videos)}
-    return [next(sources[mark]) for text in texts for mark in _MARKS.findall(text)]
-
-
-def _samples(images: Any, question: Any, messages: Any) -> list[Sample]:
-    if question is not None:
-        rows, one, convert = question, isinstance(question, str), question_to_sample
-    else:
-        # A conversation is a list of messages; several conversations are a list of lists.
-        rows, convert = messages, messages_to_sample
-        one = not messages or not isinstance(messages[0], Sequence)
-    rows = [rows] if one else rows
-    per_row = _per_row(images, len(rows), one=one)
-    return [convert(row, own) for row, own in zip(rows, per_row, strict=True)]
-
-
-def _per_row(images: Any, num_rows: int, *, one: bool) -> list[list[Picture]]:
-    """Return the images of each row; ``one``: the images are those of a single row."""
-    if one:
-        return [_as_list(images)]
-    per_row = [None] * num_rows if images is None else images
-    if len(per_row) != num_rows:
-        raise ValueError(
-            f"{num_rows} prompts but {len(per_row)} entries of images; give one entry per prompt, "
-            "an image or a list of images"
-        )
-    return [_as_list(own) for own in per_row]
-
-
-def _as_list(images: Any) -> list[Picture]:
-    if images is None:
-        return []
-    return list(images) if isinstance(images, list | tuple) else [images]
 
 
 def build_processor(

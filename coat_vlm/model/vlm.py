@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from coat_vlm.config import ModuleName
 from coat_vlm.model.compressed import make_load_arguments, read_compression
@@ -28,6 +28,7 @@ from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.loss import loss_for_logits, next_token_loss, why_logits_are_needed
 from coat_vlm.model.packing import (
     PACKED,
+    Packing,
     make_empty_mask,
     mask_for_loss,
     read_packing,
@@ -124,6 +125,11 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         """Replace the language model's output layer."""
         self.language_model.set_output_embeddings(new_embeddings)
 
+    @property
+    def base_model(self) -> "Backbone":  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The model without its output layer, as other models of transformers name it."""
+        return Backbone(self)
+
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -191,15 +197,11 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         read = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
         if skip and past_key_values is None and kwargs["use_cache"] is False and not read:
             attention_mask = mask_for_loss(attention_mask, self.language_model)
-        batch, tokens, _ = hidden.shape
-        packing = read_packing(batch, tokens, hidden.device, attention_mask, kwargs)
+        packing, position_ids, attention_mask = self._read_packing(
+            hidden, position_ids, attention_mask, kwargs
+        )
         if packing is not None:
-            kwargs |= packing.to_kwargs() | {"use_cache": False}
-            if position_ids is None:
-                position_ids = packing.positions(tokens)
             labels = packing.ignore_first_tokens(labels)
-            if self.language_model.config._attn_implementation == PACKED:
-                attention_mask = make_empty_mask(tokens, hidden.device)
         kwargs["return_dict"] = True
         fused = skip and self._why_logits_are_needed is None
         loss_inside: AbstractContextManager[None] = nullcontext()
@@ -226,6 +228,24 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _read_packing(
+        self,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[Packing | None, torch.Tensor | None, torch.Tensor | None]:
+        """Return the packing, positions and mask of the language model; completes ``kwargs``."""
+        batch, tokens, _ = hidden.shape
+        packing = read_packing(batch, tokens, hidden.device, attention_mask, kwargs)
+        if packing is not None:
+            kwargs |= packing.to_kwargs() | {"use_cache": False}
+            if position_ids is None:
+                position_ids = packing.positions(tokens)
+            if self.language_model.config._attn_implementation == PACKED:
+                attention_mask = make_empty_mask(tokens, hidden.device)
+        return packing, position_ids, attention_mask
 
     def _embed_inputs(
         self,
@@ -418,6 +438,53 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         # Towers and language models initialize themselves. The projector keeps torch's defaults, as
         # in VILA; transformers would draw from N(0, 0.02).
         pass
+
+
+class Backbone:
+    """A :class:`CoatVlm` without its output layer: a call returns the last hidden states.
+
+    TRL's trainers compute log-probabilities from these and from the output layer's weight, so that
+    no logits are stored. The object has no parameters of its own; other attributes are the model's.
+    """
+
+    def __init__(self, model: CoatVlm) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_grids: torch.Tensor | None = None,
+        frame_groups: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        image_positions: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Return ``last_hidden_state`` (B, T, H), the output layer's input.
+
+        Arguments and errors are those of :meth:`CoatVlm.forward`.
+        """
+        model = self._model
+        media = (pixel_values, image_grids, frame_groups, image_positions)
+        hidden = model._embed_inputs(input_ids, inputs_embeds, *media)
+        if kwargs.get("use_cache") is False:
+            attention_mask = mask_for_loss(attention_mask, model.language_model)
+        _, position_ids, attention_mask = model._read_packing(
+            hidden, position_ids, attention_mask, kwargs
+        )
+        with skip_packing_search(position_ids is None):
+            return model.language_model.base_model(
+                inputs_embeds=hidden,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                return_dict=True,
+                **kwargs,
+            )
 
 
 def _count_images(images: torch.Tensor | None) -> int:

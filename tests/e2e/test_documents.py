@@ -66,6 +66,7 @@ def test_what_is_not_run() -> None:
         "installs packages; the quickstart has a test of its own",
         "downloads from the Hub, or needs the published archives",
         "downloads from the Hub, or needs eight GPUs",
+        "tests/vlm/test_trl.py trains a small model with each",
         "needs a GPU",
         "a server runs until it is stopped; tests/vlm/test_serve.py runs it",
         "needs vLLM and a GPU",

@@ -141,6 +141,33 @@ def test_chat_templates_equal_a_stock_processors(both, generation: bool):
     )
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncation_and_padding_equal_a_stock_processors(both, side: str):
+    """As TRL's collator asks for; the second conversation is cut, the first one padded."""
+    output = {"padding": True, "padding_side": side, "pad_to_multiple_of": 8}
+    output |= {"truncation": True, "max_length": 48, "add_special_tokens": False}
+    options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    found, expected = (
+        one.apply_chat_template(CONVERSATIONS[:2], **options, processor_kwargs=output)
+        for one in both
+    )
+    assert_same(found, expected)
+    lengths = found["attention_mask"].sum(1).tolist()
+    assert lengths[0] < 48 == lengths[1]
+    with pytest.raises(ValueError, match="truncation leaves 2 of 4"):
+        both[0](messages=CONVERSATIONS[0][:1], truncation=True, max_length=5)
+
+
+def test_images_alone_are_counted_in_tiles(both):
+    ours, stock = both
+    images = [picture(0), [picture(1), picture(2)]]
+    found = ours.image_processor(images=images, return_tensors="pt")
+    flat = [images[0], *images[1]]
+    expected = stock.image_processor(images=flat, return_tensors="pt")["pixel_values"]
+    assert torch.equal(found["pixel_values"], expected)
+    assert found["num_patches"].tolist() == [1, 1, 1]
+
+
 def test_the_assistant_mask_equals_a_marked_templates(both):
     options: dict[str, Any] = {"tokenize": True, "return_dict": True}
     for chat in CONVERSATIONS:
@@ -151,6 +178,14 @@ def test_the_assistant_mask_equals_a_marked_templates(both):
         mask = [list(map(int, row)) for row in expected["assistant_masks"]]
         assert found["assistant_masks"] == mask
         assert 0 < sum(mask[0]) < len(mask[0])
+        # The saved template has the marks, for programs that render it themselves.
+        own = both[1].apply_chat_template(
+            chat,
+            **options,
+            return_assistant_tokens_mask=True,
+            chat_template=both[0].tokenizer.chat_template,
+        )
+        assert_same(own, expected)
 
 
 def test_another_template_is_rendered_by_transformers(both):
@@ -224,7 +259,7 @@ def test_videos_in_memory_equal_their_files(both, tmp_path: Path):
         ({"text": "<image>", "images": np.zeros((2, 2))}, r"shape \(2, 2\) and dtype float64"),
         ({"text": "<video>", "videos": 7}, "a video is int"),
         ({"text": "a", "images_kwargs": {"size": 3}}, "images_kwargs are given"),
-        ({"messages": ASKED[0], "truncation": True}, "unknown options for messages"),
+        ({"messages": ASKED[0], "return_length": True}, "unknown options for messages"),
         (
             {"text": "<image>", "images": picture(0), "truncation": True, "max_length": 2},
             "truncation leaves 2 of 4",

@@ -1,0 +1,119 @@
+"""The arguments of the processor's calls: options, media of each row, truncation."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+
+from coat_data.load.encode import EncodedSample
+from coat_data.sample import MediaKind, Sample
+from coat_data.text.from_messages import (
+    Picture,
+    messages_to_sample,
+    question_to_sample,
+    to_media,
+)
+from coat_vlm.model.configuration import IMAGE_TOKEN
+
+PLACEHOLDERS = {"image": IMAGE_TOKEN, "video": "<video>"}
+MARKS = re.compile("|".join(map(re.escape, PLACEHOLDERS.values())))
+
+
+def flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a call, with those of transformers' nested dictionaries.
+
+    Raises:
+        ValueError: options for images, videos or audio are given.
+    """
+    flat = dict(options)
+    for name in ("images_kwargs", "videos_kwargs", "audio_kwargs", "audio"):
+        if flat.pop(name, None):
+            raise ValueError(
+                f"{name} are given, and images and videos are read as in training; change the "
+                "processor's settings (image_size, image_mode, num_video_frames, video) instead"
+            )
+    for name in ("text_kwargs", "common_kwargs"):
+        flat |= flat.pop(name, None) or {}
+    return flat
+
+
+def flatten(given: Any, kind: MediaKind) -> list[Any]:
+    """Return a medium or nested lists of media as a flat list of :class:`Media`."""
+    if given is None:
+        return []
+    is_list = isinstance(given, list | tuple)
+    frames = kind == "video" and is_list and all(isinstance(one, Image.Image) for one in given)
+    if is_list and not (frames and given):
+        return [medium for one in given for medium in flatten(one, kind)]
+    return [to_media(given, kind)]
+
+
+def place_media(texts: list[str], images: list[Any], videos: list[Any]) -> list[Any]:
+    """Return the media in the order of their placeholders.
+
+    Raises:
+        ValueError: the numbers of placeholders and media differ.
+    """
+    for kind, mark, given in (("images", IMAGE_TOKEN, images), ("videos", "<video>", videos)):
+        count = sum(text.count(mark) for text in texts)
+        if count != len(given):
+            raise ValueError(
+                f"the text has {count} {mark} but {len(given)} {kind} are given; write {mark} once "
+                "for each, as apply_chat_template does, or pass a question or messages instead"
+            )
+    sources = {IMAGE_TOKEN: iter(images), "<video>": iter(videos)}
+    return [next(sources[mark]) for text in texts for mark in MARKS.findall(text)]
+
+
+def to_samples(images: Any, question: Any, messages: Any) -> list[Sample]:
+    """Return a sample per question or conversation; exactly one of the two is given."""
+    if question is not None:
+        rows, one, convert = question, isinstance(question, str), question_to_sample
+    else:
+        # A conversation is a list of messages; several conversations are a list of lists.
+        rows, convert = messages, messages_to_sample
+        one = not messages or not isinstance(messages[0], Sequence)
+    rows = [rows] if one else rows
+    per_row = split_rows(images, len(rows), one=one)
+    return [convert(row, own) for row, own in zip(rows, per_row, strict=True)]
+
+
+def split_rows(images: Any, num_rows: int, *, one: bool) -> list[list[Picture]]:
+    """Return the images of each row; ``one``: the images are those of a single row."""
+    if one:
+        return [_as_list(images)]
+    per_row = [None] * num_rows if images is None else images
+    if len(per_row) != num_rows:
+        raise ValueError(
+            f"{num_rows} prompts but {len(per_row)} entries of images; give one entry per prompt, "
+            "an image or a list of images"
+        )
+    return [_as_list(own) for own in per_row]
+
+
+def _as_list(images: Any) -> list[Picture]:
+    if images is None:
+        return []
+    return list(images) if isinstance(images, list | tuple) else [images]
+
+
+def truncate(sample: EncodedSample, length: int, image_id: int) -> EncodedSample:
+    """Return the first ``length`` tokens of a conversation.
+
+    Raises:
+        ValueError: image tokens would be cut off.
+    """
+    kept = sample.input_ids[:length]
+    check_image_tokens(int((kept == image_id).sum()), int((sample.input_ids == image_id).sum()))
+    return dataclasses.replace(sample, input_ids=kept, labels=sample.labels[:length])
+
+
+def check_image_tokens(left: int, needed: int) -> None:
+    """Raise ValueError if truncation left only a part of the image tokens."""
+    if left != needed:
+        raise ValueError(
+            f"truncation leaves {left} of {needed} image tokens, and a part of an image is no "
+            "input of the model; raise max_length, or give fewer images"
+        )

@@ -1,0 +1,231 @@
+"""TRL's trainers on this project's models: examples/trl_trainers.py beside plain computations."""
+
+import importlib.util
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from coat_vlm.config import Fp8Config
+from coat_vlm.fp8 import convert
+from coat_vlm.model import cudnn
+
+trl = pytest.importorskip("trl", reason="needs trl: pip install -e '.[trl]'")
+
+
+@pytest.fixture
+def trl_trainers() -> Iterator[ModuleType]:
+    """The example as a module; the folder is not on the path."""
+    path = Path(__file__).parents[2] / "examples" / "trl_trainers.py"
+    spec = importlib.util.spec_from_file_location("trl_trainers", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    cudnn.set_cudnn_attention(True)
+
+
+def log_probs(model: Any, processor: Any, row: dict[str, Any], answer: str) -> torch.Tensor:
+    """Log-probabilities of an answer's tokens, from the logits of one row without padding."""
+    prompt = f"<|im_start|>user\n<image>{row['prompt'][0]['content']}<|im_end|>\n"
+    texts = [prompt + "<|im_start|>assistant\n", f"{row[answer][0]['content']}<|im_end|>\n"]
+    shown = processor(text=texts[0], images=row["images"])
+    ids = torch.tensor([processor.tokenizer(texts[1], add_special_tokens=False)["input_ids"]])
+    whole = torch.cat([shown["input_ids"], ids], 1)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=whole, pixel_values=shown["pixel_values"]).logits
+    predicted = logits[:, -ids.shape[1] - 1 : -1].log_softmax(-1)
+    return predicted.gather(-1, ids[..., None]).flatten()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_loss_of_sft_is_that_of_the_logits(
+    trl_trainers: ModuleType, checkpoint: Path, tmp_path: Path, fp8: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if not fp8:
+        monkeypatch.setattr(trl_trainers, "convert", lambda *_: None)
+    trainer = trl_trainers.build_trainer("sft", checkpoint, tmp_path, steps=1)
+    data = trainer.train_dataset = trainer.train_dataset.select(range(4))
+    model, processor = trl_trainers.load(checkpoint), trainer.processing_class
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    losses = [-log_probs(model, processor, row, "completion") for row in data]
+    expected = torch.cat(losses).mean()
+    if fp8:  # the scales are those of the whole batch, padding included
+        batch = trainer.data_collator(list(data))
+        labels = batch.pop("labels")[:, 1:]
+        del batch["attention_mask"]  # on the right, which causal attention does not read
+        with torch.no_grad():
+            logits = model(**batch).logits[:, :-1]
+        supervised = labels != -100
+        of_batch = F.cross_entropy(logits[supervised], labels[supervised])
+        assert (of_batch - expected).abs() < 0.05 * expected
+        expected = of_batch
+    loss = trainer.state.log_history[0]["loss"]
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    moved = {n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])}
+    for part in ("vision_tower", "projector", "language_model"):
+        assert any(name.startswith(part) for name in moved), part
+
+
+def test_messages_supervise_their_answers(
+    trl_trainers: ModuleType, checkpoint: Path, tmp_path: Path
+) -> None:
+    """As prompt and completion, but for the line break after the end token."""
+    by_parts = trl_trainers.build_trainer("sft", checkpoint, tmp_path, steps=1)
+    data = by_parts.train_dataset.select(range(4))
+    messages = data.map(
+        lambda row: {"messages": row["prompt"] + row["completion"]},
+        remove_columns=["prompt", "completion"],
+    )
+    arguments = trl.SFTConfig(str(tmp_path), assistant_only_loss=True, bf16=False)
+    trainer = trl.SFTTrainer(
+        model=trl_trainers.load(checkpoint),
+        args=arguments,
+        train_dataset=messages,
+        processing_class=by_parts.processing_class,
+    )
+    found, expected = (
+        one.data_collator(list(rows)) for one, rows in ((trainer, messages), (by_parts, data))
+    )
+    assert torch.equal(found["pixel_values"], expected["pixel_values"])
+    end = trainer.processing_class.tokenizer("\n", add_special_tokens=False)["input_ids"][0]
+    for row, labels, ids in zip(
+        found["labels"], expected["labels"], found["input_ids"], strict=True
+    ):
+        assert [token for token in labels.tolist() if token not in (-100, end)] == row[
+            row != -100
+        ].tolist()
+        assert torch.equal(ids[row != -100], row[row != -100])
+
+
+def test_dpo_begins_at_log_2_and_prefers_the_chosen_answers(
+    trl_trainers: ModuleType, checkpoint: Path, tmp_path: Path
+) -> None:
+    trainer = trl_trainers.build_trainer("dpo", checkpoint, tmp_path, steps=6, lr=1e-3)
+    data = trainer.train_dataset = trainer.train_dataset.select(range(4))
+    trainer.train()
+    logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert logged[0] == pytest.approx(math.log(2), abs=1e-6)
+    before, after = trl_trainers.load(checkpoint), trainer.model
+
+    def gain(answer: str) -> torch.Tensor:
+        pairs = [
+            [log_probs(m, trainer.processing_class, row, answer).sum() for m in (before, after)]
+            for row in data
+        ]
+        return torch.tensor([later - first for first, later in pairs])
+
+    chosen, rejected = gain("chosen"), gain("rejected")
+    assert chosen.min() > 0
+    assert (chosen - rejected).min() > 0
+    # The loss of the first batch again, of log-probabilities that the trainer did not compute.
+    assert -F.logsigmoid(0.1 * (chosen - rejected)).mean() < logged[-1] < 0.97 * logged[0]
+
+
+@pytest.mark.parametrize("image_mode", ["resize", "dynamic"])
+def test_grpo_takes_the_reward_of_the_function(
+    trl_trainers: ModuleType, checkpoint: Path, tmp_path: Path, image_mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Pictures have one tile, or two and a thumbnail."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    settings = folder / "processor_config.json"
+    changed = {**json.loads(settings.read_text()), "image_mode": image_mode}
+    settings.write_text(json.dumps(changed | {"image_min_tiles": 2, "image_max_tiles": 2}))
+    rewards: list[float] = []
+
+    def reward(completions: list[Any], color: list[str], **_: Any) -> list[float]:
+        assert len(completions) == len(color) == 4
+        rewards[:] = [float(len(set(one[0]["content"]))) for one in completions]
+        return rewards
+
+    monkeypatch.setattr(trl_trainers, "begins_with_color", reward)
+    trainer = trl_trainers.build_trainer("grpo", folder, tmp_path / "out", steps=1)
+    image_id = trainer.model.config.image_token_id
+    with torch.no_grad():  # as likely as the likeliest token; an answer has no image
+        output = trainer.model.get_output_embeddings().weight
+        output[image_id] = output.mean(0) + 4 * output[5]
+    parameters = list(trainer.model.parameters())
+    before = [p.clone() for p in parameters]
+    trainer.train()
+    row = trainer.state.log_history[0]
+    assert len(set(rewards)) > 1
+    assert row["reward"] == pytest.approx(sum(rewards) / 4)
+    assert row["rewards/reward/std"] == pytest.approx(torch.tensor(rewards).std().item())
+    assert any(
+        not torch.equal(p, old) for p, old in zip(trainer.model.parameters(), before, strict=True)
+    )
+
+
+def test_rewards_are_of_the_color(trl_trainers: ModuleType) -> None:
+    answers = [[{"content": text}] for text in ("red", "a red", "blue!", "")]
+    found = trl_trainers.begins_with_color(answers, ["red", "red", "blue", "red"])
+    assert found == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_calls_with_a_mask_use_no_cudnn(
+    trl_trainers: ModuleType, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 tokens are where cuDNN's gradients may be NaN; TRL pads prompts on the left."""
+    calls = []
+    plain = cudnn._SDPA
+
+    def record(query: Any, key: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        calls.append((key.shape[-2], mask is not None, torch.backends.cuda.cudnn_sdp_enabled()))
+        return plain(query, key, value, mask, *rest, **options)
+
+    monkeypatch.setattr(cudnn, "_SDPA", record)
+    model = trl_trainers.build_trainer("grpo", checkpoint, tmp_path, steps=1).model
+    mask = torch.ones(2, 64, dtype=torch.int64)
+    ids = torch.randint(5, 200, mask.shape, generator=torch.Generator().manual_seed(0))
+    for padding in (0, 10):
+        mask[0, :padding] = 0
+        arguments = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+        model(**arguments, fused_lm_head=True).loss.backward()
+    expected = {(64, False, True), (64, True, False)}
+    assert {call for call in calls if call[0] == 64} == expected
+
+
+def test_hidden_states_are_those_of_the_logits(checkpoint: Path) -> None:
+    """What TRL reads as base_model, also packed; and the class by its name in transformers."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    assert transformers.CoatVlm is type(model)  # pyright: ignore[reportAttributeAccessIssue]
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    shown = processor(question="What is this?", images=Image.new("RGB", (20, 20), "red"))
+    hidden = model.base_model(**shown, use_cache=False).last_hidden_state
+    assert torch.equal(model.get_output_embeddings()(hidden), model(**shown).logits)
+    ids = shown["input_ids"][:, -9:]
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    packed = model.base_model(input_ids=ids, cu_seq_lens_q=bounds, max_length_q=5)
+    alone = model.base_model(input_ids=ids[:, 4:])
+    difference = packed.last_hidden_state[:, 4:] - alone.last_hidden_state
+    assert difference.abs().max() < 1e-5
+
+
+def test_adapters_come_before_the_conversion(checkpoint: Path) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    config = peft.LoraConfig(target_modules=r"language_model.*\.(q_proj|down_proj)")
+    convert(model, Fp8Config())
+    wrapped: Any = peft.get_peft_model(model, config)
+    with pytest.raises(ValueError, match=r"wrap the layers first \(peft.get_peft_model\)"):
+        wrapped(input_ids=torch.tensor([[5, 6]]))
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    adapted: Any = peft.get_peft_model(model, config)
+    assert "LoRA adapters in BF16" in str(convert(adapted, Fp8Config()))
+    adapted(input_ids=torch.tensor([[5, 6]]), labels=torch.tensor([[5, 6]])).loss.backward()
+    assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
