@@ -28,6 +28,9 @@ OTHER_NAMES = {
     "lora_r": "rank",
     "lora_alpha": "alpha",
     "lora_dropout": "dropout",
+    "target_modules": "targets",
+    "use_rslora": "rslora",
+    "use_dora": "dora",
 }
 """Names of transformers' Trainer, DeepSpeed, LLaVA and VILA -> keys of a recipe."""
 

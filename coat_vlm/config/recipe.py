@@ -192,6 +192,7 @@ class Recipe:
             self.fp8.resolved(self.precision)  # raises if the settings contradict the precision
             self._check_graphs(self.fp8)
         self._check_low_bits()
+        self._check_dora()
         self._check_choose()
 
     def _check_keep_best(self) -> None:
@@ -222,6 +223,15 @@ class Recipe:
                 "DeepSpeed always keeps another copy of the trained weights, its flat partitions; "
                 "set zero_stage to 0, or remove master_weights"
             )
+
+    def _check_dora(self) -> None:
+        """Reject DoRA where the weights, whose rows it measures, are partitioned."""
+        for name, stage in self.stages.items():
+            if stage.lora is not None and stage.lora.dora and self.zero_stage == 3:
+                raise ValueError(
+                    f"stages.{name}.lora.dora reads the whole base weight, which peft does not "
+                    "gather with zero_stage: 3; set zero_stage to 0, 1 or 2, or remove dora"
+                )
 
     def _check_choose(self) -> None:
         """Reject keys that are not chosen by memory."""

@@ -85,7 +85,7 @@ class ModuleTraining:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class LoraTraining:
-    """LoRA (Hu et al. 2021, arXiv:2106.09685): y = W x + alpha / rank * B A x, W frozen.
+    """LoRA (Hu et al. 2021, arXiv:2106.09685): y = W x + scale * B A x, W frozen.
 
     The defaults are those of LLaVA-1.5's LoRA script (haotian-liu/LLaVA,
     scripts/v1_5/finetune_lora.sh), which uses a learning rate of 2e-4 for the adapters and 2e-5 for
@@ -95,14 +95,29 @@ class LoraTraining:
     rank: Annotated[int, Field(gt=0)] = 128
     """Rows of A and columns of B (LLaVA's and VILA's ``lora_r``)."""
     alpha: Annotated[int, Field(gt=0)] = 256
-    """Numerator of the scale (``lora_alpha``)."""
+    """Numerator of the scale alpha / rank (``lora_alpha``)."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
     """Dropout probability of an adapter's input (``lora_dropout``)."""
+    modules: list[ModuleName] = field(default_factory=lambda: ["language"])
+    """Modules that train adapters instead of their weights, with the lr of the module: any of
+    ``vision``, ``projector``, ``language``."""
     targets: list[str] | None = None
     """Linear layers that get an adapter, by the last part of the name, for example ``[q_proj,
-    v_proj]``; when absent, all of the language model except the output layer."""
+    v_proj]`` (peft's ``target_modules``); when absent, all of the modules' blocks and of the
+    projector, without the output layer."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732), peft's
+    ``use_rslora``."""
+    dora: bool = False
+    """Train the length of each row of W + scale * B A as a parameter (DoRA, Liu et al. 2024,
+    arXiv:2402.09353), peft's ``use_dora``; not with ``zero_stage: 3``."""
 
     def __post_init__(self) -> None:
+        if not self.modules or len(set(self.modules)) < len(self.modules):
+            raise ValueError(
+                f"modules is {self.modules}; name each of vision, projector, language at most "
+                "once, and at least one"
+            )
         if self.targets is not None and not self.targets:
             raise ValueError(
                 "targets is empty, so no layer would get an adapter; name linear layers, or remove "
@@ -167,7 +182,7 @@ class StageConfig:
     projector: ModuleTraining = field(default_factory=lambda: ModuleTraining(train=False))
     language: ModuleTraining = field(default_factory=lambda: ModuleTraining(train=False))
     lora: LoraTraining | None = None
-    """Train LoRA adapters on the frozen language model, with the lr of ``language``."""
+    """Train LoRA adapters instead of the weights of the language model or other modules."""
     template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] | None = None
     """Chat template of this stage; the model's when absent."""
     batch_size: Positive
@@ -215,11 +230,14 @@ class StageConfig:
         require_exactly_one("stage", epochs=self.epochs, max_steps=self.max_steps)
         if not any(self.module(name).train for name in MODULES):
             raise ValueError("no module trains; set train: true and lr for at least one module")
-        if self.lora is not None and not self.language.train:
-            raise ValueError(
-                "lora has no effect with a frozen language model; set language: {train: true, "
-                "lr: 2.0e-4}, the learning rate of the adapters, or remove lora"
-            )
+        adapted: list[ModuleName] = [] if self.lora is None else self.lora.modules
+        for name in adapted:
+            if not self.module(name).train:
+                model = "language model" if name == "language" else f"{name} module"
+                raise ValueError(
+                    f"lora has no effect with a frozen {model}; set {name}: {{train: true, lr: "
+                    "2.0e-4}, the learning rate of the adapters, or change lora.modules"
+                )
         if self.schedule == "constant" and self.min_lr_ratio:
             raise ValueError(
                 "min_lr_ratio has no effect with schedule: constant; remove one of them"

@@ -8,7 +8,7 @@ LoRA adapters are written as a peft folder with adapter_config.json and adapter_
 
     PeftModel.from_pretrained(CoatVlm.from_pretrained(BASE), FOLDER)
 
-loads the model of the end of the stage. FOLDER contains the adapters of the language model and the
+loads the model of the end of the stage. FOLDER contains the adapters and the
 full weights of the other trained modules (peft's ``modules_to_save``). BASE is the folder that the
 stage started from; adapter_config.json names it.
 """
@@ -47,7 +47,7 @@ from coat_vlm.model.compressed import (
     describe_compression,
     read_compression,
 )
-from coat_vlm.model.lora import adapter_config, has_adapters, merge, split_adapters
+from coat_vlm.model.lora import adapter_config, find_scale, has_adapters, merge, split_adapters
 from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.run.lock import LOCK, lock_folder
 from coat_vlm.run.signals import SIGNALS
@@ -113,7 +113,7 @@ def save_model(
             assert config is not None, "adapter_config.json was just written"
             own = _collect_adapter_weights(config, weights, adapters)
             _save_adapter(temporary / _ADAPTER, config, own)
-            merge(weights, adapters, config["lora_alpha"] / config["r"])
+            merge(weights, adapters, find_scale(config))
         save_coat(temporary, model, share_tied(weights, model), processor)
         training: dict[str, Any] = {
             "recipe": recipe.name,
@@ -390,7 +390,7 @@ def _read(
     adapter = _read_adapter(described)
     if adapter is not None:
         state, adapters = split_adapters(state)
-        merge(state, adapters, adapter["lora_alpha"] / adapter["r"])
+        merge(state, adapters, find_scale(adapter))
     absent = sorted(dict(model.named_parameters()).keys() - state.keys())
     if absent:
         raise ValueError(

@@ -1,43 +1,53 @@
-"""LoRA on the language model with peft's layers.
+"""LoRA with peft's layers, on the language model, the vision tower and the projector.
 
-``add_adapters`` wraps linear layers of the language model in place. A layer ``q_proj`` with
+``add_adapters`` wraps linear layers in place. A layer ``q_proj`` with
 ``q_proj.weight`` then has the frozen ``q_proj.base_layer.weight`` [N, K], and the trained
 ``q_proj.lora_A.default.weight`` [r, K] and ``q_proj.lora_B.default.weight`` [N, r].
-``split_adapters`` restores the original names; ``merge`` computes W + alpha / r * B A.
+DoRA has the trained ``q_proj.lora_magnitude_vector.default.weight`` [N] in addition.
+``split_adapters`` restores the original names; ``merge`` computes W + scale * B A.
 
 peft is imported only to create adapters, because it is an optional dependency.
 """
 
 import dataclasses
 import difflib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from coat_vlm.config import ModuleName
 from coat_vlm.config.stage import LoraTraining
-from coat_vlm.model.vlm import CoatVlm, count_parameters
+from coat_vlm.model.vlm import CoatVlm, count_parameters, module_parameters
 
-_LANGUAGE = "language_model"
+_PREFIXES: Mapping[ModuleName, str] = {
+    "vision": "vision_tower",
+    "projector": "projector",
+    "language": "language_model",
+}
 _ADAPTER = "default"
 """peft's default adapter name."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+_IN_BLOCK = r"\.(.*\.)?\d+\.(.*\.)?"
+_LENGTH = ".lora_magnitude_vector.weight"
 
 
 def add_adapters(model: CoatVlm, settings: LoraTraining) -> None:
-    """Add adapters to the language model in place, and freeze its other parameters.
+    """Add adapters in place, and freeze all other parameters.
 
     A is drawn from torch's global generator and B is zero, so the model's output is unchanged.
 
     Args:
         model: a model without adapters, not converted to FP8; on any device.
-        settings: rank, scale, dropout and target layers.
+        settings: modules, target layers, rank, scale, dropout and variant.
 
     Raises:
-        ValueError: a target is not a linear layer of the language model, or peft is missing.
+        ValueError: a target is not a linear layer of the modules, a module has none, or peft is
+            missing.
     """
-    names = _targets(model, settings)
+    targets = _find_targets(model, settings)
     try:
         import peft
     except ModuleNotFoundError as error:
@@ -50,36 +60,57 @@ def add_adapters(model: CoatVlm, settings: LoraTraining) -> None:
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        # Excludes the tower, which has layers with the same names, and the output layer.
-        target_modules=rf"{_LANGUAGE}\.(.*\.)?({'|'.join(map(re.escape, names))})",
+        use_rslora=settings.rslora,
+        use_dora=settings.dora,
+        target_modules=targets,
     )
     peft.inject_adapter_in_model(config, model)
 
 
-def _targets(model: CoatVlm, settings: LoraTraining) -> list[str]:
-    """Return the last name components of the layers to adapt."""
-    output = model.get_output_embeddings()
+def _find_targets(model: CoatVlm, settings: LoraTraining) -> str:
+    """Return peft's pattern of the names of the layers to adapt."""
+    parts = module_parameters(model)
     linears = {
-        name.rpartition(".")[2]: None
-        for name, module in model.language_model.named_modules()
-        if isinstance(module, nn.Linear) and module is not output
+        name: list(dict.fromkeys(_linears(name, parts[name], model)) if name in parts else ())
+        for name in settings.modules
     }
-    allowed = list(linears)
-    if not allowed:
-        raise ValueError(
-            f"lora: {type(model.language_model).__name__} has no nn.Linear layer for an adapter; "
-            "remove lora from the stage"
-        )
+    allowed = list(dict.fromkeys(layer for layers in linears.values() for layer in layers))
     for target in settings.targets or ():
-        if target not in linears:
+        if target not in allowed and allowed:
             close = difflib.get_close_matches(target, allowed, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
+            kinds = " and ".join(type(parts[name]).__name__ for name in settings.modules)
             raise ValueError(
-                f"lora.targets: {target!r} is not a linear layer of "
-                f"{type(model.language_model).__name__}'s blocks; allowed: {', '.join(allowed)}"
-                f"{hint}"
+                f"lora.targets: {target!r} is not a linear layer of {kinds}'s blocks; allowed: "
+                f"{', '.join(allowed)}{hint}"
             )
-    return settings.targets or allowed
+    patterns = []
+    for name in settings.modules:
+        layers = linears[name]
+        chosen = [layer for layer in layers if layer in (settings.targets or layers)]
+        if not chosen:
+            kind = type(parts[name]).__name__ if name in parts else "the model"
+            wrong = "no nn.Linear layer for an adapter"
+            wrong = f"none of lora.targets {settings.targets}" if layers else wrong
+            raise ValueError(
+                f"lora: {kind} ({name}) has {wrong}; remove {name} from lora.modules, or lora from "
+                "the stage"
+            )
+        # Only within its module: a tower and a language model have layers of the same names.
+        within = _IN_BLOCK if name == "vision" else r"\.(.*\.)?"
+        patterns.append(rf"{_PREFIXES[name]}{within}({'|'.join(map(re.escape, chosen))})")
+    return "|".join(patterns)
+
+
+def _linears(module: ModuleName, part: nn.Module, model: CoatVlm) -> Iterator[str]:
+    """Yield the last name components of a module's linear layers."""
+    output = model.get_output_embeddings()
+    for name, layer in part.named_modules():
+        # Subclasses belong to torch's attention module, which reads their weight without a call.
+        # A tower's layers outside of blocks are a pooling head, which is not computed.
+        in_block = module != "vision" or re.match(_IN_BLOCK, f".{name}")
+        if type(layer) is nn.Linear and layer is not output and in_block:
+            yield name.rpartition(".")[2]
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -97,13 +128,20 @@ def describe(model: CoatVlm) -> str:
     config = vars(model)["peft_config"][_ADAPTER]
     layers = [name for name, m in model.named_modules() if base_layer(m) is not m]
     kinds = dict.fromkeys(name.rpartition(".")[2] for name in layers)
-    language = model.language_model
-    trained = count_parameters(language, trainable_only=True)
-    base = count_parameters(language) - trained
+    names = {"vision": "vision tower", "language": "language model"}
+    shares = []
+    for name, part in module_parameters(model).items():
+        if has_adapters(part):
+            trained = count_parameters(part, trainable_only=True)
+            base = count_parameters(part) - trained
+            shares.append(
+                f"{trained:,} parameters, {trained / base:.2%} of the {names.get(name, name)}, "
+                "which is frozen"
+            )
+    variant = "DoRA" if config.use_dora else "LoRA"
     return (
-        f"LoRA rank {config.r}, alpha {config.lora_alpha}, dropout {config.lora_dropout:g} on "
-        f"{len(layers)} layers ({', '.join(kinds)}): {trained:,} parameters, "
-        f"{trained / base:.2%} of the language model, which is frozen"
+        f"{'rs' * config.use_rslora}{variant} rank {config.r}, alpha {config.lora_alpha}, dropout "
+        f"{config.lora_dropout:g} on {len(layers)} layers ({', '.join(kinds)}): {'; '.join(shares)}"
     )
 
 
@@ -113,11 +151,10 @@ def adapter_config(model: CoatVlm) -> Any:
     It names the folder from which the model was loaded, if any, and the other trained modules,
     whose full weights peft saves and loads (``modules_to_save``).
     """
-    parts = {"vision_tower": model.vision_tower, "projector": model.projector}
     trained = [
-        name
-        for name, part in parts.items()
-        if part is not None and count_parameters(part, trainable_only=True)
+        _PREFIXES[name]
+        for name, part in module_parameters(model).items()
+        if count_parameters(part, trainable_only=True) and not has_adapters(part)
     ]
     return dataclasses.replace(
         vars(model)["peft_config"][_ADAPTER],
@@ -147,18 +184,29 @@ def split_adapters(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     return base, adapters
 
 
+def find_scale(config: Mapping[str, Any]) -> float:
+    """Return the scale of B A from the contents of adapter_config.json."""
+    rank = config["r"]
+    return config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
 def merge(base: dict[str, Tensor], adapters: Mapping[str, Tensor], scaling: float) -> None:
     """Add adapters to their base weights, W + scaling * B A, in FP32 with one rounding.
+
+    The rows of a sum with DoRA's lengths m [N] are scaled to these (peft, tuners/lora/dora.py).
 
     Args:
         base: base weights from :func:`split_adapters`; weights with an adapter are replaced by the
             sum, in their dtype.
         adapters: adapter weights from :func:`split_adapters`.
-        scaling: alpha / r.
+        scaling: see :func:`find_scale`.
     """
     for name, a in adapters.items():
         if name.endswith(_A):
             layer = name.removesuffix(_A)
             weight = base[f"{layer}.weight"]
-            delta = scaling * (adapters[layer + _B].float() @ a.float())
-            base[f"{layer}.weight"] = (weight.float() + delta).to(weight.dtype)
+            merged = weight.float() + scaling * (adapters[layer + _B].float() @ a.float())
+            if layer + _LENGTH in adapters:
+                lengths = adapters[layer + _LENGTH].float()
+                merged *= (lengths / merged.norm(dim=1))[:, None]
+            base[f"{layer}.weight"] = merged.to(weight.dtype)

@@ -67,9 +67,13 @@ def format_count(number: float) -> str:
     return f"{number:.3g}"
 
 
+def _lora(lora: dict[str, Any]) -> str:
+    facts = [f"{k} {lora[k]:g}" for k in ("rank", "alpha", "dropout") if k in lora]
+    return ", ".join(facts + [k for k in ("rslora", "dora") if lora.get(k)])
+
+
 def _stage_column(stage: StageLog, config: dict[str, Any]) -> dict[str, Any]:
     last = stage.steps[-1] if stage.steps else {}
-    lora = config.get("lora") or {}
     losses = stage.validations[-1].get("losses") or {} if stage.validations else {}
     wall_s = (stage.end or {}).get("wall_s")
     final = _values(stage.steps[-20:], "loss")
@@ -83,7 +87,7 @@ def _stage_column(stage: StageLog, config: dict[str, Any]) -> dict[str, Any]:
         ("batch size", config.get("batch_size")),
         ("data", ", ".join(_source(source) for source in config.get("data") or [])),
         ("template", config.get("template")),
-        ("LoRA", ", ".join(f"{k} {lora[k]:g}" for k in ("rank", "alpha", "dropout") if k in lora)),
+        ("LoRA", _lora(config.get("lora") or {})),
         ("schedule", config.get("schedule")),
         ("train loss, last 20 steps", f"{sum(final) / len(final):.4f}" if final else ""),
         ("validation loss", ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())),

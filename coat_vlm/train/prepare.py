@@ -64,7 +64,7 @@ def check_run_folder(run_dir: Path, *, continues: bool) -> None:
 def set_trainable(model: CoatVlm, stage: StageConfig) -> None:
     """Set ``requires_grad`` of all modules for a stage, and add LoRA adapters; once per model.
 
-    With ``lora`` only the adapters of the language model train.
+    Of the modules of ``lora`` only the adapters train.
 
     Raises:
         ValueError: ``lora`` names a layer that does not exist.
@@ -72,7 +72,7 @@ def set_trainable(model: CoatVlm, stage: StageConfig) -> None:
     if stage.lora is not None:
         add_adapters(model, stage.lora)  # freezes all but the adapters
     for name, part in module_parameters(model).items():
-        if name != "language" or stage.lora is None:
+        if stage.lora is None or name not in stage.lora.modules:
             part.requires_grad_(stage.module(name).train)
     if stage.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -405,7 +405,7 @@ def _print_tables(
         training = stage.module(part)
         lr = f"{training.lr:g}" if training.lr is not None else "-"
         trains = "yes" if training.train else "frozen"
-        trains = "LoRA" if part == "language" and stage.lora is not None else trains
+        trains = "LoRA" if stage.lora is not None and part in stage.lora.modules else trains
         lines.append(f"  {part:<12}{count_parameters(module):>14,}  {trains:<8}{lr}")
     if stage.lora is not None:
         lines.append(f"  {describe(model)}")

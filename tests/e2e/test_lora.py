@@ -21,13 +21,14 @@ RANK, ALPHA = 4, 12
 
 
 def lora_recipe(data: Path, run: Path, **changes: Any) -> dict[str, Any]:
-    """Align trains the projector, sft adapters and the projector."""
+    """Align trains the projector, sft adapters of tower and language model, and the projector."""
     recipe = training["tiny_recipe"](data, run, save_total_limit=9, **changes)
     recipe["model"]["language"]["config"]["tie_word_embeddings"] = True
     sft = recipe["stages"]["sft"]
     sft.update(vision={"train": False}, max_steps=4, save_every_steps=2)
     align = {**sft, "language": {"train": False}, "max_steps": 1}
-    sft["lora"] = {"rank": RANK, "alpha": ALPHA}
+    sft["vision"] = {"train": True, "lr": 1e-3}
+    sft["lora"] = {"rank": RANK, "alpha": ALPHA, "rslora": True, "modules": ["vision", "language"]}
     recipe["stages"] = {"align": align, "sft": sft}
     return recipe
 
@@ -38,7 +39,7 @@ def run(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = lora_recipe(tiny_data, folder / "run", zero_stage=2)
     done = training["train"](recipe, folder, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "LoRA rank 4, alpha 12, dropout 0.05 on 7 layers" in done.stderr + done.stdout
+    assert "rsLoRA rank 4, alpha 12, dropout 0.05 on 13 layers" in done.stderr + done.stdout
     return folder / "run"
 
 
@@ -88,17 +89,17 @@ def test_a_resumed_run_ends_bit_for_bit_the_same(
 
 
 def test_only_adapters_and_the_projector_moved(run: Path) -> None:
-    """The model folder holds the aligned weights plus alpha / r B A, and the adapters beside."""
+    """The model folder holds the aligned weights plus scale B A, and the adapters beside."""
     before, after = (weights(run / stage / "model") for stage in ("align", "sft"))
     adapters = weights(run / "sft/model/adapter", "adapter_model.safetensors")
     assert before.keys() == after.keys()
     changed = {name for name in after if not torch.equal(before[name], after[name])}
     layers = {name.removesuffix(".lora_A.weight") for name in adapters if "lora_A" in name}
-    assert len(layers) == 7
+    assert len(layers) == 13
     for layer in layers:
         a, b = (adapters[f"{layer}.lora_{side}.weight"] for side in "AB")
         name = layer.removeprefix("base_model.model.") + ".weight"
-        expected = before[name] + ALPHA / RANK * (b @ a)
+        expected = before[name] + ALPHA / RANK**0.5 * (b @ a)
         assert torch.allclose(after[name], expected, atol=1e-7, rtol=0), name
         assert b.abs().max() > 1e-4
         changed.discard(name)
@@ -181,3 +182,29 @@ def test_a_run_in_coat_at_stage_3_from_its_own_parts(
     refused = ["export", model, "--adapter", "--to", str(tmp_path / "b")]
     assert main(refused) == 2
     assert "export a checkpoint of the stage" in capsys.readouterr().err
+
+
+def test_dora_on_every_module_in_coat(
+    tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = lora_recipe(tiny_data, tmp_path / "run", precision="coat")
+    del recipe["stages"]["align"]
+    sft = recipe["stages"]["sft"]
+    sft["lora"] |= {"dora": True, "modules": ["vision", "projector", "language"]}
+    sft.update(max_steps=2)
+    done = training["train"](recipe, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "rsDoRA rank 4, alpha 12, dropout 0.05 on 15 layers" in done.stderr + done.stdout
+    folder = exported(step(tmp_path / "run", 2), tmp_path / "peft", "--adapter")
+    adapters = weights(folder, "adapter_model.safetensors")
+    assert all(".lora_" in name for name in adapters)
+    theirs: Any = peft.PeftModel.from_pretrained(CoatVlm.from_pretrained(folder / "base"), folder)
+    expected = logits(load(tmp_path / "run" / "sft" / "model")[0])
+    assert (logits(theirs) - expected).abs().max() < 1e-5
+    assert (logits(CoatVlm.from_pretrained(folder / "base")) - expected).abs().max() > 1e-4
+    recipe["zero_stage"] = 3
+    recipe["output_dir"] = str(tmp_path / "other")
+    path = tmp_path / "three.yaml"
+    path.write_text(json.dumps(recipe))
+    assert main(["train", str(path)]) == 2
+    assert "set zero_stage to 0, 1 or 2, or remove dora" in capsys.readouterr().err

@@ -15,7 +15,14 @@ from coat_vlm.config import Fp8Config, ModuleTraining, Precision, SourceConfig, 
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.fp8 import arithmetic_of, convert
 from coat_vlm.model.build import build_model, create_meta_model
-from coat_vlm.model.lora import adapter_config, describe, has_adapters, merge, split_adapters
+from coat_vlm.model.lora import (
+    adapter_config,
+    describe,
+    find_scale,
+    has_adapters,
+    merge,
+    split_adapters,
+)
 from coat_vlm.model.vlm import CoatVlm, count_parameters
 from coat_vlm.optim import param_groups
 from coat_vlm.plan.activations import trace
@@ -143,6 +150,50 @@ def test_merged_weights_give_the_same_logits(tiny: Any) -> None:
         without = untouched(**batch).logits
     assert (before - after).abs().max() < 1e-6
     assert (before - without).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("rslora", "dora"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_adapters_of_every_module_merge(tiny: Any, rslora: bool, dora: bool, fp8: bool) -> None:
+    lora = replace(LORA, rslora=rslora, dora=dora, modules=["vision", "projector", "language"])
+    stage = replace(STAGE, vision=TRAINS, lora=lora)
+    model = adapted(tiny, stage, language=tiny.language(hidden_size=32))
+    assert adapter_config(model).modules_to_save is None
+    assert all(".lora_" in n for n, p in model.named_parameters() if p.requires_grad)
+    parts = {name.split(".")[0] for name in adapters_of(model)}
+    assert parts == {"vision_tower", "projector", "language_model"}
+    for name, parameter in model.named_parameters():
+        if "magnitude" in name:  # around the lengths of the rows, as in training
+            parameter.data.abs_().add_(0.5)
+    if fp8:
+        report = convert(model, Fp8Config(language="coat", vision="coat"))
+        assert sum("LoRA" in text for text in report.converted.values()) == 4
+    batch = inputs(model)
+    model(**batch).loss.backward()
+    layers = 2 * 6  # the tower is built without the last block, which is not read
+    found = [p for p in adapters_of(model).values() if p.grad is not None and p.grad.any()]
+    assert len(found) == (2 + dora) * (layers + 2 * 7 + 2)
+    base, weights = split_adapters(model.state_dict())
+    merge(base, weights, find_scale(adapter_config(model).to_dict()))
+    vision = tiny.vision(hidden_size=32, intermediate_size=48)
+    plain = tiny.model(vision=vision, language=tiny.language(hidden_size=32), seed=9)
+    plain.load_state_dict(base)
+    model.eval()
+    with torch.no_grad():
+        before, after = model(**batch).logits, plain(**batch).logits
+    # One FP8 layer differs by about 5%, and the residual stream carries most of the rest.
+    assert (before - after).norm() < (0.1 if fp8 else 1e-5) * after.norm()
+
+
+def test_a_merge_with_lengths_by_hand() -> None:
+    base = {"q.weight": torch.tensor([[3.0, 0.0], [0.0, 1.0]])}
+    adapters = {
+        "q.lora_A.weight": torch.tensor([[0.0, 1.0]]),
+        "q.lora_B.weight": torch.tensor([[2.0], [0.0]]),
+        "q.lora_magnitude_vector.weight": torch.tensor([10.0, 7.0]),
+    }
+    merge(base, adapters, find_scale({"r": 4, "lora_alpha": 4, "use_rslora": True}))
+    assert torch.allclose(base["q.weight"], torch.tensor([[6.0, 8.0], [0.0, 7.0]]))
 
 
 def test_a_merge_by_hand() -> None:
@@ -326,6 +377,13 @@ def test_what_is_refused(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         LoraTraining(rank=0)
     with pytest.raises(ValueError, match="targets is empty"):
         LoraTraining(targets=[])
+    with pytest.raises(ValueError, match="modules is \\['vision', 'vision'\\]"):
+        LoraTraining(modules=["vision", "vision"])
+    with pytest.raises(ValueError, match=r"lora has no effect with a frozen vision module"):
+        replace(STAGE, lora=LoraTraining(modules=["vision"]))
+    part = replace(STAGE, lora=LoraTraining(modules=["language", "projector"], targets=["q_proj"]))
+    with pytest.raises(ValueError, match=r"Projector \(projector\) has none of lora.targets"):
+        set_trainable(model, part)
     with pytest.raises(ValueError, match="lora has no effect with a frozen language model"):
         replace(STAGE, language=ModuleTraining(train=False))
     monkeypatch.setitem(sys.modules, "peft", None)
