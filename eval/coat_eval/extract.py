@@ -237,6 +237,10 @@ def infer_letter_c03bc048(text: str, choices: Mapping[str, str]) -> str | None:
     return None if not alone and "Z" in words else _find_only_choice(text, choices)
 
 
+LETTER_RULES = {"vlmeval": infer_letter, "vlmeval@c03bc048": infer_letter_c03bc048}
+"""VLMEvalKit's letter rule by profile."""
+
+
 def _find_lone_letters(text: str, choices: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Return the words of a text, and the letters of ``choices`` that are among them."""
     words = text.translate(_SEPARATORS).split()
