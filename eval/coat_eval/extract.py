@@ -239,6 +239,10 @@ def infer_letter_c03bc048(text: str, choices: Mapping[str, str]) -> str | None:
     return None if not alone and "Z" in words else _find_only_choice(text, choices)
 
 
+LETTER_RULES = {"vlmeval": infer_letter, "vlmeval@c03bc048": infer_letter_c03bc048}
+"""VLMEvalKit's letter rule by profile."""
+
+
 def declines(text: str, choices: Mapping[str, str]) -> bool:
     """Return whether ``can_infer`` reads a text as a refusal ("Z"), so that no judge is asked."""
     words, alone = _find_lone_letters(text, choices)

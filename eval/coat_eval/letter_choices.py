@@ -35,7 +35,12 @@ from coat_eval.benchmark import (
     to_table_percents,
 )
 from coat_eval.data_folder import DataFolder, MediaFile, Row
-from coat_eval.extract import declines, infer_letter, infer_letter_c03bc048, letter_choices
+from coat_eval.extract import (
+    LETTER_RULES,
+    declines,
+    infer_letter_c03bc048,
+    letter_choices,
+)
 from coat_eval.files import Table
 from coat_eval.spreadsheet import IMAGE_HASH
 
@@ -211,8 +216,7 @@ class LetterBenchmark(Benchmark):
         if settings.profile == "first_letter":
             letter = text.strip()[:1].upper()
             return letter if letter in choices else None
-        rule = infer_letter if settings.profile == "vlmeval" else infer_letter_c03bc048
-        letter = rule(text, choices)
+        letter = LETTER_RULES.get(settings.profile, infer_letter_c03bc048)(text, choices)
         if letter is None and not any(choices.values()) and len(text.strip()) > 1:
             raise DataError(
                 question.where,

@@ -285,7 +285,7 @@ def format_headline(report: Mapping[str, Any]) -> str:
             lines.append(f"{name.ljust(width)}  {value:5d}")
     if table := format_duration_table(metrics) if report["task"] == "videomme" else "":
         lines += ["", table]
-    lines.append(f"rules of {report['follows']}")
+    lines.append(f"profile {report['profile']}: rules of {report['follows']}")
     if report.get("judge"):
         lines.append(f"judge: {report['judge']}")
     if report.get("rule_only"):

@@ -176,8 +176,8 @@ def find_detectable_difference(discordant: int, items: int) -> float | None:
     level = Z_95 * math.sqrt(share)
     spread = items + Z_POWER**2
     inner = (level * root) ** 2 - spread * (level**2 - Z_POWER**2 * share)
-    found = (level * root + math.sqrt(inner)) / spread
-    return 100 * found if 0 < found <= share else None
+    found = (level * root + math.sqrt(max(0.0, inner))) / spread
+    return 100 * found if inner > 0 and found <= share else None
 
 
 def compute_metrics(scored: ScoredSet) -> dict[str, tuple[RatioMetric, Mask]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coat_eval.benchmark import UPSTREAM, Settings
+from coat_eval.benchmark import UPSTREAM, Question, Settings
 from coat_eval.extract import infer_letter
 from coat_eval.ratios import compute_standard_error
 from coat_eval.reliability import get_official_size
@@ -126,7 +126,25 @@ def test_every_profile_names_the_commit_that_it_follows(tmp_path: Path):
     assert (report["n"], report["n_official"]) == (1, 9000)
     assert get_official_size(get_benchmark("pope"), 3000) == 3000  # one split alone is complete
     assert report["follows"] == UPSTREAM["vlmeval"]
-    assert f"rules of {UPSTREAM['vlmeval']}" in format_headline(report)
+    assert f"profile vlmeval: rules of {UPSTREAM['vlmeval']}" in format_headline(report)
+
+
+@pytest.mark.parametrize("name", ["seedbench", "mmmu", "mmstar", "scienceqa", "mmbench"])
+def test_both_versions_of_a_changed_rule_stand_beside_each_other(name: str):
+    """VLMEvalKit's pull request 1552: two letters were undecided before "answer is X"."""
+    benchmark = get_benchmark(name)
+    choices = {"A": "a cup", "B": "a plate", "C": "a fork"}
+    details = {"choices": choices, "type": "multiple-choice"}
+    question = Question(question_id="1", answer="B", details=details)
+    text = "The answer is B, because C would be made of steel and not of clay"
+    read = {
+        profile: benchmark.extract(text, question, Settings(profile=profile))
+        for profile in ("vlmeval", "vlmeval@c03bc048")
+    }
+    assert read == {"vlmeval": "B", "vlmeval@c03bc048": None}
+    assert benchmark.get_upstream("vlmeval@c03bc048") == "open-compass/VLMEvalKit @c03bc048"
+    with pytest.raises(ValueError, match=r"no profile 'vlmeval@1'; allowed: .*vlmeval@c03bc048"):
+        benchmark.check_profile("vlmeval@1")
 
 
 def test_video_mme_by_duration_and_category(tmp_path: Path):

@@ -58,6 +58,8 @@ def test_few_items_that_differ_show_nothing() -> None:
     """Seven of seven is p = 1/64, but even a model that wins all of 7 +- 2.6 is seen too rarely."""
     assert find_detectable_difference(7, 100) is None
     assert find_detectable_difference(0, 100) is None
+    assert find_detectable_difference(1, 2) is None  # the equation has no solution
+    assert find_detectable_difference(2, 2) is None
     assert find_detectable_difference(9, 100) == pytest.approx(8.31, abs=0.01)
 
 

@@ -187,6 +187,10 @@ def test_the_answers_are_worth_scoring(out: Path):
     [
         (["pope_ocr"], "unknown benchmark 'pope_ocr'; allowed: pope, gqa"),
         (["vizwiz", "--profile", "vlmeval"], "vizwiz has no profile 'vlmeval'"),
+        (
+            ["gqa", "--profile", "vlmeval@1234567"],
+            "gqa has no profile 'vlmeval@1234567'; allowed: official, lmms, vlmeval",
+        ),
         (["gqa", "--limit", "0"], "--limit is 0"),
         (["gqa", "--split", "tset"], "gqa has no split 'tset'"),
         (["gqa", "--task", "yes_no"], "--task is for your own question set"),

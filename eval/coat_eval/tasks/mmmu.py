@@ -28,7 +28,7 @@ from coat_eval.benchmark import (
     to_percent,
 )
 from coat_eval.data_folder import DataFolder, Layouts
-from coat_eval.extract import infer_letter, letter_choices
+from coat_eval.extract import LETTER_RULES, letter_choices
 from coat_eval.files import Table
 
 DOMAINS = {
@@ -80,7 +80,7 @@ class Mmmu(Benchmark):
         "@bb0b95a"
     )
     headline = ("overall", *(f"domain.{domain}" for domain in DOMAINS))
-    profiles = ("official", "lmms", "vlmeval")
+    profiles = ("official", "lmms", *LETTER_RULES)
     sizes: ClassVar[Mapping[str, int]] = {"validation": 900, "dev": 150, "test": 10500}
     constants = tuple("ABCD")
     id_fields = ("question_id", "id")
@@ -171,14 +171,14 @@ class Mmmu(Benchmark):
 
         A text from {id: answer}, and a bare letter without known choices, is compared without
         parsing, as in main_eval_only.py. lmms: its variant of the parser.
-        vlmeval: see :func:`coat_eval.extract.infer_letter`; an open question is a choice
+        vlmeval: see :data:`coat_eval.extract.LETTER_RULES`; an open question is a choice
         between its answer and "Other Answers".
         """
-        if settings.profile == "vlmeval":
+        if rule := LETTER_RULES.get(settings.profile):
             choices = question.details["choices"]
             if not _is_choice(question):
                 choices = {"A": str(question.answer), "B": "Other Answers"}
-            return infer_letter(text, choices)
+            return rule(text, choices)
         if not _is_choice(question):
             return parse_open_values(text)
         choices = question.details["choices"]
@@ -191,7 +191,7 @@ class Mmmu(Benchmark):
         if _is_choice(question):
             gold = question.answer
             return float(extracted in gold if isinstance(gold, list) else extracted == gold)
-        if settings.profile == "vlmeval":
+        if settings.profile in LETTER_RULES:
             return float(extracted == "A")
         # lmms-eval keeps one value of the set as text and then compares its characters: always 0.
         if settings.profile == "lmms":
@@ -213,7 +213,7 @@ class Mmmu(Benchmark):
         subject, within a subject by number.
         """
         scored = super().score_all(joined, settings)
-        if settings.fallback == "wrong" or settings.profile == "vlmeval":
+        if settings.fallback == "wrong" or settings.profile in LETTER_RULES:
             return scored
 
         def place(one: ScoredItem) -> tuple[int, str, int]:

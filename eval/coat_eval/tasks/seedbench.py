@@ -30,7 +30,7 @@ from coat_eval.benchmark import (
     to_table_percents,
 )
 from coat_eval.data_folder import DataFolder, Layouts, MediaFile, Row, VideoFrame
-from coat_eval.extract import infer_letter, letter_choices, select_lowest_loss
+from coat_eval.extract import LETTER_RULES, letter_choices, select_lowest_loss
 from coat_eval.files import Table
 
 TYPES = {
@@ -60,7 +60,7 @@ class SeedBench(Benchmark):
         "LLaVA scripts/convert_seed_for_submission.py @c121f04"
     )
     headline = ("image", "video", "all", "macro")
-    profiles = ("official", "lmms", "vlmeval")
+    profiles = ("official", "lmms", *LETTER_RULES)
     sizes: ClassVar[Mapping[str, int]] = {"all": 19242, "image": 14233, "video": 5009}
     constants = tuple(LETTERS)
     text_fields = ("prediction", "text", "losses")
@@ -135,12 +135,12 @@ class SeedBench(Benchmark):
         """Return the stripped text (``raw``: the text itself), which must equal the letter.
 
         lmms: its first character, in upper case. vlmeval: a letter or a choice's text, see
-        :func:`coat_eval.extract.infer_letter`.
+        :data:`coat_eval.extract.LETTER_RULES`.
         """
         if settings.profile == "lmms":
             return text.strip()[:1].upper()
-        if settings.profile == "vlmeval":
-            return infer_letter(text, question.details["choices"])
+        if rule := LETTER_RULES.get(settings.profile):
+            return rule(text, question.details["choices"])
         return text if settings.raw else text.strip()
 
     def is_parsed(self, extracted: str | None, text: str) -> bool:
