@@ -8,10 +8,12 @@ alone (:mod:`coat_data.lists.formats`).
 import hashlib
 import os
 import shutil
+import sys
 import tarfile
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from coat_data.limits import Network
 from coat_data.sample import DataError
 
 _TIMEOUT_S = 60.0
+_ASK_S = 10.0
 FOLDER = Path(__file__).resolve().parents[1] / "mixtures"
 """The mixture files of a checkout; an installed package has none."""
 
@@ -65,6 +68,7 @@ _ARCHIVES = {
     "videomme": {"videos_chunked_*.zip": ".", "subtitle.zip": "."},
     "nextqa": {"videos.zip": "."},
     "tempcompass": {"tempcompass_videos.zip": "."},
+    "mvbench": {"video/*.zip": "video"},
 }
 """Archives of videos by benchmark."""
 _TABLES = "https://opencompass.openxlab.space/utils/VLMEval"
@@ -137,6 +141,24 @@ BENCHMARKS: Mapping[str, Repository] = {
         ),
         ("mathvision", "MathLLMs/MathVision", "MIT", ("data/test-*.parquet",)),
         ("mmvet", "MMVet", "CC BY-NC 4.0: no commercial use", ("data/test-*.parquet",)),
+            "mvbench",
+            "OpenGVLab/MVBench",
+            "MIT, asks for consent; videos for academic research, those of NTU RGB+D elsewhere",
+            ("json/*.json", *_ARCHIVES["mvbench"]),
+        ),
+        (
+            "longvideobench",
+            "longvideobench/LongVideoBench",
+            "CC BY-NC-SA 4.0: no commercial use, asks for consent; join the parts of videos.tar by "
+            "hand",
+            ("lvb_val.json", "videos.tar.part.*"),
+        ),
+        (
+            "mlvu",
+            "MLVU/MVLU",
+            "CC BY-NC-SA 4.0: research only, asks for consent",
+            ("*.json", "*.mp4"),
+        ),
         ("docvqa", "DocVQA", "terms of rrc.cvc.uab.es", ("DocVQA/validation-*.parquet",)),
         ("infovqa", "DocVQA", "terms of rrc.cvc.uab.es", ("InfographicVQA/validation-*.parquet",)),
     )
@@ -158,6 +180,45 @@ BENCHMARKS: Mapping[str, Repository] = {
 }
 """The official benchmarks on the Hub, mostly by lmms-lab, or as VLMEvalKit's tables: the splits
 with answers. TabMWP is only on GitHub (lupantech/PromptPG data/tabmwp)."""
+
+
+def describe_benchmark(name: str) -> str:
+    """Describe what :func:`download_benchmark` would fetch, one line per property.
+
+    The Hub is asked for the present revision and sizes; if it cannot be reached, a line says why.
+
+    Raises:
+        KeyError: the benchmark is not one of :data:`BENCHMARKS`.
+    """
+    one = BENCHMARKS[name]
+    lines = [
+        f"from: {one.repo}" if one.md5 else f"from: {one.repo}, a data set of the Hugging Face Hub",
+        f"files: {', '.join(one.files)}",
+        *(f"unpacked: {pattern} into {target}/" for pattern, target in one.unpack.items()),
+        f"license: {one.license}",
+        f"checksum: MD5 {one.md5}" if one.md5 else _ask_for_revision(one),
+        "not tried: the tests of this program run without a network",
+    ]
+    return "\n".join(lines)
+
+
+def _ask_for_revision(repository: Repository) -> str:
+    """Return the revision on the Hub, and number and size of the files; or why it is not known."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import filter_repo_objects
+
+    try:
+        info = HfApi().dataset_info(repository.repo, files_metadata=True, timeout=_ASK_S)
+    except Exception as error:  # of the HTTP library that this version of huggingface_hub uses
+        return f"revision and size: not known, {repository.repo} cannot be asked: {_first(error)}"
+    sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
+    found = list(filter_repo_objects(sizes, allow_patterns=list(repository.files)))
+    total = sum(sizes[file] for file in found)
+    return f"revision: {info.sha}, {len(found)} files, {total / 1e9:.3f} GB"
+
+
+def _first(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def download_benchmark(name: str, out_dir: str | Path) -> Path:
@@ -245,17 +306,21 @@ def download(name: str, out_dir: str | Path) -> tuple[Path, tuple[str, ...]]:
 
 
 def _fetch_file(repository: Repository, folder: Path) -> None:
-    """Download a single file and check its MD5; a file that is there already is checked alone."""
+    """Download a single file, or the rest of it, and check its MD5; an existing one is checked."""
     path = folder / repository.files[0]
     part = path.with_name(f"{path.name}.part")
     folder.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
+    if not path.exists() and not (part.exists() and _hash_file(part) == repository.md5):
+        have = part.stat().st_size if part.exists() else 0
+        rest = (have, sys.maxsize) if have else None
         try:
-            with (
-                request(repository.repo, None, _TIMEOUT_S, Network()) as answer,
-                part.open("wb") as file,
-            ):
-                shutil.copyfileobj(answer, file, 1 << 20)
+            with request(repository.repo, rest, _TIMEOUT_S, Network()) as answer:
+                goes_on = have and answer.status == HTTPStatus.PARTIAL_CONTENT
+                with part.open("ab" if goes_on else "wb") as file:
+                    shutil.copyfileobj(answer, file, 1 << 20)
+                if answer.length:
+                    left = f"{answer.length} bytes are left"
+                    raise ConnectionError(f"it broke off, {left}; run this again to continue")
         except (OSError, DataError) as error:
             raise DataError(
                 repository.repo,
@@ -264,9 +329,9 @@ def _fetch_file(repository: Repository, folder: Path) -> None:
                 f"{path} and run this again",
             ) from error
     found = path if path.exists() else part
-    with found.open("rb") as file:
-        digest = hashlib.file_digest(file, "md5").hexdigest()
+    digest = _hash_file(found)
     if digest != repository.md5:
+        part.unlink(missing_ok=True)
         raise DataError(
             str(found),
             f"has the MD5 {digest}, not {repository.md5} as published",
@@ -274,6 +339,11 @@ def _fetch_file(repository: Repository, folder: Path) -> None:
             "and scores are those of another version",
         )
     found.rename(path)
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()
 
 
 def _fetch_and_unpack(repository: Repository, folder: Path) -> None:
@@ -292,7 +362,7 @@ def _fetch_and_unpack(repository: Repository, folder: Path) -> None:
         if not any(folder.glob(repository.files[0])):  # not copied by hand either
             raise DataError(
                 repository.repo,
-                f"cannot be downloaded: {str(error).splitlines()[0]}",
+                f"cannot be downloaded: {_first(error)}",
                 f"where there is a network, run: hf download {repository.repo} --repo-type dataset "
                 f"{files} --local-dir {folder}; then copy the folder here and run this again",
             ) from error

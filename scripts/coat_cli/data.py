@@ -321,16 +321,25 @@ def _add_download(jobs: Commands) -> None:
         """\
   coat-vlm data download                           # list the names
   coat-vlm data download llava_558k --out data
+  coat-vlm data download pope                      # what it would fetch: files, license, size
   coat-vlm data download pope --out benchmarks     # for coat-vlm eval --tasks pope
 """,
     )
     add = parser.add_argument
     add("name", nargs="?", help="a name from the list, or a mixture file")
-    add("--out", type=Path, help="folder to download into")
+    add(
+        "--out", type=Path, help="folder to download into; a benchmark without it is only described"
+    )
 
 
 def _download(args: argparse.Namespace) -> int:
-    from coat_datasets.download import BENCHMARKS, download, download_benchmark, known_mixtures
+    from coat_datasets.download import (
+        BENCHMARKS,
+        describe_benchmark,
+        download,
+        download_benchmark,
+        known_mixtures,
+    )
 
     if args.name is None:
         for mixture in known_mixtures():
@@ -340,13 +349,15 @@ def _download(args: argparse.Namespace) -> int:
         for name, repository in BENCHMARKS.items():
             say(f"{name:<20} benchmark: {repository.repo} ({repository.license})")
         return 0
-    if args.out is None:
-        raise ValueError("--out is missing; name the folder to download into")
     if args.name in BENCHMARKS:
-        say(f"license: {BENCHMARKS[args.name].license}")
+        say(describe_benchmark(args.name))
+        if args.out is None:
+            return 0
         path = download_benchmark(args.name, args.out)
         say(f"{path}: coat-vlm eval --tasks {args.name} --data {args.out} --model ... --out ...")
         return 0
+    if args.out is None:
+        raise ValueError("--out is missing; name the folder to download into")
     path, notes = download(args.name, args.out)
     say(f"{path}: use it as the path of a source; statistics: coat-vlm data stats {path}")
     for note in notes:

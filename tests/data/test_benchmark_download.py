@@ -1,12 +1,18 @@
 """``coat-vlm data download`` of a benchmark, with a stand-in for the Hub."""
 
 import hashlib
+import http.server
 import io
+import json
+import os
+import subprocess
+import sys
+import threading
 import zipfile
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import huggingface_hub
 import pytest
@@ -21,6 +27,16 @@ FILES = {
     "lmms-lab/POPE": ["Full/random-0.parquet", "data/test-0.parquet"],
     "lmms-lab/Video-MME": ["videomme/test-0.parquet", "videos_chunked_01.zip", "subtitle.zip"],
 }
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing asks the real Hub."""
+
+    def offline(*_: Any, **__: Any) -> None:
+        raise OfflineModeIsEnabled("no network")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", offline)
 
 
 def stand_in(repo: str, *, repo_type: str, local_dir: Path, allow_patterns: list[str]) -> None:
@@ -72,14 +88,19 @@ def test_every_benchmark_has_a_source_in_a_layout_that_is_read():
         assert {file.rpartition("/")[2] for file in repository.files if "parquet" in file} <= ends
 
 
+class Answer(io.BytesIO):
+    status = 200
+    length = 0
+
+
 def test_a_table_with_its_checksum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     asked, md5 = [], hashlib.md5(b"index\tanswer\n").hexdigest()
 
-    def serve(url: str, *_: Any) -> io.BytesIO:
+    def serve(url: str, *_: Any) -> Answer:
         asked.append(url)
-        return io.BytesIO(b"index\tanswer\n")
+        return Answer(b"index\tanswer\n")
 
     monkeypatch.setattr(download, "request", serve)
     words = ["data", "download", "mmstar", "--out", str(tmp_path)]
@@ -93,6 +114,38 @@ def test_a_table_with_its_checksum(
     assert (tmp_path / "mmstar" / "MMStar.tsv").read_bytes() == b"index\tanswer\n"
     assert asked == [known.repo] * 2
     assert "coat-vlm eval --tasks mmstar" in capsys.readouterr().out
+
+
+def test_an_interrupted_table_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    content = bytes(range(256)) * 9
+    spans: list[tuple[int, int] | None] = []
+
+    def serve(_: str, span: tuple[int, int] | None, *__: Any) -> Answer:
+        """Three answers: cut after 1,000 bytes, cut again, and one of a host without ranges."""
+        spans.append(span)
+        first = span[0] if span and len(spans) < 3 else 0
+        answer = Answer(content[first : first + 1000] if len(spans) < 3 else content)
+        answer.status = 206 if first else 200
+        answer.length = len(content) - first - len(answer.getvalue())
+        return answer
+
+    monkeypatch.setattr(download, "request", serve)
+    known = replace(BENCHMARKS["mmstar"], md5=hashlib.md5(content).hexdigest())
+    monkeypatch.setattr(download, "BENCHMARKS", {"mmstar": known})
+    words = ["data", "download", "mmstar", "--out", str(tmp_path)]
+    part = tmp_path / "mmstar" / "MMStar.tsv.part"
+    for have in (1000, 2000):
+        assert main(words) == 2
+        assert "run this again to continue" in capsys.readouterr().err
+        assert part.read_bytes() == content[:have]
+    assert main(words) == 0
+    assert (tmp_path / "mmstar" / "MMStar.tsv").read_bytes() == content
+    assert [span and span[0] for span in spans] == [None, 1000, 2000]
+    (tmp_path / "mmstar" / "MMStar.tsv").rename(part)  # killed before it was renamed
+    assert main(words) == 0
+    assert len(spans) == 3
 
 
 def test_a_table_without_a_network(
@@ -113,3 +166,73 @@ def test_every_table_is_read_by_its_benchmark():
         assert (repository.files[0],) in first
         assert repository.repo.endswith(f"/{repository.files[0]}")
         assert len(repository.md5) == 32
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The parts of the Hub's API that a download asks for, for one repository."""
+
+    content: ClassVar[dict[str, bytes]] = {"Full/random-0.parquet": b"x" * 3000, "other.bin": b"y"}
+    asked: ClassVar[list[tuple[str, str | None]]] = []
+    sha = "5" * 40
+
+    def do_GET(self) -> None:
+        self.asked.append((self.path, self.headers["Range"]))
+        name = self.path.partition(f"/resolve/{self.sha}/")[2]
+        if name:
+            first = int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").split("-")[0])
+            return self.reply(self.content[name][first:], first)
+        files = [{"rfilename": one, "size": len(data)} for one, data in self.content.items()]
+        info = {"id": "lmms-lab/POPE", "sha": self.sha, "siblings": files}
+        tree = [
+            {"type": "file", "path": one, "size": len(data), "oid": "0" * 40}
+            for one, data in self.content.items()
+        ]
+        return self.reply(json.dumps(tree if "/tree/" in self.path else info).encode())
+
+    def do_HEAD(self) -> None:
+        self.reply(self.content[self.path.partition(f"/resolve/{self.sha}/")[2]])
+
+    def reply(self, data: bytes, first: int = 0) -> None:
+        self.send_response(206 if first else 200)
+        whole = first + len(data)
+        if first:
+            self.send_header("Content-Range", f"bytes {first}-{whole - 1}/{whole}")
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("X-Repo-Commit", self.sha)
+        self.send_header("ETag", f'"{whole}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_what_it_would_fetch_and_fetching_it_from_a_hub(tmp_path: Path):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    own = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hf")}
+    environment = {**os.environ, **own, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "coat_vlm.cli", "data", "download", "pope", *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    plan = run()
+    assert plan.stdout.splitlines() == [
+        "from: lmms-lab/POPE, a data set of the Hugging Face Hub",
+        "files: Full/*.parquet",
+        f"license: {BENCHMARKS['pope'].license}",
+        f"revision: {Hub.sha}, 1 files, 0.000 GB",
+        "not tried: the tests of this program run without a network",
+    ]
+    fetched = run("--out", str(tmp_path))
+    assert fetched.returncode == 0, fetched.stderr
+    assert (tmp_path / "pope/Full/random-0.parquet").read_bytes() == b"x" * 3000
+    assert not (tmp_path / "pope" / "other.bin").exists()
+    server.shutdown()
+    server.server_close()
+    without = run()
+    assert without.returncode == 0
+    assert "revision and size: not known, lmms-lab/POPE cannot be asked: " in without.stdout

@@ -64,6 +64,7 @@ class Mlvu(MvBench):
         """Return the video: in a folder per task as in MLVU/MVLU, or in one folder."""
         task = question.tables["task"]
         places = (
+            f"MLVU/video/{FILES[task]}",
             f"video/{FILES[task]}",
             f"video/{task}",
             FILES[task],
