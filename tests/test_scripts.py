@@ -231,3 +231,20 @@ def test_the_quickstart_reports_even_when_figures_are_missed(tmp_path: Path):
         "eval --run runs/quickstart",
         "report runs/quickstart",
     ]
+
+
+def test_the_dockerfile_copies_every_package_to_an_image_with_an_allowed_torch():
+    text = (ROOT / "Dockerfile").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    copied = {word for line in re.findall(r"^COPY (.*) \S+$", text, re.M) for word in line.split()}
+    assert all((ROOT / name).exists() for name in copied)
+    folders = {*project["tool"]["setuptools"]["packages"]["find"]["where"]}
+    wanted = {"pyproject.toml", project["project"]["readme"], "coat_vlm", *folders - {"."}}
+    assert wanted | {*project["project"]["license-files"]} == copied
+    found = re.search(r"^ARG IMAGE=pytorch/pytorch:([\d.]+)-cuda[\d.]+-cudnn9-devel$", text, re.M)
+    assert found is not None
+    (allowed,) = [
+        one for text in project["project"]["dependencies"]
+        if (one := Requirement(text)).name == "torch"
+    ]  # fmt: skip
+    assert found[1] in allowed.specifier

@@ -20,6 +20,7 @@ def add(commands: Commands) -> None:
   coat-vlm export runs/my_vlm/sft/model --to exported_vila --format vila
   coat-vlm export runs/my_vlm/sft/model --to exported_fp8 --weights fp8 --format llava
   coat-vlm export runs/my_vlm/sft/model --to exported_llm --format language
+  coat-vlm export runs/my_vlm/sft/model --to exported_card --card
   coat-vlm export exported_vila --to imported                  # a VILA or NVILA checkpoint
   coat-vlm export exported_llava --to imported_llava           # one like llava-hf/llava-1.5-7b-hf
   coat-vlm export runs/my_lora/sft/model --to exported_adapter --adapter
@@ -46,6 +47,10 @@ quantization.json; "coat-vlm eval --model DIR" measures the effect on answers.
   fp8        FP8 E4M3, one scale per output channel; inputs per token
   fp8_block  FP8 E4M3, one scale per 128 x 128 block; inputs per token and 128 channels
   int8       INT8, one scale per output channel; inputs per token
+
+--card writes README.md, a model card for the Hugging Face Hub, from the files of the run:
+parameters, precision, hardware, steps, tokens, data, results with intervals, recipe (with the paths
+in it). The license is left to you. --push-to-hub uploads the folder; a new repository is private.
 
 LoRA adapters (a stage's lora section) are merged into the weights. --adapter writes only the
 adapters and the other trained modules. The same model is returned by
@@ -81,6 +86,10 @@ written to DIR/base.
         action="store_true",
         help="write the LoRA adapters as a peft folder instead of merging them",
     )
+    parser.add_argument("--card", action="store_true", help="write a model card (README.md)")
+    parser.add_argument(
+        "--push-to-hub", metavar="NAME", help="upload to this repository (USER/MODEL) of the Hub"
+    )
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -98,15 +107,34 @@ def _run(args: argparse.Namespace) -> int:
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
     if not args.adapter:
-        folder = export(args.source, args.to, dtype, args.format or "coat", args.weights)
+        layout = args.format or "coat"
+        if args.push_to_hub:
+            from coat_vlm.export.hub import check_hub
+
+            check_hub(args.push_to_hub)
+        card = None
+        if args.card:
+            from coat_vlm.report.card import build_card
+
+            card = build_card(args.source, layout, args.weights)
+        folder = export(args.source, args.to, dtype, layout, args.weights)
         if args.weights:
             say(table(folder))
         say(f"model: {folder}")
+        if card is not None:
+            (folder / "README.md").write_text(card, encoding="utf-8")
+            say(f"card: {folder / 'README.md'}; its license is for you to fill in")
+        if args.push_to_hub:
+            from coat_vlm.export.hub import push
+
+            say(f"pushed: {push(folder, args.push_to_hub)}")
         return 0
-    for option, value in (("--format", args.format), ("--weights", args.weights)):
-        if value is not None:
+    for name in ("format", "weights", "card", "push_to_hub"):
+        value = getattr(args, name)
+        if value:
+            option = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
             raise ValueError(
-                f"{option} {value} has no effect with --adapter, which writes only the adapters in "
+                f"{option} has no effect with --adapter, which writes only the adapters in "
                 "peft's layout; drop one of the two"
             )
     say(f"adapter: {export_adapter(args.source, args.to, dtype)}")

@@ -71,6 +71,7 @@ def test_what_is_not_run() -> None:
         "a server runs until it is stopped; tests/vlm/test_serve.py runs it",
         "needs vLLM and a GPU",
         "needs the server",
+        "uploads to the Hub",
         "needs several GPUs, ssh or SLURM",
     ]
 
