@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from official_files import noise
 
 from coat_cli.main import main
 from coat_data.sample import DataError
 from coat_eval import judge as judge_module
+from coat_eval.compare_models import compare_items
 from coat_eval.judge import HttpJudge, Judge, LocalJudge, make_judge
 from coat_eval.report import format_headline, score_official
 from coat_eval.tasks import BENCHMARKS, get_benchmark
@@ -132,6 +134,30 @@ def test_an_address_grades_and_its_cache_replays(
     write(answers, dict.fromkeys(("v1_0", "v1_1", "v1_2"), "d"))
     with pytest.raises(DataError, match="no answer to any of the 3 prompts for the judge grader"):
         score("mmvet", answers, references, judge=Judge(None, cache))
+
+
+def test_eval_asks_the_judge_and_reports_by_different_judges_are_not_compared(
+    tmp_path: Path, server: Server, speaking_model: Path
+):
+    folder = tmp_path / "mmvet"
+    (folder / "images").mkdir(parents=True)
+    noise(1).save(folder / "images" / "v.png")
+    mmvet_files(folder)
+    server.answers = {"Which dogs": "1.0", "Which cats": "0.2", "Which mice": "0.3"}
+    command = ["eval", "--model", str(speaking_model), "--data", str(tmp_path), "--device", "cpu"]
+    outs = [tmp_path / "first", tmp_path / "second"]
+    for out, name in zip(outs, ("grader", "other"), strict=True):
+        judge = ["--judge", server.address, "--judge-model", name, "--max-new-tokens", "2"]
+        assert main([*command, "--tasks", "mmvet", "--out", str(out), *judge]) == 0
+        report = json.loads((out / "mmvet" / "report.json").read_text())
+        assert report["metrics"]["total"] == pytest.approx(50)
+        assert (report["judge"], report["n_judged"], report["constants"]) == (name, 3, {})
+    with pytest.raises(ValueError, match=r"profile official, judge grader and .* judge other"):
+        compare_items(outs)
+    missing = tmp_path / "none.jsonl"
+    cached = ["--judge-cache", str(missing), "--out", str(tmp_path / "third")]
+    assert main([*command, "--tasks", "mmvet", *cached]) == 2  # before the model is loaded
+    assert not (tmp_path / "third").exists()
 
 
 def test_without_a_judge_there_is_no_score(tmp_path: Path):
