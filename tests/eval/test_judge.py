@@ -42,7 +42,7 @@ class Server:
                 reply = {"choices": [{"message": {"role": "assistant", "content": said}}]}
                 data = b"<html>" if status == 299 else json.dumps(reply).encode()
                 self.send_response(200 if status == 299 else status)
-                if status == 307:
+                if status == 302:
                     self.send_header("Location", f"{owner.address}/other")
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
@@ -186,7 +186,7 @@ def test_unusable_verdicts(tmp_path: Path, server: Server):
     [
         ([500] * 4, "attempt 4: HTTP Error 500", 4),
         ([401], "attempt 1: HTTP Error 401", 1),
-        ([307], "attempt 1: HTTP Error 307", 1),
+        ([302], "attempt 1: HTTP Error 302", 1),
         ([299], "the reply is no chat completion: b'<html>'", 1),
     ],
 )
