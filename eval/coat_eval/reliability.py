@@ -66,14 +66,13 @@ def find_constants(
     questions = [one.question for one in scored]
     if not (questions and metrics):
         return {}
-    if any(one.needs_judge or one.judged for one in scored) and not benchmark.constants:
-        return {}  # nobody knows what the judge would say about a constant
     settings = replace(settings, verdicts={})
     best: dict[str, dict[str, Any]] = {}
     for answer in benchmark.constants or _find_commonest(questions):
-        found = benchmark.aggregate(
-            benchmark.score_all([(one, answer) for one in questions], settings), settings
-        )
+        constant = benchmark.score_all([(one, answer) for one in questions], settings)
+        if all(one.needs_judge for one in constant):
+            continue  # nobody knows what the judge would say
+        found = benchmark.aggregate(constant, settings)
         for metric in metrics:
             value = found.get(metric)
             if value is not None and value > best.get(metric, {"value": -1.0})["value"]:

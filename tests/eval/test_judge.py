@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from official_files import noise
 
 from coat_cli.main import main
 from coat_data.sample import DataError
 from coat_eval import judge as judge_module
+from coat_eval.compare_models import compare_items
 from coat_eval.judge import HttpJudge, Judge, LocalJudge, make_judge
 from coat_eval.report import format_headline, score_official
 from coat_eval.tasks import BENCHMARKS, get_benchmark
@@ -40,7 +42,7 @@ class Server:
                 reply = {"choices": [{"message": {"role": "assistant", "content": said}}]}
                 data = b"<html>" if status == 299 else json.dumps(reply).encode()
                 self.send_response(200 if status == 299 else status)
-                if status == 307:
+                if status == 302:
                     self.send_header("Location", f"{owner.address}/other")
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
@@ -134,6 +136,30 @@ def test_an_address_grades_and_its_cache_replays(
         score("mmvet", answers, references, judge=Judge(None, cache))
 
 
+def test_eval_asks_the_judge_and_reports_by_different_judges_are_not_compared(
+    tmp_path: Path, server: Server, speaking_model: Path
+):
+    folder = tmp_path / "mmvet"
+    (folder / "images").mkdir(parents=True)
+    noise(1).save(folder / "images" / "v.png")
+    mmvet_files(folder)
+    server.answers = {"Which dogs": "1.0", "Which cats": "0.2", "Which mice": "0.3"}
+    command = ["eval", "--model", str(speaking_model), "--data", str(tmp_path), "--device", "cpu"]
+    outs = [tmp_path / "first", tmp_path / "second"]
+    for out, name in zip(outs, ("grader", "other"), strict=True):
+        judge = ["--judge", server.address, "--judge-model", name, "--max-new-tokens", "2"]
+        assert main([*command, "--tasks", "mmvet", "--out", str(out), *judge]) == 0
+        report = json.loads((out / "mmvet" / "report.json").read_text())
+        assert report["metrics"]["total"] == pytest.approx(50)
+        assert (report["judge"], report["n_judged"], report["constants"]) == (name, 3, {})
+    with pytest.raises(ValueError, match=r"profile official, judge grader and .* judge other"):
+        compare_items(outs)
+    missing = tmp_path / "none.jsonl"
+    cached = ["--judge-cache", str(missing), "--out", str(tmp_path / "third")]
+    assert main([*command, "--tasks", "mmvet", *cached]) == 2  # before the model is loaded
+    assert not (tmp_path / "third").exists()
+
+
 def test_without_a_judge_there_is_no_score(tmp_path: Path):
     answers, references = mmvet_files(tmp_path)
     report = score("mmvet", answers, references)
@@ -160,7 +186,7 @@ def test_unusable_verdicts(tmp_path: Path, server: Server):
     [
         ([500] * 4, "attempt 4: HTTP Error 500", 4),
         ([401], "attempt 1: HTTP Error 401", 1),
-        ([307], "attempt 1: HTTP Error 307", 1),
+        ([302], "attempt 1: HTTP Error 302", 1),
         ([299], "the reply is no chat completion: b'<html>'", 1),
     ],
 )
