@@ -141,6 +141,7 @@ BENCHMARKS: Mapping[str, Repository] = {
         ),
         ("mathvision", "MathLLMs/MathVision", "MIT", ("data/test-*.parquet",)),
         ("mmvet", "MMVet", "CC BY-NC 4.0: no commercial use", ("data/test-*.parquet",)),
+        (
             "mvbench",
             "OpenGVLab/MVBench",
             "MIT, asks for consent; videos for academic research, those of NTU RGB+D elsewhere",

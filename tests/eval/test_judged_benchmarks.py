@@ -232,7 +232,7 @@ def test_mathvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "equal texts alone: not the official score" in format_headline(texts)
     # Without the package the official profile says what to do, before anything is generated.
     monkeypatch.setattr(mathvision, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"pip install 'coat-vlm\[math\]', or .* --profile string"):
+    with pytest.raises(ValueError, match=r"pip install -e '.\[math\]', or .* --profile string"):
         score("mathvision", answers, references=(references,))
     command = ["eval", "--model", "none", "--tasks", "mathvision", "--data", str(tmp_path)]
     assert main([*command, "--out", str(tmp_path / "out")]) == 2

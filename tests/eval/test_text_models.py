@@ -158,7 +158,7 @@ def test_without_lm_eval_the_message_says_what_to_install(
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ValueError, match=r"pip install 'coat-vlm\[lm-eval\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '.\[lm-eval\]'"):
         run_text_suite(*language, ["copa"])
 
 
