@@ -8,9 +8,9 @@ LoRA adapters are written as a peft folder with adapter_config.json and adapter_
 
     PeftModel.from_pretrained(CoatVlm.from_pretrained(BASE), FOLDER)
 
-loads the model of the end of the stage. FOLDER contains the adapters and the
-full weights of the other trained modules (peft's ``modules_to_save``). BASE is the folder that the
-stage started from; adapter_config.json names it.
+loads the model of the end of the stage. FOLDER contains the adapters and the full weights of the
+other trained modules (peft's ``modules_to_save``). BASE is the folder that the stage started from;
+adapter_config.json names it.
 """
 
 import json
