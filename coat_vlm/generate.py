@@ -7,7 +7,7 @@ faster than FP32 ones, and the conversion is exact. On a GPU, the checkpoint's d
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -20,8 +20,8 @@ from coat_vlm.config import Fp8Config, Precision
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.fp8.convert import back_to_bf16
 from coat_vlm.model.compressed import read_compression, round_inputs
-from coat_vlm.model.processor import CoatVlmProcessor
-from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.model.family_processor import FamilyProcessor
+from coat_vlm.model.folder import AnyProcessor, load_model, load_processor
 
 GREEDY: dict[str, Any] = {
     "do_sample": False,
@@ -43,7 +43,7 @@ def load(
     dtype: torch.dtype | None = None,
     precision: Precision | None = None,
     fp8: Fp8Config | None = None,
-) -> tuple[CoatVlm, CoatVlmProcessor]:
+) -> tuple[PreTrainedModel, AnyProcessor]:
     """Load the model of a checkpoint folder, in evaluation mode, and its processor.
 
     Compressed weights (``coat-vlm export --weights``) are decompressed, and the inputs of their
@@ -79,7 +79,7 @@ def load(
         )
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     wanted = dtype or (torch.float32 if place.type == "cpu" else "auto")
-    model = CoatVlm.from_pretrained(folder, dtype=wanted, local_files_only=True)
+    model = load_model(folder, wanted)
     if precision is not None:
         arithmetic = arithmetic_of(precision, fp8, place)
         arithmetic.apply(model)
@@ -90,12 +90,13 @@ def load(
                 back_to_bf16(model.get_submodule(name), arithmetic.round_linears)
     if scheme is not None:
         round_inputs(model, scheme, folder)
-    return model.to(place).eval(), CoatVlmProcessor.from_pretrained(folder)
+    placed: Any = model  # transformers declares its own method
+    return placed.to(place).eval(), load_processor(folder)
 
 
 def generate(
-    model: CoatVlm,
-    processor: CoatVlmProcessor,
+    model: PreTrainedModel,
+    processor: AnyProcessor,
     samples: Sequence[Sample],
     max_new_tokens: int = 128,
 ) -> list[str]:
@@ -131,7 +132,7 @@ class PromptEncoder:
             tokenizer's end token.
     """
 
-    def __init__(self, processor: CoatVlmProcessor) -> None:
+    def __init__(self, processor: AnyProcessor) -> None:
         encoder = processor.encoder(train=False)
         self._media = encoder.media
         self.encode = encoder.prompt
@@ -174,21 +175,34 @@ class PromptEncoder:
         self._media.keeps_last_clip = True
 
 
-def set_stop_tokens(model: PreTrainedModel, processor: CoatVlmProcessor) -> None:
+def set_stop_tokens(model: PreTrainedModel, processor: AnyProcessor) -> None:
     """Make ``model.generate`` stop at the end of an answer, also in transformers' pipelines.
 
-    A published language model may end texts with another token than the chat template's.
+    A published language model may end texts with another token than the chat template's. The
+    settings of a published vision-language model are not changed.
 
     Args:
         model: its ``generation_config``, which is saved with it, is changed.
         processor: the model's processor.
     """
+    if isinstance(processor, FamilyProcessor):
+        return
     model.generation_config.eos_token_id = PromptEncoder(processor).stop_token_ids
     model.generation_config.pad_token_id = processor.tokenizer.pad_token_id
 
 
+def media_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, torch.Tensor]:
+    """Return the model's inputs for the images of a batch, on the model's device."""
+    inputs: dict[str, Any] = {**batch.get("extras", {})}
+    if len(batch["pixel_values"]):
+        inputs["pixel_values"] = batch["pixel_values"].to(dtype=model.dtype)
+    layout: dict[str, Any] = {**batch}
+    inputs |= {name: layout[name] for name in ("image_grids", "frame_groups") if name in layout}
+    return {name: value.to(model.device) for name, value in inputs.items()}
+
+
 def generate_batch(
-    model: CoatVlm,
+    model: PreTrainedModel,
     encoder: PromptEncoder,
     batch: Batch,
     max_new_tokens: int,
@@ -211,13 +225,10 @@ def generate_batch(
             gathers weights from all ranks.
         streamer: receives the tokens of a batch of one prompt as they are generated.
     """
-    # transformers' stubs require attributes of its quantized and encoder-decoder models.
-    output = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
+    output = cast(Any, model).generate(
         input_ids=batch["input_ids"].to(model.device),
         attention_mask=batch["attention_mask"].to(model.device),
-        pixel_values=batch["pixel_values"].to(model.device, model.dtype),
-        image_grids=batch.get("image_grids"),
-        frame_groups=batch.get("frame_groups"),
+        **media_inputs(model, batch),
         max_new_tokens=max_new_tokens,
         pad_token_id=encoder.tokenizer.pad_token_id,
         eos_token_id=encoder.stop_token_ids,

@@ -3,8 +3,9 @@
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
 
 STRICT = ConfigDict(extra="forbid")
 """Configuration of every dataclass of a recipe: an unknown key is an error."""
@@ -70,7 +71,7 @@ class VideoConfig:
     """Maximum number of pixels of a frame in the file; default 33,554,432 (allows 8K)."""
     max_total_pixels: Positive | None = None
     """Maximum number of pixels of all sampled frames, in the size in which they are held (training
-    holds squares of the tower's size); default 268,435,456."""
+    holds squares of the tower's size); default 536,870,912."""
     timeout_s: Annotated[float, Field(gt=0.0)] | None = None
     """``decord``: seconds after which PyAV decodes the video instead; default 30."""
     time_tokens: bool = False
@@ -109,9 +110,6 @@ class VisionConfig:
     select_feature: Literal["patch", "cls_patch"] = "patch"
     """``patch`` drops a class token, ``cls_patch`` uses all tokens of the tower."""
 
-    def __post_init__(self) -> None:
-        require_exactly_one("model.vision", name_or_path=self.name_or_path, config=self.config)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ProjectorConfig:
@@ -130,9 +128,10 @@ class LanguageConfig:
     config: dict[str, Any] | None = None
     """Configuration of a randomly initialized model: ``model_type`` (llama, mistral, qwen2, qwen3,
     ...) and config keys."""
-
-    def __post_init__(self) -> None:
-        require_exactly_one("model.language", name_or_path=self.name_or_path, config=self.config)
+    rope_theta: Annotated[float, Field(gt=0.0)] | None = None
+    """Base of the rotary embedding instead of the pretrained model's, also of ``init_from``, to
+    extend its context to ``model.max_length`` (LongVILA: 1.53e7 for 131,072 tokens); train after
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -148,23 +147,49 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class ModelConfig:
-    """The composed model; with ``vision: null`` only a language model, trained on text."""
+    """A composed model, or a published one (``pretrained``).
 
-    vision: VisionConfig | None
-    language: LanguageConfig
+    With ``vision: null`` a composed model is only a language model, trained on text.
+    """
+
+    pretrained: str | None = None
+    """Hub id or local folder of a published vision-language model, which is trained with its own
+    processor and chat template (guides/huggingface.md has the families). Of the other keys only
+    ``max_length`` and ``attention`` may stand beside it."""
+    vision: VisionConfig | None = field(default_factory=VisionConfig)
+    language: LanguageConfig = field(default_factory=LanguageConfig)
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     image: ImageConfig = field(default_factory=ImageConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] = "chatml"
-    """Chat template of the model; a stage may override it, for example with ``plain`` in align."""
+    """Chat template of the model; a stage may override it, for example with ``plain`` in align.
+    With ``pretrained`` it is ``tokenizer``, the model's own."""
     max_length: Positive = 2048
     """Maximum sequence length in tokens, including image tokens; a longer sample is a bad
     sample."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation passed to transformers."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_template(cls, values: Any) -> Any:
+        """Make the template of a published model its own, unless one is given."""
+        given = values.kwargs if isinstance(values, ArgsKwargs) else values
+        if isinstance(given, dict) and given.get("pretrained") is not None:
+            given = {"template": "tokenizer", **given}
+            return ArgsKwargs((), given) if isinstance(values, ArgsKwargs) else given
+        return values
+
     def __post_init__(self) -> None:
+        if self.pretrained is not None:
+            self._check_pretrained()
+            return
+        for name in ("vision", "language"):
+            part = getattr(self, name)
+            if part is not None:
+                options = {"name_or_path": part.name_or_path, "config": part.config}
+                require_exactly_one(f"model.{name}", **options)
         if self.vision is None:
             idle = {
                 "projector": self.projector != ProjectorConfig(),
@@ -187,6 +212,24 @@ class ModelConfig:
             raise ValueError(
                 f"model.image.num_video_frames={older} has no effect with model.video.num_frames "
                 "or with a sampling other than uniform; remove it"
+            )
+
+    def _check_pretrained(self) -> None:
+        """Reject keys that the published model determines."""
+        given = {
+            "vision": self.vision != VisionConfig(),
+            "language": self.language != LanguageConfig(),
+            "projector": self.projector != ProjectorConfig(),
+            "tokenizer": self.tokenizer != TokenizerConfig(),
+            "image": self.image != ImageConfig(),
+            "video": self.video != VideoConfig(),
+            "template": self.template != "tokenizer",
+        }
+        for name in (name for name, is_given in given.items() if is_given):
+            raise ValueError(
+                f"model.{name} has no effect with model.pretrained, whose model and processor "
+                f"determine it; remove model.{name}, or name the parts of a new model instead of "
+                "model.pretrained"
             )
 
 

@@ -92,8 +92,9 @@ class Recipe:
     stages: dict[StageName, StageConfig]
     """The stages to run; they always run in the order align, pretrain, sft."""
     init_from: str | None = None
-    """Folder of a composed model that provides the initial weights, tokenizer and pixel statistics
-    instead of ``model``. Settings of images and videos, template and length are the recipe's."""
+    """Folder of a trained model that provides the initial weights, tokenizer and pixel statistics
+    instead of ``model``. Settings of images and videos, template and length are the recipe's. With
+    ``model.pretrained`` a folder of the same family, which provides the whole processor."""
     seed: int = 0
     """Seed of initialization, data order and augmentation."""
     precision: Precision = "bf16"
@@ -173,8 +174,7 @@ class Recipe:
             raise ValueError("eval_every has no effect without eval_sets; add one, or remove it")
         if not self.stages:
             raise ValueError(f"recipe {self.name!r} has no stages; add at least one of {STAGES}")
-        if self.model.vision is None:
-            self._check_text_only()
+        self._check_model()
         for name, stage in self.stages.items():
             if stage.packing is not None:
                 try:
@@ -193,6 +193,7 @@ class Recipe:
             self._check_graphs(self.fp8)
         self._check_low_bits()
         self._check_dora()
+        self._check_sequence_parallel()
         self._check_choose()
 
     def _check_keep_best(self) -> None:
@@ -233,6 +234,28 @@ class Recipe:
                     "gather with zero_stage: 3; set zero_stage to 0, 1 or 2, or remove dora"
                 )
 
+    def _check_sequence_parallel(self) -> None:
+        """Reject settings with which the tokens of a row cannot be split over ranks."""
+        for name, stage in self.stages.items():
+            size, key = stage.sequence_parallel, f"stages.{name}.sequence_parallel"
+            if size == 1:
+                continue
+            if self.model.attention != "sdpa":
+                raise ValueError(
+                    f"{key} needs model.attention: sdpa, not {self.model.attention}; change one of "
+                    "them"
+                )
+            if self.model.max_length < size:
+                raise ValueError(
+                    f"{key}: {size} is more than model.max_length={self.model.max_length}, so some "
+                    "ranks would have no tokens; lower it"
+                )
+            if self.fp8 is not None and self.fp8.cuda_graphs:
+                raise ValueError(
+                    f"fp8.cuda_graphs is not supported with {key}, whose ranks exchange tokens "
+                    "inside the blocks; remove one of them"
+                )
+
     def _check_choose(self) -> None:
         """Reject keys that are not chosen by memory."""
         known = ["master_weights"]
@@ -259,6 +282,34 @@ class Recipe:
                     f"fp8.cuda_graphs has no effect with stages.{name}.gradient_checkpointing; "
                     "remove one of them"
                 )
+
+    def _check_model(self) -> None:
+        """Reject settings that a language model without vision, or a published model, lacks."""
+        if self.model.vision is None:
+            self._check_text_only()
+        if self.model.pretrained is None:
+            return
+        refused: dict[str, Any] = {"memory": self.memory, "export_formats": self.export_formats}
+        refused["fp8.cuda_graphs"] = self.fp8 is not None and self.fp8.cuda_graphs
+        for name, stage in self.stages.items():
+            refused[f"stages.{name}.template"] = stage.template
+            refused[f"stages.{name}.packing"] = stage.packing
+            refused[f"stages.{name}.sequence_parallel"] = stage.sequence_parallel > 1
+        for key in (key for key, value in refused.items() if value):
+            raise ValueError(
+                f"{key} is not supported with model.pretrained; remove it, or compose the model of "
+                "model.vision and model.language"
+            )
+        tower = "bf16"
+        if self.precision in FP8_PRECISIONS:
+            tower = (self.fp8 or Fp8Config()).resolved(self.precision).vision
+        if self.zero_stage == 3 and tower != "bf16":
+            # Some families read a block's output from inside of the block, where DeepSpeed, which
+            # reduces the gradients of whole FP8 blocks, would not see its gradient.
+            raise ValueError(
+                "zero_stage: 3 with model.pretrained needs the tower's blocks in BF16; set "
+                "fp8.vision: bf16, or zero_stage to 0, 1 or 2"
+            )
 
     def _check_text_only(self) -> None:
         """Reject settings that train or convert a vision tower or projector."""

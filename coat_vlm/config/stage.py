@@ -189,8 +189,15 @@ class StageConfig:
     """Samples (packed: rows) per optimizer step, over all ranks and micro-batches."""
     micro_batch_size: Positive
     """Samples (packed: rows) per forward pass on one rank; must divide batch_size / world size."""
+    sequence_parallel: Positive = 1
+    """Number N of consecutive ranks that share the tokens of each micro-batch
+    (docs/guides/long_context.md). Must divide the ranks and the language model's attention heads;
+    the other keys count the N ranks as one."""
     packing: Annotated[PackingConfig | None, BeforeValidator(_read_packing)] = None
     """Pack several samples into a row: ``true``, or settings. Validation is not packed."""
+    balance: bool = False
+    """Measure all rows before training, and assign the rows of a step to ranks and micro-batches by
+    their estimated FLOPs, so that ranks wait less for each other. Packed rows always are."""
     epochs: Annotated[float, Field(gt=0.0)] | None = None
     """Number of passes over the mixture. Exclusive with max_steps."""
     max_steps: Positive | None = None
@@ -242,6 +249,10 @@ class StageConfig:
             raise ValueError(
                 "min_lr_ratio has no effect with schedule: constant; remove one of them"
             )
+        if self.balance and self.packing is not None:
+            raise ValueError(
+                "balance has no effect with packing, which measures and balances rows; remove it"
+            )
         if self.eval_every_steps and not self.val_data:
             raise ValueError("eval_every_steps has no effect without val_data; add val_data")
         if self.max_bad_fraction is not None and not self.max_bad_samples:
@@ -249,6 +260,20 @@ class StageConfig:
                 "max_bad_fraction needs max_bad_samples, the number of bad samples that is allowed "
                 "at the start, when few samples have been read; add it"
             )
+
+    def count_replicas(self, ranks: int) -> int:
+        """Return the number of data parallel replicas of this many ranks.
+
+        Raises:
+            ValueError: ``sequence_parallel`` does not divide the ranks.
+        """
+        if ranks % self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel: {self.sequence_parallel} does not divide the {ranks} "
+                f"process{'es' if ranks > 1 else ''} of the run; start a multiple of it, or change "
+                "the key"
+            )
+        return ranks // self.sequence_parallel
 
     def module(self, name: ModuleName) -> ModuleTraining:
         """Return the training settings of module ``name``."""

@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import GenerationConfig
+from transformers import PreTrainedModel
 
 from coat_vlm import commit
 from coat_vlm.checkpoint.atomic_folder import read_json, write_folder, write_json
@@ -38,8 +38,7 @@ from coat_vlm.distributed import ALONE, World
 from coat_vlm.export.llava import is_llava, load_llava, save_llava
 from coat_vlm.export.transformers_parts import LANGUAGE, save_language
 from coat_vlm.export.vila import is_vila, load_vila, save_vila
-from coat_vlm.model import CoatVlm, CoatVlmConfig
-from coat_vlm.model.build import create_meta_model
+from coat_vlm.model import CoatVlm
 from coat_vlm.model.compressed import (
     SCHEMES,
     WeightFormat,
@@ -47,8 +46,8 @@ from coat_vlm.model.compressed import (
     describe_compression,
     read_compression,
 )
+from coat_vlm.model.folder import AnyProcessor, create_meta_copy, load_model, load_processor
 from coat_vlm.model.lora import adapter_config, find_scale, has_adapters, merge, split_adapters
-from coat_vlm.model.processor import CoatVlmProcessor
 from coat_vlm.run.lock import LOCK, lock_folder
 from coat_vlm.run.signals import SIGNALS
 
@@ -66,8 +65,8 @@ Layout = Literal["coat", "llava", "vila", "language"]
 
 def save_model(
     target: Path,
-    model: CoatVlm,
-    processor: CoatVlmProcessor,
+    model: PreTrainedModel,
+    processor: AnyProcessor,
     recipe: Recipe,
     stage: str,
     step: int,
@@ -125,13 +124,14 @@ def save_model(
             "seed": recipe.seed,
             "commit": commit(),
             "bf16_blocks": list(bf16_blocks),
+            "pretrained": recipe.model.pretrained,
         }
         write_json(temporary / "training.json", training)
 
     write_folder(target, world, write, check)
 
 
-def save_description(folder: Path, model: CoatVlm, processor: CoatVlmProcessor) -> None:
+def save_description(folder: Path, model: PreTrainedModel, processor: AnyProcessor) -> None:
     """Write a Hugging Face folder without the weights.
 
     Args:
@@ -140,6 +140,7 @@ def save_description(folder: Path, model: CoatVlm, processor: CoatVlmProcessor) 
         processor: the processor to save with its tokenizer.
     """
     model.config.save_pretrained(folder)
+    assert model.generation_config is not None
     model.generation_config.save_pretrained(folder)
     processor.save_pretrained(folder)
     if has_adapters(model):
@@ -147,9 +148,11 @@ def save_description(folder: Path, model: CoatVlm, processor: CoatVlmProcessor) 
 
 
 def save_coat(
-    folder: Path, model: CoatVlm, state: dict[str, Tensor], processor: CoatVlmProcessor
+    folder: Path, model: PreTrainedModel, state: dict[str, Tensor], processor: AnyProcessor
 ) -> None:
     """Write configuration, weights, tokenizer and processor in the layout ``coat``.
+
+    For a published model that is the layout in which it was published.
 
     Args:
         folder: an empty or new folder.
@@ -161,6 +164,7 @@ def save_coat(
     processor.save_pretrained(folder)
 
 
+_WRITERS: dict[Layout, Callable[..., None]]
 _WRITERS = {"coat": save_coat, "llava": save_llava, "vila": save_vila, "language": save_language}
 """Writer of each layout; all have the same signature."""
 
@@ -215,7 +219,9 @@ def export(
     with lock_folder(_lock_path(target), "export") as lock:
         described = _check_folders(source, target)
         model, state, processor = _read(source, described, dtype)
-        if layout in ("llava", "vila") and not model.config.has_vision:
+        if not isinstance(model, CoatVlm):
+            _check_family_export(layout, weights)
+        elif layout in ("llava", "vila") and not model.config.has_vision:
             raise ValueError(
                 f"--format {layout}: the model has no vision tower (model.vision: null); allowed: "
                 "language, which stock transformers loads, and coat"
@@ -226,7 +232,7 @@ def export(
         def write(temporary: Path) -> None:
             tensors = share_tied(dict(state), model)
             record, prefix = None, "" if layout == "language" else LANGUAGE
-            if weights is not None:
+            if weights is not None and isinstance(model, CoatVlm):
                 scheme = SCHEMES[weights]
                 record = compress(tensors, model.language_model, scheme, LANGUAGE, prefix)
             _WRITERS[layout](temporary, model, tensors, processor)
@@ -236,6 +242,16 @@ def export(
                 shutil.copyfile(origin, temporary / "training.json")
 
         return _write(target, write, lock.check)
+
+
+def _check_family_export(layout: Layout, weights: WeightFormat | None) -> None:
+    """Raise ValueError for what only composed models can be exported as."""
+    for option, given in (("--format", layout != "coat" and layout), ("--weights", weights)):
+        if given:
+            raise ValueError(
+                f"{option} {given} is for models composed of parts; a published model is always "
+                f"exported in the layout in which it was published: remove {option}"
+            )
 
 
 def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
@@ -287,7 +303,7 @@ def export_adapter(source: Path, target: Path, dtype: torch.dtype | None = None)
             _save_adapter(temporary, config | named, own)
             if missing:
                 model = _build_without_weights(described, contents, dtype)
-                processor = CoatVlmProcessor.from_pretrained(described)
+                processor = load_processor(described)
                 save_coat(temporary / _BASE, model, share_tied(base, model), processor)
 
         return _write(target, write, lock.check)
@@ -310,7 +326,7 @@ def _collect_adapter_weights(
         adapters: adapter weights from the same function.
     """
     whole = tuple(f"{name}." for name in config["modules_to_save"] or ())
-    others = {name: tensor for name, tensor in base.items() if name.startswith(whole)}
+    others = {name: tensor for name, tensor in base.items() if f"{name}.".startswith(whole)}
     return {_PEFT_PREFIX + name: tensor for name, tensor in {**adapters, **others}.items()}
 
 
@@ -374,15 +390,18 @@ def _write(target: Path, write: Callable[[Path], None], check: Callable[[], None
 
 def _read(
     source: Path, described: Path, dtype: torch.dtype | None
-) -> tuple[CoatVlm, dict[str, Tensor], CoatVlmProcessor]:
+) -> tuple[PreTrainedModel, dict[str, Tensor], AnyProcessor]:
     """Read the model of a source, its weights and its processor."""
     load = load_vila if is_vila(source) else load_llava if is_llava(source) else None
+    if load is load_llava and (source / "training.json").is_file():
+        trained_as_it_is = read_json(source / "training.json").get("pretrained") is not None
+        load = None if trained_as_it_is else load
     if load is not None:
         model, processor = load(source, dtype)
         return model, model.state_dict(), processor
-    processor = CoatVlmProcessor.from_pretrained(described)
+    processor = load_processor(described)
     if source == described:
-        model = CoatVlm.from_pretrained(source, dtype=dtype or "auto", local_files_only=True)
+        model = load_model(source, dtype or "auto")
         return model, model.state_dict(), processor
     contents = read_contents(source)
     model = _build_without_weights(described, contents, dtype)
@@ -418,12 +437,10 @@ def share_tied(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 def _build_without_weights(
     described: Path, contents: Contents, dtype: torch.dtype | None
-) -> CoatVlm:
+) -> PreTrainedModel:
     """Build the model of a checkpoint on ``meta``, in the dtype for config.json."""
     trained = getattr(torch, next(iter(contents.parameters.values())).dtype)
-    model = create_meta_model(CoatVlmConfig.from_pretrained(described), dtype or trained)
-    model.generation_config = GenerationConfig.from_pretrained(described)
-    return model
+    return create_meta_copy(described, dtype or trained)
 
 
 def _read_weights(

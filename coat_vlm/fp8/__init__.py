@@ -78,6 +78,7 @@ from coat_vlm.fp8.convert import (
     convert,
     find_gpu_problem,
     fp8_blocks,
+    store_frozen_weights,
 )
 from coat_vlm.fp8.graphs import captured_bytes, graph_blocks
 from coat_vlm.fp8.linear import linear
@@ -99,5 +100,6 @@ __all__ = [
     "norm_mlp",
     "reused_weights",
     "saved_bytes",
+    "store_frozen_weights",
     "watching",
 ]

@@ -42,6 +42,7 @@ from coat_vlm.fp8 import gemm, saturation, sdpa
 from coat_vlm.fp8.gemm import FusedLinear, Needs, matrix
 from coat_vlm.fp8.linear import linear
 from coat_vlm.model.packing import PACKED, read_packing
+from coat_vlm.model.sequence_parallel import SHARD, SequenceShard
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps q [B, H, T, D], k and v [B, H_kv, T, D] to [B, T, H * D]."""
@@ -57,6 +58,7 @@ def attention_output(
     layer: nn.Linear,
     lean: bool,
     quantized: QuantizedHeads | None = None,
+    implementation: str | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Compute attention, and its output projection in FP8.
@@ -68,23 +70,25 @@ def attention_output(
         layer: the output projection.
         lean: save 8-bit data for the backward pass.
         quantized: the heads in INT8, if quantized already.
+        implementation: name of the attention implementation; the model's when absent.
         **kwargs: passed to the attention implementation.
 
     Returns:
         [B, T, hidden].
     """
+    name = implementation or module.config._attn_implementation
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Call the attention that the model is configured with (sdpa, eager, flash, ...)."""
+        """Call the attention implementation (sdpa, eager, flash, ...)."""
         function = ALL_ATTENTION_FUNCTIONS.get_interface(
-            module.config._attn_implementation, modeling_of(module).eager_attention_forward
+            name, modeling_of(module).eager_attention_forward
         )
         out, _ = function(module, query, key, value, mask, **kwargs)
         return out.reshape(*out.shape[:2], -1).contiguous()
 
     if not lean:
         return linear(attend(*heads), layer)
-    fused = fused_kernel(module, heads, mask, kwargs)
+    fused = fused_kernel(module, heads, mask, name, kwargs)
     return fp8_saved_attention(*heads, layer, attend, fused, quantized)
 
 
@@ -97,6 +101,7 @@ def fused_kernel(
     module: Any,
     heads: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
+    implementation: str,
     kwargs: Mapping[str, Any],
 ) -> sdpa.Fused | None:
     """Return the fused kernel equivalent to the attention implementation, or None.
@@ -105,20 +110,28 @@ def fused_kernel(
         module: the attention module.
         heads: as in :func:`attention_output`.
         mask: as in :func:`attention_output`.
+        implementation: its name.
         kwargs: arguments of the attention implementation.
     """
-    implementation, packing = module.config._attn_implementation, None
+    packing = None
+    shard: SequenceShard | None = kwargs.get(SHARD)
     batch, _, length, _ = heads[0].shape
+    if shard is not None:
+        length *= shard.group.size
+        mask = None  # an empty one
     if implementation == PACKED:
         packing = read_packing(batch, length, heads[0].device, mask, kwargs)
+    window = kwargs.get("sliding_window") or length
     if packing is None:
         if mask is not None or implementation not in ("sdpa", PACKED):
             return None
-    elif packing.limit_window(kwargs.get("sliding_window")) is not None:
+        if shard is not None and window < length:
+            return None
+    elif packing.limit_window(window) is not None:
         return None
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    return sdpa.choose(*heads, causal and length > 1, kwargs.get("scaling"), packing)
+    return sdpa.choose(*heads, causal and length > 1, kwargs.get("scaling"), packing, shard)
 
 
 def fp8_saved_attention(
@@ -161,10 +174,9 @@ class _Fp8SavedAttention(torch.autograd.Function):
         attend: Attend,
         kernel: sdpa.Fused | None,
         fused: FusedLinear,
-        weight: Tensor,
-        bias: Tensor | None,
-        *given: Tensor,
+        *rest: Any,
     ) -> Tensor:
+        stacked, given = rest[: fused.num_tensors], rest[fused.num_tensors :]
         q, k, v = query, key, value
         ctx.shapes, ctx.dtype = [x.shape for x in (q, k, v)], query.dtype
         quantized = pair_tensors(given)
@@ -182,10 +194,10 @@ class _Fp8SavedAttention(torch.autograd.Function):
         out = matrix(out)
         o8 = quantize_tensor(out)
         saturation.observe("linear input", o8.q, out)
-        y, of_layer = gemm.forward(o8, fused, (weight, bias), query.dtype)
+        y, of_layer = gemm.forward(o8, fused, stacked, query.dtype)
         saved = [tensor for item in quantized for tensor in item]
         ctx.save_for_backward(*o8, *of_layer, *saved, *statistics.tensors)
-        ctx.end_of_heads = 5 + len(saved)
+        ctx.bounds = [2, 2 + len(of_layer), 2 + len(of_layer) + len(saved)]
         ctx.sizes = statistics.sizes
         ctx.attend, ctx.kernel, ctx.fused = attend, kernel, fused
         return y.view(query.shape[0], query.shape[2], -1)
@@ -200,13 +212,14 @@ class _Fp8SavedAttention(torch.autograd.Function):
                 "run the forward pass again (gradient checkpointing or precision coat allow a "
                 "second backward pass)"
             )
-        quantized, saved = pair_tensors(tensors[5 : ctx.end_of_heads]), tensors[ctx.end_of_heads :]
-        wanted = ctx.needs_input_grad
-        needs = Needs(any(wanted[:3]), *wanted[6:8])
+        begin, middle, end = ctx.bounds
+        quantized, saved = pair_tensors(tensors[middle:end]), tensors[end:]
+        wanted, last = ctx.needs_input_grad, 6 + ctx.fused.num_tensors
+        needs = Needs.of(wanted[:3], wanted[6:last], ctx.fused)
         grad_out, grads = gemm.backward(
             grad_outputs[0],
             ctx.fused,
-            tensors[2:5],
+            tensors[begin:middle],
             needs,
             ctx.dtype,
             lambda _: transpose_quantized(o8),
@@ -226,7 +239,7 @@ class _Fp8SavedAttention(torch.autograd.Function):
                     tensor.untyped_storage().resize_(0)
                 statistics = sdpa.Statistics(tuple(saved), ctx.sizes)
                 grad_heads = sdpa.backward(ctx.kernel, grad_out, q, k, v, out, statistics)
-        return *grad_heads, None, None, None, *grads, *(None for _ in wanted[8:])
+        return *grad_heads, None, None, None, *grads, *(None for _ in wanted[last:])
 
 
 def _repeat(attend: Attend, heads: Sequence[Tensor], grad_out: Tensor) -> tuple[Tensor | None, ...]:

@@ -164,7 +164,7 @@ def measure_footprint(
         For each block that ran: name, and bytes per token that autograd saves for backward, in FP8
         and in the original class: distinct storages without parameters.
     """
-    blocks = fp8_blocks(model)
+    blocks = fp8_blocks(model, adapted=False)
     classes = [type(block) for _, block in blocks]
     with torch.random.fork_rng(), torch.enable_grad():
         fp8 = _saved_bytes(blocks, forward)

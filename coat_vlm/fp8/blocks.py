@@ -1,43 +1,57 @@
 """Forward passes in FP8 for layers of transformers, with the original parameters.
 
-Decoder layers of Llama, Mistral, Qwen2/2.5 and Qwen3:
+Decoder layers (Llama, Mistral, Qwen, Gemma 3):
 
     residual -> [RMSNorm -> FP8 -> q, k, v -> rope] -> attention -> FP8 -> o_proj -> +
     residual -> [RMSNorm -> FP8 -> gate, up -> SwiGLU -> FP8 -> down_proj] -> +
 
-Encoder layers of SigLIP and CLIP:
+Encoder layers (SigLIP, CLIP, SmolVLM, Idefics 3, InternVL, Qwen-VL's towers):
 
-    residual -> [LayerNorm -> FP8 -> q, k, v] -> attention -> FP8 -> out_proj -> +
-    residual -> [LayerNorm -> FP8 -> fc1 -> GELU -> FP8 -> fc2] -> +
+    residual -> [norm -> FP8 -> q, k, v] -> attention -> FP8 -> out_proj -> +
+    residual -> [norm -> FP8 -> fc1 -> GELU -> FP8 -> fc2] -> +
 
 A bracket is one autograd Function (``heads.py``, ``mlp.py``); the forward GEMMs of the first blocks
 are BF16 (``fp8.bf16_forward_first``). Rotary embedding, attention and the residual stream stay in
-the model's dtype, as in the paper (arXiv 2410.19313, figure 2).
+the model's dtype, as in the paper (arXiv 2410.19313, figure 2). So does what a family computes
+between a bracket and its ``+``: Gemma 3's second norms, InternVL's layer scale.
 """
 
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers.cache_utils import Cache
+from transformers.utils.generic import is_flash_attention_requested
 
 from coat_vlm.fp8.attention import attention_output, round_heads
 from coat_vlm.fp8.heads import norm_heads
 from coat_vlm.fp8.mlp import norm_mlp
+from coat_vlm.model.packing import PACKED, Packing
+
+_GELUS = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
+_GATED = {"silu": "silu_mul", "swish": "silu_mul", "gelu_pytorch_tanh": "gelu_tanh_mul"}
 
 
 class Fp8DecoderLayer:
     """Mixin in front of a decoder layer's class; see :mod:`coat_vlm.fp8.convert`."""
 
-    ORIGINALS = (
-        "LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"
-    )  # fmt: skip
+    ORIGINALS: ClassVar[Sequence[str]] = (
+        *("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"),
+        *("Qwen2_5_VLDecoderLayer", "Qwen3VLTextDecoderLayer", "Gemma3DecoderLayer"),
+    )
     """Classes of transformers that this forward pass reproduces."""
-    LINEARS = (
+    LINEARS: ClassVar[Sequence[str]] = (
         *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
         *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     )
-    """The linear layers whose weights the forward pass reads."""
-    ACTIVATIONS: ClassVar = {"silu": "silu_mul", "swish": "silu_mul"}
+    """The linear layers whose weights the forward pass reads, in its order."""
+    ACTIVATIONS: ClassVar = _GATED
     """Names in transformers (``ACT2FN``) -> names in coat_kernels."""
 
     fp8_group_size: int
@@ -100,36 +114,44 @@ class Fp8DecoderLayer:
             **kwargs,
         )
         del query, key, value, quantized  # frees memory before the MLP
-        mlp = self.mlp
+        norm, mlp = self.post_attention_layernorm, self.mlp
+        second_norms = hasattr(self, "pre_feedforward_layernorm")  # Gemma 3's
+        if second_norms:
+            delta, norm = norm(delta), self.pre_feedforward_layernorm
         y, residual = norm_mlp(
             residual,
-            self.post_attention_layernorm,
+            norm,
             (mlp.gate_proj, mlp.up_proj),
             mlp.down_proj,
-            "silu_mul",
+            self.ACTIVATIONS[activation_of(attention)],
             self.fp8_group_size,
             delta=delta,
         )
-        return residual + y
+        return residual + (self.post_feedforward_layernorm(y) if second_norms else y)
 
 
-class Fp8EncoderLayer:
-    """Mixin in front of an encoder layer's class; see :mod:`coat_vlm.fp8.convert`."""
+class Fp8Encoder:
+    """Base of the mixins in front of an encoder layer's class."""
 
-    ORIGINALS = ("SiglipEncoderLayer", "CLIPEncoderLayer")
-    LINEARS = (
-        *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
-        *("mlp.fc1", "mlp.fc2"),
-    )
-    ACTIVATIONS: ClassVar = {
-        "gelu": "gelu",
-        "gelu_pytorch_tanh": "gelu_tanh",
-        "gelu_new": "gelu_tanh",
-        "quick_gelu": "quick_gelu",
-    }
+    ORIGINALS: ClassVar[Sequence[str]]
+    LINEARS: ClassVar[Sequence[str]]
+    ACTIVATIONS: ClassVar = _GELUS
 
     fp8_group_size: int
     fp8_lean: bool
+
+
+class Fp8EncoderLayer(Fp8Encoder):
+    """Mixin for encoder layers of images that have a row each."""
+
+    ORIGINALS: ClassVar[Sequence[str]] = (
+        *("SiglipEncoderLayer", "CLIPEncoderLayer"),
+        *("SmolVLMEncoderLayer", "Idefics3EncoderLayer"),
+    )
+    LINEARS: ClassVar[Sequence[str]] = (
+        *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"),
+        *("mlp.fc1", "mlp.fc2"),
+    )
 
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
@@ -142,37 +164,177 @@ class Fp8EncoderLayer:
             **kwargs: passed to the attention implementation.
         """
         attention = self.self_attn
-        parts, quantized, residual = norm_heads(
-            hidden_states, self.layer_norm1, attention, self.fp8_group_size, self.fp8_lean
-        )
-        dropout = attention.dropout if attention.training else 0.0
-        delta = attention_output(
+        return _encode(
+            self,
+            hidden_states,
+            (self.layer_norm1, self.layer_norm2),
             attention,
-            parts,
             attention_mask,
-            attention.out_proj,
-            self.fp8_lean and not dropout,  # the backward pass cannot repeat dropout
-            quantized,
             is_causal=attention.is_causal,
             scaling=attention.scale,
-            dropout=dropout,
+            dropout=attention.dropout if attention.training else 0.0,
             **kwargs,
         )
-        del parts, quantized  # frees memory before the MLP
-        mlp = self.mlp
-        y, residual = norm_mlp(
-            residual,
-            self.layer_norm2,
-            (mlp.fc1,),
-            mlp.fc2,
-            self.ACTIVATIONS[mlp.config.hidden_act],
-            self.fp8_group_size,
-            delta=delta,
+
+
+class Fp8ScaledEncoderLayer(Fp8Encoder):
+    """Mixin for encoder layers with layer scale: InternVL's."""
+
+    ORIGINALS: ClassVar[Sequence[str]] = ("InternVLVisionLayer",)
+    LINEARS: ClassVar[Sequence[str]] = (
+        *("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+        *("attention.projection_layer", "mlp.fc1", "mlp.fc2"),
+    )
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        """Map [B, T, hidden] to the same shape like the original."""
+        attention = self.attention
+        return _encode(
+            self,
+            hidden_states,
+            (self.layernorm_before, self.layernorm_after),
+            attention,
+            scale_branches=(
+                lambda delta: self.lambda_1 * attention.projection_dropout(delta),
+                lambda y: self.lambda_2 * self.dropout(y),
+            ),
+            is_causal=False,
+            scaling=attention.scale,
+            dropout=attention.attention_dropout if attention.training else 0.0,
         )
-        return residual + y
 
 
-FP8_LAYERS: dict[str, type[Fp8DecoderLayer] | type[Fp8EncoderLayer]] = {
-    name: layer for layer in (Fp8DecoderLayer, Fp8EncoderLayer) for name in layer.ORIGINALS
+class Fp8PackedEncoderLayer(Fp8Encoder):
+    """Mixin for encoder layers of images packed into one row: Qwen3-VL's."""
+
+    ORIGINALS: ClassVar[Sequence[str]] = ("Qwen3VLVisionBlock",)
+    LINEARS: ClassVar[Sequence[str]] = (
+        *("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2"),
+    )
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        max_seqlen: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Map [T, hidden] to the same shape like the original.
+
+        Attention is computed by flash attention if the model is configured with one, otherwise by
+        ``sdpa_packed``, not by one call per image or window as in the original.
+
+        Args:
+            hidden_states: the residual stream.
+            cu_seqlens: bounds [N + 1] of the images or windows in the row.
+            position_embeddings: (cos, sin) [T, head_dim] of the rotary embedding.
+            max_seqlen: tokens of the longest image or window; computed when absent.
+            **kwargs: passed to the attention implementation.
+        """
+        attention = self.attn
+        implementation = None if is_flash_attention_requested(attention.config) else PACKED
+        longest = _find_longest(cu_seqlens) if max_seqlen is None else max_seqlen
+        out = _encode(
+            self,
+            hidden_states[None],
+            (self.norm1, self.norm2),
+            attention,
+            None,
+            position_embeddings,
+            implementation=implementation,
+            is_causal=False,
+            scaling=attention.scaling,
+            dropout=attention.attention_dropout if attention.training else 0.0,
+            **Packing(cu_seqlens.int(), longest).to_kwargs(),
+            **kwargs,
+        )
+        return out[0]
+
+
+class Fp8GatedPackedEncoderLayer(Fp8PackedEncoderLayer):
+    """Mixin for packed encoder layers with a gated MLP: Qwen2.5-VL's."""
+
+    ORIGINALS: ClassVar[Sequence[str]] = ("Qwen2_5_VLVisionBlock",)
+    LINEARS: ClassVar[Sequence[str]] = (
+        *("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    )
+    ACTIVATIONS: ClassVar = _GATED
+
+
+FP8_LAYERS: dict[str, type[Fp8DecoderLayer | Fp8Encoder]] = {
+    name: layer
+    for layer in (
+        *(Fp8DecoderLayer, Fp8EncoderLayer, Fp8ScaledEncoderLayer),
+        *(Fp8PackedEncoderLayer, Fp8GatedPackedEncoderLayer),
+    )
+    for name in layer.ORIGINALS
 }
 """Name of a class of transformers -> mixin that replaces its forward pass."""
+
+
+def activation_of(attention: Any) -> str:
+    """Return transformers' name of the activation of an attention module's block."""
+    config = attention.config
+    return getattr(config, "hidden_activation", None) or config.hidden_act
+
+
+def _encode(
+    block: Any,
+    x: Tensor,
+    norms: tuple[nn.Module, nn.Module],
+    attention: Any,
+    mask: Tensor | None = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    scale_branches: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None,
+    *,
+    dropout: float,
+    **kwargs: Any,
+) -> Tensor:
+    """Run an encoder layer.
+
+    Args:
+        block: the layer, with the attributes of :class:`Fp8Encoder`.
+        x: the residual stream [B, T, hidden].
+        norms: in front of attention and MLP.
+        attention: the attention module.
+        mask: the model's mask for its attention implementation.
+        position_embeddings: (cos, sin) of the rotary embedding, if there is one.
+        scale_branches: applied to the outputs of attention and MLP before they are added.
+        dropout: probability of attention.
+        **kwargs: of :func:`attention_output`.
+    """
+    # LINEARS is in the order of use: heads, the output projection, the MLP's first layers, its last
+    names = block.LINEARS
+    number = 1 if hasattr(attention, "qkv") else 3
+    out, *into, last = (block.get_submodule(name) for name in names[number:])
+    heads, quantized, residual = norm_heads(
+        x, norms[0], attention, block.fp8_group_size, block.fp8_lean, position_embeddings
+    )
+    lean = block.fp8_lean and not dropout  # the backward pass cannot repeat dropout
+    delta = attention_output(
+        attention, heads, mask, out, lean, quantized, dropout=dropout, **kwargs
+    )
+    del heads, quantized  # frees memory before the MLP
+    if scale_branches is not None:
+        delta = scale_branches[0](delta)
+    y, residual = norm_mlp(
+        residual,
+        norms[1],
+        into,
+        last,
+        block.ACTIVATIONS[activation_of(attention)],
+        block.fp8_group_size,
+        delta=delta,
+    )
+    return residual + (y if scale_branches is None else scale_branches[1](y))
+
+
+_longest: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+
+
+def _find_longest(bounds: Tensor) -> int:
+    """Return the longest sequence's tokens; synchronizes with a GPU once per tensor of bounds."""
+    if bounds not in _longest:
+        _longest[bounds] = int(bounds.diff().max())
+    return _longest[bounds]

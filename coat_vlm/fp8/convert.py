@@ -25,16 +25,20 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from coat_kernels import GEMM_MULTIPLE, use_reference
-from coat_kernels.formats import check_group
+from coat_kernels.formats import check_group, pad_length
 from coat_vlm.config import Fp8Config, MasterWeights, Precision
-from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8DecoderLayer, Fp8EncoderLayer
+from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8DecoderLayer, Fp8Encoder, activation_of
 from coat_vlm.fp8.linear import Fp8Linear
-from coat_vlm.fp8.weights import WeightReuse
-from coat_vlm.model.lora import base_layer, has_adapters
+from coat_vlm.fp8.weights import WeightReuse, is_stored, restore_weight, store_weights
+from coat_vlm.model.lora import base_layer, has_adapters, is_plain, reads_base_weight
 
 Part = Literal["vision", "language"]
+
+PROJECTORS = {"projector", "multi_modal_projector", "connector", "merger", "deepstack_merger_list"}
+"""Names of modules between tower and language model: ``fp8.projector`` is for their layers."""
 
 FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 tensor cores (Ada; Hopper has 9.0)."""
@@ -73,12 +77,13 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
     """Convert the blocks that ``config`` selects.
 
     Args:
-        model: a CoatVlm, or any transformers model with blocks of a known family: Llama, Mistral,
-            Qwen2/2.5, Qwen3 decoders, SigLIP and CLIP encoders.
+        model: a CoatVlm, or any transformers model with blocks of a known family
+            (:mod:`coat_vlm.fp8.blocks`). Other layers stay as they are.
         config: precisions of the parts (``coat`` by default), layers, group size.
 
     Returns:
-        The converted and the skipped modules, with reasons.
+        The converted and the skipped modules, with reasons. A module with a weight matrix that is
+        neither converted nor part of a known block is among the skipped ones.
 
     Raises:
         ValueError: a selected part has no block of a known family, a shape does not fit an FP8
@@ -90,15 +95,17 @@ def convert(model: nn.Module, config: Fp8Config) -> ConversionReport:
     for name, module in model.named_modules():
         kind = FP8_LAYERS.get(type(module).__name__)
         if kind is not None:
-            blocks["vision" if kind is Fp8EncoderLayer else "language"].append((name, module))
+            part: Part = "vision" if issubclass(kind, Fp8Encoder) else "language"
+            blocks[part].append((name, module))
     chosen: dict[Part, list[tuple[Any, str, bool]]]
     chosen = {part: list(_choose(part, of, config, report)) for part, of in blocks.items()}
     linears: list[Any] = list(_choose_linears(model, config, report))
     _check_found(model, config, blocks, chosen)
+    _list_rest(model, [block for of in blocks.values() for _, block in of], report)
     for block, precision, bf16_forward in chosen["vision"] + chosen["language"]:
         layers: list[Any] = list(_linears_of(block).values())
         if precision == "fp8_linear":
-            linears += layers
+            linears += filter(_fits_gemm, layers)
             continue
         lean = precision == "coat_lean"
         for layer in layers:
@@ -129,9 +136,14 @@ def _choose(
             report.skipped[name] = why
             continue
         precision, bf16_forward = wanted, number < bf16_first
-        if has_adapters(block):
+        if has_adapters(block) and wanted != "fp8_linear" and all(map(is_plain, block.modules())):
+            bf16_forward = False
+            kind = "encoder" if part == "vision" else "decoder"
+            text = f"FP8 {kind} block, frozen, with LoRA adapters in BF16"
+            text += ", lean" if wanted == "coat_lean" else ""
+        elif has_adapters(block):
             precision = "fp8_linear"
-            instead = f", not {wanted}: adapters read BF16 inputs" if wanted != precision else ""
+            instead = f", not {wanted}: of lora, dropout or dora" if wanted != precision else ""
             text = f"frozen linear layers in FP8, LoRA adapters in BF16{instead}"
         elif wanted == "fp8_linear":
             text = "linear layers in FP8"
@@ -143,13 +155,54 @@ def _choose(
                 text += ", lean"
         _check_block(name, block, None if precision == "fp8_linear" else config)
         report.converted[name] = text
+        if precision == "fp8_linear":
+            report.skipped |= {
+                f"{name}.{child}": f"its width is no multiple of {GEMM_MULTIPLE}"
+                for child, layer in _linears_of(block).items()
+                if not _fits_gemm(layer)
+            }
         yield block, precision, bf16_forward
 
 
 def _linears_of(block: nn.Module) -> dict[str, nn.Module]:
     """Return the linear layers of a block by name; for LoRA adapters, the frozen base layer."""
-    names = FP8_LAYERS[type(block).__name__].LINEARS
-    return {name: base_layer(block.get_submodule(name)) for name in names}
+    kind: Any = FP8_LAYERS.get(type(block).__name__, block)  # a converted block has the names, too
+    return {name: base_layer(block.get_submodule(name)) for name in kind.LINEARS}
+
+
+def store_frozen_weights(model: nn.Module) -> None:
+    """Store the frozen weights of FP8 blocks with LoRA adapters in FP8 alone (``weights.py``).
+
+    Call it when the weights have their final device, and again after a change of the original
+    weights, which are on the CPU from then on. Weights that DeepSpeed's ZeRO-3 partitions, and
+    those that an adapter reads itself (DoRA), or that an MLP pads (``mlp.py``), are left.
+
+    Args:
+        model: converted by :func:`convert`; also on ``meta``.
+    """
+    for block in model.modules():
+        whole = _is_converted(block)
+        known = whole or type(block).__name__ in FP8_LAYERS
+        if not known or not has_adapters(block) or any(map(reads_base_weight, block.modules())):
+            continue
+        groups: dict[str, list[Any]] = {}
+        linears = _linears_of(block)
+        parents = [name.rpartition(".")[0] for name in linears]
+        for number, (name, layer) in enumerate(linears.items()):
+            # The layers of a parent have the same input, except for the last, its output layer.
+            together = whole and parents[number + 1 : number + 2] == [parents[number]]
+            groups.setdefault(parents[number] if together else name, []).append(layer)
+        for layers in groups.values():
+            in_fp8 = whole or isinstance(layers[0], Fp8Linear)
+            frozen = not any(layer.weight.requires_grad for layer in layers)
+            fits = all(map(_fits_gemm, layers))
+            if (
+                in_fp8
+                and fits
+                and frozen
+                and not any(hasattr(layer.weight, "ds_id") for layer in layers)
+            ):
+                store_weights(layers)
 
 
 def _skip_reason(config: Fp8Config, part: Part, number: int, total: int) -> str | None:
@@ -169,15 +222,28 @@ def _choose_linears(
     """Yield single linear layers to convert: the projector's and the output layer."""
     for name, module in model.named_modules():
         *holders, last = name.split(".")
-        if type(module) is not nn.Linear or ("projector" not in holders and last != "lm_head"):
+        in_projector = not PROJECTORS.isdisjoint(holders)
+        if type(module) is not nn.Linear or not (in_projector or last == "lm_head"):
             continue
-        key = "projector" if "projector" in holders else "lm_head"
+        key = "projector" if in_projector else "lm_head"
         if getattr(config, key) == "bf16":
             report.skipped[name] = f"fp8.{key} is bf16"
             continue
-        _check_linear(name, module)
+        _check_linear(name, module.out_features, module.in_features)
         report.converted[name] = "FP8 linear"
         yield module
+
+
+def _list_rest(model: nn.Module, blocks: Sequence[nn.Module], report: ConversionReport) -> None:
+    """Add modules with a weight matrix outside of ``blocks`` to ``report.skipped``."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for name, module in model.named_modules():
+        known = id(module) in inside or name in report.converted or name in report.skipped
+        if known or isinstance(module, nn.Embedding):
+            continue
+        own = module.parameters(recurse=False)
+        if isinstance(module, nn.Linear | _ConvNd) or any(p.ndim == 2 for p in own):
+            report.skipped[name] = f"{type(module).__name__} outside of the blocks that FP8 knows"
 
 
 def _check_found(
@@ -212,18 +278,25 @@ def _check_block(name: str, block: nn.Module, config: Fp8Config | None) -> None:
 
     Without a configuration only linear layers are checked, as only they become FP8.
     """
-    for child, layer in _linears_of(block).items():
+    linears = _linears_of(block)
+    first, last = next(iter(linears)), next(reversed(linears))
+    some_fit = any(map(_fits_gemm, linears.values()))
+    for child, layer in linears.items():
         if type(layer) is not nn.Linear:
             raise ValueError(
                 f"{name}.{child} is a {type(layer).__name__}; an FP8 block reads the weights of "
                 "plain nn.Linear layers and would bypass this layer: convert before wrapping "
                 "layers in anything but peft's LoRA, or leave this part out"
             )
-        _check_linear(f"{name}.{child}", layer)
+        if config is None and some_fit:  # the others stay as they are
+            continue
+        N, K = layer.out_features, layer.in_features
+        if config is not None and child.startswith("mlp."):  # which pads its width (mlp.py)
+            N, K = (N, pad_length(K)) if child == last else (pad_length(N), K)
+        _check_linear(f"{name}.{child}", N, K)
         if config is not None:
-            check_group(f"{name}.{child}", layer.in_features, config.group_size)
-    attention: Any = block.self_attn
-    activation = attention.config.hidden_act
+            check_group(f"{name}.{child}", K, config.group_size)
+    activation = activation_of(block.get_submodule(first.partition(".")[0]))
     allowed = FP8_LAYERS[type(block).__name__].ACTIVATIONS
     if config is not None and activation not in allowed:
         raise ValueError(
@@ -233,8 +306,11 @@ def _check_block(name: str, block: nn.Module, config: Fp8Config | None) -> None:
         )
 
 
-def _check_linear(name: str, layer: nn.Linear) -> None:
-    K, N = layer.in_features, layer.out_features
+def _fits_gemm(layer: Any) -> bool:
+    return not (layer.in_features % GEMM_MULTIPLE or layer.out_features % GEMM_MULTIPLE)
+
+
+def _check_linear(name: str, N: int, K: int) -> None:
     if K % GEMM_MULTIPLE or N % GEMM_MULTIPLE:
         raise ValueError(
             f"{name}: weight [N, K] = [{N}, {K}]; FP8 GEMMs take multiples of {GEMM_MULTIPLE}: "
@@ -252,13 +328,25 @@ def _fp8_class(original: type[nn.Module]) -> type[nn.Module]:
 
 def original_class(block: nn.Module) -> type[nn.Module]:
     """Return the class of a converted block before the conversion."""
-    return type(block).__mro__[2]  # the FP8 class, the mixin, the original class
+    return type(block).__bases__[1]  # after the mixin
 
 
-def fp8_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the converted blocks of a model with their names."""
-    kinds: Any = (Fp8DecoderLayer, Fp8EncoderLayer)
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+def fp8_blocks(model: nn.Module, *, adapted: bool = True) -> list[tuple[str, nn.Module]]:
+    """Return the converted blocks of a model with their names.
+
+    Args:
+        model: a converted model.
+        adapted: also return blocks with LoRA adapters, whose weights may be in FP8 only.
+    """
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if _is_converted(module) and (adapted or not has_adapters(module))
+    ]
+
+
+def _is_converted(module: Any) -> bool:
+    return isinstance(module, Fp8DecoderLayer | Fp8Encoder)
 
 
 def back_to_bf16(block: nn.Module, round_linears: bool) -> None:
@@ -269,9 +357,10 @@ def back_to_bf16(block: nn.Module, round_linears: bool) -> None:
         round_linears: on a CPU, compute BF16 by rounding (:class:`Arithmetic`).
     """
     modules: list[Any] = list(block.modules())
-    if isinstance(block, Fp8DecoderLayer | Fp8EncoderLayer):
+    if _is_converted(block):
         modules[0].__class__ = original_class(block)
     for layer in modules:
+        restore_weight(layer)
         if type(layer) in (nn.Linear, Fp8Linear):
             layer.__class__ = Bf16RoundedLinear if round_linears else nn.Linear
 
@@ -327,9 +416,14 @@ class Arithmetic:
         policy = "recompute" if self.fp8 is None or graphs else self.fp8.weights
         linears = {id(m): m for m in model.modules() if isinstance(m, Fp8Linear)}
         for _, block in fp8_blocks(model):
-            linears |= {id(m): m for m in block.modules() if isinstance(m, nn.Linear)}
+            of_block: list[Any] = list(_linears_of(block).values())
+            linears |= {id(m): m for m in of_block}
         # Row-major and transposed; under ZeRO-3 a rank holds a shard of a weight.
-        sizes = (getattr(m.weight, "ds_numel", m.weight.numel()) for m in linears.values())
+        sizes = (
+            getattr(m.weight, "ds_numel", m.weight.numel())
+            for m in linears.values()
+            if not is_stored(m)
+        )
         return WeightReuse(policy, 2 * sum(sizes), device)
 
 

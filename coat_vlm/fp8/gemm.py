@@ -12,6 +12,16 @@ fast accumulation, the other two do not, as in torchao and TransformerEngine by 
 Layers that read the same input (q, k, v; gate, up) are one GEMM with a fused weight and one scale.
 ``weights.py`` provides FP8 weights and caches them. In the first blocks the forward GEMM is not FP8
 (``fp8.bf16_forward_first``).
+
+Plain LoRA adapters of the layers are computed here, in the model's dtype, from the FP8 tensors of
+the GEMMs above; with P = A x and s the scale:
+
+    forward       y += s P B^T                  P [M, r] = x A^T of the dequantized x; saved
+    grad-input    grad_P = s grad_y B           grad_x += grad_P A
+    grad-weight   grad_B = s grad_y^T P         grad_A = grad_P^T x in FP8, with x^T as above
+
+Layers with the same input share P's GEMM. Frozen weights have no grad-weight GEMM; they may be
+stored in FP8 alone (``weights.py``).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +32,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coat_kernels import E5M2, Format, QuantizedGradient, TensorScaled, quantize_gradient, scaled_mm
+from coat_kernels import (
+    E4M3,
+    E5M2,
+    Format,
+    QuantizedGradient,
+    TensorScaled,
+    dequantize_tensor,
+    quantize_gradient,
+    scaled_mm,
+    transpose_quantized,
+)
 from coat_kernels.formats import FORMATS
 from coat_vlm.fp8 import saturation, weights
+from coat_vlm.model.lora import base_layer, find_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +58,16 @@ class FusedLinear:
     """FP8 format of the output's gradient."""
     bf16_forward: bool
     """Whether the forward GEMM runs in the model's dtype."""
+    num_layers: int
+    scales: tuple[float, ...] = ()
+    """Scale of each layer's adapter, 0 for a layer without one; empty if no layer has one."""
+    stored: TensorScaled | None = None
+    """The fused weight if it is stored in FP8, [N, K]."""
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of tensors that are called ``stacked`` below."""
+        return (4 if self.scales else 2) * self.num_layers
 
 
 class Needs(NamedTuple):
@@ -45,41 +76,74 @@ class Needs(NamedTuple):
     input: bool
     weight: bool
     bias: bool
+    adapters: bool
 
     @classmethod
-    def of(cls, upstream: Sequence[bool], stacked: Sequence[bool]) -> "Needs":
+    def of(cls, upstream: Sequence[bool], stacked: Sequence[bool], fused: FusedLinear) -> "Needs":
         """Create from ``ctx.needs_input_grad`` of the preceding inputs and of ``stacked``."""
-        half = len(stacked) // 2
-        return cls(any(upstream), any(stacked[:half]), any(stacked[half:]))
+        n = fused.num_layers
+        return cls(any(upstream), any(stacked[:n]), any(stacked[n : 2 * n]), any(stacked[2 * n :]))
+
+    @property
+    def rows(self) -> bool:
+        """Whether the row-major quantized gradient is read."""
+        return self.input or self.adapters
+
+    @property
+    def input_transposed(self) -> bool:
+        """Whether the input of the forward GEMM is read again, transposed."""
+        return self.weight or self.adapters
 
 
-def arguments(layers: Sequence[nn.Linear]) -> tuple[Any, ...]:
+def arguments(
+    layers: Sequence[nn.Linear], pad_rows: int = 0, pad_columns: int = 0
+) -> tuple[Any, ...]:
     """Return an autograd Function's arguments for layers that read the same input.
 
     The first layer's attributes ``fp8_gradients``, the name of a format, and ``fp8_bf16_forward``
     apply to all layers.
 
+    Args:
+        layers: the linear layers.
+        pad_rows: zero rows appended to each weight, bias and matrix B.
+        pad_columns: zero columns appended to each weight and matrix A.
+
     Returns:
-        A :class:`FusedLinear`; the weights [n_i, K]; the biases [n_i] or None. The tensors are
-        called ``stacked`` below.
+        A :class:`FusedLinear`; the weights [n_i, K]; the biases [n_i] or None; if a layer has a
+        LoRA adapter, the matrices A [r_i, K] and the matrices B [n_i, r_i], or None. The tensors
+        are called ``stacked`` below.
 
     Raises:
-        ValueError: a layer was wrapped (by peft) after the conversion.
+        ValueError: a layer was wrapped after the conversion, in something else than plain LoRA.
     """
-    for layer in layers:
+    found = [find_adapter(layer) for layer in layers]
+    linears = [base_layer(layer) for layer in layers]
+    for layer in linears:
         if not isinstance(layer, nn.Linear):
             raise ValueError(
                 f"a {type(layer).__module__}.{type(layer).__name__} wraps a linear layer of an FP8 "
                 "block, which reads only the weight inside it, so the wrapper would have no "
                 "effect: wrap the layers first (peft.get_peft_model), then convert the model"
             )
-    settings = vars(layers[0])
+    plain = [layer for layer in linears if isinstance(layer, nn.Linear)]
+    settings = vars(plain[0])
     fused = FusedLinear(
-        weights.key_of(layers),
+        weights.key_of(plain),
         FORMATS[settings.get("fp8_gradients", E5M2.name)],
         settings.get("fp8_bf16_forward", False),
+        len(plain),
+        tuple(0.0 if adapter is None else adapter.scale for adapter in found) if any(found) else (),
+        weights.stored_weight(plain),
     )
-    return (fused, *(layer.weight for layer in layers), *(layer.bias for layer in layers))
+    matrices, biases = [layer.weight for layer in plain], [layer.bias for layer in plain]
+    a = [None if adapter is None else adapter.a for adapter in found]
+    b = [None if adapter is None else adapter.b for adapter in found]
+    if pad_rows or pad_columns:
+        matrices = [F.pad(weight, (0, pad_columns, 0, pad_rows)) for weight in matrices]
+        biases = [None if bias is None else F.pad(bias, (0, pad_rows)) for bias in biases]
+        a = [None if matrix is None else F.pad(matrix, (0, pad_columns)) for matrix in a]
+        b = [None if matrix is None else F.pad(matrix, (0, 0, 0, pad_rows)) for matrix in b]
+    return (fused, *matrices, *biases, *((*a, *b) if fused.scales else ()))
 
 
 def forward(
@@ -94,16 +158,16 @@ def forward(
     Args:
         x: E4M3 [M, K].
         fused: the layers.
-        stacked: their weights and biases.
+        stacked: their tensors, from :func:`arguments`.
         dtype: dtype of the result.
         hp: x in high precision, [M, K], to run the GEMM in the model's dtype.
 
     Returns:
         [M, N], the layers' outputs concatenated; tensors to save for backward: the scale [] of the
-        fused weight (None without FP8), and ``stacked``.
+        fused weight (None without FP8), P [M, sum of r_i] (None without adapters), and ``stacked``.
     """
-    parts = _weights(stacked)
-    biases = stacked[len(parts) :]
+    parts = _weights(stacked, fused)
+    biases = stacked[len(parts) : 2 * len(parts)]
     bias = None
     if any(bias is not None for bias in biases):
         given = [
@@ -114,9 +178,74 @@ def forward(
     if hp is not None:
         weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
         y = F.linear(hp.to(dtype), weight, None if bias is None else bias.to(dtype))
-        return y.to(dtype), (None, *stacked)  # autocast may return another dtype
-    quantized = weights.quantize_weight(fused.key, parts)
-    return scaled_mm(x, quantized, dtype, bias, fast=True), (quantized.scale, *stacked)
+        y, scale = y.to(dtype), None  # autocast may return another dtype
+    else:
+        quantized = fused.stored
+        if quantized is None:
+            quantized = weights.quantize_weight(fused.key, parts)
+        y, scale = scaled_mm(x, quantized, dtype, bias, fast=True), quantized.scale
+    inner = _add_adapters(y, x, fused, stacked) if fused.scales else None
+    return y, (scale, inner, *stacked)
+
+
+class _Slice(NamedTuple):
+    """The adapter of one of the layers that share an input."""
+
+    b: Tensor
+    """[n_i, r_i], in the GEMMs' dtype."""
+    scale: float
+    columns: slice
+    """Columns of the fused output that the layer computes."""
+    ranks: slice
+    """Columns of P."""
+
+
+def _adapters(
+    fused: FusedLinear, stacked: Sequence[Tensor | None], dtype: torch.dtype
+) -> tuple[Tensor, list[_Slice]]:
+    """Return the matrices A, concatenated to [R, K], and the rest of each adapter."""
+    n = fused.num_layers
+    found, matrices, start, rank = [], [], 0, 0
+    for weight, a, b, scale in zip(
+        stacked[:n], stacked[2 * n : 3 * n], stacked[3 * n :], fused.scales, strict=True
+    ):
+        assert weight is not None
+        end = start + weight.shape[0]
+        if a is not None and b is not None:
+            matrices.append(a.detach().to(dtype))
+            ranks = slice(rank, rank + a.shape[0])
+            found.append(_Slice(b.detach().to(dtype), scale, slice(start, end), ranks))
+            rank = ranks.stop
+        start = end
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices), found
+
+
+def _add_adapters(
+    y: Tensor, x: TensorScaled, fused: FusedLinear, stacked: Sequence[Tensor | None]
+) -> Tensor:
+    """Add the adapters' outputs to y [M, N] in place; return P [M, R]."""
+    a, adapters = _adapters(fused, stacked, y.dtype)
+    inner = dequantize_tensor(x, y.dtype) @ a.t()
+    for b, scale, columns, ranks in adapters:
+        y[:, columns].addmm_(inner[:, ranks], b.t(), alpha=scale)
+    return inner
+
+
+def _adapters_backward(
+    rows: TensorScaled, inner: Tensor, fused: FusedLinear, stacked: Sequence[Tensor | None]
+) -> tuple[Tensor, list[Tensor]]:
+    """Compute gradients of P [M, R] and of the matrices B from that of the layers' output."""
+    _, adapters = _adapters(fused, stacked, inner.dtype)
+    grad_inner = torch.empty_like(inner)
+    grads: list[Tensor] = []
+    for b, scale, columns, ranks in adapters:
+        # FP8 values are exact in BF16: the scale is applied to the small results, and a part of the
+        # columns is converted at a time, because the whole matrix would be twice as large in BF16.
+        factor = scale * rows.scale
+        grad = rows.q[:, columns].to(inner.dtype)
+        grad_inner[:, ranks] = (grad @ b) * factor
+        grads.append((grad.t() @ inner[:, ranks]) * factor)
+    return grad_inner, grads
 
 
 def quantize_grad(parts: Sequence[Tensor], fused: FusedLinear, needs: Needs) -> QuantizedGradient:
@@ -128,7 +257,7 @@ def quantize_grad(parts: Sequence[Tensor], fused: FusedLinear, needs: Needs) -> 
         needs: the gradients to compute.
     """
     quantized = quantize_gradient(
-        parts, fused.grad_format, rows=needs.input, transposed=needs.weight, bias=needs.bias
+        parts, fused.grad_format, rows=needs.rows, transposed=needs.weight, bias=needs.bias
     )
     saturation.observe_gradient(quantized, lambda: torch.cat([*parts], 1))
     return quantized
@@ -152,33 +281,59 @@ def backward(
         needs: the gradients to compute.
         dtype: dtype of the input's gradient.
         input_transposed: returns x^T, E4M3 [K, M'], given the input's gradient; called only for
-            weight gradients.
+            gradients of weights or adapters, once.
 
     Returns:
         The input's gradient [M, K] or None; gradients of ``stacked`` in their dtypes, or None.
     """
-    weight_scale, *stacked = saved
-    parts = _weights(stacked)
+    weight_scale, inner, *stacked = saved
+    parts = _weights(stacked, fused)
     if isinstance(grad_output, Tensor):
         rows, transposed, grad_bias = quantize_grad([matrix(grad_output)], fused, needs)
     else:
         rows, transposed, grad_bias = grad_output()
+    grads: list[Tensor | None] = [None] * len(stacked)
+    n, grad_inner = len(parts), None
+    if inner is not None and needs.rows:
+        grad_inner, grads_b = _adapters_backward(rows, inner, fused, stacked)
+        _place(grads, 3 * n, stacked, grads_b)
     grad_input = None
     if needs.input:
-        grad_input = scaled_mm(
-            rows, weights.quantize_weight_transposed(fused.key, parts, weight_scale), dtype
-        )
+        if fused.stored is None:
+            weight = weights.quantize_weight_transposed(fused.key, parts, weight_scale)
+        else:
+            weight = transpose_quantized(fused.stored)
+        grad_input = scaled_mm(rows, weight, dtype)
+        del weight
+        if grad_inner is not None:
+            grad_input.addmm_(grad_inner, _adapters(fused, stacked, dtype)[0])
     del rows
-    grads: list[Tensor | None] = [None] * len(stacked)
-    if needs.weight:
-        grad_weight = scaled_mm(transposed, input_transposed(grad_input), parts[0].dtype)
-        grads[: len(parts)] = _split(grad_weight, parts)
+    x = input_transposed(grad_input) if needs.input_transposed else None
+    if needs.weight and x is not None:
+        grads[:n] = _split(scaled_mm(transposed, x, parts[0].dtype), parts)
+    if grad_inner is not None and x is not None:
+        # E4M3: the sums over the outputs have no such outliers as grad_y.
+        inner8 = quantize_gradient([grad_inner], E4M3, rows=False).transposed
+        matrices = [a for a in stacked[2 * n : 3 * n] if a is not None]
+        _place(grads, 2 * n, stacked, _split(scaled_mm(inner8, x, dtype), matrices))
     if grad_bias is not None:
-        grads[len(parts) :] = [
+        grads[n : 2 * n] = [
             None if bias is None else piece.to(bias.dtype)
-            for piece, bias in zip(_split(grad_bias, parts), stacked[len(parts) :], strict=True)
+            for piece, bias in zip(_split(grad_bias, parts), stacked[n : 2 * n], strict=True)
         ]
     return grad_input, grads
+
+
+def _place(
+    grads: list[Tensor | None],
+    start: int,
+    stacked: Sequence[Tensor | None],
+    found: Sequence[Tensor],
+) -> None:
+    """Write the gradients of the adapters' A or B, whose places begin at ``start``."""
+    given = [(i, like) for i, like in enumerate(stacked) if i >= start and like is not None]
+    for (i, like), grad in zip(given, found, strict=False):  # after all of A comes B
+        grads[i] = grad.to(like.dtype)
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -186,8 +341,8 @@ def matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _weights(stacked: Sequence[Tensor | None]) -> list[Tensor]:
-    return [weight for weight in stacked[: len(stacked) // 2] if weight is not None]
+def _weights(stacked: Sequence[Tensor | None], fused: FusedLinear) -> list[Tensor]:
+    return [weight for weight in stacked[: fused.num_layers] if weight is not None]
 
 
 def _split(grad: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:

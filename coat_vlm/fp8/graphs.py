@@ -16,11 +16,11 @@ Packed rows (:mod:`coat_vlm.model.packing`) hold different numbers of sequences:
 padded with empty sequences to a multiple of 8, and the longest length is rounded up to a power of
 two, so that rows of one length share graphs.
 
-Passes run eagerly with further shapes, with arguments that are neither tensors nor constants, in
-evaluation, with gradient checkpointing, in a scope of reused weights, and under a monitor. Weights
-must keep their addresses (ZeRO 0, 1, 2). A graph repeats the computation at the time of capture:
-call :func:`graph_blocks` again after changing ``requires_grad``, dropout or the attention
-implementation.
+Passes run eagerly in Qwen-VL's towers, whose longest image differs from batch to batch, with
+further shapes, with arguments that are neither tensors nor constants, in evaluation, with gradient
+checkpointing, in a scope of reused weights, and under a monitor. Weights must keep their addresses
+(ZeRO 0, 1, 2). A graph repeats the computation at the time of capture: call :func:`graph_blocks`
+again after changing ``requires_grad``, dropout or the attention implementation.
 """
 
 import logging
@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from coat_vlm.fp8 import saturation, weights
+from coat_vlm.fp8.blocks import Fp8PackedEncoderLayer
 from coat_vlm.fp8.convert import fp8_blocks
 
 logger = logging.getLogger(__name__)
@@ -165,7 +166,18 @@ def graph_blocks(model: nn.Module, enabled: bool = True) -> "list[BlockGraphs]":
         if isinstance(vars(module).get(FORWARD), _Forward):
             del vars(module)[FORWARD]
     rows: dict[str, list[nn.Module]] = {}
-    for name, block in fp8_blocks(model):
+    blocks = fp8_blocks(model, adapted=False)
+    packed = [name for name, block in blocks if isinstance(block, Fp8PackedEncoderLayer)]
+    if packed and enabled:
+        logger.warning(
+            "CUDA graphs: the %d blocks from %s on run eagerly; they compute the longest of their "
+            "packed images on the CPU",
+            len(packed),
+            packed[0],
+        )
+    for name, block in blocks:
+        if name in packed:
+            continue
         rows.setdefault(name.rpartition(".")[0], []).append(block)
     return [BlockGraphs(blocks) for blocks in rows.values()] if enabled else []
 

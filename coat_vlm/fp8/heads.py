@@ -5,7 +5,7 @@
 One autograd Function from the residual stream to q, k and v. Saves for backward the tensors of the
 norm (``norm.py``). Backward reads the gradients of q, k and v as attention returns them, rotates
 and quantizes them: the fused matrix [M, N] never exists in high precision. If heads have their own
-norms (Qwen3), the model's functions normalize and rotate them.
+norms (Qwen3, Gemma 3), the model's functions normalize and rotate them.
 """
 
 from collections.abc import Sequence
@@ -61,33 +61,43 @@ def norm_heads(
 
     Args:
         x: the residual stream [B, T, hidden].
-        norm: a LayerNorm, or an RMSNorm of a Llama, Mistral or Qwen model.
-        attention: an attention module with ``q_proj``, ``k_proj``, ``v_proj`` and ``head_dim``.
+        norm: a LayerNorm, or an RMSNorm of transformers.
+        attention: an attention module with ``head_dim`` and either ``q_proj``, ``k_proj`` and
+            ``v_proj`` or one layer ``qkv`` with as many keys and values as queries.
         group_size: group size of the norm's saved input.
         lean: round the heads to INT8, for FP8-saved attention.
-        position_embeddings: (cos, sin) [1 or B, T, rotary channels]; no rotation when absent.
+        position_embeddings: (cos, sin) [..., rotary channels] of T or B * T tokens; no rotation
+            when absent.
 
     Returns:
         The heads; the heads in INT8 if quantized here (the heads are then the dequantized values);
         and x for the residual path, whose gradient is added in the norm's backward kernel.
     """
-    layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+    if hasattr(attention, "qkv"):
+        layers, sizes = (attention.qkv,), [attention.qkv.out_features // 3] * 3
+    else:
+        layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+        sizes = [layer.out_features for layer in layers]
     D = attention.head_dim
-    rotation, by_model, quantize = None, False, lean
+    by_model = not isinstance(getattr(attention, "q_norm", None), nn.Identity | None)
+    rotation, quantize = None, lean and not by_model
     if position_embeddings is not None:
-        by_model = position_embeddings[0].shape[-1] != D or hasattr(attention, "q_norm")
+        by_model = by_model or position_embeddings[0].shape[-1] != D
         quantize = lean and D in GROUP_SIZES and not by_model
         if not by_model:
             cos, sin = (t.reshape(-1, D).contiguous() for t in position_embeddings)
             rotation = (cos, sin)
-    settings = HeadSettings(D, [layer.out_features for layer in layers], quantize, rotation)
+    settings = HeadSettings(D, sizes, quantize, rotation)
     query, key, value, residual, *quantized = _NormHeads.apply(
         x, None, *norms.arguments(norm, layers, group_size), settings
     )
-    if by_model and position_embeddings is not None:
-        query = _normalize(query, getattr(attention, "q_norm", None))
-        key = _normalize(key, getattr(attention, "k_norm", None))
-        query, key = modeling_of(attention).apply_rotary_pos_emb(query, key, *position_embeddings)
+    if by_model:
+        together = position_embeddings is None  # InternVL normalizes all heads of a token at once
+        query = _normalize(query, getattr(attention, "q_norm", None), together)
+        key = _normalize(key, getattr(attention, "k_norm", None), together)
+        if position_embeddings is not None:
+            rotate = modeling_of(attention).apply_rotary_pos_emb
+            query, key = rotate(query, key, *position_embeddings)
         # Attention saves the value, and a view would keep the GEMM's whole result alive.
         value = value.transpose(1, 2).clone().transpose(1, 2)
     return (query, key, value), pair_tensors(quantized) or None, residual
@@ -121,7 +131,7 @@ class _NormHeads(torch.autograd.Function):
         grad_heads, grad_residual = grad_outputs[:3], grad_outputs[3]
         if all(grad is None for grad in grad_heads):
             return norms.residual_only(grad_residual, ctx)
-        needs = Needs.of(ctx.needs_input_grad[:4], ctx.needs_input_grad[6:-1])
+        needs = Needs.of(ctx.needs_input_grad[:4], ctx.needs_input_grad[6:-1], ctx.fused)
         of_norm, grads = norms.backward(
             lambda: _heads_backward(grad_heads, ctx.heads, ctx.fused, needs),
             grad_residual,
@@ -165,7 +175,7 @@ def _heads_backward(
     quantized = rope_gradient(
         *back,
         fused.grad_format,
-        rows=needs.input,
+        rows=needs.rows,
         transposed=needs.weight,
         bias=needs.bias,
     )
@@ -173,6 +183,10 @@ def _heads_backward(
     return quantized
 
 
-def _normalize(x: Tensor, norm: nn.Module | None) -> Tensor:
-    """Normalize heads [B, n, T, D] one by one if the model has a norm for them."""
-    return x if norm is None else norm(x.transpose(1, 2)).transpose(1, 2)
+def _normalize(x: Tensor, norm: nn.Module | None, together: bool) -> Tensor:
+    """Normalize heads [B, n, T, D], one by one or together, if the model has a norm for them."""
+    if norm is None:
+        return x
+    heads = x.transpose(1, 2)
+    normalized = norm(heads.flatten(-2)).view(heads.shape) if together else norm(heads)
+    return normalized.transpose(1, 2)

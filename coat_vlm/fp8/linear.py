@@ -41,14 +41,15 @@ class _Linear(torch.autograd.Function):
         x8 = quantize_tensor(rows)
         saturation.observe("linear input", x8.q, rows)
         y, saved = gemm.forward(x8, fused, stacked, x.dtype, rows if fused.bf16_forward else None)
-        ctx.save_for_backward(x8.q if ctx.needs_input_grad[2] else None, x8.scale, *saved)
+        needs = Needs.of(ctx.needs_input_grad[:1], ctx.needs_input_grad[2:], fused)
+        ctx.save_for_backward(x8.q if needs.input_transposed else None, x8.scale, *saved)
         ctx.fused, ctx.shape, ctx.dtype = fused, x.shape, x.dtype
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         q, scale, *saved = ctx.saved_tensors
-        needs = Needs(ctx.needs_input_grad[0], *ctx.needs_input_grad[2:])
+        needs = Needs.of(ctx.needs_input_grad[:1], ctx.needs_input_grad[2:], ctx.fused)
         x8 = TensorScaled(q, scale)
         grad_input, grads = gemm.backward(
             grad_outputs[0], ctx.fused, saved, needs, ctx.dtype, lambda _: transpose_quantized(x8)

@@ -1,11 +1,12 @@
-"""Norm and MLP as one autograd Function, FP8 inside: SwiGLU of decoders, GELU of encoders.
+"""Norm and MLP as one autograd Function, FP8 inside: gated MLPs and GELUs.
 
     residual = x + delta,   h = W_in norm(residual) + b_in,   y = W_out activation(h) + b_out
 
-W_in is [gate; up] for SwiGLU. Saves for backward, per token: ``residual`` and ``h`` in FP8 with
-per-group scales (K + K / G and W + W / G bytes), the FP32 norm statistics, and three per-tensor
-scales. Backward recomputes the normalized input and the activation from them for the grad-weight
-GEMMs.
+W_in is [gate; up] for SwiGLU and GeGLU. A width of h that is no multiple of 16 (3420 in
+Qwen2.5-VL's tower) is padded with zero channels, which all activations keep zero. Saves for
+backward, per token: ``residual`` and ``h`` in FP8 with per-group scales (K + K / G and W + W / G
+bytes), the FP32 norm statistics, and three per-tensor scales. Backward recomputes the normalized
+input and the activation from them for the grad-weight GEMMs.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from coat_kernels import (
     activation_fwd,
     dequantize_group,
 )
+from coat_kernels.formats import pad_length
 from coat_kernels.reference import activation_gradient, activation_values
 from coat_vlm.fp8 import gemm, saturation
 from coat_vlm.fp8 import norm as norms
@@ -34,6 +36,9 @@ from coat_vlm.fp8.norm import NormSettings
 
 _HIGH_PRECISION: dict[str, Callable[[Tensor], Tensor]] = {
     "silu_mul": lambda h: F.silu(h.chunk(2, -1)[0]).mul_(h.chunk(2, -1)[1]),
+    "gelu_tanh_mul": lambda h: F.gelu(h.chunk(2, -1)[0], approximate="tanh").mul_(
+        h.chunk(2, -1)[1]
+    ),
     "gelu": F.gelu,
     "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
     "quick_gelu": lambda h: h * torch.sigmoid(1.702 * h),
@@ -54,8 +59,8 @@ def norm_mlp(
 
     Args:
         x: the residual stream [..., K], FP32, BF16 or FP16.
-        norm: a LayerNorm, or an RMSNorm of a Llama, Mistral or Qwen model.
-        layers_in: (gate, up) for ``silu_mul``, else one layer; weights [F, K].
+        norm: a LayerNorm, or an RMSNorm of transformers.
+        layers_in: (gate, up) for gated activations, else one layer; weights [F, K].
         layer_out: weight [K, F].
         activation: one of ``coat_kernels.ACTIVATIONS``.
         group_size: group size of the saved activations.
@@ -65,8 +70,10 @@ def norm_mlp(
         [..., K] in x's dtype, and x + delta. The residual path must continue from the returned
         x + delta, whose gradient is added in the norm's backward kernel.
     """
-    of_norm_and_in = norms.arguments(norm, layers_in, group_size)
-    return _NormMlp.apply(x, delta, *of_norm_and_in, activation, *gemm.arguments([layer_out]))
+    pad = pad_length(layer_out.in_features) - layer_out.in_features
+    of_norm_and_in = norms.arguments(norm, layers_in, group_size, pad_rows=pad)
+    of_out = gemm.arguments([layer_out], pad_columns=pad)
+    return _NormMlp.apply(x, delta, *of_norm_and_in, activation, *of_out)
 
 
 class _NormMlp(torch.autograd.Function):
@@ -81,7 +88,8 @@ class _NormMlp(torch.autograd.Function):
         fused_in: FusedLinear,
         *rest: Any,
     ) -> tuple[Tensor, Tensor]:
-        *stacked_in, activation, fused_out, weight_out, bias_out = rest
+        stacked_in = rest[: fused_in.num_tensors]
+        activation, fused_out, *stacked_out = rest[fused_in.num_tensors :]
         h, residual, saved_in = norms.forward(
             x, delta, norm_weight, norm_bias, norm, fused_in, stacked_in
         )
@@ -90,7 +98,7 @@ class _NormMlp(torch.autograd.Function):
         saturation.observe("activation output", act.q, partial(activation_values, h, activation))
         hp = _HIGH_PRECISION[activation](h) if fused_out.bf16_forward else None
         del h  # the GEMM below needs its memory
-        y, saved_out = gemm.forward(act, fused_out, (weight_out, bias_out), x.dtype, hp)
+        y, saved_out = gemm.forward(act, fused_out, stacked_out, x.dtype, hp)
         ctx.save_for_backward(*saved.a, saved.scale, *saved_out, *saved_in)
         ctx.activation, ctx.fused = activation, (fused_in, fused_out)
         ctx.shape, ctx.dtype = x.shape, x.dtype
@@ -104,18 +112,19 @@ class _NormMlp(torch.autograd.Function):
             return norms.residual_only(grad_residual, ctx)
         q, exponents, act_scale, *tensors = ctx.saved_tensors
         saved = ActivationSaved(GroupScaled(q, exponents), act_scale)
-        saved_out, saved_in = tensors[:3], tensors[3:]
         fused_in, fused_out = ctx.fused
+        split, end_in = 2 + fused_out.num_tensors, 6 + fused_in.num_tensors
+        saved_out, saved_in = tensors[:split], tensors[split:]
         wanted = ctx.needs_input_grad
-        needs_in = Needs.of(wanted[:4], wanted[6:-4])
-        needs_out = Needs(any(needs_in), *wanted[-2:])
+        needs_in = Needs.of(wanted[:4], wanted[6:end_in], fused_in)
+        needs_out = Needs.of(needs_in, wanted[end_in + 2 :], fused_out)
         grad_scale = None
 
         def activation_transposed(grad_act: Tensor | None) -> TensorScaled:
             nonlocal grad_scale
             grad = grad_act
             if grad is None:  # no preceding layer trains, and the scale is not used
-                grad = grad_y.new_zeros(len(q), saved_out[1].shape[1])
+                grad = grad_y.new_zeros(len(q), saved_out[2].shape[1])
             # Both results need one read of the gradient and of the saved input.
             grad_scale, transposed = activation_bwd_stats(
                 grad, saved, ctx.activation, fmt=fused_in.grad_format
@@ -130,7 +139,7 @@ class _NormMlp(torch.autograd.Function):
                 grad,
                 saved,
                 ctx.activation,
-                rows=needs_in.input,
+                rows=needs_in.rows,
                 transposed=needs_in.weight,
                 bias=needs_in.bias,
                 fmt=fused_in.grad_format,
@@ -145,7 +154,7 @@ class _NormMlp(torch.autograd.Function):
         grad_act, grads_out = gemm.backward(
             grad_y, fused_out, saved_out, needs_out, ctx.dtype, activation_transposed
         )
-        of_norm, grads_in = (None, None, None, None), [None] * len(wanted[6:-4])
+        of_norm, grads_in = (None, None, None, None), [None] * fused_in.num_tensors
         if grad_act is not None:
             of_norm, grads_in = norms.backward(
                 quantize_grad_h, grad_residual, saved_in, fused_in, needs_in, ctx

@@ -42,22 +42,26 @@ class NormSettings:
 
 
 def arguments(
-    norm: Any, layers: Sequence[nn.Linear], group_size: int
+    norm: Any, layers: Sequence[nn.Linear], group_size: int, pad_rows: int = 0
 ) -> tuple[Tensor | FusedLinear | NormSettings | None, ...]:
     """Return an autograd Function's arguments for a norm and the layers that read its output.
 
     Args:
-        norm: a LayerNorm, or an RMSNorm of a Llama, Mistral or Qwen model.
+        norm: a LayerNorm, or an RMSNorm of transformers.
         layers: weights [n_i, K], biases [n_i] or None.
         group_size: group size of the norm's saved input.
+        pad_rows: zero rows appended to each weight and bias.
 
     Returns:
         The norm's weight, bias or None, and settings; :func:`coat_vlm.fp8.gemm.arguments`.
     """
-    centered = isinstance(norm, nn.LayerNorm)
-    eps = norm.eps if centered else float(norm.variance_epsilon)
-    settings = NormSettings(eps, centered, group_size)
-    return norm.weight, getattr(norm, "bias", None), settings, *gemm.arguments(layers)
+    weight, eps = norm.weight, getattr(norm, "variance_epsilon", None)
+    if type(norm).__name__ == "Gemma3RMSNorm":
+        weight = 1.0 + weight.float()  # Gemma's parameter is the difference from one
+    eps = float(norm.eps if eps is None else eps)
+    settings = NormSettings(eps, isinstance(norm, nn.LayerNorm), group_size)
+    of_layers = gemm.arguments(layers, pad_rows=pad_rows)
+    return weight, getattr(norm, "bias", None), settings, *of_layers
 
 
 def forward(

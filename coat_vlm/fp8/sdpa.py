@@ -13,6 +13,7 @@ from torch import Tensor
 
 from coat_vlm.model.cudnn import avoid_unsafe_cudnn
 from coat_vlm.model.packing import Packing, choose_kernel, flash_forward, to_token_major
+from coat_vlm.model.sequence_parallel import SequenceShard
 
 _ATEN: Any = torch.ops.aten
 _FLASH, _CUDNN = 1, 3
@@ -29,6 +30,8 @@ class Fused:
     """Factor of q k^T; 1 / sqrt(D) when None."""
     packing: Packing | None = None
     """Packing of the sequences in a single row; every row is one sequence when None."""
+    shard: SequenceShard | None = None
+    """The tokens are those of a shard, which are exchanged for heads around the kernel."""
 
 
 class Statistics(NamedTuple):
@@ -45,6 +48,7 @@ def choose(
     causal: bool,
     scale: float | None,
     packing: Packing | None = None,
+    shard: SequenceShard | None = None,
 ) -> Fused | None:
     """Return the kernel that torch selects for these heads without a mask, or None.
 
@@ -55,23 +59,24 @@ def choose(
         causal: whether attention is causal.
         scale: see :class:`Fused`.
         packing: see :class:`Fused`.
+        shard: see :class:`Fused`.
     """
     if query.shape[-1] % 8:
         return None  # torch pads such heads before it calls a kernel
     if packing is not None:
         kernel = choose_kernel(query, key, value, causal, 0.0)
         if query.device.type == "cuda":
-            return Fused("flash", causal, scale, packing) if kernel == "flash" else None
+            return Fused("flash", causal, scale, packing, shard) if kernel == "flash" else None
     grouped = query.shape[1] != key.shape[1]
     with avoid_unsafe_cudnn(key, causal=causal, masked=False):
         backend = _ATEN._fused_sdp_choice(
             query, key, value, None, 0.0, causal, scale=scale, enable_gqa=grouped
         )
     if query.device.type == "cpu":
-        return Fused("cpu", causal, scale, packing) if backend == _FLASH else None
+        return Fused("cpu", causal, scale, packing, shard) if backend == _FLASH else None
     if backend == _FLASH:
-        return Fused("flash", causal, scale)
-    return Fused("cudnn", causal, scale) if backend == _CUDNN else None
+        return Fused("flash", causal, scale, shard=shard)
+    return Fused("cudnn", causal, scale, shard=shard) if backend == _CUDNN else None
 
 
 def forward(how: Fused, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Statistics]:
@@ -80,6 +85,8 @@ def forward(how: Fused, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     Returns:
         [B, T, H * D] in query's dtype, and the statistics for backward.
     """
+    if how.shard is not None:
+        return _sharded_forward(how, how.shard, query, key, value)
     if how.packing is not None:
         return _packed_forward(how, how.packing, query, key, value)
     heads, causal, scale = (query, key, value), how.causal, how.scale
@@ -108,6 +115,8 @@ def backward(
     statistics: Statistics,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients of query, key and value; ``out`` and ``grad_out`` are [B, T, H * D]."""
+    if how.shard is not None:
+        return _sharded_backward(how, how.shard, (query, key, value), (out, grad_out), statistics)
     if how.packing is not None:
         return _packed_backward(how, how.packing, grad_out, query, key, value, out, statistics)
     out, grad_out = (x.unflatten(-1, (query.shape[1], -1)).transpose(1, 2) for x in (out, grad_out))
@@ -123,6 +132,33 @@ def backward(
         return backward(*common, *lengths, seed, offset, scale=how.scale)
     backward = _ATEN._scaled_dot_product_cudnn_attention_backward
     return backward(*common, seed, offset, None, *lengths, scale=how.scale)
+
+
+def _sharded_forward(
+    how: Fused, shard: SequenceShard, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Statistics]:
+    heads = shard.gather_tokens(query, key, value)
+    out, statistics = forward(replace(how, shard=None), *heads)
+    return shard.scatter_tokens(out.unflatten(2, (-1, value.shape[3]))).flatten(2), statistics
+
+
+def _sharded_backward(
+    how: Fused,
+    shard: SequenceShard,
+    heads: tuple[Tensor, Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor],
+    statistics: Statistics,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Exchange the heads, the output and its gradient; exchange the heads' gradients back."""
+    leaves = [x.detach().requires_grad_() for x in heads]
+    as_heads = [x.unflatten(2, (-1, heads[2].shape[3])).transpose(1, 2) for x in outputs]
+    with torch.enable_grad():
+        q, k, v, out, grad_out = shard.gather_tokens(*leaves, *as_heads)
+    out, grad_out = (x.detach().transpose(1, 2).flatten(2) for x in (out, grad_out))
+    alone, inputs = replace(how, shard=None), (q.detach(), k.detach(), v.detach())
+    grads = backward(alone, grad_out, *inputs, out, statistics)
+    dq, dk, dv = torch.autograd.grad((q, k, v), leaves, grads)
+    return dq, dk, dv
 
 
 def _packed_forward(

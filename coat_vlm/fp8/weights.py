@@ -5,6 +5,13 @@ and the backward pass quantizes it again, transposed, with the forward's scale (
 the forward GEMM is BF16). Inside, the first use writes both layouts, and later uses read them
 (2 bytes per parameter): the weights must not change until the scope ends. Weights with the same
 input are one fused matrix with one scale.
+
+Frozen weights of blocks with LoRA adapters can be stored in FP8 alone (:func:`store_weights`), with
+the bits that would be computed in every pass: 1 byte per parameter on the GPU, row-major for the
+forward GEMM. The backward pass transposes a weight for its grad-input GEMM, which moves 2 bytes per
+parameter and needs the memory of one weight (to quantize it from BF16 moves 5). Storing both
+layouts instead would take 1 byte per parameter more, to save 1% of a step of 8,192 tokens of a 7B
+model. The original weights go to host memory: checkpoints and merged models are made from them.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -35,6 +42,9 @@ _cache: dict[Key, tuple[TensorScaled, TensorScaled]] | None = None
 """Both layouts of the weights of the current scope; None outside of a scope."""
 
 _UNNAMED = nullcontext()
+
+_STORED = "fp8_stored"
+"""Attribute of a layer whose weight is stored in FP8, fused with those of the same input."""
 
 
 @contextmanager
@@ -106,6 +116,47 @@ def key_of(layers: Sequence[nn.Linear]) -> Key:
     A shallow copy has the key of its original if the original has an attribute ``fp8_key``.
     """
     return tuple(vars(layer).get("fp8_key", id(layer.weight)) for layer in layers)
+
+
+@torch.no_grad()
+def store_weights(layers: Sequence[nn.Linear]) -> None:
+    """Store frozen weights of layers with the same input in FP8, and move the originals to the CPU.
+
+    Call it again after a change of the originals. On ``meta`` weights stay there.
+    """
+    before = stored_weight(layers)
+    device = layers[0].weight.device if before is None else before.q.device
+    parts = [layer.weight.to(device).contiguous() for layer in layers]
+    stored, _ = quantize_layouts(parts, rows=True, transposed=False)
+    for layer in layers:
+        vars(layer)[_STORED] = stored
+        if device.type == "cuda":
+            layer.weight.data = layer.weight.data.cpu()
+
+
+def restore_weight(layer: nn.Module) -> None:
+    """Move the original weight of a layer back to the GPU if it is stored in FP8."""
+    stored: TensorScaled | None = vars(layer).pop(_STORED, None)
+    if stored is not None and isinstance(layer, nn.Linear):
+        layer.weight.data = layer.weight.data.to(stored.q.device)
+
+
+def stored_weight(layers: Sequence[nn.Linear]) -> TensorScaled | None:
+    """Return the fused weight [N, K] of layers that :func:`store_weights` stored together."""
+    stored = vars(layers[0]).get(_STORED)
+    assert stored is None or len(stored.q) == sum(layer.out_features for layer in layers)
+    return stored
+
+
+def is_stored(layer: nn.Module) -> bool:
+    """Return whether :func:`store_weights` stored a layer's weight."""
+    return _STORED in vars(layer)
+
+
+def list_stored(model: nn.Module) -> list[TensorScaled]:
+    """List the weights of a model that are stored in FP8."""
+    found = (vars(module).get(_STORED) for module in model.modules())
+    return list({id(stored): stored for stored in found if stored is not None}.values())
 
 
 def quantize_weight(key: Key, parts: Sequence[Tensor]) -> TensorScaled:

@@ -63,6 +63,7 @@ def build_model(
         vision_config, backbone = _load_vision(model.vision, dtype, model.attention)
         vision_config.dtype = dtype
     language = _load_language(model.language, tokenizer, dtype, model.attention)
+    extend_context(language, model)
     text = language.config
     config = _composed_config(
         model, vision_config, text, image_token_id=image_token_id, dtype=dtype
@@ -150,6 +151,35 @@ def _load_language(
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:  # pyright: ignore[reportIndexIssue]
         model.resize_token_embeddings(len(tokenizer))
     return model
+
+
+def extend_context(language: PreTrainedModel, model: ModelConfig) -> None:
+    """Set the base of the rotary embedding of a recipe (``rope_theta``), and the longest context.
+
+    A larger base turns all pairs of channels more slowly, so that longer distances stay inside the
+    angles of training (Xiong et al. 2023, arXiv:2309.16039, section 4.1).
+
+    Args:
+        language: the language model; changed in place.
+        model: the recipe's model section.
+
+    Raises:
+        ValueError: the language model has no rotary embedding with one base.
+    """
+    theta = model.language.rope_theta
+    if theta is None:
+        return
+    config: Any = language.config
+    rotary = getattr(language.base_model, "rotary_emb", None)
+    if rotary is None or "rope_theta" not in (getattr(config, "rope_parameters", None) or {}):
+        raise ValueError(
+            f"model.language.rope_theta={theta:g}: {type(language).__name__} has no rotary "
+            "embedding with one base; remove the key"
+        )
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
+    config.max_position_embeddings = max(config.max_position_embeddings, model.max_length)
+    device = rotary.inv_freq.device
+    setattr(language.base_model, "rotary_emb", type(rotary)(config).to(device))  # noqa: B010
 
 
 def check_causal(where: str, path: str, config: PretrainedConfig) -> None:

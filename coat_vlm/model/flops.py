@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -98,6 +99,21 @@ class ModelFlops:
             "projector": self.projected * made,
             "language": self.token * tokens + self.pair * pairs + self.output * read,
         }
+
+    def estimate(self, tokens: np.ndarray, images: np.ndarray) -> np.ndarray:
+        """Estimate the FLOPs of samples, without the output layer.
+
+        Args:
+            tokens: tokens of each sample, (n,).
+            images: tiles and frames of each sample, (n,).
+        """
+        length, tiles = tokens.astype(np.float64), images.astype(np.float64)
+        made = 0.0 if self.projected_per_tile is None else tiles * self.projected_per_tile
+        pairs = np.zeros_like(length)
+        for window, layers in self.windows.items():
+            seen = length if window is None else np.minimum(length, window)
+            pairs += layers * (seen * (seen + 1) / 2 + (length - seen) * seen)
+        return self.tile * tiles + self.projected * made + self.token * length + self.pair * pairs
 
 
 def count_flops(model: CoatVlm) -> ModelFlops:

@@ -14,19 +14,21 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from coat_vlm.config import ModuleName
 from coat_vlm.config.stage import LoraTraining
 from coat_vlm.model.vlm import CoatVlm, count_parameters, module_parameters
 
-_PREFIXES: Mapping[ModuleName, str] = {
-    "vision": "vision_tower",
-    "projector": "projector",
-    "language": "language_model",
+_PARTS: Mapping[ModuleName, tuple[str, ...]] = {
+    "vision": ("vision_tower",),
+    "projector": ("projector",),
+    "language": ("language_model",),
 }
+"""Names of the modules of a composed model."""
 _ADAPTER = "default"
 """peft's default adapter name."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -34,7 +36,7 @@ _IN_BLOCK = r"\.(.*\.)?\d+\.(.*\.)?"
 _LENGTH = ".lora_magnitude_vector.weight"
 
 
-def add_adapters(model: CoatVlm, settings: LoraTraining) -> None:
+def add_adapters(model: PreTrainedModel, settings: LoraTraining) -> None:
     """Add adapters in place, and freeze all other parameters.
 
     A is drawn from torch's global generator and B is zero, so the model's output is unchanged.
@@ -67,7 +69,7 @@ def add_adapters(model: CoatVlm, settings: LoraTraining) -> None:
     peft.inject_adapter_in_model(config, model)
 
 
-def _find_targets(model: CoatVlm, settings: LoraTraining) -> str:
+def _find_targets(model: PreTrainedModel, settings: LoraTraining) -> str:
     """Return peft's pattern of the names of the layers to adapt."""
     parts = module_parameters(model)
     linears = {
@@ -98,11 +100,26 @@ def _find_targets(model: CoatVlm, settings: LoraTraining) -> str:
             )
         # Only within its module: a tower and a language model have layers of the same names.
         within = _IN_BLOCK if name == "vision" else r"\.(.*\.)?"
-        patterns.append(rf"{_PREFIXES[name]}{within}({'|'.join(map(re.escape, chosen))})")
+        own = "|".join(map(re.escape, _name_modules(model)[name]))
+        own = f"({own})" if "|" in own else own
+        patterns.append(rf"{own}{within}({'|'.join(map(re.escape, chosen))})")
     return "|".join(patterns)
 
 
-def _linears(module: ModuleName, part: nn.Module, model: CoatVlm) -> Iterator[str]:
+def _name_modules(model: PreTrainedModel) -> Mapping[ModuleName, tuple[str, ...]]:
+    """Return the names of the modules, and of single parameters, of each part."""
+    return _PARTS if isinstance(model, CoatVlm) else cast(Any, model).family.parts
+
+
+def _split_lists(model: PreTrainedModel, name: str) -> list[str]:
+    """Return a name, or those of the elements of a list, which peft does not save as a whole."""
+    module = dict(model.named_modules()).get(name)
+    if not isinstance(module, nn.ModuleList):
+        return [name]
+    return [f"{name}.{number}" for number in range(len(module))]
+
+
+def _linears(module: ModuleName, part: nn.Module, model: PreTrainedModel) -> Iterator[str]:
     """Yield the last name components of a module's linear layers."""
     output = model.get_output_embeddings()
     for name, layer in part.named_modules():
@@ -123,7 +140,64 @@ def base_layer(layer: nn.Module) -> nn.Module:
     return getattr(layer, "base_layer", layer) if hasattr(layer, "lora_A") else layer
 
 
-def describe(model: CoatVlm) -> str:
+class Adapter(NamedTuple):
+    """An adapter without dropout: adds scale * B A x to a layer's output."""
+
+    a: nn.Parameter
+    """[r, K]."""
+    b: nn.Parameter
+    """[N, r]."""
+    scale: float
+
+
+def find_adapter(layer: nn.Module) -> Adapter | None:
+    """Return the adapter that a layer applies now; None if it has none, or none is active.
+
+    Raises:
+        ValueError: the layer computes more than an :class:`Adapter`.
+    """
+    wrapper: Any = layer
+    active = _active_adapters(layer)
+    if not active or wrapper.disable_adapters or wrapper.merged:
+        return None
+    if not is_plain(layer):
+        raise ValueError(
+            f"a {type(layer).__name__} of an FP8 block has dropout, DoRA, a bias or several active "
+            "adapters, which FP8 blocks do not compute: wrap the layers first "
+            "(peft.get_peft_model), then convert the model"
+        )
+    (name,) = active
+    return Adapter(wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.scaling[name])
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Return whether a layer's active adapters are at most one :class:`Adapter`."""
+    wrapper: Any = layer
+    active = _active_adapters(layer)
+    return len(active) < 2 and all(
+        isinstance(wrapper.lora_A[name], nn.Linear)  # AdaLoRA's is a parameter
+        and type(wrapper.lora_dropout[name]) is nn.Identity
+        and wrapper.lora_B[name].bias is None
+        and not reads_base_weight(layer)
+        for name in active
+    )
+
+
+def reads_base_weight(layer: nn.Module) -> bool:
+    """Return whether an adapter computes with the base weight itself, as DoRA does."""
+    return bool(getattr(layer, "lora_variant", None)) or bool(
+        len(getattr(layer, "lora_magnitude_vector", ()))
+    )
+
+
+def _active_adapters(layer: nn.Module) -> list[str]:
+    wrapper: Any = layer
+    if not hasattr(layer, "lora_A"):
+        return []
+    return [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+
+
+def describe(model: PreTrainedModel) -> str:
     """Describe the adapters of a model in one line: layers and number of parameters."""
     config = vars(model)["peft_config"][_ADAPTER]
     layers = [name for name, m in model.named_modules() if base_layer(m) is not m]
@@ -145,16 +219,18 @@ def describe(model: CoatVlm) -> str:
     )
 
 
-def adapter_config(model: CoatVlm) -> Any:
+def adapter_config(model: PreTrainedModel) -> Any:
     """Create peft's configuration of a model's adapters, to save with the adapters.
 
     It names the folder from which the model was loaded, if any, and the other trained modules,
     whose full weights peft saves and loads (``modules_to_save``).
     """
     trained = [
-        _PREFIXES[name]
+        module
         for name, part in module_parameters(model).items()
         if count_parameters(part, trainable_only=True) and not has_adapters(part)
+        for whole in _name_modules(model)[name]
+        for module in _split_lists(model, whole)
     ]
     return dataclasses.replace(
         vars(model)["peft_config"][_ADAPTER],

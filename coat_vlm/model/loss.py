@@ -43,11 +43,15 @@ reads and writes the weight's gradient once, so smaller chunks cause more memory
 
 IN_PLACE_BYTES = 1200 * 2**20
 """Maximum bytes of the logits of one chunk that its gradient overwrites, in the layer's dtype
-(4,137 tokens with a vocabulary of 152k in BF16). No other tensor of this size exists."""
+(4,137 tokens with a vocabulary of 152k in BF16). No other tensor of this size exists. A quarter of
+it if the layer is frozen: there is no weight gradient to read and write for each chunk."""
 
 
 def next_token_loss(
-    logits: Tensor, labels: Tensor, num_items_in_batch: float | Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    num_items_in_batch: float | Tensor | None = None,
+    shifted: bool = False,
 ) -> Tensor:
     """Compute the next-token cross-entropy in FP32, sum / divisor, as transformers' causal LM loss.
 
@@ -56,8 +60,10 @@ def next_token_loss(
 
     Args:
         logits: (B, T, V).
-        labels: (B, T), not shifted; -100 is ignored.
+        labels: (B, T); -100 is ignored.
         num_items_in_batch: divisor. Default: the number of supervised tokens.
+        shifted: whether a label is the target of its own position; by default it is that of the
+            position before it.
 
     Returns:
         Scalar, FP32.
@@ -70,7 +76,7 @@ def next_token_loss(
             f"the loss got logits {tuple(logits.shape)} for labels of shape {tuple(labels.shape)}; "
             "required: (B, T, V) and (B, T); give every token a label, -100 to ignore it"
         )
-    places, targets = _select_targets(labels, logits.device)
+    places, targets = _select_targets(labels, logits.device, shifted)
     total = _cross_entropy(_select_rows(logits, places), targets)
     return total / _make_divisor(targets, num_items_in_batch)
 
@@ -112,7 +118,8 @@ def linear_cross_entropy(
     differentiable = torch.is_grad_enabled() and (hidden.requires_grad or bool(parameters))
     kind, limit, item_bytes = _ByAutograd, CHUNK_BYTES, torch.float32.itemsize
     if _kernel_fits(layer, hidden):
-        kind, limit, item_bytes = _InPlace, IN_PLACE_BYTES, hidden.dtype.itemsize
+        limit = IN_PLACE_BYTES if parameters else IN_PLACE_BYTES // 4
+        kind, item_bytes = _InPlace, hidden.dtype.itemsize
     limit = limit if chunk_bytes is None else chunk_bytes
     size = chunk_tokens(len(hidden), layer.out_features, limit, item_bytes)
     if differentiable:
@@ -272,9 +279,10 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
-def _select_targets(labels: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+def _select_targets(labels: Tensor, device: torch.device, shifted: bool) -> tuple[Tensor, Tensor]:
     """Return the flattened positions [M] that predict a supervised token, and these tokens [M]."""
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
+    targets = labels if shifted else F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    targets = targets.flatten()
     places = (targets != IGNORE_INDEX).nonzero().squeeze(1)
     return copy_to_device(places, device), copy_to_device(targets.index_select(0, places), device)
 
@@ -317,7 +325,10 @@ _PROBE_DTYPE = torch.bfloat16
 
 @contextmanager
 def loss_for_logits(
-    layer: nn.Linear, labels: Tensor, num_items_in_batch: float | Tensor | None = None
+    layer: nn.Linear,
+    labels: Tensor,
+    num_items_in_batch: float | Tensor | None = None,
+    shifted: bool = False,
 ) -> Iterator[None]:
     """Make the layer's next call in this context return the loss [] instead of logits.
 
@@ -330,8 +341,9 @@ def loss_for_logits(
 
     Args:
         layer: the output layer of a model for which :func:`why_logits_are_needed` returns None.
-        labels: (B, T), not shifted; -100 is ignored.
+        labels: (B, T); -100 is ignored.
         num_items_in_batch: see :func:`coat_vlm.model.loss.next_token_loss`.
+        shifted: see :func:`coat_vlm.model.loss.next_token_loss`.
     """
 
     def forward(input: Tensor) -> Tensor:
@@ -341,7 +353,7 @@ def loss_for_logits(
                 f"the output layer got hidden states {tuple(input.shape)} for labels of shape "
                 f"{tuple(labels.shape)}; required: (B, T, H) and (B, T); pass skip_logits=False"
             )
-        places, targets = _select_targets(labels, input.device)
+        places, targets = _select_targets(labels, input.device, shifted)
         divisor = _make_divisor(targets, num_items_in_batch)
         return linear_cross_entropy(layer, _select_rows(input, places), targets, divisor)
 

@@ -36,6 +36,7 @@ from transformers.masking_utils import sdpa_mask
 
 from coat_vlm.model.loss import IGNORE_INDEX
 from coat_vlm.model.placeholders import copy_to_device
+from coat_vlm.model.sequence_parallel import SHARD, SequenceShard
 
 logger = logging.getLogger(__name__)
 
@@ -250,6 +251,10 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention, with the signature of transformers' ``AttentionInterface``.
 
+    With the argument ``sequence_shard`` the heads are those of a shard of a row's tokens, and
+    ``cu_seq_lens_q`` are the boundaries in the whole row
+    (:mod:`coat_vlm.model.sequence_parallel`).
+
     Returns:
         [B, T, H, D], and None for the probabilities.
 
@@ -257,8 +262,13 @@ def packed_attention(
         ValueError: the arguments for packed sequences are wrong or missing, or the model uses an
             attention feature that is not supported for packed sequences.
     """
+    shard: SequenceShard | None = kwargs.pop(SHARD, None)
+    if shard is not None:
+        query, key, value = shard.gather_tokens(query, key, value)
     batch, _, tokens, _ = query.shape
     packing = read_packing(batch, tokens, query.device, attention_mask, kwargs)
+    if packing is None and shard is not None:
+        packing = _one_sequence(tokens, sliding_window, query.device)
     if packing is None:
         if attention_mask is not None and not attention_mask.numel():
             raise ValueError(
@@ -275,11 +285,36 @@ def packed_attention(
     window = packing.limit_window(sliding_window)
     if window is not None and not causal:
         wanted.append("sliding window in both directions")
+    if shard is not None and not causal:
+        wanted.append("sequence_parallel without causal attention")
     if wanted:
         raise ValueError(f"packed attention does not support {', '.join(wanted)}; use eager")
-    if choose_kernel(query, key, value, causal, dropout) == "flash":
+    out = _attend(query, key, value, packing, causal, scaling, dropout, window)
+    return (out if shard is None else shard.scatter_tokens(out)), None
+
+
+def _one_sequence(tokens: int, window: int | None, device: torch.device) -> Packing:
+    """Return the packing of a single sequence, with bounds on the CPU if SDPA can compute it."""
+    bounds = torch.tensor([0, tokens], dtype=torch.int32)
+    windowed = window is not None and window < tokens
+    return Packing(copy_to_device(bounds, device) if windowed else bounds, tokens)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    causal: bool,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """Compute attention within each sequence; returns [1, T, H, D]."""
+    on_device = packing.bounds.device == query.device
+    if on_device and choose_kernel(query, key, value, causal, dropout) == "flash":
         out = flash_forward(query, key, value, packing, causal, scaling, dropout, window)[0]
-        return out[None], None
+        return out[None]
     outs = []
     for q, k, v in packing.split(query, key, value):
         mask = None
@@ -294,7 +329,7 @@ def packed_attention(
                 q, k, v, mask, dropout, alone, scale=scaling, enable_gqa=grouped
             )
         )
-    return torch.cat(outs, 2).transpose(1, 2), None
+    return torch.cat(outs, 2).transpose(1, 2)
 
 
 def make_empty_mask(tokens: int, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from coat_vlm.config import ModuleName
 from coat_vlm.model.compressed import make_load_arguments, read_compression
 from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.model.families import find_parts
 from coat_vlm.model.loss import loss_for_logits, next_token_loss, why_logits_are_needed
 from coat_vlm.model.packing import (
     PACKED,
@@ -34,7 +35,12 @@ from coat_vlm.model.packing import (
     read_packing,
     skip_packing_search,
 )
-from coat_vlm.model.placeholders import find_placeholders, place_features, pool_frames
+from coat_vlm.model.placeholders import (
+    copy_to_device,
+    find_placeholders,
+    place_features,
+    pool_frames,
+)
 from coat_vlm.model.pretrained import load_complete, readable_errors
 from coat_vlm.model.projector import (
     Grid,
@@ -43,9 +49,14 @@ from coat_vlm.model.projector import (
     count_tiles,
     project_scales,
 )
+from coat_vlm.model.sequence_parallel import SHARD, SequenceShard
 from coat_vlm.model.vision import VisionTower
 
 logger = logging.getLogger(__name__)
+
+INFERENCE_TILES = 64
+"""Tiles that tower and projector process at once without gradients, so that their memory does not
+grow with the number of frames. 64 tiles of 448 pixels need about 1.5 GB in a tower of 0.4B."""
 
 
 class CoatVlm(PreTrainedModel, GenerationMixin):
@@ -145,6 +156,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         skip_logits: bool | None = None,
         image_positions: torch.Tensor | None = None,
+        sequence_shard: SequenceShard | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute logits, and the loss if labels are given.
@@ -173,6 +185,9 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             image_positions: [P] int64, positions of the placeholders in the flattened
                 ``input_ids``, ascending. Default: search for them, which synchronizes with a GPU.
                 Wrong positions raise ValueError on a CPU and fail a device-side assertion on a GPU.
+            sequence_shard: the other arguments are this rank's part of a micro-batch, as
+                :func:`coat_vlm.model.sequence_parallel.shard_batch` makes them; the loss is that of
+                its tokens.
             **kwargs: passed to the language model. With ``cu_seq_lens_q`` [N + 1] int32 and
                 ``max_length_q`` the batch is one row of N packed sequences
                 (:mod:`coat_vlm.model.packing`). Positions then restart in each sequence, and the
@@ -190,7 +205,11 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         if skip_logits and labels is None:
             raise ValueError("skip_logits leaves nothing to return without labels; give labels")
         media = (pixel_values, image_grids, frame_groups, image_positions)
-        hidden = self._embed_inputs(input_ids, inputs_embeds, *media)
+        if sequence_shard is None:
+            hidden = self._embed_inputs(input_ids, inputs_embeds, *media)
+        else:
+            assert input_ids is not None
+            hidden = self._embed_shard(input_ids, *media[:3], sequence_shard)
         skip = labels is not None and (self.training if skip_logits is None else skip_logits)
         if self.training or skip:
             kwargs.setdefault("use_cache", False)  # a cache would only use memory
@@ -198,16 +217,17 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         if skip and past_key_values is None and kwargs["use_cache"] is False and not read:
             attention_mask = mask_for_loss(attention_mask, self.language_model)
         packing, position_ids, attention_mask = self._read_packing(
-            hidden, position_ids, attention_mask, kwargs
+            hidden, position_ids, attention_mask, kwargs, sequence_shard
         )
-        if packing is not None:
+        shifted = sequence_shard is not None
+        if packing is not None and not shifted:
             labels = packing.ignore_first_tokens(labels)
         kwargs["return_dict"] = True
         fused = skip and self._why_logits_are_needed is None
         loss_inside: AbstractContextManager[None] = nullcontext()
         if labels is not None and fused:
             layer: Any = self.get_output_embeddings()
-            loss_inside = loss_for_logits(layer, labels, num_items_in_batch)
+            loss_inside = loss_for_logits(layer, labels, num_items_in_batch, shifted)
         # Packed rows have position_ids here, which restart.
         with loss_inside, skip_packing_search(position_ids is None):
             outputs = self.language_model(
@@ -220,7 +240,10 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             )
         loss, logits = None, outputs.logits
         if labels is not None:
-            loss = logits if fused else next_token_loss(logits, labels, num_items_in_batch)
+            divided = (labels, num_items_in_batch, shifted)
+            loss = logits if fused else next_token_loss(logits, *divided)
+        if sequence_shard is not None:
+            sequence_shard.check(self.language_model)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=None if skip else logits,
@@ -235,15 +258,20 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         position_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         kwargs: dict[str, Any],
+        shard: SequenceShard | None = None,
     ) -> tuple[Packing | None, torch.Tensor | None, torch.Tensor | None]:
         """Return the packing, positions and mask of the language model; completes ``kwargs``."""
         batch, tokens, _ = hidden.shape
+        if shard is not None:
+            kwargs[SHARD] = shard
+            attention_mask = make_empty_mask(tokens, hidden.device)
+            tokens *= shard.group.size
         packing = read_packing(batch, tokens, hidden.device, attention_mask, kwargs)
         if packing is not None:
             kwargs |= packing.to_kwargs() | {"use_cache": False}
             if position_ids is None:
                 position_ids = packing.positions(tokens)
-            if self.language_model.config._attn_implementation == PACKED:
+            if shard is None and self.language_model.config._attn_implementation == PACKED:
                 attention_mask = make_empty_mask(tokens, hidden.device)
         return packing, position_ids, attention_mask
 
@@ -315,33 +343,77 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             )
         # Features replace these embeddings, so any valid id works; id 0 is not the placeholder's.
         embeds = self.get_input_embeddings()(input_ids.masked_fill(is_image, 0))
-        if num_images:
+        if pixel_values is not None and num_images:
             features = self._project_images(pixel_values, grids, groups)
             return place_features(embeds, positions, features)
         if self.training:
-            size = self.vision_tower.image_size
-            zero_image = embeds.new_zeros(1, 3, size, size)
-            return (
-                embeds + self._project_images(zero_image, [(1, 1)], None).sum().to(embeds.dtype) * 0
-            )
+            return embeds + self._project_zero_image(embeds).sum().to(embeds.dtype) * 0
         return embeds
 
+    def _embed_shard(
+        self,
+        input_ids: torch.Tensor,
+        pixel_values: torch.Tensor | None,
+        image_grids: torch.Tensor | None,
+        frame_groups: torch.Tensor | None,
+        shard: SequenceShard,
+    ) -> torch.Tensor:
+        """Compute embeddings (1, T / N, H) of a shard, with the features that the ranks exchange.
+
+        Every rank uses tower and projector if another one does: they may be partitioned over the
+        ranks, and all ranks take part in the exchange of gradients.
+        """
+        embeds = self.get_input_embeddings()(input_ids)
+        if self.vision_tower is None or not (self.training or shard.sends):
+            return embeds
+        if _count_images(pixel_values):
+            assert pixel_values is not None
+            grids = [(1, 1)] * len(pixel_values)
+            if image_grids is not None:
+                grids = [(rows, columns) for rows, columns in image_grids.tolist()]
+            groups = None if frame_groups is None else frame_groups.tolist()
+            features = self._project_images(pixel_values, grids, groups)
+            features = features.reshape(-1, embeds.shape[2])
+        else:
+            features = self._project_zero_image(embeds).flatten(0, -2)[:0]
+        features = shard.send_features(features.to(embeds.dtype))
+        return place_features(embeds, copy_to_device(shard.positions, embeds.device), features)
+
+    def _project_zero_image(self, embeds: torch.Tensor) -> torch.Tensor:
+        """Project an image of zeros in the dtype of ``embeds``."""
+        assert self.vision_tower is not None
+        size = self.vision_tower.image_size
+        return self._project_images(embeds.new_zeros(1, 3, size, size), [(1, 1)], None)
+
     def _project_images(
-        self, pixel_values: torch.Tensor | None, grids: list[Grid], groups: list[int] | None
+        self, pixel_values: torch.Tensor, grids: list[Grid], groups: list[int] | None
     ) -> torch.Tensor:
         """Project all images to (N, T, H), or to (tokens, H) with several scales."""
         assert self.vision_tower is not None
         assert self.projector is not None
-        features = self.vision_tower(pixel_values)
         if self.config.s2_scales is None:
-            projected = self.projector(features)
+            projected = self._project_tiles(pixel_values)
             return projected if groups is None else pool_frames(projected, groups)
+        features = self.vision_tower(pixel_values)
         if groups is not None:
             raise ValueError(
                 "frame_groups are for a model with one scale, and this model has several; use the "
                 "processor that was saved with the model"
             )
         return project_scales(features, grids, self.config.s2_scales, self.projector)
+
+    def _project_tiles(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Project tiles (N, 3, S, S) to (N, T, H); without gradients in chunks.
+
+        Under ZeRO-3 every rank must call the tower equally often, so all tiles are one chunk.
+        """
+        assert self.vision_tower is not None
+        assert self.projector is not None
+        chunks = [pixel_values]
+        if not (torch.is_grad_enabled() or hasattr(next(self.vision_tower.parameters()), "ds_id")):
+            chunks = pixel_values.split(INFERENCE_TILES)
+        projected = [self.projector(self.vision_tower(chunk)) for chunk in chunks]
+        return projected[0] if len(projected) == 1 else torch.cat(projected)
 
     def prepare_inputs_for_generation(
         self,
@@ -491,8 +563,10 @@ def _count_images(images: torch.Tensor | None) -> int:
     return 0 if images is None else images.shape[0]
 
 
-def module_parameters(model: CoatVlm) -> dict[ModuleName, nn.Module]:
-    """Return the model's existing parts by the names that recipes use."""
+def module_parameters(model: PreTrainedModel) -> dict[ModuleName, nn.Module]:
+    """Return the existing parts of a composed or published model by the names in recipes."""
+    if not isinstance(model, CoatVlm):
+        return find_parts(model, cast(Any, model).family)
     parts: dict[ModuleName, nn.Module | None] = {
         "vision": model.vision_tower,
         "projector": model.projector,

@@ -4,12 +4,13 @@ import math
 from typing import Any, Literal
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from coat_vlm.config import StageConfig
-from coat_vlm.model.vlm import CoatVlm, module_parameters
+from coat_vlm.model.vlm import module_parameters
 
 
-def param_groups(model: CoatVlm, stage: StageConfig) -> list[dict[str, Any]]:
+def param_groups(model: PreTrainedModel, stage: StageConfig) -> list[dict[str, Any]]:
     """Groups of trainable parameters, per module with and without weight decay.
 
     Norm weights, biases and embeddings are not decayed. Empty groups are left out, as ZeRO 1 and 2

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from coat_vlm.config import MODULES
 from coat_vlm.fp8 import reused_weights
-from coat_vlm.fp8.weights import saved_bytes
+from coat_vlm.fp8.weights import list_stored, saved_bytes
 from coat_vlm.model.loss import IGNORE_INDEX
 from coat_vlm.model.projector import Grid
 from coat_vlm.model.vlm import CoatVlm, module_parameters
@@ -270,7 +270,8 @@ def trace(
             inputs["frame_groups"] = torch.tensor(groups * batch)
         if model.config.s2_scales is not None:
             inputs["image_grids"] = torch.tensor(_image_grids(model, images) * batch)
-    own = [*model.parameters(), *model.buffers()]
+    stored = [tensor for weight in list_stored(model) for tensor in weight]
+    own = [*model.parameters(), *model.buffers(), *stored]
     memory = LiveMemory("meta", own)
     backward: list[tuple[int, float]] = []
     with (

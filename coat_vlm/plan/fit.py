@@ -90,7 +90,7 @@ def adopt_choices(recipe: Recipe, saved: Recipe, *, ranks: int) -> Recipe | None
         fields = [key.rpartition(".")[2] for key in keys if key.startswith(f"stages.{name}.")]
         values = {field: getattr(saved.stages[name], field) for field in fields}
         stages[name] = dataclasses.replace(stage, **values)
-        if stage.batch_size % (stages[name].micro_batch_size * ranks):
+        if stage.batch_size % (stages[name].micro_batch_size * stage.count_replicas(ranks)):
             return None
     master_weights, zero_stage = recipe.master_weights, recipe.zero_stage
     if "master_weights" in keys:
@@ -124,7 +124,7 @@ def _plan_stage(recipe: Recipe, name: StageName, ranks: int, limit: float) -> It
     if f"stages.{name}.gradient_checkpointing" in keys:
         checkpointing = [False] if graphs else [False, True]
     if f"stages.{name}.micro_batch_size" in keys:
-        own = stage.batch_size // ranks
+        own = stage.batch_size // stage.count_replicas(ranks)
         sizes = [size for size in range(own, 0, -1) if own % size == 0]
     images: int | None = None
 

@@ -34,8 +34,10 @@ from coat_vlm.config.model import TokenizerConfig
 from coat_vlm.fp8 import arithmetic_of
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.processor import load_tokenizer
+from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import Activations, trace
+from coat_vlm.plan.video import FramesPlan, trace_frames
 from coat_vlm.plan.zero import (
     RankMemory,
     Sizes,
@@ -44,7 +46,7 @@ from coat_vlm.plan.zero import (
     estimate_rank_memory,
     measure_state_bytes,
 )
-from coat_vlm.train.prepare import build_planned_model, select_stages
+from coat_vlm.train.prepare import build_planned_model, require_composed, select_stages
 from coat_vlm.train.sources import access_of, open_sources
 
 BLOCK_PRECISIONS: tuple[BlockPrecision, ...] = ("bf16", "fp8_linear", "coat", "coat_lean")
@@ -79,6 +81,11 @@ LANGUAGES: dict[str, Mapping[str, Any]] = {
         "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
         "tie_word_embeddings": False,
     },
+    "Qwen/Qwen2.5-14B-Instruct": _QWEN | {
+        "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48,
+        "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
     "Qwen/Qwen2.5-1.5B-Instruct": _QWEN | {
         "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
         "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
@@ -95,6 +102,7 @@ LANGUAGES: dict[str, Mapping[str, Any]] = {
 
 TOKENIZERS = {
     "Qwen/Qwen2.5-7B-Instruct": 151665,
+    "Qwen/Qwen2.5-14B-Instruct": 151665,
     "Qwen/Qwen2.5-1.5B-Instruct": 151665,
     "lmsys/vicuna-7b-v1.5": 32000,
 }
@@ -187,11 +195,18 @@ class StagePlan:
     """ZeRO stages to compare, including the recipe's."""
     saved: dict[tuple[BlockPrecision, bool], Activations]
     """Activations of the recipe's micro-batch by (precision of all blocks, checkpointing)."""
+    frames: FramesPlan | None = None
+    """Rows full of frames; None without video settings."""
 
     @property
     def activations(self) -> Activations:
         """Activations of the recipe's micro-batch."""
         return self.traced[0]
+
+    @property
+    def replicas(self) -> int:
+        """Number of data parallel replicas of the ranks."""
+        return self.stage.count_replicas(self.ranks)
 
     @property
     def usable_bytes(self) -> float:
@@ -226,12 +241,23 @@ class StagePlan:
             sizes or self.sizes,
             self.ranks,
             activations or self.interpolate(micro_batch),
-            accumulates=self.stage.batch_size > micro_batch * self.ranks,
+            accumulates=self.stage.batch_size > micro_batch * self.replicas,
         )
+
+    def largest_frames(self) -> int:
+        """Find the largest number of frames per row that fits, in tokens and memory, or 0."""
+        assert self.frames is not None
+        size = self.stage.micro_batch_size
+        for frames in range(self.frames.most, 0, -1):
+            activations = self.frames.activations(frames)
+            memory = self.estimate_memory(self.recipe_zero, size, activations=activations)
+            if memory.peak <= self.usable_bytes:
+                return frames
+        return 0
 
     def largest_micro_batch(self, zero_stage: ZeroStage) -> int:
         """Find the largest micro-batch that fits, up to the rank's part of the batch, or 0."""
-        low, high = 0, max(1, self.stage.batch_size // self.ranks) + 1
+        low, high = 0, max(1, self.stage.batch_size // self.replicas) + 1
         while high - low > 1:
             middle = (low + high) // 2
             fits = self.estimate_memory(zero_stage, middle).peak <= self.usable_bytes
@@ -265,6 +291,7 @@ def plan_recipe(
     Raises:
         ValueError: training on this number of ranks would raise the same error.
     """
+    require_composed(recipe, "coat-vlm plan")
     assumed = ""
     if recipe.init_from is not None and not Path(recipe.init_from).exists():
         assumed = (
@@ -276,7 +303,8 @@ def plan_recipe(
     chosen = select_stages(recipe, only_stage)
     for name in chosen:
         stage = recipe.stages[name]
-        check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, ranks)
+        replicas = stage.count_replicas(ranks)
+        check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, replicas)
     vocab_size = None if recipe.init_from is not None else find_vocab_size(recipe)
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, torch.device("meta"))
     coat = arithmetic.fp8 is not None and arithmetic.fp8.optimizer == "coat"
@@ -286,7 +314,7 @@ def plan_recipe(
     for name in chosen:
         stage = recipe.stages[name]
         length = tokens or row_tokens(recipe, stage)
-        frame = build_planned_model(recipe, stage, arithmetic, vocab_size)
+        frame = cast(CoatVlm, build_planned_model(recipe, stage, arithmetic, vocab_size))
         tiles, why = images, "--images"
         if tiles is None:
             config = cast(CoatVlmConfig, frame.config)
@@ -305,6 +333,7 @@ def plan_recipe(
             )
             for factor in (1, 2, 4)
         ]
+        traced = share_tokens(traced, stage.sequence_parallel)
         vision = frame.config.vision_config
         plan = StagePlan(
             name=name,
@@ -323,9 +352,30 @@ def plan_recipe(
             recipe_zero=recipe.zero_stage,
             zero_stages=sorted({*zero_stages, recipe.zero_stage}),
             saved=_trace_precisions(recipe, stage, vocab_size, length, tiles) if compare else {},
+            frames=trace_frames(frame, recipe, length, stage.micro_batch_size, reuse_weights=cached)
+            if compare
+            else None,
         )
         plans.append(plan)
     return plans
+
+
+def share_tokens(traced: list[Activations], ranks: int) -> list[Activations]:
+    """Return the activations of one of several ranks that share the tokens of micro-batches.
+
+    A rank has the tokens, images and attention heads of 1 / ``ranks`` of the rows. What the
+    exchanges of tokens need for a moment is not counted.
+
+    Args:
+        traced: micro-batches of 1, 2 and 4 times the rows.
+        ranks: ``sequence_parallel`` of the stage.
+    """
+    one, two, four = traced
+    return [
+        one.extrapolate(two, 1 / ranks - 1),
+        two.extrapolate(four, 1 / ranks - 1),
+        two.extrapolate(four, 2 / ranks - 1),
+    ]
 
 
 def row_tokens(recipe: Recipe, stage: StageConfig) -> int:
@@ -360,7 +410,7 @@ def _trace_precisions(
         arithmetic = arithmetic_of(precision, fp8, torch.device("meta"))
         changed = dataclasses.replace(stage, gradient_checkpointing=checkpointing)
         try:
-            frame = build_planned_model(recipe, changed, arithmetic, vocab_size)
+            frame = cast(CoatVlm, build_planned_model(recipe, changed, arithmetic, vocab_size))
         except ValueError:
             if precision == recipe.precision:
                 raise
@@ -371,7 +421,7 @@ def _trace_precisions(
             tokens,
             images,
             pool_frames=recipe.model.video.pool_frames or 1,
-        )
+        ).scale(1 / stage.sequence_parallel)
     return found
 
 

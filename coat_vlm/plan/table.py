@@ -53,7 +53,7 @@ def advice(plan: StagePlan) -> str:
     numbers = f"{needed / GB:.1f} GB of the {usable / GB:.1f} GB that tensors may use"
     if needed <= usable:
         largest = plan.largest_micro_batch(plan.recipe_zero)
-        per_rank = plan.stage.batch_size // plan.ranks
+        per_rank = plan.stage.batch_size // plan.replicas
         best = max((n for n in range(1, largest + 1) if per_rank % n == 0), default=1)
         more = f"; the largest micro-batch that fits is {largest}"
         if best > plan.stage.micro_batch_size:
@@ -125,7 +125,9 @@ def format_plan(plans: Sequence[StagePlan]) -> str:
 
 def _stage(plan: StagePlan) -> str:
     sizes, stage = plan.sizes, plan.stage
-    micro_batches = stage.batch_size // (stage.micro_batch_size * plan.ranks)
+    micro_batches = stage.batch_size // (stage.micro_batch_size * plan.replicas)
+    shared = stage.sequence_parallel
+    sharing = "rank(s)" if shared == 1 else f"group(s) of {shared} ranks, which share tokens,"
     assumed = [f"  assumed: {plan.assumed}"] if plan.assumed else []
     checkpointed = ", gradient checkpointing" if stage.gradient_checkpointing else ""
     if sizes.low_bits:
@@ -136,7 +138,7 @@ def _stage(plan: StagePlan) -> str:
         *assumed,
         f"  {plan.ranks} GPU(s) of {plan.gpu_bytes / GB:.1f} GB, of which tensors may use "
         f"{plan.usable_bytes / GB:.1f} (the margin of plans is {MARGIN - 1:.0%})",
-        f"  a step: {stage.batch_size} rows = {plan.ranks} rank(s) x {micro_batches} "
+        f"  a step: {stage.batch_size} rows = {plan.replicas} {sharing} x {micro_batches} "
         f"micro-batch(es) x {stage.micro_batch_size}",
         f"  a row: {plan.tokens:,} tokens, all filled; "
         + (
@@ -155,7 +157,23 @@ def _stage(plan: StagePlan) -> str:
     lines.append(_row("fits", ["yes" if fit else "no" for fit in fits]))
     largest = [str(plan.largest_micro_batch(zero) or "none") for zero in plan.memory]
     lines += [_row("largest micro-batch", largest), "", *_activations(plan), ""]
-    return "\n".join([*lines, advice(plan)])
+    return "\n".join([*lines, advice(plan), *_frames(plan)])
+
+
+def _frames(plan: StagePlan) -> list[str]:
+    """State the largest number of frames in a row of the recipe's length."""
+    frames = plan.frames
+    if frames is None:
+        return []
+    most, groups = plan.largest_frames(), f"{frames.group_tokens} tokens"
+    if frames.group_frames > 1:
+        groups += f" per {frames.group_frames} frames"
+    limit = "of the row's length" if most == frames.most else "of memory"
+    return [
+        f"Videos: at most {most:,} frames in a row of {plan.tokens:,} tokens (ZeRO "
+        f"{plan.recipe_zero}, micro_batch_size {plan.stage.micro_batch_size}, {groups}), because "
+        f"{limit}."
+    ]
 
 
 def _activations(plan: StagePlan) -> list[str]:
@@ -168,11 +186,12 @@ def _activations(plan: StagePlan) -> list[str]:
     for label, checkpointing in (("all", False), ("all, with checkpointing", True)):
         cells = [_gb(plan.saved[name, checkpointing].total_saved) for name in found]
         lines.append(_row(f"  {label}", cells))
-    tokens = plan.tokens * plan.stage.micro_batch_size
+    shared = plan.stage.sequence_parallel
+    tokens = plan.tokens * plan.stage.micro_batch_size / shared
     cells = [f"{plan.saved[name, False].saved['language'] / tokens / 1e3:,.1f}" for name in found]
     lines.append(_row("kB per language token", cells))
     if plan.images:
-        patches = plan.patches * plan.images * plan.stage.micro_batch_size
+        patches = plan.patches * plan.images * plan.stage.micro_batch_size / shared
         cells = [
             f"{plan.saved[name, False].saved['vision'] / patches / 1e3:,.1f}" for name in found
         ]

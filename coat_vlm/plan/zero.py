@@ -1,9 +1,10 @@
 """Computes the bytes of one rank under each stage of DeepSpeed's ZeRO, and the two peaks of a step.
 
 P is the number of parameters, T of trained parameters, G of parameters in the largest parameter
-group, N of ranks, e of bytes per weight, K of elements in DeepSpeed's reduction bucket. A BF16
-weight has an FP32 master weight of 4 bytes, an FP32 weight has none. With ``master_weights:
-low_bits`` (stage 0 only) it has 2 bytes, and the optimizer reads BF16 gradients.
+group, N of ranks, e of bytes per weight (1 for frozen weights that are stored in FP8 alone, which
+stage 3 does not do), K of elements in DeepSpeed's reduction bucket. A BF16 weight has an FP32
+master weight of 4 bytes, an FP32 weight has none. With ``master_weights: low_bits`` (stage 0 only)
+it has 2 bytes, and the optimizer reads BF16 gradients.
 
     stage   weights  master weights,  gradients between    in the backward pass   in the step
                      states           micro-batches                               (in addition)
@@ -30,6 +31,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
 
 from coat_vlm.config import StageConfig
+from coat_vlm.fp8.weights import list_stored
 from coat_vlm.model.vlm import CoatVlm, count_parameters
 from coat_vlm.optim import param_groups
 from coat_vlm.plan.activations import Activations
@@ -56,6 +58,8 @@ class Sizes:
     """Bytes of optimizer states per trained parameter, without low bits of master weights."""
     low_bits: bool = False
     """Whether the states have the low 16 bits of the master weights."""
+    stored: int = 0
+    """Frozen parameters that are stored in FP8 alone, except under stage 3."""
 
     @property
     def fp32_bytes(self) -> int:
@@ -113,6 +117,7 @@ def count_sizes(
         weight_bytes=parameters[0].element_size(),
         state_bytes=state_bytes,
         low_bits=low_bits,
+        stored=sum(weight.q.numel() for weight in list_stored(model)),
     )
 
 
@@ -159,6 +164,8 @@ def estimate_rank_memory(
     low_bits = 2 if sizes.low_bits else 0
     master_weights = (4 if zero_stage else sizes.fp32_bytes + low_bits) * sizes.trained * share
     weights = e * sizes.parameters * (share if zero_stage == 3 else 1.0)
+    if zero_stage < 3:
+        weights -= (e - 1) * sizes.stored
     states = sizes.state_bytes * sizes.trained * share
     base = weights + master_weights + states
     filled = float(e * (_DEFAULTS.reduce_bucket_size if bucket is None else bucket))

@@ -105,6 +105,7 @@ def _build_throughput_row(stage: StageLog) -> list[tuple[str, str]]:
         ("TFLOP/s per GPU", _shown(tflop, "{:.3g}")),
         ("seconds per step", _shown(rates.get("step_s"), "{:.3g}")),
         ("waiting for data", _share(rates.get("wait"), 1.0)),
+        ("imbalance of ranks", _share(rates.get("imbalance"), 1.0)),
     ]
     for kind in ("first", "measured", "capturing"):
         cells.append((f"{kind} steps", _spent(apart.get(kind, []), "step_s")))

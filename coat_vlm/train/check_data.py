@@ -12,7 +12,7 @@ from coat_data.sample import DataError, UnreachableError
 from coat_data.tools.lint import find_media_problem
 from coat_data.tools.problems import group_equal, summarize
 from coat_vlm.config import Recipe, SourceConfig, StageName
-from coat_vlm.model.processor import CoatVlmProcessor
+from coat_vlm.model.folder import AnyProcessor
 from coat_vlm.train.sources import (
     access_of,
     check_names,
@@ -73,7 +73,7 @@ class _Probe:
 def check_stage_data(
     recipe: Recipe,
     name: StageName,
-    processor: CoatVlmProcessor | None,
+    processor: AnyProcessor | None,
     problems: list[str],
     notes: list[str],
 ) -> CheckedData:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from transformers import PreTrainedModel
 
 from coat_data.load.loader import check_batch_sizes
 from coat_data.sample import Part, Turn
@@ -30,12 +31,12 @@ from coat_vlm.model import CoatVlm, count_parameters
 from coat_vlm.model.build import build_meta_model
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.cudnn import has_safe_gradients
+from coat_vlm.model.family_processor import FamilyProcessor
+from coat_vlm.model.folder import AnyProcessor, check_start, start_processor
 from coat_vlm.model.loss import why_logits_are_needed
-from coat_vlm.model.pretrained import check_composed_folder
 from coat_vlm.model.processor import (
     CoatVlmProcessor,
     build_processor,
-    continue_processor,
     load_tokenizer,
     prepare_tokenizer,
     train_tokenizer,
@@ -136,7 +137,8 @@ def check_recipe(
     for name in names:
         stage = recipe.stages[name]
         with findings.collect(f"stages.{name}"):
-            check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, num_ranks)
+            replicas = stage.count_replicas(num_ranks)
+            check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, replicas)
     _check_device(recipe, findings)
     known = len(findings.problems)
     emptied = overwrite and (run_dir / "recipe.yaml").is_file()
@@ -150,7 +152,7 @@ def check_recipe(
         name: check_stage_data(recipe, name, processor, findings.problems, findings.notes)
         for name in names
     }
-    frames: dict[StageName, CoatVlm] = {}
+    frames: dict[StageName, PreTrainedModel] = {}
     if processor is not None and not _needs_weights(recipe):
         # Shapes of the next stages are those of the first one's model.
         planned = dataclasses.replace(recipe, init_from=None if start is None else str(start))
@@ -218,7 +220,7 @@ def _check_start(
             return None
         return start
     try:
-        check_composed_folder(str(start))
+        check_start(recipe, str(start))
     except ValueError as error:
         findings.add(_find_maker(recipe, start) or f"{error}")
         return None
@@ -254,7 +256,7 @@ def _needs_weights(recipe: Recipe) -> bool:
 
 def _build_processor(
     recipe: Recipe, start: Path | None, findings: Findings
-) -> tuple[CoatVlmProcessor | None, int]:
+) -> tuple[AnyProcessor | None, int]:
     """Build the processor as training does; returns it, if possible, and the vocabulary's size.
 
     Instead of a tokenizer that the run will train, a small one with the same special tokens is
@@ -264,9 +266,12 @@ def _build_processor(
     images = model.vision is not None
     if start is not None:
         with findings.collect("init_from"):
-            config = CoatVlmConfig.from_pretrained(start)
-            saved = CoatVlmProcessor.from_pretrained(start)
-            return continue_processor(model, saved, config), 0
+            return start_processor(recipe, str(start)), 0
+        return None, 0
+    if model.pretrained is not None:
+        with findings.collect():
+            source = ("model.pretrained", model.pretrained)
+            return FamilyProcessor.load(*source, model.max_length), 0
         return None, 0
     if _needs_weights(recipe):
         return None, 0
@@ -289,18 +294,21 @@ def _build_processor(
 
 def _check_frames(
     recipe: Recipe,
-    frames: dict[StageName, CoatVlm],
-    processor: CoatVlmProcessor | None,
+    frames: dict[StageName, PreTrainedModel],
+    processor: AnyProcessor | None,
     findings: Findings,
 ) -> None:
     if not frames or processor is None:
         return
     frame = next(iter(frames.values()))
-    needs_kernel = why_logits_are_needed(frame.language_model) is None
+    causal = frame.language_model if isinstance(frame, CoatVlm) else frame
+    needs_kernel = why_logits_are_needed(causal) is None
     reference = recipe.fp8 is not None and recipe.fp8.reference
     problem = find_gpu_problem(needs_kernel and not reference)
     if problem is not None:
         findings.add(problem)
+    if not isinstance(frame, CoatVlm) or not isinstance(processor, CoatVlmProcessor):
+        return
     if frame.config.has_vision:
         try:
             check_llava(frame, processor)
@@ -362,7 +370,7 @@ def _compare_templates(recipe: Recipe, processor: CoatVlmProcessor) -> list[str]
 
 def _check_disk(
     recipe: Recipe,
-    frames: dict[StageName, CoatVlm],
+    frames: dict[StageName, PreTrainedModel],
     data: dict[StageName, CheckedData],
     run_dir: Path,
     findings: Findings,

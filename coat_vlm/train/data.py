@@ -40,7 +40,8 @@ from coat_vlm.checkpoint.verify import read_same
 from coat_vlm.config import Recipe, SourceConfig, StageConfig, StageName
 from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import ALONE, World
-from coat_vlm.model.processor import CoatVlmProcessor
+from coat_vlm.model.flops import ModelFlops
+from coat_vlm.model.folder import AnyProcessor
 from coat_vlm.train.sources import (
     access_of,
     find_list_warnings,
@@ -106,9 +107,10 @@ def open_data(
     recipe: Recipe,
     name: StageName,
     run_dir: Path,
-    processor: CoatVlmProcessor,
+    processor: AnyProcessor,
     world: World,
     check: Callable[[Sequence[SourceConfig], Sequence[Rows]], None] | None = None,
+    flops: ModelFlops | None = None,
 ) -> StageData:
     """Open the stage's sources and verify the label masks of the first rows.
 
@@ -120,10 +122,12 @@ def open_data(
         world: the processes of the run.
         check: called with the training sources and their rows before the rows are measured or
             split; may raise.
+        flops: the model's FLOPs, by which ranks are balanced; None if they are not known.
 
     Raises:
         DataError: a source is missing or cannot be read, or a label mask is wrong.
-        ValueError: a source has no rows, or the batch sizes do not divide.
+        ValueError: a source has no rows, the batch sizes do not divide, or ``balance`` is set and
+            the model's FLOPs are not known.
     """
     stage = recipe.stages[name]
     access = access_of(recipe)
@@ -152,37 +156,51 @@ def open_data(
     verified_rows = verify_rows(datasets, encoder)
     replace_bad = stage.max_bad_samples > 0 or stage.max_bad_fraction is not None
     sampler: PackedSampler | None = None
-    if stage.packing is None:
+    costs: list[np.ndarray] | None = None
+    if stage.balance and flops is None:
+        raise ValueError(
+            f"stage {name}: balance estimates the FLOPs of rows, and those of this language model "
+            "are not known; remove balance"
+        )
+    if stage.packing is None and not stage.balance:
         tokens = [estimate_mean_tokens(dataset, encoder) for dataset in datasets]
     else:
-        budget = build_row_budget(recipe, stage.packing, processor.max_length)
+        budget = None
+        if stage.packing is not None:
+            budget = build_row_budget(recipe, stage.packing, processor.max_length)
         sizes = measure_sources(
             sources,
             datasets,
             encoder,
-            budget,
+            None if budget is None else budget.images,
             folder=run_dir / name,
             world=world,
             num_workers=recipe.num_workers,
-            skip_bad=replace_bad,
+            skip_bad=replace_bad or budget is None,  # training raises the error of a bad row
         )
         lengths = [own[:, 0] for own in sizes]
         tokens = [float(t[t > 0].mean()) if t.any() else None for t in lengths]
-        sampler = PackedSampler(mixture, sizes, budget, stage.batch_size, recipe.seed)
+        if flops is not None:
+            costs = [flops.estimate(own[:, 0], own[:, 1]) for own in sizes]
+        if budget is not None:
+            sampler = PackedSampler(mixture, sizes, budget, stage.batch_size, recipe.seed, costs)
     pad_token_id = processor.tokenizer.pad_token_id
+    # The ranks that share the tokens of a micro-batch read the same one.
+    replica, replicas = world.rank // stage.sequence_parallel, stage.count_replicas(world.size)
     loader = TrainLoader(
         datasets,
         mixture,
         encoder,
         batch_size=stage.batch_size,
         micro_batch_size=stage.micro_batch_size,
-        rank=world.rank,
-        world_size=world.size,
+        rank=replica,
+        world_size=replicas,
         num_workers=recipe.num_workers,
         seed=recipe.seed,
         replace_bad=replace_bad,
         pad_token_id=pad_token_id,
         packing=sampler,
+        costs=costs,
         timeout_s=recipe.data_timeout_s,
     )
     held_out = {source.name: rows for source, rows in zip(stage.val_data, validation, strict=True)}
@@ -202,8 +220,8 @@ def open_data(
             held_out[name],
             val_encoder,
             batch_size=stage.micro_batch_size,
-            rank=world.rank,
-            world_size=world.size,
+            rank=replica,
+            world_size=replicas,
             pad_token_id=pad_token_id,
         ),
     )
@@ -224,7 +242,7 @@ def measure_sources(
     sources: Sequence[SourceConfig],
     datasets: Sequence[Rows],
     encoder: Encoder,
-    budget: Budget,
+    max_images: int | None,
     *,
     folder: Path,
     world: World,
@@ -239,7 +257,7 @@ def measure_sources(
         sources: the stage's sources.
         datasets: the rows of each source.
         encoder: measures a row.
-        budget: the limits of a packed row.
+        max_images: a row with more images is bad.
         folder: the stage's folder in the run, on a file system that all ranks see.
         world: the processes of the run.
         num_workers: measuring processes per rank.
@@ -257,7 +275,7 @@ def measure_sources(
             dataset,
             encoder.measure,
             rows,
-            max_images=budget.images,
+            max_images=max_images,
             num_workers=num_workers,
             skip_bad=skip_bad,
         ):
@@ -274,7 +292,7 @@ def measure_sources(
         lambda: [fingerprint(s, d) for s, d in zip(sources, datasets, strict=True)],
         datasets,
         world,
-        title="measuring rows for packing",
+        title="measuring rows",
         compute=measure,
         join=join,
         empty=np.empty((0, 2), dtype=np.int32),

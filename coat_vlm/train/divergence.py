@@ -364,7 +364,7 @@ def _find_bad_weight(model: nn.Module, world: World) -> str | None:
     for name, parameter in model.named_parameters():
         own = getattr(parameter, "ds_tensor", parameter)  # this rank's part under ZeRO stage 3
         names.append(name)
-        flags.append(own.detach().isfinite().all())
+        flags.append(own.detach().isfinite().all().to(world.device))
     bad = [name for name, good in zip(names, torch.stack(flags).tolist(), strict=True) if not good]
     found = [ranks[0] for ranks in world.gather(bad[:1]) if ranks]
     return min(found, key=names.index) if found else None

@@ -30,12 +30,12 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from packaging.specifiers import SpecifierSet
+from transformers import PreTrainedModel
 
 from coat_vlm.config import Recipe, StageConfig
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import Arithmetic, fp8_blocks, graph_blocks
+from coat_vlm.fp8 import Arithmetic, fp8_blocks, graph_blocks, store_frozen_weights
 from coat_vlm.model.cudnn import set_cudnn_attention
-from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW, param_groups
 
 TESTED_DEEPSPEED = ">=0.19.8,<0.20"
@@ -119,11 +119,16 @@ def _foreach_step(wrapper: Any, closure: None = None) -> bool:  # noqa: ARG001 -
 def build_deepspeed_config(
     recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, world_size: int
 ) -> dict[str, Any]:
-    """Build DeepSpeed's configuration of one stage."""
+    """Build DeepSpeed's configuration of one stage.
+
+    DeepSpeed is not told about sequence parallelism: it averages gradients over all ranks, and
+    :class:`coat_vlm.train.step.TrainStep` undoes the averaging.
+    """
+    per_micro_step = stage.micro_batch_size * stage.count_replicas(world_size)
     return {
-        "train_batch_size": stage.batch_size,
+        "train_batch_size": stage.batch_size * stage.sequence_parallel,
         "train_micro_batch_size_per_gpu": stage.micro_batch_size,
-        "gradient_accumulation_steps": stage.batch_size // (stage.micro_batch_size * world_size),
+        "gradient_accumulation_steps": stage.batch_size // per_micro_step,
         # Without a wrapper DeepSpeed does not report the norm: the training step clips.
         "gradient_clipping": 0.0 if training_loop_clips(recipe, arithmetic) else stage.grad_clip,
         "zero_optimization": {"stage": recipe.zero_stage},
@@ -141,7 +146,7 @@ def training_loop_clips(recipe: Recipe, arithmetic: Arithmetic) -> bool:
 
 
 def build_optimizer(
-    model: CoatVlm, stage: StageConfig, arithmetic: Arithmetic, world: World
+    model: PreTrainedModel, stage: StageConfig, arithmetic: Arithmetic, world: World
 ) -> torch.optim.Optimizer:
     """Build AdamW for the trainable parameters, with FP8 moments under ``precision: coat``."""
     groups = param_groups(model, stage)
@@ -156,7 +161,7 @@ def build_optimizer(
 
 
 def build_engine(
-    model: CoatVlm,
+    model: PreTrainedModel,
     recipe: Recipe,
     stage: StageConfig,
     arithmetic: Arithmetic,
@@ -193,6 +198,7 @@ def build_engine(
     replace_slow_step(engine)
     if arithmetic.low_bits and world.size == 1:
         engine.enable_backward_allreduce = False  # it would copy gradients into a buffer and back
+    store_frozen_weights(model)
     # The weights have their final addresses only now. Also removes graphs of an earlier stage.
     graph_blocks(model, arithmetic.fp8 is not None and arithmetic.fp8.cuda_graphs)
     return engine

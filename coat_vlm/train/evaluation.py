@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from coat_data.sample import DataError, Sample
 from coat_vlm.distributed import World
 from coat_vlm.generate import PromptEncoder, generate_batch
-from coat_vlm.model.processor import CoatVlmProcessor
-from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.model.folder import AnyProcessor
 from coat_vlm.run.signals import SIGNALS
 
 BATCH_SIZE = 8
@@ -56,7 +56,7 @@ class LiveEvaluation:
     def __init__(
         self,
         subsets: Sequence[EvalSubset],
-        processor: CoatVlmProcessor,
+        processor: AnyProcessor,
         world: World,
         *,
         every: int,
@@ -80,7 +80,7 @@ class LiveEvaluation:
         if problems:
             raise ValueError(problems[0])
 
-    def __call__(self, model: CoatVlm) -> dict[str, Any] | None:
+    def __call__(self, model: PreTrainedModel) -> dict[str, Any] | None:
         """Generate answers to all questions with greedy decoding and score them.
 
         Args:
@@ -109,7 +109,7 @@ class LiveEvaluation:
             "eval_s": round(time.perf_counter() - started, 2),
         }
 
-    def _answers(self, model: CoatVlm, subset: EvalSubset) -> list[str] | None:
+    def _answers(self, model: PreTrainedModel, subset: EvalSubset) -> list[str] | None:
         """Return the answers to all questions, or None if a rank received a signal."""
         own: dict[int, str] = {}
         batches = list(self._batches(subset.samples))

@@ -19,6 +19,7 @@ from typing import Any
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from coat_data.load.collate import Batch
 from coat_vlm.config.fp8 import MonitorConfig
@@ -233,18 +234,34 @@ class Fp8Record:
         self._write = write
         self._write_row("blocks", 0, converted=report.converted, skipped=report.skipped)
 
-    def footprint(self, model: CoatVlm, batch: Batch) -> None:
-        """Measure the activations that each FP8 block saves, on the first row of ``batch``."""
-        if not fp8_blocks(model):  # only linear layers are converted
+    def footprint(self, model: PreTrainedModel, batch: Batch, ranks: int = 1) -> None:
+        """Measure the activations that each FP8 block saves, on the first row of ``batch``.
+
+        If ``ranks`` share a row, it may be too long for one of them: then only so many first tokens
+        as a rank has are used, as text. Of a published model, whose images are not separated by
+        rows, only the text is used: its tower's blocks are not measured.
+        """
+        if not fp8_blocks(model, adapted=False):  # only linear layers are converted
             return
         # Like the loss, this passes no mask: padding is on the right.
+        if not isinstance(model, CoatVlm):
+            self._measure(model, {"input_ids": _without_images(model, batch["input_ids"][:1])})
+            return
         grids, groups = batch.get("image_grids"), batch.get("frame_groups")
-        images, tiles = model.count_row_images(batch["input_ids"][:1], grids, groups)[0]
-        row = {"input_ids": batch["input_ids"][:1]}
+        ids = batch["input_ids"][:1]
+        if ranks > 1:
+            ids = ids[:, : -(-ids.shape[1] // ranks)]
+            ids = ids.masked_fill(ids == model.config.image_token_id, 0)
+        images, tiles = model.count_row_images(ids, grids, groups)[0]
+        row = {"input_ids": ids}
         if images:
             row["pixel_values"] = batch["pixel_values"][:tiles]
             own = {"image_grids": grids, "frame_groups": groups}
             row |= {name: values[:images] for name, values in own.items() if values is not None}
+        self._measure(model, row)
+
+    def _measure(self, model: PreTrainedModel, row: dict[str, Tensor]) -> None:
+        """Write the bytes that each FP8 block saves for these inputs."""
         device = next(model.parameters()).device
         inputs = {name: value.to(device) for name, value in row.items()}
         # Only the blocks are measured: full logits are not needed.
@@ -284,3 +301,9 @@ class Fp8Record:
 
     def _write_row(self, status: str, step: int, **values: Any) -> None:
         self._write({"kind": "fp8", "stage": self._stage, "step": step, "status": status, **values})
+
+
+def _without_images(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Return the ids with another token at the image tokens."""
+    config: Any = model.config
+    return ids.masked_fill(ids == config.image_token_id, 0)

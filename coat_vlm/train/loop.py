@@ -170,7 +170,7 @@ class StageLoop:
                     if world.any(SIGNALS.received is not None):
                         return None
                     total += self.step.loss(batch, divisor=1).double()
-                    tokens += count_supervised_tokens(batch)
+                    tokens += count_supervised_tokens(batch) if self.step.counts else 0
             loss, count = world.sum([total.item(), tokens])
             losses[name] = round(loss / max(1.0, count), 6)
         return losses

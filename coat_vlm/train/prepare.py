@@ -6,13 +6,17 @@ starting an engine.
 
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from coat_vlm.config import STAGES, Recipe, StageConfig, StageName
-from coat_vlm.fp8 import Arithmetic, ConversionReport, convert
-from coat_vlm.model.build import build_meta_model, create_meta_model
-from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.fp8 import Arithmetic, ConversionReport, convert, store_frozen_weights
+from coat_vlm.model.build import build_meta_model
+from coat_vlm.model.families import find_family
+from coat_vlm.model.family_model import create_meta_family_model
+from coat_vlm.model.folder import check_start, create_meta_copy
 from coat_vlm.model.lora import add_adapters
 from coat_vlm.model.packing import PACKED
-from coat_vlm.model.pretrained import check_composed_folder
+from coat_vlm.model.sequence_parallel import check_sequence_parallel
 from coat_vlm.model.vlm import CoatVlm, module_parameters
 
 
@@ -61,7 +65,7 @@ def check_run_folder(run_dir: Path, *, continues: bool) -> None:
         )
 
 
-def set_trainable(model: CoatVlm, stage: StageConfig) -> None:
+def set_trainable(model: PreTrainedModel, stage: StageConfig) -> None:
     """Set ``requires_grad`` of all modules for a stage, and add LoRA adapters; once per model.
 
     Of the modules of ``lora`` only the adapters train.
@@ -81,7 +85,7 @@ def set_trainable(model: CoatVlm, stage: StageConfig) -> None:
         model.disable_input_require_grads()
 
 
-def set_train_mode(model: CoatVlm, stage: StageConfig) -> None:
+def set_train_mode(model: PreTrainedModel, stage: StageConfig) -> None:
     """Set training mode, and evaluation mode (no dropout) for frozen modules."""
     model.train()
     for name, part in module_parameters(model).items():
@@ -90,7 +94,7 @@ def set_train_mode(model: CoatVlm, stage: StageConfig) -> None:
 
 
 def prepare_model(
-    model: CoatVlm, recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic
+    model: PreTrainedModel, recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic
 ) -> ConversionReport | None:
     """Prepare a model for a stage: adapters, frozen modules, attention, precision.
 
@@ -104,17 +108,31 @@ def prepare_model(
         The modules that were converted to FP8; None if the precision is not an FP8 one.
 
     Raises:
-        ValueError: ``lora`` names a layer that does not exist, or the model does not fit FP8.
+        ValueError: ``lora`` names a layer that does not exist, the model does not fit FP8, or
+            ``sequence_parallel`` does not fit the language model.
     """
     set_trainable(model, stage)
-    if stage.packing is not None and recipe.model.attention == "sdpa":
-        model.language_model.set_attn_implementation(PACKED)
+    if isinstance(model, CoatVlm):  # a recipe with model.pretrained neither packs nor splits rows
+        check_sequence_parallel(model.language_model, stage.sequence_parallel)
+        packed = stage.packing is not None or stage.sequence_parallel > 1
+        if packed and recipe.model.attention == "sdpa":
+            model.language_model.set_attn_implementation(PACKED)
     return arithmetic.apply(model)
+
+
+def require_composed(recipe: Recipe, command: str) -> None:
+    """Raise ValueError if a command does not support the recipe's published model."""
+    if recipe.model.pretrained is not None:
+        raise ValueError(
+            f"{command} supports models composed of model.vision and model.language, not "
+            f"model.pretrained={recipe.model.pretrained!r}: train a few steps and read "
+            "peak_memory_mb and tokens_per_s in metrics.jsonl"
+        )
 
 
 def build_planned_model(
     recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, vocab_size: int | None
-) -> CoatVlm:
+) -> PreTrainedModel:
     """Build the model of the first step of a stage on ``meta``.
 
     Args:
@@ -126,15 +144,22 @@ def build_planned_model(
     Raises:
         ValueError: the recipe's model cannot be built, or not in this precision.
     """
-    if vocab_size is None:
-        assert recipe.init_from is not None
-        config = CoatVlmConfig.from_pretrained(check_composed_folder(recipe.init_from))
-        config._attn_implementation = recipe.model.attention
-        frame = create_meta_model(config, arithmetic.dtype)
+    pretrained = recipe.model.pretrained
+    if recipe.init_from is not None:
+        start = check_start(recipe, recipe.init_from)
+        frame = create_meta_copy(start, arithmetic.dtype, recipe.model.attention)
+    elif pretrained is not None:
+        _, config = find_family("model.pretrained", pretrained)
+        frame = create_meta_family_model(config, arithmetic.dtype)
     else:
+        assert vocab_size is not None
         frame = build_meta_model(recipe.model, vocab_size, arithmetic.dtype)
+    if isinstance(frame, CoatVlm):
+        check_sequence_parallel(frame.language_model, stage.sequence_parallel)
     set_trainable(frame, stage)
     if arithmetic.fp8 is not None:
         convert(frame, arithmetic.fp8)
+        if recipe.zero_stage < 3:
+            store_frozen_weights(frame)
     set_train_mode(frame, stage)
     return frame

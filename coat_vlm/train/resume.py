@@ -51,7 +51,10 @@ MAY_CHANGE: Mapping[str, str] = {
         "",
     ),
     "stages.*.gradient_checkpointing": "",
-    "stages.*.micro_batch_size": "losses in FP8 differ by rounding",
+    **dict.fromkeys(
+        [f"stages.*.{key}" for key in ("micro_batch_size", "sequence_parallel", "balance")],
+        "losses in FP8 differ by rounding",
+    ),
     **dict.fromkeys(
         [f"stages.*.data.*.{key}" for key in ("path", "media_root", "format", "follow_links")],
         _SAME_DATA,

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from deepspeed import DeepSpeedEngine
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from coat_data.mixture.sampler import SamplerState
 from coat_vlm.checkpoint.atomic_folder import write_folder
@@ -24,19 +24,21 @@ from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.config import Recipe, StageConfig, StageName
 from coat_vlm.distributed import World, join_world
 from coat_vlm.export.hugging_face import save_description, save_model
-from coat_vlm.fp8 import arithmetic_of, graph_blocks
+from coat_vlm.fp8 import arithmetic_of, graph_blocks, store_frozen_weights
 from coat_vlm.generate import set_stop_tokens
 from coat_vlm.model import CoatVlm, CoatVlmConfig, build_model, count_parameters, module_parameters
+from coat_vlm.model.build import extend_context
+from coat_vlm.model.family_model import load_family_model
+from coat_vlm.model.family_processor import FamilyProcessor
+from coat_vlm.model.folder import AnyProcessor, check_start, load_model, start_processor
 from coat_vlm.model.lora import describe
-from coat_vlm.model.pretrained import check_composed_folder
 from coat_vlm.model.processor import (
-    CoatVlmProcessor,
     build_processor,
-    continue_processor,
     prepare_tokenizer,
     tokenizer_name,
     train_tokenizer,
 )
+from coat_vlm.model.sequence_parallel import join_sequence_group
 from coat_vlm.run.heartbeat import Heartbeat
 from coat_vlm.run.lock import LOCK, FolderLock, lock_folder
 from coat_vlm.run.signals import SIGNALS
@@ -184,7 +186,10 @@ def _run_stage(
         compare=continues,
         allow_changed=allow_changed_data,
     )
-    data = open_data(recipe, name, run_dir, processor, world, check=record.open)
+    throughput = Throughput(model, world, stage.sequence_parallel)
+    data = open_data(
+        recipe, name, run_dir, processor, world, check=record.open, flops=throughput.flops
+    )
     record.finish(data.sources, [share.rows for share in data.shares])
     evaluation = None
     if recipe.eval_every:
@@ -194,7 +199,6 @@ def _run_stage(
     total_steps = data.total_steps(stage)
     start = _describe_stage(recipe, name, model, world)
     _print_tables(world, stage, name, model, data, total_steps)
-    throughput = Throughput(model, world)
     engine = build_engine(model, recipe, stage, arithmetic, world)
     split = recipe.zero_stage == 3
     monitor = BlockMonitor(model, conversion, recipe.monitor, arithmetic, world, split)
@@ -216,6 +220,7 @@ def _run_stage(
         found = choose_start(checkpoints, recipe.divergence, rows, vocab_size, world)
     if found.path is not None:
         done = _load_progress(found.path, engine, new, total_steps, world)
+        store_frozen_weights(model)
     if world.is_main:
         lock.check()
         reset_stage(run_dir, name, done.step, fresh=found.path is None)
@@ -248,6 +253,7 @@ def _run_stage(
         row_tokens=data.row_tokens,
         clip_here=training_loop_clips(recipe, arithmetic),
         reuse=arithmetic.weight_reuse(model, world.device),
+        sequence=join_sequence_group(world, stage.sequence_parallel, recipe.collective_timeout_s),
         metrics=metrics,
         throughput=throughput,
         bad_samples=BadSamples(run_dir, name, stage, data.sources, done.bad_samples, lock.check),
@@ -354,7 +360,9 @@ def _load_progress(
     return done
 
 
-def _describe_stage(recipe: Recipe, name: str, model: CoatVlm, world: World) -> dict[str, Any]:
+def _describe_stage(
+    recipe: Recipe, name: str, model: PreTrainedModel, world: World
+) -> dict[str, Any]:
     """Return the entries of metrics.jsonl at a stage's start: modules, machine, versions."""
     parts = module_parameters(model)
     gpu = world.device.type == "cuda"
@@ -387,7 +395,12 @@ def _describe_sources(data: StageData) -> list[dict[str, Any]]:
 
 
 def _print_tables(
-    world: World, stage: StageConfig, name: str, model: CoatVlm, data: StageData, total_steps: int
+    world: World,
+    stage: StageConfig,
+    name: str,
+    model: PreTrainedModel,
+    data: StageData,
+    total_steps: int,
 ) -> None:
     """Print the modules of a stage, and the rows, epochs and tokens of each source."""
     samples = total_steps * data.samples_per_step(stage)
@@ -398,6 +411,8 @@ def _print_tables(
             f"  packed: {data.packing.samples_per_row:.1f} samples and "
             f"{data.packing.images_per_row:.1f} images in a row, {data.packing.fill:.1%} full"
         )
+    if stage.sequence_parallel > 1:
+        lines.append(f"  {stage.sequence_parallel} ranks share the tokens of each micro-batch")
     lines += [f"  WARNING {warning}" for warning in data.warnings]
     lines.append(f"  label masks verified on {data.verified_rows} rows")
     lines.append(f"  {'module':<12}{'parameters':>14}  {'trains':<8}peak lr")
@@ -435,7 +450,7 @@ def _load_initial_model(
     world: World,
     *,
     continues: bool,
-) -> tuple[CoatVlm, CoatVlmProcessor]:
+) -> tuple[PreTrainedModel, AnyProcessor]:
     """Load or build the model and processor from which a stage starts.
 
     If the stage continues from a checkpoint, a tokenizer that was trained for it is loaded.
@@ -447,14 +462,17 @@ def _load_initial_model(
             if problem is not None:
                 raise ValueError(describe_missing_start(name, start, problem))
         else:
-            check_composed_folder(str(start))
+            check_start(recipe, str(start))
         print_on_main(world, f"\nstage {name} starts from {start}")
-        model = CoatVlm.from_pretrained(
-            str(start), dtype=dtype, attn_implementation=recipe.model.attention
-        )
-        processor = CoatVlmProcessor.from_pretrained(str(start))
-        config = cast(CoatVlmConfig, model.config)
-        return model, continue_processor(recipe.model, processor, config)
+        model = load_model(start, dtype, recipe.model.attention)
+        if isinstance(model, CoatVlm):
+            extend_context(model.language_model, recipe.model)
+            cast(CoatVlmConfig, model.config).text_config = model.language_model.config
+        return model, start_processor(recipe, str(start))
+    if recipe.model.pretrained is not None:
+        source = ("model.pretrained", recipe.model.pretrained)
+        model = load_family_model(*source, dtype, recipe.model.attention)
+        return model, FamilyProcessor.load(*source, recipe.model.max_length)
     vocab_size = recipe.model.tokenizer.train_vocab_size
     folder = tokenizer_name(recipe.model) if vocab_size is None else run_dir / "tokenizer"
     if vocab_size is not None:

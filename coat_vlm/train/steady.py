@@ -49,8 +49,9 @@ def average_rates(rows: Sequence[Row], ranks: int) -> dict[str, float]:
 
     Returns:
         ``tokens_per_s``, ``vision_tokens_per_s`` and ``samples_per_s`` of all ranks;
-        ``tflop_per_s_per_gpu`` if FLOPs are known; ``step_s``, mean seconds of a step; and
-        ``wait``, the share of the time spent waiting for data. Empty without steps.
+        ``tflop_per_s_per_gpu`` if FLOPs are known; ``imbalance``, the mean of the steps of several
+        ranks; ``step_s``, mean seconds of a step; and ``wait``, the share of the time spent waiting
+        for data. Empty without steps.
     """
     seconds = add_up(rows, "step_s")
     if not seconds:
@@ -62,6 +63,8 @@ def average_rates(rows: Sequence[Row], ranks: int) -> dict[str, float]:
     work = sum(sum((row.get("tflop") or {}).values()) for row in rows)
     if work:
         rates["tflop_per_s_per_gpu"] = work / seconds / ranks
+    if any("imbalance" in row for row in rows):
+        rates["imbalance"] = add_up(rows, "imbalance") / len(rows)
     return rates | {"step_s": seconds / len(rows), "wait": add_up(rows, "data_wait_s") / seconds}
 
 

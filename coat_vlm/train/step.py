@@ -7,15 +7,16 @@ the whole batch, and does not depend on the split into micro-batches and ranks.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from coat_data.load.collate import Batch
 from coat_data.load.loader import LoadedBatch
@@ -25,8 +26,10 @@ from coat_vlm.checkpoint.metadata import Progress
 from coat_vlm.config import StageConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import WeightReuse, captured_bytes
+from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.placeholders import copy_to_device
-from coat_vlm.model.vlm import CoatVlm, module_parameters
+from coat_vlm.model.sequence_parallel import SHARD, SequenceGroup, shard_batch
+from coat_vlm.model.vlm import module_parameters
 from coat_vlm.optim import lr_factor
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.fp8_monitor import BlockMonitor, Fp8Record
@@ -35,7 +38,10 @@ from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
 from coat_vlm.train.tracking import Metrics
 
 _CPU_INPUTS = frozenset(
-    ("attention_mask", "labels", "image_grids", "frame_groups", "cu_seq_lens_q", "max_length_q")
+    (
+        *("attention_mask", "labels", "image_grids", "frame_groups", "cu_seq_lens_q"),
+        *("max_length_q", "image_sizes", "batch_num_images", SHARD),
+    )
 )
 """Inputs that the model reads on the CPU, to decide on shapes without waiting for the GPU."""
 
@@ -48,7 +54,7 @@ class TrainStep:
     """The stage's name."""
     stage: StageConfig
     engine: DeepSpeedEngine
-    model: CoatVlm
+    model: PreTrainedModel
     """The engine's module."""
     world: World
     total_steps: int
@@ -61,6 +67,8 @@ class TrainStep:
     """Whether this class clips gradients, instead of DeepSpeed."""
     reuse: WeightReuse
     """Shares FP8 weights between the micro-batches of a step."""
+    sequence: SequenceGroup | None = None
+    """The ranks that share the tokens of each micro-batch; None without sequence parallelism."""
     metrics: Metrics
     throughput: Throughput
     bad_samples: BadSamples
@@ -107,7 +115,8 @@ class TrainStep:
             return {}, True
         if self.fp8 is not None and self.finished == 0:
             set_train_mode(self.model, self.stage)
-            self.fp8.footprint(self.model, micro_batches[0].batch)
+            ranks = self.stage.sequence_parallel
+            self.fp8.footprint(self.model, micro_batches[0].batch, ranks)
         self.phases.start()
         captured = captured_bytes()
         with ExitStack() as measurements:
@@ -135,6 +144,11 @@ class TrainStep:
         self.metrics.write(row)
         return row, counts["stop"] > 0
 
+    @property
+    def counts(self) -> bool:
+        """Whether this rank counts its micro-batches, which other ranks may also have read."""
+        return self.sequence is None or self.sequence.rank == 0
+
     def go_back(self, progress: Progress, bad_samples: BadSamples) -> None:
         """Continue from an earlier step, whose checkpoint is loaded."""
         self.finished = progress.step
@@ -146,9 +160,12 @@ class TrainStep:
         self, micro_batches: list[LoadedBatch] | None, stop_requested: bool
     ) -> dict[str, float]:
         """Count tokens, samples, bad samples and signals of all ranks, in a single all-reduce."""
+        replicas = self.stage.count_replicas(self.world.size)
+        micro_steps = self.stage.batch_size // (self.stage.micro_batch_size * replicas)
+        counted = micro_batches if self.counts and micro_batches is not None else ()
         own = {
-            **self.throughput.count(micro_batches or ()),
-            **self.bad_samples.note(micro_batches or (), self.finished + 1),
+            **self.throughput.count(counted, micro_steps),
+            **self.bad_samples.note(counted, self.finished + 1),
             "stop": float(stop_requested),
             "without_batch": float(micro_batches is None),
         }
@@ -179,7 +196,8 @@ class TrainStep:
                 f"stage {self.name}, step {self.finished + 1}: the batch has no supervised token; "
                 "check the template and the answers of the data"
             )
-        # DeepSpeed divides by the number of micro-batches (backward) and of ranks (averaging).
+        # DeepSpeed divides by the number of micro-batches (backward) and of ranks (averaging). Each
+        # rank's loss is the sum over its own tokens, also if ranks share a micro-batch.
         undo_averaging = len(micro_batches) * self.world.size
         total_loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         norm: Any = None
@@ -203,9 +221,15 @@ class TrainStep:
         return self.world.sum([total_loss.item()])[0], None if norm is None else float(norm)
 
     def loss(self, batch: Batch, divisor: float) -> Tensor:
-        """Run the forward pass; return the sum of the token losses divided by ``divisor``."""
+        """Run the forward pass; return the sum of the token losses divided by ``divisor``.
+
+        With sequence parallelism these are the tokens of this rank.
+        """
         with self.phases.measure("to_device"):
-            inputs = copy_batch_to_device(batch, self.world.device)
+            own: Mapping[str, Any] = batch
+            if self.sequence is not None:
+                own = shard_batch(batch, self.sequence, cast(CoatVlmConfig, self.model.config))
+            inputs = copy_batch_to_device(own, self.world.device)
         with self.phases.measure("forward"):
             # Without skip_logits the model would also return logits in validation.
             return self.engine(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
@@ -326,11 +350,13 @@ def _name_cudnn(device: torch.device) -> str:
     return ", or set cudnn_attention=false (cuDNN attention was allowed)"
 
 
-def copy_batch_to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
+def copy_batch_to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Copy the model's inputs to a device, except those that the model reads on the CPU."""
+    inputs: dict[str, Any] = {**batch}
+    inputs |= inputs.pop("extras", {})
     return {
-        name: value if name in _CPU_INPUTS else copy_to_device(value, device)  # pyright: ignore[reportArgumentType]
-        for name, value in batch.items()
+        name: value if name in _CPU_INPUTS else copy_to_device(value, device)
+        for name, value in inputs.items()
     }
 
 

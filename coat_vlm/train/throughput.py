@@ -13,10 +13,12 @@ import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from coat_data.load.collate import Batch
 from coat_data.load.encode import IGNORE_INDEX
@@ -43,37 +45,58 @@ over the ranks. Validation and saving happen between steps."""
 class Throughput:
     """Counts tokens, samples and FLOPs of the steps of one stage.
 
+    Attributes:
+        flops: the model's FLOPs; None if they are not known.
+
     Args:
         model: the model with ``requires_grad`` set for the stage, before DeepSpeed gets it.
         world: the processes of the run.
+        sequence_parallel: number of consecutive ranks that share micro-batches, of which the first
+            counts.
     """
 
-    def __init__(self, model: CoatVlm, world: World) -> None:
-        self._image_token_id: int | None = model.config.image_token_id
+    def __init__(self, model: PreTrainedModel, world: World, sequence_parallel: int = 1) -> None:
+        config: Any = model.config
+        self._image_token_id: int | None = config.image_token_id
         self._ranks = world.size
-        self._flops: ModelFlops | None = None
-        why = why_not_counted(model.language_model)
-        if why is None:
-            self._flops = count_flops(model)
+        self._replica = world.rank // sequence_parallel
+        self._replicas = world.size // sequence_parallel
+        self._published = not isinstance(model, CoatVlm)  # pixels of an image may be many rows
+        self.flops: ModelFlops | None = None
+        why = f"{type(model).__name__} is not composed of parts whose FLOPs are known"
+        if isinstance(model, CoatVlm):
+            why = why_not_counted(model.language_model)
+        if why is None and isinstance(model, CoatVlm):
+            self.flops = count_flops(model)
         else:
             print_on_main(world, f"  no TFLOP/s: the model's FLOPs are not known: {why}")
 
-    def count(self, micro_batches: Sequence[LoadedBatch]) -> dict[str, float]:
-        """Count this rank's micro-batches of a step; the result is to be summed over the ranks."""
+    def count(self, micro_batches: Sequence[LoadedBatch], micro_steps: int) -> dict[str, float]:
+        """Count this rank's micro-batches of a step; the result is to be summed over the ranks.
+
+        Args:
+            micro_batches: the micro-batches; none if a signal ended the wait for them.
+            micro_steps: micro-batches per rank and step.
+        """
         names = (*_COUNTS, *VIDEO_COUNTS, *NOTES, *MODULES)
         counts: dict[str, float] = dict.fromkeys(names, 0.0)
-        for loaded in micro_batches:
+        if self.flops is not None and self._replicas > 1:
+            slots = product(range(micro_steps), range(self._replicas))
+            counts |= {f"flops/{step}/{replica}": 0.0 for step, replica in slots}
+        for step, loaded in enumerate(micro_batches):
             work = measure_work(loaded.batch, self._image_token_id)
             found: dict[str, float] = {
                 "supervised_tokens": work.supervised_tokens,
                 "tokens": int(loaded.batch["attention_mask"].sum()),
                 "samples": loaded.num_samples,
-                "tiles": work.tiles,
+                "tiles": loaded.counts.get("images", 0) if self._published else work.tiles,
                 "vision_tokens": work.vision_tokens,
                 **{name: loaded.counts.get(name, 0) for name in (*VIDEO_COUNTS, *NOTES)},
             }
-            if self._flops is not None:
-                found |= self._flops.count(work)
+            if self.flops is not None:
+                found |= self.flops.count(work)
+                if self._replicas > 1:
+                    counts[f"flops/{step}/{self._replica}"] = sum(found[name] for name in MODULES)
             for name, number in found.items():
                 counts[name] += number
         return counts
@@ -84,12 +107,18 @@ class Throughput:
         ``supervised_tokens``: tokens with a label. ``tiles``: image tiles and video frames.
         ``vision_tokens``: positions of the language model with features of tiles; all other
         ``tokens`` are text. ``tflop``: model FLOPs of the step / 1e12 by module
-        (:mod:`coat_vlm.model.flops`), if they are known. ``videos``: counts of events while media
+        (:mod:`coat_vlm.model.flops`), if they are known. ``imbalance``: of several replicas, see
+        :func:`measure_imbalance`. ``videos``: counts of events while media
         were decoded. ``data_notes``: samples by kind of note (:data:`coat_data.sample.NOTES`).
         """
         row: dict[str, Any] = {name: int(counts[name]) for name in _COUNTS}
-        if self._flops is not None:
+        if self.flops is not None:
             row["tflop"] = {name: _digits(counts[name] / 1e12) for name in MODULES if counts[name]}
+            own = [number for name, number in counts.items() if name.startswith("flops/")]
+            if own:
+                row["imbalance"] = round(
+                    measure_imbalance(np.reshape(own, (-1, self._replicas))), 4
+                )
         row["videos"] = {name: int(counts[name]) for name in VIDEO_COUNTS if counts[name]}
         notes = {name: int(counts[name]) for name in NOTES if counts[name]}
         if notes:
@@ -114,6 +143,18 @@ class Throughput:
             own = sum(row["tflop"].values()) / self._ranks
             rates["tflop_per_s_per_gpu"] = _digits(own / seconds)
         return rates
+
+
+def measure_imbalance(work: np.ndarray) -> float:
+    """Return the share of the time that ranks wait for each other, if time is proportional to work.
+
+    It is the mean over micro-steps of ``1 - mean / max`` over ranks.
+
+    Args:
+        work: work of each micro-step and rank, (micro-steps, ranks).
+    """
+    largest = work.max(axis=1)
+    return float(np.mean(1 - work.mean(axis=1) / largest))
 
 
 def measure_work(batch: Batch, image_token_id: int | None) -> Work:

@@ -202,7 +202,7 @@ def _flatten(prefix: str, row: Mapping[str, Any]) -> Iterator[tuple[str, float]]
             yield f"{prefix}/{name}", value
 
 
-_RATES = ("tokens_per_s", "vision_tokens_per_s", "tflop_per_s_per_gpu", "wait")
+_RATES = ("tokens_per_s", "vision_tokens_per_s", "tflop_per_s_per_gpu", "wait", "imbalance")
 
 
 class StepLine:
@@ -263,10 +263,12 @@ class StepLine:
         steady, apart = split_steps(self._rows, self._first)
         rates = average_rates(steady, self._ranks)
         self._step_s = rates.get("step_s", self._step_s)
-        tokens, vision, tflop, wait = map(rates.get, _RATES)
+        tokens, vision, tflop, wait, uneven = map(rates.get, _RATES)
         tflop = tflop if self._on_gpu else None
         work = tflop and (f"{tflop:,.0f}" if tflop >= 100 else f"{tflop:.3g}")
         waited = None if wait is None else f"wait {wait:.1%}"
+        if uneven is not None:
+            waited = f"{waited} imbalance {uneven:.1%}"
         memory = self._peak_mb and f"{self._peak_mb / 1e3:.1f} GB"
         loss = "loss not finite" if row["loss"] is None else f"loss {row['loss']:.4f}"
         if self._lines:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -13,9 +13,11 @@ from coat_eval.files import folder_sha256
 from coat_vlm.config import STAGES, Precision, Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.fp8 import fp8_blocks
-from coat_vlm.generate import PromptEncoder, generate_batch, load
-from coat_vlm.model.processor import CoatVlmProcessor
-from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.generate import PromptEncoder, generate_batch, load, media_inputs
+from coat_vlm.model.folder import AnyProcessor
+
+if TYPE_CHECKING:  # at run time coat_vlm must be imported before transformers (torchvision_ops.py)
+    from transformers import PreTrainedModel
 
 
 class CoatAdapter:
@@ -27,7 +29,10 @@ class CoatAdapter:
     """
 
     def __init__(
-        self, model: CoatVlm, processor: CoatVlmProcessor, weights: Callable[[], dict[str, Any]]
+        self,
+        model: "PreTrainedModel",
+        processor: AnyProcessor,
+        weights: Callable[[], dict[str, Any]],
     ) -> None:
         """Wrap a loaded model.
 
@@ -75,22 +80,18 @@ class CoatAdapter:
 
     def compute_losses(self, batch: Batch) -> list[float]:
         """See :class:`coat_eval.adapter.ModelAdapter`."""
-        device, pixels = self._model.device, batch["pixel_values"]
+        device = self._model.device
         inputs = {
             "input_ids": batch["input_ids"].to(device),
             "attention_mask": batch["attention_mask"].to(device),
-            "pixel_values": pixels.to(device, self._model.dtype),
+            **media_inputs(self._model, batch),
         }
-        if "image_grids" in batch:
-            inputs["image_grids"] = batch["image_grids"]
-        if "frame_groups" in batch:
-            inputs["frame_groups"] = batch["frame_groups"]
         return compute_answer_losses(self._model, inputs, batch["labels"])
 
 
 def load_run_or_model(
     folder: Path, device: torch.device, precision: str | None = None
-) -> tuple[CoatVlm, CoatVlmProcessor, Path, str | None]:
+) -> "tuple[PreTrainedModel, AnyProcessor, Path, str | None]":
     """Load a model folder, or the last stage of a run folder in the run's precision.
 
     Args:

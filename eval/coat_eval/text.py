@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn import functional as F
@@ -71,7 +71,7 @@ def load_language_model(
         )
     if read_json(config_path, "copy the model again").get("model_type") == "coat_vlm":
         model, processor = load(folder, precision=precision)
-        return model.language_model, processor.tokenizer
+        return cast(Any, model).language_model, processor.tokenizer
     if precision is not None:
         raise ValueError(f"precision={precision} is for checkpoints of this project, not {folder}")
     # Imported here because coat_vlm must be imported before transformers (torchvision_ops.py).

@@ -1,9 +1,10 @@
-"""SwiGLU and GELU of a GEMM's output, saving the input in FP8 for backward.
+"""SwiGLU, GeGLU and GELU of a GEMM's output, saving the input in FP8 for backward.
 
-    silu_mul     h = silu(gate) * up,  a = [gate | up]      (M, 2F) -> (M, F)
-    gelu         h = a * Phi(a)                             (M, F)  -> (M, F)
-    gelu_tanh    h = a * sigmoid(2 u),  u = sqrt(2 / pi) (a + 0.044715 a^3)
-    quick_gelu   h = a * sigmoid(1.702 a)
+    silu_mul        h = silu(gate) * up,  a = [gate | up]   (M, 2F) -> (M, F)
+    gelu_tanh_mul   h = gelu_tanh(gate) * up                (M, 2F) -> (M, F)
+    gelu            h = a * Phi(a)                          (M, F)  -> (M, F)
+    gelu_tanh       h = a * sigmoid(2 u),  u = sqrt(2 / pi) (a + 0.044715 a^3)
+    quick_gelu      h = a * sigmoid(1.702 a)
 
 Forward: ``activation_stats`` reads a once and computes group-scaled a (saved: W + W / G bytes per
 token for a's width W) and h's amax. ``activation_apply`` reads a again and writes h in per-tensor
@@ -61,6 +62,10 @@ from coat_kernels.registry import register
 from coat_kernels.scale_pool import new_scale
 
 ACTIVATIONS = reference.ACTIVATIONS
+is_gated = reference.is_gated
+
+NUM_GATED = tl.constexpr(2)
+"""Activations whose input is [gate | up]: the first ones of ACTIVATIONS."""
 
 ROWS_TILE = Tile(16, 256, 4)
 """Tile of passes that write row-major data or only compute a scale: the fastest of three on an H200
@@ -73,19 +78,19 @@ GRADIENT_TILE = 4096
 @triton.jit
 def value_and_slope(a, KIND: tl.constexpr):
     """Compute an activation and its derivative; KIND is the index in ACTIVATIONS."""
-    tl.static_assert(KIND >= 0 and KIND < 4, "an activation without a formula")
-    if KIND == 1:
+    tl.static_assert(KIND >= 0 and KIND < 5, "an activation without a formula")
+    if KIND == 2:
         cdf = 0.5 * (1.0 + tl.math.erf(a * 0.7071067811865476))
         return a * cdf, cdf + a * tl.exp(-0.5 * a * a) * 0.3989422804014327
     else:
         # a * s with s = sigmoid(inner): the derivative is s + h (1 - s) inner'. The constants
         # include log2(e) to save instructions, which bound these kernels as much as bytes.
         slope = 1.0
-        if KIND == 2:
+        if KIND == 1 or KIND == 3:
             squared = a * a
             s = sigmoid_base2(a * (-2.302208198144325 + -0.10294323460783883 * squared))
             slope = 1.5957691216057308 + 0.21406443847843341 * squared
-        elif KIND == 3:
+        elif KIND == 4:
             s = sigmoid_base2(-2.4554669595930156 * a)
             slope = 1.702
         else:
@@ -108,7 +113,7 @@ def _activation_stats_kernel(
     m_mn = (o_m[:, None] < M) & (o_n[None, :] < F)
     a = load_tile(a_ptr, o_m, o_n, m_mn, W)
     e = store_grouped(a, q_ptr, e_ptr, o_m, i_n, M, F, W, MAX_EXPONENT, GROUP, BLOCK_M, BLOCK_N)
-    if KIND == 0:
+    if KIND < NUM_GATED:
         h, _ = value_and_slope(a, KIND)
         up = load_tile(a_ptr + F, o_m, o_n, m_mn, W)
         store_grouped(
@@ -139,7 +144,7 @@ def _activation_apply_kernel(
     o_n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_mn = (o_m[:, None] < M) & (o_n[None, :] < F)
     h, _ = value_and_slope(load_tile(a_ptr, o_m, o_n, m_mn, W), KIND)
-    if KIND == 0:
+    if KIND < NUM_GATED:
         h *= load_tile(a_ptr + F, o_m, o_n, m_mn, W)
     store_quantized(
         h * inverse_scale(scale_ptr), q_ptr, q_ptr, o_m, i_m, o_n, o_n < F, M, M, F, M, True, False,
@@ -152,14 +157,14 @@ def _gradients(
     dh_ptr, a_ptr, e_ptr, o_m, i_n, m_mn, M, F, W,
     KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute FP32 tiles of da (gate and up of SwiGLU, otherwise the same tile twice) and of h."""
+    """Compute FP32 tiles of da (gate and up of gated kinds, else the same tile twice) and of h."""
     dh = load_tile(dh_ptr, o_m, i_n + tl.arange(0, BLOCK_N), m_mn, F)
     a = load_grouped(a_ptr, e_ptr, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N)
     h, slope = value_and_slope(a, KIND)
     da = dh * slope
     dup = da
     output = h
-    if KIND == 0:
+    if KIND < NUM_GATED:
         up = load_grouped(a_ptr + F, e_ptr + F // GROUP, o_m, i_n, M, F, W, GROUP, BLOCK_M, BLOCK_N)
         da = dh * up * slope
         dup = dh * h
@@ -190,7 +195,7 @@ def _activation_bwd_stats_kernel(
             M_PADDED, F, M_PADDED, False, True, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     amax_bits = block_amax_bits(da)
-    if KIND == 0:
+    if KIND < NUM_GATED:
         amax_bits = tl.maximum(amax_bits, block_amax_bits(dup))
     publish_scale(amax_bits, scale_ptr, INVERSE_MAX)
 
@@ -221,7 +226,7 @@ def _activation_bwd_apply_kernel(
     o = i_m.to(tl.int64) * W + o_n
     if BIAS:
         tl.store(sums_ptr + o, tl.sum(da, axis=0), mask=m_n)
-    if KIND == 0:
+    if KIND < NUM_GATED:
         store_quantized(
             dup * inverse, q_ptr, qt_ptr, o_m, i_m, F + o_n, m_n, M, M_PADDED, W, M_PADDED, ROWS,
             TRANSPOSED, BLOCK_M, BLOCK_N,
@@ -233,7 +238,7 @@ def _activation_bwd_apply_kernel(
 def _shape(a: Tensor, kind: str) -> tuple[int, int, int]:
     """Return M, F and W of the activation's input."""
     M, W = a.shape
-    return M, W // 2 if kind == "silu_mul" else W, W
+    return M, W // 2 if is_gated(kind) else W, W
 
 
 @register(
@@ -277,15 +282,15 @@ def _activation_apply(a: Tensor, kind: str, scale: Tensor, fmt: str) -> Tensor:
 
 def _recompute_tile(kind: str, group: int) -> Tile:
     columns = max(64, group)
-    # The fastest of seven tiles on an H200: small for SwiGLU, which needs most registers.
-    elements, warps = (2048, 4) if kind == "silu_mul" else (4096, 8)
+    # The fastest of seven tiles on an H200: small for gated kinds, which need most registers.
+    elements, warps = (2048, 4) if is_gated(kind) else (4096, 8)
     return Tile(elements // columns, columns, warps)
 
 
 def _gradient_tile(kind: str, group: int) -> Tile:
     columns = max(64, group)
-    # SwiGLU has two gradients and needs the registers of twice as many warps.
-    warps = NUM_WARPS if kind == "silu_mul" else NUM_WARPS // 2
+    # Gated kinds have two gradients and need the registers of twice as many warps.
+    warps = NUM_WARPS if is_gated(kind) else NUM_WARPS // 2
     return Tile(GRADIENT_TILE // columns, columns, warps)
 
 
@@ -351,7 +356,7 @@ def activation_fwd(
     """Apply the activation and quantize the result per tensor.
 
     Args:
-        a: FP32, BF16 or FP16, contiguous: [M, 2F] = [gate | up] for ``silu_mul``, else [M, F].
+        a: FP32, BF16 or FP16, contiguous: [M, 2F] = [gate | up] for gated kinds, else [M, F].
         kind: one of ``ACTIVATIONS``.
         group_size: group size of the saved input; divides F.
         fmt: FP8 format of h and of the saved input.
@@ -364,8 +369,8 @@ def activation_fwd(
     """
     check_matrix("activation_fwd", "a", a)
     _check_kind(kind)
-    if kind == "silu_mul" and a.shape[1] % 2:
-        raise ValueError(f"silu_mul: a has {a.shape[1]} columns; pass [gate | up], an even number")
+    if is_gated(kind) and a.shape[1] % 2:
+        raise ValueError(f"{kind}: a has {a.shape[1]} columns; pass [gate | up], an even number")
     check_group("activation_fwd", _shape(a, kind)[1], group_size)
     q, exponents, scale = _activation_stats(a, kind, group_size, fmt.name)
     h = _activation_apply(a, kind, scale, fmt.name)

@@ -93,6 +93,16 @@ SIZES = {
     "1b": _build_qwen("0.5b", LanguageConfig(config=_QWEN_HALF_BILLION), 151936),
     "2b": _build_qwen("1.5b", LanguageConfig(name_or_path="Qwen/Qwen2.5-1.5B-Instruct")),
     "8b": _build_qwen("7b", LanguageConfig(name_or_path="Qwen/Qwen2.5-7B-Instruct")),
+    "14b": _build_qwen("14b", LanguageConfig(name_or_path="Qwen/Qwen2.5-14B-Instruct")),
+    "qwen2.5-7b": StepModel(
+        "qwen2.5-7b",
+        ModelConfig(
+            vision=None,
+            language=LanguageConfig(name_or_path="Qwen/Qwen2.5-7B-Instruct"),
+            max_length=4096,
+        ),
+        images=0,
+    ),
     "llama-2-7b": StepModel(
         "llama-2-7b",
         ModelConfig(

@@ -49,7 +49,12 @@ from coat_vlm.plan.stage import (
 from coat_vlm.plan.zero import count_sizes, estimate_rank_memory, measure_state_bytes
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.engine import build_engine, training_loop_clips
-from coat_vlm.train.prepare import build_planned_model, prepare_model, select_stages
+from coat_vlm.train.prepare import (
+    build_planned_model,
+    prepare_model,
+    require_composed,
+    select_stages,
+)
 from coat_vlm.train.step import TrainStep
 from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
 from coat_vlm.train.tracking import Metrics
@@ -265,13 +270,19 @@ def list_stage_cases(bench: RecipeBench, world: World) -> list[StageCase]:
 def _build_case(
     bench: RecipeBench, recipe: Recipe, name: StageName, vocab_size: int | None, world: World
 ) -> StageCase:
+    require_composed(recipe, "coat-vlm bench recipe")
     stage = recipe.stages[name]
+    if stage.sequence_parallel > 1:
+        raise ValueError(
+            f"stages.{name}.sequence_parallel: this benchmark has no rows that ranks share; "
+            f"measure shorter rows with stages.{name}.sequence_parallel=1"
+        )
     batch = stage.micro_batch_size * bench.accumulation * world.size
     check_batch_sizes(batch, stage.micro_batch_size, world.rank, world.size)
     steps = bench.warmup + bench.steps
     stage = replace(stage, batch_size=batch, max_steps=steps, epochs=None)
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, torch.device("meta"))
-    frame = build_planned_model(recipe, stage, arithmetic, vocab_size)
+    frame = cast(CoatVlm, build_planned_model(recipe, stage, arithmetic, vocab_size))
     config = cast(CoatVlmConfig, copy.deepcopy(frame.config))
     if config.s2_scales is not None:
         raise ValueError(

@@ -38,6 +38,7 @@ from coat_bench.recipe import (
     make_batch,
     note_leftover_memory,
     note_used_memory,
+    plan_peak,
     reduce_time_and_peak,
     release_engine,
     take_steps,
@@ -51,12 +52,13 @@ from coat_bench.rows import (
 )
 from coat_data.load.loader import LoadedBatch
 from coat_vlm.config import MasterWeights, ModuleTraining, Precision, Recipe, StageConfig
+from coat_vlm.config.stage import LoraTraining
 from coat_vlm.distributed import World
-from coat_vlm.fp8 import WeightReuse, arithmetic_of
+from coat_vlm.fp8 import WeightReuse, arithmetic_of, store_frozen_weights
 from coat_vlm.model import CoatVlm
 from coat_vlm.plan.zero import ZeroStage
 from coat_vlm.train.prepare import set_train_mode
-from coat_vlm.train.step import copy_batch_to_device
+from coat_vlm.train.step import TrainStep, copy_batch_to_device
 from coat_vlm.train.throughput import PeakMemory
 
 LR = 2e-5
@@ -127,6 +129,8 @@ class StepBench:
     """Micro-batches of a step."""
     master_weights: MasterWeights = "fp32"
     """The recipe key, for steps with an optimizer."""
+    lora: int | None = None
+    """Rank of LoRA adapters on the language model; None to train all weights."""
     steps: int = 5
     """Measured steps."""
     warmup: int = 3
@@ -147,6 +151,8 @@ class StepCase:
     """Whether there is an optimizer."""
     zero_stage: ZeroStage
     master_weights: MasterWeights = "fp32"
+    lora: int | None = None
+    """Rank of LoRA adapters; None to train all weights."""
 
     @property
     def implementation(self) -> str:
@@ -157,7 +163,7 @@ class StepCase:
         return BASELINES[self.baseline].implementation
 
     def recipe(self, size: str, batch: int) -> Recipe:
-        """Build a recipe that trains all modules of a model in the case's precision.
+        """Build a recipe that trains a model in the case's precision.
 
         Args:
             size: a key of :data:`coat_bench.models.SIZES`.
@@ -165,12 +171,13 @@ class StepCase:
         """
         model = SIZES[size].model
         train = ModuleTraining(train=True, lr=LR)
-        vision = ModuleTraining(train=False) if model.vision is None else train
+        frozen, lora = ModuleTraining(train=False), self.lora
         stage = StageConfig(
             data=[],
-            vision=vision,
-            projector=vision,
+            vision=frozen if model.vision is None or lora is not None else train,
+            projector=frozen if model.vision is None else train,
             language=train,
+            lora=None if lora is None else LoraTraining(rank=lora, alpha=2 * lora, dropout=0.0),
             batch_size=batch,
             micro_batch_size=batch,
             max_steps=1,
@@ -209,6 +216,8 @@ def list_step_cases(bench: StepBench, ranks: int) -> list[StepCase]:
         raise ValueError("--accumulation, --steps and --warmup are 1 or more")
     if list(bench.batches) != sorted(set(bench.batches)) or min(bench.batches) < 1:
         raise ValueError(f"--batch {bench.batches}: give ascending numbers, 1 or more")
+    if bench.lora is not None and bench.baselines:
+        raise ValueError("--lora is for --precisions, without --baselines; leave one of them out")
     low_bits_fit = (
         "own" in bench.optimizers
         and set(bench.zero_stages) == {0}
@@ -229,7 +238,7 @@ def list_step_cases(bench: StepBench, ranks: int) -> list[StepCase]:
         trains = optimizer != "none"
         master_weights = bench.master_weights if trains else "fp32"
         stage = zero_stage if trains else 0
-        found.append(StepCase(precision, baseline, trains, stage, master_weights))
+        found.append(StepCase(precision, baseline, trains, stage, master_weights, bench.lora))
     if not found:
         raise ValueError("nothing to measure; name --precisions or --baselines")
     return list(dict.fromkeys(found))
@@ -403,7 +412,8 @@ class _Run:
             batch=batch,
             tokens=size.model.max_length * samples,
             note=f"attention {recipe.cudnn_attention if case.trains else 'default'}, "
-            f"accumulation {bench.accumulation}",
+            f"accumulation {bench.accumulation}"
+            + ("" if bench.lora is None else f"; LoRA rank {bench.lora}"),
         )
         try:
             if self.reference is None:
@@ -435,7 +445,7 @@ class _Run:
         return bench, stage
 
     def _measure_reference(self) -> Reference:
-        _, stage = self._build_stage(StepCase("bf16", None, False, 0), 1)
+        _, stage = self._build_stage(StepCase("bf16", None, False, 0, lora=self.bench.lora), 1)
         model = build_stage_model(stage, self.world.device)
         set_train_mode(model, stage.stage)
         sizes = dict.fromkeys((1, *self.bench.batches))
@@ -468,6 +478,7 @@ class _Run:
                 stack.callback(release_engine, step.engine, model)
             else:
                 arithmetic = arithmetic_of(bench.recipe.precision, None, world.device)
+                store_frozen_weights(model)
                 reuse = arithmetic.weight_reuse(model, world.device)
                 step = Passes(model, reuse, world.device, PeakMemory(world.device))
                 # A failed pass leaves gradients.
@@ -491,6 +502,11 @@ class _Run:
             row.tok_s = row.tokens / (row.ms / 1e3)
             row.note += f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}"
             row.note += note_used_memory(world.device)
+            if isinstance(step, TrainStep) and case.precision is not None:
+                shared = step.reuse.policy == "cache" or bool(step.reuse.fits)
+                reuse = shared and bench.accumulation > 1
+                planned = plan_peak(stage, bench, reuse=reuse, ranks=world.size)
+                row.note += f"; plan {planned:.4g} GB"
             if self.bench.on_profile is not None:
                 self._profile(row, step, batches)
 

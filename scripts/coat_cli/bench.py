@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from coat_lab.decoder import DecoderBench
 
 SHAPES = "llama-2-7b, qwen2.5-7b, siglip-so400m; default llama-2-7b"
-SIZES = ("tiny", "tiny-llm", "1b", "2b", "8b", "llama-2-7b")
+SIZES = ("tiny", "tiny-llm", "1b", "2b", "8b", "14b", "qwen2.5-7b", "llama-2-7b")
 BASELINES = ("eager", "compile", "torchao", "liger", "liger_compile", "liger_torchao")
 OPTIMIZERS = ("none", "own")
 # These choices repeat those of coat_bench, which takes longer to import than --help should.
@@ -149,16 +149,20 @@ def _step(jobs: Commands) -> None:
   coat-vlm bench step --size 8b --precisions coat_lean --batch 4 --profile
   coat-vlm bench step --size 8b --precisions coat coat_lean --optimizer own --accumulation 8 \\
       --master-weights low_bits --cap-gib 77             # an 8B model on a GPU of 80 GB
+  coat-vlm bench step --size qwen2.5-7b --lora 64 --precisions coat_lean --optimizer own --zero 0 \\
+      --batch 2                                          # adapters on frozen FP8 weights
   torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size 1b --optimizer own \\
       --precisions bf16 coat_lean --zero 1 2 3 --batch 4 --csv step.csv
   torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size llama-2-7b --optimizer own \\
       --precisions bf16 coat coat_lean --zero 1 2 3 --batch 1 2 4 --csv step.csv   # COAT's setup
 
-sizes; 1b, 2b and 8b have SigLIP-so400m at 448 pixels and samples of 4,096 tokens with 4 images of
-256 tokens, llama-2-7b has samples of 2,048 text tokens:
+sizes; 1b, 2b, 8b and 14b have SigLIP-so400m at 448 pixels and samples of 4,096 tokens with 4 images
+of 256 tokens, qwen2.5-7b has samples of 4,096 text tokens, llama-2-7b of 2,048:
   1b          0.90B parameters, language model like Qwen2.5-0.5B
   2b          1.95B parameters, language model like Qwen2.5-1.5B
   8b          8.04B parameters, language model like Qwen2.5-7B
+  14b         15.2B parameters, language model like Qwen2.5-14B
+  qwen2.5-7b  7.62B parameters, no vision tower
   llama-2-7b  6.74B parameters, no vision tower, as in COAT's paper (which compares BF16 and AdamW
               with coat and reports 1.54x less memory and 1.43x the speed)
   tiny        0.2M parameters, 32 tokens, for a test on a CPU
@@ -171,7 +175,8 @@ of them with Liger's kernels (liger, liger_compile, liger_torchao).
 --optimizer none measures the forward and backward pass in one process and frees the gradients
 between steps. own runs DeepSpeed as training does, with the precision's default optimizer: coat for
 coat and coat_lean, adamw for the others, and training's attention kernels (the recipe key
-cudnn_attention has its default, auto). For a recipe with other keys (fp8.cuda_graphs,
+cudnn_attention has its default, auto). --lora freezes the tower and trains the projector and LoRA
+adapters on all linear layers of the language model. For a recipe with other keys (fp8.cuda_graphs,
 fp8.bf16_forward_first, cudnn_attention), use coat-vlm bench recipe.
 
 A model is timed only if its loss on a sample is within 1% of BF16's and its gradient norm within a
@@ -200,6 +205,8 @@ for each model, about a minute more for each compiled baseline.
         help="ZeRO stages, one after the other; default 1, with low_bits 0")
     add("--master-weights", choices=("fp32", "low_bits"), default="fp32",
         help="with --optimizer own: storage of master weights, as in a recipe; default fp32")
+    add("--lora", type=int, metavar="RANK",
+        help="train LoRA adapters of this rank; default: train all weights")
     add("--cap-gib", type=float, metavar="GIB",
         help="limit torch's allocator to this many GiB of each GPU")
     add("--batch", nargs="+", type=int, default=[1], metavar="N",
@@ -408,6 +415,7 @@ def _run_step(args: argparse.Namespace) -> int:
         batches=args.batch,
         accumulation=args.accumulation,
         master_weights=args.master_weights,
+        lora=args.lora,
         steps=args.steps,
         warmup=args.warmup,
         on_profile=profile if args.profile else None,

@@ -258,10 +258,16 @@ def _preview(args: argparse.Namespace) -> int:
 
 def _model_view(folder: Path, template: str | None) -> "ModelView":
     from coat_data.tools.preview import ModelView
+    from coat_vlm.model.folder import is_family
     from coat_vlm.model.processor import IMAGE_TOKEN, CoatVlmProcessor
 
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; name a model that training wrote")
+    if is_family(folder):
+        raise ValueError(
+            f"--model {folder}: the preview shows the tiles of composed models, not what a "
+            "published model's processor makes; remove --model"
+        )
     processor = CoatVlmProcessor.from_pretrained(folder)
     tokenizer = processor.tokenizer
     return ModelView(

@@ -34,7 +34,7 @@ BF16.
 import copy
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ from coat_vlm.fp8.blocks import Fp8DecoderLayer
 OPERANDS = "xwdvga"
 PARTS = {name.rpartition(".")[2].removesuffix("_proj"): name for name in Fp8DecoderLayer.LINEARS}
 """Name in a variant -> name in a block."""
+Rounding = Callable[[str, Tensor], Tensor]
+"""(letter of the operand, its values as a matrix) -> rounded values of the same dtype."""
 LAST = 10
 """Number of steps that ``last_loss`` averages."""
 TEXT_SEQUENCES = 64
@@ -83,13 +85,17 @@ class ForkRow(Row):
 
 
 class RoundedLinear(nn.Linear):
-    """A linear layer that rounds the named ``operands`` of its three GEMMs."""
+    """A linear layer that rounds the named ``operands`` of its three GEMMs with ``rounding``."""
 
     operands: frozenset[str] = frozenset()
+    rounding: Rounding
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] to [..., N], in the input's dtype."""
-        return _RoundedProduct.apply(input, self.weight, self.bias, self.operands)
+        return _RoundedProduct.apply(input, self.weight, self.bias, self._round)
+
+    def _round(self, letter: str, x: Tensor) -> Tensor:
+        return self.rounding(letter, x) if letter in self.operands else x
 
 
 class _RoundedProduct(torch.autograd.Function):
@@ -97,15 +103,13 @@ class _RoundedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operands: frozenset[str]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rounding: Rounding
     ) -> Tensor:
         """[..., K] by [N, K] to [..., N]."""
         rows = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(rows, weight)
-        ctx.operands, ctx.shape, ctx.biased = operands, x.shape, bias is not None
-        y = F.linear(
-            _round_operand("x", rows, operands), _round_operand("w", weight, operands), bias
-        )
+        ctx.rounding, ctx.shape, ctx.biased = rounding, x.shape, bias is not None
+        y = F.linear(rounding("x", rows), rounding("w", weight), bias)
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -114,16 +118,14 @@ class _RoundedProduct(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         grad_y = grad_outputs[0].reshape(-1, weight.shape[0])
         d, v, g, a = (
-            _round_operand(letter, x, ctx.operands)
+            ctx.rounding(letter, x)
             for letter, x in (("d", grad_y), ("v", weight), ("g", grad_y), ("a", rows))
         )
         return (d @ v).view(ctx.shape), g.t() @ a, grad_y.sum(0) if ctx.biased else None, None
 
 
-def _round_operand(letter: str, x: Tensor, operands: frozenset[str]) -> Tensor:
-    """Round a matrix to E4M3 if ``operands`` contains its letter."""
-    if letter not in operands:
-        return x
+def round_to_e4m3(_: str, x: Tensor) -> Tensor:
+    """Round a matrix to E4M3 with one scale."""
     return dequantize_tensor(quantize_tensor(x.contiguous()), x.dtype)
 
 
@@ -156,8 +158,13 @@ def parse_variant(variant: str, num_blocks: int) -> dict[tuple[int, str], frozen
     return found
 
 
-def apply_variant(model: Any, variant: str) -> None:
+def apply_variant(model: Any, variant: str, rounding: Rounding = round_to_e4m3) -> None:
     """Give the decoder a variant's arithmetic, in place; its parameters do not change.
+
+    Args:
+        model: the decoder.
+        variant: see the module's docstring.
+        rounding: rounds operands; not used for a precision.
 
     Raises:
         ValueError: there is no such variant.
@@ -167,7 +174,7 @@ def apply_variant(model: Any, variant: str) -> None:
         return
     for (block, part), operands in parse_variant(variant, len(model.model.layers)).items():
         layer = model.model.layers[block].get_submodule(PARTS[part])
-        layer.__class__, layer.operands = RoundedLinear, operands
+        layer.__class__, layer.operands, layer.rounding = RoundedLinear, operands, rounding
 
 
 def weight_gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:

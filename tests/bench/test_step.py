@@ -83,8 +83,9 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def test_sizes_are_the_published_ones() -> None:
-    # Qwen2.5-0.5B, -1.5B and -7B, as published.
-    for size, language in (("1b", 494_032_768), ("2b", 1_543_714_304), ("8b", 7_615_616_512)):
+    # Qwen2.5-0.5B, -1.5B, -7B and -14B, as published.
+    sizes = {"1b": 494_032_768, "2b": 1_543_714_304, "8b": 7_615_616_512, "14b": 14_770_033_664}
+    for size, language in sizes.items():
         _, stage = tiny(size)
         frame: Any = stage.frame
         assert count_parameters(frame.language_model) == language
@@ -101,6 +102,20 @@ def test_the_papers_model_is_llama_2_7b() -> None:
     assert count_parameters(frame) == 6_738_415_616  # as published
     assert (frame.vision_tower, frame.projector) == (None, None)
     assert (stage.row.tokens, stage.row.images) == (2048, 0)
+
+
+@pytest.mark.parametrize("size", ["tiny", "tiny-llm"])
+def test_adapters_are_measured_on_stored_weights(world: World, size: str) -> None:
+    rows = measured(
+        world, size=size, precisions=("bf16", "coat"), optimizers=["own"], zero_stages=[0],
+        lora=16,
+    )  # fmt: skip
+    for row in rows:
+        assert row.problem == ""
+        assert "LoRA rank 16" in row.note
+        assert "; plan 0.0" in row.note
+    with pytest.raises(ValueError, match="--lora is for --precisions"):
+        measured(world, baselines=["eager"], lora=16)
 
 
 def test_text_alone_is_measured_as_a_vlm_is(world: World) -> None:

@@ -14,7 +14,13 @@ from coat_data.load.encode import EncodedSample, Size
 from coat_data.load.lengths import measure_rows
 from coat_data.load.loader import LoadedBatch, TrainLoader
 from coat_data.mixture.packing import Budget, PackedSampler
-from coat_data.mixture.sampler import BatchRow, Mixture, SamplerState, assign_to_ranks
+from coat_data.mixture.sampler import (
+    BatchRow,
+    Mixture,
+    PlainSampler,
+    SamplerState,
+    assign_to_ranks,
+)
 from coat_data.sample import DataError, Sample
 
 BATCH = 6
@@ -287,3 +293,33 @@ def test_ranks_of_a_micro_step_are_dealt_alike_images() -> None:
     assert sorted(p for step in dealt for rank in step for bin in rank for p in bin.positions) == [
         *range(8)
     ]
+
+
+def test_rows_are_dealt_by_cost_and_ranks_wait_less() -> None:
+    """One row per rank and micro-step: sorted rows make alike micro-steps; all rows are dealt."""
+    rng = np.random.default_rng(0)
+    costs = rng.pareto(1.5, 64) + 1
+    mixture = Mixture([64], [None], [None], seed=0)
+    rows, state = PlainSampler(mixture, 32, [costs]).step(SamplerState(5))
+    plain, same_state = PlainSampler(mixture, 32).step(SamplerState(5))
+    assert [row.positions for row in rows] == [row.positions for row in plain]
+    assert state == same_state
+    assert [row.cost for row in rows] == [costs[mixture.locate(p)[1]] for (p,) in (
+        row.positions for row in rows
+    )]  # fmt: skip
+
+    def waited(dealt: list[list[list[BatchRow]]]) -> float:
+        known = {row.positions: row.cost for row in rows}
+        work = [[sum(known[row.positions] for row in rank) for rank in step] for step in dealt]
+        return float(np.mean([1 - np.mean(step) / max(step) for step in work]))
+
+    for micro_batch, ranks in ((1, 2), (1, 4), (4, 2), (2, 8)):
+        dealt = assign_to_ranks(rows, micro_batch, ranks)
+        flat = [row for step in dealt for rank in step for row in rank]
+        assert sorted(row.positions for row in flat) == sorted(row.positions for row in rows)
+        assert {len(rank) for step in dealt for rank in step} == {micro_batch}
+        assert waited(dealt) < 0.7 * waited(assign_to_ranks(plain, micro_batch, ranks))
+    # By hand: 9 8 3 2 to two ranks of two rows; greedy by cost is 9 + 2 and 8 + 3.
+    few = [BatchRow((n,), cost=cost) for n, cost in enumerate((2.0, 9.0, 3.0, 8.0))]
+    (step,) = assign_to_ranks(few, 2, 2)
+    assert [[row.cost for row in rank] for rank in step] == [[9, 2], [8, 3]]

@@ -1,5 +1,6 @@
 """Frames of tiny clips made here, against reading every frame of the clip in order."""
 
+import struct
 from fractions import Fraction
 from pathlib import Path
 from typing import cast
@@ -280,3 +281,60 @@ def test_a_list_of_other_files_is_no_video_whatever_its_name(tmp_path: Path):
     playlist.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nother.mp4\n#EXT-X-ENDLIST\n")
     with pytest.raises(DataError, match="cannot be read"):
         read_frames(Media(kind="video", path=str(playlist)), 2)
+
+
+@pytest.mark.parametrize("name", ["h264.mp4", "h264_long_groups.mp4", "open_gop.mp4", "h264.ts"])
+def test_skipped_frames_change_no_other_frame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    codec, options = CLIPS[name]
+    path = make_clip(tmp_path / name, 120, codec, options=options)
+    times, every = all_frames(path)
+    decoded = 0
+    original = PyavVideo._decode_packets
+
+    def counted(*arguments):
+        nonlocal decoded
+        for frame in original(*arguments):
+            decoded += 1
+            yield frame
+
+    monkeypatch.setattr(PyavVideo, "_decode_packets", counted)
+    rng = np.random.default_rng(0)
+    for count in (1, 3, 20, 60):
+        wanted = sorted(rng.uniform(times[0] - 0.1, times[-1] + 0.5, count).tolist())
+        with PyavVideo(Media(kind="video", path=str(path))) as video:
+            found = list(video.read_at(wanted))
+        shown = {max((k for k, t in enumerate(times) if t <= w), default=0) for w in wanted}
+        assert numbers_of([frame for _, frame in found], every) == sorted(shown)
+        assert [time for time, _ in found] == pytest.approx([times[k] for k in sorted(shown)])
+    if "long_groups" in name:  # of the last reading: x264 makes most frames B-frames here
+        assert decoded < 0.8 * 4 * 120
+
+
+def test_more_decoded_frames_than_allowed_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = make_clip(tmp_path / "a.mp4", 40, options={"g": "250", "bf": "0", "sc_threshold": "0"})
+    monkeypatch.setattr(pyav_reader, "_MAX_DECODED_FRAMES", 25)
+    assert len(read(path, 1)) == 1  # frame 20, which ends where frame 21 starts
+    with pytest.raises(DataError, match="more than 25 frames have to be decoded; cut the video"):
+        read(path, 4)
+
+
+def test_a_stream_that_ends_before_its_header_says(tmp_path: Path):
+    path = make_clip(tmp_path / "a.mkv", 40, options={"bf": "0"})
+    data = bytearray(path.read_bytes())
+    place = data.index(b"\x44\x89\x88") + 3  # the element Duration, in milliseconds
+    assert struct.unpack(">d", data[place : place + 8]) == (4000.0,)
+    data[place : place + 8] = struct.pack(">d", 10_000.0)
+    reader = VideoReader(VideoSettings(num_frames=10, backend="pyav"))
+    _, every = all_frames(path)
+    clip = reader.read(Media(kind="video", data=bytes(data)))
+    assert clip.duration_s == pytest.approx(10)
+    # A frame per second at 0.5 s, 1.5 s, ...; the last one is there at 4.5 s and later.
+    assert numbers_of(clip.frames, every) == [5, 15, 25, 35, 39]
+    assert reader.counts == {"video_pyav": 1, "video_short": 1}
+    reader.counts.clear()
+    reader.read(Media(kind="video", path=str(path)))
+    assert reader.counts == {"video_pyav": 1}

@@ -45,6 +45,7 @@ NOT_RUN = {
         "coat-vlm bench step --size 8b --precisions coat_lean --optimizer ...",
         "coat-vlm bench step --size 8b --precisions coat_lean --batch 4 --profile",
         "coat-vlm bench step --size 8b --precisions coat coat_lean ...",
+        "coat-vlm bench step --size qwen2.5-7b --lora 64 ...",
         "coat-vlm bench recipe vila_pretrain ...",
     ],
     "takes minutes or more without a GPU": [
@@ -55,6 +56,11 @@ NOT_RUN = {
         "coat-vlm bench decoder --text wiki.txt --lr ...",
         "coat-vlm lab fork --text wiki.txt --variants xw dvga ...",
         "coat-vlm lab fork --text wiki.txt --variants xw@gate+up+down ...",
+        "coat-vlm lab single-pass --text train.jsonl.xz --held-out validation.jsonl.xz --out ...",
+        "coat-vlm lab single-pass --text train.jsonl.xz --held-out validation.jsonl.xz --size ...",
+        "coat-vlm lab stability --text wiki.txt --variants bf16 coat ...",
+        "coat-vlm lab stability --text wiki.txt --variants e4m3,tensor:xw ...",
+        "coat-vlm lab states --csv states.csv",
         "coat-vlm bench adamw --states wiki.txt --csv adamw_error.csv",
     ],
 }

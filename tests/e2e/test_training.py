@@ -111,7 +111,7 @@ def videos(run_dir: Path) -> list[dict[str, int]]:
 
 LINE = (
     r"sft step 4/6 loss \d\.\d{4} grad [\d.]+ lr \d\.\de-\d\d tokens/s [\d,]+ \(vision [\d,]+\) "
-    r"wait \d+\.\d% mem [\d.]+ GB( first step [\d.]+ s)? eta \d:\d\d:\d\d"
+    r"wait \d+\.\d% imbalance \d+\.\d% mem [\d.]+ GB( first step [\d.]+ s)? eta \d:\d\d:\d\d"
 )
 TRAIN = [sys.executable, "-m", "coat_cli.main", "train"]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -176,12 +176,15 @@ def test_two_ranks_give_the_losses_of_one(
 ) -> None:
     recipe = no_dropout(tiny_recipe(tiny_data, tmp_path / "run", zero_stage=zero_stage))
     recipe.update(log_every_steps=4, log_phases=True)
+    recipe["stages"]["sft"]["balance"] = zero_stage == 1
     done = (launch if zero_stage == 2 else train)(recipe, tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(tmp_path / "run") == pytest.approx(losses(one_run), rel=2e-5)
     for ours, alone in zip(steps(tmp_path / "run"), steps(one_run), strict=True):
         for key in ("tokens", "vision_tokens", "tiles", "tflop"):
             assert ours[key] == alone[key], key
+        assert 0 <= ours["imbalance"] < 0.5
+        assert "imbalance" not in alone
         assert (ours["vision_tokens"], list(ours["tflop"])) == (4 * ours["tiles"], [*MODULES])
         own_rate = sum(ours["tflop"].values()) / ours["step_s"] / 2
         assert ours["tflop_per_s_per_gpu"] == pytest.approx(own_rate, rel=0.05)

@@ -3,11 +3,14 @@
 import json
 import os
 from pathlib import Path
+from typing import cast
 
+import av
 import pytest
 import started
 import torch
 import yaml
+from av.video.stream import VideoStream
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import (
@@ -18,7 +21,7 @@ from transformers import (
     SiglipModel,
 )
 
-from coat_data.sample import Media
+from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.model.processor import IMAGE_TOKEN, CoatVlmProcessor, train_tokenizer
 
 LEARNING_RATE = 2e-5
@@ -93,6 +96,15 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"from": "gpt", "value": "A blue one."},
     ]
     (folder / "own_video.json").write_text(json.dumps([video | {"conversations": turns}]))
+    with av.open(str(folder / "clip.mp4"), "w") as container:  # 6 seconds at 10 frames per second
+        stream = cast(VideoStream, container.add_stream("libx264", rate=10))
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for number in range(60):
+            picture = Image.new("RGB", (64, 48), (4 * number, 70, 220))
+            container.mux(stream.encode(av.VideoFrame.from_image(picture)))
+        container.mux(stream.encode(None))
+    video = {"id": "clip", "video": "clip.mp4"}
+    (folder / "own_clip.json").write_text(json.dumps([video | {"conversations": turns}]))
     return folder
 
 
@@ -207,3 +219,35 @@ def test_vila_video_sft_continues_with_its_own_settings(tuned: Path, own: Path) 
     assert 9 * 4 < steps(run)[0]["tokens"] < 70 * 4
     clip = Media(kind="video", path=str(own / "clip"))
     assert processor.encoder(train=False).media.plan(clip).num_token_tiles == 9
+
+
+def test_vila_long_video_trains_answers_and_extends_the_context(tuned: Path, own: Path) -> None:
+    """6 seconds at 2 frames per second: 12 frames in 6 groups of 4 tokens, with their times."""
+    run = tuned.parent / "long"
+    train(
+        "vila_long_video",
+        f"init_from={tuned / 'sft' / 'model'}",
+        f"output_dir={run}",
+        f"stages.sft.data=[{{name: own, path: {own / 'own_clip.json'}, media_root: {own}}}]",
+        "stages.sft.batch_size=1",
+        "stages.sft.epochs=null",
+        "stages.sft.max_steps=1",
+    )
+    (step,) = steps(run)
+    assert (step["tiles"], step["vision_tokens"]) == (12, 24)
+    assert step["videos"] == {"video_pyav": 1}
+    model = run / "sft" / "model"
+    text = json.loads((model / "config.json").read_text())["text_config"]
+    assert text["rope_parameters"]["rope_theta"] == 1.53e7
+    assert text["max_position_embeddings"] == 65536
+    processor = CoatVlmProcessor.from_pretrained(str(model))
+    clip = Media(kind="video", path=str(own / "clip.mp4"))
+    turn = Turn("user", (Part("video"), Part("text", "What is this?")))
+    ids = processor.encoder(train=False).prompt(Sample(id="a", turns=(turn,), media=(clip,)))
+    words = processor.tokenizer.decode(ids.input_ids).replace(IMAGE_TOKEN, "")
+    assert "<0.5 seconds><1.5 seconds>" in words  # frames at 0.2 s, 0.7 s; 1.2 s, 1.7 s
+    done = started.run(
+        ["generate", "--model", str(model), "--video", clip.path or "", "--prompt", "What is this?",
+         "--max-new-tokens", "4"]
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]

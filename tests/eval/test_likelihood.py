@@ -14,6 +14,7 @@ from coat_eval.coat_adapter import CoatAdapter
 from coat_eval.generation import Generation, answer_all
 from coat_eval.runner import load_adapter
 from coat_vlm.model.processor import CoatVlmProcessor
+from coat_vlm.model.vlm import CoatVlm
 
 NAME = "seedbench_likelihood"
 CHOICES = ("red", "yes no B C", "a dog", "")
@@ -33,6 +34,7 @@ def loss_alone(adapter: CoatAdapter, folder: Path, text: str, image: Media, answ
     sample = Sample(id="x", turns=turns, media=(image,))
     encoded = CoatVlmProcessor.from_pretrained(folder).encoder(train=False)(sample)
     model, ids = adapter._model, encoded.input_ids
+    assert isinstance(model, CoatVlm)
     with torch.no_grad():
         embeds = model.embed(ids[None], encoded.pixel_values)  # pyright: ignore[reportArgumentType]
         logits = model.language_model(inputs_embeds=embeds).logits[0].double()

@@ -87,9 +87,10 @@ def exact_activation() -> Callable[[Tensor, str], Tensor]:
     """The kinds of activation as torch and transformers compute them, in the argument's dtype."""
 
     def exact(a: Tensor, kind: str) -> Tensor:
-        if kind == "silu_mul":
+        if kind.endswith("_mul"):
             gate, up = a.chunk(2, -1)
-            return F.silu(gate) * up
+            inner = F.silu(gate) if kind == "silu_mul" else exact(gate, kind.removesuffix("_mul"))
+            return inner * up
         if kind == "quick_gelu":
             from transformers.activations import QuickGELUActivation
 

@@ -161,7 +161,7 @@ def _norm_bwd(i: _Inputs) -> Examples:
 
 
 def _activation_input(i: _Inputs, kind: str) -> Tensor:
-    return i.normal(i.rows, 2 * i.columns if kind == "silu_mul" else i.columns)
+    return i.normal(i.rows, 2 * i.columns if kind.endswith("_mul") else i.columns)
 
 
 def _activation_stats(i: _Inputs) -> Examples:
@@ -185,7 +185,7 @@ def _activation_bwd(i: _Inputs) -> Examples:
     examples: Examples = {}
     for kind in reference.ACTIVATIONS:
         q, exponents = reference.quantize_group(_activation_input(i, kind), i.group, "e4m3")
-        dh, bias = i.matrix(), kind in ("silu_mul", "gelu")
+        dh, bias = i.matrix(), kind in ("silu_mul", "gelu_tanh_mul", "gelu")
         scale, _ = reference.activation_bwd_stats(dh, q, exponents, kind, None, "e4m3", "e5m2")
         examples[kind] = (dh, q, exponents, kind, "e5m2", True, True, bias, scale)
     for name, kind, layout in (

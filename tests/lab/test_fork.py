@@ -61,7 +61,7 @@ def test_a_layer_rounds_the_operands_that_are_named(
 ) -> None:
     torch.manual_seed(0)
     layer = benchmark.RoundedLinear(48, 32, bias=bias).to(dtype)
-    layer.operands = frozenset(operands)
+    layer.operands, layer.rounding = frozenset(operands), benchmark.round_to_e4m3
     x = torch.randn(2, 5, 48).to(dtype).requires_grad_()
     dy = torch.randn(2, 5, 32).to(dtype)
     layer(x).backward(dy)
@@ -93,7 +93,7 @@ def test_each_letter_changes_one_product() -> None:
     def products(operands: str) -> list[Any]:
         torch.manual_seed(0)
         layer = benchmark.RoundedLinear(48, 32)
-        layer.operands = frozenset(operands)
+        layer.operands, layer.rounding = frozenset(operands), benchmark.round_to_e4m3
         x = torch.randn(7, 48).requires_grad_()
         y = layer(x)
         y.backward(torch.randn(7, 32))

@@ -1,3 +1,5 @@
+import copy
+import dataclasses
 import json
 from typing import Any
 
@@ -16,6 +18,8 @@ from transformers import (
     CLIPTextModel,
     CLIPVisionConfig,
     CLIPVisionModel,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaModel,
     PreTrainedTokenizerFast,
     SiglipConfig,
@@ -26,6 +30,7 @@ from transformers import (
 
 from coat_vlm.config import LanguageConfig, ModelConfig, ProjectorConfig, VisionConfig
 from coat_vlm.model import CoatVlm, build_model
+from coat_vlm.model.build import extend_context
 from coat_vlm.model.pretrained import read_config
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
@@ -327,6 +332,34 @@ def test_rope_settings_reach_the_language_model(tiny, tiny_tokenizer):
     language = tiny.language("qwen2", rope_theta=1e6)
     model: Any = build_model(tiny.recipe(language=language), tiny_tokenizer)
     assert model.config.text_config.rope_parameters["rope_theta"] == 1e6
+
+
+def test_a_larger_base_extends_the_context(tiny, tiny_tokenizer, checkpoints):
+    """The same logits as a model that was configured with the base, and a longer context."""
+    folder, _ = checkpoints
+    language = LanguageConfig(name_or_path=str(folder / "qwen2"), rope_theta=5e5)
+    recipe = dataclasses.replace(tiny.recipe(), language=language, max_length=4096)
+    model: Any = build_model(recipe, tiny_tokenizer).eval()
+    text = model.config.text_config
+    assert text is model.language_model.config
+    assert text.rope_parameters["rope_theta"] == 5e5
+    assert text.max_position_embeddings >= 4096
+    expected: Any = AutoModelForCausalLM.from_config(copy.deepcopy(text)).eval()
+    expected.load_state_dict(model.language_model.state_dict())
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        found = model.language_model(ids).logits
+        assert torch.equal(found, expected(ids).logits)
+        original = AutoModelForCausalLM.from_pretrained(folder / "qwen2").eval()
+        assert not torch.equal(found[..., :60], original(ids).logits)  # ids below 60
+
+
+def test_a_base_needs_a_rotary_embedding(tiny, tiny_tokenizer):
+    language = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=400)
+    given = LanguageConfig(config={"model_type": "gpt2"}, rope_theta=5e5)
+    recipe = dataclasses.replace(tiny.recipe(), language=given)
+    with pytest.raises(ValueError, match=r"rope_theta=500000: GPT2LMHeadModel has no rotary"):
+        extend_context(GPT2LMHeadModel(language), recipe)
 
 
 def test_a_tokenizer_without_the_image_token(tiny, tiny_tokenizer):

@@ -260,7 +260,8 @@ def test_there_and_back(tiny: Any, tmp_path: Path) -> None:
     weights: Any = before[0].state_dict()
     for name, tensor in after[0].state_dict().items():
         assert torch.equal(tensor, weights[name]), name
-    old, new = (dict(processor.to_dict()) for _, processor in (before, after))
+    processors: Any = (before[1], after[1])
+    old, new = (dict(processor.to_dict()) for processor in processors)
     assert {name for name in old if old[name] != new.get(name)} <= {"tokenizer", "chat_template"}
 
 

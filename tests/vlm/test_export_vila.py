@@ -23,6 +23,7 @@ from coat_cli.main import main
 from coat_vlm.generate import load
 from coat_vlm.model import build_model
 from coat_vlm.model.processor import CoatVlmProcessor, train_tokenizer
+from coat_vlm.model.vlm import CoatVlm
 
 TOWERS = {"clip": CLIPVisionModel, "siglip": SiglipVisionModel}
 SCALES = {"mode": "dynamic_s2", "s2_scales": [28, 56], "max_tiles": 4}
@@ -77,6 +78,7 @@ def test_there_and_back(
     vila, back = tmp_path / "vila", tmp_path / "back"
     assert main(["export", str(source), "--to", str(vila), "--format", "vila"]) == 0
     ours, processor = load(source)
+    assert isinstance(ours, CoatVlm)
     weights = ours.state_dict()
     # Each part loads by itself, as in llava/model/language_model/builder.py and its neighbours.
     llm: Any = AutoModelForCausalLM.from_pretrained(vila / "llm", dtype="auto")
@@ -109,6 +111,8 @@ def test_there_and_back(
     # And back.
     assert main(["export", str(vila), "--to", str(back)]) == 0
     returned, its_processor = load(back)
+    assert isinstance(processor, CoatVlmProcessor)
+    assert isinstance(its_processor, CoatVlmProcessor)
     theirs = returned.state_dict()
     assert theirs.keys() == weights.keys()
     assert all(torch.equal(theirs[name], weight) for name, weight in weights.items())

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -282,7 +283,7 @@ def test_experts_are_refused_and_a_run_says_so(
     inputs: Any = {"input_ids": ids, "labels": ids, "attention_mask": ids}
     inputs |= {"pixel_values": torch.zeros(0, 3, 1, 1)}
     loaded = LoadedBatch(batch=inputs, bad=[], num_samples=1)
-    row = counts.row(counts.count([loaded]))
+    row = counts.row(counts.count([loaded], 1))
     assert row == {
         "supervised_tokens": 4,
         "tokens": 5,
@@ -300,7 +301,7 @@ def test_rates_are_of_all_ranks_and_flops_of_one(tiny: Any) -> None:
     inputs: Any = batch(model)
     inputs["attention_mask"] = torch.ones(ROWS, TOKENS, dtype=torch.int64)
     inputs["attention_mask"][1, 30:] = 0
-    both = two_ranks.count([LoadedBatch(batch=inputs, bad=[], num_samples=2)] * 2)
+    both = two_ranks.count([LoadedBatch(batch=inputs, bad=[], num_samples=2)] * 2, 2)
     row = two_ranks.row({name: 2 * number for name, number in both.items()})
     assert (row["tokens"], row["samples"]) == (4 * 70, 8)
     parts = count_flops(model).count(measure_work(inputs))
@@ -315,3 +316,22 @@ def test_rates_are_of_all_ranks_and_flops_of_one(tiny: Any) -> None:
         "samples_per_s": 16.0,
         "tflop_per_s_per_gpu": pytest.approx(sum(row["tflop"].values()), rel=1e-4),
     }
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_the_estimate_is_the_count_without_the_output_layer(tiny: Any, window: int | None) -> None:
+    flops = dataclasses.replace(
+        count_flops(trained(tiny.model(), stage(*PARTS))), windows=Counter({window: 2}), output=0
+    )
+    tokens, images = np.array([5, 40, 400]), np.array([0, 3, 13])
+    exact = [
+        sum(flops.count(Work(tiles=n, vision_tokens=0, supervised_tokens=0, lengths=[t])).values())
+        for t, n in zip(tokens.tolist(), images.tolist(), strict=True)
+    ]
+    assert flops.estimate(tokens, images).tolist() == exact  # integers below 2^53
+
+
+def test_imbalance_by_hand() -> None:
+    """1 - mean / max of 3 and 1 is 1 - 2 / 3; equal ranks do not wait."""
+    assert throughput.measure_imbalance(np.array([[3.0, 1.0]])) == pytest.approx(1 / 3)
+    assert throughput.measure_imbalance(np.array([[3.0, 1.0], [2.0, 2.0]])) == pytest.approx(1 / 6)

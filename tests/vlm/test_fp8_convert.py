@@ -85,7 +85,7 @@ def test_the_parts_of_a_composed_model(tiny: Any) -> None:
     ("changes", "words"),
     [
         ({"hidden_size": 72, "num_attention_heads": 4}, "multiples of 16"),
-        ({"intermediate_size": 88}, "multiples of 16"),
+        ({"head_dim": 10}, "multiples of 16"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' has no FP8 kernel; allowed here: silu"),
     ],
 )

@@ -17,7 +17,10 @@ from coat_vlm.model.vlm import CoatVlm
 
 @pytest.fixture(scope="module")
 def loaded(checkpoint: Path) -> tuple[CoatVlm, CoatVlmProcessor]:
-    return load(checkpoint, "cpu")
+    model, processor = load(checkpoint, "cpu")
+    assert isinstance(model, CoatVlm)
+    assert isinstance(processor, CoatVlmProcessor)
+    return model, processor
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_vlm.config import Fp8Config, ModuleTraining, Precision, SourceConfig, StageConfig
 from coat_vlm.config.stage import LoraTraining
-from coat_vlm.fp8 import arithmetic_of, convert
+from coat_vlm.fp8 import arithmetic_of, convert, store_frozen_weights
 from coat_vlm.model.build import build_model, create_meta_model
 from coat_vlm.model.lora import (
     adapter_config,
@@ -181,8 +181,8 @@ def test_adapters_of_every_module_merge(tiny: Any, rslora: bool, dora: bool, fp8
     model.eval()
     with torch.no_grad():
         before, after = model(**batch).logits, plain(**batch).logits
-    # One FP8 layer differs by about 5%, and the residual stream carries most of the rest.
-    assert (before - after).norm() < (0.1 if fp8 else 1e-5) * after.norm()
+    # Blocks differ by up to 8% each (test_fp8_blocks.py): two of the tower, two of the decoder.
+    assert (before - after).norm() < (0.08 * 4**0.5 if fp8 else 1e-5) * after.norm()
 
 
 def test_a_merge_with_lengths_by_hand() -> None:
@@ -271,15 +271,24 @@ def test_dropout_is_of_training_alone(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp8_linear", "coat", "coat_lean"])
-def test_frozen_layers_are_those_of_fp8_linear(tiny: Any, precision: Precision) -> None:
-    """With B = 0 the language model computes what it does under fp8_linear, to the bit."""
-    stage = replace(STAGE, vision=TRAINS)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_frozen_layers_are_those_without_adapters(
+    tiny: Any, precision: Precision, dropout: float
+) -> None:
+    """With B = 0 the language model computes what it does without adapters, to the bit.
+
+    The forward GEMMs of its first blocks are not BF16. With dropout it is under fp8_linear.
+    """
+    stage = replace(STAGE, vision=TRAINS, lora=replace(LORA, dropout=dropout))
+    separate = bool(dropout) or precision == "fp8_linear"
     results = []
     for of_lora in (True, False):
         model = tiny.model(vision=tiny.vision(hidden_size=32, intermediate_size=48))
         set_trainable(model, stage if of_lora else replace(stage, lora=None))
-        fp8 = Fp8Config() if of_lora else Fp8Config(language="fp8_linear")
+        fp8 = Fp8Config(language="fp8_linear") if separate and not of_lora else Fp8Config()
         report = arithmetic_of(precision, fp8, torch.device("cpu")).apply(model)
+        if of_lora:
+            store_frozen_weights(model)
         set_train_mode(model, stage)
         loss = model(**inputs(model)).loss
         loss.backward()
@@ -293,8 +302,9 @@ def test_frozen_layers_are_those_of_fp8_linear(tiny: Any, precision: Precision) 
         elif name.startswith("language"):
             assert gradient is None, name
     text = report.converted["language_model.model.layers.0"]
-    assert text.startswith("frozen linear layers in FP8, LoRA adapters in BF16")
-    assert (f"not {precision}" in text) == (precision != "fp8_linear")
+    assert "LoRA adapters in BF16" in text
+    assert text.startswith("frozen linear layers in FP8") == separate
+    assert (f"not {precision}: of lora" in text) == (separate and precision != "fp8_linear")
     what = report.converted["vision_tower.model.encoder.layers.0"]
     assert ("encoder block" in what) == (precision != "fp8_linear")
 
@@ -309,7 +319,7 @@ def test_a_model_that_peft_wrapped_is_converted(tiny: Any) -> None:
     report = convert(wrapped, Fp8Config())
     assert list(report.converted) == [f"base_model.model.model.layers.{i}" for i in range(2)]
     kinds = [type(m).__name__ for m in wrapped.modules()]
-    assert kinds.count("Fp8Linear") == 2 * len(LINEARS)
+    assert kinds.count("Fp8LlamaDecoderLayer") == 2
     ids = torch.randint(3, 60, (2, 17), generator=torch.Generator().manual_seed(3))
     wrapped(input_ids=ids, labels=ids).loss.backward()
     b = {name: p.grad for name, p in adapters_of(wrapped).items() if "lora_B" in name}
@@ -317,12 +327,13 @@ def test_a_model_that_peft_wrapped_is_converted(tiny: Any) -> None:
     assert all(gradient is not None and gradient.norm() > 0 for gradient in b.values())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "coat"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "coat", "coat_lean"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_adapters_learn_in_every_precision_and_with_checkpointing(
-    tiny: Any, precision: Precision
+    tiny: Any, precision: Precision, dropout: float
 ) -> None:
     """A's gradients are those of FP32 within the precision, and the same with blocks run twice."""
-    stage = replace(STAGE, lora=replace(LORA, dropout=0.1))
+    stage = replace(STAGE, lora=replace(LORA, dropout=dropout))
     gradients = []
     cases: list[tuple[Precision, bool]] = [("fp32", False), (precision, False), (precision, True)]
     for name, checkpointing in cases:

@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 from coat_data.load.encode import Size
-from coat_data.mixture.packing import Budget
 from coat_data.sample import Sample
 from coat_vlm.config import SourceConfig
 from coat_vlm.distributed import ALONE, World
@@ -113,7 +112,7 @@ def lengths_of(data: Path, path: str, encoder: Any, world: World = ALONE) -> lis
         [source],
         [open_source(source, seed=0)],
         encoder,
-        Budget(tokens=128),
+        None,
         folder=data / "run",
         world=world,
         num_workers=0,

@@ -250,10 +250,10 @@ def test_the_gpu_is_not_waited_for(run_without_waits: Any, kv_heads: int) -> Non
 
 def test_a_window_that_may_cut_a_sequence_has_no_fused_kernel() -> None:
     heads = leaves(2, "cpu")
-    module = SimpleNamespace(config=SimpleNamespace(_attn_implementation=PACKED), is_causal=True)
+    module = SimpleNamespace(is_causal=True)
     fused = {
         window: attention.fused_kernel(
-            module, heads, None, arguments() | {"sliding_window": window}
+            module, heads, None, PACKED, arguments() | {"sliding_window": window}
         )
         for window in (None, 16, 17)
     }

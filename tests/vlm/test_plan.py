@@ -1,5 +1,6 @@
 """``coat-vlm plan``: refusals, advice, and runs measured on an H200."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from coat_data.load.loader import check_batch_sizes
 from coat_vlm.config import Fp8Config, Recipe
 from coat_vlm.config.load import load_recipe
 from coat_vlm.fp8 import arithmetic_of
+from coat_vlm.model.vlm import CoatVlm
 from coat_vlm.optim import CoatAdamW
-from coat_vlm.plan import plan_recipe
+from coat_vlm.plan import format_plan, plan_recipe
 from coat_vlm.plan.activations import image_groups, trace
 from coat_vlm.plan.stage import StagePlan
 from coat_vlm.plan.table import advice
@@ -97,6 +99,7 @@ def test_tiles_of_all_scales_become_images(path: Path, tiles: int, tokens: int) 
     recipe = load_recipe(str(path), ["model.image.mode=dynamic_s2"])
     stage = recipe.stages["sft"]
     model = build_planned_model(recipe, stage, arithmetic_of("bf16", None, META), 512)
+    assert isinstance(model, CoatVlm)
     assert image_groups(model, 128, tiles) == [1] * tokens
 
 
@@ -122,9 +125,10 @@ def test_batches_are_refused_as_in_training(path: Path) -> None:
 
 
 def test_shapes_that_do_not_fit_fp8_are_refused_as_in_training(path: Path) -> None:
-    change = "model.language.config.intermediate_size=250"
-    with pytest.raises(ValueError, match=r"gate_proj: weight .*\[250, 128\]"):
-        plan(load_recipe(str(path), ["precision=coat", change]), 80e9)
+    heads = ["num_attention_heads=16", "num_key_value_heads=1"]
+    changes = [f"model.language.config.{head}" for head in heads]
+    with pytest.raises(ValueError, match=r"k_proj: weight .*\[8, 128\]"):
+        plan(load_recipe(str(path), ["precision=coat", *changes]), 80e9)
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not(path: Path) -> None:
@@ -188,6 +192,7 @@ def test_peaks_of_real_photos_measured_on_an_h200(
     fp8 = None if precision == "bf16" else Fp8Config(bf16_forward_first=0)  # as it was then
     frame = build_planned_model(recipe, stage, arithmetic_of(precision, fp8, META), 1024)
     states = 8.0 if precision == "bf16" else 2.125
+    assert isinstance(frame, CoatVlm)
     activations = trace(frame, stage.micro_batch_size, 68, 1, trained=2)
     sizes = count_sizes(frame, stage, states)
     memory = estimate_rank_memory(zero_stage, sizes, 1, activations, accumulates=False)
@@ -228,3 +233,34 @@ def test_a_plan_needs_no_data(
     tower = "model.vision={name_or_path: '${NOT_SET}/siglip'}"
     assert main(["plan", str(path), "--gpu-memory", "80", tower]) == 2
     assert "environment variable NOT_SET" in capsys.readouterr().err
+
+
+def test_the_largest_video_fits_and_one_more_frame_does_not(path: Path) -> None:
+    """16 patches become 4 tokens per group of 2 frames: 31 groups in 127 of 128 tokens."""
+    overrides = ["model.video={sampling: uniform, num_frames: 4, pool_frames: 2}"]
+    recipe = load_recipe(str(path), [*overrides, "stages.sft.micro_batch_size=4"])
+    roomy = plan(recipe, 80e9)
+    assert roomy.frames is not None
+    assert (roomy.frames.most, roomy.frames.group_tokens) == (62, 4)
+    assert roomy.largest_frames() == 62
+    assert "at most 62 frames in a row of 128 tokens" in format_plan([roomy])
+    assert "because of the row's length" in format_plan([roomy])
+
+    def peak(frames: int) -> float:
+        (exact,) = plan_recipe(
+            recipe, ranks=1, gpu_bytes=0, zero_stages=(), images=frames, compare=False
+        )
+        return exact.memory[recipe.zero_stage].peak
+
+    limit = (peak(20) + peak(40)) / 2
+    tight = dataclasses.replace(roomy, gpu_bytes=1.03 * limit)
+    most = tight.largest_frames()
+    assert 20 < most < 40
+    # Groups make whole pairs of frames, and plans are linear in single ones.
+    assert peak(most - 2) <= limit < peak(most + 2)
+    assert "because of memory" in format_plan([tight])
+    timed = load_recipe(str(path), ["model.video.time_tokens=true"])
+    planned = plan(timed, 80e9).frames
+    assert planned is not None
+    assert planned.most == 127 // (4 + 10)
+    assert plan(load_recipe(str(path)), 80e9).frames is None

@@ -15,6 +15,7 @@ from coat_bench.step import StepCase
 from coat_vlm.config import Fp8Config
 from coat_vlm.config.load import load_recipe
 from coat_vlm.distributed import World
+from coat_vlm.fp8.weights import restore_weight
 from coat_vlm.model import loss
 from coat_vlm.plan import plan_recipe
 
@@ -34,18 +35,21 @@ def rows_of(name: str) -> list[Row]:
 def test_recipes(row: Row) -> None:
     """Within 0.6%, but for two whose layers are recomputed.
 
-    Since a row was measured the code may have come to keep less, by at most 0.5%, but never more.
+    Since a row was measured the code may have come to keep less, by at most 0.5%, but never more;
+    where layers are recomputed by 1.5%, as a frozen output layer's loss has smaller chunks.
     """
     name, *changes = row["recipe"].split()
     recipe = load_recipe(name, changes, unset_variables=True)
     bench = RecipeBench(recipe=recipe, only_stage=row["stage"], images=int(row["images"]))
     world: Any = SimpleNamespace(size=int(row["gpus"]), rank=0, device=torch.device("cpu"))
     (case,) = list_stage_cases(bench, world)
+    for module in case.frame.modules():
+        restore_weight(module)  # frozen weights were BF16 beside adapters then
     peak = plan_peak(case, bench, reuse=False, ranks=world.size)
     planned, measured = float(row["plan_gb"]), float(row["peak_gb"])
     recomputed = row["checkpointing"] == "True"
     assert planned == pytest.approx(measured, rel=0.03 if recomputed else 0.006)
-    assert 0.995 * planned < peak < 1.0001 * planned
+    assert (0.985 if recomputed else 0.995) * planned < peak < 1.0001 * planned
 
 
 def test_the_step_of_an_8b_model() -> None:

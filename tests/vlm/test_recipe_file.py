@@ -119,6 +119,7 @@ def test_the_built_in_recipes_load_and_resolve(tmp_path: Path) -> None:
         "vila_pretrain",
         "vila_sft",
         "vila_video_sft",
+        "vila_long_video",
     }
     assert {"quickstart", "real_photos", "vila_sft_lora"} | published <= set(list_builtin_recipes())
     for name in list_builtin_recipes():
@@ -137,6 +138,8 @@ def test_the_built_in_recipes_load_and_resolve(tmp_path: Path) -> None:
         ("vila_pretrain", "pretrain", (None, 5e-5, 5e-5), 1024, 4096, "dynamic", "3x3"),
         ("vila_sft", "sft", (2e-5, 2e-5, 2e-5), 2048, 4096, "dynamic", "3x3"),
         ("vila_video_sft", "sft", (2e-5, 2e-5, 2e-5), 2048, 16384, "resize", "3x3"),
+        # NVlabs/VILA, longvila/train/5_long_sft_256frames.sh; batch and length are ours.
+        ("vila_long_video", "sft", (2e-5, 2e-5, 2e-5), 128, 65536, "resize", "3x3"),
         # Tiles and length as above; rates and batch: haotian-liu/LLaVA, finetune_lora.sh.
         ("vila_sft_lora", "sft", (None, 2e-5, 2e-4), 128, 4096, "dynamic", "3x3"),
         # haotian-liu/LLaVA, scripts/v1_5.
@@ -247,3 +250,10 @@ def test_max_steps_clears_epochs_where_a_user_sees_it(capsys: pytest.CaptureFixt
     assert "max_steps=3 replaces stages.sft.epochs=" in capsys.readouterr().out
     with pytest.raises(ValueError, match="exactly one of epochs or max_steps"):
         load_recipe("quickstart", ["stages.sft.max_steps=3", "stages.sft.epochs=1"])
+
+
+@pytest.mark.usefixtures("folders")
+def test_balance_is_for_rows_that_are_not_packed() -> None:
+    assert load_recipe("vila_long_video").stages["sft"].balance
+    with pytest.raises(ValueError, match="balance has no effect with packing"):
+        load_recipe("vila_long_video", ["stages.sft.packing=true"])

@@ -221,7 +221,8 @@ def test_adapters_come_before_the_conversion(checkpoint: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     config = peft.LoraConfig(target_modules=r"language_model.*\.(q_proj|down_proj)")
     convert(model, Fp8Config())
-    wrapped: Any = peft.get_peft_model(model, config)
+    dropout = peft.LoraConfig(target_modules=config.target_modules, lora_dropout=0.1)
+    wrapped: Any = peft.get_peft_model(model, dropout)
     with pytest.raises(ValueError, match=r"wrap the layers first \(peft.get_peft_model\)"):
         wrapped(input_ids=torch.tensor([[5, 6]]))
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)

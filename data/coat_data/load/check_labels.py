@@ -129,7 +129,7 @@ def check_labels(
     ends = [end for end, flag in zip(ends, flags, strict=True) if flag]
     for number, answer in enumerate(answers):
         got = tokenizer.decode(spans[number]) if number < len(spans) else ""
-        if got not in _readings(answer, ends[number], tokenizer):
+        if got not in _readings(answer, ends[number], encoder):
             raise _error(
                 sample,
                 f"of answer {number} the labels train {got[:_SHOWN]!r}, expected "
@@ -140,12 +140,15 @@ def check_labels(
         raise _error(sample, f"besides its answers the labels train {rest[:_SHOWN]!r}")
 
 
-def _readings(answer: str, end: str, tokenizer: SegmentTokenizer) -> set[str]:
+def _readings(answer: str, end: str, encoder: Encoder) -> set[str]:
     """Return the texts that an answer and its end may decode to."""
+    tokenizer = encoder.tokenizer
     readings = {answer + end, tokenizer.decode(tokenizer.text(answer)) + end}
     if tokenizer.hides_first_space:
         # Decoding drops a space in front; one that belongs to the template may show as well.
         readings |= {reading.removeprefix(" ") for reading in readings}
+    if encoder.joins_space:
+        readings |= {f" {reading}" for reading in readings}
     return readings
 
 

@@ -1,10 +1,12 @@
 """Collates encoded samples: padded to one length, or packed into one row."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Literal, NotRequired, TypedDict
 
 import torch
+import torch.nn.functional as F
 
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
 
@@ -31,6 +33,8 @@ class Batch(TypedDict):
     """Packed: (sequences + 1,) int32, start of each sequence, and T."""
     max_length_q: NotRequired[int]
     """Packed: tokens of the longest sequence."""
+    extras: NotRequired[dict[str, torch.Tensor]]
+    """Further inputs of a published model (:attr:`coat_data.load.encode.EncodedSample.extras`)."""
 
 
 def collate(
@@ -42,7 +46,7 @@ def collate(
     """Collate ``samples``, padded to the longest one.
 
     Args:
-        samples: at least one; all images have one size.
+        samples: at least one; images of one size, or of a published model, which are padded.
         pad_token_id: pads ``input_ids``; its label is IGNORE_INDEX, its attention 0.
         padding_side: ``right`` for training, ``left`` for generation.
 
@@ -53,6 +57,8 @@ def collate(
         raise ValueError("a batch needs at least one sample, got none")
     if padding_side not in ("left", "right"):
         raise ValueError(f"padding_side is {padding_side!r}; allowed: left, right")
+    if padding_side == "right":
+        samples = _fill(samples)
     length = max(len(sample.input_ids) for sample in samples)
     shape = (len(samples), length)
     input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
@@ -66,16 +72,46 @@ def collate(
         input_ids[row, span] = sample.input_ids
         attention_mask[row, span] = 1
         labels[row, span] = sample.labels
-    pixel_values = [sample.pixel_values for sample in samples]
     batch = Batch(
         input_ids=input_ids,
         attention_mask=attention_mask,
         labels=labels,
-        # A copy of the one sample's pixels would cost more than all the rest.
-        pixel_values=pixel_values[0] if len(pixel_values) == 1 else torch.cat(pixel_values),
+        pixel_values=_join([sample.pixel_values for sample in samples]),
     )
     _add_layout(batch, samples, starts)
     return batch
+
+
+def _fill(samples: Sequence[EncodedSample]) -> Sequence[EncodedSample]:
+    """Append the filler, if there is one, to the first sample of a batch without images.
+
+    No label follows the image tokens and attention is causal, so the loss does not depend on them.
+    """
+    first, *others = samples
+    filler = first.filler
+    if filler is None or any(len(sample.pixel_values) for sample in samples):
+        return samples
+    filled = replace(
+        first,
+        input_ids=torch.cat([first.input_ids, filler.input_ids]),
+        labels=torch.cat([first.labels, filler.labels]),
+        pixel_values=filler.pixel_values,
+        extras=filler.extras,
+    )
+    return [filled, *others]
+
+
+def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate rows; other dimensions are padded with zeros to the largest size."""
+    used = [tensor for tensor in tensors if len(tensor)] or [tensors[0]]
+    if len(used) == 1:
+        return used[0]  # a copy of the one sample's pixels would cost more than all the rest
+    sizes = [max(own) for own in zip(*(tensor.shape[1:] for tensor in used), strict=True)]
+    for place, tensor in enumerate(used):
+        missing = [size - own for size, own in zip(sizes, tensor.shape[1:], strict=True)]
+        if any(missing):
+            used[place] = F.pad(tensor, [n for own in reversed(missing) for n in (0, own)])
+    return torch.cat(used)
 
 
 def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align: int) -> Batch:
@@ -117,6 +153,12 @@ def collate_packed(samples: Sequence[EncodedSample], *, pad_token_id: int, align
 
 def _add_layout(batch: Batch, samples: Sequence[EncodedSample], starts: Sequence[int]) -> None:
     """Add the layout of media; ``starts``: first index of each sample in the flattened ids."""
+    names = dict.fromkeys(name for sample in samples for name in sample.extras)
+    if names:
+        batch["extras"] = {
+            name: _join([sample.extras[name] for sample in samples if name in sample.extras])
+            for name in names
+        }
     grids = [sample.image_grids for sample in samples if sample.image_grids is not None]
     if grids:
         batch["image_grids"] = torch.cat(grids)

@@ -47,6 +47,12 @@ class EncodedSample:
     without vision."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Events while media were read, e.g. ``video_decord_timeout``: 1."""
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Further inputs of a published model for the sample's images, such as ``image_grid_thw``, with
+    one row per image."""
+    filler: "EncodedSample | None" = None
+    """Text samples of a published model: image tokens and pixels to append to a batch without
+    images, so that its tower takes part in every step."""
 
 
 class Size(NamedTuple):
@@ -67,7 +73,11 @@ class Encoder:
         media: reads images and videos, and plans their tiles from headers alone.
         shows_media: whether the model has a vision tower.
         max_length: longest allowed sequence in tokens.
+        joins_space: whether a space of the template before an answer is tokenized, and supervised,
+            with the answer.
     """
+
+    joins_space = False
 
     def __init__(
         self,
@@ -307,7 +317,8 @@ class Encoder:
 
         A space between template text and a user's text is tokenized with the user's text, as in
         running text ("USER: Hi" is "USER", ":", " Hi"). It is not tokenized with an answer, whose
-        own characters alone are supervised, unless the tokenizer hides the first space anyway.
+        own characters alone are supervised, unless the tokenizer hides the first space anyway, or
+        ``joins_space``.
         """
         tokenizer = self.tokenizer
         ids: list[int] = []
@@ -321,7 +332,7 @@ class Encoder:
             kind, text, trained = segment
             if kind == "literal":
                 moves = following.kind == "text" and (
-                    tokenizer.hides_first_space or not following.trained
+                    self.joins_space or tokenizer.hides_first_space or not following.trained
                 )
                 space = " " if moves and text.endswith(" ") else ""
                 text = text[: len(text) - len(space)]

@@ -96,6 +96,8 @@ class TrainLoader:
         pad_token_id: token that pads short rows of a batch.
         packing: sampler of packed batch rows, with the same mixture, ``batch_size`` and seed; None
             does not pack.
+        costs: estimated work of the rows of each source, by which rows that are not packed are
+            assigned to ranks; None assigns them in order.
         timeout_s: time limit on waiting for a worker process, in seconds; 0 for none.
 
     Raises:
@@ -117,6 +119,7 @@ class TrainLoader:
         replace_bad: bool,
         pad_token_id: int,
         packing: PackedSampler | None = None,
+        costs: Sequence[np.ndarray] | None = None,
         timeout_s: float = 0.0,
     ) -> None:
         check_batch_sizes(batch_size, micro_batch_size, rank, world_size)
@@ -126,7 +129,7 @@ class TrainLoader:
                 f"the mixture is of sources with {rows} rows, the datasets have "
                 f"{[len(dataset) for dataset in datasets]}; build the mixture from these datasets"
             )
-        self.sampler: Sampler = packing or PlainSampler(mixture, batch_size)
+        self.sampler: Sampler = packing or PlainSampler(mixture, batch_size, costs)
         self._datasets = datasets
         self._mixture = mixture
         self._encoder = encoder

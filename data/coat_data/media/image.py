@@ -354,7 +354,15 @@ class ImageTransform:
         self, image: Image.Image, out: NDArray[np.float32], rng: np.random.Generator | None = None
     ) -> None:
         """Write the image as one square into ``out``, float32 (3, size, size)."""
-        values = np.asarray(self.square(image))
+        self.write_values(np.asarray(self.square(image)), out, rng)
+
+    def write_values(
+        self,
+        values: NDArray[np.uint8],
+        out: NDArray[np.float32],
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        """Write the values of a :meth:`square`, (size, size, 3), as :meth:`write_square` does."""
         if rng is not None and self.augment == "crop_flip":
             values = self._crop_and_flip(values, rng)
         self.normalize(values, out)

@@ -2,13 +2,19 @@
 
 Damaged packets are skipped, so that the readable part of a damaged file is used. Only needed
 packets are decoded: packets before a keyframe are dropped if the next requested time is at or
-behind that keyframe, which can be decoded without them.
+behind that keyframe, which can be decoded without them. Of H.264 the decoder also skips frames that
+no other frame refers to, unless one is requested: about half of the frames of a file with B-frames.
+(H.265's decoder would also skip frames to which frames of higher temporal layers refer.)
+
+Memory does not grow with the length of a video: frames are yielded one by one, and packets are held
+up to the next keyframe at most.
 """
 
 import contextlib
 import io
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +50,8 @@ _EXACT_IN_DECORD = ("h264", "vp9", "mpeg4")
 _MAX_READ_ERRORS = 100
 """Reading errors after which the rest of a file is skipped."""
 
-_MAX_DECODED_FRAMES = 50_000
-"""Maximum number of decoded frames, so that an endless file cannot block a loader; 28 minutes at
+_MAX_DECODED_FRAMES = 1 << 19
+"""Maximum number of decoded frames, so that an endless file cannot block a loader; 4.8 hours at
 30 fps."""
 
 
@@ -172,16 +178,23 @@ class PyavVideo:
         seconds = float(self._stream.time_base or 1)  # frame.time is missing after the last packet
         time = -1.0
         for number, frame in enumerate(self._decode_packets(wanted)):
+            if number == _MAX_DECODED_FRAMES:
+                raise ValueError(
+                    f"more than {_MAX_DECODED_FRAMES} frames have to be decoded; cut the video"
+                )
             time = time + 1.0 if frame.pts is None else frame.pts * seconds
             yield time, frame
-            if number == _MAX_DECODED_FRAMES:
-                return
 
     def _decode_packets(self, wanted: deque[float]) -> Iterator[VideoFrame]:
-        for packet in self._needed_packets(wanted):
+        codec = self._stream.codec_context
+        packets = self._needed_packets(wanted)
+        h264 = codec.codec.canonical_name == "h264"
+        marked = _mark_wanted(packets, list(wanted)) if h264 else ((p, True) for p in packets)
+        for packet, is_wanted in marked:
             if packet is None:
-                self._stream.codec_context.flush_buffers()
+                codec.flush_buffers()
                 continue
+            codec.skip_frame = "DEFAULT" if is_wanted else "NONREF"
             with contextlib.suppress(FFmpegError):  # skip a damaged packet
                 yield from packet.decode()  # pyright: ignore[reportReturnType]
         with contextlib.suppress(FFmpegError):
@@ -226,6 +239,60 @@ class PyavVideo:
             except FFmpegError:
                 continue
             return
+
+
+def _mark_wanted(
+    packets: Iterable[Packet | None], times: list[float]
+) -> Iterator[tuple[Packet | None, bool]]:
+    """Yield packets in order, and whether a frame at one of ``times`` (ascending) may be in each.
+
+    A frame is on screen from its time up to the next frame's. That one is known as soon as a packet
+    has a decoding time as late: no later packet can be shown before it.
+    """
+    held: deque[Packet] = deque()
+    stamps: list[int] = []  # presentation times, ascending
+    newest = 0
+
+    for packet in packets:
+        if packet is not None:
+            held.append(packet)
+            newest = newest if packet.dts is None else packet.dts
+            if packet.pts is not None:
+                insort(stamps, packet.pts)
+        until = None if packet is None else newest
+        while held and (known := _is_on_screen(held[0], times, stamps, until)) is not None:
+            yield held.popleft(), known
+        if packet is None:
+            stamps.clear()
+            yield None, True
+        elif len(stamps) > 1000:  # no packet in ``held`` or to come has an earlier time
+            first = min((p.pts for p in held if p.pts is not None), default=newest)
+            del stamps[: bisect_left(stamps, min(first, newest))]
+    for packet in held:
+        yield packet, _is_on_screen(packet, times, stamps, None) is not False
+
+
+def _is_on_screen(
+    packet: Packet, times: list[float], stamps: list[int], known_until: int | None
+) -> bool | None:
+    """Return whether a packet's frame is on screen at one of ``times``; None if not known yet.
+
+    Args:
+        packet: a packet; without time stamps it may be on screen at any time.
+        times: ascending, in seconds.
+        stamps: the known presentation times, ascending.
+        known_until: all presentation times up to this one are known; None if all are.
+    """
+    own, base = packet.pts, packet.time_base
+    if own is None or packet.dts is None or base is None:
+        return True
+    following = bisect_right(stamps, own)
+    if following == len(stamps):
+        return True if known_until is None else None
+    if known_until is not None and stamps[following] > known_until:
+        return None
+    place = bisect_left(times, own * float(base))
+    return place < len(times) and times[place] < stamps[following] * float(base)
 
 
 def _open(media: Media, max_pixels: int | None) -> InputContainer:

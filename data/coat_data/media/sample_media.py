@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 
 from coat_data.media.image import ONE_TILE, ImageTransform, TilePlan, image_size, open_image
 from coat_data.media.remote_media import fetch_media
 from coat_data.media.sampling import VideoSettings
 from coat_data.sample import DataError, Media
+
+_BLOCK_BYTES = 33 << 20
+"""Bytes of a block of squares, at least; see :class:`_SquareStore`."""
 
 if TYPE_CHECKING:
     from coat_data.media.video import Clip, VideoReader
@@ -56,6 +60,31 @@ class MediaPlan:
         if self.pool_frames > 1:
             return len(self.group_sizes)
         return sum(plan.num_token_tiles for plan in self.tiles)
+
+
+class _SquareStore:
+    """Stores squares in blocks that return to the operating system as soon as they are free.
+
+    Smaller blocks might stay with the C library, whose largest threshold for this is 32 MiB.
+
+    Args:
+        size: side of the squares in pixels.
+    """
+
+    def __init__(self, size: int) -> None:
+        per_block = -(-_BLOCK_BYTES // (3 * size * size))
+        self._shape = (per_block, size, size, 3)
+        self._block = np.empty((0,), dtype=np.uint8)
+        self._used = 0
+
+    def add(self, square: Image.Image) -> NDArray[np.uint8]:
+        """Copy a square, and return the copy (size, size, 3)."""
+        if self._used == len(self._block):
+            self._block, self._used = np.empty(self._shape, dtype=np.uint8), 0
+        place = self._block[self._used]
+        place[...] = np.asarray(square)
+        self._used += 1
+        return place
 
 
 class MediaLoader:
@@ -125,7 +154,8 @@ class MediaLoader:
         if self._last_clip is not None and self._last_clip[0] == media:
             return self._last_clip[1]
         reader = self._video_reader()
-        clip = reader.read(media, self.transform.square)
+        store = _SquareStore(self.transform.size)
+        clip = reader.read(media, lambda frame: store.add(self.transform.square(frame)))
         self.counts.update(reader.counts)
         reader.counts.clear()
         if self.keeps_last_clip:
@@ -139,8 +169,12 @@ class MediaLoader:
     ) -> torch.Tensor:
         """Decode all media to pixel values, (N, 3, H, W) float32; N is 0 without media.
 
+        Frames of videos are freed as they are written, so that a long video needs little more
+        memory than its pixel values.
+
         Args:
-            opened: results of :meth:`open`.
+            opened: results of :meth:`open`; unless the last clip is cached, their clips are empty
+                afterwards.
             rng: generator of the augmentation; all frames of a video are augmented alike.
 
         Raises:
@@ -153,9 +187,10 @@ class MediaLoader:
             out, remaining = np.split(remaining, [plan.num_tiles])
             if not isinstance(medium, Media):
                 seed = int(rng.integers(2**63)) if rng is not None and len(out) > 1 else None
-                for frame, place in zip(medium.frames, out, strict=True):
+                frames = list(medium.frames) if self.keeps_last_clip else medium.frames
+                for place in out[::-1]:  # the last frame first, as a list pops it fastest
                     frame_rng = rng if seed is None else np.random.default_rng(seed)
-                    self.transform.write_square(frame, place, frame_rng)
+                    self.transform.write_values(frames.pop(), place, frame_rng)
                 continue
             image = open_image(medium, self._max_pixels)
             if self.transform.plan(*image.size) != plan.tiles[0]:

@@ -30,8 +30,10 @@ VIDEO_COUNTS = (
     "video_decord_timeout",
     "video_decord_crash",
     "video_decord_error",
+    "video_short",
 )
-"""Counters of video reading: the reader that was used, and why decord was not."""
+"""Counters of video reading: the reader that was used, why decord was not, and videos that end
+before the duration in their header."""
 
 _ROUNDING_S = 1e-6
 """Offset of the middles, so that rounding does not decide which of two frames is at a middle."""
@@ -59,7 +61,7 @@ class VideoSettings:
     """Maximum number of frames for ``fps`` and ``all``."""
     max_frame_pixels: int = 1 << 25
     """Maximum pixels of a frame in the file; the default allows 8K (7,680 x 4,320)."""
-    max_total_pixels: int = 1 << 28
+    max_total_pixels: int = 1 << 29
     """Maximum pixels of all frames that are kept, in the size in which they are kept: training
     keeps squares of the tower's size."""
     timeout_s: float = 30.0

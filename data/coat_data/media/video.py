@@ -19,8 +19,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from coat_data.containers.media_files import image_suffixes
@@ -32,15 +36,18 @@ from coat_data.media.remote_media import fetch_media
 from coat_data.media.sampling import VideoSettings, middles
 from coat_data.sample import DataError, Media
 
-Convert = Callable[[Image.Image], Image.Image]
+Frame = Image.Image | NDArray[np.uint8]
+"""A frame, or its values (height, width, 3) in RGB."""
+
+Convert = Callable[[Image.Image], Frame]
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
     """Sampled frames of a video, in order."""
 
-    frames: list[Image.Image]
-    """In RGB, upright; or what they were converted to."""
+    frames: list[Any]
+    """Images in RGB, upright; or what they were converted to."""
     times_s: list[float] | None
     """Start time of each frame, in seconds from the video's first frame; None for a folder of
     frames, which has no times."""
@@ -81,7 +88,10 @@ class VideoReader:
             self._decord = decord or DecordReader(settings.timeout_s)
 
     def read(self, media: Media, convert: Convert | None = None) -> Clip:
-        """Read the sampled frames; a short video gives fewer frames.
+        """Read the sampled frames; a video with fewer frames gives each of them once.
+
+        A video that ends before the duration in its header gives the frames that it has at the
+        sampled times, and is counted as ``video_short``.
 
         ``convert`` is applied to each frame when it is decoded, so that only its result is held.
 
@@ -113,6 +123,10 @@ class VideoReader:
         if not frames:
             raise _unreadable(media, "no frame could be decoded")
         starts = [time - span.start_s for time, _ in frames]
+        gaps = [after - before for before, after in pairwise(starts)]
+        # Times after the last frame are no sign of it alone: the frame may stay on screen.
+        if gaps and start + duration - frames[-1][0] > 2 * max(gaps) + duration / len(times):
+            self.counts["video_short"] += 1
         return Clip([image for _, image in frames], starts, duration)
 
     def plan(self, media: Media) -> tuple[int, list[float] | None]:
@@ -186,17 +200,18 @@ class VideoReader:
 
     def _kept(
         self, frames: Iterable[tuple[float, Image.Image]], media: Media, convert: Convert | None
-    ) -> list[tuple[float, Image.Image]]:
+    ) -> list[tuple[float, Frame]]:
         """Convert the frames one by one, and check the pixels that are held."""
-        kept: list[tuple[float, Image.Image]] = []
+        kept: list[tuple[float, Frame]] = []
         left = self.settings.max_total_pixels
         for time, frame in frames:
             image = frame if convert is None else convert(frame)
-            left -= image.width * image.height
+            size = image.size if isinstance(image, Image.Image) else image.shape[1::-1]
+            left -= size[0] * size[1]
             if left < 0:
                 raise DataError(
                     _name(media),
-                    f"{len(kept) + 1} frames of {image.width} x {image.height} pixels exceed "
+                    f"{len(kept) + 1} frames of {size[0]} x {size[1]} pixels exceed "
                     f"the limit of {self.settings.max_total_pixels} pixels",
                     "ask for fewer frames, scale the video down, or raise "
                     "model.video.max_total_pixels",

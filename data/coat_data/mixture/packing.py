@@ -193,6 +193,7 @@ class PackedSampler:
         budget: limits of a batch row.
         batch_size: batch rows per optimizer step.
         seed: seed of the order of batch rows and of replacements.
+        costs: estimated work of the rows of each source, (rows,); None balances ranks by images.
 
     Raises:
         ValueError: no row can be used.
@@ -205,8 +206,10 @@ class PackedSampler:
         budget: Budget,
         batch_size: int,
         seed: int,
+        costs: Sequence[np.ndarray] | None = None,
     ) -> None:
         self.budget = budget
+        self._costs = costs
         self._mixture = mixture
         self._sizes = list(sizes)
         self._batch_size = batch_size
@@ -298,9 +301,12 @@ class PackedSampler:
         sources, rows = self._mixture.locate_range(start, stop)
         tokens = np.zeros(stop - start, dtype=np.int64)
         images = np.zeros_like(tokens)
+        costs = np.zeros(stop - start)
         for source in np.unique(sources):
             here = sources == source
             tokens[here], images[here] = self._sizes[source][rows[here]].T
+            if self._costs is not None:
+                costs[here] = self._costs[source][rows[here]]
         for index in np.flatnonzero(tokens == 0):
             tokens[index], images[index] = self.size(start + int(index))
         packed = [
@@ -308,6 +314,7 @@ class PackedSampler:
                 tuple(start + index for index in sorted(bin)),
                 int(tokens[bin].sum()),
                 int(images[bin].sum()),
+                float(costs[bin].sum()),
             )
             for bin in pack(tokens.tolist(), images.tolist(), self.budget)
         ]

@@ -241,6 +241,8 @@ class BatchRow(NamedTuple):
     """Measured tokens of all samples; 0 without packing."""
     images: int = 0
     """Measured images (tiles, frames) of all samples; 0 without packing."""
+    cost: float = 0.0
+    """Estimated work of all samples, in any unit; 0 if rows are not balanced."""
 
 
 class PlainSampler:
@@ -249,16 +251,25 @@ class PlainSampler:
     Args:
         mixture: the samples by position.
         batch_size: samples per optimizer step.
+        costs: estimated work of the rows of each source, (rows,); None does not balance ranks.
     """
 
-    def __init__(self, mixture: Mixture, batch_size: int) -> None:
+    def __init__(
+        self, mixture: Mixture, batch_size: int, costs: Sequence[np.ndarray] | None = None
+    ) -> None:
         self._mixture = mixture
         self._batch_size = batch_size
+        self._costs = costs
 
     def step(self, state: SamplerState) -> tuple[list[BatchRow], SamplerState]:
         """Return the batch rows of the step that starts at ``state``, and the state after it."""
         end = state.position + self._batch_size
-        return [BatchRow((position,)) for position in range(state.position, end)], SamplerState(end)
+        rows = [BatchRow((position,)) for position in range(state.position, end)]
+        if self._costs is not None:
+            places = [self._mixture.locate(row.positions[0]) for row in rows]
+            costs = [float(self._costs[source][index]) for source, index in places]
+            rows = [row._replace(cost=cost) for row, cost in zip(rows, costs, strict=True)]
+        return rows, SamplerState(end)
 
     def count_by_source(self, state: SamplerState) -> np.ndarray:
         """Return the number of samples of each source before ``state``: int64, (sources,)."""
@@ -271,9 +282,10 @@ def assign_to_ranks(
     """Assign the batch rows of a step to micro-steps and ranks.
 
     Ranks wait for each other in every micro-step, so the rows of a micro-step should cost about the
-    same: rows are sorted by images, then tokens, largest first. Within a micro-step each row is
-    assigned to the rank with the fewest images (then tokens) that has fewer than
-    ``micro_batch_size`` rows. Rows without measured sizes keep their order.
+    same: rows are sorted by cost, then images, then tokens, largest first. Within a micro-step each
+    row is assigned to the rank with the least cost (then images, then tokens) that has fewer than
+    ``micro_batch_size`` rows (Graham 1969, "Bounds on multiprocessing timing anomalies", SIAM J.
+    Appl. Math. 17(2), longest processing time first). Rows without measured sizes keep their order.
 
     Args:
         rows: batch rows; their number is a multiple of ``micro_batch_size * world_size``.
@@ -284,15 +296,21 @@ def assign_to_ranks(
         Batch rows by micro-step and rank.
     """
     unit = micro_batch_size * world_size
-    ranked = sorted(rows, key=lambda row: (-row.images, -row.tokens))  # stable
+    ranked = sorted(rows, key=lambda row: _sum_work([row]), reverse=True)  # stable, also reversed
     micro_steps: list[list[list[BatchRow]]] = []
     for start in range(0, len(ranked), unit):
         ranks: list[list[BatchRow]] = [[] for _ in range(world_size)]
         for number, row in enumerate(ranked[start : start + unit]):
             rank = ranks[number // micro_batch_size]
-            if row.tokens:
+            if any(_sum_work([row])):
                 free = [rank for rank in ranks if len(rank) < micro_batch_size]
-                rank = min(free, key=lambda r: (sum(b.images for b in r), sum(b.tokens for b in r)))
+                rank = min(free, key=_sum_work)
             rank.append(row)
         micro_steps.append(ranks)
     return micro_steps
+
+
+def _sum_work(rows: Sequence[BatchRow]) -> tuple[float, int, int]:
+    """Return the cost, images and tokens of all rows."""
+    cost = math.fsum(row.cost for row in rows)
+    return cost, sum(row.images for row in rows), sum(row.tokens for row in rows)

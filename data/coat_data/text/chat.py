@@ -10,7 +10,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from jinja2 import TemplateError
 
@@ -200,11 +200,11 @@ class TokenizerTemplate:
     Begin-of-text tokens are left to the template, as in transformers.
     """
 
-    def __init__(self, tokenizer: TokenizerLike) -> None:
-        """Raise ValueError if the tokenizer has no chat template."""
+    def __init__(self, tokenizer: TokenizerLike, chat_template: Any = None) -> None:
+        """Raise ValueError if there is no chat template; its default is the tokenizer's."""
         self._tokenizer = tokenizer
         self._name = f"the chat template of {tokenizer.name_or_path!r}"
-        if not tokenizer.chat_template:
+        if not (chat_template or tokenizer.chat_template):
             raise ValueError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template; set template to "
                 "plain, vicuna_v1 or chatml"
@@ -238,13 +238,13 @@ class TokenizerTemplate:
 
     def _layout(self, shape: "_Shape") -> list[Segment | int]:
         """Return template text and the numbers of the parts, in rendered order."""
-        marks, messages = iter(range(_FIRST_MARK, sys.maxunicode)), []
-        for role, kinds in shape:
-            messages.append({"role": role, "content": "".join(chr(next(marks)) for _ in kinds)})
+        marks = map(chr, range(_FIRST_MARK, sys.maxunicode))
         try:
-            rendered = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            rendered = self.render_marks(
+                [(role, [*zip(kinds, marks, strict=False)]) for role, kinds in shape]
+            )
         except TemplateError as error:
-            roles = [message["role"] for message in messages]
+            roles = [role for role, _ in shape]
             raise ValueError(
                 f"{self._name} refuses a conversation of {roles}: {error}; set template to "
                 "vicuna_v1 or chatml, or change the data"
@@ -263,11 +263,18 @@ class TokenizerTemplate:
             layout.append(number)
             rest = text
             if number in answer_ends:
-                end, rest = self._split_end(text, is_last=number == numbers[-1])
+                end, rest = self.split_end(text, is_last=number == numbers[-1])
                 layout.append(Segment("literal", end, trained=True))
             if rest:
                 layout.append(Segment("literal", rest))
         return layout
+
+    def render_marks(self, turns: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> str:
+        """Render turns (role, parts) whose parts (kind, mark) are one character each."""
+        messages = [
+            {"role": role, "content": "".join(mark for _, mark in parts)} for role, parts in turns
+        ]
+        return self._tokenizer.apply_chat_template(messages, tokenize=False)
 
     def _check_parts(self, numbers: list[int], shape: "_Shape") -> None:
         """Check that each part occurs once, media in order. A system turn may move."""
@@ -287,7 +294,7 @@ class TokenizerTemplate:
                 "chatml, or move the images out of the system turn"
             )
 
-    def _split_end(self, text: str, *, is_last: bool) -> tuple[str, str]:
+    def split_end(self, text: str, *, is_last: bool) -> tuple[str, str]:
         """Split template text into the end of the answer before it, and the rest."""
         stripped = text.lstrip()
         for token in self._control:

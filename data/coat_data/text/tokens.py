@@ -13,6 +13,9 @@ from tokenizers import Tokenizer
 
 from coat_data.sample import DataError
 
+_CACHED = 2000
+"""Maximum characters of a template text whose ids are cached."""
+
 
 class TokenizerLike(Protocol):
     """The part of a transformers fast tokenizer that this package uses."""
@@ -103,21 +106,26 @@ class SegmentTokenizer:
         return [start for start, _ in self._plain.encode(text, add_special_tokens=False).offsets]
 
     def literal(self, text: str, *, first: bool = False) -> list[int]:
-        """Return the ids of template text, with special tokens parsed; cached, do not modify.
+        """Return the ids of template text, with special tokens parsed; do not modify the list.
+
+        Short texts are cached; a long one has the tokens of an image, whose number varies.
 
         Args:
             text: a part of the template.
             first: whether it is the first text of the sequence.
         """
-        if (text, first) not in self._literals:
-            # Text before the first control token is plain; behind it the tokenizer adds spaces.
-            starts = [text.find(token) for token in self._control_texts if token in text]
-            start = min(starts, default=len(text))
-            head, tail = text[:start], text[start:]
-            if head and first:
-                head = self.prefix + head
-            self._literals[text, first] = self.text(head) + (self._parsed(tail) if tail else [])
-        return self._literals[text, first]
+        if (text, first) in self._literals:
+            return self._literals[text, first]
+        # Text before the first control token is plain; behind it the tokenizer adds spaces.
+        starts = [text.find(token) for token in self._control_texts if token in text]
+        start = min(starts, default=len(text))
+        head, tail = text[:start], text[start:]
+        if head and first:
+            head = self.prefix + head
+        ids = self.text(head) + (self._parsed(tail) if tail else [])
+        if len(text) <= _CACHED:
+            self._literals[text, first] = ids
+        return ids
 
     def is_control(self, text: str) -> bool:
         """Whether ``text`` is one control token."""

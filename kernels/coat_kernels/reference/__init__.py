@@ -18,6 +18,7 @@ from coat_kernels.reference.activation import (
     activation_gradient,
     activation_stats,
     activation_values,
+    is_gated,
 )
 from coat_kernels.reference.adamw import adamw_step, decode_moment, encode_moment
 from coat_kernels.reference.cross_entropy import cross_entropy_

@@ -1,4 +1,4 @@
-"""SwiGLU and GELU to FP8, and their gradients: numerics of ``activation.py``."""
+"""SwiGLU, GeGLU and GELU to FP8, and their gradients: numerics of ``activation.py``."""
 
 import torch
 from torch import Tensor
@@ -11,19 +11,24 @@ from coat_kernels.reference.quantize import (
     tensor_scale,
 )
 
-ACTIVATIONS = ("silu_mul", "gelu", "gelu_tanh", "quick_gelu")
-"""``silu_mul`` has the input [gate | up], the others one matrix."""
+ACTIVATIONS = ("silu_mul", "gelu_tanh_mul", "gelu", "gelu_tanh", "quick_gelu")
+"""The first two are gated: their input is [gate | up], that of the others one matrix."""
 
 
 _TANH_SLOPE = 1.5957691216057308
 """2 sqrt(2 / pi)."""
 
 
+def is_gated(kind: str) -> bool:
+    """Return whether an activation's input is [gate | up]."""
+    return kind in ACTIVATIONS[:2]
+
+
 def _gate(a: Tensor, kind: str) -> Tensor:
     """Compute the factor of the input: Phi(a) or a sigmoid."""
     if kind == "gelu":
         return 0.5 * (1.0 + torch.erf(a * 0.7071067811865476))
-    if kind == "gelu_tanh":
+    if kind in ("gelu_tanh", "gelu_tanh_mul"):
         # 0.5 * (1 + tanh(u)) = sigmoid(2u)
         return torch.sigmoid(_TANH_SLOPE * (a + 0.044715 * a * a * a))
     if kind not in ("quick_gelu", "silu_mul"):
@@ -36,14 +41,14 @@ def _slope(a: Tensor, gate: Tensor, kind: str) -> Tensor:
     if kind == "gelu":
         return gate + a * torch.exp(-0.5 * a * a) * 0.3989422804014327
     inner = 1.702 if kind == "quick_gelu" else 1.0
-    if kind == "gelu_tanh":
+    if kind in ("gelu_tanh", "gelu_tanh_mul"):
         inner = _TANH_SLOPE * (1.0 + 0.134145 * a * a)
     return gate + a * gate * (1.0 - gate) * inner
 
 
 def activation_values(a: Tensor, kind: str) -> Tensor:
-    """Compute the activation, FP32 [M, F], of a [M, 2F] (``silu_mul``) or [M, F]."""
-    if kind == "silu_mul":
+    """Compute the activation, FP32 [M, F], of a [M, 2F] (gated) or [M, F]."""
+    if is_gated(kind):
         a, up = a.float().chunk(2, -1)
         return _gate(a, kind).mul_(a).mul_(up)
     a = a.float()
@@ -66,7 +71,7 @@ def activation_apply(a: Tensor, kind: str, scale: Tensor, fmt: str) -> Tensor:
 def activation_gradient(grad_output: Tensor, a: Tensor, kind: str) -> Tensor:
     """Compute the FP32 gradient of :func:`activation_values`'s input, of a's shape."""
     a, dh = a.float(), grad_output.float()
-    if kind != "silu_mul":
+    if not is_gated(kind):
         return dh * _slope(a, _gate(a, kind), kind)
     a, up = a.chunk(2, -1)
     gate = _gate(a, kind)

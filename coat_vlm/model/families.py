@@ -1,0 +1,155 @@
+"""The families of published vision-language models that ``model.pretrained`` trains.
+
+A family is one entry of :data:`FAMILIES`: transformers' model class, which is used as it is, the
+names of its parts, and the inputs that its processor makes of images. The official checkpoints of a
+family and the folders that training writes have the same layout.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from coat_vlm.config import MODULES, ModuleName
+from coat_vlm.model.pretrained import read_config
+
+_GRIDS = ("pixel_values", "image_grid_thw")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family of models."""
+
+    name: str
+    """Name of the published models."""
+    model_class: str
+    """transformers' class of the whole model."""
+    vision: tuple[str, ...] = ("model.vision_tower",)
+    """Names of the modules and parameters of the vision tower; those that a model lacks are left
+    out."""
+    projector: tuple[str, ...] = ("model.multi_modal_projector",)
+    """Names of the modules and parameters of the projector."""
+    language: tuple[str, ...] = ("model.language_model", "lm_head")
+    """Names of the decoder and of the output layer."""
+    inputs: tuple[str, ...] = ("pixel_values",)
+    """What the model takes of the output of the image processor."""
+    token_types: str | None = None
+    """Input of the model that is 1 at image tokens and 0 elsewhere, if it has one."""
+    image_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options with which the processor calls its image processor."""
+
+    adds_end_token: bool = False
+    """Whether the chat template writes nothing behind an answer, so that the tokenizer's end token
+    has to be added, as in the family's own training."""
+
+    @property
+    def parts(self) -> dict[ModuleName, tuple[str, ...]]:
+        """Return the names by part of the model."""
+        return {"vision": self.vision, "projector": self.projector, "language": self.language}
+
+
+_IDEFICS: dict[str, Any] = {
+    "vision": ("model.vision_model",),
+    "projector": ("model.connector",),
+    "language": ("model.text_model", "lm_head"),
+    "inputs": ("pixel_values", "pixel_attention_mask"),
+    "image_options": {"return_row_col_info": True},
+}
+FAMILIES: dict[str, Family] = {
+    "gemma3": Family(
+        name="Gemma 3",
+        model_class="Gemma3ForConditionalGeneration",
+        token_types="token_type_ids",
+    ),
+    "idefics3": Family(
+        name="Idefics3",
+        model_class="Idefics3ForConditionalGeneration",
+        **_IDEFICS,
+    ),
+    "internvl": Family(name="InternVL3", model_class="InternVLForConditionalGeneration"),
+    "llava": Family(
+        name="LLaVA-1.5", model_class="LlavaForConditionalGeneration", adds_end_token=True
+    ),
+    "llava_onevision": Family(
+        name="LLaVA-OneVision",
+        model_class="LlavaOnevisionForConditionalGeneration",
+        projector=("model.multi_modal_projector", "model.image_newline"),
+        inputs=("pixel_values", "image_sizes", "batch_num_images"),
+    ),
+    "qwen2_5_vl": Family(
+        name="Qwen2.5-VL",
+        model_class="Qwen2_5_VLForConditionalGeneration",
+        vision=("model.visual.patch_embed", "model.visual.blocks"),
+        projector=("model.visual.merger",),
+        inputs=_GRIDS,
+        token_types="mm_token_type_ids",
+    ),
+    "qwen3_vl": Family(
+        name="Qwen3-VL",
+        model_class="Qwen3VLForConditionalGeneration",
+        vision=("model.visual.patch_embed", "model.visual.pos_embed", "model.visual.blocks"),
+        projector=("model.visual.merger", "model.visual.deepstack_merger_list"),
+        inputs=_GRIDS,
+        token_types="mm_token_type_ids",
+    ),
+    "smolvlm": Family(name="SmolVLM2", model_class="SmolVLMForConditionalGeneration", **_IDEFICS),
+}
+"""Family by the ``model_type`` of config.json."""
+
+
+def find_family(where: str, path: str) -> tuple[Family, Any]:
+    """Return the family of a checkpoint, and its configuration.
+
+    Args:
+        where: the recipe key, for the error.
+        path: folder or Hub id.
+
+    Raises:
+        ValueError: there is no configuration, or it describes another kind of model.
+    """
+    config = read_config(where, path)
+    family = FAMILIES.get(config.model_type)
+    if family is not None:
+        return family, config
+    names = ", ".join(f"{one.name} ({kind})" for kind, one in FAMILIES.items())
+    nearest = (
+        "continue from it with init_from, beside model.vision and model.language"
+        if config.model_type == "coat_vlm"
+        else "take its language model or vision tower as a part of a new model, with model.language"
+        ".name_or_path and model.vision.name_or_path"
+    )
+    raise ValueError(
+        f"{where}={path!r} is a checkpoint of model_type {config.model_type!r}; the families that "
+        f"can be trained are {names}; {nearest}"
+    )
+
+
+class ModelPart(nn.Module):
+    """The modules and parameters of one part of a model, which stay in the model as well."""
+
+
+def find_parts(model: PreTrainedModel, family: Family) -> dict[ModuleName, nn.Module]:
+    """Return vision tower, projector and language model of a model of a family.
+
+    Raises:
+        ValueError: a parameter belongs to no part or to two.
+    """
+    parts: dict[ModuleName, nn.Module] = {}
+    for role in MODULES:
+        part = parts[role] = ModelPart()
+        for name in family.parts[role]:
+            owner, _, last = name.rpartition(".")
+            child = getattr(model.get_submodule(owner), last, None)
+            if isinstance(child, nn.Parameter):
+                part.register_parameter(name.replace(".", "_"), child)
+            elif child is not None:
+                part.add_module(name.replace(".", "_"), child)
+    found = [id(parameter) for part in parts.values() for parameter in part.parameters()]
+    if sorted(found) != sorted(map(id, model.parameters())):
+        raise ValueError(
+            f"{type(model).__name__} has other parts than {family.name} in the tested version of "
+            "transformers; install that version (constraints.txt)"
+        )
+    return parts

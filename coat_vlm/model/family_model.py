@@ -1,0 +1,137 @@
+"""A published vision-language model in training: transformers' own class with the project's loss.
+
+:func:`trainable_class` makes a subclass that has the original's name, parameters and files. Its
+``forward`` computes the loss without storing the logits when training asks for that
+(``skip_logits``), and otherwise is the original's.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from coat_vlm.model.families import FAMILIES, Family, find_family, find_parts
+from coat_vlm.model.loss import loss_for_logits, next_token_loss, why_logits_are_needed
+from coat_vlm.model.packing import mask_for_loss, skip_packing_search
+from coat_vlm.model.pretrained import load_weights
+
+
+class FamilyVlm:
+    """What :func:`trainable_class` adds to a class of transformers.
+
+    Attributes:
+        family: the entry of :data:`coat_vlm.model.families.FAMILIES`.
+    """
+
+    family: Family
+
+    def generate(self: Any, inputs: Tensor | None = None, **kwargs: Any) -> Any:
+        """Generate as the original does; the types of the prompt's tokens may be left out."""
+        ids = kwargs.get("input_ids", inputs)
+        kwargs = kwargs if ids is None else _add_token_types(self, ids, kwargs)
+        return super().generate(inputs, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @cached_property
+    def why_logits_are_needed(self: Any) -> str | None:
+        """See :func:`coat_vlm.model.loss.why_logits_are_needed`."""
+        return why_logits_are_needed(self)
+
+
+@functools.cache
+def trainable_class(model_type: str) -> Any:
+    """Return the subclass of transformers' class of a family, with the same name."""
+    family = FAMILIES[model_type]
+    original: Any = getattr(transformers, family.model_class)
+
+    @functools.wraps(original.forward)  # generate() reads the signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self, functools.partial(original.forward, self), args, kwargs)
+
+    return type(
+        original.__name__,
+        (FamilyVlm, original),
+        {
+            "__module__": original.__module__,
+            "__doc__": original.__doc__,
+            "family": family,
+            "forward": forward,
+        },
+    )
+
+
+def _forward(
+    model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run the original forward pass, or compute only the loss.
+
+    Three arguments are those of :meth:`coat_vlm.model.vlm.CoatVlm.forward`: ``skip_logits``,
+    ``num_items_in_batch``, and an ``attention_mask`` on the CPU, which is dropped if only the loss
+    is computed and does not need it. ``pixel_values`` may have another dtype than the model.
+    """
+    skip = kwargs.pop("skip_logits", False)
+    if kwargs.get("pixel_values") is not None:
+        kwargs["pixel_values"] = kwargs["pixel_values"].to(model.dtype)
+    if kwargs.get("input_ids") is not None:
+        kwargs = _add_token_types(model, kwargs["input_ids"], kwargs)
+    labels = kwargs.pop("labels", None)
+    if not skip or labels is None:
+        return original(*args, **kwargs, **({} if labels is None else {"labels": labels}))
+    divisor = kwargs.pop("num_items_in_batch", None)
+    language = model.get_submodule(model.family.parts["language"][0])
+    kwargs["attention_mask"] = mask_for_loss(kwargs.get("attention_mask"), language)
+    kwargs.setdefault("use_cache", False)
+    fused = model.why_logits_are_needed is None
+    loss_inside: AbstractContextManager[None] = nullcontext()
+    if fused:
+        loss_inside = loss_for_logits(model.get_output_embeddings(), labels, divisor)
+    with loss_inside, skip_packing_search(True):
+        logits = original(*args, **kwargs, return_dict=True).logits
+    return CausalLMOutputWithPast(
+        loss=logits if fused else next_token_loss(logits, labels, divisor)
+    )
+
+
+def _add_token_types(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs with the types of the tokens, if the family has them and none are given."""
+    name = model.family.token_types
+    if name is None or inputs.get(name) is not None:
+        return dict(inputs)
+    return {**inputs, name: (ids == model.config.image_token_id).int()}
+
+
+def load_family_model(
+    where: str, path: str, dtype: torch.dtype, attention: str | None = None
+) -> PreTrainedModel:
+    """Load a published model, or one that training wrote.
+
+    Args:
+        where: the recipe key, for the error.
+        path: folder or Hub id.
+        dtype: dtype of the weights.
+        attention: attention implementation of transformers. Default: its choice.
+
+    Raises:
+        ValueError: the family is unknown, files are missing or damaged, or weights are missing.
+    """
+    _, config = find_family(where, path)
+    kind = trainable_class(config.model_type)
+    model = load_weights(kind, where, path, dtype=dtype, attn_implementation=attention)
+    find_parts(model, model.family)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    return model
+
+
+def create_meta_family_model(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """Create the model of a family's configuration on ``meta``, with tied embeddings if so set."""
+    with torch.device("meta"):
+        model = trainable_class(config.model_type)(config)
+    model.to(dtype)
+    model.tie_weights()
+    model.generation_config = GenerationConfig.from_model_config(config)
+    return model

@@ -1,0 +1,280 @@
+"""A published model's own processor in the data engine.
+
+A conversation is rendered by the processor's chat template and read by its image processor, and the
+tokens are those that the processor itself makes of the conversation (tests/vlm/test_families.py),
+with two differences: a special token in a user's text is text, and the line break that LLaVA's rows
+have between an image and a text is left out, because chat templates separate them in their own way.
+The supervised tokens are known as in :mod:`coat_data.text.chat`: answers, and the token that ends
+each.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoProcessor
+
+from coat_data.load.encode import IGNORE_INDEX, EncodedSample, Encoder, Size
+from coat_data.media.image import ImageTransform, open_image
+from coat_data.media.remote_media import fetch_media
+from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_data.text.chat import Segment, TokenizerTemplate
+from coat_data.text.tokens import TokenizerLike
+from coat_vlm.model.families import Family, find_family
+
+_LINE_BREAKS = re.compile(r"^\n+|\n+$")
+
+
+class FamilyProcessor:
+    """The processor of a published model, with what training asks of a processor.
+
+    Attributes:
+        tokenizer: the processor's tokenizer.
+        max_length: maximum sequence length in tokens.
+        template: ``tokenizer``: the model's own chat template.
+    """
+
+    template = "tokenizer"
+
+    def __init__(self, processor: Any, family: Family, max_length: int) -> None:
+        self._processor = processor
+        self._family = family
+        self.tokenizer = processor.tokenizer
+        self.max_length = max_length
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token  # padding is never attended to
+
+    @classmethod
+    def load(cls, where: str, path: str, max_length: int | None = None) -> "FamilyProcessor":
+        """Load the processor of a folder or of a model on the Hub.
+
+        Args:
+            where: the recipe key, for the error.
+            path: folder or Hub id.
+            max_length: maximum sequence length. Default: the length that the model supports.
+
+        Raises:
+            ValueError: the family is unknown, or there is no processor with a chat template.
+        """
+        family, config = find_family(where, path)
+        try:
+            processor: Any = AutoProcessor.from_pretrained(path)
+        except (OSError, ValueError, ImportError) as error:
+            raise ValueError(
+                f"{where}={path!r} has no processor that transformers can load: {error}; required: "
+                "the files of the published model, with preprocessor_config.json and the tokenizer"
+            ) from error
+        if not (getattr(processor, "chat_template", None) or processor.tokenizer.chat_template):
+            raise ValueError(
+                f"{where}={path!r}: the processor has no chat template, so there is no format for "
+                "conversations; add the chat_template.jinja of the published model"
+            )
+        longest = config.get_text_config().max_position_embeddings
+        return cls(processor, family, longest if max_length is None else max_length)
+
+    def adopt_template(self, name: str | None) -> None:
+        """Keep the model's own chat template; a recipe cannot name another one."""
+        assert name is None
+
+    def encoder(self, *, train: bool, template: str | None = None) -> "FamilyEncoder":
+        """Create the encoder of samples; nothing is augmented in training."""
+        del train
+        assert template in (None, self.template)
+        return FamilyEncoder(self._processor, self._family, self.max_length)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the files of the processor and of the tokenizer."""
+        self._processor.save_pretrained(folder)
+
+
+class ProcessorTemplate(TokenizerTemplate):
+    """The chat template of a processor, in which an image is the processor's image token."""
+
+    def __init__(self, processor: Any, *, adds_end_token: bool = False) -> None:
+        template = processor.chat_template or processor.tokenizer.chat_template
+        super().__init__(cast(TokenizerLike, processor.tokenizer), template)
+        self._processor = processor
+        self._adds_end_token = adds_end_token
+
+    def render(
+        self, turns: Sequence[Turn], *, add_generation_prompt: bool = False
+    ) -> list[Segment]:
+        """Return the segments of ``turns``; see :class:`TokenizerTemplate`."""
+        turns = [_without_line_breaks(turn) for turn in turns]
+        return super().render(turns, add_generation_prompt=add_generation_prompt)
+
+    def render_marks(self, turns: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> str:
+        """Render turns whose parts are one character each.
+
+        Raises:
+            ValueError: the template writes another number of images.
+        """
+        messages = [
+            {
+                "role": role,
+                "content": [
+                    # A video is shown like an image here: the encoder rejects it with its row.
+                    {"type": "text", "text": mark} if kind == "text" else {"type": "image"}
+                    for kind, mark in parts
+                ],
+            }
+            for role, parts in turns
+        ]
+        marks = [mark for _, parts in turns for kind, mark in parts if kind != "text"]
+        text: str = self._processor.apply_chat_template(messages, tokenize=False)
+        first, *others = text.split(self._processor.image_token)
+        if len(others) != len(marks):
+            raise ValueError(
+                f"the chat template of {self._processor.tokenizer.name_or_path!r} writes "
+                f"{len(others)} images for a conversation that has {len(marks)}; use the "
+                "chat_template.jinja of the published model"
+            )
+        return first + "".join(m + other for m, other in zip(marks, others, strict=True))
+
+    def split_end(self, text: str, *, is_last: bool) -> tuple[str, str]:
+        """Split template text into the end of the answer before it, and the rest."""
+        if self._adds_end_token:
+            return self._processor.tokenizer.eos_token, text.lstrip()
+        return super().split_end(text, is_last=is_last)
+
+
+def _without_line_breaks(turn: Turn) -> Turn:
+    """Return the turn without the line breaks between images and texts."""
+    if all(part.kind == "text" for part in turn.parts):
+        return turn
+    stripped = (
+        Part("text", _LINE_BREAKS.sub("", part.text)) if part.kind == "text" else part
+        for part in turn.parts
+    )
+    return replace(turn, parts=tuple(p for p in stripped if p.kind != "text" or p.text))
+
+
+class FamilyEncoder(Encoder):
+    """Encodes samples with the processor of a published model; an instance can be pickled."""
+
+    joins_space = True  # as the processor tokenizes a conversation; a prompt ends before the space
+
+    def __init__(self, processor: Any, family: Family, max_length: int) -> None:
+        super().__init__(
+            cast(TokenizerLike, processor.tokenizer),
+            ProcessorTemplate(processor, adds_end_token=family.adds_end_token),
+            ImageTransform(1, (0.5,) * 3, (0.5,) * 3),  # not used: the processor reads images
+            tokens_per_image=1,  # of a layout; the processor knows the number of tokens
+            image_token_id=processor.tokenizer.convert_tokens_to_ids(processor.image_token),
+            max_length=max_length,
+        )
+        self._processor = processor
+        self._family = family
+        self._filler: EncodedSample | None = None
+
+    def __call__(self, sample: Sample, rng: np.random.Generator | None = None) -> EncodedSample:
+        """Encode the whole conversation; see :class:`Encoder`.
+
+        Raises:
+            DataError: as for :class:`Encoder`, or the sample has a video.
+        """
+        encoded = super().__call__(sample, rng)
+        return encoded if sample.media else replace(encoded, filler=self._make_filler())
+
+    def measure(self, sample: Sample) -> Size:
+        """Encode the sample and return its size: only the processor knows it."""
+        return Size(len(self(sample).input_ids), len(sample.media))
+
+    def _encode(
+        self,
+        sample: Sample,
+        media: Sequence[Media],
+        segments: list[Segment],
+        rng: np.random.Generator | None,
+        *,
+        before_answer: bool = False,
+    ) -> EncodedSample:
+        del rng  # nothing is augmented
+        self._check_media(sample, media, segments)
+        try:
+            texts, inputs = self._read([open_image(fetch_media(medium)) for medium in media])
+            segments = _insert_images(segments, texts)
+            ids, labels = self._tokens(sample, segments, [], before_answer)
+        except DataError as error:
+            raise error if error.where == sample.where else error.within(sample.where) from error
+        if len(ids) > self.max_length:
+            raise DataError(
+                sample.where,
+                f"{len(ids)} tokens, with those of {len(media)} images, are more than max_length="
+                f"{self.max_length}",
+                "raise model.max_length, split the conversation, or lower the image size in the "
+                "preprocessor_config.json of the model's folder",
+            )
+        return EncodedSample(
+            torch.tensor(ids),
+            torch.tensor(labels),
+            inputs.pop("pixel_values", torch.empty(0)),
+            counts={"images": len(media)},
+            extras=inputs,
+        )
+
+    def _read(self, images: Sequence[Image.Image]) -> tuple[list[str], dict[str, Tensor]]:
+        """Return the text of each image's tokens, and the model's inputs for the images."""
+        if not images:
+            return [], {}
+        processor, family = self._processor, self._family
+        # One list per conversation: some processors treat several images of one differently.
+        found = processor.image_processor(
+            [list(images)], return_tensors="pt", **family.image_options
+        )
+        texts = [processor.replace_image_token(found, place) for place in range(len(images))]
+        return texts, {name: found[name] for name in family.inputs if name in found}
+
+    def _make_filler(self) -> EncodedSample:
+        """Return the tokens and pixels of a small image."""
+        if self._filler is None:
+            texts, inputs = self._read([Image.new("RGB", (64, 64))])
+            ids = torch.tensor(self.tokenizer.literal(texts[0]))
+            labels = torch.full_like(ids, IGNORE_INDEX)
+            self._filler = EncodedSample(ids, labels, inputs.pop("pixel_values"), extras=inputs)
+        return self._filler
+
+    def _check_media(
+        self, sample: Sample, media: Sequence[Media], segments: Sequence[Segment]
+    ) -> None:
+        if any(medium.kind == "video" for medium in media):
+            raise DataError(
+                sample.where,
+                "shows a video, and a model of model.pretrained is trained on images and text",
+                "remove the row or its source, or compose the model of model.vision and "
+                "model.language",
+            )
+        super()._check_media(sample, media, segments)
+
+
+def _insert_images(segments: Sequence[Segment], texts: Sequence[str]) -> list[Segment]:
+    """Replace images by the text of their tokens, joined to the template's text around them.
+
+    Joined, because the processor tokenizes them together: line breaks around an image may be one
+    token.
+    """
+    remaining = iter(texts)
+    found: list[Segment] = []
+    joins = False  # whether the last segment is text of an image, or joined to it
+    for segment in segments:
+        is_image = segment.kind == "image"
+        text = next(remaining) if is_image else segment.text
+        last = found[-1] if found else None
+        literal = segment.kind == "literal" and not segment.trained
+        if (
+            last is not None
+            and last.kind == "literal"
+            and not last.trained
+            and (is_image or (joins and literal))
+        ):
+            found[-1] = Segment("literal", last.text + text)
+        else:
+            found.append(Segment("literal", text) if is_image else segment)
+        joins = is_image
+    return found

@@ -1,0 +1,97 @@
+"""Loads models and processors that training wrote, composed ones and published families."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from coat_vlm.config import Recipe
+from coat_vlm.model.build import create_meta_model
+from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.model.families import FAMILIES, find_family
+from coat_vlm.model.family_model import create_meta_family_model, load_family_model
+from coat_vlm.model.family_processor import FamilyProcessor
+from coat_vlm.model.pretrained import check_composed_folder
+from coat_vlm.model.processor import CoatVlmProcessor, continue_processor
+from coat_vlm.model.vlm import CoatVlm
+
+AnyProcessor = CoatVlmProcessor | FamilyProcessor
+"""The processor of a composed model, or of a published one."""
+
+
+def is_family(folder: str | Path) -> bool:
+    """Return whether a folder contains a model of a published family."""
+    if not (Path(folder) / "config.json").is_file():
+        return False
+    try:
+        found, _ = PretrainedConfig.get_config_dict(str(folder))
+    except OSError:
+        return False  # the loader of composed models names what is wrong
+    return found.get("model_type") in FAMILIES
+
+
+def load_model(folder: str | Path, dtype: Any, attention: str | None = None) -> PreTrainedModel:
+    """Load the model of a folder.
+
+    Args:
+        folder: a model folder of training.
+        dtype: dtype of the weights, or ``auto`` for that of the folder.
+        attention: attention implementation of transformers. Default: its choice.
+
+    Raises:
+        ValueError: files are missing or damaged, or the folder contains another kind of model.
+    """
+    if is_family(folder):
+        return load_family_model("the model", str(folder), dtype, attention)
+    options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    return CoatVlm.from_pretrained(str(folder), dtype=dtype, local_files_only=True, **options)
+
+
+def load_processor(folder: str | Path) -> AnyProcessor:
+    """Load the processor of a model folder."""
+    if is_family(folder):
+        return FamilyProcessor.load("the model", str(folder))
+    return CoatVlmProcessor.from_pretrained(str(folder))
+
+
+def create_meta_copy(
+    folder: str | Path, dtype: torch.dtype, attention: str | None = None
+) -> PreTrainedModel:
+    """Create the model that the configuration of a folder describes, on ``meta``."""
+    if is_family(folder):
+        _, config = find_family("the model", str(folder))
+        model = create_meta_family_model(config, dtype)
+    else:
+        config = CoatVlmConfig.from_pretrained(folder)
+        if attention is not None:
+            config._attn_implementation = attention
+        model = create_meta_model(config, dtype)
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def check_start(recipe: Recipe, start: str) -> str:
+    """Return the folder from which a recipe starts after checking that it has such a model.
+
+    Raises:
+        ValueError: the folder contains no model, or another kind of model than the recipe's.
+    """
+    if recipe.model.pretrained is None:
+        return check_composed_folder(start)
+    family, _ = find_family("model.pretrained", recipe.model.pretrained)
+    found, _ = find_family("init_from", start)
+    if found is not family:
+        raise ValueError(
+            f"init_from={start!r} contains a {found.name}, and model.pretrained="
+            f"{recipe.model.pretrained!r} is a {family.name}; name a folder of the same family"
+        )
+    return start
+
+
+def start_processor(recipe: Recipe, start: str) -> AnyProcessor:
+    """Load the processor of a stage that starts from a folder, with the recipe's settings."""
+    if recipe.model.pretrained is not None:
+        return FamilyProcessor.load("init_from", start, recipe.model.max_length)
+    saved = CoatVlmProcessor.from_pretrained(start)
+    return continue_processor(recipe.model, saved, CoatVlmConfig.from_pretrained(start))

@@ -1,0 +1,319 @@
+"""Sequence parallelism after DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509).
+
+The N ranks of a group read the same micro-batch, and each runs the language model on a shard of its
+tokens. Only attention reads tokens of other ranks: all-to-all exchanges give each rank all tokens
+of H / N heads, and return attention's output to the ranks of the tokens.
+
+    q, k, v [1, H, T / N, D] --all-to-all--> [1, H / N, T, D] -> attention --all-to-all--> T / N
+
+:func:`shard_batch` splits a micro-batch on the CPU, before the copy to the device. Several rows are
+first concatenated to one packed row without padding, so every batch is one row of T tokens. Labels
+are shifted before the split. Images are dealt to the ranks: each rank runs the vision tower and the
+projector on its own images, and one more exchange sends their features to the ranks of their
+placeholders.
+
+The loss of a rank is the sum over its tokens. The sum of the ranks' losses is that of the whole
+micro-batch, and so are the sums of the ranks' gradients, which ZeRO reduces as those of any other
+ranks.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from coat_vlm.distributed import World
+from coat_vlm.model.configuration import CoatVlmConfig
+from coat_vlm.model.loss import IGNORE_INDEX
+from coat_vlm.model.projector import count_tiles
+
+SHARD = "sequence_shard"
+"""Argument of the language model, and of its attention, with the :class:`SequenceShard`."""
+
+_LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
+"""Layers of transformers' models that read other tokens in their attention only, and in any
+subset of the heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceGroup:
+    """The ranks that share the sequences of a micro-batch."""
+
+    rank: int
+    """Rank of this process in the group."""
+    size: int
+    """N, number of ranks of the group."""
+    processes: dist.ProcessGroup
+
+
+def join_sequence_group(world: World, size: int, timeout_s: float | None) -> SequenceGroup | None:
+    """Join ranks into groups of consecutive ranks; collective. Returns None for ``size`` 1.
+
+    Args:
+        world: the processes of the run, a multiple of ``size``.
+        size: ranks per group.
+        timeout_s: time limit of a collective operation in seconds; the backend's by default.
+    """
+    if size == 1:
+        return None
+    limit = None if timeout_s is None else timedelta(seconds=timeout_s)
+    processes, _ = dist.new_subgroups(size, timeout=limit)
+    assert isinstance(processes, dist.ProcessGroup)
+    return SequenceGroup(world.rank % size, size, processes)
+
+
+def check_sequence_parallel(model: PreTrainedModel, size: int) -> None:
+    """Check that the attention of a language model can be split over ``size`` ranks by heads.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if size == 1:
+        return
+    config: Any = model.config
+    name, layers = type(model).__name__, set(getattr(config, "layer_types", None) or ())
+    other = sorted(layers - _LAYER_TYPES)
+    if other or model._is_stateful or not model._supports_attention_backend:
+        why = "does not call transformers' attention interface in every layer"
+        if other:
+            why = f"has layers of type {other[0]}"
+        raise ValueError(
+            f"sequence_parallel: {name} {why}, so ranks cannot share its tokens; remove the key, "
+            "or use a model with full or sliding-window attention, such as Qwen2 or Llama"
+        )
+    heads = config.num_attention_heads
+    if heads % size:
+        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ValueError(
+            f"sequence_parallel: {size} does not divide the {heads} attention heads of {name}; use "
+            f"one of {', '.join(map(str, divisors))}"
+        )
+
+
+class SequenceShard:
+    """This rank's part of a micro-batch, and the exchanges with the other ranks.
+
+    Args:
+        group: the ranks of the micro-batch.
+        positions: [P] int64, positions in the shard that image features replace.
+        sends: number of features that this rank computes for each rank.
+        receives: number of features that each rank computes for this rank; their sum is P.
+
+    Attributes:
+        calls: how often attention exchanged tokens in the forward pass.
+    """
+
+    def __init__(
+        self,
+        group: SequenceGroup,
+        positions: Tensor,
+        sends: Sequence[int] = (),
+        receives: Sequence[int] = (),
+    ) -> None:
+        self.group = group
+        self.positions = positions
+        self.sends = list(sends)
+        self.receives = list(receives)
+        self.calls = 0
+
+    def gather_tokens(self, *heads: Tensor) -> tuple[Tensor, ...]:
+        """Exchange heads for tokens, in a single all-to-all.
+
+        If N does not divide the number of key heads, each is sent to all ranks with its queries.
+
+        Args:
+            heads: query [1, H, T / N, D]; key and value [1, H_kv, T / N, D]; or others like them.
+
+        Returns:
+            [1, H / N, T, D] each, of consecutive heads; [1, max(1, H_kv / N), T, D] if H_kv and N
+            are powers of two.
+        """
+        size, self.calls = self.group.size, self.calls + 1
+        parts = []
+        for x in heads:
+            repeats = size // math.gcd(x.shape[1], size)
+            repeated = x if repeats == 1 else x.repeat_interleave(repeats, 1)
+            # [1, H, T / N, D] -> [N, T / N, H / N * D]
+            parts.append(repeated[0].unflatten(0, (size, -1)).transpose(1, 2).flatten(2))
+        received = _exchange(torch.cat(parts, 2), self.group).flatten(0, 1)
+        pieces = received.split([part.shape[2] for part in parts], 1)
+        return tuple(
+            piece.unflatten(1, (-1, x.shape[3])).transpose(0, 1)[None]
+            for piece, x in zip(pieces, heads, strict=True)
+        )
+
+    def scatter_tokens(self, out: Tensor) -> Tensor:
+        """Return attention's output [1, T, H / N, D] to the ranks of its tokens: [1, T / N, H, D].
+
+        The inverse of :meth:`gather_tokens`.
+        """
+        sent = out[0].unflatten(0, (self.group.size, -1)).flatten(2)
+        received = _exchange(sent, self.group)  # [N, T / N, H / N * D]
+        return received.transpose(0, 1).flatten(1)[None].unflatten(2, (-1, out.shape[3]))
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Check that every layer of a model exchanged tokens since this object was made.
+
+        Raises:
+            ValueError: a layer did not, so that it read only the tokens of the shard.
+        """
+        layers = model.config.num_hidden_layers
+        if self.calls < layers:
+            raise ValueError(
+                f"sequence_parallel: only {self.calls} of the {layers} layers of "
+                f"{type(model).__name__} exchanged tokens, because its attention does not get the "
+                "arguments of the model's call; remove the key, or use another language model"
+            )
+
+    def send_features(self, features: Tensor) -> Tensor:
+        """Send features to the ranks of their placeholders.
+
+        Args:
+            features: [sum of sends, hidden], of this rank's images in order.
+
+        Returns:
+            [P, hidden], in the order of ``positions``.
+        """
+        return (
+            _exchange(features, self.group, self.sends, self.receives) if self.sends else features
+        )
+
+
+class _AllToAll(torch.autograd.Function):
+    """``torch.distributed.all_to_all_single``, whose gradient is the opposite exchange."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: SequenceGroup, sends: list[int], receives: list[int]
+    ) -> Tensor:
+        ctx.back = group, receives, sends
+        out = x.new_empty(sum(receives), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), receives, sends, group.processes)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None]:
+        return _AllToAll.apply(grad_outputs[0], *ctx.back), None, None, None
+
+
+def _exchange(
+    x: Tensor,
+    group: SequenceGroup,
+    sends: list[int] | None = None,
+    receives: list[int] | None = None,
+) -> Tensor:
+    """Send rows of ``x`` to the ranks in order: one to each by default, and receive theirs."""
+    ones = [1] * group.size
+    return _AllToAll.apply(x, group, sends or ones, receives or ones)
+
+
+def shard_batch(
+    batch: Mapping[str, Any], group: SequenceGroup, config: CoatVlmConfig
+) -> dict[str, Any]:
+    """Return this rank's shard of a micro-batch, which all ranks of the group have read.
+
+    The row is filled up to a multiple of N with tokens behind the last sequence, which no token
+    before them reads.
+
+    Args:
+        batch: a :class:`coat_data.load.collate.Batch` on the CPU, padded on the right or packed.
+        group: the ranks of the micro-batch.
+        config: the model's configuration.
+
+    Returns:
+        Arguments of :class:`coat_vlm.model.vlm.CoatVlm`: ``input_ids`` and ``position_ids``
+        (1, T / N); ``labels`` (1, T / N), shifted; this rank's images; the boundaries of the
+        sequences in the row of T tokens, if there are several; and the :class:`SequenceShard`.
+
+    Raises:
+        ValueError: placeholders and images do not match.
+    """
+    bounds = batch.get("cu_seq_lens_q")
+    keep = torch.ones_like(batch["input_ids"], dtype=torch.bool)
+    if bounds is None:
+        keep = batch["attention_mask"].bool()
+        bounds = F.pad(keep.sum(1).cumsum(0), (1, 0)).int()
+    keep = keep.flatten()
+    ids, labels = (batch[name].flatten()[keep] for name in ("input_ids", "labels"))
+    labels = labels.index_fill(0, bounds[:-1].long(), IGNORE_INDEX)
+    places = batch.get("image_positions", keep.new_empty(0, dtype=torch.int64))
+    places = (keep.cumsum(0) - 1)[places]  # positions in the row
+    ids = ids.index_fill(0, places, 0)  # features replace these embeddings, so any id works
+
+    missing = -len(ids) % group.size
+    bounds = torch.cat([bounds[:-1], bounds[-1:] + missing])
+    lengths = bounds.diff().long()
+    positions = torch.arange(len(ids) + missing) - bounds[:-1].long().repeat_interleave(lengths)
+    own = len(positions) // group.size
+    start, end = own * group.rank, own * (group.rank + 1)
+    inputs = {
+        "input_ids": F.pad(ids, (0, missing))[None, start:end],
+        "labels": F.pad(labels[1:], (0, missing + 1), value=IGNORE_INDEX)[None, start:end],
+        "position_ids": positions[None, start:end],
+    }
+    if len(bounds) > 2:
+        inputs |= {"cu_seq_lens_q": bounds, "max_length_q": int(lengths.max())}
+    # Placeholders before each shard's start; a feature has the number of its placeholder.
+    wanted = torch.searchsorted(places, own * torch.arange(group.size + 1)).tolist()
+    media, made = _deal_images(batch, group, config, len(places))
+    mine = places[wanted[group.rank] : wanted[group.rank + 1]] - start
+    shard = SequenceShard(group, mine)
+    if len(places):
+        rank, ranks = group.rank, range(group.size)
+        shard.sends = [_overlap(made, rank, wanted, other) for other in ranks]
+        shard.receives = [_overlap(made, other, wanted, rank) for other in ranks]
+    return {**inputs, **media, SHARD: shard}
+
+
+def _overlap(made: list[int], maker: int, wanted: list[int], reader: int) -> int:
+    """Count the features that one rank makes and another one reads."""
+    start = max(made[maker], wanted[reader])
+    return max(0, min(made[maker + 1], wanted[reader + 1]) - start)
+
+
+def _deal_images(
+    batch: Mapping[str, Any], group: SequenceGroup, config: CoatVlmConfig, placeholders: int
+) -> tuple[dict[str, Tensor], list[int]]:
+    """Deal whole images (groups of frames) to the ranks, in order, with about equal tiles.
+
+    Returns:
+        This rank's ``pixel_values``, and ``image_grids`` or ``frame_groups`` if the batch has them;
+        and the number of the first feature of each rank, with the number of all features.
+    """
+    pixels, per_image = batch["pixel_values"], config.tokens_per_image
+    tiles, features = [1] * len(pixels), [per_image] * len(pixels)
+    layout = next((name for name in ("image_grids", "frame_groups") if name in batch), None)
+    if layout == "image_grids":
+        grids = [(rows, columns) for rows, columns in batch[layout].tolist()]
+        tiles = [count_tiles(grid, config.s2_scales or ()) for grid in grids]
+        features = [rows * columns * per_image for rows, columns in grids]
+    elif layout == "frame_groups":
+        tiles = batch[layout].tolist()
+        features = [per_image] * len(tiles)
+    if sum(tiles) != len(pixels) or sum(features) != placeholders:
+        raise ValueError(
+            f"input_ids contain {placeholders} image placeholders but pixel_values contain "
+            f"{len(pixels)} tiles for {sum(tiles)} with {sum(features)} features; pass both as the "
+            "processor returns them, and check that no sequence was truncated"
+        )
+    ends = list(accumulate(tiles))
+    # An image belongs to the rank in whose share of the tiles its middle is.
+    owners = [
+        int(group.size * (end - size / 2) / len(pixels))
+        for end, size in zip(ends, tiles, strict=True)
+    ]
+    firsts = [sum(owner < rank for owner in owners) for rank in range(group.size + 1)]
+    images = slice(firsts[group.rank], firsts[group.rank + 1])
+    ends = [0, *ends]
+    media = {"pixel_values": pixels[ends[images.start] : ends[images.stop]]}
+    if layout is not None:
+        media[layout] = batch[layout][images]
+    return media, [sum(features[:first]) for first in firsts]

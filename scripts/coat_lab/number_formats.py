@@ -1,0 +1,250 @@
+"""Simulated number formats: any ExMy float and any INTn, with scales of any granularity.
+
+Values are FP32 numbers that the format has, so a simulated operand is the real one. Formats:
+
+    eXmY       sign, X exponent bits, Y mantissa bits: e5m2, e8m7 (BF16), e5m10 (FP16)
+    intN       N bits, from -(2^(N-1) - 1) to 2^(N-1) - 1
+
+Two rules say what a float's largest exponent stands for. With ``ieee`` behind the name it is
+infinity and NaN, as in IEEE 754; with ``fn`` it has numbers, except that the bit pattern of only
+ones is NaN in formats of 7 bits and more (OCP's E4M3, maximum 448). Without a suffix the rule is
+OCP's for e4m3, e3m2, e2m3 and e2m1, and IEEE's for all others. Casts round to nearest, a tie to the
+even bit pattern, and saturate; NaN stays NaN.
+
+Scales multiply on dequantize, as in ``coat_kernels.formats``, and are FP32:
+
+    none       no scale
+    tensor     one scale
+    channel    weights: one scale per row (output channel); inputs and gradients: one scale
+    token      weights: one scale per row; inputs and gradients: one scale per row (token)
+    groupN     one scale per N consecutive elements of a row
+
+The largest magnitude becomes the format's largest value (``max``), or the range is the one with the
+smallest mean squared error (``mse``), of 40 ranges from amax to amax / 30.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+FN_FORMATS = ("e4m3", "e3m2", "e2m3", "e2m1")
+"""Formats that OCP defines without infinities (8-bit Floating Point, Microscaling)."""
+MSE_RATIOS = tuple(2.0 ** (-i / 8) for i in range(40))
+"""Ranges that are tried for ``mse``, relative to amax."""
+
+_NAME = re.compile(r"e(\d+)m(\d+)(fn|ieee)?|int(\d+)")
+_SCALING = re.compile(r"(none|tensor|channel|token|group([1-9]\d*))(:mse)?(:static)?")
+
+Kind = Literal["weight", "input"]
+"""What a matrix is: a weight [N, K], or an input or gradient [tokens, K]."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumberFormat:
+    """A format: ``2^m`` equally spaced values per binade, and equally spaced ones below."""
+
+    name: str
+    mantissa_bits: int
+    """m; values below 2^min_exponent are multiples of 2^(min_exponent - m)."""
+    min_exponent: int
+    """Exponent of the smallest normal number. An integer format has no normal numbers."""
+    max: float
+
+    def values(self) -> Tensor:
+        """Return all non-negative values in ascending order, FP64."""
+        m, values = self.mantissa_bits, []
+        top = max(math.frexp(self.max)[1] - 1, self.min_exponent)
+        fractions = torch.arange(2**m, dtype=torch.float64) / 2**m
+        values = [fractions * 2.0**self.min_exponent]
+        values += [(1 + fractions) * 2.0**e for e in range(self.min_exponent, top + 1)]
+        found = torch.cat(values)
+        return found[found <= self.max]
+
+
+def parse_format(name: str) -> NumberFormat:
+    """Return the format called ``name``.
+
+    Raises:
+        ValueError: there is no such format, or FP32 cannot simulate it.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise ValueError(
+            f"format {name!r}: give eXmY, eXmYfn or eXmYieee for a float of X exponent and Y "
+            "mantissa bits, or intN for an integer of N bits"
+        )
+    if found[4] is not None:
+        bits = int(found[4])
+        if not 2 <= bits <= 24:
+            raise ValueError(
+                f"format {name!r}: allowed are int2 to int24; one bit is the sign, and FP32 has "
+                "24 significant bits"
+            )
+        return NumberFormat(name, bits - 1, bits - 1, float(2 ** (bits - 1) - 1))
+    exponent, m, fn = int(found[1]), int(found[2]), found[3] == "fn" or name in FN_FORMATS
+    if exponent > 8 or m > 23 or (exponent == 8 and fn):
+        raise ValueError(
+            f"format {name!r}: formats are simulated in FP32, which has 8 exponent and 23 mantissa "
+            "bits, and infinities"
+        )
+    if exponent + m == 0 or (m == 0 and exponent == 1 and not fn):
+        raise ValueError(f"format {name!r} cannot exist: its only value is 0")
+    min_exponent = 2 - 2 ** max(0, exponent - 1) if exponent else 0
+    has_nan = not fn or 1 + exponent + m > 6
+    if exponent == 0 or (exponent == 1 and not fn):  # all numbers are subnormal
+        largest = (1 - 2.0**-m) * 2.0**min_exponent
+    else:
+        top = min_exponent + 2**exponent - 2  # with numbers in the last binade
+        if not fn:
+            largest = (2 - 2.0**-m) * 2.0 ** (top - 1)
+        elif m == 0:
+            largest = 2.0 ** (top - has_nan)
+        else:
+            largest = (2 - 2.0**-m * (1 + has_nan)) * 2.0**top
+    return NumberFormat(name, m, min_exponent, largest)
+
+
+def round_to(x: Tensor, fmt: NumberFormat) -> Tensor:
+    """Round to the values of a format; returns FP32.
+
+    Args:
+        x: FP32, BF16 or FP16, any shape.
+        fmt: the format.
+    """
+    x32 = x.float()
+    bits = x32.view(torch.int32) & 0x7FFFFFFF
+    magnitude = bits.view(torch.float32)
+    drop = 23 - fmt.mantissa_bits
+    rounded = magnitude
+    if drop:  # a carry goes into the exponent, as it should
+        odd = (bits >> drop) & 1
+        rounded = ((bits + ((1 << (drop - 1)) - 1) + odd) & -(1 << drop)).view(torch.float32)
+    # FP32's own addition rounds to multiples of 2^(min_exponent - m).
+    unit = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits + 23)
+    rounded = torch.where(magnitude < 2.0**fmt.min_exponent, (magnitude + unit) - unit, rounded)
+    result = torch.copysign(rounded.clamp(max=fmt.max), x32)
+    return torch.where(bits > 0x7F800000, x32, result)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Granularity and range of scales."""
+
+    granularity: Literal["none", "tensor", "channel", "token", "group"]
+    group: int = 0
+    """Elements of a group."""
+    mse: bool = False
+    """Whether the range is the one with the smallest mean squared error."""
+    static: bool = False
+    """Whether scales of inputs are computed from other inputs, before use."""
+
+    @property
+    def name(self) -> str:
+        """The text that :func:`parse_scaling` reads."""
+        size = str(self.group) if self.group else ""
+        return f"{self.granularity}{size}{':mse' * self.mse}{':static' * self.static}"
+
+
+def parse_scaling(name: str) -> Scaling:
+    """Return the scaling called ``name``: a granularity, ``:mse``, ``:static``.
+
+    Raises:
+        ValueError: there is no such scaling.
+    """
+    found = _SCALING.fullmatch(name)
+    if found is None:
+        raise ValueError(
+            f"scales {name!r}: give none, tensor, channel, token or groupN, then :mse for the "
+            "range with the smallest error and :static for scales of calibration data"
+        )
+    group = int(found[2] or 0)
+    granularity = "group" if group else found[1]
+    mse, static = found[3] is not None, found[4] is not None
+    if static and granularity not in ("tensor", "channel"):
+        raise ValueError(
+            f"scales {name!r}: static scales are one number per tensor; give tensor:static or "
+            "channel:static"
+        )
+    if mse and granularity == "none":
+        raise ValueError(f"scales {name!r}: without scales there is no range to choose")
+    return Scaling(granularity, group, mse, static)  # pyright: ignore[reportArgumentType]
+
+
+def find_scale(x: Tensor, fmt: NumberFormat, scaling: Scaling, kind: Kind = "weight") -> Tensor:
+    """Compute the scales of a matrix, FP32, broadcastable to what :func:`_split` returns.
+
+    Args:
+        x: [rows, K], high precision.
+        fmt: the format.
+        scaling: granularity and range.
+        kind: decides what a channel and a token are.
+
+    Raises:
+        ValueError: groups do not divide K.
+    """
+    groups, dims = _split(x.float(), scaling, kind)
+    if scaling.granularity == "none":
+        return torch.ones((), device=x.device)
+    amax = groups.abs().amax(dims, keepdim=True)
+    scale = torch.where(amax > 0, amax, 1.0) / fmt.max
+    if not scaling.mse:
+        return scale
+    least = torch.full_like(scale, math.inf)
+    best = scale
+    for ratio in MSE_RATIOS:
+        tried = scale * ratio
+        error = (round_to(groups / tried, fmt) * tried - groups).square().sum(dims, keepdim=True)
+        best = torch.where(error < least, tried, best)
+        least = torch.minimum(error, least)
+    return best
+
+
+def quantize(
+    x: Tensor,
+    fmt: NumberFormat,
+    scaling: Scaling,
+    kind: Kind = "weight",
+    scale: Tensor | None = None,
+) -> Tensor:
+    """Quantize and dequantize; returns the dtype of ``x``.
+
+    Args:
+        x: [..., K], high precision; all dimensions but the last are rows.
+        fmt: the format.
+        scaling: granularity and range.
+        kind: decides what a channel and a token are.
+        scale: scales to use; computed from ``x`` by default.
+
+    Raises:
+        ValueError: groups do not divide K.
+    """
+    rows = x.detach().reshape(-1, x.shape[-1])
+    if scale is None:
+        scale = find_scale(rows, fmt, scaling, kind)
+    groups, _ = _split(rows.float(), scaling, kind)
+    return (round_to(groups / scale, fmt) * scale).view(x.shape).to(x.dtype)
+
+
+def _split(x: Tensor, scaling: Scaling, kind: Kind) -> tuple[Tensor, tuple[int, ...]]:
+    """Return x [rows, K], with groups [rows, K / G, G], and the dimensions that share a scale."""
+    if scaling.granularity == "group":
+        if x.shape[-1] % scaling.group:
+            raise ValueError(
+                f"scales {scaling.name!r}: rows have {x.shape[-1]} elements, which groups of "
+                f"{scaling.group} do not divide; give a divisor"
+            )
+        return x.unflatten(-1, (-1, scaling.group)), (-1,)
+    by_row = scaling.granularity == "token" or (
+        scaling.granularity == "channel" and kind == "weight"
+    )
+    return x, (-1,) if by_row else tuple(range(x.dim()))
+
+
+def sqnr(x: Tensor, quantized: Tensor) -> float:
+    """Return the signal to quantization noise ratio in dB; infinite without noise."""
+    signal, noise = (t.double().square().sum().item() for t in (x, x.double() - quantized.double()))
+    return 10 * math.log10(signal / noise) if noise else math.inf

@@ -1,0 +1,320 @@
+"""Published vision-language models as a user trains them: stages, ranks, LoRA, FP8, export."""
+
+import json
+import re
+import runpy
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from family_folders import MAKERS
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from coat_cli.main import main
+from coat_data.sample import Media, Part, Sample, Turn
+from coat_vlm.config.load import load_recipe, save_recipe
+from coat_vlm.generate import PromptEncoder, load, media_inputs
+from coat_vlm.model.families import FAMILIES
+
+training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
+
+SIX_LINES = """\
+name: six
+output_dir: {run}
+model: {{pretrained: {source}}}
+stages: {{sft: {{data: [{{name: a, path: {data}/data.json, select: first 20}}], max_steps: 1,
+  batch_size: 4, micro_batch_size: 2,
+  projector: {{train: true, lr: 1.0e-3}}}}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small checkpoint of each family."""
+    folder = tmp_path_factory.mktemp("published")
+    for name, make in MAKERS.items():
+        if name != "smolvlm" or find_spec("num2words"):  # its processor needs that package
+            make(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def questions(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("questions")
+    rows = []
+    for number in (1, 2, 4):
+        shutil.copy(tiny_data / f"{number}.png", folder)
+        row = {"question_id": str(number), "image": f"{number}.png", "text": "Is it red?"}
+        rows.append({**row, "answer": "yes", "category": "colors"})
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def make_recipe(data: Path, source: Path, run: Path, questions: Path | None = None) -> Any:
+    rows = {"name": "tiny", "path": str(data / "data.json"), "select": "first 20"}
+    trains = {"train": True, "lr": 1e-3}
+    stage = {"data": [rows], "val_data": [rows], "batch_size": 4, "micro_batch_size": 1}
+    sft = {
+        **stage, "max_steps": 4, "save_every_steps": 2, "vision": {"train": True, "lr": 1e-4},
+        "projector": trains, "language": trains,
+    }  # fmt: skip
+    recipe = {
+        "name": "family",
+        "output_dir": str(run),
+        "precision": "fp32",
+        "num_workers": 0,
+        "tracking": {"tensorboard": False},
+        "save_total_limit": 9,
+        "model": {"pretrained": str(source), "max_length": 1024},
+        "stages": {"align": {**stage, "max_steps": 1, "projector": trains}, "sft": sft},
+    }
+    if questions is not None:
+        recipe |= {"eval_sets": {"q": {"task": "yes_no", "path": str(questions)}}}
+        recipe |= {"eval_every": 4, "eval_samples": 2}
+    return recipe
+
+
+def train(recipe: Any, folder: Path, *options: str, ranks: int = 1) -> str:
+    done = training["train"](recipe, folder, *options, ranks=ranks)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr + done.stdout
+
+
+FIRST = ("llava_onevision", "qwen3_vl")
+"""Families that are trained in every run of the tests."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in FIRST else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(FAMILIES)
+    ],
+)
+def run(
+    request: pytest.FixtureRequest,
+    published: Path,
+    tiny_data: Path,
+    questions: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Two stages, on two ranks at ZeRO-2 of which one may have only texts."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if not (published / request.param).is_dir():
+        pytest.skip("transformers' processor of SmolVLM2 needs the package num2words")
+    source = published / request.param
+    recipe = make_recipe(tiny_data, source, folder / "run", questions)
+    train({**recipe, "zero_stage": 2}, folder, ranks=2)
+    return folder / "run"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def changed_parts(before: Path, after: Path) -> set[str]:
+    """The parts of the model with a weight that differs."""
+    family = FAMILIES[json.loads((before / "config.json").read_text())["model_type"]]
+    models = [AutoModelForImageTextToText.from_pretrained(path) for path in (before, after)]
+    old, new = (dict(model.named_parameters()) for model in models)
+    names = [name for name, value in new.items() if not torch.equal(value, old[name])]
+    return {
+        part for part, own in family.parts.items() if any(name.startswith(own) for name in names)
+    }
+
+
+def compute_logits(model: Any, processor: Any, image: Path) -> torch.Tensor:
+    turns = (Turn("user", (Part("image"), Part("text", "What is it?"))),)
+    sample = Sample(id="1", turns=turns, media=(Media(kind="image", path=str(image)),))
+    batch = PromptEncoder(processor)([sample])
+    with torch.no_grad():
+        ids = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        ids |= media_inputs(model, batch)
+        return model(**ids, **_token_types(model, ids["input_ids"])).logits
+
+
+def _token_types(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    name = FAMILIES[model.config.model_type].token_types
+    return {} if name is None else {name: (ids == model.config.image_token_id).int()}
+
+
+def test_stages_train_their_parts(run: Path, published: Path) -> None:
+    source = published / json.loads((run / "sft/model/config.json").read_text())["model_type"]
+    assert changed_parts(source, run / "align" / "model") == {"projector"}
+    assert changed_parts(run / "align/model", run / "sft/model") == {
+        "vision", "projector", "language",
+    }  # fmt: skip
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if row["kind"] == "step"][-1]
+    assert last["lr"]["vision"] == pytest.approx(last["lr"]["language"] / 10)
+    assert 0 < last["tiles"] <= last["samples"] == 4
+    assert [row for row in rows if row["kind"] == "eval"]
+    assert len({row["loss"] for row in rows if row["kind"] == "step"}) == 5
+
+
+def test_it_continues_bit_for_bit(run: Path, tiny_data: Path, tmp_path: Path) -> None:
+    again = tmp_path / "run"
+    shutil.copytree(run, again)
+    shutil.rmtree(again / "sft" / "model")
+    shutil.rmtree(again / "sft" / "checkpoints" / "step-00000004")
+    path = again / "recipe.yaml"
+    path.write_text(path.read_text().replace(str(run), str(again)))
+    done = training["started"].run(
+        ["train", str(path), "--resume", "auto"], ranks=2, env=training["ENV"]
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert training["losses"](again) == training["losses"](run)
+    ours, theirs = weights(again / "sft" / "model"), weights(run / "sft" / "model")
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_stock_transformers_loads_the_model_and_an_export(
+    run: Path, tiny_data: Path, tmp_path: Path, in_own_memory: Any
+) -> None:
+    step = run / "sft" / "checkpoints" / "step-00000004"
+    assert main(["export", str(step), "--to", str(tmp_path / "exported")]) == 0
+    ours, processor = load(run / "sft" / "model")
+    expected = compute_logits(in_own_memory(ours), processor, tiny_data / "1.png")
+    for folder in (run / "sft" / "model", tmp_path / "exported"):
+        stock: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        found = compute_logits(in_own_memory(stock.eval()), processor, tiny_data / "1.png")
+        assert torch.equal(found, expected)
+        assert AutoProcessor.from_pretrained(folder).chat_template
+
+
+def test_evaluation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--run", str(run)]) == 0
+    assert "yes_no" in capsys.readouterr().out
+    answers = (run / "eval" / "q" / "predictions.jsonl").read_text().splitlines()
+    assert len(answers) == 3
+
+
+def test_lora_from_another_run(run: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """Adapters on all linear layers of the decoder and tower; the projector trains whole."""
+    start = run / "sft" / "model"
+    recipe = make_recipe(tiny_data, start, tmp_path / "lora")
+    recipe["init_from"] = str(start)
+    del recipe["stages"]["align"]
+    recipe["stages"]["sft"]["lora"] = {"rank": 4, "alpha": 8, "modules": ["vision", "language"]}
+    assert "LoRA rank 4" in train(recipe, tmp_path)
+    model = tmp_path / "lora" / "sft" / "model"
+    assert changed_parts(start, model) == {"vision", "projector", "language"}
+    step = tmp_path / "lora" / "sft" / "checkpoints" / "step-00000004"
+    assert main(["export", str(step), "--to", str(tmp_path / "merged")]) == 0
+    merged, expected = weights(tmp_path / "merged"), weights(model)
+    assert all(torch.equal(value, merged[name]) for name, value in expected.items())
+    assert main(["export", str(model), "--to", str(tmp_path / "peft"), "--adapter"]) == 0
+    base: Any = AutoModelForImageTextToText.from_pretrained(start, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft").eval()
+    ours, processor = load(model)
+    image = tiny_data / "1.png"
+    found = compute_logits(adapted.merge_and_unload(), processor, image)
+    assert torch.allclose(found, compute_logits(ours, processor, image), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "stage", "vision"),
+    [
+        ("llava_onevision", 1, "coat"),
+        ("llava_onevision", 3, "bf16"),
+        ("qwen3_vl", 2, "coat"),  # the decoder adds features of tower blocks to its own
+    ],
+)
+def test_fp8(
+    family: str, stage: int, vision: str, published: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """FP8 blocks in decoder and tower on two ranks; at stage 3 they are gathered by block."""
+    source = published / family
+    recipe = make_recipe(tiny_data, source, tmp_path / "run")
+    del recipe["stages"]["align"]
+    recipe |= {"precision": "coat", "zero_stage": stage}
+    recipe["fp8"] = {"bf16_forward_first": 0, "vision": vision}
+    said = train(recipe, tmp_path, ranks=2)
+    assert "model.language_model.layers.0-1: FP8 decoder block" in said
+    tower = "FP8 encoder block" if vision == "coat" else "left, fp8.vision is bf16"
+    blocks = {"qwen3_vl": "visual.blocks"}.get(family, "vision_tower.encoder.layers")
+    assert f"model.{blocks}.0-1: {tower}" in said
+    plain = make_recipe(tiny_data, source, tmp_path / "plain")
+    del plain["stages"]["align"]
+    train(plain, tmp_path)
+    pairs = zip(*(training["losses"](tmp_path / one) for one in ("run", "plain")), strict=True)
+    for number, (fp8, fp32) in enumerate(pairs):
+        # The first loss is of the same weights: FP8 has 3 mantissa bits, so each of the products
+        # is off by up to 2^-4 of its size and their sums by less.
+        assert fp8 != fp32
+        assert fp8 == pytest.approx(fp32, rel=0.06), number
+
+
+def test_six_lines(published: Path, tiny_data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    text = SIX_LINES.format(run=tmp_path / "run", source=published / "qwen3_vl", data=tiny_data)
+    assert len(text.splitlines()) <= 6
+    path.write_text(text)
+    done = training["started"].run(["train", str(path)], env=training["ENV"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "run/sft/model/config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mllama"}, "'mllama'; the families that can be trained are"),
+        ({"model_type": "llama"}, "take its language model or vision tower as a part"),
+    ],
+)
+def test_another_family_ends_before_the_engine(
+    change: dict[str, str], message: str, published: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "other"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(change))
+    recipe = make_recipe(tiny_data, source, tmp_path / "run")
+    done = training["train"](recipe, tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "run").exists()
+    recipe = make_recipe(tiny_data, published / "qwen3_vl", tmp_path / "run")
+    recipe["init_from"] = str(published / "llava_onevision")
+    done = training["train"](recipe, tmp_path)
+    assert "is a Qwen3-VL; name a folder of the same family" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["model.template=chatml"], "model.template has no effect with model.pretrained"),
+        (["model.image.mode=pad"], "model.image has no effect with model.pretrained"),
+        (["model.language.name_or_path=a/b"], "model.language has no effect with model.pret"),
+        (["stages.sft.packing=true"], "stages.sft.packing is not supported with model.pret"),
+        (["stages.sft.template=plain"], "stages.sft.template is not supported with model.pr"),
+        (["memory.gpu_gb=80"], "memory is not supported with model.pretrained"),
+        (["export_formats=[llava]"], "export_formats is not supported with model.pretrained"),
+        (["zero_stage=3", "precision=coat"], "needs the tower's blocks in BF16; set fp8.vision"),
+    ],
+)
+def test_keys_without_effect(changes: list[str], message: str, tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, Path("Qwen/Qwen3-VL-2B-Instruct"), tmp_path / "run")
+    path = training["write_recipe"](recipe, tmp_path / "recipe.yaml")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_recipe(str(path), changes)
+    saved = load_recipe(str(path))
+    save_recipe(saved, tmp_path / "saved.yaml")
+    assert load_recipe(str(tmp_path / "saved.yaml")) == saved
+
+
+def test_what_needs_a_composed_model(
+    published: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = published / "qwen3_vl"
+    recipe = make_recipe(tiny_data, source, tmp_path / "run")
+    path = training["write_recipe"](recipe, tmp_path / "recipe.yaml")
+    assert main(["plan", str(path)]) == 2
+    assert "coat-vlm plan supports models composed of" in capsys.readouterr().err
+    for option, value in (("--format", "llava"), ("--weights", "fp8")):
+        assert main(["export", str(source), "--to", str(tmp_path / "a"), option, value]) == 2
+        assert f"{option} {value} is for models composed of parts" in capsys.readouterr().err

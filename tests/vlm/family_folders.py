@@ -1,0 +1,306 @@
+"""Small random checkpoints of published families, in their official layouts."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
+    GotOcr2ImageProcessor,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessor,
+    Idefics3Processor,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLProcessor,
+    InternVLVideoProcessor,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionImageProcessor,
+    LlavaOnevisionProcessor,
+    LlavaOnevisionVideoProcessor,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2Config,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+    SiglipVisionConfig,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+    SmolVLMImageProcessor,
+    SmolVLMProcessor,
+    SmolVLMVideoProcessor,
+)
+
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_vlm.model.processor import train_tokenizer
+
+TEXTS = ["What color is the circle?", "red green blue yellow", "Is there a square? yes no"]
+TEXT: Any = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+PIXELS: Any = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+SIZE: Any = {"shortest_edge": 64, "longest_edge": 1024}
+TOWER: Any = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+PINPOINTS = [[16, 16], [16, 32], [32, 16]]
+TURN = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+)
+END = (
+    "{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# As in Qwen/Qwen3-VL-2B-Instruct: parts in their order.
+QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+PARTS = (
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    + QWEN_IMAGE
+    + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+)
+QWEN = TURN + PARTS + END
+# As in OpenGVLab/InternVL3-1B-hf (with QWEN above) and HuggingFaceTB/SmolVLM2-2.2B-Instruct.
+IDEFICS = (
+    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}:{% else %}{{ ': ' }}{% endif %}"
+    + PARTS.replace(QWEN_IMAGE, "<image>")
+    + "<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+# As in google/gemma-3-4b-it.
+GEMMA = (
+    "{% for message in messages %}"
+    "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\n' }}"
+    + PARTS.replace(QWEN_IMAGE, "<start_of_image>").replace("['text'] }}", "['text'] | trim }}")
+    + "{{ '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+# As in llava-hf/llava-1.5-7b-hf, which writes no end token.
+LLAVA = (
+    "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}<image>\n"
+    "{% endfor %}{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ part['text'] + ' ' }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+# As in llava-hf/llava-onevision-qwen2-0.5b-ov-hf: all images, a line break, all texts.
+ONEVISION = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}<image>"
+    "{% endfor %}{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ '\n' + part['text'] }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_tokenizer(*special: str) -> Any:
+    tokenizer = train_tokenizer(TEXTS, 300)
+    tokenizer.add_tokens(list(special), special_tokens=True)
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+def find_ids(tokenizer: Any) -> dict[str, Any]:
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return {"vocab_size": len(tokenizer), "bos_token_id": None, **ends}
+
+
+def make_qwen(kind: str, folder: Path, **text: Any) -> None:
+    marks = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+    tokenizer = make_tokenizer(*marks)
+    places = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    ids = dict(zip(places, map(tokenizer.convert_tokens_to_ids, marks), strict=True))
+    vision = {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32,
+        "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    }  # fmt: skip
+    text = {**TEXT, **find_ids(tokenizer), "rope_parameters": ROPE, **text}
+    image = Qwen2VLImageProcessor(**PIXELS, size=SIZE)
+    if kind == "qwen3_vl":
+        vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+        config = Qwen3VLConfig(
+            text_config={**text, "head_dim": 8}, vision_config=vision, tie_word_embeddings=True,
+            **ids,
+        )  # fmt: skip
+        video = Qwen3VLVideoProcessor(**PIXELS, size=SIZE)
+        model = Qwen3VLForConditionalGeneration(config)
+        processor = Qwen3VLProcessor(image, tokenizer, video, chat_template=QWEN)
+    else:
+        vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+        config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
+        video = Qwen2VLVideoProcessor(**PIXELS, size=SIZE)
+        model = Qwen2_5_VLForConditionalGeneration(config)
+        processor = Qwen2_5_VLProcessor(image, tokenizer, video, chat_template=QWEN)
+    save(model, processor, folder)
+
+
+def make_onevision(folder: Path) -> None:
+    tokenizer = make_tokenizer("<image>", "<video>")
+    config = LlavaOnevisionConfig(
+        vision_config=SiglipVisionConfig(**TOWER, vision_use_head=False),
+        text_config=Qwen2Config(**TEXT, **find_ids(tokenizer)),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
+        image_grid_pinpoints=PINPOINTS,
+        vision_feature_select_strategy="full",
+    )
+    size: Any = {"height": 16, "width": 16}
+    processor = LlavaOnevisionProcessor(
+        image_processor=LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=PINPOINTS),
+        tokenizer=tokenizer,
+        video_processor=LlavaOnevisionVideoProcessor(size=size),
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        chat_template=ONEVISION,
+    )
+    save(LlavaOnevisionForConditionalGeneration(config), processor, folder)
+
+
+def save(model: Any, processor: Any, folder: Path) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():  # outputs that depend on the text and the image
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=parameter[0].numel() ** -0.5)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def make_llava(folder: Path) -> None:
+    tokenizer = make_tokenizer("<image>", "</s>")
+    tokenizer.eos_token = "</s>"
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**TOWER),
+        text_config=LlamaConfig(**TEXT, **find_ids(tokenizer)),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    size: Any = {"height": 16, "width": 16}
+    processor = LlavaProcessor(
+        image_processor=CLIPImageProcessor(size=size, crop_size=size),
+        tokenizer=tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=LLAVA,
+    )
+    save(LlavaForConditionalGeneration(config), processor, folder)
+
+
+def make_internvl(folder: Path) -> None:
+    marks = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>"}
+    tokenizer: Any = make_tokenizer(*marks.values(), "<video>")
+    names = {f"{name}_token": mark for name, mark in marks.items()} | {"video_token": "<video>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        pad_token=tokenizer.pad_token,
+        eos_token=tokenizer.eos_token,
+        extra_special_tokens=names,
+    )
+    vision = {**TOWER, "image_size": [16, 16], "patch_size": [4, 4]}
+    config = InternVLConfig(
+        vision_config=vision,
+        text_config=Qwen2Config(**TEXT, **find_ids(tokenizer)),
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+    )
+    size: Any = {"height": 16, "width": 16}
+    processor = InternVLProcessor(
+        GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=4),
+        tokenizer,
+        InternVLVideoProcessor(size=size),
+        image_seq_length=4,
+        chat_template=QWEN.replace(QWEN_IMAGE, "<IMG_CONTEXT>\n"),
+    )
+    save(InternVLForConditionalGeneration(config), processor, folder)
+
+
+def make_idefics(kind: str, folder: Path) -> None:
+    rows = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    marks = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *rows]
+    tokenizer = make_tokenizer(*marks)
+    image: Any = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+    settings: Any = {
+        "vision_config": {**TOWER, "patch_size": 2},
+        "text_config": LlamaConfig(**TEXT, **find_ids(tokenizer)),
+        "image_token_id": tokenizer.convert_tokens_to_ids("<image>"),
+        "scale_factor": 2,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    options: Any = {"image_seq_len": 16, "chat_template": IDEFICS}
+    if kind == "idefics3":
+        model: Any = Idefics3ForConditionalGeneration(Idefics3Config(**settings))
+        processor: Any = Idefics3Processor(Idefics3ImageProcessor(**image), tokenizer, **options)
+    else:
+        model = SmolVLMForConditionalGeneration(SmolVLMConfig(**settings))
+        videos = SmolVLMVideoProcessor(**image)
+        processor = SmolVLMProcessor(SmolVLMImageProcessor(**image), tokenizer, videos, **options)
+    save(model, processor, folder)
+
+
+def make_gemma(folder: Path) -> None:
+    marks = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"}
+    tokenizer = make_tokenizer("<start_of_turn>", "<end_of_turn>", *marks.values())
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        pad_token=tokenizer.pad_token,
+        eos_token=tokenizer.eos_token,
+        extra_special_tokens={f"{name}_token": mark for name, mark in marks.items()},
+    )
+    ids: dict[str, Any] = dict(
+        zip(marks, map(tokenizer.convert_tokens_to_ids, marks.values()), strict=True)
+    )
+    text = {**TEXT, **find_ids(tokenizer), "head_dim": 8, "sliding_window": 16}
+    config = Gemma3Config(
+        text_config={**text, "layer_types": ["sliding_attention", "full_attention"]},
+        vision_config={**TOWER, "vision_use_head": False},
+        mm_tokens_per_image=4,
+        boi_token_index=ids["boi"],
+        eoi_token_index=ids["eoi"],
+        image_token_index=ids["image"],
+    )
+    size: Any = {"height": 16, "width": 16}
+    image = Gemma3ImageProcessor(size=size)
+    processor = Gemma3Processor(image, tokenizer, chat_template=GEMMA, image_seq_length=4)
+    save(Gemma3ForConditionalGeneration(config), processor, folder)
+
+
+MAKERS = {
+    "gemma3": make_gemma,
+    "idefics3": lambda folder: make_idefics("idefics3", folder),
+    "internvl": make_internvl,
+    "llava": make_llava,
+    "llava_onevision": make_onevision,
+    "qwen2_5_vl": lambda folder: make_qwen("qwen2_5_vl", folder),
+    "qwen3_vl": lambda folder: make_qwen("qwen3_vl", folder),
+    "smolvlm": lambda folder: make_idefics("smolvlm", folder),
+}
+"""Function that writes a checkpoint of a family into a folder, by ``model_type``."""

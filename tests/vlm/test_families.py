@@ -1,0 +1,238 @@
+"""Published models in the data engine and in training, compared with transformers."""
+
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from family_folders import MAKERS
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from coat_data.load.check_labels import check_labels, verify_template
+from coat_data.load.collate import collate
+from coat_data.load.encode import IGNORE_INDEX
+from coat_data.sample import DataError, Media, Part, Sample, Turn
+from coat_vlm.generate import generate
+from coat_vlm.model.families import FAMILIES, find_family, find_parts
+from coat_vlm.model.family_model import load_family_model
+from coat_vlm.model.family_processor import FamilyProcessor
+from coat_vlm.train.step import copy_batch_to_device
+
+ENDS = {"gemma3": "<end_of_turn>", "llava": "</s>"}
+ENDS |= dict.fromkeys(("idefics3", "smolvlm"), "<end_of_utterance>")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "smolvlm":
+        pytest.importorskip("num2words", reason="transformers' processor needs it")
+    folder = tmp_path_factory.mktemp("published") / request.param
+    MAKERS[request.param](folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path) -> FamilyProcessor:
+    return FamilyProcessor.load("model.pretrained", str(folder), 1024)
+
+
+def picture(number: int, width: int = 40, height: int = 24) -> Media:
+    pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return Media(kind="image", path=f"{number}.png", data=file.getvalue())
+
+
+def conversation(*images: Media, answers: tuple[str, ...] = ("red", "yes")) -> Sample:
+    """Questions with all images in the first one, as a LLaVA row writes them."""
+    turns: list[Turn] = []
+    for number, answer in enumerate(answers):
+        shown = (Part("image"),) * len(images) if not number else ()
+        text = ("\n" if shown else "") + f"What color is {number}?"
+        turns += [Turn("user", (*shown, Part("text", text)))]
+        turns += [Turn("assistant", (Part("text", answer),))]
+    return Sample(id="1", turns=tuple(turns), media=images, source="rows.json")
+
+
+def messages(sample: Sample) -> tuple[list[Any], list[Image.Image]]:
+    """The conversation as a user of transformers writes it, without the line break."""
+    found = [
+        {
+            "role": turn.role,
+            "content": [
+                {"type": "text", "text": part.text.lstrip("\n")}
+                if part.kind == "text"
+                else {"type": "image"}
+                for part in turn.parts
+            ],
+        }
+        for turn in sample.turns
+    ]
+    shown = [Image.open(io.BytesIO(m.data or b"")).convert("RGB") for m in sample.media]
+    return found, shown
+
+
+def render(reader: Any, name: str, found: list[Any], **options: Any) -> str:
+    text = reader.apply_chat_template(found, tokenize=False, **options)
+    if FAMILIES[name].adds_end_token:  # as LLaVA-1.5 was trained
+        text = text.replace("red ", "red</s>").replace("yes ", "yes</s>")
+    return text
+
+
+SAMPLES = {
+    "one image": conversation(picture(1)),
+    "wide": conversation(picture(2, 90, 20)),
+    "two images": conversation(picture(3), picture(4, 20, 50)),
+    "text": conversation(),
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
+def test_inputs_are_those_of_the_processor(
+    folder: Path, processor: FamilyProcessor, sample: Sample
+) -> None:
+    stock: Any = AutoProcessor.from_pretrained(folder)
+    found, shown = messages(sample)
+    text = render(stock, folder.name, found)
+    images = {"images": [shown]} if shown else {}
+    expected = stock(text=[text], **images, return_tensors="pt")
+    encoder = pickle.loads(pickle.dumps(processor.encoder(train=True)))
+    encoded = encoder(sample)
+    assert encoded.input_ids.tolist() == expected["input_ids"][0].tolist()
+    inputs = {"pixel_values": encoded.pixel_values, **encoded.extras} if shown else {}
+    assert set(inputs) == {name for name in FAMILIES[folder.name].inputs if shown}
+    for name, value in inputs.items():
+        assert torch.equal(value, expected[name]), name
+    labels = [label for label in encoded.labels.tolist() if label != IGNORE_INDEX]
+    end = ENDS.get(folder.name, "<|im_end|>")
+    assert processor.tokenizer.decode(labels).replace(" ", "") == f"red{end}yes{end}"
+    prompt = encoder.prompt(sample)
+    assert prompt.input_ids.tolist() == encoded.input_ids[: len(prompt.input_ids)].tolist()
+    assert encoder.measure(sample).tokens == len(encoded.input_ids)
+
+
+def test_label_masks(processor: FamilyProcessor) -> None:
+    encoder = processor.encoder(train=True)
+    verify_template(encoder)
+    for sample in SAMPLES.values():
+        encoded = encoder(sample)
+        check_labels(sample, encoded.input_ids.tolist(), encoded.labels.tolist(), encoder)
+
+
+def load_both(folder: Path, in_own_memory: Callable[[Any], Any]) -> tuple[Any, Any]:
+    ours = load_family_model("model.pretrained", str(folder), torch.float32)
+    stock = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    return in_own_memory(ours), in_own_memory(stock)
+
+
+def test_logits_and_loss_are_those_of_transformers(
+    folder: Path, processor: FamilyProcessor, in_own_memory: Callable[[Any], Any]
+) -> None:
+    ours, stock = load_both(folder, in_own_memory)
+    assert type(ours).__name__ == type(stock).__name__
+    found, shown = messages(SAMPLES["wide"])
+    other, more = messages(SAMPLES["two images"])
+    reader: Any = AutoProcessor.from_pretrained(folder)
+    texts = [render(reader, folder.name, one) for one in (found, other)]
+    stock_inputs = reader(
+        text=texts, images=[shown, more], return_tensors="pt", padding=True, padding_side="right"
+    )
+    stock.train()
+    ours.train()  # no dropout
+    expected = stock(**stock_inputs)
+    encoder = processor.encoder(train=True)
+    encoded = [encoder(SAMPLES[name]) for name in ("wide", "two images")]
+    batch = collate(encoded, pad_token_id=processor.tokenizer.pad_token_id)
+    inputs = copy_batch_to_device(batch, CPU)
+    labels = inputs.pop("labels")
+    assert torch.equal(ours(**inputs).logits, expected.logits)
+    # The loss in chunks, without the mask: right padding changes no supervised logits.
+    loss = ours(**inputs, labels=labels, num_items_in_batch=7.0, skip_logits=True)
+    assert loss.logits is None
+    target = F.cross_entropy(
+        expected.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    )
+    assert loss.loss.item() == pytest.approx(target.item() / 7, rel=1e-5)
+    loss.loss.backward()
+    (target / 7).backward()
+    gradients = dict(stock.named_parameters())
+    assert any(p.grad is not None for p in find_parts(ours, ours.family)["vision"].parameters())
+    for name, parameter in ours.named_parameters():
+        of_stock = gradients[name].grad
+        if parameter.grad is None or of_stock is None:
+            assert parameter.grad is of_stock, name
+        else:
+            difference = (parameter.grad - of_stock).norm()
+            assert difference <= 1e-4 * of_stock.norm() + 1e-7, name
+
+
+def test_a_text_batch_trains_the_tower_with_zeros(folder: Path, processor: FamilyProcessor) -> None:
+    """All ranks must use the same parameters in each step."""
+    model: Any = load_family_model("model.pretrained", str(folder), torch.float32).train()
+    encoder = processor.encoder(train=True)
+    text, pad = encoder(SAMPLES["text"]), processor.tokenizer.pad_token_id
+    short = encoder(conversation(answers=("no",)))
+    batch = collate([short, text], pad_token_id=pad)
+    assert len(batch["pixel_values"])
+    loss = model(**copy_batch_to_device(batch, CPU), skip_logits=True).loss
+    loss.backward()
+    alone = model(input_ids=text.input_ids[None], labels=text.labels[None], skip_logits=True).loss
+    count = [int((one.labels != IGNORE_INDEX).sum()) for one in (short, text)]
+    other = model(input_ids=short.input_ids[None], labels=short.labels[None], skip_logits=True).loss
+    expected = (other * count[0] + alone * count[1]) / sum(count)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    seen = {
+        name: parameter.grad
+        for role in ("vision", "projector")
+        for name, parameter in find_parts(model, model.family)[role].named_parameters()
+        if parameter.grad is not None
+    }
+    assert seen
+    assert not any(gradient.any() for gradient in seen.values())
+    # In a batch with images, nothing is appended.
+    mixed = collate([text, encoder(SAMPLES["one image"])], pad_token_id=pad)
+    assert len(mixed["pixel_values"]) == len(encoder(SAMPLES["one image"]).pixel_values)
+
+
+def test_answers_are_those_of_transformers(
+    folder: Path, processor: FamilyProcessor, in_own_memory: Callable[[Any], Any]
+) -> None:
+    ours, stock = load_both(folder, in_own_memory)
+    reader: Any = AutoProcessor.from_pretrained(folder)
+    samples = [SAMPLES["wide"], SAMPLES["two images"]]
+    expected = []
+    for sample in samples:
+        found, shown = messages(sample)
+        text = render(reader, folder.name, found[:-1], add_generation_prompt=True)
+        inputs = reader(text=[text], images=[shown], return_tensors="pt")
+        output = stock.generate(**inputs, max_new_tokens=6, do_sample=False)
+        ids = output[0, inputs["input_ids"].shape[1] :]
+        expected.append(reader.tokenizer.decode(ids, skip_special_tokens=True).strip())
+        assert generate(ours.eval(), processor, [sample], 6) == expected[-1:]
+    assert len(generate(ours, processor, samples, 6)) == 2
+
+
+def test_what_is_refused(folder: Path, processor: FamilyProcessor, tmp_path: Path) -> None:
+    video = Sample(
+        id="1",
+        turns=(Turn("user", (Part("video"),)), Turn("assistant", (Part("text", "a"),))),
+        media=(Media(kind="video", path="clip.mp4"),),
+        source="rows.json",
+    )
+    with pytest.raises(DataError, match="shows a video, and a model of"):
+        processor.encoder(train=True)(video)
+    processor = FamilyProcessor.load("model.pretrained", str(folder), 8)
+    with pytest.raises(DataError, match="tokens, with those of 1 images, are more than max_length"):
+        processor.encoder(train=True)(SAMPLES["one image"])
+    (tmp_path / "config.json").write_text('{"model_type": "mllama"}', encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"'mllama'; the families that can be trained are .*Qwen3-VL"
+    ):
+        find_family("model.pretrained", str(tmp_path))

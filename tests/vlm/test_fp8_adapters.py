@@ -1,0 +1,263 @@
+"""LoRA adapters in FP8 blocks, and frozen weights that are stored in FP8 alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_kernels import (
+    E4M3,
+    E5M2,
+    dequantize_tensor,
+    quantize_layouts,
+    quantize_tensor,
+    transpose_quantized,
+)
+from coat_vlm.config import Fp8Config, ModuleTraining, SourceConfig, StageConfig
+from coat_vlm.config.stage import LoraTraining
+from coat_vlm.fp8 import arithmetic_of, convert, fp8_blocks, linear, store_frozen_weights
+from coat_vlm.fp8.block_error import LiveInput, block_error
+from coat_vlm.fp8.convert import back_to_bf16
+from coat_vlm.fp8.weights import list_stored
+from coat_vlm.model.build import create_meta_model
+from coat_vlm.model.lora import merge, split_adapters
+from coat_vlm.model.vlm import CoatVlm
+from coat_vlm.plan.activations import trace
+from coat_vlm.plan.zero import count_sizes, estimate_rank_memory
+from coat_vlm.train.prepare import set_train_mode, set_trainable
+
+RANK, SCALE = 4, 3.0
+TRAINS = ModuleTraining(train=True, lr=1e-3)
+STAGE = StageConfig(
+    data=[SourceConfig(name="a", path="a.json")],
+    language=TRAINS,
+    lora=LoraTraining(rank=RANK, alpha=12, dropout=0.0),
+    batch_size=1,
+    micro_batch_size=1,
+    max_steps=1,
+)
+CPU = torch.device("cpu")
+
+
+def adapted(tiny: Any, fp8: Fp8Config | None, device: torch.device = CPU) -> CoatVlm:
+    """A tiny model without a tower's training, with random adapters, converted."""
+    model = tiny.model(vision=tiny.vision(hidden_size=32, intermediate_size=48))
+    set_trainable(model, STAGE)
+    draw_adapters(model)
+    set_train_mode(model, STAGE)
+    model.to(device)
+    if device.type == "cuda":
+        model.bfloat16()
+    if fp8 is not None:
+        convert(model, fp8)
+    return model
+
+
+def draw_adapters(model: nn.Module) -> None:
+    draw = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
+
+
+def run(model: CoatVlm) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a fixed batch and the gradients of the adapters."""
+    draw = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, 60, (2, 24), generator=draw)
+    device = next(model.language_model.parameters()).device
+    loss = model(input_ids=ids.to(device), labels=ids).loss
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    return loss.detach(), {n: g.clone() for n, g in grads.items() if g is not None}
+
+
+def test_one_layer_by_the_formula() -> None:
+    """y = x W^T + s x A^T B^T and its gradients, in FP64 from the FP8 values of the GEMMs."""
+    import peft
+
+    torch.manual_seed(0)
+    model: Any = nn.ModuleDict({"q": nn.Linear(48, 32)})
+    config = peft.LoraConfig(r=RANK, lora_alpha=12, target_modules=["q"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    layer, x = model["q"], torch.randn(2, 16, 48, requires_grad=True)
+    base = layer.base_layer
+    y = linear(x, layer)
+    grad = torch.randn(y.shape)
+    y.backward(grad)
+
+    def rounded(value: Tensor, fmt: Any) -> Tensor:
+        return dequantize_tensor(quantize_tensor(value.detach().flatten(0, -2), fmt)).double()
+
+    a, b = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
+    a64, b64, bias = (each.detach().double() for each in (a, b, base.bias))
+    x8, w8, g8 = rounded(x, E4M3), rounded(base.weight, E4M3), rounded(grad, E5M2)
+    inner, grad_inner = x8 @ a64.T, SCALE * g8 @ b64
+    exact = {
+        "y": (y.flatten(0, 1), x8 @ w8.T + SCALE * inner @ b64.T + bias, 1e-6),
+        "x": (x.grad.flatten(0, 1), g8 @ w8 + grad_inner @ a64, 1e-6),  # pyright: ignore[reportOptionalMemberAccess]
+        "B": (b.grad, SCALE * g8.T @ inner, 1e-6),
+        # P's gradient is E4M3: half a step is 2^-4 of a value.
+        "A": (a.grad, grad_inner.T @ x8, 2**-4),
+    }
+    for name, (found, expected, bound) in exact.items():
+        assert (found.double() - expected).norm() <= bound * expected.norm(), name
+    assert base.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "targets", [None, ["k_proj"], ["down_proj"], ["up_proj"], ["o_proj", "q_proj"]]
+)
+@pytest.mark.parametrize("precision", ["coat", "coat_lean"])
+def test_adapters_of_some_layers(tiny: Any, precision: Any, targets: list[str] | None) -> None:
+    """Gradients are those of peft in FP32 within the precision, whatever layers are adapted."""
+    import peft
+
+    found = []
+    for fp8 in (None, Fp8Config(language=precision)):
+        plain = tiny.model(language=tiny.language("qwen2")).language_model
+        config = peft.LoraConfig(
+            r=RANK,
+            lora_alpha=12,
+            target_modules=targets or "all-linear",
+            task_type="CAUSAL_LM",
+        )
+        model: Any = peft.get_peft_model(plain, config)
+        draw_adapters(model)
+        if fp8 is not None:
+            convert(model, fp8)
+            store_frozen_weights(model)
+            assert len(list_stored(model)) == 2 * 4
+        ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(2))
+        model(input_ids=ids, labels=ids).loss.backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    exact, in_fp8 = found
+    assert exact
+    for name, grad in exact.items():
+        # A block adds up to 12% (docs/results.md), and the GEMM of the gradient half of that.
+        assert (in_fp8[name] - grad).norm() < 0.3 * grad.norm(), name
+
+
+@pytest.mark.parametrize(
+    "fp8",
+    [
+        Fp8Config(language="coat", vision="bf16"),
+        Fp8Config(language="coat_lean", vision="bf16"),
+        Fp8Config(language="fp8_linear", vision="bf16"),
+    ],
+    ids=["coat", "coat_lean", "fp8_linear"],
+)
+def test_stored_weights_change_no_bit(tiny: Any, fp8: Fp8Config) -> None:
+    quantized = run(adapted(tiny, fp8))
+    model = adapted(tiny, fp8)
+    originals = {name: p.detach().clone() for name, p in model.named_parameters()}
+    store_frozen_weights(model)
+    linears = 2 * 7 if fp8.language == "fp8_linear" else 2 * 4
+    assert len(list_stored(model)) == linears
+    stored = run(model)
+    assert torch.equal(quantized[0], stored[0])
+    assert quantized[1].keys() == stored[1].keys()
+    assert all(torch.equal(grad, stored[1][name]) for name, grad in quantized[1].items())
+    # Checkpoints and merged models are made from the original weights.
+    assert all(torch.equal(p, originals[name]) for name, p in model.named_parameters())
+    reuse = arithmetic_of("coat", Fp8Config(vision="bf16"), CPU).weight_reuse(model, CPU)
+    assert reuse.nbytes == 0
+
+
+def test_a_merged_model_has_the_original_weights(tiny: Any) -> None:
+    """The merged model is W + s B A of the original W, and computes what the adapters do."""
+    model = adapted(tiny, Fp8Config(vision="bf16"))
+    store_frozen_weights(model)
+    base, adapters = split_adapters(model.state_dict())
+    merge(base, adapters, SCALE)
+    exact = adapted(tiny, None)
+    expected, theirs = split_adapters(exact.state_dict())
+    merge(expected, theirs, SCALE)
+    assert base.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in base.items())
+    plain = tiny.model(vision=tiny.vision(hidden_size=32, intermediate_size=48), seed=9)
+    plain.load_state_dict(base)
+    ids = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        ours, high, merged = (m.eval()(input_ids=ids).logits for m in (model, exact, plain))
+    assert (merged - high).norm() < 1e-6 * high.norm()
+    assert (merged - ours).norm() < 0.08 * 2**0.5 * high.norm()  # two blocks of up to 8%
+
+
+def test_loaded_weights_are_stored_again_and_blocks_return_to_bf16(tiny: Any) -> None:
+    model = adapted(tiny, Fp8Config(vision="bf16", bf16_forward_first=0))
+    store_frozen_weights(model)
+    before = run(model)[0]
+    layer = model.get_submodule("language_model.model.layers.0.self_attn.o_proj.base_layer")
+    weight: Any = layer.weight
+    with torch.no_grad():
+        weight.mul_(2)  # as a checkpoint is loaded
+    assert torch.equal(run(model)[0], before)
+    store_frozen_weights(model)
+    assert not torch.equal(run(model)[0], before)
+    (_, block), _ = fp8_blocks(model)
+    position = torch.arange(8)[None]
+    x = torch.randn(1, 8, 32)
+    embeddings = model.language_model.model.rotary_emb(x, position)
+    live = LiveInput((x,), {"position_embeddings": embeddings}, torch.randn_like(x))
+    error = block_error(block, live, False)
+    assert error.output_error is not None
+    assert 0 < error.output_error < 0.25
+    assert len(list_stored(block)) == 4  # copies were compared
+    back_to_bf16(block, False)
+    assert not list_stored(block)
+    assert len(fp8_blocks(model)) == 1
+    run(model)
+
+
+def test_the_plan_counts_one_byte(tiny: Any) -> None:
+    def plan(store: bool) -> tuple[Any, Any]:
+        config: Any = adapted(tiny, None).config
+        model = create_meta_model(config, torch.bfloat16)
+        set_trainable(model, STAGE)
+        convert(model, Fp8Config(vision="bf16"))
+        set_train_mode(model, STAGE)
+        if store:
+            store_frozen_weights(model)
+        return count_sizes(model, STAGE, 2.1), trace(model, 2, 64, 0)
+
+    (with_bf16, activations), (stored, of_stored) = plan(False), plan(True)
+    # Two layers: hidden 32, keys and values 16, MLP 48 wide.
+    weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
+    assert (with_bf16.stored, stored.stored) == (0, weights)
+    assert activations.total_saved - of_stored.total_saved == 4 * 2 * 4  # the scales
+    less = [
+        estimate_rank_memory(zero, with_bf16, 1, activations, accumulates=False).weights
+        - estimate_rank_memory(zero, stored, 1, of_stored, accumulates=False).weights
+        for zero in (0, 1, 2, 3)
+    ]
+    assert less == [weights, weights, weights, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp8_linear", "coat", "coat_lean"])
+def test_on_a_gpu_the_originals_are_on_the_cpu(tiny: Any, precision: Any) -> None:
+    device, fp8 = torch.device("cuda"), Fp8Config(language=precision, vision="bf16")
+    quantized = run(adapted(tiny, fp8, device))
+    model = adapted(tiny, fp8, device)
+    before = torch.cuda.memory_allocated()
+    store_frozen_weights(model)
+    assert torch.cuda.memory_allocated() < before
+    weights = [p for n, p in model.named_parameters() if "layers" in n and "base_layer.weight" in n]
+    assert len(weights) == 2 * 7
+    assert all(p.device == CPU for p in weights)
+    stored = run(model)
+    assert torch.equal(quantized[0], stored[0])
+    assert all(torch.equal(grad, stored[1][name]) for name, grad in quantized[1].items())
+    store_frozen_weights(model)  # as after loading a checkpoint
+    assert all(stored.q.is_cuda for stored in list_stored(model))
+
+
+@pytest.mark.gpu
+def test_a_transposed_weight_is_the_quantized_one() -> None:
+    """The bytes that the grad-input GEMM reads, from the stored ones and from BF16."""
+    weight = torch.randn(112, 80, device="cuda", dtype=torch.bfloat16)
+    rows, transposed = quantize_layouts([weight], rows=True, transposed=True)
+    again = transpose_quantized(rows)
+    assert torch.equal(again.q.view(torch.uint8), transposed.q.view(torch.uint8))

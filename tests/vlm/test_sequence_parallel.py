@@ -1,0 +1,194 @@
+"""Shards of a micro-batch on several ranks give the loss and the gradients of the whole one."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+import coat_vlm  # noqa: F401 - first, so that torchvision imports
+from coat_data.load.collate import collate
+from coat_data.load.encode import EncodedSample
+from coat_vlm.config import StageConfig
+from coat_vlm.model.sequence_parallel import (
+    SequenceGroup,
+    SequenceShard,
+    check_sequence_parallel,
+    shard_batch,
+)
+from coat_vlm.plan.activations import Activations
+from coat_vlm.plan.stage import share_tokens
+
+MIXED = {"rows": [[20, 2], [9, 0], [14, 1]]}
+"""Tokens of text and images of each row."""
+WINDOW = {"vision": False, "family": "mistral", "language": {"sliding_window": 8}}
+
+EXACT: dict[str, dict[str, Any]] = {
+    "padded rows": MIXED,
+    "packed": {**MIXED, "packed": 16},
+    "one key head": {"rows": [[37, 5]], "language": {"num_key_value_heads": 1}},
+    "as many key heads": {"rows": [[30, 0], [17, 0]], "language": {"num_key_value_heads": 4}},
+    "no tower": {"rows": [[41, 0]], "vision": False, "family": "llama"},
+    "fewer tokens than ranks": {"rows": [[3, 0]], "vision": False, "family": "llama"},
+    "window in packed rows": {**WINDOW, "rows": [[40, 0], [23, 0]]},
+    "window": {**WINDOW, "rows": [[41, 0]]},
+    "several scales": {"rows": [[20, 3], [11, 2]], "scales": [16, 32]},
+    "frames of videos": {"rows": [[20, 3], [11, 5]], "frames": True},
+    "checkpointing": {**MIXED, "checkpointing": True},
+    "projector alone": {**MIXED, "frozen": ["vision_tower", "language_model"]},
+}
+ROUNDED: dict[str, dict[str, Any]] = {
+    "bf16": {**MIXED, "precision": "bf16"},
+    "coat": {**MIXED, "precision": "coat"},
+    "coat_lean": {**MIXED, "precision": "coat_lean"},
+    "coat_lean, one row, one key head": {
+        "rows": [[37, 5]],
+        "precision": "coat_lean",
+        "language": {"num_key_value_heads": 1},
+    },
+}
+CASES = EXACT | ROUNDED
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def results(request: pytest.FixtureRequest) -> dict[str, Any]:
+    worker = str(Path(__file__).with_name("sequence_ranks.py"))
+    done = subprocess.run(
+        [sys.executable, worker, str(request.param)],
+        input=json.dumps([*CASES.values()]),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if "RESULT" in line]
+    return dict(zip(CASES, map(json.loads, lines), strict=True))
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_fp32_differs_by_rounding(results: dict[str, Any], case: str) -> None:
+    """Sums over tokens are split; FP32 rounds each by 6e-8, and attention amplifies that."""
+    found = results[case]
+    assert found["same"]  # every rank has a gradient of every parameter
+    assert found["loss"] == pytest.approx(found["wanted"], rel=1e-6)
+    assert max(found["errors"].values()) < 1e-5
+
+
+@pytest.mark.parametrize("case", ROUNDED)
+def test_low_precision_is_as_far_from_fp32_as_on_one_rank(
+    results: dict[str, Any], case: str
+) -> None:
+    """FP8 scales are those of a rank's tokens: other roundings, with errors of the same size."""
+    found = results[case]
+    assert found["same"]
+    assert found["loss"] == pytest.approx(found["wanted"], rel=0.01)
+    assert 0 < found["own_error"] < found["of_fp32"] * 1.3 < found["own_error"] * 1.3**2
+
+
+def test_images_are_dealt_by_tiles(results: dict[str, Any]) -> None:
+    """Images of 5, 1 + 1, 3 and 1 tiles are not split; frames of a group stay together."""
+    assert sum(results["several scales"]["images"]) == 11
+    assert max(results["several scales"]["images"]) <= 7
+    assert max(results["frames of videos"]["images"]) <= 5
+    assert sum(results["no tower"]["images"]) == 0
+
+
+def fake_group(rank: int, size: int) -> SequenceGroup:
+    return SequenceGroup(rank, size, cast(dist.ProcessGroup, None))
+
+
+def test_shards_of_padded_rows_by_hand() -> None:
+    """Rows of 3 and 2 tokens on 2 ranks: 5 tokens and 1 to fill up, with shifted labels."""
+    empty = torch.empty(0, 3, 1, 1)
+    samples = [
+        EncodedSample(torch.tensor([5, 6, 7]), torch.tensor([5, 6, -100]), empty),
+        EncodedSample(torch.tensor([8, 9]), torch.tensor([8, 9]), empty),
+    ]
+    batch = collate(samples, pad_token_id=1)
+    config: Any = SimpleNamespace(tokens_per_image=0)
+    first, second = (shard_batch(batch, fake_group(rank, 2), config) for rank in (0, 1))
+    assert first["input_ids"].tolist() == [[5, 6, 7]]
+    assert second["input_ids"].tolist() == [[8, 9, 0]]
+    assert first["labels"].tolist() == [[6, -100, -100]]  # nothing predicts 8
+    assert second["labels"].tolist() == [[9, -100, -100]]
+    assert first["position_ids"].tolist() == [[0, 1, 2]]
+    assert second["position_ids"].tolist() == [[0, 1, 2]]
+    assert first["cu_seq_lens_q"].tolist() == [0, 3, 6]
+    assert first["max_length_q"] == 3
+    alone = shard_batch(collate(samples[:1], pad_token_id=1), fake_group(1, 2), config)
+    assert "cu_seq_lens_q" not in alone
+    assert alone["position_ids"].tolist() == [[2, 3]]
+
+
+def test_placeholders_without_their_images_are_an_error() -> None:
+    batch = {
+        "input_ids": torch.tensor([[2, 2, 5]]),
+        "labels": torch.tensor([[-100, -100, 5]]),
+        "attention_mask": torch.ones(1, 3, dtype=torch.int64),
+        "pixel_values": torch.empty(0, 3, 1, 1),
+        "image_positions": torch.tensor([0, 1]),
+    }
+    config: Any = SimpleNamespace(tokens_per_image=2)
+    with pytest.raises(ValueError, match=r"2 image placeholders .* 0 tiles"):
+        shard_batch(batch, fake_group(0, 2), config)
+
+
+def language(kind: str, **values: Any) -> Any:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 16,
+    }
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes | values))
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "why"),
+    [
+        ({"kind": "qwen2"}, 3, "3 does not divide the 4 attention heads .* one of 1, 2, 4"),
+        ({"kind": "mamba"}, 2, "layers of type linear_attention"),
+        ({"kind": "lfm2", "layer_types": ["conv", "full_attention"]}, 2, "has layers of type conv"),
+        ({"kind": "bloom"}, 2, "does not call transformers' attention interface"),
+    ],
+)
+def test_models_that_cannot_be_split_are_refused(model: Any, size: int, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        check_sequence_parallel(language(**model), size)
+    check_sequence_parallel(language(**model), 1)
+
+
+def test_a_model_whose_attention_gets_no_shard_is_refused() -> None:
+    shard = SequenceShard(fake_group(0, 2), torch.empty(0, dtype=torch.int64))
+    with pytest.raises(ValueError, match="only 0 of the 2 layers of Qwen2ForCausalLM"):
+        shard.check(language("qwen2"))
+
+
+def test_replicas_of_a_run() -> None:
+    stage = cast(StageConfig, SimpleNamespace(sequence_parallel=2))
+    assert StageConfig.count_replicas(stage, 4) == 2
+    with pytest.raises(ValueError, match="2 does not divide the 3 processes"):
+        StageConfig.count_replicas(stage, 3)
+
+
+def test_a_plan_divides_what_grows_with_the_tokens() -> None:
+    """A size of 100 + 8 per row: 2 of its rows on 4 ranks."""
+
+    def of(rows: float) -> Activations:
+        size = 100 + 8 * rows
+        return Activations({"language": size}, size, ((1, size),), size, 7.0)
+
+    shared = share_tokens([of(2), of(4), of(8)], 4)
+    assert shared == [of(0.5), of(1), of(2)]
+    assert share_tokens([of(2), of(4), of(8)], 1) == [of(2), of(4), of(8)]
+    assert dataclasses.asdict(shared[0])["saved"] == {"language": 104}
