@@ -13,6 +13,7 @@ Fp8Precision = Literal["fp8_linear", "coat", "coat_lean"]
 BlockPrecision = Literal["bf16", "fp8_linear", "coat", "coat_lean"]
 MasterWeights = Literal["fp32", "low_bits"]
 LinearPrecision = Literal["bf16", "fp8_linear"]
+HeadPrecision = Literal["bf16", "fp8_gradients", "fp8_linear"]
 FP8_PRECISIONS: tuple[Fp8Precision, ...] = ("fp8_linear", "coat", "coat_lean")
 
 ROUNDINGS = {"nearest": "dre_e4m3", "stochastic": "dre_e4m3_stochastic"}
@@ -49,8 +50,10 @@ class Fp8Config:
     language: BlockPrecision | None = None
     """Decoder blocks of the language model (Llama, Mistral, Qwen2/2.5, Qwen3); the run's precision
     when absent."""
-    lm_head: LinearPrecision = "bf16"
-    """The output layer."""
+    lm_head: HeadPrecision | None = None
+    """The output layer. ``fp8_gradients``: logits in BF16, and in this project's loss the
+    grad-input and grad-weight GEMMs in FP8; ``fp8_linear``: all three GEMMs in FP8. When absent,
+    ``bf16`` under ``fp8_linear`` and ``fp8_gradients`` otherwise."""
     skip_first: NonNegative = 0
     """Blocks at the beginning of the tower and of the language model that are not converted."""
     skip_last: NonNegative = 0
@@ -116,7 +119,7 @@ class Fp8Config:
                     f"fp8.{name} has no effect with fp8.vision and fp8.language bf16: it is about "
                     "blocks; remove it, or convert blocks"
                 )
-        if not blocks and self.projector == self.lm_head == "bf16":
+        if not blocks and self.projector == "bf16" and self.lm_head in ("bf16", None):
             raise ValueError(
                 "fp8 selects nothing: vision, language, projector and lm_head are all bf16; use "
                 "precision: bf16, or set one of them"
@@ -157,7 +160,10 @@ class Fp8Config:
         optimizer = self.optimizer or ("adamw" if precision == "fp8_linear" else "coat")
         if optimizer == "adamw":
             self._refuse_moments(f"precision {precision}, whose optimizer is torch's AdamW")
-        return dataclasses.replace(self, vision=vision, language=language, optimizer=optimizer)
+        head = self.lm_head or ("bf16" if precision == "fp8_linear" else "fp8_gradients")
+        return dataclasses.replace(
+            self, vision=vision, language=language, lm_head=head, optimizer=optimizer
+        )
 
 
 Limit = Annotated[float, Field(gt=0.0)]

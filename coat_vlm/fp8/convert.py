@@ -34,6 +34,7 @@ from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8DecoderLayer, Fp8Encoder, activat
 from coat_vlm.fp8.linear import Fp8Linear
 from coat_vlm.fp8.weights import WeightReuse, is_stored, restore_weight, store_weights
 from coat_vlm.model.lora import base_layer, has_adapters, is_plain, reads_base_weight
+from coat_vlm.model.loss import FP8_GRADIENTS
 
 Part = Literal["vision", "language"]
 
@@ -226,12 +227,19 @@ def _choose_linears(
         if type(module) is not nn.Linear or not (in_projector or last == "lm_head"):
             continue
         key = "projector" if in_projector else "lm_head"
-        if getattr(config, key) == "bf16":
+        precision = getattr(config, key)
+        plain = _fits_gemm(module) and module.bias is None
+        setattr(module, FP8_GRADIENTS, precision == "fp8_gradients" and plain)
+        if precision == "fp8_linear":
+            _check_linear(name, module.out_features, module.in_features)
+            report.converted[name] = "FP8 linear"
+            yield module
+        elif precision == "bf16":
             report.skipped[name] = f"fp8.{key} is bf16"
-            continue
-        _check_linear(name, module.out_features, module.in_features)
-        report.converted[name] = "FP8 linear"
-        yield module
+        elif plain:
+            report.converted[name] = "output layer, BF16 logits, FP8 gradients in the fused loss"
+        else:
+            report.skipped[name] = f"a bias, or sizes that are no multiples of {GEMM_MULTIPLE}"
 
 
 def _list_rest(model: nn.Module, blocks: Sequence[nn.Module], report: ConversionReport) -> None:

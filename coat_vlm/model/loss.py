@@ -10,7 +10,7 @@ therefore processes chunks of tokens: it runs the output layer, computes the chu
 gradients of the layer's input and parameters, and frees the chunk's logits before the next chunk
 (arXiv:2410.10989, section 3.2). Backward only multiplies these gradients by the incoming gradient.
 On a GPU, the logits of a plain layer stay in the layer's dtype, and a kernel overwrites them with
-their gradient.
+their gradient; or the gradients are computed with FP8 GEMMs (``fp8_output_layer.py``).
 
 The number of supervised tokens determines shapes, so labels on a GPU cause a synchronization;
 labels on the CPU do not.
@@ -35,6 +35,9 @@ from transformers import PreTrainedModel
 from coat_vlm.model.placeholders import copy_to_device
 
 IGNORE_INDEX = -100
+
+FP8_GRADIENTS = "fp8_gradient_gemms"
+"""Attribute of an output layer whose grad-input and grad-weight GEMMs are FP8 GEMMs."""
 
 CHUNK_BYTES = 256 * 2**20
 """Maximum bytes of the FP32 logits of one chunk (441 tokens with a vocabulary of 152k). At the peak
@@ -116,12 +119,20 @@ def linear_cross_entropy(
         divisor = torch.ones((), device=hidden.device)
     parameters = [p for p in layer.parameters(recurse=False) if p.requires_grad]
     differentiable = torch.is_grad_enabled() and (hidden.requires_grad or bool(parameters))
-    kind, limit, item_bytes = _ByAutograd, CHUNK_BYTES, torch.float32.itemsize
-    if _kernel_fits(layer, hidden):
+    kind: Any = _ByAutograd
+    limit, item_bytes, multiple = CHUNK_BYTES, torch.float32.itemsize, 1
+    fits = _kernel_fits(layer, hidden)
+    if differentiable and vars(layer).get(FP8_GRADIENTS) and (fits or hidden.device.type == "cpu"):
+        from coat_vlm.model import fp8_output_layer as fp8  # Triton, available on Linux only
+
+        kind, multiple = fp8.Fp8Gradients, fp8.TOKENS_MULTIPLE
+        limit, item_bytes = fp8.CHUNK_BYTES, hidden.dtype.itemsize
+    elif fits:
         limit = IN_PLACE_BYTES if parameters else IN_PLACE_BYTES // 4
         kind, item_bytes = _InPlace, hidden.dtype.itemsize
     limit = limit if chunk_bytes is None else chunk_bytes
     size = chunk_tokens(len(hidden), layer.out_features, limit, item_bytes)
+    size = math.ceil(size / multiple) * multiple
     if differentiable:
         return _ChunkedLoss.apply(hidden, targets, divisor, layer, kind, size, *parameters)
     total = torch.zeros((), device=hidden.device)
@@ -140,8 +151,9 @@ def chunk_tokens(tokens: int, vocabulary: int, chunk_bytes: int, item_bytes: int
 class _ByAutograd:
     """Computes a chunk with the layer's forward and autograd; on any device."""
 
-    def __init__(self, layer: nn.Linear, divisor: Tensor, is_whole: bool) -> None:
-        """Create empty sums; ``is_whole`` means that there is only one chunk."""
+    def __init__(self, layer: nn.Linear, divisor: Tensor, tokens: int, size: int) -> None:
+        """Create empty sums for all ``tokens``, in chunks of ``size``."""
+        is_whole = size >= tokens
         # Detached parameters, so that hooks of the layer's parameters see only the full gradient.
         self._twin = copy.copy(layer)
         vars(self._twin)["_parameters"] = {
@@ -180,11 +192,11 @@ class _ByAutograd:
 class _InPlace:
     """Computes a chunk of a plain layer with the kernel that overwrites logits by gradients."""
 
-    def __init__(self, layer: nn.Linear, divisor: Tensor, is_whole: bool) -> None:
-        """Create empty sums; ``is_whole`` means that there is only one chunk."""
+    def __init__(self, layer: nn.Linear, divisor: Tensor, tokens: int, size: int) -> None:
+        """Create empty sums for all ``tokens``, in chunks of ``size``."""
         self._layer = layer
         self._divisor = divisor
-        self._is_whole = is_whole
+        self._is_whole = size >= tokens
         self._sums: dict[str, Tensor] = {}
 
     @staticmethod
@@ -237,11 +249,11 @@ class _ChunkedLoss(torch.autograd.Function):
         targets: Tensor,
         divisor: Tensor,
         layer: nn.Linear,
-        kind: type[_ByAutograd | _InPlace],
+        kind: Any,
         size: int,
         *parameters: Tensor,
     ) -> Tensor:
-        work = kind(layer, divisor, is_whole=size >= len(hidden))
+        work = kind(layer, divisor, len(hidden), size)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         total = torch.zeros((), device=hidden.device)
         for start in range(0, len(hidden), size):

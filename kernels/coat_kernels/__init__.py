@@ -12,7 +12,7 @@ from coat_kernels.activation import (
     activation_fwd,
 )
 from coat_kernels.adamw import AdamwItem, AdamwTable, adamw_step
-from coat_kernels.cross_entropy import cross_entropy_
+from coat_kernels.cross_entropy import GRADIENT_SCALE, cross_entropy_, logit_gradient
 from coat_kernels.formats import (
     E4M3,
     E5M2,
@@ -66,6 +66,7 @@ __all__ = [
     "E4M3",
     "E5M2",
     "GEMM_MULTIPLE",
+    "GRADIENT_SCALE",
     "GROUP",
     "GROUP_SIZES",
     "INT8",
@@ -97,6 +98,7 @@ __all__ = [
     "encode_moment",
     "get_codec",
     "join_master",
+    "logit_gradient",
     "new_moment",
     "norm_bwd",
     "norm_fwd",

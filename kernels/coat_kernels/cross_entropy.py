@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits; the gradient overwrites the logits.
+"""Cross-entropy of rows of logits, and its gradient in the logits' place or in FP8.
 
     loss = log(sum_v exp(x_v)) - x_target,   x_v <- (softmax(x)_v - [v = target]) / divisor
 
@@ -6,6 +6,17 @@ One program reads one row twice: the first pass computes the largest logit and t
 exponentials, the second overwrites the logits with the gradient. A row of a vocabulary of 152k is
 304 KB in BF16, more than a multiprocessor holds, so the second pass runs backwards: the end of the
 row may still be in the cache. Reference: ``reference.cross_entropy_``.
+
+:func:`logit_gradient` computes the gradient from the losses, for GEMMs in FP8, in both layouts:
+
+    q = cast((softmax(x) - [v = target]) 2^15),   gradient = q / (2^15 divisor)
+
+The scale needs no search for the largest magnitude, which is at most 1. The format is E5M2: of a
+vocabulary of 152k, most probabilities are below 1e-5. With 1 at 256, E4M3 rounds probabilities
+below 2^-18 to 0, up to half of the probability of all tokens together, and they would never
+become smaller; E5M2 represents them down to 2^-32. The conversion rounds the difference, not the
+probability: where the model is almost certain of the target, the difference is small. Reference:
+``reference.logit_gradient``.
 """
 
 import torch
@@ -13,10 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coat_kernels.device import exp2_fast
-from coat_kernels.formats import check_dtype
-from coat_kernels.launch import launch
+from coat_kernels.device import exp2_fast, load_tile, store_quantized, word_offsets
+from coat_kernels.formats import E5M2, GEMM_MULTIPLE, check_dtype, pad_length
+from coat_kernels.launch import TOKENS, launch, tile_grid, transposing_tile
 from coat_kernels.registry import register
+
+GRADIENT_SCALE = 2.0**-15
+"""Value of 1 in the FP8 data of :func:`logit_gradient`, for a divisor of 1."""
 
 MOST_COLUMNS = 16384
 """Maximum number of logits in a program's tile."""
@@ -33,6 +47,10 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Lowest FP32 value, the initial maximum: subtracting it from -inf gives no NaN."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+_INVERSE_SCALE = tl.constexpr(1 / GRADIENT_SCALE)
+
+_MULTIPLE = tl.constexpr(GEMM_MULTIPLE)
 
 
 @triton.jit
@@ -80,6 +98,33 @@ def _cross_entropy_kernel(
             tl.store(x_ptr + o, gradient.to(x_ptr.dtype.element_ty), mask=o < V)
 
 
+@triton.jit(do_not_specialize=TOKENS)
+def _logit_gradient_kernel(
+    x_ptr, targets_ptr, losses_ptr,  # (M, V), (M,) int64, (M,) FP32
+    q_ptr, qt_ptr,  # (M, V), (V, M padded), E5M2
+    M, V, stride, stride_t, tiles_n,
+    ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    i_m = pid // tiles_n
+    o_m = word_offsets(i_m, BLOCK_M)
+    o_n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_m, m_n = o_m < M, o_n < V
+    target = tl.load(targets_ptr + o_m, mask=m_m, other=-1)
+    is_known = (target >= 0) & (target < V)
+    of_target = tl.load(x_ptr + o_m * stride + target, mask=is_known, other=0.0).to(tl.float32)
+    # exp(x - inf) is 0 in the padding; the loss of an unknown target is NaN.
+    total = of_target + tl.load(losses_ptr + o_m, mask=m_m, other=float("inf"))
+    x = load_tile(x_ptr, o_m, o_n, m_m[:, None] & m_n[None, :], stride)
+    y = exp2_fast((x - total[:, None]) * LOG2E)
+    y = tl.where(o_n[None, :] == target.to(tl.int32)[:, None], y - 1.0, y) * _INVERSE_SCALE
+    end = tl.cdiv(M, _MULTIPLE) * _MULTIPLE
+    store_quantized(
+        y, q_ptr, qt_ptr, o_m, i_m, o_n, m_n, M, end, V, stride_t, ROWS, TRANSPOSED,
+        BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
 @register(
     fake=lambda logits, _targets, _divisor: logits.new_empty(logits.shape[:1], dtype=torch.float32),
     mutates=("logits",),
@@ -115,25 +160,103 @@ def cross_entropy_(logits: Tensor, targets: Tensor, divisor: Tensor | None = Non
     Raises:
         ValueError: a shape, dtype or device does not fit.
     """
-    if logits.dim() != 2 or logits.shape[1] == 0 or logits.stride(1) != 1:
-        raise ValueError(
-            f"cross_entropy_: logits have shape {tuple(logits.shape)} and strides "
-            f"{logits.stride()}; they must be a matrix [M, V], V > 0, with contiguous rows: "
-            "flatten the leading dimensions and call .contiguous()"
-        )
-    check_dtype("cross_entropy_", "logits", logits)
-    _check("targets", targets, torch.int64, logits.shape[:1], logits.device)
+    _check_logits("cross_entropy_", logits)
+    _check("cross_entropy_", "targets", targets, torch.int64, logits.shape[:1], logits.device)
     if divisor is not None:
-        _check("divisor", divisor, torch.float32, (), logits.device)
+        _check("cross_entropy_", "divisor", divisor, torch.float32, (), logits.device)
     return _cross_entropy_(logits, targets, divisor)
 
 
+@register(
+    fake=lambda logits, _targets, _losses, _qt, _start, rows: logits.new_empty(
+        logits.shape if rows else (0,), dtype=E5M2.dtype
+    ),
+    mutates=("qt",),
+)
+def _logit_gradient(
+    logits: Tensor, targets: Tensor, losses: Tensor, qt: Tensor, start: int, rows: bool
+) -> Tensor:
+    M, V = logits.shape
+    q = logits.new_empty((M, V) if rows else (0,), dtype=E5M2.dtype)
+    transposed = qt.numel() > 0
+    tile = transposing_tile()
+    grid, options = tile_grid(pad_length(M) if transposed else M, V, tile)
+    launch(
+        _logit_gradient_kernel, grid if rows or transposed else (0,),
+        x_ptr=logits, targets_ptr=targets, losses_ptr=losses, q_ptr=q, qt_ptr=qt[:, start:],
+        M=M, V=V, stride=logits.stride(0), stride_t=qt.stride(0), ROWS=rows, TRANSPOSED=transposed,
+        **options,
+    )  # fmt: skip
+    return q
+
+
+def logit_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    transposed: Tensor | None = None,
+    start: int = 0,
+    *,
+    rows: bool = True,
+) -> Tensor:
+    """Compute the gradient of ``losses.sum()`` in E5M2, in the layouts of the backward GEMMs.
+
+    A value of q means ``q * GRADIENT_SCALE``.
+
+    Args:
+        logits: FP32, BF16 or FP16 [M, V], each row contiguous; V is a multiple of 16.
+        targets: int64 [M].
+        losses: FP32 [M], from :func:`cross_entropy_`. A NaN makes the row NaN.
+        transposed: E5M2 [V, T], whose columns from ``start`` on are overwritten with the transposed
+            gradient: M columns, and zeros up to a multiple of 16. None to leave it out.
+        start: a multiple of 16.
+        rows: whether to return the gradient row-major.
+
+    Returns:
+        E5M2 [M, V]; empty without ``rows``.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit.
+    """
+    op = "logit_gradient"
+    M, V = _check_logits(op, logits)
+    _check(op, "targets", targets, torch.int64, (M,), logits.device)
+    _check(op, "losses", losses, torch.float32, (M,), logits.device)
+    if V % GEMM_MULTIPLE:
+        raise ValueError(
+            f"{op}: the vocabulary has {V} tokens; FP8 GEMMs take a multiple of "
+            f"{GEMM_MULTIPLE}: use cross_entropy_ with a divisor"
+        )
+    if transposed is None:
+        transposed = logits.new_empty((0, 0), dtype=E5M2.dtype)
+    else:
+        room = (V, transposed.shape[-1])
+        _check(op, "transposed", transposed, E5M2.dtype, room, logits.device)
+        if start % GEMM_MULTIPLE or start + pad_length(M) > room[1] or room[1] % GEMM_MULTIPLE:
+            raise ValueError(
+                f"{op}: {M} tokens from column {start} on do not fit into transposed "
+                f"data of shape {room}; both must be multiples of {GEMM_MULTIPLE}"
+            )
+    return _logit_gradient(logits, targets, losses, transposed, start, rows)
+
+
+def _check_logits(op: str, logits: Tensor) -> torch.Size:
+    if logits.dim() != 2 or logits.shape[1] == 0 or logits.stride(1) != 1:
+        raise ValueError(
+            f"{op}: logits have shape {tuple(logits.shape)} and strides "
+            f"{logits.stride()}; they must be a matrix [M, V], V > 0, with contiguous rows: "
+            "flatten the leading dimensions and call .contiguous()"
+        )
+    check_dtype(op, "logits", logits)
+    return logits.shape
+
+
 def _check(
-    name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+    op: str, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> None:
     if x.dtype != dtype or x.shape != shape or not x.is_contiguous() or x.device != device:
         raise ValueError(
-            f"cross_entropy_: {name} is {x.dtype} of shape {tuple(x.shape)} and strides "
+            f"{op}: {name} is {x.dtype} of shape {tuple(x.shape)} and strides "
             f"{x.stride()} on {x.device}; it must be contiguous {dtype} of shape {tuple(shape)} on "
             f"{device}, the device of the logits"
         )

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from coat_bench.shapes import LayerShape
-from coat_kernels import OPS, encode_moment
+from coat_kernels import E5M2, OPS, encode_moment
+from coat_kernels.formats import pad_length
 from coat_vlm.config import Fp8Config
 
 GROUP_SIZE = Fp8Config().group_size
@@ -72,6 +73,13 @@ def build_cases(shape: LayerShape) -> list[Case]:
         t, v = min(shape.tokens, LOSS_TOKENS), VOCABULARIES[shape.family]
         return (draw.matrix(t, v), draw.tokens(t, v), draw.matrix(1, 1, torch.float32).abs()[0, 0])
 
+    def gradient(draw: Draw) -> Arguments:
+        logits, targets, _ = loss(draw)
+        losses = draw.matrix(len(targets), 1, torch.float32)[:, 0].square()
+        shape = (logits.shape[1], pad_length(len(logits)))
+        qt = torch.zeros(shape, dtype=E5M2.dtype, device=logits.device)
+        return (logits, targets, losses, qt, 0, True)
+
     def adamw(draw: Draw) -> Arguments:
         # FP32, as under DeepSpeed, with the size of one matrix of the MLP.
         p, g = (draw.matrix(shape.ffn, shape.hidden, torch.float32) for _ in range(2))
@@ -82,6 +90,7 @@ def build_cases(shape: LayerShape) -> list[Case]:
     found += _build_activation_cases(shape)
     if shape.family != "siglip":
         found += [*_build_rope_cases(shape), Case("cross_entropy_", "losses and gradient", loss)]
+        found += [Case("logit_gradient", "both", gradient)]
     return [*found, Case("adamw_step", "FP32 weights", adamw)]
 
 

@@ -49,6 +49,7 @@ TOLERANCE: dict[tuple[str, torch.dtype], float] = {
     ("activation_apply", E5M2.dtype): 2e-3,
     ("activation_bwd", E5M2.dtype): 2e-3,
     ("activation_bwd_stats", E4M3.dtype): 1e-3,
+    ("logit_gradient", E5M2.dtype): 2e-3,
     ("rope_gradient", E4M3.dtype): 1e-3,
     ("rope_gradient", E5M2.dtype): 2e-3,
     # Tensor cores align the products of a step to the largest and keep about 14 bits of them
@@ -69,6 +70,7 @@ OFF_BY_ONE: dict[str, float] = {
     "activation_bwd_stats": 1e-3,
     "rope_quantize": 1e-3,
     "rope_gradient": 1e-3,
+    "logit_gradient": 1e-3,
     "adamw_step": 0.05,
 }
 """Op -> largest share of quantized results that may differ, by one step each.
@@ -174,4 +176,6 @@ def run_op(op: str, body: Callable[..., Any], args: Sequence[Any]) -> list[Tenso
         return [p, *moments, *([args[15]] if args[15] is not None else [])]
     if op == "cross_entropy_":
         return [result, args[0]]
+    if op == "logit_gradient":
+        return [result, args[3]]
     return [result] if isinstance(result, Tensor) else list(result)

@@ -69,6 +69,7 @@ OURS: dict[str, str] = {
     "_rope_gradient_stats_kernel": ROPE,
     "_rope_gradient_kernel": ROPE,
     "_cross_entropy_kernel": LOSS,
+    "_logit_gradient_kernel": LOSS,
     "adamw_kernel": OPTIMIZER,
     "adamw_scalars_kernel": OPTIMIZER,
 }

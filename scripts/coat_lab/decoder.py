@@ -25,6 +25,7 @@ from coat_bench.rows import get_origin
 from coat_lab.curves import DecoderCurve, read_curves, write_curves
 from coat_vlm.config import FP8_PRECISIONS, Fp8Config, Precision
 from coat_vlm.fp8 import Arithmetic, arithmetic_of, graph_blocks
+from coat_vlm.model.loss import loss_for_logits
 from coat_vlm.model.processor import train_tokenizer
 from coat_vlm.optim import CoatAdamW, lr_factor
 
@@ -230,10 +231,16 @@ def train_steps(
     """Take a step on each batch and yield its loss; the schedule starts at step ``first``."""
     for step, batch in enumerate(batches, first):
         ids = batch.to(model.device)
-        loss = model.train()(input_ids=ids, labels=ids).loss
+        loss = training_loss(model, ids)
         loss.backward()
         master_weights.step(lr_factor(step, bench.steps, bench.steps // 10, "cosine", 0.1), bench)
         yield loss.item()
+
+
+def training_loss(model: Any, ids: Tensor) -> Tensor:
+    """Return the mean loss [] of sequences [B, T] as training computes it, in ``model.train()``."""
+    with loss_for_logits(model.get_output_embeddings(), ids):
+        return model.train()(input_ids=ids).logits
 
 
 class MasterWeights:

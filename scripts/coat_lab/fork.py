@@ -47,7 +47,7 @@ from tqdm import tqdm
 from coat_bench.rows import Row, append_rows, format_number, format_table, get_origin, read_rows
 from coat_kernels import dequantize_tensor, quantize_tensor
 from coat_lab import decoder
-from coat_lab.decoder import Corpus, DecoderBench, MasterWeights, train_steps
+from coat_lab.decoder import Corpus, DecoderBench, MasterWeights, train_steps, training_loss
 from coat_vlm.config import FP8_PRECISIONS
 from coat_vlm.fp8.blocks import Fp8DecoderLayer
 
@@ -180,7 +180,7 @@ def apply_variant(model: Any, variant: str, rounding: Rounding = round_to_e4m3) 
 def weight_gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
     """Compute the gradients of the blocks' weight matrices, FP64, for token ids [B, T]."""
     model.zero_grad(set_to_none=True)
-    model.train()(input_ids=ids, labels=ids).loss.backward()
+    training_loss(model, ids).backward()
     blocks = {n: p.grad for n, p in model.model.layers.named_parameters() if p.ndim == 2}
     found = {name: grad.double() for name, grad in blocks.items() if grad is not None}
     model.zero_grad(set_to_none=True)

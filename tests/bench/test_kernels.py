@@ -62,6 +62,8 @@ BYTES = {
     ),
     # Read the logits, targets and divisor; write the gradient, and a loss per token.
     ("llama", "cross_entropy_", "losses and gradient"): 4 * T * 32000 + (8 + 4) * T + 4,
+    # Read the logits, targets and losses; write the gradient in FP8 in both layouts.
+    ("llama", "logit_gradient", "both"): (2 * T + T + TP) * 32000 + (8 + 4) * T,
     # Read p, g and both moments; write p and both: amax in FP32 and k in FP16 per 128 elements.
     ("llama", "adamw_step", "FP32 weights"): (4 + 4 + 2 + 4 + 2) * F * H + 2 * 2 * 6 * F * H // 128,
 }

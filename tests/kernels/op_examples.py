@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coat_kernels import reference
 from coat_kernels.cross_entropy import MOST_COLUMNS
-from coat_kernels.formats import FORMATS, GROUP_SIZES
+from coat_kernels.formats import E5M2, FORMATS, GROUP_SIZES, pad_length
 from coat_kernels.moment_formats import new_moment
 from coat_kernels.quantize_blockwise import ROW_ELEMENTS, TRANSPOSED_TILE
 from coat_kernels.registry import OPS
@@ -260,6 +260,18 @@ def _cross_entropy(i: _Inputs) -> Examples:
     return examples
 
 
+def _logit_gradient(i: _Inputs) -> Examples:
+    targets = torch.randint(i.columns, (i.rows,), generator=torch.Generator().manual_seed(i.rows))
+    logits = i.normal(i.rows, i.columns)
+    losses = reference.cross_entropy_(logits, targets, None)
+    qt = torch.zeros(i.columns, 32 + pad_length(i.rows), dtype=E5M2.dtype)
+    return {
+        "rows": (logits, targets, losses, qt.new_empty(0, 0), 0, True),
+        "transposed": (logits, targets, losses, qt, 0, False),
+        "both": (logits, targets, losses, qt, 16, True),
+    }
+
+
 def _rope(i: _Inputs) -> Examples:
     examples: Examples = {}
     shared = i.rows // 3 if i.rows and i.rows % 3 == 0 else max(1, i.rows)
@@ -306,6 +318,7 @@ _EXAMPLES: dict[str, Callable[[_Inputs], Examples]] = {
     "activation_bwd_stats": _activation_bwd_stats,
     "scaled_mm": _scaled_mm,
     "cross_entropy_": _cross_entropy,
+    "logit_gradient": _logit_gradient,
     "rope": _rope,
     "rope_gradient": _rope_gradient,
     "rope_quantize": _rope_quantize,

@@ -15,6 +15,7 @@ WRITES_CODES = {
     "_activation_apply_kernel",
     "_activation_bwd_apply_kernel",
     "_rope_gradient_kernel",
+    "_logit_gradient_kernel",
     "adamw_kernel",
 }
 WITHOUT_FP8 = {  # these run on any GPU

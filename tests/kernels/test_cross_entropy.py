@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coat_bench.check import assert_same_bits, relative_rms
-from coat_kernels import OPS, cross_entropy_, reference
+from coat_kernels import E5M2, GRADIENT_SCALE, OPS, cross_entropy_, logit_gradient, reference
 from coat_kernels.cross_entropy import MOST_COLUMNS
 
 Run = Callable[[str, Sequence[Any]], list[Tensor]]
@@ -193,3 +193,54 @@ def test_more_logits_than_32_bits_count(exact_loss: ExactLoss) -> None:
     torch.testing.assert_close(losses[sample].double(), of_losses, rtol=1e-6, atol=1e-6)
     for row, wanted in zip(sample, of_logits, strict=True):
         assert relative_rms(x[row], wanted) < ROUNDING[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_fp8_gradient_is_torchs_rounded_once(
+    run: Run, exact_loss: ExactLoss, dtype: torch.dtype
+) -> None:
+    """To E5M2: half a step is 1/8 of a normal value, and 2^-17 below 2^-14, before the scale."""
+    x, targets = logits_of(37, 1008, dtype), targets_of(37, 1008)
+    x[3, targets[3]] = 60.0  # the model is certain: the gradient of the target is about -1e-23
+    losses, of_logits = exact_loss(x, targets, 1.0)
+    qt = torch.zeros(1008, 96, dtype=torch.float8_e5m2)
+    args = (x, targets, losses.float(), qt, 32, True)
+    q, transposed = (t.float() for t in run("logit_gradient", args))
+    error = (q.double() * GRADIENT_SCALE - of_logits).abs()
+    # Logits and losses of 60 are exact to 2^-19, so probabilities are off by that much, too.
+    assert (error <= of_logits.abs() / 8 + 2.0**-17 * GRADIENT_SCALE + 1e-6).all()
+    assert torch.equal(transposed[:, 32:69], q.t())
+    assert not transposed[:, :32].any()
+    assert not transposed[:, 69:80].any()
+
+
+def test_the_fp8_gradient_keeps_small_probabilities(run: Run) -> None:
+    """A vocabulary of 152k has 2^-17 for a token; E4M3 would round 2^-18 and less to 0."""
+    V = 2**17
+    x, targets = torch.zeros(1, V), torch.zeros(1, dtype=torch.int64)
+    losses = torch.full((1,), math.log(V))
+    q, _ = run("logit_gradient", (x, targets, losses, torch.empty(0, 0).to(E5M2.dtype), 0, True))
+    assert (q[0, 1:].float() * GRADIENT_SCALE == 1 / V).all()
+    assert q[0, 0].float() * GRADIENT_SCALE == -1  # -1 + 2^-17
+
+
+@pytest.mark.parametrize("unknown", [-1, -100, 1008])
+def test_the_fp8_gradient_of_an_unknown_target_is_nan(run: Run, unknown: int) -> None:
+    x, targets = logits_of(3, 1008), targets_of(3, 1008)
+    targets[1] = unknown
+    (losses, _) = run("cross_entropy_", (x, targets, None))
+    q, _ = run("logit_gradient", (x, targets, losses, torch.empty(0, 0).to(E5M2.dtype), 0, True))
+    assert q[1].float().isnan().all()
+    assert q[::2].float().isfinite().all()
+
+
+def test_the_fp8_gradient_refuses_what_does_not_fit() -> None:
+    x, targets, losses = logits_of(20, 1008), targets_of(20, 1008), torch.ones(20)
+    for room, start, columns in ((16, 0, 1008), (48, 32, 1008), (64, 8, 1008), (40, 0, 1008)):
+        qt = torch.empty(columns, room, dtype=E5M2.dtype)
+        with pytest.raises(ValueError, match=f"20 tokens from column {start} on do not fit"):
+            logit_gradient(x, targets, losses, qt, start)
+    with pytest.raises(ValueError, match="vocabulary has 1000 tokens; FP8 GEMMs take a multiple"):
+        logit_gradient(x[:, :1000], targets, losses)
+    with pytest.raises(ValueError, match=r"logit_gradient: losses is torch.float64"):
+        logit_gradient(x, targets, losses.double())

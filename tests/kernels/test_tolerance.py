@@ -149,6 +149,8 @@ MISTAKES = [
     ("cross_entropy_", "wide", "the targets in another order", reversed_rows(1)),
     ("cross_entropy_", "narrow", "a divisor a little off", scaled(2, 1 + 1e-5)),
     ("cross_entropy_", "narrow-losses", "logits a little off", scaled(0, 1 + 1e-5)),
+    ("logit_gradient", "rows", "the targets in another order", reversed_rows(1)),
+    ("logit_gradient", "transposed", "losses a little off", scaled(2, 1.005)),
     ("adamw_step", "paper", "the released constants", replaced(14, "released")),
     ("adamw_step", "released", "the paper's constants", replaced(14, "dre_e4m3")),
     ("adamw_step", "paper", "bias correction of another step", replaced(13, 3)),
