@@ -6,8 +6,10 @@
 
 x and W are E4M3, grad_y is E5M2 or E4M3 (``fp8.gradients`` of a recipe). Operands are contiguous
 along the summed dimension. Each has one scale per tensor (arXiv 2410.19313, section 4.1),
-and M' is the number of tokens M padded with zeros to a multiple of 16. The forward GEMM uses
-fast accumulation, the other two do not, as in torchao and TransformerEngine by default.
+and M' is the number of tokens M padded with zeros to a multiple of 16. The grad-weight GEMM, which
+sums over all tokens, promotes partial sums to FP32; the other two use fast accumulation. (torchao
+and TransformerEngine use it in the forward GEMM alone by default. Here the grad-input GEMM with it
+left the error of a trained model's weight gradients unchanged: docs/lab/2026-11.md.)
 
 Layers that read the same input (q, k, v; gate, up) are one GEMM with a fused weight and one scale.
 ``weights.py`` provides FP8 weights and caches them. In the first blocks the forward GEMM is not FP8
@@ -303,7 +305,7 @@ def backward(
             weight = weights.quantize_weight_transposed(fused.key, parts, weight_scale)
         else:
             weight = transpose_quantized(fused.stored)
-        grad_input = scaled_mm(rows, weight, dtype)
+        grad_input = scaled_mm(rows, weight, dtype, fast=True)
         del weight
         if grad_inner is not None:
             grad_input.addmm_(grad_inner, _adapters(fused, stacked, dtype)[0])
