@@ -53,7 +53,7 @@ class Fp8Config:
     lm_head: HeadPrecision | None = None
     """The output layer. ``fp8_gradients``: logits in BF16, and in this project's loss the
     grad-input and grad-weight GEMMs in FP8; ``fp8_linear``: all three GEMMs in FP8. When absent,
-    ``bf16`` under ``fp8_linear`` and ``fp8_gradients`` otherwise."""
+    ``fp8_gradients`` if ``language`` is ``coat`` or ``coat_lean``, otherwise ``bf16``."""
     skip_first: NonNegative = 0
     """Blocks at the beginning of the tower and of the language model that are not converted."""
     skip_last: NonNegative = 0
@@ -160,7 +160,8 @@ class Fp8Config:
         optimizer = self.optimizer or ("adamw" if precision == "fp8_linear" else "coat")
         if optimizer == "adamw":
             self._refuse_moments(f"precision {precision}, whose optimizer is torch's AdamW")
-        head = self.lm_head or ("bf16" if precision == "fp8_linear" else "fp8_gradients")
+        in_fp8 = language in ("coat", "coat_lean")
+        head = self.lm_head or ("fp8_gradients" if in_fp8 else "bf16")
         return dataclasses.replace(
             self, vision=vision, language=language, lm_head=head, optimizer=optimizer
         )

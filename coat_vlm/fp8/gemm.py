@@ -6,10 +6,10 @@
 
 x and W are E4M3, grad_y is E5M2 or E4M3 (``fp8.gradients`` of a recipe). Operands are contiguous
 along the summed dimension. Each has one scale per tensor (arXiv 2410.19313, section 4.1),
-and M' is the number of tokens M padded with zeros to a multiple of 16. The grad-weight GEMM, which
-sums over all tokens, promotes partial sums to FP32; the other two use fast accumulation. (torchao
-and TransformerEngine use it in the forward GEMM alone by default. Here the grad-input GEMM with it
-left the error of a trained model's weight gradients unchanged: docs/lab/2026-11.md.)
+and M' is the number of tokens M padded with zeros to a multiple of 16. All three use fast
+accumulation. (torchao and TransformerEngine use it in the forward GEMM alone by default. Here it
+left the weight gradients of a trained model as close to FP32's as without it, and takes 5% of a
+step less: docs/lab/2026-11.md.)
 
 Layers that read the same input (q, k, v; gate, up) are one GEMM with a fused weight and one scale.
 ``weights.py`` provides FP8 weights and caches them. In the first blocks the forward GEMM is not FP8
@@ -312,7 +312,7 @@ def backward(
     del rows
     x = input_transposed(grad_input) if needs.input_transposed else None
     if needs.weight and x is not None:
-        grads[:n] = _split(scaled_mm(transposed, x, parts[0].dtype), parts)
+        grads[:n] = _split(scaled_mm(transposed, x, parts[0].dtype, fast=True), parts)
     if grad_inner is not None and x is not None:
         # E4M3: the sums over the outputs have no such outliers as grad_y.
         inner8 = quantize_gradient([grad_inner], E4M3, rows=False).transposed

@@ -32,7 +32,7 @@ def test_parameters_and_checkpoints_are_those_of_the_original(tmp_path: Path) ->
     model = llama()
     before = copy.deepcopy(model.state_dict())
     report = convert(model, Fp8Config())
-    assert list(report.converted) == [f"model.layers.{i}" for i in range(4)]
+    assert list(report.converted) == [*(f"model.layers.{i}" for i in range(4)), "lm_head"]
     after = model.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -192,8 +192,9 @@ def test_precision_on_a_cpu() -> None:
     fp8 = Fp8Config(skip_last=1)
     for precision in FP8_PRECISIONS:
         optimizer = "adamw" if precision == "fp8_linear" else "coat"
+        head = "bf16" if precision == "fp8_linear" else "fp8_gradients"
         resolved = dataclasses.replace(
-            fp8, vision=precision, language=precision, optimizer=optimizer
+            fp8, vision=precision, language=precision, lm_head=head, optimizer=optimizer
         )
         assert arithmetic_of(precision, fp8, cpu) == Arithmetic(torch.float32, resolved, True)
     mixed = arithmetic_of("coat_lean", Fp8Config(vision="bf16"), cpu).fp8

@@ -144,7 +144,8 @@ def test_which_layers_convert(family: str) -> None:
     text = str(convert(model, Fp8Config())).replace(" outside of the blocks that FP8 knows", "")
     lines = [line.strip().removeprefix("model.") for line in text.splitlines()[1:]]
     expected = [line.format("fp8.projector is bf16") for line in TABLE[family]]
-    assert sorted(lines) == sorted([*expected, "lm_head: left, fp8.lm_head is bf16"])
+    head = "lm_head: output layer, BF16 logits, FP8 gradients in the fused loss"
+    assert sorted(lines) == sorted([*expected, head])
     assert [name for name, _ in fp8_blocks(model)] == blocks
     report = convert(FAMILIES[family]()[0], Fp8Config(projector="fp8_linear", lm_head="fp8_linear"))
     assert linears - in_blocks == {n for n, how in report.converted.items() if how == "FP8 linear"}
@@ -266,8 +267,10 @@ def test_what_fp8_does_not_know_is_listed_by_name() -> None:
     model = AutoModelForImageTextToText.from_config(config)
     linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
     report = convert(model, Fp8Config())
-    assert list(report.converted) == [f"model.language_model.layers.{n}" for n in range(2)]
-    assert linears - {n for n in linears if ".language_model." in n} <= report.skipped.keys()
+    known = {f"model.language_model.layers.{n}" for n in range(2)} | {"lm_head"}
+    assert set(report.converted) == known
+    inside = {n for n in linears if ".language_model." in n}
+    assert linears - inside - known <= report.skipped.keys()
     line = "model.vision_tower.transformer.layers.0-1.attention.q_proj: left, Linear outside of"
     assert line in str(report)
 
