@@ -28,7 +28,7 @@ from coat_kernels import (
 )
 from coat_kernels.formats import pad_length
 
-CHUNK_BYTES = 600 * 2**20
+CHUNK_BYTES = 400 * 2**20
 """Maximum bytes of a chunk's logits in the layer's dtype; their gradient takes half of it again."""
 
 TOKENS_MULTIPLE = GEMM_MULTIPLE
@@ -79,7 +79,10 @@ class Fp8Gradients:
                 _, self._weight = quantize_layouts(parts, rows=False, transposed=True)
             scaled = TensorScaled(gradient, self._scale)
             rows_gradient.copy_(scaled_mm(scaled, self._weight, rows.dtype))
+        del gradient
         if self._transposed is not None and start + len(rows) == min(self._most, self._left):
+            if start + len(rows) == self._left:
+                self._weight = None  # this chunk is the last one
             self._multiply(self._transposed)
         return losses.sum() / self._divisor
 
