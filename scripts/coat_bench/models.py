@@ -16,6 +16,8 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
 
+import torch
+from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -179,30 +181,64 @@ def _use_decoder_loss(model: CoatVlm | PreTrainedModel) -> None:
     setattr(model, "forward", MethodType(replaced, model))  # noqa: B010 - on this instance
 
 
-def _apply_liger(model: CoatVlm | PreTrainedModel, **kernels: bool) -> None:
-    """Use Liger's RoPE, RMSNorm, SwiGLU, and its loss without stored logits.
+def _apply_liger(model: Any, kernels: bool = True) -> None:
+    """Use Liger's loss without stored logits, and its RoPE, RMSNorm, SwiGLU in the decoder.
 
-    Liger 0.8.5 has no SwiGLU for Qwen3-VL, and its RoPE for Qwen2.5-VL's decoder replaces a
-    function that transformers no longer calls.
+    Liger 0.8.5 cannot be applied to a published model as a whole: it imports classes that
+    transformers 5.23 no longer has. Its kernels for the same layers of the language model can.
 
     Args:
         model: changed in place.
-        **kernels: ``rope``, ``rms_norm``, ``swiglu``: False to leave transformers' own.
+        kernels: False for the loss alone.
     """
     from liger_kernel import transformers as liger  # pyright: ignore[reportMissingImports]
 
-    decoder = model.language_model if isinstance(model, CoatVlm) else model
-    apply = getattr(liger, f"apply_liger_kernel_to_{decoder.config.model_type}")
-    apply(model=decoder, **kernels)
+    chosen: dict[str, Any] = dict.fromkeys(("rope", "rms_norm", "swiglu"), kernels)
+    if isinstance(model, CoatVlm):
+        decoder: Any = model.language_model
+        kind = decoder.config.model_type
+    else:
+        decoder = model.model.language_model
+        kind, module = _LIGER_KINDS[model.config.model_type]
+        chosen["fused_linear_cross_entropy"] = False
+        if kernels:
+            setattr(module, "apply_rotary_pos_emb", liger.liger_rotary_pos_emb)  # noqa: B010
+        setattr(model, "forward", MethodType(_forward_with_liger_loss, model))  # noqa: B010
+    getattr(liger, f"apply_liger_kernel_to_{kind}")(model=decoder, **chosen)
 
 
-_apply_liger_loss = partial(_apply_liger, rope=False, rms_norm=False, swiglu=False)
+_LIGER_KINDS = {
+    "qwen2_5_vl": ("qwen2", modeling_qwen2_5_vl),
+    "qwen3_vl": ("qwen3", modeling_qwen3_vl),
+}
+"""Published family -> family of its language model in Liger, module of its attention."""
+
+_apply_liger_loss = partial(_apply_liger, kernels=False)
+
+
+def _forward_with_liger_loss(
+    model: Any, labels: Tensor, num_items_in_batch: float | None = None, **inputs: Any
+) -> CausalLMOutputWithPast:
+    """Return the loss of a published model, computed as in Liger's own forward passes."""
+    from liger_kernel.transformers.model.loss_utils import (  # pyright: ignore[reportMissingImports]
+        LigerForCausalLMLoss,
+    )
+
+    hidden = model.model(**inputs).last_hidden_state
+    width, weight = hidden.shape[-1], model.lm_head.weight
+    loss = LigerForCausalLMLoss(
+        hidden, weight, labels, width, num_items_in_batch=num_items_in_batch
+    )
+    return CausalLMOutputWithPast(loss=loss)
 
 
 def _find_blocks(model: nn.Module, kind: type) -> list[nn.Module]:
-    """Return the blocks of the decoder or of the tower, of a kind that FP8 also knows."""
-    blocks = {name for name, layer in FP8_LAYERS.items() if issubclass(layer, kind)}
-    return [module for module in model.modules() if type(module).__name__ in blocks]
+    """Return the blocks of the decoder or of the tower, which are of classes that FP8 knows."""
+    names = {name for name, layer in FP8_LAYERS.items() if issubclass(layer, kind)}
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise ValueError(f"--baselines: the model has no {kind.__name__[3:]}; leave this one out")
+    return blocks
 
 
 def _apply_torchao(model: nn.Module) -> None:
@@ -212,9 +248,15 @@ def _apply_torchao(model: nn.Module) -> None:
 
 
 def _compile(model: nn.Module, kind: type = Fp8DecoderLayer) -> None:
-    """Compile every decoder layer, or block of the tower, for one batch shape."""
-    for layer in _find_blocks(model, kind):
-        layer.compile(dynamic=False)
+    """Compile every decoder layer, or block of the tower, for one batch shape.
+
+    ZeRO-3 gathers and frees the weights of such a block as a whole, as of an FP8 block. Its hooks
+    would otherwise be traced with every layer inside, and would end the graph there.
+    """
+    blocks = _find_blocks(model, kind)
+    for block in blocks:
+        block.forward = torch.compile(block.forward, dynamic=False)  # without the block's hooks
+    set_z3_leaf_modules(model, list({type(block) for block in blocks}))
 
 
 _compile_tower = partial(_compile, kind=Fp8Encoder)
