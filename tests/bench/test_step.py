@@ -134,7 +134,11 @@ def published(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 56, "out_hidden_size": 64,
         "intermediate_size": 70,
     }  # fmt: skip
-    ids = {"vision_start_token_id": 249, "image_token_id": 250, "video_token_id": 251}
+    ids: dict[str, Any] = {
+        "vision_start_token_id": 249,
+        "image_token_id": 250,
+        "video_token_id": 251,
+    }
     if request.param == "qwen3_vl":
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         config: Any = Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
@@ -186,13 +190,10 @@ def test_compiled_blocks(published: str, size: str, monkeypatch: pytest.MonkeyPa
     model = build_stage_model(stage, CPU)
     with models.apply_baseline("compile_tower", model):
         pass
-    parts = module_parameters(model)
+    parts, ends = module_parameters(model), ("DecoderLayer", "EncoderLayer", "VisionBlock")
     layers, blocks = (
-        [part for part in parts[name].modules() if type(part).__name__.endswith(ends)]
-        for name, ends in (
-            ("language", "DecoderLayer"),
-            ("vision", ("EncoderLayer", "VisionBlock")),
-        )
+        [part for part in whole.modules() if type(part).__name__.endswith(ends)]
+        for whole in (parts["language"], parts["vision"])
     )
     assert len(layers) == len(blocks) == 2
     assert compiled == layers + blocks
