@@ -10,18 +10,26 @@ Its loss is transformers', which needs all logits, or Liger's.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from deepspeed.utils import set_z3_leaf_modules
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
+from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from coat_bench.layer import convert_to_torchao
 from coat_vlm.config import LanguageConfig, ModelConfig, VisionConfig
 from coat_vlm.config.model import TokenizerConfig
+from coat_vlm.fp8.blocks import FP8_LAYERS, Fp8DecoderLayer, Fp8Encoder
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.placeholders import copy_to_device
 
@@ -51,6 +59,15 @@ def _build_qwen(name: str, language: LanguageConfig, vocab_size: int | None = No
         max_length=4096,
     )
     return StepModel(f"siglip-so400m_qwen2.5-{name}", model, images=4)
+
+
+def _read_published(name: str, folder: str) -> StepModel:
+    """A published model with the shapes of its config.json; 4,096 tokens with 4 images.
+
+    Images have 448 pixels: 196 tokens each in Qwen3-VL, 256 in Qwen2.5-VL.
+    """
+    path = Path(__file__).parent / "published" / folder
+    return StepModel(name, ModelConfig(pretrained=str(path), max_length=4096), images=4)
 
 
 _TINY = {
@@ -112,10 +129,14 @@ SIZES = {
         ),
         images=0,
     ),
+    "qwen2.5-vl-7b": _read_published("qwen2.5-vl-7b", "qwen2_5_vl_7b"),
+    "qwen3-vl-8b": _read_published("qwen3-vl-8b", "qwen3_vl_8b"),
 }
 """Values of ``--size``. The language models have published shapes (config.json of Qwen/Qwen2.5-0.5B
 here, the others in :mod:`coat_vlm.plan.stage`; Vicuna has Llama-2-7B's shape). Llama-2-7B
-with a context of 2,048 tokens is the end-to-end setting of COAT's paper (arXiv:2410.19313)."""
+with a context of 2,048 tokens is the end-to-end setting of COAT's paper (arXiv:2410.19313).
+``published`` has config.json of Qwen/Qwen2.5-VL-7B-Instruct and Qwen/Qwen3-VL-8B-Instruct, without
+the keys that do not change the model."""
 
 
 class Baseline(NamedTuple):
@@ -125,12 +146,20 @@ class Baseline(NamedTuple):
     """Name in the rows."""
     packages: tuple[str, ...]
     """Packages that it needs."""
-    parts: Sequence[Callable[[CoatVlm], None]]
+    parts: Sequence[Callable[[Any], None]]
     """Functions that change the model in place, called in order."""
 
 
-def _use_decoder_loss(model: CoatVlm) -> None:
+def _use_decoder_loss(model: CoatVlm | PreTrainedModel) -> None:
     """Use the language model's loss, in transformers with FP32 logits of all tokens."""
+    original = model.forward  # Liger's if it was applied
+
+    def forward_published(
+        _: PreTrainedModel, labels: Tensor, attention_mask: Any, skip_logits: Any, **inputs: Any
+    ) -> Any:
+        del attention_mask, skip_logits  # rows are full
+        labels = copy_to_device(labels, inputs["input_ids"].device)
+        return original(labels=labels, use_cache=False, **inputs)
 
     def forward(
         self: CoatVlm,
@@ -148,30 +177,89 @@ def _use_decoder_loss(model: CoatVlm) -> None:
             divisor["num_items_in_batch"] = num_items_in_batch
         return self.language_model(inputs_embeds=hidden, labels=labels, use_cache=False, **divisor)
 
-    setattr(model, "forward", MethodType(forward, model))  # noqa: B010 - on this instance
+    replaced = forward if isinstance(model, CoatVlm) else forward_published
+    setattr(model, "forward", MethodType(replaced, model))  # noqa: B010 - on this instance
 
 
-def _apply_liger(model: CoatVlm) -> None:
-    """Use Liger's RoPE, RMSNorm, SwiGLU, and its loss without stored logits."""
-    from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
-        apply_liger_kernel_to_llama,
-        apply_liger_kernel_to_qwen2,
+def _apply_liger(model: Any, kernels: bool = True) -> None:
+    """Use Liger's loss without stored logits, and its RoPE, RMSNorm, SwiGLU in the decoder.
+
+    Liger 0.8.5 cannot be applied to a published model as a whole: it imports classes that
+    transformers 5.23 no longer has. Its kernels for the same layers of the language model can.
+
+    Args:
+        model: changed in place.
+        kernels: False for the loss alone.
+    """
+    from liger_kernel import transformers as liger  # pyright: ignore[reportMissingImports]
+
+    chosen: dict[str, Any] = dict.fromkeys(("rope", "rms_norm", "swiglu"), kernels)
+    if isinstance(model, CoatVlm):
+        decoder: Any = model.language_model
+        kind = decoder.config.model_type
+    else:
+        decoder = model.model.language_model
+        kind, module = _LIGER_KINDS[model.config.model_type]
+        chosen["fused_linear_cross_entropy"] = False
+        if kernels:
+            setattr(module, "apply_rotary_pos_emb", liger.liger_rotary_pos_emb)  # noqa: B010
+        setattr(model, "forward", MethodType(_forward_with_liger_loss, model))  # noqa: B010
+    getattr(liger, f"apply_liger_kernel_to_{kind}")(model=decoder, **chosen)
+
+
+_LIGER_KINDS = {
+    "qwen2_5_vl": ("qwen2", modeling_qwen2_5_vl),
+    "qwen3_vl": ("qwen3", modeling_qwen3_vl),
+}
+"""Published family -> family of its language model in Liger, module of its attention."""
+
+_apply_liger_loss = partial(_apply_liger, kernels=False)
+
+
+def _forward_with_liger_loss(
+    model: Any, labels: Tensor, num_items_in_batch: float | None = None, **inputs: Any
+) -> CausalLMOutputWithPast:
+    """Return the loss of a published model, computed as in Liger's own forward passes."""
+    from liger_kernel.transformers.model.loss_utils import (  # pyright: ignore[reportMissingImports]
+        LigerForCausalLMLoss,
     )
 
-    llama = model.config.text_config.model_type == "llama"
-    apply = apply_liger_kernel_to_llama if llama else apply_liger_kernel_to_qwen2
-    apply(model=model.language_model)
+    hidden = model.model(**inputs).last_hidden_state
+    width, weight = hidden.shape[-1], model.lm_head.weight
+    loss = LigerForCausalLMLoss(
+        hidden, weight, labels, width, num_items_in_batch=num_items_in_batch
+    )
+    return CausalLMOutputWithPast(loss=loss)
 
 
-def _apply_torchao(model: CoatVlm) -> None:
+def _find_blocks(model: nn.Module, kind: type) -> list[nn.Module]:
+    """Return the blocks of the decoder or of the tower, which are of classes that FP8 knows."""
+    names = {name for name, layer in FP8_LAYERS.items() if issubclass(layer, kind)}
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise ValueError(f"--baselines: the model has no {kind.__name__[3:]}; leave this one out")
+    return blocks
+
+
+def _apply_torchao(model: nn.Module) -> None:
     """Use torchao's tensorwise FP8 in the linear layers of the decoder."""
-    convert_to_torchao(model.language_model.model.layers)
+    for layer in _find_blocks(model, Fp8DecoderLayer):
+        convert_to_torchao(layer)
 
 
-def _compile(model: CoatVlm) -> None:
-    """Compile every decoder layer for one batch shape."""
-    for layer in model.language_model.model.layers:
-        layer.compile(dynamic=False)
+def _compile(model: nn.Module, kind: type = Fp8DecoderLayer) -> None:
+    """Compile every decoder layer, or block of the tower, for one batch shape.
+
+    ZeRO-3 gathers and frees the weights of such a block as a whole, as of an FP8 block. Its hooks
+    would otherwise be traced with every layer inside, and would end the graph there.
+    """
+    blocks = _find_blocks(model, kind)
+    for block in blocks:
+        block.forward = torch.compile(block.forward, dynamic=False)  # without the block's hooks
+    set_z3_leaf_modules(model, list({type(block) for block in blocks}))
+
+
+_compile_tower = partial(_compile, kind=Fp8Encoder)
 
 
 BASELINES = {
@@ -189,15 +277,23 @@ BASELINES = {
         ("liger_kernel", "torchao"),
         [_apply_liger, _use_decoder_loss, _apply_torchao, _compile],
     ),
+    "liger_loss_torchao": Baseline(
+        "liger_loss_torchao_tensorwise_compile",
+        ("liger_kernel", "torchao"),
+        [_apply_liger_loss, _use_decoder_loss, _apply_torchao, _compile],
+    ),
 }
-"""Values of ``--baselines``."""
+BASELINES |= {
+    f"{name}_tower": Baseline(
+        f"{one.implementation}_tower", one.packages, [*one.parts, _compile_tower]
+    )
+    for name, one in BASELINES.items()
+    if _compile in one.parts
+}
+"""Values of ``--baselines``. With ``_tower`` the blocks of the vision tower are compiled, too."""
 
-_REPLACED = [
-    (module, name)
-    for module, family in ((modeling_qwen2, "Qwen2"), (modeling_llama, "Llama"))
-    for name in ("apply_rotary_pos_emb", f"{family}RMSNorm", f"{family}MLP")
-]
-"""Names in modules of transformers that Liger replaces."""
+_PATCHED = (modeling_llama, modeling_qwen2, modeling_qwen2_5_vl, modeling_qwen3_vl)
+"""Modules of transformers in which Liger replaces names."""
 
 
 def check_baselines(names: Sequence[str]) -> None:
@@ -217,18 +313,18 @@ def check_baselines(names: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def apply_baseline(name: str, model: CoatVlm) -> Iterator[None]:
+def apply_baseline(name: str, model: PreTrainedModel) -> Iterator[None]:
     """Turn a model into a baseline; restores the modules of transformers at the end.
 
     Args:
         name: a key of :data:`BASELINES`.
         model: changed in place, permanently.
     """
-    before = [(module, attribute, getattr(module, attribute)) for module, attribute in _REPLACED]
+    before = [(module, dict(vars(module))) for module in _PATCHED]
     try:
         for part in BASELINES[name].parts:
             part(model)
         yield
     finally:
-        for module, attribute, value in before:
-            setattr(module, attribute, value)
+        for module, names in before:
+            vars(module).update(names)

@@ -27,6 +27,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload
 from tqdm import tqdm
+from transformers import PretrainedConfig, PreTrainedModel
 
 from coat_bench.rows import Row, format_table, get_origin, is_out_of_memory
 from coat_data.load.collate import collate, collate_packed
@@ -37,7 +38,8 @@ from coat_vlm.config.stage import PackingConfig
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import arithmetic_of, graph_blocks
 from coat_vlm.fp8.graphs import EAGER_PASSES
-from coat_vlm.model import CoatVlm, CoatVlmConfig
+from coat_vlm.model import CoatVlm
+from coat_vlm.model.family_model import trainable_class
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import image_groups, trace
 from coat_vlm.plan.stage import (
@@ -64,6 +66,9 @@ _NO_RUN = Path("no run folder")
 
 LEFT_BYTES = 64 * 2**20
 """Leftover memory of an earlier measurement above this size is noted in the row."""
+
+IMAGE_SIDE = 448
+"""Pixels of the square images of a published model."""
 
 Step = Callable[[list[LoadedBatch], float], tuple[dict[str, Any], bool]]
 """Takes a step, with the interface of :class:`coat_vlm.train.step.TrainStep`."""
@@ -175,9 +180,9 @@ class StageCase:
     """The recipe, with shapes in place of names of published models."""
     stage: StageConfig
     """The stage, with the batch size of this number of ranks."""
-    frame: CoatVlm
+    frame: PreTrainedModel
     """The model on ``meta``, as on a GPU with FP8 tensor cores."""
-    config: CoatVlmConfig
+    config: PretrainedConfig
     """The model's configuration, with a token id for images."""
     row: RowShape
     images_why: str
@@ -202,6 +207,7 @@ def bench_recipe(
         ValueError: the settings do not fit the recipe or this machine, or one of several processes
             ran out of memory.
     """
+    require_composed(bench.recipe, "coat-vlm bench recipe")
     cases = list_stage_cases(bench, world)
     rows = []
     for case in cases:
@@ -260,7 +266,8 @@ def list_stage_cases(bench: RecipeBench, world: World) -> list[StageCase]:
             "model.image.mode: dynamic_s2: this benchmark has no rows of several scales; measure "
             "the same model with model.image.mode=dynamic"
         )
-    vocab_size = None if recipe.init_from is not None else find_vocab_size(recipe)
+    given = recipe.init_from is not None or recipe.model.pretrained is not None
+    vocab_size = None if given else find_vocab_size(recipe)
     return [
         _build_case(bench, recipe, name, vocab_size, world)
         for name in select_stages(recipe, bench.only_stage)
@@ -270,7 +277,6 @@ def list_stage_cases(bench: RecipeBench, world: World) -> list[StageCase]:
 def _build_case(
     bench: RecipeBench, recipe: Recipe, name: StageName, vocab_size: int | None, world: World
 ) -> StageCase:
-    require_composed(recipe, "coat-vlm bench recipe")
     stage = recipe.stages[name]
     if stage.sequence_parallel > 1:
         raise ValueError(
@@ -282,8 +288,15 @@ def _build_case(
     steps = bench.warmup + bench.steps
     stage = replace(stage, batch_size=batch, max_steps=steps, epochs=None)
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, torch.device("meta"))
-    frame = cast(CoatVlm, build_planned_model(recipe, stage, arithmetic, vocab_size))
-    config = cast(CoatVlmConfig, copy.deepcopy(frame.config))
+    frame = build_planned_model(recipe, stage, arithmetic, vocab_size)
+    config: Any = copy.deepcopy(frame.config)
+    tokens, images, why = row_tokens(recipe, stage), bench.images, "--images"
+    if not isinstance(frame, CoatVlm):
+        row = RowShape(tokens=tokens, groups=(1,) * (images or 0), pooled=False)
+        return StageCase(
+            name=name, recipe=recipe, stage=stage, frame=frame, config=config, row=row,
+            images_why=why,
+        )  # fmt: skip
     if config.s2_scales is not None:
         raise ValueError(
             f"init_from={recipe.init_from!r} is a model of images at several scales, for "
@@ -292,7 +305,6 @@ def _build_case(
         )
     if frame.vision_tower is not None and vocab_size is not None:
         config.image_token_id = vocab_size - 1  # the tokenizer's last
-    tokens, images, why = row_tokens(recipe, stage), bench.images, "--images"
     if images is None:
         images, why = count_images_per_row(recipe, stage, tokens, config)
     pooled = recipe.model.video.pool_frames
@@ -303,7 +315,7 @@ def _build_case(
     )
 
 
-def build_stage_model(case: StageCase, device: torch.device) -> CoatVlm:
+def build_stage_model(case: StageCase, device: torch.device) -> PreTrainedModel:
     """Build the model of a stage with random weights on a device, ready for the engine.
 
     The weights are the same at every call on the same kind of device. They are generated on this
@@ -327,14 +339,17 @@ def build_stage_model(case: StageCase, device: torch.device) -> CoatVlm:
     torch.set_default_dtype(arithmetic.dtype)
     try:
         with device:
-            model = CoatVlm(config)
+            composed = isinstance(case.frame, CoatVlm)
+            model = CoatVlm(config) if composed else trainable_class(config.model_type)(config)
     finally:
         torch.set_default_dtype(before)
     prepare_model(model, recipe, case.stage, arithmetic)
     return model
 
 
-def make_sample(model: CoatVlm, shape: RowShape, generator: torch.Generator) -> EncodedSample:
+def make_sample(
+    model: PreTrainedModel, shape: RowShape, generator: torch.Generator
+) -> EncodedSample:
     """Make a random row.
 
     Args:
@@ -343,6 +358,8 @@ def make_sample(model: CoatVlm, shape: RowShape, generator: torch.Generator) -> 
         generator: a generator on the CPU.
     """
     config: Any = model.config
+    if not isinstance(model, CoatVlm):
+        return _make_published_sample(model, shape, generator)
     tower = model.vision_tower
     # Text has any id except the image id.
     top = config.text_config.vocab_size - (tower is not None)
@@ -367,8 +384,32 @@ def make_sample(model: CoatVlm, shape: RowShape, generator: torch.Generator) -> 
     )
 
 
+def _make_published_sample(
+    model: Any, shape: RowShape, generator: torch.Generator
+) -> EncodedSample:
+    """Make a random row as the processors of Qwen2.5-VL and Qwen3-VL do: pixels of patches."""
+    config, vision = model.config, model.config.vision_config
+    side = IMAGE_SIDE // vision.patch_size
+    grid = torch.tensor([[1, side, side]]).expand(shape.images, 3)
+    # Text has any id below the media ids.
+    top = min(config.image_token_id, config.vision_start_token_id)
+    ids = torch.randint(top, (shape.tokens,), generator=generator)
+    image = torch.full((1 + (side // vision.spatial_merge_size) ** 2,), config.image_token_id)
+    image[0] = config.vision_start_token_id
+    placed = image.repeat(shape.images)
+    ids[1 : 1 + len(placed)] = placed
+    is_image = ids == config.image_token_id
+    pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return EncodedSample(
+        input_ids=ids,
+        labels=ids.masked_fill(is_image, IGNORE_INDEX),
+        pixel_values=torch.randn(shape.images * side**2, pixels, generator=generator),
+        extras={"image_grid_thw": grid, model.family.token_types: is_image[None].int()},
+    )
+
+
 def make_batch(
-    model: CoatVlm, shape: RowShape, rows: int, packing: PackingConfig | None, seed: int
+    model: PreTrainedModel, shape: RowShape, rows: int, packing: PackingConfig | None, seed: int
 ) -> LoadedBatch:
     """Make a micro-batch of random rows on the CPU, as the loader returns it.
 
@@ -389,7 +430,7 @@ def make_batch(
 
 
 def build_training_step(
-    model: CoatVlm, case: StageCase, world: World, total_steps: int
+    model: PreTrainedModel, case: StageCase, world: World, total_steps: int
 ) -> TrainStep:
     """Build the training step of a stage, with DeepSpeed's engine around the model.
 
@@ -426,7 +467,7 @@ def build_training_step(
     )
 
 
-def release_engine(engine: DeepSpeedEngine, model: CoatVlm) -> None:
+def release_engine(engine: DeepSpeedEngine, model: PreTrainedModel) -> None:
     """Remove DeepSpeed's hooks from a model and free the memory of both, which become unusable.
 
     ZeRO-3 of deepspeed 0.19.8 never frees a model: a list in its module and classes of its hooks
@@ -578,8 +619,9 @@ def plan_peak(case: StageCase, bench: RecipeBench, *, reuse: bool, ranks: int) -
         reuse: whether micro-batches share FP8 weights.
         ranks: number of processes.
     """
+    frame = cast(CoatVlm, case.frame)
     activations = trace(
-        case.frame,
+        frame,
         case.stage.micro_batch_size,
         case.row.tokens,
         case.row.images,
@@ -588,7 +630,7 @@ def plan_peak(case: StageCase, bench: RecipeBench, *, reuse: bool, ranks: int) -
     )
     kind = CoatAdamW if find_optimizer(case.recipe) == "coat" else torch.optim.AdamW
     low_bits = case.recipe.master_weights == "low_bits"
-    sizes = count_sizes(case.frame, case.stage, measure_state_bytes(kind), low_bits=low_bits)
+    sizes = count_sizes(frame, case.stage, measure_state_bytes(kind), low_bits=low_bits)
     zero_stage, accumulates = case.recipe.zero_stage, bench.accumulation > 1
     return (
         estimate_rank_memory(zero_stage, sizes, ranks, activations, accumulates=accumulates).peak

@@ -22,6 +22,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from coat_bench.layer import use_attention
 from coat_bench.models import BASELINES, SIZES, apply_baseline, check_baselines
@@ -254,7 +255,7 @@ class Reference:
     """Batch size -> loss; always contains the first sample alone (batch size 1)."""
 
 
-def measure_reference(model: CoatVlm, batches: Sequence[LoadedBatch]) -> Reference:
+def measure_reference(model: PreTrainedModel, batches: Sequence[LoadedBatch]) -> Reference:
     """Run BF16 on samples of this rank.
 
     Args:
@@ -267,15 +268,15 @@ def measure_reference(model: CoatVlm, batches: Sequence[LoadedBatch]) -> Referen
     with torch.no_grad():
         for loaded in batches[1:]:
             losses[loaded.num_samples] = model(
-                **copy_batch_to_device(loaded.batch, device)
+                **copy_batch_to_device(loaded.batch, device), skip_logits=True
             ).loss.item()
     return Reference(norm, losses)
 
 
-def _run_pass(model: CoatVlm, loaded: LoadedBatch) -> tuple[float, float]:
+def _run_pass(model: PreTrainedModel, loaded: LoadedBatch) -> tuple[float, float]:
     """Return the loss and the norm of all gradients; clears the gradients."""
     device = next(model.parameters()).device
-    loss = model(**copy_batch_to_device(loaded.batch, device)).loss
+    loss = model(**copy_batch_to_device(loaded.batch, device), skip_logits=True).loss
     loss.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
@@ -284,7 +285,7 @@ def _run_pass(model: CoatVlm, loaded: LoadedBatch) -> tuple[float, float]:
     return loss.item(), norm
 
 
-def find_disagreement(model: CoatVlm, sample: LoadedBatch, reference: Reference) -> str:
+def find_disagreement(model: PreTrainedModel, sample: LoadedBatch, reference: Reference) -> str:
     """Compare a pass over the first sample with BF16; returns the problem, empty if there is none.
 
     Args:
@@ -339,7 +340,7 @@ def check_training(losses: Sequence[float], exact: Sequence[float] | None) -> st
 class Passes:
     """Forward and backward pass of every micro-batch, with the interface of a training step."""
 
-    model: CoatVlm
+    model: PreTrainedModel
     reuse: WeightReuse
     device: torch.device
     memory: PeakMemory
@@ -351,7 +352,8 @@ class Passes:
         loss = torch.zeros(())
         with self.reuse.scope(len(micro_batches)):
             for loaded in micro_batches:
-                loss = self.model(**copy_batch_to_device(loaded.batch, self.device)).loss
+                inputs = copy_batch_to_device(loaded.batch, self.device)
+                loss = self.model(**inputs, skip_logits=True).loss
                 (loss / len(micro_batches)).backward()
         self.model.zero_grad(set_to_none=True)
         self.reuse.after_step()
@@ -502,7 +504,8 @@ class _Run:
             row.tok_s = row.tokens / (row.ms / 1e3)
             row.note += f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}"
             row.note += note_used_memory(world.device)
-            if isinstance(step, TrainStep) and case.precision is not None:
+            planned = isinstance(model, CoatVlm) and case.precision is not None
+            if isinstance(step, TrainStep) and planned:
                 shared = step.reuse.policy == "cache" or bool(step.reuse.fits)
                 reuse = shared and bench.accumulation > 1
                 planned = plan_peak(stage, bench, reuse=reuse, ranks=world.size)

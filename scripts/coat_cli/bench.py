@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 SHAPES = "llama-2-7b, qwen2.5-7b, siglip-so400m; default llama-2-7b"
 SIZES = ("tiny", "tiny-llm", "1b", "2b", "8b", "14b", "qwen2.5-7b", "llama-2-7b")
-BASELINES = ("eager", "compile", "torchao", "liger", "liger_compile", "liger_torchao")
+SIZES += ("qwen2.5-vl-7b", "qwen3-vl-8b")
+COMPILED = ("compile", "torchao", "liger_compile", "liger_torchao", "liger_loss_torchao")
+BASELINES = ("eager", "liger", *COMPILED, *(f"{name}_tower" for name in COMPILED))
 OPTIMIZERS = ("none", "own")
 # These choices repeat those of coat_bench, which takes longer to import than --help should.
 
@@ -145,6 +147,7 @@ def _step(jobs: Commands) -> None:
   coat-vlm bench step --csv tiny.csv                     # a tiny model, on any machine
   coat-vlm bench step --size 8b --csv kernels/benchmarks/results/step.csv --plot step.svg
   coat-vlm bench step --size 8b --baselines eager liger liger_torchao --batch 1 2 4 8 --csv step.csv
+  coat-vlm bench step --size qwen3-vl-8b --baselines liger_torchao --batch 1 2 4 --csv step.csv
   coat-vlm bench step --size 8b --precisions coat_lean --optimizer own --batch 4 --accumulation 4
   coat-vlm bench step --size 8b --precisions coat_lean --batch 4 --profile
   coat-vlm bench step --size 8b --precisions coat coat_lean --optimizer own --accumulation 8 \\
@@ -155,22 +158,29 @@ def _step(jobs: Commands) -> None:
       --precisions bf16 coat_lean --zero 1 2 3 --batch 4 --csv step.csv
   torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size llama-2-7b --optimizer own \\
       --precisions bf16 coat coat_lean --zero 1 2 3 --batch 1 2 4 --csv step.csv   # COAT's setup
+  torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size 2b --optimizer own \\
+      --precisions coat --baselines liger_compile liger_torchao --zero 2 3 --batch 4 --csv step.csv
 
 sizes; 1b, 2b, 8b and 14b have SigLIP-so400m at 448 pixels and samples of 4,096 tokens with 4 images
-of 256 tokens, qwen2.5-7b has samples of 4,096 text tokens, llama-2-7b of 2,048:
-  1b          0.90B parameters, language model like Qwen2.5-0.5B
-  2b          1.95B parameters, language model like Qwen2.5-1.5B
-  8b          8.04B parameters, language model like Qwen2.5-7B
-  14b         15.2B parameters, language model like Qwen2.5-14B
-  qwen2.5-7b  7.62B parameters, no vision tower
-  llama-2-7b  6.74B parameters, no vision tower, as in COAT's paper (which compares BF16 and AdamW
-              with coat and reports 1.54x less memory and 1.43x the speed)
-  tiny        0.2M parameters, 32 tokens, for a test on a CPU
-  tiny-llm    the same without a vision tower
+of 256 tokens, qwen2.5-7b has samples of 4,096 text tokens, llama-2-7b of 2,048. qwen2.5-vl-7b and
+qwen3-vl-8b are published models (the recipe key model.pretrained) with samples of 4,096 tokens with
+4 images of 448 pixels, of 256 and 196 tokens each:
+  1b             0.90B parameters, language model like Qwen2.5-0.5B
+  2b             1.95B parameters, language model like Qwen2.5-1.5B
+  8b             8.04B parameters, language model like Qwen2.5-7B
+  14b            15.2B parameters, language model like Qwen2.5-14B
+  qwen2.5-7b     7.62B parameters, no vision tower
+  llama-2-7b     6.74B parameters, no vision tower, as in COAT's paper (which compares BF16 and
+                 AdamW with coat and reports 1.54x less memory and 1.43x the speed)
+  qwen2.5-vl-7b  8.29B parameters
+  qwen3-vl-8b    8.77B parameters
+  tiny           0.2M parameters, 32 tokens, for a test on a CPU
+  tiny-llm       the same without a vision tower
 
 --precisions are ours (bf16 included; its loss does not store logits). --baselines are transformers'
-BF16 model (eager), compiled (compile), compiled with torchao's tensorwise FP8 (torchao), and each
-of them with Liger's kernels (liger, liger_compile, liger_torchao).
+BF16 model (eager), its decoder layers compiled (compile), compiled with torchao's tensorwise FP8
+(torchao), each of them with Liger's kernels (liger, liger_compile, liger_torchao), torchao's with
+Liger's loss alone (liger_loss_torchao), and the compiled ones with a compiled tower (..._tower).
 
 --optimizer none measures the forward and backward pass in one process and frees the gradients
 between steps. own runs DeepSpeed as training does, with the precision's default optimizer: coat for

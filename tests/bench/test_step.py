@@ -11,12 +11,15 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
+from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
 from transformers.models.qwen2 import modeling_qwen2
 
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_bench import models, recipe, step
-from coat_bench.models import BASELINES, SIZES, Baseline
+from coat_bench.models import BASELINES, SIZES, Baseline, StepModel
 from coat_bench.recipe import (
     RecipeBench,
     StageCase,
@@ -27,9 +30,11 @@ from coat_bench.recipe import (
 from coat_bench.step import StepBench, StepCase, StepRow, list_step_cases
 from coat_cli.main import main
 from coat_data.load.loader import LoadedBatch
+from coat_vlm.config import ModelConfig
 from coat_vlm.distributed import World, join_world
-from coat_vlm.model import CoatVlm, count_parameters
+from coat_vlm.model import count_parameters
 from coat_vlm.model.cudnn import set_cudnn_attention
+from coat_vlm.model.vlm import module_parameters
 from coat_vlm.optim import param_groups
 from coat_vlm.train import engine
 
@@ -71,7 +76,7 @@ def tiny(
     return bench, stage
 
 
-def model_and_batch(rows: int, seed: int = 0) -> tuple[CoatVlm, LoadedBatch]:
+def model_and_batch(rows: int, seed: int = 0) -> tuple[Any, LoadedBatch]:
     """The tiny model in FP32 on the CPU, in training mode, and so many of its rows."""
     _, stage = tiny()
     model = build_stage_model(stage, CPU).train()
@@ -94,6 +99,112 @@ def test_sizes_are_the_published_ones() -> None:
         assert (vision.image_size // vision.patch_size) ** 2 == 1024
         assert len(frame.vision_tower.model.encoder.layers) == 26
         assert (stage.row.tokens, stage.row.images) == (4096, 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters", "patches", "image_tokens"),
+    [
+        # Parameters as counted in the published checkpoints.
+        ("qwen2.5-vl-7b", 8_292_166_656, 32 * 32, 256),
+        ("qwen3-vl-8b", 8_767_123_696, 28 * 28, 196),
+    ],
+)
+def test_published_models(size: str, parameters: int, patches: int, image_tokens: int) -> None:
+    _, stage = tiny(size)
+    frame: Any = stage.frame
+    assert count_parameters(frame) == parameters
+    batch: Any = make_batch(frame, stage.row, 2, None, 0).batch
+    is_image = batch["input_ids"] == frame.config.image_token_id
+    assert batch["input_ids"].shape == (2, 4096)
+    assert is_image.sum(1).tolist() == [4 * image_tokens] * 2
+    assert batch["extras"]["image_grid_thw"].prod(1).tolist() == [patches] * 8
+    assert len(batch["pixel_values"]) == 8 * patches
+    assert torch.equal(batch["labels"] == -100, is_image)
+
+
+@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl"])
+def published(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a size: a small model of a published family, images of 16 tokens."""
+    text = {
+        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    }  # fmt: skip
+    vision: dict[str, Any] = {
+        "depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 56, "out_hidden_size": 64,
+        "intermediate_size": 70,
+    }  # fmt: skip
+    ids: dict[str, Any] = {
+        "vision_start_token_id": 249,
+        "image_token_id": 250,
+        "video_token_id": 251,
+    }
+    if request.param == "qwen3_vl":
+        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+        config: Any = Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
+    else:
+        vision |= {"window_size": 224, "fullatt_block_indexes": [1]}
+        config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
+    config.save_pretrained(tmp_path)
+    model = ModelConfig(pretrained=str(tmp_path), max_length=64)
+    monkeypatch.setitem(SIZES, "published", StepModel("published", model, images=2))
+    return "published"
+
+
+def test_steps_of_published_models(world: World, published: str) -> None:
+    rows = measured(
+        world, size=published, precisions=["coat_lean"], baselines=["eager"],
+        optimizers=["none", "own"], zero_stages=[2],
+    )  # fmt: skip
+    assert [(row.implementation, row.optimizer, row.problem) for row in rows] == [
+        ("coat_lean", "none", ""), ("hf_eager", "none", ""),
+        ("coat_lean", "coat", ""), ("hf_eager", "adamw", ""),
+    ]  # fmt: skip
+    assert {(row.model, row.tokens) for row in rows} == {("published", 64)}
+    # The losses of transformers' whole model and of the reference are the same number.
+    _, stage = tiny(published)
+    model = build_stage_model(stage, CPU).train()
+    loaded = make_batch(model, stage.row, 1, None, 0)
+    reference = step.measure_reference(model, [loaded])
+    inputs: Any = {**loaded.batch}
+    inputs |= inputs.pop("extras")
+    whole = getattr(transformers, type(model).__name__)(model.config)
+    whole.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        plain = whole(**inputs).loss.item()
+    # Eight bits of a BF16 operand move a loss of about log(256) by less than 1e-3 of it.
+    assert reference.losses[1] == pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", ["tiny", "published"])
+def test_compiled_blocks(published: str, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[nn.Module] = []
+
+    def note(forward: Any, dynamic: bool) -> Any:
+        assert not dynamic
+        compiled.append(forward.__self__)
+        return forward
+
+    monkeypatch.setattr(torch, "compile", note)
+    _, stage = tiny(published if size == "published" else size)
+    model = build_stage_model(stage, CPU)
+    with models.apply_baseline("compile_tower", model):
+        pass
+    parts, ends = module_parameters(model), ("DecoderLayer", "EncoderLayer", "VisionBlock")
+    layers, blocks = (
+        [part for part in whole.modules() if type(part).__name__.endswith(ends)]
+        for whole in (parts["language"], parts["vision"])
+    )
+    assert len(layers) == len(blocks) == 2
+    assert compiled == layers + blocks
+    # ZeRO-3 gathers them as a whole.
+    assert all(z3_leaf_module(block) for block in compiled)
+    assert not z3_leaf_module(model)
+
+
+def test_a_compiled_tower_needs_a_tower(world: World) -> None:
+    (row,) = measured(world, size="tiny-llm", precisions=(), baselines=["compile_tower"])
+    assert "the model has no Encoder" in row.problem
 
 
 def test_the_papers_model_is_llama_2_7b() -> None:

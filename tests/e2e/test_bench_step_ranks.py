@@ -16,12 +16,24 @@ from coat_vlm.distributed import World
 def test_two_processes_measure_one_step_through_zero(tmp_path: Path) -> None:
     path = tmp_path / "step.csv"
     settings = ["--precisions", "bf16", "coat_lean", "--optimizer", "own", "--zero", "2"]
-    settings += ["--batch", "2", "--steps", "1", "--warmup", "1", "--csv", str(path)]
+    settings += [
+        "--baselines",
+        "eager",
+        "--batch",
+        "2",
+        "--steps",
+        "1",
+        "--warmup",
+        "1",
+        "--csv",
+        str(path),
+    ]
     done = started.run(["bench", "step", *settings], ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = list(csv.DictReader(path.open()))
     cells = [(r["implementation"], r["optimizer"], r["zero"], r["problem"]) for r in rows]
-    assert cells == [("bf16", "adamw", "2", ""), ("coat_lean", "coat", "2", "")]
+    own = [("bf16", "adamw", "2", ""), ("coat_lean", "coat", "2", "")]
+    assert cells == [*own, ("hf_eager", "adamw", "2", "")]
     case = StepCase("bf16", None, True, 2).recipe("tiny", 2)
     alone = World(rank=0, size=1, device=torch.device("cpu"))
     (stage,) = list_stage_cases(RecipeBench(recipe=case, images=2), alone)

@@ -18,6 +18,7 @@ NOT_RUN = {
         "torchrun --nproc-per-node 8 --no-python coat-vlm eval ...",
         "torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size 1b ...",
         "torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size llama-2-7b ...",
+        "torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size 2b ...",
         "torchrun --nproc-per-node 2 --no-python coat-vlm bench recipe ...",
     ],
     "downloads from the Hub": [
@@ -46,6 +47,7 @@ NOT_RUN = {
         "coat-vlm bench step --size 8b --precisions coat_lean --batch 4 --profile",
         "coat-vlm bench step --size 8b --precisions coat coat_lean ...",
         "coat-vlm bench step --size qwen2.5-7b --lora 64 ...",
+        "coat-vlm bench step --size qwen3-vl-8b ...",
         "coat-vlm bench recipe vila_pretrain ...",
     ],
     "takes minutes or more without a GPU": [
