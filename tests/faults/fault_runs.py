@@ -45,9 +45,9 @@ class Run:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
+    def wait_for(self, condition: Callable[[], Any], what: str, limit_s: float = WAIT_S) -> None:
         """Wait until the condition holds while the process runs."""
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + limit_s
         while not condition():
             assert self.process.poll() is None, (what, self.output()[-3000:])
             assert time.monotonic() < deadline, (what, self.output()[-3000:])
