@@ -47,6 +47,8 @@ def hash_tensor(tensor: Tensor) -> str:
 def digest(step: TrainStep) -> dict[str, str]:
     """The SHA-256 of each tensor of this rank by name, and of the state that is not in tensors."""
     engine, model = step.engine, step.model
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the copies below are made by other threads
     optimizer: Any = engine.basic_optimizer
     tensors = {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
     for name, parameter in model.named_parameters():
