@@ -37,6 +37,7 @@ from coat_vlm.export.hugging_face import save_model
 from coat_vlm.model import CoatVlmConfig, build_model
 from coat_vlm.model.processor import build_processor, prepare_tokenizer, train_tokenizer
 from coat_vlm.plan.stage import use_published_shapes
+from coat_vlm.run.heartbeat import FOLDER
 
 HERE = Path(__file__).parent
 RANKS = 2
@@ -159,7 +160,8 @@ class Case:
             lambda: victim.is_file() and count_steps(self.run_dir) == END, "steps", LIMIT_S
         )
         ranks = descendants(run.pid)
-        run.wait_for(lambda: sum(map(alive, ranks)) < RANKS, "the end of rank 1")
+        rank_1 = json.loads((self.run_dir / FOLDER / "rank-00001.json").read_text())["pid"]
+        run.wait_for(lambda: not alive(rank_1), "the end of rank 1")
         trained = time.monotonic() - begun
         run.send(signal.SIGKILL)
         killed = time.monotonic()

@@ -41,7 +41,7 @@ COMMIT_S = 300.0
 
 
 def hash_tensor(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.cpu().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.cpu().view(torch.uint8).numpy().data).hexdigest()
 
 
 def digest(step: TrainStep) -> dict[str, str]:
@@ -118,7 +118,7 @@ def main() -> int:
     if options["deterministic"]:
         # Operations without a deterministic form warn, and stand in the output.
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     stages.StageLoop = observe(options)  # pyright: ignore[reportAttributeAccessIssue]
     sys.argv = ["coat-vlm", *sys.argv[2:]]
     return coat_vlm(sys.argv[1:])
