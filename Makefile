@@ -10,7 +10,7 @@ checks:          ## format, lint, spelling, types, import contracts, CPU tests
 test: checks
 
 gpu:             ## the tests that need a GPU, in the environment that is active
-	python -m pytest -m "gpu or multi_gpu"
+	python -m pytest -m "(gpu or multi_gpu) and not faults"
 
 quickstart:      ## the whole main job on generated data
 	./scripts/quickstart

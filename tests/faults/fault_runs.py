@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -45,9 +46,9 @@ class Run:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
+    def wait_for(self, condition: Callable[[], Any], what: str, limit_s: float = WAIT_S) -> None:
         """Wait until the condition holds while the process runs."""
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + limit_s
         while not condition():
             assert self.process.poll() is None, (what, self.output()[-3000:])
             assert time.monotonic() < deadline, (what, self.output()[-3000:])
@@ -62,10 +63,44 @@ class Run:
 
 
 def find_port() -> int:
-    """A free port, for a launcher that does not look for one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A free port, for a launcher that does not look for one.
+
+    No other program takes the port before the launcher does: Linux gives ports from 32768 on to
+    programs that ask for any, and each worker of pytest-xdist has a range of its own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = 10_000 + 500 * (worker % 45)
+    for port in random.sample(range(first, first + 500), 500):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no port from {first} to {first + 499} is free")
+
+
+def write_programs(folder: Path) -> Path:
+    """Write ``coat-vlm`` and the launchers as scripts, also where they are not installed.
+
+    DeepSpeed's launcher sets CUDA_VISIBLE_DEVICES for the ranks, although the tests may have hidden
+    the GPUs by an empty value; ``coat-vlm`` then hides them again.
+
+    Returns:
+        The folder, for PATH.
+    """
+    folder.mkdir()
+    hidden = ENV.get("CUDA_VISIBLE_DEVICES") == ""
+    hide = 'import os\nos.environ["CUDA_VISIBLE_DEVICES"] = ""\n' if hidden else ""
+    for name, module in (
+        ("coat-vlm", "coat_cli.main"),
+        ("torchrun", "torch.distributed.run"),
+        ("deepspeed", "deepspeed.launcher.runner"),
+    ):
+        code = f"import sys\n{hide}from {module} import main\nsys.exit(main())\n"
+        (folder / name).write_text(f"#!{sys.executable}\n{code}")
+        (folder / name).chmod(0o755)
+    return folder
 
 
 def descendants(pid: int) -> list[int]:

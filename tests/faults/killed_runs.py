@@ -36,6 +36,7 @@ from fault_runs import (
     read_folder,
     tiny_recipe,
     write_data,
+    write_programs,
     write_recipe,
 )
 from started import IMPORTED, exit_with
@@ -124,8 +125,8 @@ class Setup:
         }
         return write_recipe(recipe, run_dir.with_suffix(".yaml"))
 
-    def words(self, launcher: str, recipe: Path) -> list[str]:
-        """The command line that trains or resumes."""
+    def words(self, launcher: str, recipe: Path, program: Path) -> list[str]:
+        """The command line that trains or resumes; ``program`` is ``coat-vlm``."""
         train = ["train", str(recipe), "--resume", "auto"]
         python = [sys.executable, "-u"]
         if launcher == "none":
@@ -134,7 +135,7 @@ class Setup:
             torchrun = [*python, "-m", "torch.distributed.run", "--standalone"]
             return [*torchrun, f"--nproc-per-node={self.ranks}", "-m", "coat_cli.main", *train]
         deepspeed = [*python, "-m", "deepspeed.launcher.runner", f"--num_gpus={self.ranks}"]
-        return [*deepspeed, f"--master_port={find_port()}", "--module", "coat_cli.main", *train]
+        return [*deepspeed, f"--master_port={find_port()}", f"{program}", *train]
 
 
 class Processes:
@@ -232,6 +233,7 @@ class Campaign:
     setup: Setup
     folder: Path
     data: Path
+    program: Path
     draw: random.Random
     cold: float
     starts: int = 0
@@ -242,7 +244,8 @@ class Campaign:
         recipe = self.setup.write(self.data, run_dir)
         log = self.folder / f"{self.starts:03d}-{launcher}.log"
         depth = ("none", "torchrun", "deepspeed").index(launcher)
-        return Processes(self.setup.words(launcher, recipe), log, depth, cold=cold)
+        words = self.setup.words(launcher, recipe, self.program)
+        return Processes(words, log, depth, cold=cold)
 
     def train_undisturbed(self) -> None:
         run_dir = self.folder / "reference"
@@ -388,11 +391,13 @@ def main() -> None:
     gc.freeze()
     args.folder.mkdir(parents=True, exist_ok=True)
     data = write_data(args.folder)
+    program = write_programs(args.folder / "programs") / "coat-vlm"
     failures = 0
     for setup in args.setups:
         folder = args.folder / str(setup).replace(":", "-")
         folder.mkdir()
-        campaign = Campaign(setup, folder, data, random.Random(f"{args.seed} {setup}"), args.cold)
+        draw = random.Random(f"{args.seed} {setup}")
+        campaign = Campaign(setup, folder, data, program, draw, args.cold)
         try:
             campaign.run(args.kills)
         except AssertionError as error:

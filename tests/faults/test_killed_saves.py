@@ -1,14 +1,18 @@
 """``kill -9`` at random moments of a save, and files that were damaged afterwards."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from coat_vlm.checkpoint.atomic_folder import recover_folders, write_folder
+from coat_vlm.checkpoint.folder_writer import FolderWriter
 from coat_vlm.checkpoint.load import find_latest_checkpoint
+from coat_vlm.checkpoint.manifest import write_manifest
 from coat_vlm.checkpoint.verify import find_damage
 from coat_vlm.distributed import ALONE
 
@@ -79,6 +83,21 @@ def test_a_flipped_bit_and_a_truncated_file_are_named_and_passed_over(
     (three[0] / "model" / "weights").unlink()
     with pytest.raises(ValueError, match=r"no checkpoint .* is complete.*3: model/weights.*delete"):
         find_latest_checkpoint(folder)
+
+
+def test_a_file_that_the_disk_damaged_while_it_was_written_is_found(tmp_path: Path) -> None:
+    """The hash is of what was to be written, not of what the disk returns."""
+    writer = FolderWriter(tmp_path)
+
+    def chunks() -> Iterator[bytes]:
+        yield bytes([1]) * 100_000
+        os.truncate(tmp_path / "weights", 0)  # zeros, once the next chunk is written
+        yield bytes([2]) * 100_000
+
+    writer.write("weights", chunks())
+    write_manifest(tmp_path, writer.entries)
+    assert (tmp_path / "weights").stat().st_size == 200_000
+    assert find_damage(tmp_path) == "weights is damaged: its SHA-256 differs from manifest.json"
 
 
 def test_every_bit_of_the_manifest_counts(three: list[Path]) -> None:

@@ -20,6 +20,7 @@ from fault_runs import (
     find_port,
     losses,
     tiny_recipe,
+    write_programs,
     write_recipe,
 )
 
@@ -27,7 +28,6 @@ from coat_vlm.checkpoint.load import find_latest_checkpoint
 
 Start = Callable[..., Run]
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-PROGRAMS = Path(sys.executable).parent
 ORPHAN_S = 60.0
 
 
@@ -35,6 +35,11 @@ def write(tmp_path: Path, text_data: Path) -> tuple[Path, Path]:
     run_dir = tmp_path / "run"
     recipe = tiny_recipe(text_data, run_dir, max_steps=100_000)
     return run_dir, write_recipe(recipe, tmp_path / "recipe.yaml")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_programs(tmp_path_factory.mktemp("programs") / "bin")
 
 
 def wait_until_dead(pids: list[int]) -> None:
@@ -54,12 +59,17 @@ def wait_until_dead(pids: list[int]) -> None:
     ],
 )
 def test_a_killed_launcher_leaves_no_orphan(
-    launcher: str, number: signal.Signals, text_data: Path, start: Start, tmp_path: Path
+    launcher: str,
+    number: signal.Signals,
+    programs: Path,
+    text_data: Path,
+    start: Start,
+    tmp_path: Path,
 ) -> None:
     run_dir, recipe = write(tmp_path, text_data)
-    deepspeed = [PROGRAMS / "deepspeed", "--num_gpus=2", f"--master_port={find_port()}", "--module"]
-    words = [*TORCHRUN, "-m"] if launcher == "torchrun" else deepspeed
-    run = start([*words, "coat_cli.main", "train", recipe])
+    deepspeed = [programs / "deepspeed", "--num_gpus=2", f"--master_port={find_port()}"]
+    words = TORCHRUN if launcher == "torchrun" else deepspeed
+    run = start([*words, programs / "coat-vlm", "train", recipe])
     run.wait_for(lambda: count_steps(run_dir) > 3, "training")
     ranks = descendants(run.pid)
     assert len(ranks) >= 2
@@ -80,10 +90,15 @@ def test_a_killed_launcher_leaves_no_orphan(
     ],
 )
 def test_a_signal_of_torchrun_is_a_status_to_requeue(
-    target: str, number: signal.Signals, text_data: Path, start: Start, tmp_path: Path
+    target: str,
+    number: signal.Signals,
+    programs: Path,
+    text_data: Path,
+    start: Start,
+    tmp_path: Path,
 ) -> None:
     run_dir, recipe = write(tmp_path, text_data)
-    path = f"{PROGRAMS}:{os.environ['PATH']}"
+    path = f"{programs}:{os.environ['PATH']}"
     run = start([SCRIPTS / "train_one_node.sh", recipe], {**ENV, "GPUS": "2", "PATH": path})
     run.wait_for(lambda: count_steps(run_dir) > 3, "training")
     processes = descendants(run.pid)
@@ -98,11 +113,11 @@ def test_a_signal_of_torchrun_is_a_status_to_requeue(
 @pytest.mark.faults
 @pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill")
 def test_a_signal_of_deepspeeds_launcher_is_a_status_to_requeue(
-    text_data: Path, start: Start, tmp_path: Path
+    programs: Path, text_data: Path, start: Start, tmp_path: Path
 ) -> None:
     run_dir, recipe = write(tmp_path, text_data)
     environment = {**ENV, "GPUS": "2", "LAUNCHER": "deepspeed"}
-    environment["PATH"] = f"{PROGRAMS}:{os.environ['PATH']}"
+    environment["PATH"] = f"{programs}:{os.environ['PATH']}"
     run = start([SCRIPTS / "train_one_node.sh", recipe], environment)
     run.wait_for(lambda: count_steps(run_dir) > 3, "training")
     processes = descendants(run.pid)

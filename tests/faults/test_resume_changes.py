@@ -51,6 +51,7 @@ def test_remedies_reach_optimizer_and_schedule(tiny_data: Path, tmp_path: Path) 
     stage = recipe["stages"]["sft"]
     stage["language"] = {"train": True, "lr": 1e-3}
     stage.update(max_steps=10, min_lr_ratio=0.5, schedule="linear", grad_clip=0.5)
+    stage["warmup_ratio"] = 0.6  # six steps
     stage.update(weight_decay=0.5, max_skipped_steps=3, max_bad_samples=2, save_every_steps=3)
     stage.update(gradient_checkpointing=True, micro_batch_size=4)
     recipe.update(save_total_limit=5, log_every_steps=1, num_workers=1)
@@ -61,13 +62,16 @@ def test_remedies_reach_optimizer_and_schedule(tiny_data: Path, tmp_path: Path) 
     assert [row["step"] for row in after] == [*range(1, 11)]
     assert after[:4] == before[:4]
     for row in after[4:]:
-        factor = 0.5 + 0.5 * (1 - (row["step"] - 1) / 10)
+        before_it = row["step"] - 1
+        warm = 0.5 + 0.5 * (1 - (before_it - 6) / 4)
+        factor = row["step"] / 6 if before_it < 6 else warm
         assert row["lr"]["language"] == pytest.approx(1e-3 * factor)
         assert row["lr"]["vision"] == pytest.approx(3e-3 * factor)
     (resume,) = rows(tmp_path / "run", "resume")
     assert resume["step"] == 4
     assert {change.partition(":")[0] for change in resume["changes"]} == {
         *(f"stages.sft.{key}" for key in ("max_steps", "min_lr_ratio", "schedule", "grad_clip")),
+        "stages.sft.warmup_ratio",
         *(f"stages.sft.{key}" for key in ("weight_decay", "max_skipped_steps", "language.lr")),
         *(f"stages.sft.{key}" for key in ("max_bad_samples", "save_every_steps")),
         *(f"stages.sft.{key}" for key in ("gradient_checkpointing", "micro_batch_size")),
