@@ -75,7 +75,7 @@ def model_and_batch(rows: int, seed: int = 0) -> tuple[CoatVlm, LoadedBatch]:
     """The tiny model in FP32 on the CPU, in training mode, and so many of its rows."""
     _, stage = tiny()
     model = build_stage_model(stage, CPU).train()
-    return model, make_batch(model, stage.row, rows, None, seed)
+    return model, make_batch(model, [stage.row] * rows, None, seed)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def test_the_engine_trains_as_plain_adamw(zero_stage: Any, accumulation: int) ->
     stage = case.stage
     with join_world() as world:
         model, plain_model = (build_stage_model(case, CPU) for _ in range(2))
-        loaded = make_batch(model, case.row, 2, None, seed=0)
+        loaded = make_batch(model, [case.row] * 2, None, seed=0)
         run = recipe.build_training_step(model, case, world, 4)
         rows = recipe.take_steps(run, [loaded] * accumulation, "", bench, world)
         recipe.release_engine(run.engine, model)
