@@ -1,7 +1,8 @@
 """Runs micro-batches of small models on shards of tokens; prints how they differ from whole ones.
 
-``python sequence_ranks.py RANKS < cases.json``: RANKS gloo processes, forked from this one, run
-every case. Rank 0 prints, as JSON, the loss and the gradients' relative errors of each case.
+``python sequence_ranks.py RANKS [cuda] < cases.json``: RANKS processes, forked from this one, run
+every case, with gloo or on a GPU each. Rank 0 prints, as JSON, the loss and the gradients' relative
+errors of each case.
 """
 
 import copy
@@ -32,6 +33,7 @@ from coat_vlm.model.sequence_parallel import (
     join_sequence_group,
     shard_batch,
 )
+from coat_vlm.train.step import copy_batch_to_device
 from coat_vlm.train.throughput import count_supervised_tokens
 
 IMAGE = 2
@@ -117,6 +119,7 @@ def make_batch(model: CoatVlm, case: dict[str, Any]) -> Batch:
 
 def run(model: CoatVlm, inputs: dict[str, Any], divisor: int) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
+    inputs = copy_batch_to_device(inputs, next(model.parameters()).device)
     loss = model(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
     loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -145,14 +148,14 @@ def whole_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     )
 
 
-def compare(group: SequenceGroup, case: dict[str, Any]) -> dict[str, Any]:
-    model = build(case)
+def compare(group: SequenceGroup, case: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    model = build(case).to(device)
     exact, batch = copy.deepcopy(model), make_batch(model, case)
     for name in case.get("frozen", ()):
         model.get_submodule(name).requires_grad_(False)
-    if case.get("precision") == "bf16":
+    if case.get("precision") == "bf16" or ("precision" in case and device.type == "cuda"):
         model.bfloat16()
-    elif "precision" in case:
+    if case.get("precision", "bf16") != "bf16":
         convert(model, Fp8Config(bf16_forward_first=0).resolved(case["precision"]))
     if case.get("checkpointing"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -168,7 +171,7 @@ def compare(group: SequenceGroup, case: dict[str, Any]) -> dict[str, Any]:
     check_sequence_parallel(model.language_model, group.size)
     inputs = shard_batch(batch, group, cast(CoatVlmConfig, model.config))
     own_loss, grads = run(model, inputs, divisor)
-    sums = torch.tensor([own_loss], dtype=torch.float64)
+    sums = torch.tensor([own_loss], dtype=torch.float64, device=device)
     dist.all_reduce(sums)
     found = {name: grads[name].double() for name in wanted}  # all on every rank
     for grad in found.values():
@@ -179,20 +182,25 @@ def compare(group: SequenceGroup, case: dict[str, Any]) -> dict[str, Any]:
         "errors": errors(found, wanted),
         "of_fp32": whole_error(found, of_fp32),
         "own_error": whole_error(wanted, of_fp32),
+        "difference": whole_error(found, wanted),
         "images": len(inputs["pixel_values"]),
         "tokens": inputs["input_ids"].numel(),
         "same": sorted(grads) == sorted(wanted),
     }
 
 
-def work(rank: int, size: int, port: int, cases: list[dict[str, Any]]) -> None:
+def work(rank: int, size: int, port: int, cases: list[dict[str, Any]], kind: str) -> None:
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
-    group = join_sequence_group(World(rank, size, torch.device("cpu")), size, 60.0)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size)
+    group = join_sequence_group(World(rank, size, device), size, 60.0)
     assert group is not None
     for case in cases:
-        result = compare(group, case)
+        result = compare(group, case, device)
         everyones: list[Any] = [None] * size
         dist.all_gather_object(everyones, (result["images"], result["same"]))
         result |= {"images": [n for n, _ in everyones], "same": all(s for _, s in everyones)}
@@ -202,7 +210,7 @@ def work(rank: int, size: int, port: int, cases: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    size, cases = int(sys.argv[1]), json.load(sys.stdin)
+    size, kind, cases = int(sys.argv[1]), [*sys.argv[2:], "cpu"][0], json.load(sys.stdin)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -211,7 +219,7 @@ def main() -> int:
         children.append(os.fork())
         if not children[-1]:
             try:
-                work(rank, size, port, cases)
+                work(rank, size, port, cases, kind)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
