@@ -49,8 +49,8 @@ FILLED = 0.99
 _GROWTH = 4
 """Largest ratio of an attempt to the longest row that fitted: short rows tell little."""
 
-_NEAR = 0.7
-"""Ratio of the longest row that fitted to one that did not, above which single steps are tried."""
+_CREEP = 0.02
+"""Least growth of attempts until one does not fit."""
 
 
 @dataclass(slots=True)
@@ -270,10 +270,10 @@ def search_longest(attempt: Callable[[int], float | None], step: int, usable: fl
         slope = (peaks[best] - peaks[before]) / (best - before)
         expected = best + (usable - peaks[best]) / max(slope, 1e-9)
         tokens = int(min(expected, _GROWTH * best) // step * step)
-        if failed is not None and tokens >= failed:  # memory was not linear
-            far = best < _NEAR * failed
-            tokens = (best + failed) // (2 * step) * step if far else failed - step
-        tokens = max(tokens, best + step)
+        if failed is None:
+            tokens = max(tokens, best + max(1, int(_CREEP * best) // step) * step)
+        elif not best < tokens < failed:
+            tokens = (best + failed) // (2 * step) * step
 
 
 def format_rows(rows: Sequence[LongRow]) -> str:
