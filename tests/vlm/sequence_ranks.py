@@ -1,7 +1,8 @@
 """Runs micro-batches of small models on shards of tokens; prints how they differ from whole ones.
 
-``python sequence_ranks.py RANKS [cuda] < cases.json``: RANKS processes, forked from this one, run
-every case, with gloo or on a GPU each. Rank 0 prints, as JSON, the loss and the gradients' relative
+``python sequence_ranks.py RANKS [cuda] < cases.json``: RANKS processes run every case, with gloo
+and forked from this one, or started on a GPU each (CUDA does not work in forks of a process that
+has asked for devices, as imports do). Rank 0 prints, as JSON, the loss and the gradients' relative
 errors of each case.
 """
 
@@ -9,6 +10,7 @@ import copy
 import json
 import os
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterable
@@ -209,23 +211,41 @@ def work(rank: int, size: int, port: int, cases: list[dict[str, Any]], kind: str
             sys.stdout.flush()
 
 
+def fork(rank: int, size: int, port: int, cases: list[dict[str, Any]]) -> int:
+    """Run a rank in a fork of this process; return the fork's id."""
+    child = os.fork()
+    if not child:
+        try:
+            work(rank, size, port, cases, "cpu")
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
 def main() -> int:
-    size, kind, cases = int(sys.argv[1]), [*sys.argv[2:], "cpu"][0], json.load(sys.stdin)
+    text = sys.stdin.read()
+    size, kind, cases = int(sys.argv[1]), [*sys.argv[2:], "cpu"][0], json.loads(text)
+    if len(sys.argv) > 3:  # started below
+        work(int(sys.argv[3]), size, int(sys.argv[4]), cases, kind)
+        return 0
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    children = []
-    for rank in range(size):
-        children.append(os.fork())
-        if not children[-1]:
-            try:
-                work(rank, size, port, cases, kind)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-    statuses = [os.waitpid(child, 0)[1] for child in children]
-    return int(any(statuses))
+    if kind == "cpu":
+        forks = [fork(rank, size, port, cases) for rank in range(size)]
+        return int(any([os.waitpid(child, 0)[1] for child in forks]))
+    words = [sys.executable, __file__, str(size), kind]
+    started = [
+        subprocess.Popen([*words, str(rank), str(port)], stdin=subprocess.PIPE, text=True)
+        for rank in range(size)
+    ]
+    for child in started:
+        assert child.stdin is not None
+        child.stdin.write(text)
+        child.stdin.close()
+    return int(any([child.wait() for child in started]))
 
 
 if __name__ == "__main__":
