@@ -235,7 +235,8 @@ def main() -> int:
         port = probe.getsockname()[1]
     if kind == "cpu":
         forks = [fork(rank, size, port, cases) for rank in range(size)]
-        return int(any([os.waitpid(child, 0)[1] for child in forks]))
+        statuses = [os.waitpid(child, 0)[1] for child in forks]  # all, also after a failure
+        return int(any(statuses))
     words = [sys.executable, __file__, str(size), kind]
     started = [
         subprocess.Popen([*words, str(rank), str(port)], stdin=subprocess.PIPE, text=True)
@@ -245,7 +246,8 @@ def main() -> int:
         assert child.stdin is not None
         child.stdin.write(text)
         child.stdin.close()
-    return int(any([child.wait() for child in started]))
+    statuses = [child.wait() for child in started]
+    return int(any(statuses))
 
 
 if __name__ == "__main__":
