@@ -46,8 +46,13 @@ EXACT: dict[str, dict[str, Any]] = {
 }
 ROUNDED: dict[str, dict[str, Any]] = {
     "bf16": {**MIXED, "precision": "bf16"},
+    "fp8_linear": {**MIXED, "precision": "fp8_linear"},
     "coat": {**MIXED, "precision": "coat"},
     "coat_lean": {**MIXED, "precision": "coat_lean"},
+    "bf16, packed": {**MIXED, "precision": "bf16", "packed": 16},
+    "coat, packed": {**MIXED, "precision": "coat", "packed": 16},
+    "coat_lean, packed": {**MIXED, "precision": "coat_lean", "packed": 16},
+    "coat, no tower": {"rows": [[61, 0]], "vision": False, "precision": "coat"},
     "coat_lean, one row, one key head": {
         "rows": [[37, 5]],
         "precision": "coat_lean",
