@@ -24,6 +24,7 @@ from transformers import CONFIG_MAPPING
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_data.load.collate import Batch, collate, collate_packed
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
+from coat_kernels import share_scales
 from coat_vlm.config import Fp8Config
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import convert
@@ -174,7 +175,8 @@ def compare(group: SequenceGroup, case: dict[str, Any], device: torch.device) ->
     model.language_model.set_attn_implementation(PACKED)
     check_sequence_parallel(model.language_model, group.size)
     inputs = shard_batch(batch, group, cast(CoatVlmConfig, model.config))
-    own_loss, grads = run(model, inputs, divisor)
+    with share_scales(group.raise_to_largest):
+        own_loss, grads = run(model, inputs, divisor)
     sums = torch.tensor([own_loss], dtype=torch.float64, device=device)
     dist.all_reduce(sums)
     found = {name: grads[name].double() for name in wanted}  # all on every rank
