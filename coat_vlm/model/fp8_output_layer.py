@@ -24,6 +24,7 @@ from coat_kernels import (
     cross_entropy_,
     logit_gradient,
     quantize_layouts,
+    quantize_transposed,
     scaled_mm,
 )
 from coat_kernels.formats import pad_length
@@ -41,8 +42,13 @@ MOST_TOKENS = 8
 class Fp8Gradients:
     """Computes chunks of a layer without bias, whose sizes are multiples of 16."""
 
-    def __init__(self, layer: nn.Linear, divisor: Tensor, tokens: int, size: int) -> None:
-        """Create empty sums for all ``tokens``, in chunks of ``size``, a multiple of 16."""
+    def __init__(self, layer: nn.Linear, divisor: Tensor, hidden: Tensor, size: int) -> None:
+        """Create empty sums for all of ``hidden``, in chunks of ``size`` tokens, a multiple of 16.
+
+        Both tensors get their scales here, so that ranks that share scales
+        (:func:`coat_kernels.share_scales`) take part equally often, also without a token.
+        """
+        tokens = len(hidden)
         self._layer = layer
         self._divisor = divisor
         self._scale = GRADIENT_SCALE / divisor
@@ -52,7 +58,9 @@ class Fp8Gradients:
             # A sum and a product are in memory beside the operands, so these are small.
             self._most = max(1, 2 * layer.in_features // size) * size
         self._several = self._most < tokens
-        self._weight: TensorScaled | None = None
+        _, self._weight = quantize_layouts([layer.weight.detach()], rows=False, transposed=True)
+        scaled, _ = quantize_layouts([hidden.detach().contiguous()], rows=False, transposed=False)
+        self._hidden_scale = scaled.scale
         self._rows: list[Tensor] = []
         self._transposed: Tensor | None = None
         self._sum: Tensor | None = None
@@ -74,22 +82,18 @@ class Fp8Gradients:
         )
         del logits
         if rows_gradient is not None:
-            if self._weight is None:
-                parts = [layer.weight.detach()]
-                _, self._weight = quantize_layouts(parts, rows=False, transposed=True)
             scaled = TensorScaled(gradient, self._scale)
             rows_gradient.copy_(scaled_mm(scaled, self._weight, rows.dtype))
+            del scaled
         del gradient
         if self._transposed is not None and start + len(rows) == min(self._most, self._left):
-            if start + len(rows) == self._left:
-                self._weight = None  # this chunk is the last one
             self._multiply(self._transposed)
         return losses.sum() / self._divisor
 
     def _multiply(self, transposed: Tensor) -> None:
         """Run the grad-weight GEMM [V, M'] x [M', H] of the collected chunks."""
         rows = self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows)
-        _, hidden = quantize_layouts([rows.contiguous()], rows=False, transposed=True)
+        hidden = quantize_transposed([rows.contiguous()], self._hidden_scale)
         weight = self._layer.weight
         product = scaled_mm(TensorScaled(transposed, self._scale), hidden, weight.dtype)
         if self._sum is None:

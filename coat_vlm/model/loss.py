@@ -151,9 +151,9 @@ def chunk_tokens(tokens: int, vocabulary: int, chunk_bytes: int, item_bytes: int
 class _ByAutograd:
     """Computes a chunk with the layer's forward and autograd; on any device."""
 
-    def __init__(self, layer: nn.Linear, divisor: Tensor, tokens: int, size: int) -> None:
-        """Create empty sums for all ``tokens``, in chunks of ``size``."""
-        is_whole = size >= tokens
+    def __init__(self, layer: nn.Linear, divisor: Tensor, hidden: Tensor, size: int) -> None:
+        """Create empty sums for all of ``hidden``, in chunks of ``size`` tokens."""
+        is_whole = size >= len(hidden)
         # Detached parameters, so that hooks of the layer's parameters see only the full gradient.
         self._twin = copy.copy(layer)
         vars(self._twin)["_parameters"] = {
@@ -192,11 +192,11 @@ class _ByAutograd:
 class _InPlace:
     """Computes a chunk of a plain layer with the kernel that overwrites logits by gradients."""
 
-    def __init__(self, layer: nn.Linear, divisor: Tensor, tokens: int, size: int) -> None:
-        """Create empty sums for all ``tokens``, in chunks of ``size``."""
+    def __init__(self, layer: nn.Linear, divisor: Tensor, hidden: Tensor, size: int) -> None:
+        """Create empty sums for all of ``hidden``, in chunks of ``size`` tokens."""
         self._layer = layer
         self._divisor = divisor
-        self._is_whole = size >= tokens
+        self._is_whole = size >= len(hidden)
         self._sums: dict[str, Tensor] = {}
 
     @staticmethod
@@ -253,7 +253,7 @@ class _ChunkedLoss(torch.autograd.Function):
         size: int,
         *parameters: Tensor,
     ) -> Tensor:
-        work = kind(layer, divisor, len(hidden), size)
+        work = kind(layer, divisor, hidden, size)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         total = torch.zeros((), device=hidden.device)
         for start in range(0, len(hidden), size):

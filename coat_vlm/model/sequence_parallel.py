@@ -53,6 +53,11 @@ class SequenceGroup:
     """N, number of ranks of the group."""
     processes: dist.ProcessGroup
 
+    def raise_to_largest(self, scale: Tensor) -> None:
+        """Raise an FP8 scale [] in place to the largest of the group; NaN stays NaN."""
+        bits = scale.view(torch.int32)  # of numbers that are not negative, in the same order
+        dist.all_reduce(bits, dist.ReduceOp.MAX, self.processes)
+
 
 def join_sequence_group(world: World, size: int, timeout_s: float | None) -> SequenceGroup | None:
     """Join ranks into groups of consecutive ranks; collective. Returns None for ``size`` 1.

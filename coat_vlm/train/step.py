@@ -22,6 +22,7 @@ from coat_data.load.collate import Batch
 from coat_data.load.loader import LoadedBatch
 from coat_data.mixture.packing import Sampler
 from coat_data.mixture.sampler import SamplerState
+from coat_kernels import share_scales
 from coat_vlm.checkpoint.metadata import Progress
 from coat_vlm.config import StageConfig
 from coat_vlm.distributed import World
@@ -203,6 +204,8 @@ class TrainStep:
         norm: Any = None
         with ExitStack() as shared_weights:
             shared_weights.enter_context(self.reuse.scope(len(micro_batches)))
+            if self.sequence is not None:
+                shared_weights.enter_context(share_scales(self.sequence.raise_to_largest))
             for number, loaded in enumerate(micro_batches, start=1):
                 first, last = self.finished == 0 and number == 1, number == len(micro_batches)
                 loss = self.loss(loaded.batch, divisor=tokens)

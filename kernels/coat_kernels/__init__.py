@@ -59,6 +59,7 @@ from coat_kernels.quantize_blockwise import (
 from coat_kernels.reference import decode_moment, encode_moment
 from coat_kernels.registry import OPS, Op, use_reference
 from coat_kernels.rope import rope, rope_gradient, rope_quantize
+from coat_kernels.shared_scales import share_scales
 
 __all__ = [
     "ACTIVATIONS",
@@ -114,6 +115,7 @@ __all__ = [
     "rope_quantize",
     "rounding_key",
     "scaled_mm",
+    "share_scales",
     "transpose_quantized",
     "use_reference",
 ]

@@ -60,6 +60,7 @@ from coat_kernels.quantize import allocate_gradient, empty_layouts, to_quantized
 from coat_kernels.quantize_blockwise import empty_grouped
 from coat_kernels.registry import register
 from coat_kernels.scale_pool import new_scale
+from coat_kernels.shared_scales import finish_scale
 
 ACTIVATIONS = reference.ACTIVATIONS
 is_gated = reference.is_gated
@@ -261,7 +262,7 @@ def _activation_stats(
         KIND=ACTIVATIONS.index(kind),
         MAX_EXPONENT=form.max_exponent, INVERSE_MAX=1.0 / form.max, GROUP=group_size, **options,
     )  # fmt: skip
-    return q, exponents, scale
+    return q, exponents, finish_scale(scale)
 
 
 @register(
@@ -317,7 +318,7 @@ def _activation_bwd_stats(
         ht_ptr=ht, M=M, F=F, W=W, M_PADDED=pad_length(M), KIND=ACTIVATIONS.index(kind),
         INVERSE_MAX=1.0 / get_format(fmt).max, RECOMPUTE=recompute, GROUP=group, **options,
     )  # fmt: skip
-    return scale, ht
+    return finish_scale(scale), ht
 
 
 @register(

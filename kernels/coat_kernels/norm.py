@@ -59,6 +59,7 @@ from coat_kernels.quantize import empty_layouts
 from coat_kernels.quantize_blockwise import empty_grouped
 from coat_kernels.registry import register
 from coat_kernels.scale_pool import new_scale
+from coat_kernels.shared_scales import finish_scale
 
 MULTIPROCESSORS = 132
 """Multiprocessors of an H200. Kernels have as many programs as fit on all of them. Each program
@@ -428,7 +429,7 @@ def _norm_stats(
         HAS_BIAS=bias is not None, MASKED=options["HEAD"] + options["TAIL"] > N,
         MAX_EXPONENT=form.max_exponent, INVERSE_MAX=1.0 / form.max, GROUP=group_size, **options,
     )  # fmt: skip
-    return total, q, exponents, rstd, mean, scale
+    return total, q, exponents, rstd, mean, finish_scale(scale)
 
 
 @register(

@@ -61,6 +61,7 @@ from coat_kernels.launch import (
 )
 from coat_kernels.registry import register
 from coat_kernels.scale_pool import new_scale
+from coat_kernels.shared_scales import finish_scale
 
 ELEMENTS = 4096
 """Elements per read in kernels that ignore rows and columns."""
@@ -225,7 +226,7 @@ def _tensor_scale(parts: Sequence[Tensor], fmt: str) -> Tensor:
             x0_ptr=x0, x1_ptr=x1, x2_ptr=x2, scale_ptr=scale, numel0=numel0, numel1=numel1,
             numel2=numel2, INVERSE_MAX=1.0 / get_format(fmt).max, BLOCK=ELEMENTS,
         )  # fmt: skip
-    return scale
+    return finish_scale(scale)
 
 
 def _write_quantized(

@@ -54,6 +54,7 @@ from coat_kernels.launch import TOKENS, cdiv, launch, plan_passes
 from coat_kernels.quantize import allocate_gradient, empty_gradient, to_quantized_gradient
 from coat_kernels.registry import register
 from coat_kernels.scale_pool import new_scale
+from coat_kernels.shared_scales import finish_scale
 
 BLOCK_ROWS = 16
 """Tokens per program."""
@@ -315,6 +316,7 @@ def _rope_gradient(
         _rope_gradient_stats_kernel, (tiles, heads), num_warps=STATS_WARPS,
         INVERSE_MAX=1.0 / get_format(fmt).max, **common,
     )  # fmt: skip
+    scale = finish_scale(scale)
     if not (rows or transposed or bias):
         return q, qt, scale, sums
     tiles = cdiv(pad_length(M) if transposed else M, BACK_ROWS)

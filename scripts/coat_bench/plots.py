@@ -1,4 +1,4 @@
-"""Plots of benchmark rows as SVG: bars of a layer's time and memory, points of training steps.
+"""Plots of benchmark rows as SVG: bars of layers and of long rows, points of training steps.
 
 Our implementations are colored; rows without a speed are left out. The same rows always give the
 same file.
@@ -15,6 +15,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from coat_bench.layer import OURS, REFERENCE, LayerRow
+from coat_bench.long import LongRow
 from coat_bench.shapes import LayerShape
 from coat_bench.step import StepRow
 from coat_vlm.report.plots import COLORS, GREY
@@ -68,9 +69,20 @@ def draw_layers(runs: Sequence[Sequence[LayerRow]], out: Path) -> None:
 def _draw_bars(axes: Axes, run: Sequence[LayerRow], column: str, title: str, digits: int) -> None:
     names = [row.implementation for row in run]
     colors = [COLORS[0] if name.startswith(OURS) else GREY for name in names]
-    bars = axes.barh(range(len(run)), [getattr(row, column) for row in run], 0.7, color=colors)
-    axes.bar_label(bars, fmt=f"%.{digits}f", padding=3, color=GREY)
-    axes.set_yticks(range(len(run)), names)
+    _fill_bars(axes, names, [getattr(row, column) for row in run], colors, f"%.{digits}f", title)
+
+
+def _fill_bars(
+    axes: Axes,
+    names: Sequence[str],
+    values: Sequence[float],
+    colors: Sequence[str],
+    form: str,
+    title: str,
+) -> None:
+    bars = axes.barh(range(len(names)), values, 0.7, color=colors)
+    axes.bar_label(bars, fmt=form, padding=3, color=GREY)
+    axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_title(title, color=GREY, fontsize=9, loc="left")
@@ -151,6 +163,44 @@ def _draw_points(axes: Axes, title: str, rows: Sequence[StepRow]) -> None:
     axes.legend(frameon=False, labelcolor=GREY, fontsize=8)
     for spine in axes.spines.values():
         spine.set_color(GREY)
+
+
+def draw_long(rows: Sequence[LongRow], out: Path) -> None:
+    """Draw the longest rows that fit, and tokens per second of training steps, as bars.
+
+    If a case was measured several times, its last row is drawn.
+
+    Args:
+        rows: all rows of a file.
+        out: the SVG to write.
+
+    Raises:
+        ValueError: there are no rows with a speed.
+    """
+    panels: dict[str, dict[str, tuple[LongRow, float]]] = {}
+    for row in rows:
+        gpu = f"{row.gpus} {row.gpu.removeprefix('NVIDIA ')}"
+        shape = f"{row.implementation}, {row.tokens:,} tokens, {row.frames:,} frames"
+        if row.ms is None or row.tok_s is None:
+            continue
+        if row.note.startswith("forward and backward"):
+            panel = panels.setdefault(f"{row.model}, {gpu}: longest row, tokens", {})
+            found = panel.get(row.implementation)
+            if found is None or found[1] < row.tokens:
+                panel[row.implementation] = row, row.tokens
+        else:
+            title = f"{row.model}, {gpu}, ZeRO-{row.zero}: training step, tokens/s per GPU"
+            panels.setdefault(title, {})[shape] = row, row.tok_s / row.gpus
+    if not panels:
+        raise ValueError("no rows have a speed; measure them on a GPU first")
+    heights = [len(panel) + 2 for panel in panels.values()]
+    with _open_figure(out, "long", (8, 0.25 * sum(heights))) as figure:
+        axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)
+        for (title, panel), (bars,) in zip(panels.items(), axes, strict=True):
+            ours = [row.implementation.startswith(OURS) for row, _ in panel.values()]
+            colors = [COLORS[0] if own else GREY for own in ours]
+            values = [value for _, value in panel.values()]
+            _fill_bars(bars, [*panel], values, colors, "{:,.0f}", title)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ step has one micro-batch per rank by default.
 A row has the shape that ``coat-vlm plan`` assumes: ``model.max_length`` tokens (with packing, the
 tokens of a packed row), namely one token of text, random images, and random text up to the end. All
 text except the first token is supervised, which is the most expensive case. Training's collation
-makes the batch.
+makes the batch. Ranks of ``sequence_parallel`` share their rows. Other shapes: ``samples``.
 """
 
 import copy
@@ -40,12 +40,14 @@ from coat_vlm.fp8 import arithmetic_of, graph_blocks
 from coat_vlm.fp8.graphs import EAGER_PASSES
 from coat_vlm.model import CoatVlm
 from coat_vlm.model.family_model import trainable_class
+from coat_vlm.model.sequence_parallel import join_sequence_group
 from coat_vlm.optim import CoatAdamW
 from coat_vlm.plan.activations import image_groups, trace
 from coat_vlm.plan.stage import (
     count_images_per_row,
     find_vocab_size,
     row_tokens,
+    share_tokens,
     use_published_shapes,
 )
 from coat_vlm.plan.zero import count_sizes, estimate_rank_memory, measure_state_bytes
@@ -88,7 +90,7 @@ class RecipeRow(Row):
     optimizer: str
     checkpointing: bool
     micro_batch: int
-    """Rows of a micro-batch on one GPU."""
+    """Rows of a micro-batch on one GPU, or on the GPUs that share their tokens."""
     accumulation: int
     """Micro-batches of a step."""
     row_tokens: int
@@ -121,6 +123,23 @@ class RecipeRow(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowShape:
+    """Shape of a row, as a plan counts it."""
+
+    tokens: int
+    """Tokens, including image tokens."""
+    groups: tuple[int, ...]
+    """Sizes of the groups of images that share one's tokens; all 1 unless frames are pooled."""
+    pooled: bool
+    """Whether frames are pooled; the batch then contains the groups."""
+
+    @property
+    def images(self) -> int:
+        """Number of images, tiles or frames that pass the vision tower."""
+        return sum(self.groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeBench:
     """Settings of the benchmark.
 
@@ -140,6 +159,9 @@ class RecipeBench:
     """Steps before the measured ones."""
     accumulation: int = 1
     """Micro-batches of a step."""
+    samples: Sequence[Sequence[RowShape]] | None = None
+    """Shapes of the samples of each micro-batch of this rank, as many as ``accumulation``. Default:
+    full rows."""
     plan: bool = True
     """Also compute the peak that ``coat-vlm plan`` expects."""
 
@@ -152,23 +174,6 @@ class RecipeBench:
                 f"fp8.cuda_graphs: blocks are captured after {EAGER_PASSES} steps; --warmup must "
                 f"be larger, and is {self.warmup}"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowShape:
-    """Shape of a row, as a plan counts it."""
-
-    tokens: int
-    """Tokens, including image tokens."""
-    groups: tuple[int, ...]
-    """Sizes of the groups of images that share one's tokens; all 1 unless frames are pooled."""
-    pooled: bool
-    """Whether frames are pooled; the batch then contains the groups."""
-
-    @property
-    def images(self) -> int:
-        """Number of images, tiles or frames that pass the vision tower."""
-        return sum(self.groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,13 +283,9 @@ def _build_case(
     bench: RecipeBench, recipe: Recipe, name: StageName, vocab_size: int | None, world: World
 ) -> StageCase:
     stage = recipe.stages[name]
-    if stage.sequence_parallel > 1:
-        raise ValueError(
-            f"stages.{name}.sequence_parallel: this benchmark has no rows that ranks share; "
-            f"measure shorter rows with stages.{name}.sequence_parallel=1"
-        )
-    batch = stage.micro_batch_size * bench.accumulation * world.size
-    check_batch_sizes(batch, stage.micro_batch_size, world.rank, world.size)
+    replicas = stage.count_replicas(world.size)
+    batch = stage.micro_batch_size * bench.accumulation * replicas
+    check_batch_sizes(batch, stage.micro_batch_size, 0, replicas)
     steps = bench.warmup + bench.steps
     stage = replace(stage, batch_size=batch, max_steps=steps, epochs=None)
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, torch.device("meta"))
@@ -409,24 +410,23 @@ def _make_published_sample(
 
 
 def make_batch(
-    model: PreTrainedModel, shape: RowShape, rows: int, packing: PackingConfig | None, seed: int
+    model: PreTrainedModel, shapes: Sequence[RowShape], packing: PackingConfig | None, seed: int
 ) -> LoadedBatch:
     """Make a micro-batch of random rows on the CPU, as the loader returns it.
 
     Args:
         model: see :func:`make_sample`.
-        shape: shape of each row.
-        rows: number of rows; with packing they are sequences of one row, as in training.
+        shapes: shape of each row; with packing they are sequences of one row, as in training.
         packing: the stage's packing.
         seed: seed of the rows.
     """
     generator = torch.Generator().manual_seed(seed)
-    samples = [make_sample(model, shape, generator) for _ in range(rows)]
+    samples = [make_sample(model, shape, generator) for shape in shapes]
     if packing is None:
         batch = collate(samples, pad_token_id=0)
     else:
         batch = collate_packed(samples, pad_token_id=0, align=packing.align)
-    return LoadedBatch(batch=batch, bad=[], num_samples=rows)
+    return LoadedBatch(batch=batch, bad=[], num_samples=len(shapes))
 
 
 def build_training_step(
@@ -442,7 +442,8 @@ def build_training_step(
     """
     recipe, stage = case.recipe, case.stage
     arithmetic = arithmetic_of(recipe.precision, recipe.fp8, world.device, recipe.master_weights)
-    throughput = Throughput(model, world)  # before DeepSpeed splits the weights
+    ranks = stage.sequence_parallel
+    throughput = Throughput(model, world, ranks)  # before DeepSpeed splits the weights
     # No source is read, so the sampler has no rows and no state.
     sampler: Any = SimpleNamespace(
         step=lambda state: ([], state), count_by_source=lambda _: np.zeros(0, dtype=np.int64)
@@ -459,6 +460,7 @@ def build_training_step(
         row_tokens=None if stage.packing is None else case.row.tokens,
         clip_here=training_loop_clips(recipe, arithmetic),
         reuse=arithmetic.weight_reuse(model, world.device),
+        sequence=join_sequence_group(world, ranks, recipe.collective_timeout_s),
         metrics=Metrics(_NO_RUN, recipe.tracking, recipe.name, enabled=False),
         throughput=throughput,
         bad_samples=BadSamples(_NO_RUN, case.name, stage, []),
@@ -580,17 +582,20 @@ def _measure(row: RecipeRow, bench: RecipeBench, case: StageCase, world: World) 
     row.note += note_leftover_memory(world.device)
     recipe, stage = case.recipe, case.stage
     model = build_stage_model(case, world.device)
-    first = recipe.seed + world.rank * bench.accumulation
+    first = recipe.seed + world.rank // stage.sequence_parallel * bench.accumulation
+    full = [[case.row] * stage.micro_batch_size] * bench.accumulation
     batches = [
-        make_batch(model, case.row, stage.micro_batch_size, stage.packing, seed=first + place)
-        for place in range(bench.accumulation)
+        make_batch(model, shapes, stage.packing, seed=first + place)
+        for place, shapes in enumerate(bench.samples or full)
     ]
     run = build_training_step(model, case, world, bench.warmup + bench.steps)
     try:
         torch.manual_seed(recipe.seed + world.rank)
         steps = take_steps(run, batches, case.name, bench, world)
         losses, last = [step["loss"] for step in steps], steps[-1]
-        row.note += f"; loss {losses[0]:.4f} -> {losses[-1]:.4f}" if None not in losses else ""
+        norm = steps[0]["grad_norm"]
+        row.note += "" if norm is None else f"; gradient norm {norm:.6g}"
+        row.note += f"; loss {losses[0]:.6f} -> {losses[-1]:.6f}" if None not in losses else ""
         row.tokens, row.vision_tokens = last["tokens"], last["vision_tokens"]
         row.supervised_tokens = last["supervised_tokens"]
         if run.skipped_steps or None in losses:
@@ -620,14 +625,19 @@ def plan_peak(case: StageCase, bench: RecipeBench, *, reuse: bool, ranks: int) -
         ranks: number of processes.
     """
     frame = cast(CoatVlm, case.frame)
-    activations = trace(
-        frame,
-        case.stage.micro_batch_size,
-        case.row.tokens,
-        case.row.images,
-        pool_frames=case.recipe.model.video.pool_frames or 1,
-        reuse_weights=reuse,
-    )
+    shared = case.stage.sequence_parallel
+    traced = [
+        trace(
+            frame,
+            factor * case.stage.micro_batch_size,
+            case.row.tokens,
+            case.row.images,
+            pool_frames=case.recipe.model.video.pool_frames or 1,
+            reuse_weights=reuse,
+        )
+        for factor in ((1,) if shared == 1 else (1, 2, 4))
+    ]
+    activations = traced[0] if shared == 1 else share_tokens(traced, shared)[0]
     kind = CoatAdamW if find_optimizer(case.recipe) == "coat" else torch.optim.AdamW
     low_bits = case.recipe.master_weights == "low_bits"
     sizes = count_sizes(frame, case.stage, measure_state_bytes(kind), low_bits=low_bits)

@@ -451,7 +451,7 @@ class _Run:
         model = build_stage_model(stage, self.world.device)
         set_train_mode(model, stage.stage)
         sizes = dict.fromkeys((1, *self.bench.batches))
-        batches = [make_batch(model, stage.row, size, None, self.world.rank) for size in sizes]
+        batches = [make_batch(model, [stage.row] * size, None, self.world.rank) for size in sizes]
         found = measure_reference(model, batches)
         del model
         free_memory(self.world.device)
@@ -465,7 +465,8 @@ class _Run:
         model = build_stage_model(stage, world.device)
         set_train_mode(model, stage.stage)
         sample, loaded = (
-            make_batch(model, stage.row, batch, None, seed=world.rank) for batch in (1, row.batch)
+            make_batch(model, [stage.row] * batch, None, seed=world.rank)
+            for batch in (1, row.batch)
         )
         with contextlib.ExitStack() as stack:
             if case.baseline is not None:

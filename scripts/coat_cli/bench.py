@@ -28,7 +28,7 @@ def add(commands: Commands) -> None:
     """Add the jobs of ``bench`` to the parser."""
     parser = commands.add_parser("bench", help="compare precisions: losses, speed, memory")
     jobs = parser.add_subparsers(title="jobs", metavar="JOB", required=True)
-    for declare in (_decoder, _layer, _kernels, _gemm, _adamw, _step, _recipe):
+    for declare in (_decoder, _layer, _kernels, _gemm, _adamw, _step, _recipe, _long):
         declare(jobs)
 
 
@@ -274,6 +274,48 @@ ends there. The plan of an 8B model with long rows takes minutes on the CPU; --n
     add("--csv", type=Path, help="append the rows to this file after each measurement")
 
 
+def _long(jobs: Commands) -> None:
+    summary = "measure long rows, the longest row that fits, and samples of many lengths"
+    parser = command(jobs, "long", _run_long, summary, """\
+  torchrun --nproc-per-node 2 --no-python coat-vlm bench long vila_long_video --images 512 \\
+      --csv long.csv init_from=null model.max_length=131072 stages.sft.sequence_parallel=2
+  coat-vlm bench long my_recipe.yaml --stage sft --longest 2048 --images 1 --csv long.csv
+  torchrun --nproc-per-node 2 --no-python coat-vlm bench long my_recipe.yaml --stage sft \\
+      --layouts packed:32768 bucketed:8 padded:16 --csv long.csv
+  coat-vlm bench long quickstart --stage sft --steps 1 --warmup 1 --csv tiny.csv \\
+      --layouts packed:1024 padded:2 --samples 8 model.max_length=1024
+  coat-vlm bench long quickstart --csv tiny.csv --plot tiny.svg
+
+Weights and data are random, and the step is that of training, as in coat-vlm bench recipe. Without
+--longest and --layouts rows are full; with sequence_parallel ranks share their tokens.
+
+--longest runs forward and backward passes without an optimizer on one GPU, on rows of --images
+images and text. Two short rows tell how memory grows; longer ones are tried until a multiple of N
+tokens fits and the next one does not. Each try is one row of --csv, of one pass.
+
+--layouts measures the same samples in several layouts: packed:TOKENS (rows of so many tokens),
+padded:SAMPLES (micro-batches in random order) and bucketed:SAMPLES (sorted by length). The lengths
+are made up: 20% text alone, 70% images of 1 to 13 tiles, 10% videos of 8 to 64 frames, at most
+model.max_length tokens. Tokens per second are those of samples, without padding.
+""")
+    add_recipe(parser)
+    add = parser.add_argument
+    add("--stage", help="align, pretrain or sft; default: the only stage of the recipe")
+    add("--images", type=int, metavar="N",
+        help="image tiles and video frames per full row; default: counted in the data, else 1")
+    add("--longest", type=int, metavar="N",
+        help="find the longest row on one GPU, in multiples of N tokens")
+    add("--layouts", nargs="+", default=[], metavar="KIND:SIZE",
+        help="measure samples of many lengths: packed:TOKENS, padded:SAMPLES, bucketed:SAMPLES")
+    add("--samples", type=int, metavar="N",
+        help="with --layouts: samples of a step on all GPUs; default 128")
+    add("--steps", type=int, default=2, help="measured steps; default 2")
+    add("--warmup", type=int, default=1, help="steps before the measured ones; default 1")
+    add("--csv", type=Path, help="append the rows to this file after each measurement")
+    add("--plot", type=Path, metavar="SVG",
+        help="plot the rows in --csv instead of measuring; the recipe is then not read")
+
+
 def _add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", nargs="+", default=["llama-2-7b"], metavar="SHAPE", help=SHAPES)
 
@@ -475,6 +517,61 @@ def _run_recipe(args: argparse.Namespace) -> int:
     with join_world() as world:
         bench_recipe(bench, world, keep)
     say("\nRandom weights and data; loading data is not part of the step.")
+    return 0
+
+
+def _run_long(args: argparse.Namespace) -> int:
+    from coat_bench.lengths import Layout
+    from coat_bench.long import LongRow, bench_longest, bench_steps, format_rows
+    from coat_bench.recipe import RecipeBench
+    from coat_bench.rows import append_rows
+    from coat_vlm.distributed import join_world
+
+    if args.plot is not None:
+        return _plot_long(args)
+
+    def keep(row: LongRow) -> None:
+        append_rows(args.csv, [row])
+        say(f"{row.implementation}: {row.tokens:,} tokens, {row.note}")
+
+    layouts = [Layout.parse(text) for text in args.layouts]
+    if args.longest is not None and layouts:
+        raise ValueError("--longest and --layouts are two measurements; leave one of them out")
+    if args.samples is not None and not layouts:
+        raise ValueError("--samples has no effect without --layouts; remove it")
+    if args.images is not None and (args.images < 0 or layouts):
+        raise ValueError("--images is 0 or more, and not for --layouts, which draw their own")
+    for name, value in (("--longest", args.longest), ("--samples", args.samples)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} {value}: at least 1 is needed")
+    recipe = read_recipe(args, unset_variables=True)
+    if args.stage is None and len(recipe.stages) > 1:
+        raise ValueError(f"give one of the stages: --stage {' or '.join(recipe.stages)}")
+    bench = RecipeBench(
+        recipe=recipe,
+        only_stage=args.stage,
+        images=args.images,
+        steps=args.steps,
+        warmup=args.warmup,
+        plan=False,
+    )
+    with join_world() as world:
+        if args.longest is not None:
+            rows = bench_longest(bench, args.longest, world, keep)
+        else:
+            rows = bench_steps(bench, layouts, args.samples or 128, world, keep)
+        _show(f"{rows[0].model}, {world.size} x {rows[0].gpu}", format_rows(rows))
+    return 0
+
+
+def _plot_long(args: argparse.Namespace) -> int:
+    from coat_bench.long import LongRow
+    from coat_bench.plots import draw_long
+    from coat_bench.rows import read_rows
+
+    _check_plot(args)
+    draw_long(read_rows(args.csv, LongRow, "coat-vlm bench long --csv"), args.plot)
+    say(f"plot: {args.plot}")
     return 0
 
 

@@ -80,7 +80,7 @@ def model_and_batch(rows: int, seed: int = 0) -> tuple[Any, LoadedBatch]:
     """The tiny model in FP32 on the CPU, in training mode, and so many of its rows."""
     _, stage = tiny()
     model = build_stage_model(stage, CPU).train()
-    return model, make_batch(model, stage.row, rows, None, seed)
+    return model, make_batch(model, [stage.row] * rows, None, seed)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def test_published_models(size: str, parameters: int, patches: int, image_tokens
     _, stage = tiny(size)
     frame: Any = stage.frame
     assert count_parameters(frame) == parameters
-    batch: Any = make_batch(frame, stage.row, 2, None, 0).batch
+    batch: Any = make_batch(frame, [stage.row] * 2, None, 0).batch
     is_image = batch["input_ids"] == frame.config.image_token_id
     assert batch["input_ids"].shape == (2, 4096)
     assert is_image.sum(1).tolist() == [4 * image_tokens] * 2
@@ -164,7 +164,7 @@ def test_steps_of_published_models(world: World, published: str) -> None:
     # The losses of transformers' whole model and of the reference are the same number.
     _, stage = tiny(published)
     model = build_stage_model(stage, CPU).train()
-    loaded = make_batch(model, stage.row, 1, None, 0)
+    loaded = make_batch(model, [stage.row], None, 0)
     reference = step.measure_reference(model, [loaded])
     inputs: Any = {**loaded.batch}
     inputs |= inputs.pop("extras")
@@ -316,7 +316,7 @@ def test_the_engine_trains_as_plain_adamw(zero_stage: Any, accumulation: int) ->
     stage = case.stage
     with join_world() as world:
         model, plain_model = (build_stage_model(case, CPU) for _ in range(2))
-        loaded = make_batch(model, case.row, 2, None, seed=0)
+        loaded = make_batch(model, [case.row] * 2, None, seed=0)
         run = recipe.build_training_step(model, case, world, 4)
         rows = recipe.take_steps(run, [loaded] * accumulation, "", bench, world)
         recipe.release_engine(run.engine, model)

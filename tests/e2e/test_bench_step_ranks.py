@@ -40,7 +40,7 @@ def test_two_processes_measure_one_step_through_zero(tmp_path: Path) -> None:
     model = build_stage_model(stage, alone.device)
     exact = 0.0
     for rank in range(2):
-        batch = make_batch(model, stage.row, 2, None, seed=rank).batch
+        batch = make_batch(model, [stage.row] * 2, None, seed=rank).batch
         logits = model(input_ids=batch["input_ids"], pixel_values=batch["pixel_values"]).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
         exact += loss.item() / 2

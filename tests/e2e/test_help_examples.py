@@ -20,6 +20,8 @@ NOT_RUN = {
         "torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size llama-2-7b ...",
         "torchrun --nproc-per-node 2 --no-python coat-vlm bench step --size 2b ...",
         "torchrun --nproc-per-node 2 --no-python coat-vlm bench recipe ...",
+        "torchrun --nproc-per-node 2 --no-python coat-vlm bench long vila_long_video ...",
+        "torchrun --nproc-per-node 2 --no-python coat-vlm bench long my_recipe.yaml ...",
     ],
     "downloads from the Hub": [
         "coat-vlm data download llava_558k --out data",
@@ -49,6 +51,7 @@ NOT_RUN = {
         "coat-vlm bench step --size qwen2.5-7b --lora 64 ...",
         "coat-vlm bench step --size qwen3-vl-8b ...",
         "coat-vlm bench recipe vila_pretrain ...",
+        "coat-vlm bench long my_recipe.yaml --stage sft --longest ...",
     ],
     "takes minutes or more without a GPU": [
         "coat-vlm bench decoder --text wiki.txt",

@@ -1,13 +1,16 @@
 """Runs micro-batches of small models on shards of tokens; prints how they differ from whole ones.
 
-``python sequence_ranks.py RANKS < cases.json``: RANKS gloo processes, forked from this one, run
-every case. Rank 0 prints, as JSON, the loss and the gradients' relative errors of each case.
+``python sequence_ranks.py RANKS [cuda] < cases.json``: RANKS processes run every case, with gloo
+and forked from this one, or started on a GPU each (CUDA does not work in forks of a process that
+has asked for devices, as imports do). Rank 0 prints, as JSON, the loss and the gradients' relative
+errors of each case.
 """
 
 import copy
 import json
 import os
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterable
@@ -21,6 +24,7 @@ from transformers import CONFIG_MAPPING
 import coat_vlm  # noqa: F401 - first, so that torchvision imports
 from coat_data.load.collate import Batch, collate, collate_packed
 from coat_data.load.encode import IGNORE_INDEX, EncodedSample
+from coat_kernels import share_scales
 from coat_vlm.config import Fp8Config
 from coat_vlm.distributed import World
 from coat_vlm.fp8 import convert
@@ -32,6 +36,7 @@ from coat_vlm.model.sequence_parallel import (
     join_sequence_group,
     shard_batch,
 )
+from coat_vlm.train.step import copy_batch_to_device
 from coat_vlm.train.throughput import count_supervised_tokens
 
 IMAGE = 2
@@ -117,6 +122,7 @@ def make_batch(model: CoatVlm, case: dict[str, Any]) -> Batch:
 
 def run(model: CoatVlm, inputs: dict[str, Any], divisor: int) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
+    inputs = copy_batch_to_device(inputs, next(model.parameters()).device)
     loss = model(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
     loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -145,15 +151,17 @@ def whole_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     )
 
 
-def compare(group: SequenceGroup, case: dict[str, Any]) -> dict[str, Any]:
-    model = build(case)
+def compare(group: SequenceGroup, case: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    model = build(case).to(device)
     exact, batch = copy.deepcopy(model), make_batch(model, case)
     for name in case.get("frozen", ()):
         model.get_submodule(name).requires_grad_(False)
-    if case.get("precision") == "bf16":
+    if case.get("precision") == "bf16" or ("precision" in case and device.type == "cuda"):
         model.bfloat16()
-    elif "precision" in case:
-        convert(model, Fp8Config(bf16_forward_first=0).resolved(case["precision"]))
+    if case.get("precision", "bf16") != "bf16":
+        blocks = case["precision"] != "fp8_linear"  # which has no such setting
+        config = Fp8Config(bf16_forward_first=0) if blocks else Fp8Config()
+        convert(model, config.resolved(case["precision"]))
     if case.get("checkpointing"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     divisor = count_supervised_tokens(batch)
@@ -167,8 +175,9 @@ def compare(group: SequenceGroup, case: dict[str, Any]) -> dict[str, Any]:
     model.language_model.set_attn_implementation(PACKED)
     check_sequence_parallel(model.language_model, group.size)
     inputs = shard_batch(batch, group, cast(CoatVlmConfig, model.config))
-    own_loss, grads = run(model, inputs, divisor)
-    sums = torch.tensor([own_loss], dtype=torch.float64)
+    with share_scales(group.raise_to_largest):
+        own_loss, grads = run(model, inputs, divisor)
+    sums = torch.tensor([own_loss], dtype=torch.float64, device=device)
     dist.all_reduce(sums)
     found = {name: grads[name].double() for name in wanted}  # all on every rank
     for grad in found.values():
@@ -179,20 +188,25 @@ def compare(group: SequenceGroup, case: dict[str, Any]) -> dict[str, Any]:
         "errors": errors(found, wanted),
         "of_fp32": whole_error(found, of_fp32),
         "own_error": whole_error(wanted, of_fp32),
+        "difference": whole_error(found, wanted),
         "images": len(inputs["pixel_values"]),
         "tokens": inputs["input_ids"].numel(),
         "same": sorted(grads) == sorted(wanted),
     }
 
 
-def work(rank: int, size: int, port: int, cases: list[dict[str, Any]]) -> None:
+def work(rank: int, size: int, port: int, cases: list[dict[str, Any]], kind: str) -> None:
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
-    group = join_sequence_group(World(rank, size, torch.device("cpu")), size, 60.0)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size)
+    group = join_sequence_group(World(rank, size, device), size, 60.0)
     assert group is not None
     for case in cases:
-        result = compare(group, case)
+        result = compare(group, case, device)
         everyones: list[Any] = [None] * size
         dist.all_gather_object(everyones, (result["images"], result["same"]))
         result |= {"images": [n for n, _ in everyones], "same": all(s for _, s in everyones)}
@@ -201,22 +215,42 @@ def work(rank: int, size: int, port: int, cases: list[dict[str, Any]]) -> None:
             sys.stdout.flush()
 
 
+def fork(rank: int, size: int, port: int, cases: list[dict[str, Any]]) -> int:
+    """Run a rank in a fork of this process; return the fork's id."""
+    child = os.fork()
+    if not child:
+        try:
+            work(rank, size, port, cases, "cpu")
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
 def main() -> int:
-    size, cases = int(sys.argv[1]), json.load(sys.stdin)
+    text = sys.stdin.read()
+    size, kind, cases = int(sys.argv[1]), [*sys.argv[2:], "cpu"][0], json.loads(text)
+    if len(sys.argv) > 3:  # started below
+        work(int(sys.argv[3]), size, int(sys.argv[4]), cases, kind)
+        return 0
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    children = []
-    for rank in range(size):
-        children.append(os.fork())
-        if not children[-1]:
-            try:
-                work(rank, size, port, cases)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-    statuses = [os.waitpid(child, 0)[1] for child in children]
+    if kind == "cpu":
+        forks = [fork(rank, size, port, cases) for rank in range(size)]
+        statuses = [os.waitpid(child, 0)[1] for child in forks]  # all, also after a failure
+        return int(any(statuses))
+    words = [sys.executable, __file__, str(size), kind]
+    started = [
+        subprocess.Popen([*words, str(rank), str(port)], stdin=subprocess.PIPE, text=True)
+        for rank in range(size)
+    ]
+    for child in started:
+        assert child.stdin is not None
+        child.stdin.write(text)
+        child.stdin.close()
+    statuses = [child.wait() for child in started]
     return int(any(statuses))
 
 

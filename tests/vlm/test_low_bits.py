@@ -63,7 +63,7 @@ def batches_of(model: CoatVlm, case: StageCase, accumulation: int) -> list[list[
     """Micro-batches of each step."""
     return [
         [
-            make_batch(model, case.row, 1, None, seed=accumulation * step + n)
+            make_batch(model, [case.row], None, seed=accumulation * step + n)
             for n in range(accumulation)
         ]
         for step in range(STEPS)

@@ -46,8 +46,13 @@ EXACT: dict[str, dict[str, Any]] = {
 }
 ROUNDED: dict[str, dict[str, Any]] = {
     "bf16": {**MIXED, "precision": "bf16"},
+    "fp8_linear": {**MIXED, "precision": "fp8_linear"},
     "coat": {**MIXED, "precision": "coat"},
     "coat_lean": {**MIXED, "precision": "coat_lean"},
+    "bf16, packed": {**MIXED, "precision": "bf16", "packed": 16},
+    "coat, packed": {**MIXED, "precision": "coat", "packed": 16},
+    "coat_lean, packed": {**MIXED, "precision": "coat_lean", "packed": 16},
+    "coat, no tower": {"rows": [[61, 0]], "vision": False, "precision": "coat"},
     "coat_lean, one row, one key head": {
         "rows": [[37, 5]],
         "precision": "coat_lean",
@@ -57,12 +62,11 @@ ROUNDED: dict[str, dict[str, Any]] = {
 CASES = EXACT | ROUNDED
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def results(request: pytest.FixtureRequest) -> dict[str, Any]:
+def run_cases(cases: dict[str, Any], *words: str) -> dict[str, Any]:
     worker = str(Path(__file__).with_name("sequence_ranks.py"))
     done = subprocess.run(
-        [sys.executable, worker, str(request.param)],
-        input=json.dumps([*CASES.values()]),
+        [sys.executable, worker, *words],
+        input=json.dumps([*cases.values()]),
         capture_output=True,
         text=True,
         timeout=300,
@@ -70,7 +74,40 @@ def results(request: pytest.FixtureRequest) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if "RESULT" in line]
-    return dict(zip(CASES, map(json.loads, lines), strict=True))
+    return dict(zip(cases, map(json.loads, lines), strict=True))
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def results(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return run_cases(CASES, str(request.param))
+
+
+WIDE = {
+    "language": {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
+                 "head_dim": 64, "initializer_range": 0.04},
+    "rows": [[1501, 2], [900, 0], [702, 1]],
+}  # fmt: skip
+GPU_CASES: dict[str, dict[str, Any]] = {
+    f"{precision}, {name}": {**WIDE, **layout, "precision": precision}
+    for precision in ("bf16", "coat", "coat_lean")
+    for name, layout in (
+        ("padded", {}),
+        ("packed", {"packed": 128}),
+        ("one row", {"rows": [[3000, 3]]}),
+    )
+}
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_give_the_loss_and_the_gradients_of_one() -> None:
+    """Through NCCL and the kernels of a GPU; BF16 rounds tokens alike on one rank and on two."""
+    for case, found in run_cases(GPU_CASES, "2", "cuda").items():
+        bf16 = case.startswith("bf16")
+        assert found["same"], case
+        assert found["loss"] == pytest.approx(found["wanted"], rel=1e-3 if bf16 else 5e-3), case
+        own_error = found["own_error"]
+        assert 0 < own_error < found["of_fp32"] * 1.3 < own_error * 1.3**2, case
+        assert not bf16 or found["difference"] < own_error, case
 
 
 @pytest.mark.parametrize("case", EXACT)

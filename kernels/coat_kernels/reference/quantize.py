@@ -17,6 +17,7 @@ from coat_kernels.formats import (
     get_group_format,
     pad_length,
 )
+from coat_kernels.shared_scales import finish_scale
 
 _INFINITY = 0x7F800000
 _MANTISSA_MASK = 0x7FFFFF
@@ -50,9 +51,9 @@ def tensor_scale(parts: list[Tensor], fmt: str) -> Tensor:
     """Compute one scale for all parts, FP32 []: max(amax * fp32(1 / max), 2^-126); NaN stays."""
     extremes = [torch.aminmax(part) for part in parts if part.numel()]  # NaN if there is one
     if not extremes:
-        return torch.full((), MIN_SCALE, device=parts[0].device)
+        return finish_scale(torch.full((), MIN_SCALE, device=parts[0].device))
     amax = torch.stack([torch.maximum(-low, high).float() for low, high in extremes]).amax()
-    return amax_to_scale(amax, fmt)
+    return finish_scale(amax_to_scale(amax, fmt))
 
 
 def amax_to_scale(amax: Tensor, fmt: str) -> Tensor:
