@@ -52,6 +52,7 @@ from coat_vlm.train.engine import build_engine, training_loop_clips
 from coat_vlm.train.prepare import (
     build_planned_model,
     prepare_model,
+    refuse_pairs,
     require_composed,
     select_stages,
 )
@@ -272,6 +273,7 @@ def _build_case(
 ) -> StageCase:
     require_composed(recipe, "coat-vlm bench recipe")
     stage = recipe.stages[name]
+    refuse_pairs(name, stage, "coat-vlm bench recipe")
     if stage.sequence_parallel > 1:
         raise ValueError(
             f"stages.{name}.sequence_parallel: this benchmark has no rows that ranks share; "
