@@ -5,6 +5,7 @@ every stage (:mod:`coat_vlm.train.loop`), so TRL sees only :meth:`Preference.los
 """
 
 import copy
+import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,6 +68,8 @@ class Preference:
         world: World,
     ) -> None:
         check_trl(stage)
+        # TRL 1.16 uses names that transformers has replaced, and would warn about each.
+        warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is", FutureWarning)
         from datasets import Dataset
         from transformers import PrinterCallback
         from trl import DPOConfig, DPOTrainer

@@ -172,3 +172,17 @@ def test_pairs_survive_ingest_and_export(tmp_path: Path, monkeypatch: pytest.Mon
     export(path, tmp_path / "tars", "webdataset")
     tar = SampleDataset(tmp_path / "tars" / "00000.tar")
     assert [sample.rejected for sample in tar] == ["No.", "Blue."]
+
+
+@pytest.mark.parametrize("formatting", ["sharegpt", "alpaca"])
+def test_llama_factory_s_list_with_ranking(tmp_path: Path, formatting: str) -> None:
+    write(tmp_path, ROWS["LlamaFactory" + ", alpaca" * (formatting == "alpaca")])
+    names = {"chosen": "chosen", "rejected": "rejected", "images": "images"}
+    turns = {"messages": "conversations"} if formatting == "sharegpt" else {"prompt": "instruction"}
+    entry = {"file_name": "pairs.jsonl", "ranking": True, "formatting": formatting}
+    path = tmp_path / "dataset_info.json"
+    path.write_text(json.dumps({"pairs": {**entry, "columns": names | turns}}))
+    assert content(SampleDataset(path)[0]) == content(read(tmp_path, ROWS["TRL"]))
+    path.write_text(json.dumps({"pairs": {**entry, "columns": names | {"chosen": "good"}}}))
+    with pytest.raises(DataError, match="not named chosen and rejected -> give the file itself"):
+        SampleDataset(path)
