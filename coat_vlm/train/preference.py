@@ -72,7 +72,7 @@ class Preference:
         warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is", FutureWarning)
         from datasets import Dataset
         from transformers import PrinterCallback
-        from trl import DPOConfig, DPOTrainer
+        from trl import DPOConfig, DPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
         assert stage.dpo is not None
         arguments = DPOConfig(
@@ -90,10 +90,13 @@ class Preference:
             disable_tqdm=True,
             save_strategy="no",
         )
+        # A process uses one GPU; TRL would refuse to start where it sees several.
+        vars(arguments)["_n_gpu"] = 1
         self._model = model
         self._shares = False
         self._checkpointing = stage.gradient_checkpointing
         self._reference = copy_reference(model)
+        settings = dict(vars(model.config))
         # The trainer asks for rows, which come from the data engine, batch by batch.
         unused = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
         self._trainer: Any = DPOTrainer(
@@ -104,6 +107,9 @@ class Preference:
             processing_class=processor.tokenizer,
         )
         self._trainer.remove_callback(PrinterCallback)
+        # The trainer sets use_cache: false for its own loop; the configuration is saved.
+        vars(model.config).clear()
+        vars(model.config).update(settings)
         # TRL averages over ranks on the GPU; a mask on the CPU is dropped where it has no effect.
         self._mask_on_cpu = isinstance(model, CoatVlm) and world.size == 1
 

@@ -188,6 +188,9 @@ def test_the_model_is_exported_and_reported_as_those_of_other_stages(
 ) -> None:
     files = [{path.name for path in (run / at / "model").iterdir()} for at in ("sft", "dpo")]
     assert files[0] == files[1]
+    for name in ("config.json", "generation_config.json", "processor_config.json"):
+        texts = [(run / at / "model" / name).read_text() for at in ("sft", "dpo")]
+        assert texts[0] == texts[1], name
     load(run / "dpo" / "model")
     out = tmp_path / "vila"
     assert main(["export", str(run / "dpo" / "model"), "--to", str(out), "--format", "vila"]) == 0

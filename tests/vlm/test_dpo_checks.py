@@ -84,7 +84,10 @@ def test_the_key_belongs_to_the_stage_of_that_name(tmp_path: Path) -> None:
         load_recipe(str(path))
 
 
-def test_rows_of_the_wrong_kind_are_found_before_training(tmp_path: Path) -> None:
+def test_rows_of_the_wrong_kind_are_found_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preference, "find_spec", lambda _: True)
     stages = {
         "sft": {**source(tmp_path, "pairs"), "val_data": source(tmp_path, "pairs")["data"]},
         "dpo": {**source(tmp_path, "rows"), "dpo": {}},

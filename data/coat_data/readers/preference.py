@@ -150,7 +150,9 @@ def _text(value: Any, name: str, where: str) -> str:
     if isinstance(message, Mapping) and not is_missing(message):
         message = message.get("content", message.get("value"))
     if isinstance(message, list | tuple):
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in message]
+        parts: list[Any] = [
+            part.get("text") if isinstance(part, Mapping) else part for part in message
+        ]
         message = "".join(parts) if all(isinstance(part, str) for part in parts) else parts
     if is_missing(message) or message == "":
         raise DataError(where, f"a preference row without the {name} answer", _REMEDY)
