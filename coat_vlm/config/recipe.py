@@ -90,7 +90,7 @@ class Recipe:
     """The run folder."""
     model: ModelConfig
     stages: dict[StageName, StageConfig]
-    """The stages to run; they always run in the order align, pretrain, sft."""
+    """The stages to run; they always run in the order align, pretrain, sft, dpo."""
     init_from: str | None = None
     """Folder of a trained model that provides the initial weights, tokenizer and pixel statistics
     instead of ``model``. Settings of images and videos, template and length are the recipe's. With
@@ -194,6 +194,7 @@ class Recipe:
         self._check_low_bits()
         self._check_dora()
         self._check_sequence_parallel()
+        self._check_dpo()
         self._check_choose()
 
     def _check_keep_best(self) -> None:
@@ -255,6 +256,41 @@ class Recipe:
                     f"fp8.cuda_graphs is not supported with {key}, whose ranks exchange tokens "
                     "inside the blocks; remove one of them"
                 )
+
+    def _check_dpo(self) -> None:
+        """Reject the loss on pairs in another stage, and settings that it does not support."""
+        for name, stage in self.stages.items():
+            if name == "dpo" and stage.dpo is None:
+                raise ValueError(
+                    "stages.dpo needs the settings of its loss; add dpo: {beta: 0.1}, or name the "
+                    "stage sft"
+                )
+            if name != "dpo" and stage.dpo is not None:
+                raise ValueError(
+                    f"stages.{name}.dpo has no effect: only the stage named dpo trains on "
+                    "preference pairs; rename the stage, or remove the key"
+                )
+        if "dpo" not in self.stages:
+            return
+        fp8 = self.fp8 or Fp8Config()
+        refused = {
+            "zero_stage: 3": (
+                self.zero_stage == 3,
+                "the reference shares the frozen weights, which must be whole; set 0, 1 or 2",
+            ),
+            "memory": (
+                self.memory is not None,
+                "coat-vlm plan does not count the reference; set micro_batch_size and remove it",
+            ),
+            "fp8.lm_head": (
+                fp8.lm_head not in (None, "bf16"),
+                "TRL reads the weight of the output layer; remove it",
+            ),
+            "fp8.cuda_graphs": (fp8.cuda_graphs, "rows have different lengths; remove it"),
+        }
+        for key, (given, why) in refused.items():
+            if given:
+                raise ValueError(f"{key} is not supported with stages.dpo: {why}")
 
     def _check_choose(self) -> None:
         """Reject keys that are not chosen by memory."""

@@ -1,4 +1,4 @@
-"""One training stage of a recipe: data, trainable modules, LoRA, packing, optimizer, length."""
+"""One training stage of a recipe: data, modules, LoRA, DPO, packing, optimizer, length."""
 
 from dataclasses import field
 from typing import Annotated, Any, Literal
@@ -9,11 +9,11 @@ from pydantic.dataclasses import dataclass
 from coat_vlm.config.model import STRICT, NonNegative, Positive, require_exactly_one
 
 ModuleName = Literal["vision", "projector", "language"]
-StageName = Literal["align", "pretrain", "sft"]
+StageName = Literal["align", "pretrain", "sft", "dpo"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 MODULES: tuple[ModuleName, ...] = ("vision", "projector", "language")
-STAGES: tuple[StageName, ...] = ("align", "pretrain", "sft")
+STAGES: tuple[StageName, ...] = ("align", "pretrain", "sft", "dpo")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
@@ -126,6 +126,22 @@ class LoraTraining:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class DpoTraining:
+    """Loss on preference pairs (DPO: Rafailov et al. 2023, arXiv:2305.18290), computed by TRL.
+
+    The reference is the model with which the stage starts.
+    """
+
+    beta: Annotated[float, Field(gt=0.0)] = 0.1
+    """Weight of the log-ratio to the reference; a larger one keeps the model closer to it."""
+    loss_type: Literal[
+        "sigmoid", "sigmoid_norm", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard",
+        "apo_zero", "apo_down",
+    ] = "sigmoid"  # fmt: skip
+    """TRL's ``loss_type``; ``sigmoid`` is DPO."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class PackingConfig:
     """Several whole samples per row, without attention between them; ``true``: the defaults."""
 
@@ -183,10 +199,14 @@ class StageConfig:
     language: ModuleTraining = field(default_factory=lambda: ModuleTraining(train=False))
     lora: LoraTraining | None = None
     """Train LoRA adapters instead of the weights of the language model or other modules."""
+    dpo: DpoTraining | None = None
+    """Train on preference pairs (``chosen`` and ``rejected``); for the stage ``dpo``, which needs
+    it (docs/guides/huggingface.md)."""
     template: Literal["tokenizer", "plain", "vicuna_v1", "chatml"] | None = None
     """Chat template of this stage; the model's when absent."""
     batch_size: Positive
-    """Samples (packed: rows) per optimizer step, over all ranks and micro-batches."""
+    """Samples (packed: rows; ``dpo``: pairs) per optimizer step, over all ranks and
+    micro-batches."""
     micro_batch_size: Positive
     """Samples (packed: rows) per forward pass on one rank; must divide batch_size / world size."""
     sequence_parallel: Positive = 1
@@ -255,11 +275,32 @@ class StageConfig:
             )
         if self.eval_every_steps and not self.val_data:
             raise ValueError("eval_every_steps has no effect without val_data; add val_data")
+        self._check_dpo()
         if self.max_bad_fraction is not None and not self.max_bad_samples:
             raise ValueError(
                 "max_bad_fraction needs max_bad_samples, the number of bad samples that is allowed "
                 "at the start, when few samples have been read; add it"
             )
+
+    def _check_dpo(self) -> None:
+        """Reject what TRL's loss on pairs does not support."""
+        if self.dpo is None:
+            return
+        refused = {
+            "packing": (self.packing is not None, "TRL computes one row per answer; remove it"),
+            "balance": (self.balance, "rows are measured by one answer alone; remove it"),
+            "sequence_parallel": (
+                self.sequence_parallel > 1,
+                "TRL needs whole rows; remove it, and lower micro_batch_size if memory is short",
+            ),
+            "lora.dropout": (
+                self.lora is not None and self.lora.dropout > 0,
+                "TRL turns dropout off, as the reference has none; write dropout: 0",
+            ),
+        }
+        for key, (given, why) in refused.items():
+            if given:
+                raise ValueError(f"{key} is not supported with dpo: {why}")
 
     def count_replicas(self, ranks: int) -> int:
         """Return the number of data parallel replicas of this many ranks.

@@ -85,7 +85,7 @@ from coat_vlm.fp8.graphs import captured_bytes, graph_blocks
 from coat_vlm.fp8.linear import linear
 from coat_vlm.fp8.mlp import norm_mlp
 from coat_vlm.fp8.saturation import watching
-from coat_vlm.fp8.weights import WeightReuse, reused_weights, saved_bytes
+from coat_vlm.fp8.weights import WeightReuse, reused_weights, saved_bytes, share_stored
 
 __all__ = [
     "Arithmetic",
@@ -101,6 +101,7 @@ __all__ = [
     "norm_mlp",
     "reused_weights",
     "saved_bytes",
+    "share_stored",
     "store_frozen_weights",
     "watching",
 ]

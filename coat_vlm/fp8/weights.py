@@ -153,6 +153,13 @@ def is_stored(layer: nn.Module) -> bool:
     return _STORED in vars(layer)
 
 
+def share_stored(source: nn.Module, copy: nn.Module) -> None:
+    """Give a deep copy that shares its frozen parameters the weights stored for the original."""
+    for own, other in zip(source.modules(), copy.modules(), strict=True):
+        if is_stored(own):
+            vars(other)[_STORED] = vars(own)[_STORED]
+
+
 def list_stored(model: nn.Module) -> list[TensorScaled]:
     """List the weights of a model that are stored in FP8."""
     found = (vars(module).get(_STORED) for module in model.modules())

@@ -35,7 +35,7 @@ class FamilyVlm:
     def generate(self: Any, inputs: Tensor | None = None, **kwargs: Any) -> Any:
         """Generate as the original does; the types of the prompt's tokens may be left out."""
         ids = kwargs.get("input_ids", inputs)
-        kwargs = kwargs if ids is None else _add_token_types(self, ids, kwargs)
+        kwargs = kwargs if ids is None else complete_inputs(self, kwargs, ids)
         return super().generate(inputs, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     @cached_property
@@ -76,10 +76,7 @@ def _forward(
     is computed and does not need it. ``pixel_values`` may have another dtype than the model.
     """
     skip = kwargs.pop("skip_logits", False)
-    if kwargs.get("pixel_values") is not None:
-        kwargs["pixel_values"] = kwargs["pixel_values"].to(model.dtype)
-    if kwargs.get("input_ids") is not None:
-        kwargs = _add_token_types(model, kwargs["input_ids"], kwargs)
+    kwargs = complete_inputs(model, kwargs)
     labels = kwargs.pop("labels", None)
     if not skip or labels is None:
         return original(*args, **kwargs, **({} if labels is None else {"labels": labels}))
@@ -98,12 +95,21 @@ def _forward(
     )
 
 
-def _add_token_types(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs with the types of the tokens, if the family has them and none are given."""
+def complete_inputs(
+    model: Any, inputs: Mapping[str, Any], ids: Tensor | None = None
+) -> dict[str, Any]:
+    """Return the inputs with pixels in the model's dtype, and with the types of the tokens.
+
+    Types are added if the family has them and none are given, by ``ids`` or ``input_ids``.
+    """
+    inputs = dict(inputs)
+    if inputs.get("pixel_values") is not None:
+        inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+    ids = inputs.get("input_ids") if ids is None else ids
     name = model.family.token_types
-    if name is None or inputs.get(name) is not None:
-        return dict(inputs)
-    return {**inputs, name: (ids == model.config.image_token_id).int()}
+    if ids is not None and name is not None and inputs.get(name) is None:
+        inputs[name] = (ids == model.config.image_token_id).int()
+    return inputs
 
 
 def load_family_model(

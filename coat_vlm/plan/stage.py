@@ -46,7 +46,12 @@ from coat_vlm.plan.zero import (
     estimate_rank_memory,
     measure_state_bytes,
 )
-from coat_vlm.train.prepare import build_planned_model, require_composed, select_stages
+from coat_vlm.train.prepare import (
+    build_planned_model,
+    refuse_pairs,
+    require_composed,
+    select_stages,
+)
 from coat_vlm.train.sources import access_of, open_sources
 
 BLOCK_PRECISIONS: tuple[BlockPrecision, ...] = ("bf16", "fp8_linear", "coat", "coat_lean")
@@ -303,6 +308,7 @@ def plan_recipe(
     chosen = select_stages(recipe, only_stage)
     for name in chosen:
         stage = recipe.stages[name]
+        refuse_pairs(name, stage, "coat-vlm plan")
         replicas = stage.count_replicas(ranks)
         check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, replicas)
     vocab_size = None if recipe.init_from is not None else find_vocab_size(recipe)

@@ -52,6 +52,12 @@ def plot_stage(stage: StageLog) -> list[Plot]:
     """
     drawn: list[tuple[str, Draw, str]] = [
         ("loss", _draw_loss, "loss"),
+        ("reward margin of the chosen answers", _draw_reward("margins"), "rewards"),
+        (
+            "pairs with the larger reward for the chosen answer",
+            _draw_reward("accuracies"),
+            "rewards",
+        ),
         ("learning rate", _draw_lr, "lr"),
         ("gradient norm", _draw_grad_norm, "grad_norm"),
         ("tokens/s", _draw_rate("tokens_per_s"), "tokens_per_s"),
@@ -137,6 +143,10 @@ def _draw_grad_norm(axes: Axes, stage: StageLog) -> None:
     finite = norms[np.isfinite(norms)]
     if finite.size and finite.min() > 0 and finite.max() > 20 * finite.min():
         axes.set_yscale("log")
+
+
+def _draw_reward(name: str) -> Draw:
+    return lambda axes, stage: _plot_noisy(axes, *_series(stage.steps, _at("rewards", name)))
 
 
 def _draw_rate(key: str) -> Draw:

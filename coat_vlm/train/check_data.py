@@ -56,6 +56,7 @@ class _Probe:
         try:
             sample = rows[place]
             if self.encoder is not None:
+                self.encoder.check_kind(sample)
                 check_labels(sample, *self.encoder.layout(sample), self.encoder)
             # Servers are not asked: one that is silent would hold up the start.
             if any(is_url(medium.path or "") for medium in sample.media):
@@ -92,6 +93,7 @@ def check_stage_data(
         try:
             encoder = processor.encoder(train=False, template=stage.template)
             verify_template(encoder)
+            encoder.preferences = stage.dpo is not None
         except ValueError as error:
             problems.append(f"stages.{name}: {error}")
             encoder = None

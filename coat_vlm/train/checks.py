@@ -43,6 +43,7 @@ from coat_vlm.model.processor import (
 )
 from coat_vlm.run.lock import LOCK
 from coat_vlm.train.check_data import CheckedData, check_stage_data
+from coat_vlm.train.preference import check_trl
 from coat_vlm.train.prepare import (
     build_planned_model,
     check_run_folder,
@@ -139,6 +140,7 @@ def check_recipe(
         with findings.collect(f"stages.{name}"):
             replicas = stage.count_replicas(num_ranks)
             check_batch_sizes(stage.batch_size, stage.micro_batch_size, 0, replicas)
+            check_trl(stage)
     _check_device(recipe, findings)
     known = len(findings.problems)
     emptied = overwrite and (run_dir / "recipe.yaml").is_file()

@@ -140,6 +140,7 @@ def open_data(
     ]
     encoder = processor.encoder(train=True, template=stage.template)
     verify_template(encoder)
+    encoder.preferences = stage.dpo is not None
     template = stage.template or processor.template
     warnings = [
         *find_list_warnings(stage.data, stage.val_data),
@@ -205,6 +206,7 @@ def open_data(
     )
     held_out = {source.name: rows for source, rows in zip(stage.val_data, validation, strict=True)}
     val_encoder = processor.encoder(train=False, template=stage.template)
+    val_encoder.preferences = encoder.preferences
     return StageData(
         loader=loader,
         sources=sources,

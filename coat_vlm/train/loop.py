@@ -18,7 +18,6 @@ from coat_vlm.train.data import StageData
 from coat_vlm.train.divergence import Watchdog
 from coat_vlm.train.evaluation import LiveEvaluation
 from coat_vlm.train.step import TrainStep
-from coat_vlm.train.throughput import count_supervised_tokens
 from coat_vlm.train.tracking import StepLine
 
 
@@ -155,7 +154,7 @@ class StageLoop:
         return True
 
     def validate(self) -> dict[str, float] | None:
-        """Return the mean loss per supervised token of every validation source, over all ranks.
+        """Return the mean loss per supervised token (or pair) of every validation source.
 
         Returns None when a rank received a signal.
         """
@@ -164,14 +163,14 @@ class StageLoop:
         losses = {}
         for name in self.data.validation:
             total = torch.zeros((), dtype=torch.float64, device=world.device)
-            tokens = 0
+            terms = 0
             with torch.no_grad():
                 for batch in self.data.validation_batches(name):
                     if world.any(SIGNALS.received is not None):
                         return None
                     total += self.step.loss(batch, divisor=1).double()
-                    tokens += count_supervised_tokens(batch) if self.step.counts else 0
-            loss, count = world.sum([total.item(), tokens])
+                    terms += self.step.count_terms(batch) if self.step.counts else 0
+            loss, count = world.sum([total.item(), terms])
             losses[name] = round(loss / max(1.0, count), 6)
         return losses
 

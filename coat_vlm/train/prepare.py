@@ -130,6 +130,16 @@ def require_composed(recipe: Recipe, command: str) -> None:
         )
 
 
+def refuse_pairs(name: StageName, stage: StageConfig, command: str) -> None:
+    """Raise ValueError if a command does not know the loss on preference pairs."""
+    if stage.dpo is not None:
+        raise ValueError(
+            f"stages.{name}: {command} knows neither the reference model nor pairs of rows; choose "
+            "another stage with --stage, or train a few steps and read peak_memory_mb and "
+            "tokens_per_s in metrics.jsonl"
+        )
+
+
 def build_planned_model(
     recipe: Recipe, stage: StageConfig, arithmetic: Arithmetic, vocab_size: int | None
 ) -> PreTrainedModel:

@@ -83,6 +83,7 @@ FIXED: Mapping[str, str] = {
     "fp8.**": "it selects what is quantized, and the saved states depend on it",
     "model.**": "the weights in the checkpoint belong to this model and its inputs",
     "stages.*.lora.**": "the adapters in the checkpoint have this shape and scale",
+    "stages.*.dpo.**": "it is the loss that the finished steps reduced",
     "stages.*.vision.train": "the optimizer states are those of the modules that train",
     "stages.*.projector.train": "the optimizer states are those of the modules that train",
     "stages.*.language.train": "the optimizer states are those of the modules that train",

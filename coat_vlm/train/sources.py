@@ -297,5 +297,8 @@ def iterate_texts(recipe: Recipe) -> Iterator[str]:
             seen.add(rows)
             for dataset in open_sources([source], recipe.seed, access_of(recipe))[1]:
                 for row in range(len(dataset)):
-                    for turn in dataset[row].turns:
+                    sample = dataset[row]
+                    for turn in sample.turns:
                         yield turn.text
+                    if sample.rejected:
+                        yield sample.rejected

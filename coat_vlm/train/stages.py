@@ -50,6 +50,7 @@ from coat_vlm.train.engine import build_engine, training_loop_clips
 from coat_vlm.train.evaluation import EvalSubset, LiveEvaluation
 from coat_vlm.train.fp8_monitor import BlockMonitor, Fp8Record
 from coat_vlm.train.loop import StageLoop
+from coat_vlm.train.preference import build_preference
 from coat_vlm.train.prepare import (
     describe_missing_start,
     find_start,
@@ -199,6 +200,7 @@ def _run_stage(
     total_steps = data.total_steps(stage)
     start = _describe_stage(recipe, name, model, world)
     _print_tables(world, stage, name, model, data, total_steps)
+    preference = build_preference(model, processor, recipe, name, run_dir, world)
     engine = build_engine(model, recipe, stage, arithmetic, world)
     split = recipe.zero_stage == 3
     monitor = BlockMonitor(model, conversion, recipe.monitor, arithmetic, world, split)
@@ -254,6 +256,7 @@ def _run_stage(
         clip_here=training_loop_clips(recipe, arithmetic),
         reuse=arithmetic.weight_reuse(model, world.device),
         sequence=join_sequence_group(world, stage.sequence_parallel, recipe.collective_timeout_s),
+        preference=preference,
         metrics=metrics,
         throughput=throughput,
         bad_samples=BadSamples(run_dir, name, stage, data.sources, done.bad_samples, lock.check),
@@ -405,6 +408,7 @@ def _print_tables(
     """Print the modules of a stage, and the rows, epochs and tokens of each source."""
     samples = total_steps * data.samples_per_step(stage)
     rows = "samples" if data.packing is None else f"rows of {data.row_tokens:,} tokens"
+    rows = rows if stage.dpo is None else "preference pairs"
     lines = [f"\nstage {name}: {total_steps} steps of {stage.batch_size} {rows}"]
     if data.packing is not None:
         lines.append(

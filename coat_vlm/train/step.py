@@ -2,7 +2,8 @@
 
 The loss of a micro-batch is the sum over its tokens, divided by the number of supervised tokens of
 all micro-batches and ranks. The gradient is therefore that of the mean loss per supervised token of
-the whole batch, and does not depend on the split into micro-batches and ranks.
+the whole batch, and does not depend on the split into micro-batches and ranks. In a stage ``dpo``
+it is the sum over its pairs, divided by the number of pairs.
 """
 
 import math
@@ -34,8 +35,14 @@ from coat_vlm.model.vlm import module_parameters
 from coat_vlm.optim import lr_factor
 from coat_vlm.train.bad_samples import BadSamples
 from coat_vlm.train.fp8_monitor import BlockMonitor, Fp8Record
+from coat_vlm.train.preference import Preference, count_pairs
 from coat_vlm.train.prepare import set_train_mode
-from coat_vlm.train.throughput import PeakMemory, PhaseClock, Throughput
+from coat_vlm.train.throughput import (
+    PeakMemory,
+    PhaseClock,
+    Throughput,
+    count_supervised_tokens,
+)
 from coat_vlm.train.tracking import Metrics
 
 _CPU_INPUTS = frozenset(
@@ -70,6 +77,8 @@ class TrainStep:
     """Shares FP8 weights between the micro-batches of a step."""
     sequence: SequenceGroup | None = None
     """The ranks that share the tokens of each micro-batch; None without sequence parallelism."""
+    preference: Preference | None = None
+    """The loss of a stage ``dpo``; None for that of supervised tokens."""
     metrics: Metrics
     throughput: Throughput
     bad_samples: BadSamples
@@ -128,10 +137,12 @@ class TrainStep:
             )
             lr = self._set_lr()
             set_train_mode(self.model, self.stage)
-            loss, norm = self._update(micro_batches, counts["supervised_tokens"])
+            divisor = counts["supervised_tokens" if self.preference is None else "samples"]
+            loss, norm = self._update(micro_batches, divisor)
             self.finished += 1
-            self._check_finite(loss, norm, micro_batches, counts["supervised_tokens"])
+            self._check_finite(loss, norm, micro_batches, divisor)
         row = self._build_row(loss, norm, lr, counts, bad, measured)
+        row |= {} if self.preference is None else self.preference.metrics()
         seconds = time.perf_counter() - started
         row |= {
             **self.throughput.rates(row, seconds),
@@ -189,10 +200,10 @@ class TrainStep:
         return rates
 
     def _update(
-        self, micro_batches: list[LoadedBatch], tokens: float
+        self, micro_batches: list[LoadedBatch], divisor: float
     ) -> tuple[float, float | None]:
         """Run forward, backward and the optimizer; return the loss and the gradient norm."""
-        if not tokens:
+        if not divisor:
             raise ValueError(
                 f"stage {self.name}, step {self.finished + 1}: the batch has no supervised token; "
                 "check the template and the answers of the data"
@@ -208,7 +219,7 @@ class TrainStep:
                 shared_weights.enter_context(share_scales(self.sequence.raise_to_largest))
             for number, loaded in enumerate(micro_batches, start=1):
                 first, last = self.finished == 0 and number == 1, number == len(micro_batches)
-                loss = self.loss(loaded.batch, divisor=tokens)
+                loss = self.loss(loaded.batch, divisor)
                 total_loss += loss.detach().double()
                 check = self._check_modules_get_gradients() if first else nullcontext()
                 with check, self.phases.measure("backward"):
@@ -226,7 +237,8 @@ class TrainStep:
     def loss(self, batch: Batch, divisor: float) -> Tensor:
         """Run the forward pass; return the sum of the token losses divided by ``divisor``.
 
-        With sequence parallelism these are the tokens of this rank.
+        With sequence parallelism these are the tokens of this rank. In a stage ``dpo`` it is the
+        sum of the losses of the pairs.
         """
         with self.phases.measure("to_device"):
             own: Mapping[str, Any] = batch
@@ -234,8 +246,16 @@ class TrainStep:
                 own = shard_batch(batch, self.sequence, cast(CoatVlmConfig, self.model.config))
             inputs = copy_batch_to_device(own, self.world.device)
         with self.phases.measure("forward"):
+            if self.preference is not None:
+                return self.preference.loss(self.engine, inputs, divisor)
             # Without skip_logits the model would also return logits in validation.
             return self.engine(**inputs, num_items_in_batch=divisor, skip_logits=True).loss
+
+    def count_terms(self, batch: Batch) -> int:
+        """Count the terms of the sum in :meth:`loss`: supervised tokens, or pairs."""
+        if self.preference is not None:
+            return count_pairs(batch["labels"])
+        return count_supervised_tokens(batch)
 
     def _clip(self) -> float:
         """Clip the gradients, or drop them if they are not finite; return the norm."""
@@ -254,7 +274,7 @@ class TrainStep:
         return norm
 
     def _check_finite(
-        self, loss: float, norm: float | None, micro_batches: list[LoadedBatch], tokens: float
+        self, loss: float, norm: float | None, micro_batches: list[LoadedBatch], divisor: float
     ) -> None:
         """Count a step that DeepSpeed or :meth:`_clip` skipped; raise if too many were skipped."""
         if norm is None or math.isfinite(norm):
@@ -277,7 +297,7 @@ class TrainStep:
 
         with _gradient_hooks(self.model.named_parameters(), check):
             for loaded in micro_batches:
-                self.engine.backward(self.loss(loaded.batch, divisor=tokens))
+                self.engine.backward(self.loss(loaded.batch, divisor))
         names = sorted(set[str]().union(*self.world.gather(bad)))
         where = f"first in {names[0]}, one of {len(names)}" if names else "not when repeated"
         raise ValueError(

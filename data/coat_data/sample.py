@@ -150,6 +150,9 @@ class Sample:
     continues: bool = False
     """Whether the sample is a chunk of a document that continues in the next chunk: it is encoded
     without an end token (:mod:`coat_data.load.lengths`)."""
+    rejected: str = ""
+    """Preference pairs: a worse answer than the last one of ``turns``, which alone is supervised;
+    empty for a sample that is no pair."""
     reading: Reading = field(default=Reading(), compare=False, repr=False)
     """What the reader did with the fields of the row; empty for ingested rows."""
 
@@ -158,6 +161,7 @@ class Sample:
         """Whether the sample is a text to train on as a whole: one answer to an empty question."""
         return (
             not self.media
+            and not self.rejected
             and [turn.role for turn in self.turns] == ["user", "assistant"]
             and not self.turns[0].text
         )

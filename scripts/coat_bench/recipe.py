@@ -56,6 +56,7 @@ from coat_vlm.train.engine import build_engine, training_loop_clips
 from coat_vlm.train.prepare import (
     build_planned_model,
     prepare_model,
+    refuse_pairs,
     require_composed,
     select_stages,
 )
@@ -283,6 +284,7 @@ def _build_case(
     bench: RecipeBench, recipe: Recipe, name: StageName, vocab_size: int | None, world: World
 ) -> StageCase:
     stage = recipe.stages[name]
+    refuse_pairs(name, stage, "coat-vlm bench recipe")
     replicas = stage.count_replicas(world.size)
     batch = stage.micro_batch_size * bench.accumulation * replicas
     check_batch_sizes(batch, stage.micro_batch_size, 0, replicas)

@@ -263,7 +263,7 @@ ends there. The plan of an 8B model with long rows takes minutes on the CPU; --n
 """)
     add_recipe(parser)
     add = parser.add_argument
-    add("--stage", help="measure this stage only: align, pretrain or sft")
+    add("--stage", help="measure this stage only: align, pretrain, sft or dpo")
     add("--images", type=int, metavar="N",
         help="image tiles and video frames per row; default: counted in the stage's data, else 1")
     add("--steps", type=int, default=5, help="measured steps; default 5")

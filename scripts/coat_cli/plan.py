@@ -45,7 +45,7 @@ model, seconds to minutes (long rows with recomputation).
         "--tokens", type=_at_least(1), metavar="T",
         help="tokens per row, images included; default model.max_length, or packing.tokens",
     )  # fmt: skip
-    parser.add_argument("--stage", help="plan this stage only: align, pretrain or sft")
+    parser.add_argument("--stage", help="plan this stage only: align, pretrain, sft or dpo")
     parser.add_argument("--precision", choices=PRECISIONS, help="same as precision=...")
 
 

@@ -44,7 +44,7 @@ of a step goes.
 """,
     )
     add_recipe(parser)
-    parser.add_argument("--stage", help="train this stage only: align, pretrain or sft")
+    parser.add_argument("--stage", help="train this stage only: align, pretrain, sft or dpo")
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
         "--resume",

@@ -279,7 +279,7 @@ def test_damaged_folders_are_refused(source: Path) -> None:
 
     for broken, problem in (
         (text.replace('"rows": 10', '"rows": 11'), "hold 10 rows, the manifest says 11"),
-        (text.replace('"version": 4', '"version": 99'), "version 99"),
+        (text.replace('"version": 5', '"version": 99'), "version 99"),
         (text.replace('"rows": 10,', ""), "is not a manifest"),
         (text[:50], "is not a manifest"),
         ("[]", "is not a manifest"),

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from datasets import Features
 
 FORMAT = "coat-vlm-samples"
-VERSION = 4
+VERSION = 5
 """Version 1 had no ``start`` and ``end`` of videos, version 2 no ``continues``, version 3 no
-``frames`` and ``fps`` of videos and no ``supervised`` of turns: read as null."""
+``frames`` and ``fps`` of videos and no ``supervised`` of turns, version 4 no ``rejected``: read as
+null."""
 MANIFEST_NAME = "manifest.json"
 BAD_SAMPLES_NAME = "bad_samples.jsonl"
 
@@ -114,6 +115,7 @@ def features() -> "Features":
             ),
             "media": List(medium),
             "continues": Value("bool"),
+            "rejected": Value("large_string"),
         }
     )
 
@@ -137,6 +139,7 @@ def to_record(sample: Sample, media_root: Path | str) -> dict[str, Any]:
             for media in sample.media
         ],
         "continues": sample.continues,
+        "rejected": sample.rejected,
     }
 
 

@@ -188,8 +188,6 @@ def _llama_factory(name: str, entry: Mapping[str, Any], path: Path) -> SourceEnt
     formatting = entry.get("formatting", "alpaca")
     if formatting not in _FORMATS:
         raise DataError(where, f"formatting is {formatting!r}", f"use one of {', '.join(_FORMATS)}")
-    if entry.get("ranking"):
-        raise DataError(where, "is preference data (ranking)", "choose data with one answer")
     number = entry.get("num_samples")
     return SourceEntry(
         name=name,
@@ -197,16 +195,25 @@ def _llama_factory(name: str, entry: Mapping[str, Any], path: Path) -> SourceEnt
         media_root=str(path.parent),
         format=_FORMATS[formatting],
         select=f"random {positive(number, 'num_samples', where):.0f}" if number else None,
-        field_map=_columns(entry, formatting),
+        field_map=_columns(entry, formatting, where),
     )
 
 
-def _columns(entry: Mapping[str, Any], formatting: str) -> dict[str, str]:
+def _columns(entry: Mapping[str, Any], formatting: str, where: str) -> dict[str, str]:
     """Return LlamaFactory's field names: the defaults, or only those in ``columns`` if given."""
     given = entry.get("columns") or {}
+    ranking = bool(entry.get("ranking"))
+    if ranking and any(given.get(name, name) != name for name in ("chosen", "rejected")):
+        raise DataError(
+            where,
+            "the columns of the pair are not named chosen and rejected",
+            "give the file itself, with columns: {chosen: NAME, rejected: NAME}",
+        )
     own = dict(_COLUMNS[formatting])
     if given:
         own = {name: given.get(name) or "" for name in own}
+    if ranking and formatting == "alpaca":
+        own["response"] = _COLUMNS[formatting]["response"]  # where a pair's chosen answer is read
     for name in ("system", "images", "videos"):
         if given.get(name):
             own[name] = given[name]

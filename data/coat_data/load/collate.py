@@ -45,6 +45,8 @@ def collate(
 ) -> Batch:
     """Collate ``samples``, padded to the longest one.
 
+    Of B preference pairs the batch has 2 B rows: all chosen answers, then all rejected ones.
+
     Args:
         samples: at least one; images of one size, or of a published model, which are padded.
         pad_token_id: pads ``input_ids``; its label is IGNORE_INDEX, its attention 0.
@@ -57,6 +59,7 @@ def collate(
         raise ValueError("a batch needs at least one sample, got none")
     if padding_side not in ("left", "right"):
         raise ValueError(f"padding_side is {padding_side!r}; allowed: left, right")
+    samples = [*samples, *(sample.rejected for sample in samples if sample.rejected is not None)]
     if padding_side == "right":
         samples = _fill(samples)
     length = max(len(sample.input_ids) for sample in samples)

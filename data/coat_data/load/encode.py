@@ -53,6 +53,8 @@ class EncodedSample:
     filler: "EncodedSample | None" = None
     """Text samples of a published model: image tokens and pixels to append to a batch without
     images, so that its tower takes part in every step."""
+    rejected: "EncodedSample | None" = None
+    """Preference pairs: the same prompt and media with the rejected answer."""
 
 
 class Size(NamedTuple):
@@ -73,10 +75,13 @@ class Encoder:
         media: reads images and videos, and plans their tiles from headers alone.
         shows_media: whether the model has a vision tower.
         max_length: longest allowed sequence in tokens.
+        preferences: whether every sample must be a preference pair (True) or an ordinary sample
+            (False); None encodes both.
         joins_space: whether a space of the template before an answer is tokenized, and supervised,
             with the answer.
     """
 
+    preferences: bool | None = None
     joins_space = False
 
     def __init__(
@@ -118,18 +123,49 @@ class Encoder:
     def __call__(self, sample: Sample, rng: np.random.Generator | None = None) -> EncodedSample:
         """Encode the whole conversation, with the answers as labels.
 
+        A preference pair is encoded twice, up to the end token of its last answer, which alone has
+        labels.
+
         Args:
             sample: a conversation with at least one answer.
             rng: generator of the augmentation; None turns augmentation off.
 
         Raises:
             DataError: a medium cannot be read, the placeholders do not match the media, there is
-                no answer, or the sequence is too long; names the row.
+                no answer, the sequence is too long, or the sample is not of the kind in
+                :attr:`preferences`; names the row.
         """
-        encoded = self._encode(sample, sample.media, self.segments(sample), rng)
+        self.check_kind(sample)
+        if sample.rejected:
+            answers = (sample.turns[-1].text, sample.rejected)
+            encoded, rejected = self.answered(sample, answers, rng)
+            encoded = replace(encoded, rejected=rejected)
+        else:
+            encoded = self._encode(sample, sample.media, self.segments(sample), rng)
         _check_answered(sample)
         notes = Counter(sample.reading.notes)
         return replace(encoded, counts=notes + Counter(encoded.counts)) if notes else encoded
+
+    def check_kind(self, sample: Sample) -> None:
+        """Check that a sample is of the kind in :attr:`preferences`.
+
+        Raises:
+            DataError: it is a preference pair, or not; names the row.
+        """
+        if self.preferences is None or self.preferences == bool(sample.rejected):
+            return
+        if sample.rejected:
+            raise DataError(
+                sample.where,
+                "is a preference pair (chosen and rejected), which only a stage named dpo trains",
+                "move its source to stages.dpo, or train on the chosen answer with ignore_fields: "
+                "[rejected]",
+            )
+        raise DataError(
+            sample.where,
+            "has one answer, and a stage named dpo trains pairs (chosen and rejected)",
+            "move its source to another stage, or add the rejected answer",
+        )
 
     def measure(self, sample: Sample) -> Size:
         """Measure the size of :meth:`__call__`'s result from headers; no medium is decoded.
@@ -173,7 +209,7 @@ class Encoder:
             segments = segments[:-1]
         return segments
 
-    def prompt(self, sample: Sample) -> EncodedSample:
+    def prompt(self, sample: Sample, rng: np.random.Generator | None = None) -> EncodedSample:
         """Encode the conversation up to its last user turn, and the template's answer prefix.
 
         The tokens are a prefix of those of the whole conversation; all labels are IGNORE_INDEX.
@@ -183,7 +219,7 @@ class Encoder:
         """
         turns, media = _asked(sample)
         segments = self.template.render(turns, add_generation_prompt=True)
-        encoded = self._encode(sample, media, segments, None, before_answer=True)
+        encoded = self._encode(sample, media, segments, rng, before_answer=True)
         return replace(encoded, labels=torch.full_like(encoded.labels, IGNORE_INDEX))
 
     def conversation(self, sample: Sample, *, add_generation_prompt: bool = False) -> EncodedSample:
@@ -202,7 +238,9 @@ class Encoder:
         before_answer = add_generation_prompt
         return self._encode(sample, sample.media, segments, None, before_answer=before_answer)
 
-    def answered(self, sample: Sample, answers: Sequence[str]) -> list[EncodedSample]:
+    def answered(
+        self, sample: Sample, answers: Sequence[str], rng: np.random.Generator | None = None
+    ) -> list[EncodedSample]:
         """Encode the :meth:`prompt` followed by each of ``answers``.
 
         The tokens are a prefix of those of the whole conversation, up to the token that ends the
@@ -211,7 +249,7 @@ class Encoder:
         Raises:
             DataError: as for :meth:`prompt`, or the sequence with an answer is too long.
         """
-        prompt = self.prompt(sample)
+        prompt = self.prompt(sample, rng)
         turns, media = _asked(sample)
         found = []
         for answer in answers:

@@ -312,9 +312,16 @@ def val_batches(
         encoded = [encoder(dataset[row], None) for row in rows]
         if not encoded:
             filler = encoder(dataset[0], None)
-            ignored = torch.full_like(filler.labels, IGNORE_INDEX)
-            encoded = [dataclasses.replace(filler, labels=ignored)]
+            encoded = [_without_labels(filler)]
         yield collate(encoded, pad_token_id=pad_token_id)
+
+
+def _without_labels(sample: EncodedSample) -> EncodedSample:
+    return dataclasses.replace(
+        sample,
+        labels=torch.full_like(sample.labels, IGNORE_INDEX),
+        rejected=None if sample.rejected is None else _without_labels(sample.rejected),
+    )
 
 
 def check_batch_sizes(batch_size: int, micro_batch_size: int, rank: int, world_size: int) -> None:

@@ -49,6 +49,7 @@ def _stored(row: Any, place: Place) -> Sample:
         source=place.source,
         row=row["row"],
         continues=bool(row["continues"]),
+        rejected=row.get("rejected") or "",
     )
 
 
@@ -110,7 +111,7 @@ def find_reader(first_rows: Iterable[Any], path: str) -> Reader | None:
     kind = ""
     for row in first_rows:
         for reader in READERS:
-            if reader.matches(row):
+            if reader.recognizes(row):
                 return reader
         if seen is None and isinstance(row, dict):
             seen = f"fields: {', '.join(map(str, list(row)[:12])) or 'none'}"

@@ -90,7 +90,7 @@ class Row(dict[str, Any]):
 
 COLUMNS = (
     "id", "system", "image", "images", "video", "videos", "question", "answer", "caption", "text",
-    "conversations", "messages", "start", "end",
+    "conversations", "messages", "start", "end", "prompt", "chosen", "rejected",
 )  # fmt: skip
 """Names that a column of a file can be mapped to."""
 

@@ -15,7 +15,6 @@ from typing import Any
 from coat_data.readers.fields import check_unused
 from coat_data.readers.reader import (
     LOSS_FIELDS,
-    NOT_SFT,
     ROLES,
     Place,
     Reader,
@@ -30,7 +29,6 @@ from coat_data.readers.reader import (
     kind_of,
     media_fields,
     place_media,
-    refuse_fields,
     row_id,
     with_loss,
     with_system,
@@ -73,7 +71,6 @@ def to_sample(row: Any, place: Place) -> Sample:
     """
     where = place.where
     row = as_object(row, where)
-    refuse_fields(row, NOT_SFT, where)
     said, supervised = _said(row, place)
     turns, media = place_media(said, media_fields(row, place), place)
     turns = with_loss(turns, supervised)

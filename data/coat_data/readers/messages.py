@@ -23,7 +23,6 @@ from coat_data.readers.boxes import EDGES, write_box
 from coat_data.readers.fields import check_unused, has_placeholder, is_missing
 from coat_data.readers.reader import (
     LOSS_FIELDS,
-    NOT_SFT,
     ROLES,
     Place,
     Reader,
@@ -86,7 +85,6 @@ def to_sample(row: Any, place: Place) -> Sample:
     """
     where = place.where
     row = as_object(row, where)
-    refuse_fields(row, NOT_SFT, where)
     if "label" in row and isinstance(row["label"], int):  # a boolean too; a text is a property
         refuse_fields(row, {"label": "use rows with answers, not labels"}, where)
     read = [_message(message, number, place) for number, message in _messages(row, place)]

@@ -20,7 +20,6 @@ from typing import Any
 from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import (
     MEDIA_FIELDS,
-    NOT_SFT,
     PLACEHOLDERS,
     Place,
     Reader,
@@ -32,7 +31,6 @@ from coat_data.readers.reader import (
     media_fields,
     media_first,
     place_media,
-    refuse_fields,
     row_id,
     with_system,
 )
@@ -58,7 +56,6 @@ def _query(row: Any, place: Place) -> Sample:
         DataError: a field is missing or of the wrong type, or the placeholders do not match.
     """
     row = as_object(row, place.where)
-    refuse_fields(row, NOT_SFT, place.where)
     said = with_system(_said(row, place), row, place)
     turns, media = place_media(said, media_fields(row, place), place)
     return place.sample(row_id(row, place), turns, media)
@@ -133,7 +130,6 @@ def _question(row: Any, place: Place) -> Sample:
             are choices, which belong into the question.
     """
     row = as_object(row, place.where)
-    refuse_fields(row, NOT_SFT, place.where)
     for name in _CHOICES:
         if not is_missing(row.get(name)) and name not in place.ignore:
             raise DataError(

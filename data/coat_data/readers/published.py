@@ -23,7 +23,6 @@ from typing import Any
 from coat_data.readers.boxes import write_box
 from coat_data.readers.fields import is_missing
 from coat_data.readers.reader import (
-    NOT_SFT,
     Place,
     Reader,
     Said,
@@ -220,7 +219,7 @@ def _reader(name: str, summary: str, layouts: tuple[_Layout, ...]) -> Reader:
             known = "; or ".join(", ".join(sorted(one.has)) for one in layouts)
             problem = f"the row has not the fields of {name} (fields: {', '.join(map(str, row))})"
             raise DataError(place.where, problem, f"give it {known}")
-        refuse_fields(row, {**NOT_SFT, "options": _OTHER_CHOICES}, place.where)
+        refuse_fields(row, {"options": _OTHER_CHOICES}, place.where)
         media = _image(row, layout, place)
         said = layout.said(row, place)
         if layout.said is _caption:

@@ -16,6 +16,7 @@ from coat_data.containers.media_files import image_suffixes
 from coat_data.media.root import MediaRoot
 from coat_data.readers.boxes import convert_tags
 from coat_data.readers.fields import Row, check_unused, find_placeholder, is_missing
+from coat_data.readers.preference import REJECTED, add_rejected, is_pair, split_pair, with_chosen
 from coat_data.sample import KEY, DataError, Media, MediaKind, Part, Reading, Role, Sample, Turn
 
 
@@ -61,18 +62,28 @@ class Reader:
     to_sample: Callable[[Any, Place], Sample]
     """Returns the checked sample of a row; raises only :class:`DataError`; decodes no media."""
 
+    def recognizes(self, row: Any) -> bool:
+        """Whether a raw row has this format, also with a pair of answers in place of the last."""
+        return self.matches(with_chosen(row))
+
     def read(self, row: Any, place: Place) -> Sample:
         """Return the sample of a row with its :class:`~coat_data.sample.Reading`.
 
         Raises:
-            DataError: as :attr:`to_sample`, or a field that must not be left out is not used
-                (:mod:`coat_data.readers.fields`).
+            DataError: as :attr:`to_sample`, a field that must not be left out is not used
+                (:mod:`coat_data.readers.fields`), or a pair of answers is incomplete
+                (:mod:`coat_data.readers.preference`).
         """
         if type(row) is not dict:
             return self.to_sample(row, place)
-        row = Row(row)
+        pair = split_pair(row, place.where) if is_pair(row) else None
+        row = Row(row if pair is None else pair.row)
         sample = self.to_sample(row, place)
         used, unused = row.keys() & row.used, row.keys() - row.used
+        if pair is not None:
+            if REJECTED not in place.ignore:
+                sample = add_rejected(sample, pair.rejected)
+            used = used - {pair.added} | pair.fields
         if unused and not (place.columns and KEY in row):  # a field map of Energon is complete
             check_unused(row, unused, place.ignore, place.where, sample)
         noted = "placeholder_as_text" in place.notes  # by a reader that knows that it is text
@@ -161,13 +172,6 @@ def refuse_fields(row: Mapping[str, Any], names: Mapping[str, str], where: str) 
         if name in row and not is_missing(row[name]):
             raise DataError(where, f"the row has {name}", remedy)
 
-
-NOT_SFT = {
-    "chosen": "this is preference data; make conversations with the chosen answer of it",
-    "rejected": "this is preference data; make conversations with the chosen answer of it",
-    "rejected_response": "this is preference data; make conversations with the better answer of it",
-}
-"""Fields that are not supported for fine-tuning -> remedy."""
 
 MEDIA_FIELDS: Mapping[MediaKind, tuple[str, ...]] = {
     "image": ("image", "images"),

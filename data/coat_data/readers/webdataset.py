@@ -69,7 +69,7 @@ def _to_sample(row: Any, place: Place) -> Sample:
     field = next((name for name in row if name == "json" or name.endswith(".json")), None)
     value = None if field is None else _parsed(row, field, place)
     if isinstance(value, Mapping):
-        reader = next((one for one in _ROW_READERS if one.matches(value)), None)
+        reader = next((one for one in _ROW_READERS if one.recognizes(value)), None)
         if reader is not None:
             return reader.read(_with_media(value, row, place), place)
     caption = _caption(row, value, place)

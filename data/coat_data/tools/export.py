@@ -23,6 +23,7 @@ from coat_data.load.dataset import SampleDataset
 from coat_data.media.remote_media import fetch_media
 from coat_data.media.root import MediaRoot
 from coat_data.readers import llava, messages, webdataset
+from coat_data.readers.preference import RESPONSE
 from coat_data.readers.reader import Place
 from coat_data.sample import KEY, DataError, Media, Part, Role, Sample, Turn
 from coat_data.tools.source import list_bad, media_bytes, new_folder, read_samples
@@ -192,7 +193,8 @@ def check_same(sample: Sample, read: Sample, format_name: str) -> None:
         ]
 
     same = merge_texts(sample.turns) == merge_texts(read.turns) and media(sample) == media(read)
-    if not same or sample.continues != read.continues:
+    other = (sample.continues, sample.rejected) != (read.continues, read.rejected)
+    if not same or other:
         raise DataError(
             sample.where,
             f"cannot be written as {format_name}: it would be read back as another conversation",
@@ -202,7 +204,9 @@ def check_same(sample: Sample, read: Sample, format_name: str) -> None:
 
 def _head(sample: Sample) -> dict[str, Any]:
     """Return the fields of the row besides the conversation and the media."""
-    return {"id": sample.id, **({"continues": True} if sample.continues else {})}
+    head: dict[str, Any] = {"id": sample.id}
+    head |= {"continues": True} if sample.continues else {}
+    return head | ({RESPONSE: sample.rejected} if sample.rejected else {})
 
 
 def _loss(turn: Turn) -> dict[str, int]:

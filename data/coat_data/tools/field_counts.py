@@ -13,6 +13,8 @@ class FieldCounts:
 
     rows: int = 0
     """Good rows."""
+    pairs: int = 0
+    """Good rows that are preference pairs."""
     used: Counter[str] = field(default_factory=Counter)
     """Field -> rows of which the reader used it."""
     ignored: Counter[str] = field(default_factory=Counter)
@@ -25,6 +27,7 @@ class FieldCounts:
     def add(self, sample: Sample) -> None:
         """Count a sample."""
         self.rows += 1
+        self.pairs += bool(sample.rejected)
         self.used.update(sample.reading.used)
         self.ignored.update(sample.reading.ignored)
         for note in sample.reading.notes:
@@ -34,17 +37,21 @@ class FieldCounts:
     def merge(self, later: "FieldCounts") -> None:
         """Add the counts of later rows of the same source."""
         self.rows += later.rows
+        self.pairs += later.pairs
         self.used.update(later.used)
         self.ignored.update(later.ignored)
         self.notes.update(later.notes)
         self.first = later.first | self.first
 
     def lines(self, name: str) -> list[str]:
-        """Return the fields of the rows of source ``name``, and :meth:`warnings`."""
-        if not self.used:  # ingested rows, whose fields were checked before
-            return []
-        used, ignored = self._list(self.used), self._list(self.ignored)
-        return [f"{name}: fields used: {used}; ignored: {ignored}", *self.warnings(name)]
+        """Return the fields and pairs of the rows of source ``name``, and :meth:`warnings`."""
+        lines = []
+        if self.used:  # none in ingested rows, whose fields were checked before
+            used, ignored = self._list(self.used), self._list(self.ignored)
+            lines.append(f"{name}: fields used: {used}; ignored: {ignored}")
+        if self.pairs:
+            lines.append(f"{name}: {self.pairs} of {self.rows} rows are preference pairs")
+        return [*lines, *self.warnings(name)]
 
     def warnings(self, name: str) -> list[str]:
         """Return a line for each kind of note in the rows of source ``name``."""

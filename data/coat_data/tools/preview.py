@@ -134,6 +134,8 @@ def _card(sample: Sample | DataError, model: ModelView | None) -> Card:
             for part in turn.parts
         ]
         card.turns.append((turn.role, spans))
+    if sample.rejected:
+        card.turns.append(("rejected", [Span(sample.rejected, "plain")]))
     try:
         if model is not None:
             _add_encoded(card, model.encode(sample), model)

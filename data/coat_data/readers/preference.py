@@ -1,0 +1,163 @@
+"""Preference pairs: rows with a better and a worse answer to the same conversation.
+
+A row has ``chosen`` and ``rejected`` in place of the last answer of its format; ``chosen`` is read
+as that answer, by the reader of the format. Each may be a text, a message, or messages:
+
+    {"prompt": "...", "chosen": "...", "rejected": "...", "images": ["a.jpg"]}        TRL
+    {"chosen": [{"role": "user", ...}, {"role": "assistant", ...}], "rejected": [...]}
+    {"conversations": [{"from": "human", ...}], "chosen": {"from": "gpt", ...}, "rejected": {...}}
+    {"image": "a.jpg", "question": "...", "chosen": "...", "rejected": "..."}
+    {"messages": [{"role": "user", ...}, {"role": "assistant", ...}], "rejected_response": "..."}
+
+Sources: huggingface/trl, docs/source/dataset_formats.md; hiyouga/LLaMA-Factory, data/README.md;
+the dataset card of openbmb/RLAIF-V-Dataset; modelscope/ms-swift, Custom-dataset.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from coat_data.readers.boxes import convert_tags
+from coat_data.readers.fields import is_missing
+from coat_data.sample import DataError, Part, Sample, Turn
+
+CHOSEN, REJECTED, RESPONSE = "chosen", "rejected", "rejected_response"
+"""Fields of a pair; the last one (ms-swift) stands beside the answer of an ordinary row."""
+
+_TURNS = ("messages", "conversations", "conversation")
+_ANSWERS = {
+    "prompt": "completion",
+    "question": "answer",
+    "query": "response",
+    "instruction": "output",
+}
+"""Field of a question -> field of its answer in an ordinary row."""
+_REMEDY = "give both answers, or remove the row"
+
+
+class Pair(NamedTuple):
+    """A preference row, taken apart."""
+
+    row: dict[str, Any]
+    """The row of the same format with the chosen answer alone."""
+    rejected: str
+    fields: frozenset[str]
+    """The fields of the pair in the file."""
+    added: str | None
+    """The field of ``row`` that the file does not have."""
+
+
+def is_pair(row: Any) -> bool:
+    """Whether a raw row has a chosen or a rejected answer."""
+    if type(row) is not dict:  # an ingested record has fields of its own
+        return False
+    if CHOSEN in row and REJECTED in row:
+        return True
+    return any(not is_missing(row.get(name)) for name in (CHOSEN, REJECTED, RESPONSE))
+
+
+def with_chosen(row: Any) -> Any:
+    """Return an ordinary row of the same format: a preference row with its chosen answer alone."""
+    if not is_pair(row):
+        return row
+    rest = {key: row[key] for key in row if key not in (CHOSEN, REJECTED, RESPONSE)}
+    if is_missing(row.get(CHOSEN)):
+        return rest
+    return rest | _answer(rest, row[CHOSEN])
+
+
+def split_pair(row: Mapping[str, Any], where: str) -> Pair:
+    """Take a preference row apart.
+
+    Raises:
+        DataError: an answer is missing, empty or no text, both are equal, the conversations before
+            them differ, or the row has another answer besides.
+    """
+    swift = is_missing(row.get(REJECTED)) and not is_missing(row.get(RESPONSE))
+    worse = RESPONSE if swift else REJECTED
+    rejected = _text(row.get(worse), worse, where)
+    rest = {key: row[key] for key in row if key not in (CHOSEN, REJECTED, RESPONSE)}
+    if swift and is_missing(row.get(CHOSEN)):
+        return Pair(rest, rejected, frozenset({worse}), None)
+    chosen = _text(row.get(CHOSEN), CHOSEN, where)
+    before = [_turns(row[name])[:-1] for name in (CHOSEN, worse)]
+    if before[0] != before[1]:
+        raise DataError(
+            where,
+            "the conversations of chosen and rejected differ before their last answer",
+            "let them differ in the last answer alone, or remove the row",
+        )
+    added = _answer(rest, row[CHOSEN])
+    (name,) = added
+    if name not in _TURNS:
+        if not is_missing(rest.get(name)):
+            raise DataError(
+                where,
+                f"the row has {name} beside chosen and rejected",
+                "keep chosen and rejected for a stage named dpo, or the other answer for the rest",
+            )
+        added = {name: chosen}
+    return Pair(rest | added, rejected, frozenset({CHOSEN, worse}), None if name in rest else name)
+
+
+def add_rejected(sample: Sample, rejected: str) -> Sample:
+    """Return the sample of :attr:`Pair.row` with its rejected answer; only the last is supervised.
+
+    Raises:
+        DataError: the conversation does not end with an answer, or with this one.
+    """
+    said = (Turn("assistant", (Part("text", rejected),)),)
+    text = (convert_tags(said, sample.where) if sample.media else said)[0].text
+    last = sample.turns[-1]
+    if last.role != "assistant" or any(part.kind != "text" for part in last.parts):
+        raise DataError(
+            sample.where, "the chosen answer is no text at the end of the conversation", _REMEDY
+        )
+    if last.text == text:
+        raise DataError(
+            sample.where, "the chosen and the rejected answer are equal", "remove the row"
+        )
+    return replace(sample.only_last_supervised(), rejected=text)
+
+
+def _answer(rest: Mapping[str, Any], chosen: Any) -> dict[str, Any]:
+    """Return the field, with its value, that holds the chosen answer in an ordinary row."""
+    said = _turns(chosen)
+    if len(said) > 1:  # the whole conversation, without or besides a prompt
+        return {"messages": said}
+    for name in _TURNS:
+        turns = rest.get(name)
+        if isinstance(turns, list | tuple):
+            chat = any(isinstance(turn, Mapping) and "role" in turn for turn in turns)
+            speaker = ("role", "assistant", "content") if chat else ("from", "gpt", "value")
+            if isinstance(chosen, str):
+                said = [{speaker[0]: speaker[1], speaker[2]: chosen}]
+            return {name: [*turns, *said]}
+    for question, answer in _ANSWERS.items():
+        if question in rest:
+            return {answer: chosen}
+    return {"messages": chosen}
+
+
+def _turns(value: Any) -> list[Any]:
+    """Return the messages of an answer; none for a text."""
+    return list(value) if isinstance(value, list | tuple) else [value] * isinstance(value, Mapping)
+
+
+def _text(value: Any, name: str, where: str) -> str:
+    """Return the text of the answer ``name``."""
+    message = value[-1] if isinstance(value, list | tuple) and value else value
+    if isinstance(message, Mapping) and not is_missing(message):
+        message = message.get("content", message.get("value"))
+    if isinstance(message, list | tuple):
+        parts: list[Any] = [
+            part.get("text") if isinstance(part, Mapping) else part for part in message
+        ]
+        message = "".join(parts) if all(isinstance(part, str) for part in parts) else parts
+    if is_missing(message) or message == "":
+        raise DataError(where, f"a preference row without the {name} answer", _REMEDY)
+    if not isinstance(message, str):
+        raise DataError(where, f"the {name} answer is {type(message).__name__}, no text", _REMEDY)
+    if not message.strip():
+        raise DataError(where, f"the {name} answer is empty", _REMEDY)
+    return message

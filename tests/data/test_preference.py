@@ -1,0 +1,188 @@
+"""Preference pairs in the formats of TRL, LlamaFactory, ms-swift and RLAIF-V."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from coat_cli.main import main
+from coat_data.load.dataset import SampleDataset
+from coat_data.sample import DataError, Sample
+from coat_data.tools.export import export
+from coat_data.tools.ingest import ingest
+
+
+def said(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def gpt(text: str) -> dict[str, Any]:
+    return {"from": "gpt", "value": text}
+
+
+SHOWN = [{"type": "image"}, {"type": "text", "text": "Which color?"}]
+ASKED = [said("user", "<image>Which color?")]
+HUMAN = [{"from": "human", "value": "<image>Which color?"}]
+PAIR = {"chosen": "Red.", "rejected": "Blue."}
+ANSWERS = {name: [said("assistant", text)] for name, text in PAIR.items()}
+ROWS: dict[str, dict[str, Any]] = {
+    "TRL": {"images": ["a.png"], "prompt": [said("user", SHOWN)], **ANSWERS},
+    "TRL, parts": {
+        "images": ["a.png"],
+        "prompt": [said("user", SHOWN)],
+        **{k: [said("assistant", [{"type": "text", "text": v}])] for k, v in PAIR.items()},
+    },
+    "TRL, texts": {"images": ["a.png"], "prompt": "<image>Which color?", **PAIR},
+    "TRL, implicit prompt": {
+        "images": ["a.png"],
+        **{name: ASKED + answer for name, answer in ANSWERS.items()},
+    },
+    "a prompt besides": {
+        "image": "a.png",
+        "prompt": "Which color?",
+        **{name: ASKED + answer for name, answer in ANSWERS.items()},
+    },
+    "LlamaFactory": {
+        "images": ["a.png"],
+        "conversations": HUMAN,
+        **{name: gpt(text) for name, text in PAIR.items()},
+    },
+    "LlamaFactory, alpaca": {"images": ["a.png"], "instruction": "<image>Which color?", **PAIR},
+    "texts behind turns": {"image": "a.png", "conversations": HUMAN, **PAIR},
+    "texts behind messages": {"image": "a.png", "messages": ASKED, **PAIR},
+    "RLAIF-V": {"image": "a.png", "question": "<image>Which color?", **PAIR, "ds_name": "x"},
+    "ms-swift": {
+        "images": ["a.png"],
+        "messages": ASKED + ANSWERS["chosen"],
+        "rejected_response": "Blue.",
+    },
+    "ms-swift, query": {
+        "images": ["a.png"],
+        "query": "<image>Which color?",
+        "response": "Red.",
+        "rejected_response": "Blue.",
+    },
+}
+
+
+def write(folder: Path, *rows: dict[str, Any]) -> Path:
+    Image.new("RGB", (8, 8), "red").save(folder / "a.png")
+    path = folder / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def read(folder: Path, row: dict[str, Any], **options: Any) -> Sample:
+    return SampleDataset(write(folder, row), **options)[0]
+
+
+def content(sample: Sample) -> Any:
+    turns = [(turn.role, [*turn.parts], turn.supervised) for turn in sample.turns]
+    return turns, [Path(one.path or "").name for one in sample.media], sample.rejected
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_format_is_the_same_pair(tmp_path: Path, name: str) -> None:
+    expected = content(read(tmp_path, ROWS["TRL"]))
+    assert [turn[0] for turn in expected[0]] == ["user", "assistant"]
+    assert [part.kind for part in expected[0][0][1]] == ["image", "text"]
+    assert expected[0][1][1][0].text == "Red."
+    assert expected[1:] == (["a.png"], "Blue.")
+    sample = read(tmp_path, ROWS[name])
+    assert content(sample) == expected
+    used = ROWS[name].keys() - {"ds_name", "prompt" if name == "a prompt besides" else ""}
+    assert sample.reading.used == used
+
+
+def test_the_last_answer_alone_is_supervised(tmp_path: Path) -> None:
+    before = [*ASKED, said("assistant", "Look."), said("user", "Well?")]
+    whole = {name: [said("system", "Be brief."), *before, *ANSWERS[name]] for name in PAIR}
+    sample = read(tmp_path, {"image": "a.png", **whole})
+    answers = [(t.text, t.supervised) for t in sample.turns if t.role == "assistant"]
+    assert answers == [("Look.", False), ("Red.", True)]
+    assert sample.rejected == "Blue."
+    whole["rejected"] = [said("system", "Be long."), *before, *ANSWERS["rejected"]]
+    with pytest.raises(DataError, match=r"pairs.jsonl:0: the conversations of chosen and rejected"):
+        read(tmp_path, {"image": "a.png", **whole})
+
+
+def test_columns_and_left_out_answers(tmp_path: Path) -> None:
+    row = {"picture": "a.png", "ask": "Which color?", "good": "Red.", "bad": "Blue."}
+    columns = {"image": "picture", "question": "ask", "chosen": "good", "rejected": "bad"}
+    sample = read(tmp_path, row, columns=columns)
+    assert (sample.turns[1].text, sample.rejected) == ("Red.", "Blue.")
+    ordinary = read(tmp_path, ROWS["RLAIF-V"], ignore_fields=("rejected",))
+    assert (ordinary.turns[1].text, ordinary.rejected) == ("Red.", "")
+
+
+def test_tagged_boxes_are_converted_in_both_answers(tmp_path: Path) -> None:
+    box = "<ref>dog</ref><box>({})</box>"
+    row = {"image": "a.png", "question": "Where?", "chosen": box.format("0,0,500,500")}
+    sample = read(tmp_path, row | {"rejected": box.format("0,0,250,250")})
+    assert sample.turns[1].text == "dog [0.000, 0.000, 0.500, 0.500]"
+    assert sample.rejected == "dog [0.000, 0.000, 0.250, 0.250]"
+
+
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"rejected": None}, "a preference row without the rejected answer"),
+    ({"chosen": None}, "a preference row without the chosen answer"),
+    ({"chosen": None, "rejected": None}, "a preference row without the"),
+    ({"rejected": ""}, "a preference row without the rejected answer"),
+    ({"rejected": " \n"}, "the rejected answer is empty"),
+    ({"rejected": "Red."}, "the chosen and the rejected answer are equal"),
+    ({"rejected": 3}, "the rejected answer is int, no text"),
+    ({"chosen": [said("assistant", [{"type": "image"}])]}, "the chosen answer is list, no text"),
+    ({"answer": "Red."}, "the row has answer beside chosen and rejected"),
+    ({"chosen": [said("assistant", "Red."), said("user", "Sure?")]}, "before their last answer"),
+]
+
+
+@pytest.mark.parametrize(("change", "problem"), BROKEN)
+def test_a_row_without_a_pair_is_an_error(
+    tmp_path: Path, change: dict[str, Any], problem: str, capsys: pytest.CaptureFixture
+) -> None:
+    good = ROWS["RLAIF-V"]
+    path = write(tmp_path, good, {**good, **change}, good)
+    with pytest.raises(DataError, match=rf"pairs\.jsonl:1: .*{problem}.* -> "):
+        SampleDataset(path)[1]
+    assert main(["data", "lint", str(path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert problem in lines[0]
+    assert lines[2] == "pairs: 2 of 2 rows are preference pairs"
+    assert lines[-1].endswith("3 rows, 1 problems (read as question)")
+
+
+def test_pairs_survive_ingest_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    turns = [*HUMAN, gpt("Look."), {"from": "human", "value": "Well?"}]
+    row = {"image": "a.png", "conversations": turns, "chosen": gpt("Red."), "rejected": gpt("No.")}
+    path = write(tmp_path, row, ROWS["LlamaFactory"])
+    expected = [replace(sample, source="", media=()) for sample in SampleDataset(path)]
+    ingest(path, tmp_path / "ingested")
+    sources = [tmp_path / "ingested"]
+    sources += [export(path, tmp_path / to, to).path for to in ("llava", "messages")]
+    for source in sources:
+        found = [replace(sample, source="", media=()) for sample in SampleDataset(source)]
+        for one, other in zip(found, expected, strict=True):
+            assert (one.turns[-1], one.rejected) == (other.turns[-1], other.rejected)
+            assert [t.supervised for t in one.turns] == [t.supervised for t in other.turns]
+    export(path, tmp_path / "tars", "webdataset")
+    tar = SampleDataset(tmp_path / "tars" / "00000.tar")
+    assert [sample.rejected for sample in tar] == ["No.", "Blue."]
+
+
+@pytest.mark.parametrize("formatting", ["sharegpt", "alpaca"])
+def test_llama_factory_s_list_with_ranking(tmp_path: Path, formatting: str) -> None:
+    write(tmp_path, ROWS["LlamaFactory" + ", alpaca" * (formatting == "alpaca")])
+    names = {"chosen": "chosen", "rejected": "rejected", "images": "images"}
+    turns = {"messages": "conversations"} if formatting == "sharegpt" else {"prompt": "instruction"}
+    entry = {"file_name": "pairs.jsonl", "ranking": True, "formatting": formatting}
+    path = tmp_path / "dataset_info.json"
+    path.write_text(json.dumps({"pairs": {**entry, "columns": names | turns}}))
+    assert content(SampleDataset(path)[0]) == content(read(tmp_path, ROWS["TRL"]))
+    path.write_text(json.dumps({"pairs": {**entry, "columns": names | {"chosen": "good"}}}))
+    with pytest.raises(DataError, match="not named chosen and rejected -> give the file itself"):
+        SampleDataset(path)

@@ -1,0 +1,156 @@
+"""What a stage ``dpo`` cannot do is an error before it starts; what its reference shares."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from coat_vlm.config import Fp8Config, StageConfig
+from coat_vlm.config.load import load_recipe
+from coat_vlm.config.stage import LoraTraining, ModuleTraining, SourceConfig
+from coat_vlm.fp8 import convert, share_stored, store_frozen_weights
+from coat_vlm.generate import load
+from coat_vlm.plan import plan_recipe
+from coat_vlm.train import preference
+from coat_vlm.train.checks import check_recipe
+from coat_vlm.train.preference import copy_reference, count_pairs
+from coat_vlm.train.prepare import set_trainable
+
+PAIR = {"question": "Which color?", "chosen": "Red.", "rejected": "Blue."}
+ROW = {"question": "Which color?", "answer": "Red."}
+
+
+def write(folder: Path, stages: dict[str, Any], **changes: Any) -> Path:
+    """A recipe for a language model from scratch, whose stages read pairs.jsonl or rows.jsonl."""
+    for name, row in (("pairs", PAIR), ("rows", ROW)):
+        (folder / f"{name}.jsonl").write_text("\n".join([json.dumps(row)] * 4))
+    language = {"model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 1}
+    language |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    common = {"language": {"train": True, "lr": 1e-3}, "batch_size": 2, "micro_batch_size": 1}
+    recipe = {
+        "name": "small",
+        "output_dir": str(folder / "run"),
+        "precision": "fp32",
+        "model": {
+            "vision": None,
+            "language": {"config": language},
+            "tokenizer": {"train_vocab_size": 280},
+            "max_length": 64,
+        },
+        "stages": {name: {**common, "max_steps": 1, **own} for name, own in stages.items()},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**recipe, **changes}))
+    return path
+
+
+def source(folder: Path, name: str) -> dict[str, Any]:
+    return {"data": [{"name": name, "path": str(folder / f"{name}.jsonl")}]}
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return write(tmp_path, {"dpo": {**source(tmp_path, "pairs"), "dpo": {}}})
+
+
+REFUSED = [
+    ("stages.dpo.packing=true", "packing is not supported with dpo: TRL computes one row"),
+    ("stages.dpo.balance=true", "balance is not supported with dpo: rows are measured"),
+    ("stages.dpo.sequence_parallel=2", "sequence_parallel is not supported with dpo"),
+    ("stages.dpo.lora={rank: 4}", "lora.dropout is not supported with dpo: .* write dropout: 0"),
+    ("stages.dpo.dpo.beta=0", "beta"),
+    ("stages.dpo.dpo.loss_type=kto", "loss_type.*'sigmoid'"),
+    ("stages.dpo.dpo=null", r"stages.dpo needs the settings of its loss; add dpo: \{beta: 0.1\}"),
+    ("zero_stage=3", "zero_stage: 3 is not supported with stages.dpo: .*; set 0, 1 or 2"),
+    ("memory={gpu_gb: 80}", "memory is not supported with stages.dpo"),
+    (("precision=coat", "fp8={lm_head: fp8_linear}"), "fp8.lm_head is not supported with stages"),
+    (("precision=coat", "fp8={cuda_graphs: true}"), "fp8.cuda_graphs is not supported with stages"),
+]
+
+
+@pytest.mark.parametrize(("changes", "problem"), REFUSED)
+def test_keys_that_the_stage_does_not_support(good: Path, changes: Any, problem: str) -> None:
+    changes = [changes] if isinstance(changes, str) else [*changes]
+    with pytest.raises(ValueError, match=problem):
+        load_recipe(str(good), changes)
+
+
+def test_the_key_belongs_to_the_stage_of_that_name(tmp_path: Path) -> None:
+    path = write(tmp_path, {"sft": {**source(tmp_path, "pairs"), "dpo": {}}})
+    with pytest.raises(ValueError, match=r"stages.sft.dpo has no effect: only the stage named dpo"):
+        load_recipe(str(path))
+
+
+def test_rows_of_the_wrong_kind_are_found_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preference, "find_spec", lambda _: True)
+    stages = {
+        "sft": {**source(tmp_path, "pairs"), "val_data": source(tmp_path, "pairs")["data"]},
+        "dpo": {**source(tmp_path, "rows"), "dpo": {}},
+    }
+    problems = check_recipe(load_recipe(str(write(tmp_path, stages)))).problems
+    assert len(problems) == 3
+    for problem in problems[:2]:
+        assert "stages.sft" in problem
+        assert "which only a stage named dpo trains -> move its source to stages.dpo" in problem
+    assert "stages.dpo rows: 4 of 4 inspected rows are bad" in problems[2]
+    assert "has one answer, and a stage named dpo trains pairs" in problems[2]
+    stages = {"sft": stages["dpo"] | {"dpo": None}, "dpo": stages["sft"] | {"dpo": {}}}
+    assert not check_recipe(load_recipe(str(write(tmp_path, stages)))).problems
+
+
+def test_trl_is_needed(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preference, "find_spec", lambda _: None)
+    (problem,) = check_recipe(load_recipe(str(good))).problems
+    assert problem == "stages.dpo: dpo needs trl, which is not installed: pip install -e '.[trl]'"
+
+
+def test_the_plan_says_that_it_does_not_know_pairs(good: Path) -> None:
+    with pytest.raises(ValueError, match=r"stages.dpo: coat-vlm plan knows neither the reference"):
+        plan_recipe(load_recipe(str(good)), ranks=1, gpu_bytes=1e9, zero_stages=[0])
+
+
+def test_the_reference_shares_what_does_not_train(checkpoint: Path) -> None:
+    model, _ = load(checkpoint)
+    model.float()
+    frozen = ModuleTraining(train=False)
+    stage = StageConfig(
+        data=[SourceConfig(name="a", path="a.json")],
+        vision=frozen,
+        projector=ModuleTraining(train=True, lr=1e-3),
+        language=ModuleTraining(train=True, lr=1e-3),
+        lora=LoraTraining(rank=4, dropout=0.0),
+        batch_size=1,
+        micro_batch_size=1,
+        max_steps=1,
+    )
+    set_trainable(model, stage)
+    convert(model, Fp8Config())
+    reference = copy_reference(model)
+    own, other = dict(model.named_parameters()), dict(reference.named_parameters())
+    assert own.keys() == other.keys()
+    trained = {name for name, parameter in own.items() if parameter.requires_grad}
+    assert trained == {name for name in own if own[name] is not other[name]}
+    assert any("lora_A" in name for name in trained)
+    assert any(name.startswith("projector") for name in trained)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    before = reference(input_ids=ids).logits
+    assert torch.equal(before, model.eval()(input_ids=ids).logits)
+    store_frozen_weights(model)
+    share_stored(model, reference)
+    assert torch.equal(before, reference(input_ids=ids).logits)
+    with torch.no_grad():
+        for name in trained:
+            own[name].add_(0.1)
+    assert torch.equal(before, reference(input_ids=ids).logits)
+    assert not torch.equal(before, model(input_ids=ids).logits)
+    assert not any(parameter.requires_grad for parameter in other.values())
+
+
+def test_rows_that_fill_the_last_batch_are_no_pairs() -> None:
+    labels = torch.tensor([[-100, 3], [-100, -100], [4, 5], [-100, -100]])
+    assert count_pairs(labels) == 1
