@@ -11,7 +11,7 @@ from op_examples import examples
 from torch import Tensor
 
 from coat_bench.check import map_tensors
-from coat_kernels import OPS, quantize_tensor, scale_pool
+from coat_kernels import OPS, quantize_tensor, scale_pool, share_scales
 from coat_kernels.formats import MIN_SCALE
 from coat_kernels.scale_pool import CHUNK, allocate_separately, new_scale
 
@@ -147,3 +147,36 @@ def test_the_dispatcher_takes_scales_that_were_handed_out():
     dispatched = OPS["activation_bwd_stats"].dispatch(*given)[0]
     assert own == dispatched
     assert at(own) == at(scale) != at(dispatched)
+
+
+SCALES = {"tensor_scale": 0, "norm_stats": 5, "activation_stats": 2, "activation_bwd_stats": 0,
+          "quantize_gradient": 2, "rope_gradient": 2}  # fmt: skip
+"""Op -> the place of a scale of a whole matrix in its results."""
+
+
+@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize("kind", ["triton", "reference"])
+def test_processes_share_the_scale_of_a_matrix(name: str, kind: str):
+    """Each op lets the scale be raised once, and uses the raised scale."""
+
+    def run(args: tuple) -> tuple:
+        found = getattr(OPS[name], kind)(*args)
+        return found if isinstance(found, tuple) else (found,)
+
+    seen: list[Tensor] = []
+
+    def double(scale: Tensor) -> None:
+        seen.append(scale.clone())
+        scale.mul_(2.0)
+
+    for args in list(examples(name, rows=16, columns=32).values())[:2]:
+        before, seen = run(args), []
+        with share_scales(double):
+            after = run(args)
+        place = SCALES[name]
+        assert len(seen) == 1
+        assert torch.equal(seen[0], before[place])
+        assert torch.equal(after[place], 2 * before[place])
+        assert torch.equal(run(args)[place], before[place])
+        if name in ("quantize_gradient", "rope_gradient") and before[0].numel():
+            assert not torch.equal(after[0].view(torch.uint8), before[0].view(torch.uint8))

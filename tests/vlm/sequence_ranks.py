@@ -152,7 +152,8 @@ def whole_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 def compare(group: SequenceGroup, case: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    model = build(case).to(device)
+    model = build(case)
+    cast(Any, model).to(device)
     exact, batch = copy.deepcopy(model), make_batch(model, case)
     for name in case.get("frozen", ()):
         model.get_submodule(name).requires_grad_(False)

@@ -100,14 +100,14 @@ GPU_CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.multi_gpu
 def test_two_gpus_give_the_loss_and_the_gradients_of_one() -> None:
-    """Through NCCL and the kernels of a GPU; BF16 rounds tokens alike on one rank and on two."""
+    """Through NCCL and the kernels of a GPU; BF16 and FP8 round tokens as on one rank."""
     for case, found in run_cases(GPU_CASES, "2", "cuda").items():
         bf16 = case.startswith("bf16")
         assert found["same"], case
         assert found["loss"] == pytest.approx(found["wanted"], rel=1e-3 if bf16 else 5e-3), case
         own_error = found["own_error"]
         assert 0 < own_error < found["of_fp32"] * 1.3 < own_error * 1.3**2, case
-        assert not bf16 or found["difference"] < own_error, case
+        assert found["difference"] < (1.0 if bf16 else 0.1) * own_error, case
 
 
 @pytest.mark.parametrize("case", EXACT)
@@ -120,14 +120,17 @@ def test_fp32_differs_by_rounding(results: dict[str, Any], case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ROUNDED)
-def test_low_precision_is_as_far_from_fp32_as_on_one_rank(
-    results: dict[str, Any], case: str
-) -> None:
-    """FP8 scales are those of a rank's tokens: other roundings, with errors of the same size."""
+def test_low_precision_rounds_as_on_one_rank(results: dict[str, Any], case: str) -> None:
+    """FP8 scales are those of all ranks; outside of FP8 blocks, models here are FP32.
+
+    A sum in another order may move a value across a boundary of FP8, which then rounds it by up to
+    6%: of some hundred thousand values, a few.
+    """
     found = results[case]
     assert found["same"]
-    assert found["loss"] == pytest.approx(found["wanted"], rel=0.01)
-    assert 0 < found["own_error"] < found["of_fp32"] * 1.3 < found["own_error"] * 1.3**2
+    assert found["loss"] == pytest.approx(found["wanted"], rel=1e-4)
+    assert found["own_error"] > 0
+    assert found["difference"] < (0.5 if "bf16" in case else 0.02) * found["own_error"]
 
 
 def test_images_are_dealt_by_tiles(results: dict[str, Any]) -> None:
