@@ -8,7 +8,7 @@ and not through the code that writes checkpoints. OPTIONS is a JSON object:
 - ``checkpoints``: the folder of the stage's checkpoints. A save begins when the one before is
   complete, so that the time of a save contains no waiting for another;
 - ``kill_at``: rank 1 sends SIGKILL to itself in the place of the save of this step (null: never);
-- ``deterministic``: use torch's deterministic algorithms where there are any.
+- ``deterministic``: use torch's deterministic algorithms; an operation without one is an error.
 """
 
 import hashlib
@@ -116,8 +116,8 @@ def wait_for_checkpoint(folder: Path, step: int) -> None:
 def main() -> int:
     options = json.loads(sys.argv[1])
     if options["deterministic"]:
-        # Operations without a deterministic form warn, and stand in the output.
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Not with warn_only: attention's backward pass stays nondeterministic then.
+        torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     stages.StageLoop = observe(options)  # pyright: ignore[reportAttributeAccessIssue]
     sys.argv = ["coat-vlm", *sys.argv[2:]]
