@@ -2,14 +2,15 @@
 
 COAT_TRANSFORMERS_SOURCE names the tree: the unpacked source distribution
 (``pip download --no-binary transformers --no-deps transformers==VERSION``), which has the common
-tests of models and processors, or a git checkout, which also has those of ``generate``. transformers
-does not install its tests, and they are not copied here.
+tests of models and processors, or a git checkout, which also has those of ``generate``. A wheel of
+transformers contains no tests, and they are not copied here.
 """
 
 import importlib
 import os
 import re
 import sys
+import tempfile
 import unittest
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from unittest.mock import patch
 
 import pytest
 import transformers
+from PIL import Image
 
 VARIABLE = "COAT_TRANSFORMERS_SOURCE"
 _PACKAGE = "transformers_tests"
@@ -32,12 +34,12 @@ def import_common_tests(name: str) -> Any:
         "parameterized", reason="transformers' tests need: pip install parameterized"
     )
     root = Path(folder)
-    found = re.search(r'version = "(.+?)"', (root / "setup.py").read_text(encoding="utf-8"))
-    found = re.search(r'version="(.+?)"', (root / "setup.py").read_text(encoding="utf-8")) or found
-    if found is None or found[1] != transformers.__version__:
+    found = re.search(r'version="(.+?)"', (root / "setup.py").read_text(encoding="utf-8"))
+    version = None if found is None else found[1]
+    if version != transformers.__version__:
         pytest.fail(
-            f"{VARIABLE}={folder} is transformers {found and found[1]}, and {transformers.__version__} "
-            "is installed; unpack the source of the installed version"
+            f"{VARIABLE}={folder} is transformers {version}, and {transformers.__version__} is "
+            "installed; unpack the source of the installed version"
         )
     if _PACKAGE not in sys.modules:
         package = _module(_PACKAGE)
@@ -72,8 +74,13 @@ def _module(name: str) -> ModuleType:
 
 
 def _local_path(address: str) -> str:
-    """As in transformers' CI: files of the Hub lie in the working folder."""
-    return address.rpartition("/")[2]
+    """Return a file instead of one of the Hub; a picture is made."""
+    folder = Path(tempfile.gettempdir()) / _PACKAGE
+    folder.mkdir(exist_ok=True)
+    path = folder / address.rpartition("/")[2]
+    if path.suffix in (".png", ".jpg"):
+        Image.new("RGB", (40, 30), "red").save(path)
+    return str(path)
 
 
 def skip(reasons: dict[str, str]) -> Any:
