@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 from family_folders import MAKERS
+from PIL import Image
 from safetensors.torch import load_file
 from served import serve
 from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
@@ -209,6 +210,7 @@ def test_a_new_user_asks_the_model(
     assert expected
 
     asked = ["--image", str(image), "--prompt", "<image>What is it?", "--max-new-tokens", "8"]
+    capsys.readouterr()
     assert main(["generate", "--model", str(model), *asked]) == 0
     assert capsys.readouterr().out.strip() == expected
     assert main(["generate", "--model", str(run), *asked]) == 0
@@ -216,7 +218,10 @@ def test_a_new_user_asks_the_model(
     assert capsys.readouterr().out.strip() == of_run
 
     pipe = pipeline("image-text-to-text", model=str(model), dtype=torch.float32)
-    content = [{"type": "image", "path": str(image)}, {"type": "text", "text": "What is it?"}]
+    content = [
+        {"type": "image", "image": Image.open(image)},
+        {"type": "text", "text": "What is it?"},
+    ]
     greedy: Any = {"do_sample": False, "max_new_tokens": 8}
     answers: Any = pipe(
         text=[{"role": "user", "content": content}], return_full_text=False, generate_kwargs=greedy
