@@ -217,13 +217,13 @@ def test_a_new_user_asks_the_model(
     of_run = generate(*load(run / "sft" / "model", "cpu"), [ask(image, "What is it?")], 8)[0]
     assert capsys.readouterr().out.strip() == of_run
 
-    pipe = pipeline("image-text-to-text", model=str(model), dtype=torch.float32)
+    pipe: Any = pipeline("image-text-to-text", model=str(model), dtype=torch.float32)
     content = [
         {"type": "image", "image": Image.open(image)},
         {"type": "text", "text": "What is it?"},
     ]
     greedy: Any = {"do_sample": False, "max_new_tokens": 8}
-    answers: Any = pipe(
+    answers = pipe(
         text=[{"role": "user", "content": content}], return_full_text=False, generate_kwargs=greedy
     )
     assert answers[0]["generated_text"].strip() == expected
