@@ -297,7 +297,8 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
             return inputs_embeds
         self._check_tower(pixel_values)
         is_image = self.placeholder_ids(None, inputs_embeds) == self.config.image_token_id
-        return self._insert_images(inputs_embeds, is_image, pixel_values, *layout)
+        places = self._find_places(is_image, pixel_values, *layout)
+        return self._place_images(inputs_embeds, pixel_values, *places)
 
     def embed(
         self,
@@ -325,10 +326,11 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
         if self.vision_tower is None:
             return self.get_input_embeddings()(input_ids)
         is_image = input_ids == self.config.image_token_id
+        layout = (image_grids, frame_groups, image_positions)
+        places = self._find_places(is_image, pixel_values, *layout)
         # Features replace these embeddings, so any valid id works; id 0 is not the placeholder's.
         embeds = self.get_input_embeddings()(input_ids.masked_fill(is_image, 0))
-        layout = (image_grids, frame_groups, image_positions)
-        return self._insert_images(embeds, is_image, pixel_values, *layout)
+        return self._place_images(embeds, pixel_values, *places)
 
     def _check_tower(self, pixel_values: torch.Tensor | None) -> None:
         if self.vision_tower is None and count_images(pixel_values):
@@ -337,16 +339,18 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
                 "vision tower (model.vision: null); give only text"
             )
 
-    def _insert_images(
+    def _find_places(
         self,
-        embeds: torch.Tensor,
         is_image: torch.Tensor,
         pixel_values: torch.Tensor | None,
         image_grids: torch.Tensor | None = None,
         frame_groups: torch.Tensor | None = None,
         image_positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Replace ``embeds`` (B, T, H) where ``is_image`` (B, T); errors as in :meth:`embed`."""
+    ) -> tuple[torch.Tensor, list[Grid], list[int] | None]:
+        """Return positions of the placeholders, where ``is_image`` (B, T), grids and groups.
+
+        Errors are those of :meth:`embed`.
+        """
         num_images = count_images(pixel_values)
         grids: list[Grid] = [(1, 1)] * num_images
         if image_grids is not None:
@@ -367,7 +371,18 @@ class CoatVlm(PreTrainedModel, ImageGenerationMixin):
                 f"{placed * per_image} features ({per_image} each); give {per_image} placeholders "
                 "per image, as the processor does, and check that no sequence was truncated"
             )
-        if pixel_values is not None and num_images:
+        return positions, grids, groups
+
+    def _place_images(
+        self,
+        embeds: torch.Tensor,
+        pixel_values: torch.Tensor | None,
+        positions: torch.Tensor,
+        grids: list[Grid],
+        groups: list[int] | None,
+    ) -> torch.Tensor:
+        """Replace the embeddings (B, T, H) at the positions by features of the images."""
+        if pixel_values is not None and count_images(pixel_values):
             features = self._project_images(pixel_values, grids, groups)
             return place_features(embeds, positions, features)
         if self.training:
