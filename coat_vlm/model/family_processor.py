@@ -11,6 +11,7 @@ each.
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -105,9 +106,31 @@ class ProcessorTemplate(TokenizerTemplate):
     def render(
         self, turns: Sequence[Turn], *, add_generation_prompt: bool = False
     ) -> list[Segment]:
-        """Return the segments of ``turns``; see :class:`TokenizerTemplate`."""
+        """Return the segments of ``turns``; see :class:`TokenizerTemplate`.
+
+        A generation prompt is the template's own, as servers use it. LLaVA-OneVision's has no space
+        before its line break, and the text before an answer in a conversation has one.
+        """
         turns = [_without_line_breaks(turn) for turn in turns]
-        return super().render(turns, add_generation_prompt=add_generation_prompt)
+        found = super().render(turns)
+        return [*found, Segment("literal", self._prompt)] if add_generation_prompt else found
+
+    @cached_property
+    def _prompt(self) -> str:
+        """The text that the template appends for ``add_generation_prompt``."""
+        question = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+        without, with_prompt = (
+            self._processor.apply_chat_template(
+                question, tokenize=False, add_generation_prompt=prompt
+            )
+            for prompt in (False, True)
+        )
+        if with_prompt == without or not with_prompt.startswith(without):
+            raise ValueError(
+                f"the chat template of {self._processor.tokenizer.name_or_path!r} appends nothing "
+                "for add_generation_prompt; use the chat_template.jinja of the published model"
+            )
+        return with_prompt.removeprefix(without)
 
     def render_marks(self, turns: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> str:
         """Render turns whose parts are one character each.

@@ -51,6 +51,7 @@ from coat_vlm.model.processor_inputs import (
     MARKS,
     PLACEHOLDERS,
     check_image_tokens,
+    find_padded_length,
     flat_options,
     flatten,
     place_media,
@@ -141,6 +142,15 @@ class CoatVlmProcessor(ProcessorMixin):
         """The processor itself reads images; pipelines ask for an image processor."""
         return self
 
+    @property
+    def model_input_names(self) -> list[str]:
+        """Names of the tensors that a call with text and media returns."""
+        names = {"input_ids": True, "attention_mask": True}
+        names |= {"pixel_values": self.tokens_per_image > 0}
+        names |= {"image_grids": self.image_mode == "dynamic_s2"}
+        names |= {"frame_groups": self.video.get("pool_frames", 1) > 1}
+        return [name for name, returned in names.items() if returned]
+
     def adopt_template(self, name: str | None) -> None:
         """Make the chat template that a stage trains the one of the model and of its tokenizer.
 
@@ -226,8 +236,8 @@ class CoatVlmProcessor(ProcessorMixin):
             messages: instead of ``text``, a conversation in Hugging Face's format, or one per row,
                 which is rendered up to its last question and the answer prefix.
             return_tensors: ``pt``, ``np``, or None for lists of token ids.
-            padding: pad to the longest row, or a value that tokenizers take. Default: pad if
-                tensors are returned.
+            padding: pad to the longest row (True), to ``max_length``, or not (False). Default: pad
+                if tensors are returned.
             padding_side: ``left`` for generation, ``right`` for training.
             **options: ``return_mm_token_type_ids`` (1 at image tokens), ``truncation`` to
                 ``max_length``, ``pad_to_multiple_of``, and for ``text`` other options of the
@@ -409,20 +419,21 @@ class CoatVlmProcessor(ProcessorMixin):
         """Collate encoded conversations, cut after ``max_length`` tokens with ``truncation``."""
         if unknown.get("add_special_tokens") is False:  # the template writes them
             del unknown["add_special_tokens"]
-        if padding not in (True, False, "longest", "do_not_pad"):
+        if padding not in (True, False, "longest", "max_length", "do_not_pad"):
             unknown["padding"] = padding
         if unknown:
             raise ValueError(
                 f"unknown options for messages: {unknown}; allowed: return_tensors, padding (True, "
-                "False), padding_side, pad_to_multiple_of, truncation (True, False), max_length, "
-                "return_mm_token_type_ids. Images and videos are read as in training"
+                "False, max_length), padding_side, pad_to_multiple_of, truncation (True, False), "
+                "max_length, return_mm_token_type_ids. Images and videos are read as in training"
             )
         image_id = self.tokenizer.get_vocab().get(IMAGE_TOKEN, -1)
         if truncation and max_length is not None:
             encoded = [truncate(sample, max_length, image_id) for sample in encoded]
         pad = self.tokenizer.pad_token_id
         batch: dict[str, Any] = {**collate(encoded, pad_token_id=pad, padding_side=padding_side)}
-        extra = -batch["input_ids"].shape[1] % (pad_to_multiple_of or 1)
+        tokens = find_padded_length(batch["input_ids"].shape[1], padding, max_length)
+        extra = tokens - batch["input_ids"].shape[1] + -tokens % (pad_to_multiple_of or 1)
         for name, value in (("input_ids", pad), ("attention_mask", 0), ("labels", IGNORE_INDEX)):
             sides = (extra, 0) if padding_side == "left" else (0, extra)
             batch[name] = F.pad(batch[name], sides, value=value)

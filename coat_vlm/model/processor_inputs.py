@@ -117,3 +117,16 @@ def check_image_tokens(left: int, needed: int) -> None:
             f"truncation leaves {left} of {needed} image tokens, and a part of an image is no "
             "input of the model; raise max_length, or give fewer images"
         )
+
+
+def find_padded_length(longest: int, padding: bool | str, max_length: int | None) -> int:
+    """Return the number of tokens to which rows are padded, ``longest`` of them in a row.
+
+    Raises:
+        ValueError: rows are to be padded to ``max_length``, which is not given.
+    """
+    if padding != "max_length":
+        return longest
+    if max_length is None:
+        raise ValueError("padding='max_length' needs max_length, the number of tokens of a row")
+    return max(longest, max_length)

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
@@ -26,6 +26,7 @@ from coat_vlm.config import ModuleName
 from coat_vlm.model.compressed import make_load_arguments, read_compression
 from coat_vlm.model.configuration import CoatVlmConfig
 from coat_vlm.model.families import find_parts
+from coat_vlm.model.generation import ImageGenerationMixin, count_images
 from coat_vlm.model.loss import loss_for_logits, next_token_loss, why_logits_are_needed
 from coat_vlm.model.packing import (
     PACKED,
@@ -42,13 +43,7 @@ from coat_vlm.model.placeholders import (
     pool_frames,
 )
 from coat_vlm.model.pretrained import load_complete, readable_errors
-from coat_vlm.model.projector import (
-    Grid,
-    Projector,
-    build_projector,
-    count_tiles,
-    project_scales,
-)
+from coat_vlm.model.projector import Grid, Projector, build_projector, project_scales
 from coat_vlm.model.sequence_parallel import SHARD, SequenceShard
 from coat_vlm.model.vision import VisionTower
 
@@ -59,7 +54,7 @@ INFERENCE_TILES = 64
 grow with the number of frames. 64 tiles of 448 pixels need about 1.5 GB in a tower of 0.4B."""
 
 
-class CoatVlm(PreTrainedModel, GenerationMixin):
+class CoatVlm(PreTrainedModel, ImageGenerationMixin):
     """Vision tower -> projector -> any causal language model of transformers.
 
     ``save_pretrained``, ``from_pretrained``, ``AutoModel``, ``AutoModelForImageTextToText`` and
@@ -96,7 +91,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
     @classmethod
     def from_pretrained(
         cls,
-        pretrained_model_name_or_path: str | os.PathLike[str],
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
         *args: Any,
         output_loading_info: bool = False,
         **kwargs: Any,
@@ -109,9 +104,11 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             ValueError: the folder contains another type of model, files are missing or damaged, or
                 weights are missing or have another shape.
         """
-        name = os.fspath(pretrained_model_name_or_path)
-        source: str | None = name
-        scheme = read_compression(name)
+        if pretrained_model_name_or_path is None:  # the weights are the argument state_dict
+            name, source, scheme = "state_dict", None, None
+        else:
+            name = source = os.fspath(pretrained_model_name_or_path)
+            scheme = read_compression(name)
         with readable_errors(name):
             if scheme is not None:
                 config = kwargs.get("config") or CoatVlmConfig.from_pretrained(name)
@@ -157,8 +154,10 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         skip_logits: bool | None = None,
         image_positions: torch.Tensor | None = None,
         sequence_shard: SequenceShard | None = None,
+        shift_labels: torch.Tensor | None = None,
+        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Compute logits, and the loss if labels are given.
 
         Args:
@@ -172,7 +171,8 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
                 largest scale. Default: every image is one tile.
             frame_groups: (G,) integers: the number of consecutive tiles of ``pixel_values`` that
                 share the tokens of one frame (:mod:`coat_vlm.model.placeholders`). Default: 1 each.
-            inputs_embeds: (B, T, H) instead of input_ids, with the image features inserted.
+            inputs_embeds: (B, T, H) instead of input_ids. With pixel_values, features replace what
+                equals the placeholder's embedding; without, they are already inserted.
             labels: (B, T) target ids, not shifted; -100 is ignored and is required for padding.
                 Labels on the CPU avoid a synchronization.
             past_key_values: the language model's cache.
@@ -188,6 +188,9 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             sequence_shard: the other arguments are this rank's part of a micro-batch, as
                 :func:`coat_vlm.model.sequence_parallel.shard_batch` makes them; the loss is that of
                 its tokens.
+            shift_labels: (B, T) target ids of the tokens' own positions, used instead of labels;
+                trainers with sequence parallelism shift before they split a sequence.
+            return_dict: False for a tuple. Default: the configuration's.
             **kwargs: passed to the language model. With ``cu_seq_lens_q`` [N + 1] int32 and
                 ``max_length_q`` the batch is one row of N packed sequences
                 (:mod:`coat_vlm.model.packing`). Positions then restart in each sequence, and the
@@ -200,6 +203,8 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             ValueError: placeholders and images do not match, arguments contradict each other, or
                 packed sequences do not fill the row.
         """
+        shifted = sequence_shard is not None or shift_labels is not None
+        labels = labels if shift_labels is None else shift_labels
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError("the loss needs all logits; give labels or logits_to_keep, not both")
         if skip_logits and labels is None:
@@ -219,7 +224,6 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         packing, position_ids, attention_mask = self._read_packing(
             hidden, position_ids, attention_mask, kwargs, sequence_shard
         )
-        shifted = sequence_shard is not None
         if packing is not None and not shifted:
             labels = packing.ignore_first_tokens(labels)
         kwargs["return_dict"] = True
@@ -244,13 +248,15 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             loss = logits if fused else next_token_loss(logits, *divided)
         if sequence_shard is not None:
             sequence_shard.check(self.language_model)
-        return CausalLMOutputWithPast(
+        found = CausalLMOutputWithPast(
             loss=loss,
             logits=None if skip else logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+        as_object = self.config.return_dict if return_dict is None else return_dict
+        return found if as_object else found.to_tuple()
 
     def _read_packing(
         self,
@@ -287,9 +293,12 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             return self.embed(input_ids, pixel_values, *layout)
         if inputs_embeds is None or input_ids is not None:
             raise ValueError("give either input_ids or inputs_embeds, and not both")
-        if _count_images(pixel_values):
-            raise ValueError("pixel_values need input_ids to find the placeholders; pass input_ids")
-        return inputs_embeds
+        if not count_images(pixel_values):
+            return inputs_embeds
+        self._check_tower(pixel_values)
+        is_image = self.placeholder_ids(None, inputs_embeds) == self.config.image_token_id
+        places = self._find_places(is_image, pixel_values, *layout)
+        return self._place_images(inputs_embeds, pixel_values, *places)
 
     def embed(
         self,
@@ -313,15 +322,36 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
                 grids or groups do not match the tiles or the configuration, ``image_positions``
                 are wrong, or there are images but no tower.
         """
-        num_images = _count_images(pixel_values)
+        self._check_tower(pixel_values)
         if self.vision_tower is None:
-            if num_images:
-                raise ValueError(
-                    f"pixel_values contain {num_images} images, and the model has no vision tower "
-                    "(model.vision: null); give only text"
-                )
             return self.get_input_embeddings()(input_ids)
         is_image = input_ids == self.config.image_token_id
+        layout = (image_grids, frame_groups, image_positions)
+        places = self._find_places(is_image, pixel_values, *layout)
+        # Features replace these embeddings, so any valid id works; id 0 is not the placeholder's.
+        embeds = self.get_input_embeddings()(input_ids.masked_fill(is_image, 0))
+        return self._place_images(embeds, pixel_values, *places)
+
+    def _check_tower(self, pixel_values: torch.Tensor | None) -> None:
+        if self.vision_tower is None and count_images(pixel_values):
+            raise ValueError(
+                f"pixel_values contain {count_images(pixel_values)} images, and the model has no "
+                "vision tower (model.vision: null); give only text"
+            )
+
+    def _find_places(
+        self,
+        is_image: torch.Tensor,
+        pixel_values: torch.Tensor | None,
+        image_grids: torch.Tensor | None = None,
+        frame_groups: torch.Tensor | None = None,
+        image_positions: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, list[Grid], list[int] | None]:
+        """Return positions of the placeholders, where ``is_image`` (B, T), grids and groups.
+
+        Errors are those of :meth:`embed`.
+        """
+        num_images = count_images(pixel_values)
         grids: list[Grid] = [(1, 1)] * num_images
         if image_grids is not None:
             if self.config.s2_scales is None:
@@ -341,9 +371,18 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
                 f"{placed * per_image} features ({per_image} each); give {per_image} placeholders "
                 "per image, as the processor does, and check that no sequence was truncated"
             )
-        # Features replace these embeddings, so any valid id works; id 0 is not the placeholder's.
-        embeds = self.get_input_embeddings()(input_ids.masked_fill(is_image, 0))
-        if pixel_values is not None and num_images:
+        return positions, grids, groups
+
+    def _place_images(
+        self,
+        embeds: torch.Tensor,
+        pixel_values: torch.Tensor | None,
+        positions: torch.Tensor,
+        grids: list[Grid],
+        groups: list[int] | None,
+    ) -> torch.Tensor:
+        """Replace the embeddings (B, T, H) at the positions by features of the images."""
+        if pixel_values is not None and count_images(pixel_values):
             features = self._project_images(pixel_values, grids, groups)
             return place_features(embeds, positions, features)
         if self.training:
@@ -366,7 +405,7 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
         embeds = self.get_input_embeddings()(input_ids)
         if self.vision_tower is None or not (self.training or shard.sends):
             return embeds
-        if _count_images(pixel_values):
+        if count_images(pixel_values):
             assert pixel_values is not None
             grids = [(1, 1)] * len(pixel_values)
             if image_grids is not None:
@@ -414,88 +453,6 @@ class CoatVlm(PreTrainedModel, GenerationMixin):
             chunks = pixel_values.split(INFERENCE_TILES)
         projected = [self.projector(self.vision_tower(chunk)) for chunk in chunks]
         return projected[0] if len(projected) == 1 else torch.cat(projected)
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: torch.LongTensor,
-        *args: Any,
-        pixel_values: torch.Tensor | None = None,
-        image_grids: torch.Tensor | None = None,
-        frame_groups: torch.Tensor | None = None,
-        is_first_iteration: bool | None = False,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Prepare the inputs of a generation step; with a cache, only the first one has images.
-
-        The first step of an assistant model (assisted generation) is the one with an empty cache.
-        """
-        kwargs.pop("image_positions", None)  # invalid after rows are repeated
-        inputs = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
-            input_ids, *args, is_first_iteration=is_first_iteration, **kwargs
-        )
-        cache = kwargs.get("past_key_values")
-        first = is_first_iteration or cache is None or cache.get_seq_length() == 0
-        if first or not kwargs.get("use_cache", True):
-            inputs |= {"pixel_values": pixel_values, "image_grids": image_grids}
-            inputs |= {"frame_groups": frame_groups}
-        return inputs
-
-    def _expand_inputs_for_generation(
-        self,
-        expand_size: int = 1,
-        is_encoder_decoder: bool = False,
-        input_ids: torch.LongTensor | None = None,
-        **model_kwargs: Any,
-    ) -> tuple[torch.LongTensor, dict[str, Any]]:
-        # transformers would repeat each image; all images of a row must be repeated together.
-        names = ("pixel_values", "image_grids", "frame_groups")
-        media = {name: model_kwargs.pop(name, None) for name in names}
-        if _count_images(media["pixel_values"]) and expand_size > 1 and input_ids is not None:
-            counts = self.count_row_images(input_ids, media["image_grids"], media["frame_groups"])
-            for name, tensor in media.items():
-                if tensor is not None:
-                    sizes = [tiles if name == "pixel_values" else own for own, tiles in counts]
-                    once = [1] * (tensor.ndim - 1)
-                    rows = [row.repeat(expand_size, *once) for row in tensor.split(sizes)]
-                    media[name] = torch.cat(rows)
-        expanded_ids, model_kwargs = super()._expand_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
-            expand_size, is_encoder_decoder, input_ids, **model_kwargs
-        )
-        return expanded_ids, model_kwargs | media
-
-    def count_row_images(
-        self,
-        input_ids: torch.Tensor,
-        image_grids: torch.Tensor | None = None,
-        frame_groups: torch.Tensor | None = None,
-    ) -> list[tuple[int, int]]:
-        """Count images (or groups) and tiles in ``pixel_values`` per row of ``input_ids`` (B, T).
-
-        Args:
-            input_ids: all rows of a batch, or only the first ones.
-            image_grids: grids of the whole batch; see :meth:`forward`.
-            frame_groups: groups of the whole batch; see :meth:`forward`.
-        """
-        if not self.config.has_vision:
-            return [(0, 0)] * len(input_ids)
-        placeholders = (input_ids == self.config.image_token_id).sum(1).tolist()
-        tokens = self.config.tokens_per_image
-        scales = self.config.s2_scales
-        if frame_groups is not None:
-            sizes = [(tokens, tiles) for tiles in frame_groups.tolist()]
-        elif scales is not None and image_grids is not None:
-            sizes = [(r * c * tokens, count_tiles((r, c), scales)) for r, c in image_grids.tolist()]
-        else:
-            return [(number // tokens, number // tokens) for number in placeholders]
-        remaining = iter(sizes)
-        found: list[tuple[int, int]] = []
-        for wanted in placeholders:
-            left, own = wanted, []
-            while left > 0 and (size := next(remaining, None)) is not None:
-                left -= size[0]
-                own.append(size[1])
-            found.append((len(own), sum(own)))
-        return found
 
     @cached_property
     def _why_logits_are_needed(self) -> str | None:
@@ -557,10 +514,6 @@ class Backbone:
                 return_dict=True,
                 **kwargs,
             )
-
-
-def _count_images(images: torch.Tensor | None) -> int:
-    return 0 if images is None else images.shape[0]
 
 
 def module_parameters(model: PreTrainedModel) -> dict[ModuleName, nn.Module]:

@@ -450,7 +450,7 @@ def _add_generate(commands: Commands) -> None:
         _generate,
         "answer a prompt about images and videos",
         """\
-  coat-vlm generate --model runs/my_vlm/sft/model --image cat.jpg --prompt "Is there a cat?"
+  coat-vlm generate --model runs/my_vlm --image cat.jpg --prompt "Is there a cat?"
   coat-vlm generate --model runs/my_vlm/sft/model --image cat.jpg --image images/1.jpg \\
       --prompt "What differs?"
   coat-vlm generate --model runs/my_vlm/sft/model --video clip.mp4 --prompt "What happens?" \\
@@ -458,7 +458,11 @@ def _add_generate(commands: Commands) -> None:
 """,
     )
     parser.add_argument(
-        "--model", type=Path, required=True, help="model folder, e.g. RUN/sft/model"
+        "--model",
+        type=Path,
+        required=True,
+        metavar="RUN_OR_FOLDER",
+        help="run folder, which answers in the run's precision, or a model folder: RUN/sft/model",
     )
     add_media(parser, "of the prompt")
     parser.add_argument("--prompt", required=True, help="the question")
@@ -467,9 +471,11 @@ def _add_generate(commands: Commands) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     check_media(args.media or [])
-    from coat_vlm.generate import generate, load
+    from coat_eval.coat_adapter import load_run_or_model
+    from coat_eval.generation import select_device
+    from coat_vlm.generate import generate
 
-    model, processor = load(args.model)
+    model, processor, _, _ = load_run_or_model(args.model, select_device())
     sample = prompt_sample(args.prompt, args.media or [])
     say(generate(model, processor, [sample], args.max_new_tokens)[0])
     return 0

@@ -12,13 +12,15 @@ import peft
 import pytest
 import torch
 from family_folders import MAKERS
+from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from served import serve
+from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
 
 from coat_cli.main import main
 from coat_data.sample import Media, Part, Sample, Turn
 from coat_vlm.config.load import load_recipe, save_recipe
-from coat_vlm.generate import PromptEncoder, load, media_inputs
+from coat_vlm.generate import PromptEncoder, generate, load, media_inputs
 from coat_vlm.model.families import FAMILIES
 
 training = runpy.run_path(str(Path(__file__).with_name("test_training.py")))
@@ -129,9 +131,7 @@ def changed_parts(before: Path, after: Path) -> set[str]:
 
 
 def compute_logits(model: Any, processor: Any, image: Path) -> torch.Tensor:
-    turns = (Turn("user", (Part("image"), Part("text", "What is it?"))),)
-    sample = Sample(id="1", turns=turns, media=(Media(kind="image", path=str(image)),))
-    batch = PromptEncoder(processor)([sample])
+    batch = PromptEncoder(processor)([ask(image, "What is it?")])
     with torch.no_grad():
         ids = {name: batch[name] for name in ("input_ids", "attention_mask")}
         ids |= media_inputs(model, batch)
@@ -194,6 +194,54 @@ def test_evaluation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(answers) == 3
 
 
+def ask(image: Path, question: str) -> Sample:
+    turns = (Turn("user", (Part("image"), Part("text", question))),)
+    return Sample(id="1", turns=turns, media=(Media(kind="image", path=str(image)),))
+
+
+def test_a_new_user_asks_the_model(
+    run: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command, a pipeline and an OpenAI client of transformers' server answer the same."""
+    image, model = tiny_data / "1.png", tmp_path / "sharp"
+    assert main(["export", str(run / "sft" / "model"), "--to", str(model)]) == 0
+    sharpen(model)
+    expected = generate(*load(model, "cpu"), [ask(image, "What is it?")], 8)[0]
+    assert expected
+
+    asked = ["--image", str(image), "--prompt", "<image>What is it?", "--max-new-tokens", "8"]
+    capsys.readouterr()
+    assert main(["generate", "--model", str(model), *asked]) == 0
+    assert capsys.readouterr().out.strip() == expected
+    assert main(["generate", "--model", str(run), *asked]) == 0
+    of_run = generate(*load(run / "sft" / "model", "cpu"), [ask(image, "What is it?")], 8)[0]
+    assert capsys.readouterr().out.strip() == of_run
+
+    pipe: Any = pipeline("image-text-to-text", model=str(model), dtype=torch.float32)
+    content = [
+        {"type": "image", "image": Image.open(image)},
+        {"type": "text", "text": "What is it?"},
+    ]
+    greedy: Any = {"do_sample": False, "max_new_tokens": 8}
+    answers = pipe(
+        text=[{"role": "user", "content": content}], return_full_text=False, generate_kwargs=greedy
+    )
+    assert answers[0]["generated_text"].strip() == expected
+
+    with serve(model) as send:
+        assert send(image, "What is it?", 8).choices[0].message.content.strip() == expected
+
+
+def sharpen(folder: Path) -> None:
+    """Enlarge the matrices of an exported model, so that no two tokens are nearly equal."""
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    model.save_pretrained(folder)
+
+
 def test_lora_from_another_run(run: Path, tiny_data: Path, tmp_path: Path) -> None:
     """Adapters on all linear layers of the decoder and tower; the projector trains whole."""
     start = run / "sft" / "model"
@@ -250,9 +298,10 @@ def test_fp8(
         assert fp8 == pytest.approx(fp32, rel=0.06), number
 
 
-def test_six_lines(published: Path, tiny_data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FIRST)
+def test_six_lines(family: str, published: Path, tiny_data: Path, tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    text = SIX_LINES.format(run=tmp_path / "run", source=published / "qwen3_vl", data=tiny_data)
+    text = SIX_LINES.format(run=tmp_path / "run", source=published / family, data=tiny_data)
     assert len(text.splitlines()) <= 6
     path.write_text(text)
     done = training["started"].run(["train", str(path)], env=training["ENV"])

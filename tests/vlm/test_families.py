@@ -18,7 +18,7 @@ from coat_data.load.check_labels import check_labels, verify_template
 from coat_data.load.collate import collate
 from coat_data.load.encode import IGNORE_INDEX
 from coat_data.sample import DataError, Media, Part, Sample, Turn
-from coat_vlm.generate import generate
+from coat_vlm.generate import PromptEncoder, generate
 from coat_vlm.model.families import FAMILIES, find_family, find_parts
 from coat_vlm.model.family_model import load_family_model
 from coat_vlm.model.family_processor import FamilyProcessor
@@ -113,8 +113,9 @@ def test_inputs_are_those_of_the_processor(
     labels = [label for label in encoded.labels.tolist() if label != IGNORE_INDEX]
     end = ENDS.get(folder.name, "<|im_end|>")
     assert processor.tokenizer.decode(labels).replace(" ", "") == f"red{end}yes{end}"
-    prompt = encoder.prompt(sample)
-    assert prompt.input_ids.tolist() == encoded.input_ids[: len(prompt.input_ids)].tolist()
+    prompt = encoder.prompt(sample).input_ids.tolist()
+    if folder.name != "llava_onevision":  # its template writes "assistant \n", its prompt no space
+        assert prompt == encoded.input_ids[: len(prompt)].tolist()
     assert encoder.measure(sample).tokens == len(encoded.input_ids)
 
 
@@ -212,6 +213,7 @@ def test_answers_are_those_of_transformers(
         found, shown = messages(sample)
         text = render(reader, folder.name, found[:-1], add_generation_prompt=True)
         inputs = reader(text=[text], images=[shown], return_tensors="pt")
+        assert torch.equal(PromptEncoder(processor)([sample])["input_ids"], inputs["input_ids"])
         output = stock.generate(**inputs, max_new_tokens=6, do_sample=False)
         ids = output[0, inputs["input_ids"].shape[1] :]
         expected.append(reader.tokenizer.decode(ids, skip_special_tokens=True).strip())

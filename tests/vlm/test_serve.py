@@ -1,12 +1,6 @@
 """transformers' server answers an OpenAI client with a run's model, in both layouts."""
 
-import base64
-import io
 import shlex
-import socket
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from served import serve
 
 from coat_cli.main import main
 from coat_data.sample import Media, Part, Sample, Turn
@@ -55,51 +50,12 @@ def folders(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     return found
 
 
-@pytest.fixture(scope="module", params=sorted(LINES))
-def served(request: Any, folders: dict[str, Path]) -> Iterator[tuple[str, str]]:
-    """The address of a server that the guide's command has started, and its model's name."""
-    for package in ("openai", "fastapi", "uvicorn"):
-        pytest.importorskip(package, reason="pip install openai 'transformers[serving]'")
-    from transformers.cli.transformers import app
-
-    words = LINES[request.param]
-    folder = str(folders[request.param])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    options = ["--non-blocking", "--device", "cpu", "--dtype", "float32", "--port", port]
-    start = words.index("serve")
-    assert len(words) == start + 2, "the command and the folder"
-    server = app(["serve", folder, *options], standalone_mode=False)
-    address = f"http://localhost:{port}"
-    try:
-        for _ in range(200):
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(0.05)
-        yield f"{address}/v1", folder
-    finally:
-        server.kill_server()
-
-
-def decode_with_pillow(data: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """As torchvision's decode_image, which is missing where its wheel does not fit torch's."""
-    image = Image.open(io.BytesIO(data.numpy().tobytes())).convert("RGB")
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
-
-
+@pytest.mark.parametrize("layout", sorted(LINES))
 def test_an_openai_client_gets_the_answer_of_generate(
-    served: tuple[str, str],
-    folders: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    layout: str, folders: dict[str, Path], tmp_path: Path
 ):
-    from openai import OpenAI
-
-    monkeypatch.setattr("torchvision.io.decode_image", decode_with_pillow)
-
+    words = LINES[layout]
+    assert len(words) == words.index("serve") + 2, "the command and the folder"
     path = tmp_path / "a.png"
     pixels = np.random.default_rng(0).integers(0, 256, (28, 28, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
@@ -115,25 +71,11 @@ def test_an_openai_client_gets_the_answer_of_generate(
         MAX,
     )
     assert expected != blind, "the test could not see that the image was left out"
-
-    address, model = served
-    url = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
-    content: Any = [
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "text", "text": QUESTION},
-    ]
-    client = OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60)
-
-    def ask(**options: Any) -> Any:
-        messages: Any = [{"role": "user", "content": content}]
-        return client.chat.completions.create(
-            model=model, messages=messages, max_tokens=MAX, temperature=0, **options
-        )
-
-    answer = ask().choices[0]
-    assert answer.message.content.strip() == expected
-    pieces = [chunk.choices[0].delta.content or "" for chunk in ask(stream=True)]
-    # The streamer leaves out the last token if it is a part of a character.
-    assert "".join(pieces).strip() == expected.rstrip("\ufffd")
-    content.pop(0)
-    assert ask().choices[0].message.content.strip() == blind
+    with serve(folders[layout]) as ask:
+        answer = ask(path, QUESTION, MAX).choices[0]
+        assert answer.message.content.strip() == expected
+        streamed = ask(path, QUESTION, MAX, stream=True)
+        pieces = [chunk.choices[0].delta.content or "" for chunk in streamed]
+        # The streamer leaves out the last token if it is a part of a character.
+        assert "".join(pieces).strip() == expected.rstrip("\ufffd")
+        assert ask(None, QUESTION, MAX).choices[0].message.content.strip() == blind

@@ -1,7 +1,7 @@
 """The processor beside transformers' LlavaProcessor with the same tokenizer, and in transformers.
 
-transformers' own tests of processors (ProcessorTesterMixin) are not in its package; these tests
-check the same properties, with a stock processor as the reference.
+transformers' own tests of processors are not in its package (test_transformers_processor.py runs
+them from its source); these tests check the same properties.
 """
 
 from pathlib import Path
@@ -154,8 +154,24 @@ def test_truncation_and_padding_equal_a_stock_processors(both, side: str):
     assert_same(found, expected)
     lengths = found["attention_mask"].sum(1).tolist()
     assert lengths[0] < 48 == lengths[1]
+    output |= {"padding": "max_length", "max_length": 64}
+    found, expected = (
+        one.apply_chat_template(CONVERSATIONS[:2], **options, processor_kwargs=output)
+        for one in both
+    )
+    assert_same(found, expected)
+    assert found["input_ids"].shape == (2, 64)
+    with pytest.raises(ValueError, match="needs max_length"):
+        both[0](messages=CONVERSATIONS[0][:1], padding="max_length")
     with pytest.raises(ValueError, match="truncation leaves 2 of 4"):
         both[0](messages=CONVERSATIONS[0][:1], truncation=True, max_length=5)
+
+
+def test_the_names_of_inputs_are_those_of_a_call(both):
+    ours, stock = both
+    options: dict[str, Any] = {"images": picture(0), "text": "<image>", "return_tensors": "pt"}
+    assert ours.model_input_names == list(ours(**options))
+    assert set(ours.model_input_names) == set(stock.model_input_names)
 
 
 def test_images_alone_are_counted_in_tiles(both):

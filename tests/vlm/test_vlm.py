@@ -207,10 +207,60 @@ def test_arguments_that_contradict_each_other(model, images):
         model(ids, inputs_embeds=embeds)
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()
-    with pytest.raises(ValueError, match="pixel_values need input_ids"):
+    with pytest.raises(ValueError, match=r"contain 0 image placeholders .* 2 images"):
         model(inputs_embeds=embeds, pixel_values=images)
     with pytest.raises(ValueError, match="labels or logits_to_keep"):
         model(ids, labels=ids, logits_to_keep=1)
+
+
+def test_embeddings_show_where_the_images_are(model, images):
+    """As in transformers' models: the embedding of the placeholder's id is a placeholder."""
+    ids = torch.cat([sequence(5, IMAGE, 7, 8), sequence(9, 5, IMAGE, 7)])
+    embeds = model.get_input_embeddings()(ids)
+    with torch.no_grad():
+        wanted = model(ids, pixel_values=images).logits
+        found = model(inputs_embeds=embeds, pixel_values=images).logits
+        blind = model(inputs_embeds=embeds).logits
+    assert torch.equal(found, wanted)
+    assert not torch.allclose(blind, wanted, atol=1e-3)
+
+
+def test_a_tuple_has_the_same_values(model, images):
+    inputs = {"input_ids": sequence(5, IMAGE, 7), "pixel_values": images[:1]}
+    inputs |= {"labels": inputs["input_ids"], "output_hidden_states": True}
+    with torch.no_grad():
+        wanted = model(**inputs)
+        found = model(**inputs, return_dict=False)
+    assert isinstance(found, tuple)
+    assert torch.equal(found[0], wanted.loss)
+    assert torch.equal(found[1], wanted.logits)
+    assert len(found) == len(wanted.to_tuple())
+
+
+@pytest.mark.parametrize("skip_logits", [False, True])
+def test_targets_may_be_shifted_already(model, images, skip_logits):
+    """They replace the labels, as in transformers' loss under sequence parallelism."""
+    ids = sequence(5, IMAGE, 7, 8, 9)
+    labels = ids.masked_fill(ids == IMAGE, -100)
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    inputs = {"pixel_values": images[:1], "skip_logits": skip_logits}
+    with torch.no_grad():
+        wanted = model(ids, labels=labels, **inputs).loss
+        for other in (labels, None):
+            found = model(ids, labels=other, shift_labels=shifted, **inputs).loss
+            assert torch.equal(found, wanted)
+        swapped = shifted.masked_fill(shifted == 9, 8)
+        assert model(ids, labels=labels, shift_labels=swapped, **inputs).loss != wanted
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_tower_and_language_model_have_the_same_attention(tiny, kind):
+    model = tiny.model(attention=kind)
+    parts = (model.vision_tower.model, model.language_model)
+    assert [part.config._attn_implementation for part in parts] == [kind] * 2
+    other = {"sdpa": "eager", "eager": "sdpa"}[kind]
+    model.set_attn_implementation(other)
+    assert [part.config._attn_implementation for part in parts] == [other] * 2
 
 
 def test_logits_to_keep(model):

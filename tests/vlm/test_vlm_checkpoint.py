@@ -207,3 +207,13 @@ def test_the_loading_report_can_be_had(tiny, tmp_path):
     _, info = CoatVlm.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
+
+
+def test_a_state_dict_may_be_loaded_without_a_folder(tiny):
+    model = make(tiny, "siglip")
+    weights = model.state_dict()
+    loaded = CoatVlm.from_pretrained(None, config=model.config, state_dict=weights)
+    assert same_weights(loaded, model)
+    del weights["language_model.lm_head.weight"]
+    with pytest.raises(ValueError, match="state_dict: 1 weights are missing"):
+        CoatVlm.from_pretrained(None, config=model.config, state_dict=weights)

@@ -102,3 +102,42 @@ def test_the_placeholder_is_never_generated(model, images):
         output = generate(model, [ids], images[:1])
         head.weight.copy_(before)
     assert IMAGE not in output[0, len(ids) :].tolist()
+
+
+ROWS = [tokens(IMAGE, 5, IMAGE, 6), [PAD, *tokens(7, 8, 9, IMAGE, 4, 5)]]
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_from_embeddings(model, images, beams):
+    ids = torch.tensor(ROWS)
+    given = {"attention_mask": (ids != PAD).long(), "num_beams": beams, "max_new_tokens": NEW}
+    given |= {"pixel_values": images, "do_sample": False, "pad_token_id": PAD}
+    wanted = model.generate(ids, **given)[:, ids.shape[1] :]
+    embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(model.generate(inputs_embeds=embeds, **given), wanted)
+
+
+@pytest.mark.parametrize("new", [[], [IMAGE, 9]], ids=["same images", "another image"])
+def test_a_second_turn_continues_from_the_cache(model, images, new):
+    """The whole conversation is given again; its cache has the images of the first turn."""
+    first = generate(
+        model, ROWS, images, return_dict_in_generate=True, max_new_tokens=3, eos_token_id=-1
+    )
+    asked = torch.tensor([tokens(*new)] * 2, dtype=torch.long)
+    ids = torch.cat([first.sequences, asked], dim=1)
+    pixels = images
+    if new:  # each row has one more: rows of three and two images
+        pixels = torch.cat([images[:2], images[2:], images[2:], images[:1]])
+    mask = (ids != PAD).long()
+    mask[:, len(ROWS[0]) :] = 1
+    given = {"attention_mask": mask, "eos_token_id": -1}
+    wanted = generate(model, ids.tolist(), pixels, **given)
+    cache = first.past_key_values
+    assert cache.get_seq_length() > len(ROWS[0])
+    found = generate(model, ids.tolist(), pixels, past_key_values=cache, **given)
+    assert torch.equal(found, wanted)
+
+
+def test_images_without_their_placeholders_are_explained(model, images):
+    with pytest.raises(ValueError, match=r"for \[2, 1\] entries of pixel_values, which has 2"):
+        generate(model, ROWS, images[:2], num_beams=2)
