@@ -292,6 +292,7 @@ def _make_identity(
             "model_sha256": model["model_sha256"],
             "max_new_tokens": generation.max_new_tokens,
             "dtype": f"{model['dtype']}{batches}",
+            **{key: model[key] for key in ("adapter_sha256",) if key in model},
             **({"precision": model["precision"]} if model.get("precision") else {}),
         }
     identity = {
