@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,28 @@ def test_a_plan_does_not_count_nf4(
 
 
 def test_a_run_resumes_and_exports_the_original_weights(tiny_data: Path, tmp_path: Path) -> None:
-    """Two ranks; the merged model is the start's weights plus scale B A."""
+    """Two ranks; a resumed stage ends with the same losses; merged: the start's weights + BA."""
     pytest.importorskip("bitsandbytes")
     recipe = make_recipe(tiny_data, tmp_path / "run", zero_stage=2, precision="bf16")
     done = training["train"](recipe, tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "run", again)
+    shutil.rmtree(again / "sft/model")
+    shutil.rmtree(again / "sft/checkpoints/step-00000004")
+    text = (again / "recipe.yaml").read_text()
+    (again / "recipe.yaml").write_text(text.replace(str(tmp_path / "run"), str(again)))
+    done = training["train"](
+        {**recipe, "output_dir": str(again)}, tmp_path, "--resume", "auto", ranks=2
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = training["losses"](tmp_path / "run")
+    assert training["losses"](again) == losses
+    del recipe["stages"]["sft"]["lora"]["quantize"]
+    recipe["stages"]["sft"]["max_steps"] = 1
+    done = training["train"]({**recipe, "output_dir": str(tmp_path / "plain")}, tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert training["losses"](tmp_path / "plain")[0] != losses[0]
     model = load_file(tmp_path / "run/sft/model/model.safetensors")
     adapters = load_file(tmp_path / "run/sft/model/adapter/adapter_model.safetensors")
     step = tmp_path / "run/sft/checkpoints/step-00000002"

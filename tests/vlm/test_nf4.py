@@ -35,7 +35,7 @@ def test_a_step_equals_peft_on_layers_of_bitsandbytes(tiny: Any) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = adapted(tiny, replace(STAGE, lora=LORA))
     exact, _ = step(model)
-    reference = tiny.model(vision=tiny.vision(hidden_size=32, intermediate_size=48))
+    reference: Any = tiny.model(vision=tiny.vision(hidden_size=32, intermediate_size=48))
     names = [n for n, m in model.named_modules() if base_layer(m) is not m]
     for name in names:
         layer: Any = reference.get_submodule(name)
@@ -43,9 +43,12 @@ def test_a_step_equals_peft_on_layers_of_bitsandbytes(tiny: Any) -> None:
             layer.in_features, layer.out_features, bias=layer.bias is not None,
             compute_dtype=torch.float32, compress_statistics=True, quant_type="nf4",
         )  # fmt: skip
-        weight = base_layer(model.get_submodule(name)).weight.data  # pyright: ignore
+        frozen: Any = base_layer(model.get_submodule(name))
         made.weight = bitsandbytes.nn.Params4bit(
-            weight.clone(), requires_grad=False, quant_type="nf4", compress_statistics=True
+            frozen.weight.data.clone(),
+            requires_grad=False,
+            quant_type="nf4",
+            compress_statistics=True,
         )
         made.bias = layer.bias
         parent, _, last = name.rpartition(".")
